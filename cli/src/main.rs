@@ -1,0 +1,2 @@
+//! The `cualloc` command.
+fn main() {}

@@ -1,0 +1,2 @@
+//! A caching GPU memory allocator on the raw CUDA driver API.
+pub mod driver;
