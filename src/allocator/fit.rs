@@ -97,9 +97,7 @@ impl Finder<'_> {
     /// Whether the stream's own pieces are all there is and adjacent ones are merged.
     fn only_own(&self) -> bool {
         self.space.merge_own
-            && self.space.index(COMPLETE).is_none_or(|i| i.is_empty())
-            && self.space.index(MIXED).is_none_or(|i| i.is_empty())
-            && self.space.pending_streams().all(|s| s == self.stream)
+            && self.space.index(self.stream).is_some_and(|own| own.len() == self.space.piece_count())
     }
 
     /// The best run that can be used after waits, by size, then address; and the one whose newest

@@ -4,6 +4,7 @@ use super::fit::Finder;
 use super::records::{NIL, SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
 use super::space::Shard;
+use super::uses::Uses;
 use super::state::{PendingWait, State, Want};
 
 /// Slack of the soft cap over the peak of live requested bytes: a share (1/100) or an amount,
@@ -276,25 +277,23 @@ impl State {
         if growth.skip > 0 {
             let (space, records) = self.parts(growth.space);
             let right = space.cut(records, id, growth.skip);
-            self.put_free(growth.space, id, want.stream);
+            // It may have been free memory that the stream was using a moment ago.
+            let uses = Uses::one(want.stream, self.streams[want.stream].open);
+            let (space, records) = self.parts(growth.space);
+            records.cold_mut(id).owner = want.stream;
+            space.release(records, id, uses);
             id = right;
         }
         if self.records[id].granules > want.granules {
             let (space, records) = self.parts(growth.space);
             let rest = space.cut(records, id, want.granules);
-            self.put_free(growth.space, rest, want.stream);
+            // Nobody has used the new memory. Where only one stream is known it merges with the
+            // stream's own.
+            let fresh = if space.merge_own { Uses::one(want.stream, 0) } else { Uses::None };
+            records.cold_mut(rest).owner = want.stream;
+            space.release(records, rest, fresh);
         }
         id
-    }
-
-    /// Fresh memory belongs to the stream that asked for it.
-    fn put_free(&mut self, space: SpaceId, id: u32, stream: u32) {
-        // Under the open ticket, because parts of it may have been free memory that the stream was
-        // using a moment ago.
-        let uses = super::uses::Uses::one(stream, self.streams[stream].open);
-        let (at, records) = self.parts(space);
-        records.cold_mut(id).owner = stream;
-        at.release(records, id, uses);
     }
 
     /// A growth failed: everything as before.

@@ -38,6 +38,8 @@ pub(crate) struct Space {
     complete: FreeIndex,
     mixed: FreeIndex,
     pending: Vec<FreeIndex>,
+    /// Free pieces of all classes.
+    count: usize,
     /// Base address to (bytes, first extent). The first extent's id is stable: splits and merges
     /// keep the id on the left.
     regions: BTreeMap<u64, Region>,
@@ -67,6 +69,7 @@ impl Space {
             complete: FreeIndex::default(),
             mixed: FreeIndex::default(),
             pending: Vec::new(),
+            count: 0,
             regions: BTreeMap::new(),
             holes: BTreeMap::new(),
         }
@@ -98,6 +101,11 @@ impl Space {
     /// Streams that have pieces pending on them alone.
     pub(crate) fn pending_streams(&self) -> impl Iterator<Item = u32> + '_ {
         (0u32..).zip(&self.pending).filter(|(_, index)| !index.is_empty()).map(|(stream, _)| stream)
+    }
+
+    /// Number of free pieces.
+    pub(crate) fn piece_count(&self) -> usize {
+        self.count
     }
 
     /// Every free piece, class by class.
@@ -143,12 +151,14 @@ impl Space {
     fn enlist(&mut self, records: &Records, id: u32) {
         let class = records[id].stream;
         self.index_mut(class).insert(Self::entry(records, id));
+        self.count += 1;
     }
 
     fn delist(&mut self, records: &Records, id: u32) {
         let class = records[id].stream;
         let found = self.index_mut(class).remove(&Self::entry(records, id));
         debug_assert!(found, "a free piece is in the index of its class");
+        self.count -= 1;
     }
 
     /// Adds a region as one free piece with the given uses.

@@ -239,17 +239,16 @@ impl State {
 
     /// Gives back the slot of a stream that nothing refers to.
     pub(crate) fn recycle(&mut self, stream: u32) {
+        let many = self.streams.len() > MANY_STREAMS;
         let slot = &mut self.streams[stream];
-        let idle = slot.in_use && slot.live == 0 && slot.open_frees == 0 && slot.completed + 1 >= slot.open;
+        let idle = slot.in_use && slot.live == 0 && slot.open_uses == 0 && slot.completed + 1 >= slot.open;
         if !idle {
             return;
         }
         match slot.holder {
             Holder::Retired => {}
             // A caller's stream that comes again is simply registered again.
-            Holder::Foreign if self.streams.len() > MANY_STREAMS => {
-                self.streams[stream].holder = Holder::Retired;
-            }
+            Holder::Foreign if many => slot.holder = Holder::Retired,
             _ => return,
         }
         self.flush_pages_of(stream);
@@ -462,9 +461,9 @@ impl State {
         if u.ticket < slot.open {
             return;
         }
-        slot.open_frees += 1;
+        slot.open_uses += 1;
         slot.open_bytes += bytes;
-        if several && (slot.open_frees >= BATCH_FREES || slot.open_bytes >= BATCH_BYTES) {
+        if several && (slot.open_uses >= BATCH_FREES || slot.open_bytes >= BATCH_BYTES) {
             after.mark.push(u.stream);
         }
     }

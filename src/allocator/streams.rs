@@ -78,8 +78,8 @@ pub(crate) struct Slot {
     /// Per other stream: the newest ticket that this stream is known to follow.
     pub row: Vec<u64>,
     pub markers: VecDeque<Marker>,
-    /// Frees and bytes under the open ticket.
-    pub open_frees: u32,
+    /// Uses (frees, mostly) and bytes under the open ticket.
+    pub open_uses: u32,
     pub open_bytes: u64,
     /// Allocations to let pass before the oldest marker is asked again.
     pub backoff: u32,
@@ -89,7 +89,7 @@ impl Slot {
     /// Everything freed on the stream is covered by a marker or complete.
     pub(crate) fn covered(&self) -> bool {
         let bound = self.markers.back().map_or(self.completed, |m| m.bound.max(self.completed));
-        bound + 1 >= self.open && self.open_frees == 0
+        bound + 1 >= self.open && self.open_uses == 0
     }
 
     fn drained(&self) -> bool {
@@ -139,7 +139,7 @@ impl Streams {
             completed,
             row: Vec::new(),
             markers: VecDeque::new(),
-            open_frees: 0,
+            open_uses: 0,
             open_bytes: 0,
             backoff: 0,
         };
@@ -213,7 +213,7 @@ impl Streams {
         let slot = &mut self.slots[stream as usize];
         let bound = slot.open;
         slot.open += 1;
-        slot.open_frees = 0;
+        slot.open_uses = 0;
         slot.open_bytes = 0;
         Batch { stream, bound, row: slot.row.clone().into_boxed_slice() }
     }
