@@ -8,3 +8,5 @@
 compile_error!("cualloc supports 64-bit targets only: the driver's API differs on others");
 
 pub mod driver;
+#[cfg(feature = "sim")]
+pub mod sim;
