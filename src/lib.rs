@@ -3,5 +3,7 @@
 
 pub mod allocator;
 pub mod driver;
+#[cfg(feature = "sim")]
+pub mod sim;
 
 pub use allocator::{Allocator, Block, Config, Error, Policy, Stats};
