@@ -11,7 +11,6 @@ use super::config::{Config, Policy};
 use super::engine::{Engine, Shared};
 use super::error::Error;
 use super::life::Trimmed;
-use super::records::SpaceId;
 use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
 
@@ -56,7 +55,9 @@ impl Allocator {
     /// [`Error::InvalidConfig`], [`Error::NotSupported`] if the device cannot do what the settings
     /// ask for, and driver errors.
     pub fn with_config(context: &Context, config: Config) -> Result<Self, Error> {
-        Ok(Allocator { engine: Arc::new(Engine::new(context, &config)?) })
+        Ok(Allocator {
+            engine: Arc::new(Engine::new(context, &config)?),
+        })
     }
 
     /// The context that the memory belongs to.
@@ -66,7 +67,11 @@ impl Allocator {
 
     /// The segment policy in effect: never [`Policy::Auto`].
     pub fn policy(&self) -> Policy {
-        if self.engine.packed { Policy::Packed } else { Policy::Classic }
+        if self.engine.packed {
+            Policy::Packed
+        } else {
+            Policy::Classic
+        }
     }
 
     /// Makes a stream on the allocator's context.
@@ -94,8 +99,15 @@ impl Allocator {
     ///
     /// # Errors
     /// [`Error::InvalidAlignment`], else as [`allocate`](Self::allocate).
-    pub fn allocate_aligned(&self, bytes: usize, alignment: usize, stream: &Stream) -> Result<Block, Error> {
-        let grant = self.engine.allocate(&self.engine.named(stream)?, bytes, alignment)?;
+    pub fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Block, Error> {
+        let grant = self
+            .engine
+            .allocate(&self.engine.named(stream)?, bytes, alignment)?;
         Ok(Block::new(Arc::clone(&self.engine), grant, bytes))
     }
 
@@ -109,7 +121,11 @@ impl Allocator {
     /// `stream` must be a live stream or a special handle, and the caller follows the contract for
     /// raw streams that [`Allocator`] states: [`retire_raw`](Self::retire_raw) before it is
     /// destroyed.
-    pub unsafe fn allocate_raw(&self, bytes: usize, stream: sys::CUstream) -> Result<sys::CUdeviceptr, Error> {
+    pub unsafe fn allocate_raw(
+        &self,
+        bytes: usize,
+        stream: sys::CUstream,
+    ) -> Result<sys::CUdeviceptr, Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         Ok(self.engine.allocate(&named, bytes, 1)?.ptr)
@@ -137,7 +153,11 @@ impl Allocator {
     ///
     /// # Safety
     /// As [`allocate_raw`](Self::allocate_raw). The stream may be of another device.
-    pub unsafe fn record_stream_raw(&self, ptr: sys::CUdeviceptr, stream: sys::CUstream) -> Result<(), Error> {
+    pub unsafe fn record_stream_raw(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: sys::CUstream,
+    ) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         self.engine.record(ptr, &named, false)
@@ -151,7 +171,11 @@ impl Allocator {
     ///
     /// # Safety
     /// As [`record_stream_raw`](Self::record_stream_raw).
-    pub unsafe fn record_use_raw(&self, ptr: sys::CUdeviceptr, stream: sys::CUstream) -> Result<(), Error> {
+    pub unsafe fn record_use_raw(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: sys::CUstream,
+    ) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         self.engine.record(ptr, &named, true)
@@ -198,7 +222,9 @@ impl Allocator {
         let known = self.engine.open()?.streams.find(named.key);
         match known {
             Some(stream) => self.engine.mark(stream),
-            None => Err(Error::UnknownStream { stream: stream as usize }),
+            None => Err(Error::UnknownStream {
+                stream: stream as usize,
+            }),
         }
     }
 
@@ -360,9 +386,5 @@ impl super::state::State {
     /// Free bytes in all spaces. Pages are in use in the small arena and carved elsewhere.
     pub(crate) fn free_bytes(&self) -> u64 {
         self.spaces().map(|s| s.free_bytes()).sum()
-    }
-
-    pub(crate) fn is_pages(&self, id: u32) -> bool {
-        matches!(self.records.cold(id).space, SpaceId::Pages(_))
     }
 }

@@ -104,7 +104,10 @@ const fn bin_of(granules: u32) -> (usize, usize) {
         return (0, granules as usize);
     }
     let msb = 31 - granules.leading_zeros();
-    ((msb - 3) as usize, (granules >> (msb - 4)) as usize & (BINS_PER_GROUP - 1))
+    (
+        (msb - 3) as usize,
+        (granules >> (msb - 4)) as usize & (BINS_PER_GROUP - 1),
+    )
 }
 
 impl FreeIndex {
@@ -123,7 +126,8 @@ impl FreeIndex {
 
     pub(crate) fn insert(&mut self, entry: Entry) {
         if self.bins.is_empty() {
-            self.bins.resize_with(GROUPS * BINS_PER_GROUP, || Bin::List(Vec::new()));
+            self.bins
+                .resize_with(GROUPS * BINS_PER_GROUP, || Bin::List(Vec::new()));
         }
         let (group, sub) = bin_of(entry.granules);
         self.bins[group * BINS_PER_GROUP + sub].insert(entry);
@@ -160,7 +164,11 @@ impl FreeIndex {
 
     /// The smallest entry of at least `granules`, the lowest address among equals.
     pub(crate) fn best_fit(&self, granules: u32) -> Option<Entry> {
-        self.first_from(&Entry { granules, addr: 0, id: 0 })
+        self.first_from(&Entry {
+            granules,
+            addr: 0,
+            id: 0,
+        })
     }
 
     /// All entries of at least `granules` in the order of the index.
@@ -168,7 +176,10 @@ impl FreeIndex {
         let mut next = self.best_fit(granules);
         std::iter::from_fn(move || {
             let entry = next?;
-            next = self.first_from(&Entry { id: entry.id + 1, ..entry });
+            next = self.first_from(&Entry {
+                id: entry.id + 1,
+                ..entry
+            });
             Some(entry)
         })
     }
@@ -207,7 +218,11 @@ impl FreeIndex {
             let group = groups.trailing_zeros() as usize;
             (group, self.groups[group].trailing_zeros() as usize)
         };
-        self.bins[group * BINS_PER_GROUP + sub].first_from(&Entry { granules: 0, addr: 0, id: 0 })
+        self.bins[group * BINS_PER_GROUP + sub].first_from(&Entry {
+            granules: 0,
+            addr: 0,
+            id: 0,
+        })
     }
 }
 
@@ -224,7 +239,10 @@ mod tests {
         let mut last = (0, 0);
         for granules in 1..200_000u32 {
             let bin = bin_of(granules);
-            assert!(bin >= last && bin.0 < GROUPS && bin.1 < BINS_PER_GROUP, "{granules}: {bin:?} after {last:?}");
+            assert!(
+                bin >= last && bin.0 < GROUPS && bin.1 < BINS_PER_GROUP,
+                "{granules}: {bin:?} after {last:?}"
+            );
             last = bin;
         }
         assert!(bin_of(u32::MAX).0 < GROUPS);
@@ -244,22 +262,42 @@ mod tests {
             // Few distinct sizes, so that bins become trees and shrink again.
             let grow = if step % 8000 < 4000 { 5 } else { 2 };
             if random() % 7 < grow {
-                let e = entry(1 + (random() % 40) as u32 * if random() % 3 == 0 { 1009 } else { 1 }, random() % 4096, step);
+                let e = entry(
+                    1 + (random() % 40) as u32 * if random() % 3 == 0 { 1009 } else { 1 },
+                    random() % 4096,
+                    step,
+                );
                 index.insert(e);
                 model.insert(e);
-            } else if let Some(&e) = model.iter().nth((random() % (model.len().max(1) as u64)) as usize) {
+            } else if let Some(&e) = model
+                .iter()
+                .nth((random() % (model.len().max(1) as u64)) as usize)
+            {
                 assert!(index.remove(&e));
                 assert!(!index.remove(&e), "an entry can be removed once");
                 model.remove(&e);
             }
             let want = (random() % 50_000) as u32;
-            assert_eq!(index.best_fit(want), model.range(entry(want, 0, 0)..).next().copied());
+            assert_eq!(
+                index.best_fit(want),
+                model.range(entry(want, 0, 0)..).next().copied()
+            );
             assert_eq!(index.largest(), model.last().copied());
-            assert_eq!((index.len(), index.is_empty()), (model.len(), model.is_empty()));
+            assert_eq!(
+                (index.len(), index.is_empty()),
+                (model.len(), model.is_empty())
+            );
             if step % 1000 == 0 {
                 assert!(index.iter().eq(model.iter().copied()));
-                assert!(index.iter_from(want).eq(model.range(entry(want, 0, 0)..).copied()));
-                assert_eq!(index.granules(), model.iter().map(|e| u64::from(e.granules)).sum::<u64>());
+                assert!(
+                    index
+                        .iter_from(want)
+                        .eq(model.range(entry(want, 0, 0)..).copied())
+                );
+                assert_eq!(
+                    index.granules(),
+                    model.iter().map(|e| u64::from(e.granules)).sum::<u64>()
+                );
             }
         }
     }

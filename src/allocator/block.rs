@@ -21,7 +21,11 @@ pub struct Block {
 
 impl Block {
     pub(crate) fn new(engine: Shared, grant: Grant, requested: usize) -> Self {
-        Block { engine, grant, requested }
+        Block {
+            engine,
+            grant,
+            requested,
+        }
     }
 
     /// The first byte's address, a multiple of 512.
@@ -55,7 +59,8 @@ impl Block {
     /// # Errors
     /// [`Error::Capturing`]; a lost context; driver errors.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
-        self.engine.record(self.grant.ptr, &self.engine.named(stream)?, false)
+        self.engine
+            .record(self.grant.ptr, &self.engine.named(stream)?, false)
     }
 
     /// Says that another stream used the block and will not again: reuse waits only for what that
@@ -64,7 +69,8 @@ impl Block {
     /// # Errors
     /// As [`record_stream`](Self::record_stream).
     pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
-        self.engine.record(self.grant.ptr, &self.engine.named(stream)?, true)
+        self.engine
+            .record(self.grant.ptr, &self.engine.named(stream)?, true)
     }
 
     /// Frees the block; unlike a drop it reports failures, and gives the block back with them.
@@ -72,7 +78,10 @@ impl Block {
     /// # Errors
     /// [`Error::Capturing`]; a lost context; driver errors.
     pub fn free(self) -> Result<(), FreeError> {
-        match self.engine.free_block(self.grant.id, self.grant.generation, self.grant.ptr) {
+        match self
+            .engine
+            .free_block(self.grant.id, self.grant.generation, self.grant.ptr)
+        {
             Ok(()) => {
                 self.forget();
                 Ok(())

@@ -94,10 +94,14 @@ impl Config {
             });
         }
         match self.limit {
-            Some(Limit::Fraction(f)) if !(f > 0.0 && f <= 1.0) => {
-                Err(ConfigError::InvalidValue { key: "limit".into(), value: f.to_string() })
-            }
-            Some(Limit::Bytes(0)) => Err(ConfigError::InvalidValue { key: "limit".into(), value: "0".into() }),
+            Some(Limit::Fraction(f)) if !(f > 0.0 && f <= 1.0) => Err(ConfigError::InvalidValue {
+                key: "limit".into(),
+                value: f.to_string(),
+            }),
+            Some(Limit::Bytes(0)) => Err(ConfigError::InvalidValue {
+                key: "limit".into(),
+                value: "0".into(),
+            }),
             _ => Ok(()),
         }
     }
@@ -154,13 +158,18 @@ impl FromStr for Config {
         let mut config = Config::default();
         let mut seen: Vec<&str> = Vec::new();
         for pair in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
-            let (key, value) = pair.split_once('=').ok_or_else(|| ConfigError::NotAPair(pair.into()))?;
+            let (key, value) = pair
+                .split_once('=')
+                .ok_or_else(|| ConfigError::NotAPair(pair.into()))?;
             let (key, value) = (key.trim(), value.trim());
             if seen.contains(&key) {
                 return Err(ConfigError::Repeated(key.into()));
             }
             seen.push(key);
-            let invalid = || ConfigError::InvalidValue { key: key.into(), value: value.into() };
+            let invalid = || ConfigError::InvalidValue {
+                key: key.into(),
+                value: value.into(),
+            };
             match key {
                 "policy" => {
                     config.policy = match value {
@@ -187,10 +196,16 @@ impl FromStr for Config {
 
 fn parse_limit(value: &str) -> Option<Limit> {
     if let Some(percent) = value.strip_suffix('%') {
-        return percent.parse::<f64>().ok().map(|p| Limit::Fraction(p / 100.0));
+        return percent
+            .parse::<f64>()
+            .ok()
+            .map(|p| Limit::Fraction(p / 100.0));
     }
     let (digits, shift) = match value.strip_suffix(['K', 'M', 'G', 'T']) {
-        Some(digits) => (digits, 10 * (1 + "KMGT".find(&value[digits.len()..])? as u32)),
+        Some(digits) => (
+            digits,
+            10 * (1 + "KMGT".find(&value[digits.len()..])? as u32),
+        ),
         None => (value, 0),
     };
     let bytes = digits.parse::<u64>().ok()?.checked_mul(1 << shift)?;
@@ -205,15 +220,39 @@ mod tests {
     fn unknown_and_contradicting_settings_are_errors() {
         let parse = |text: &str| text.parse::<Config>();
         assert_eq!(parse(""), Ok(Config::default()));
-        assert_eq!(parse(" limit=512M , policy=auto"), Ok(Config::new().limit(Some(512 << 20))));
+        assert_eq!(
+            parse(" limit=512M , policy=auto"),
+            Ok(Config::new().limit(Some(512 << 20)))
+        );
         assert_eq!(parse("limit=50%"), Ok(Config::new().limit_fraction(0.5)));
         assert_eq!(parse("peers=1+3"), Ok(Config::new().peers([1, 3])));
         assert_eq!(parse("policy"), Err(ConfigError::NotAPair("policy".into())));
-        assert_eq!(parse("colour=red"), Err(ConfigError::UnknownKey("colour".into())));
-        assert_eq!(parse("limit=1,limit=2"), Err(ConfigError::Repeated("limit".into())));
-        for bad in ["limit=x", "limit=0", "limit=0%", "limit=101%", "limit=99999999999T", "policy=torch", "peers=a"] {
-            assert!(matches!(parse(bad), Err(ConfigError::InvalidValue { .. })), "{bad}: {:?}", parse(bad));
+        assert_eq!(
+            parse("colour=red"),
+            Err(ConfigError::UnknownKey("colour".into()))
+        );
+        assert_eq!(
+            parse("limit=1,limit=2"),
+            Err(ConfigError::Repeated("limit".into()))
+        );
+        for bad in [
+            "limit=x",
+            "limit=0",
+            "limit=0%",
+            "limit=101%",
+            "limit=99999999999T",
+            "policy=torch",
+            "peers=a",
+        ] {
+            assert!(
+                matches!(parse(bad), Err(ConfigError::InvalidValue { .. })),
+                "{bad}: {:?}",
+                parse(bad)
+            );
         }
-        assert!(matches!(parse("policy=classic,peers=1"), Err(ConfigError::Contradiction { .. })));
+        assert!(matches!(
+            parse("policy=classic,peers=1"),
+            Err(ConfigError::Contradiction { .. })
+        ));
     }
 }

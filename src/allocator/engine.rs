@@ -3,7 +3,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::driver::{Context, Device, Driver, DriverError, MemoryProperties, Stream, StreamKind, sys};
+use crate::driver::{
+    Context, Device, Driver, DriverError, MemoryProperties, Stream, StreamKind, sys,
+};
 
 use super::config::{Config, Limit, Policy};
 use super::error::Error;
@@ -57,10 +59,16 @@ impl Engine {
             Policy::Auto => able,
             Policy::Classic => false,
             Policy::Packed if able => true,
-            Policy::Packed => return Err(Error::NotSupported { what: "virtual memory management" }),
+            Policy::Packed => {
+                return Err(Error::NotSupported {
+                    what: "virtual memory management",
+                });
+            }
         };
         if !packed && !config.peers.is_empty() {
-            return Err(Error::NotSupported { what: "peer access without virtual memory management" });
+            return Err(Error::NotSupported {
+                what: "peer access without virtual memory management",
+            });
         }
         let mut access = vec![device];
         for ordinal in &config.peers {
@@ -69,7 +77,9 @@ impl Engine {
                 continue;
             }
             if !driver.can_access_peer(peer, device)? {
-                return Err(Error::NotSupported { what: "access from a peer device" });
+                return Err(Error::NotSupported {
+                    what: "access from a peer device",
+                });
             }
             access.push(peer);
         }
@@ -78,8 +88,11 @@ impl Engine {
             Limit::Bytes(bytes) => bytes,
             Limit::Fraction(share) => (total_memory as f64 * share) as u64,
         });
-        let properties =
-            if packed { MemoryProperties::for_device(driver, device)? } else { MemoryProperties::plain(device) };
+        let properties = if packed {
+            MemoryProperties::for_device(driver, device)?
+        } else {
+            MemoryProperties::plain(device)
+        };
         Ok(Engine {
             context: context.clone(),
             device,
@@ -127,14 +140,22 @@ impl Engine {
     pub(crate) fn open(&self) -> Result<Guard<'_>, Error> {
         self.usable()?;
         let state = self.lock();
-        if state.closed { Err(Error::Closed) } else { Ok(state) }
+        if state.closed {
+            Err(Error::Closed)
+        } else {
+            Ok(state)
+        }
     }
 
     // ---- streams ---------------------------------------------------------------------------
 
     pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
         let id = stream.id().map_err(|e| self.error(e))?;
-        Ok(Named { key: StreamKey::Id(id), raw: stream.raw(), stream: Some(stream) })
+        Ok(Named {
+            key: StreamKey::Id(id),
+            raw: stream.raw(),
+            stream: Some(stream),
+        })
     }
 
     /// Names a stream by its handle. Handle values are reused, so the driver is asked for the id
@@ -154,7 +175,11 @@ impl Engine {
                 None => StreamKey::Handle(raw as usize),
             }
         };
-        Ok(Named { key, raw, stream: None })
+        Ok(Named {
+            key,
+            raw,
+            stream: None,
+        })
     }
 
     /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
@@ -169,23 +194,34 @@ impl Engine {
         };
         match capturing {
             Ok(false) => Ok(()),
-            Ok(true) => Err(Error::Capturing { stream: named.raw as usize }),
+            Ok(true) => Err(Error::Capturing {
+                stream: named.raw as usize,
+            }),
             Err(error) if error.code() == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-                Err(Error::Capturing { stream: named.raw as usize })
+                Err(Error::Capturing {
+                    stream: named.raw as usize,
+                })
             }
             Err(error) => Err(self.error(error)),
         }
     }
 
     /// The slot of a stream, registered if it is new.
-    pub(crate) fn slot<'a>(&'a self, mut state: Guard<'a>, named: &Named<'_>) -> Result<(Guard<'a>, u32), Error> {
+    pub(crate) fn slot<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        named: &Named<'_>,
+    ) -> Result<(Guard<'a>, u32), Error> {
         if let Some(stream) = state.streams.find(named.key) {
             return Ok((state, stream));
         }
         drop(state);
         let context = self.context_of(named)?;
         let holder = match named.stream {
-            Some(stream) if stream.kind() != StreamKind::Borrowed && stream.kind() != StreamKind::PerThreadDefault => {
+            Some(stream)
+                if stream.kind() != StreamKind::Borrowed
+                    && stream.kind() != StreamKind::PerThreadDefault =>
+            {
                 Holder::Kept(stream.clone())
             }
             _ => Holder::Foreign,
@@ -218,17 +254,27 @@ impl Engine {
         if other == self.device {
             return Ok(());
         }
-        Err(Error::WrongDevice { device: self.device.ordinal(), stream_device: other.ordinal() })
+        Err(Error::WrongDevice {
+            device: self.device.ordinal(),
+            stream_device: other.ordinal(),
+        })
     }
 
     /// Lets go of streams that only we still hold: records their last marker and drops them.
     fn prune(&self) {
         let alone: Vec<u32> = {
             let state = self.lock();
-            let kept = state.streams.iter().filter_map(|(at, slot)| match &slot.holder {
-                Holder::Kept(stream) if stream.kind() == StreamKind::Owned && stream.holders() == 1 => Some(at),
-                _ => None,
-            });
+            let kept = state
+                .streams
+                .iter()
+                .filter_map(|(at, slot)| match &slot.holder {
+                    Holder::Kept(stream)
+                        if stream.kind() == StreamKind::Owned && stream.holders() == 1 =>
+                    {
+                        Some(at)
+                    }
+                    _ => None,
+                });
             kept.collect()
         };
         for stream in alone {

@@ -191,7 +191,12 @@ impl fmt::Display for OutOfMemory {
             write!(f, ", device {} free of {}", Bytes(free), Bytes(total))?;
         }
         for pending in &self.pending {
-            write!(f, ", {} pending on stream {}", Bytes(pending.bytes), pending.stream_id)?;
+            write!(
+                f,
+                ", {} pending on stream {}",
+                Bytes(pending.bytes),
+                pending.stream_id
+            )?;
         }
         for pinned in &self.pinned {
             write!(

@@ -6,8 +6,10 @@
 //! answer is found by walking the pending pieces, of which there are few: they become complete and
 //! merge as markers are observed.
 
+use super::bins::Entry;
 use super::records::{COMPLETE, MIXED, NIL, Records};
 use super::space::Space;
+use super::state::Want;
 use super::streams::Streams;
 
 /// A place for a request.
@@ -38,6 +40,13 @@ pub(crate) struct Finder<'a> {
     pub stream: u32,
 }
 
+impl Run {
+    /// Whether a request fits, aligned as it asks.
+    fn holds(&self, want: &Want) -> bool {
+        self.granules >= u64::from(want.skip(self.addr)) + u64::from(want.granules)
+    }
+}
+
 impl Finder<'_> {
     /// Whether a piece may be used by the stream without a wait.
     pub(crate) fn ready(&self, id: u32) -> bool {
@@ -45,7 +54,13 @@ impl Finder<'_> {
         hot.is_free()
             && (hot.stream == COMPLETE
                 || hot.stream == self.stream
-                || self.records.cold(id).uses.as_slice().iter().all(|u| self.streams.ready(self.stream, u)))
+                || self
+                    .records
+                    .cold(id)
+                    .uses
+                    .as_slice()
+                    .iter()
+                    .all(|u| self.streams.ready(self.stream, u)))
     }
 
     /// Whether a piece may be used by the stream, if need be after waits that can be made.
@@ -62,11 +77,16 @@ impl Finder<'_> {
     }
 
     /// Best fit over ready runs, the lowest address on ties.
-    pub(crate) fn ready_run(&self, granules: u32) -> Option<Run> {
+    pub(crate) fn ready_run(&self, want: &Want) -> Option<Run> {
+        let alone = |e: Entry| Run {
+            first: e.id,
+            addr: e.addr,
+            granules: u64::from(e.granules),
+        };
         if self.only_own() {
             // All free memory is the stream's own and merged: the index has the answer.
-            let entry = self.space.index(self.stream)?.best_fit(granules)?;
-            return Some(Run { first: entry.id, addr: entry.addr, granules: u64::from(entry.granules) });
+            let fitting = self.space.index(self.stream)?.iter_from(want.granules);
+            return fitting.map(alone).find(|run| run.holds(want));
         }
         let mut best = None;
         let lone = |id: u32| {
@@ -74,18 +94,20 @@ impl Finder<'_> {
             (hot.prev == NIL || !self.ready(hot.prev)) && (hot.next == NIL || !self.ready(hot.next))
         };
         if let Some(complete) = self.space.index(COMPLETE)
-            && let Some(entry) = complete.iter_from(granules).find(|e| lone(e.id))
+            && let Some(run) = complete
+                .iter_from(want.granules)
+                .map(alone)
+                .find(|r| lone(r.first) && r.holds(want))
         {
-            best = Some(Run { first: entry.id, addr: entry.addr, granules: u64::from(entry.granules) });
+            best = Some(run);
         }
         for class in self.space.pending_streams().chain([MIXED]) {
-            if class != self.stream && class != MIXED && !self.streams.follows(self.stream, class) {
+            let Some(index) = self.space.index(class) else {
                 continue;
-            }
-            let Some(index) = self.space.index(class) else { continue };
+            };
             for entry in index.iter() {
                 if let Some(run) = self.run_led_by(entry.id, |id| self.ready(id))
-                    && run.granules >= u64::from(granules)
+                    && run.holds(want)
                 {
                     best = run.better(best);
                 }
@@ -97,23 +119,32 @@ impl Finder<'_> {
     /// Whether the stream's own pieces are all there is and adjacent ones are merged.
     fn only_own(&self) -> bool {
         self.space.merge_own
-            && self.space.index(self.stream).is_some_and(|own| own.len() == self.space.piece_count())
+            && self
+                .space
+                .index(self.stream)
+                .is_some_and(|own| own.len() == self.space.piece_count())
     }
 
     /// The best run that can be used after waits, by size, then address; and the one whose newest
     /// marker is the oldest.
-    pub(crate) fn reachable_runs(&self, granules: u32) -> (Option<Run>, Option<Run>) {
+    pub(crate) fn reachable_runs(&self, want: &Want) -> (Option<Run>, Option<Run>) {
         let (mut tightest, mut oldest): (Option<Run>, Option<(u64, Run)>) = (None, None);
         for class in self.space.pending_streams().chain([MIXED]) {
-            let Some(index) = self.space.index(class) else { continue };
+            let Some(index) = self.space.index(class) else {
+                continue;
+            };
             for entry in index.iter() {
-                let Some(run) = self.run_led_by(entry.id, |id| self.reachable(id)) else { continue };
-                if run.granules < u64::from(granules) {
+                let Some(run) = self.run_led_by(entry.id, |id| self.reachable(id)) else {
+                    continue;
+                };
+                if !run.holds(want) {
                     continue;
                 }
                 tightest = run.better(tightest);
-                let age = self.newest_marker(run, granules);
-                if oldest.is_none_or(|(a, r)| (age, run.granules, run.addr) < (a, r.granules, r.addr)) {
+                let age = self.newest_marker(run, want.skip(run.addr) + want.granules);
+                if oldest
+                    .is_none_or(|(a, r)| (age, run.granules, run.addr) < (a, r.granules, r.addr))
+                {
                     oldest = Some((age, run));
                 }
             }
@@ -165,7 +196,11 @@ impl Finder<'_> {
             granules += u64::from(self.records[at].granules);
             at = self.records[at].next;
         }
-        Run { first, addr: self.records[first].addr, granules }
+        Run {
+            first,
+            addr: self.records[first].addr,
+            granules,
+        }
     }
 
     /// Granules of usable pieces directly before an extent, and the first of them.

@@ -46,6 +46,8 @@ impl Hooks {
 impl fmt::Debug for Hooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        f.debug_list().entries(hooks.iter().map(|(name, _)| name)).finish()
+        f.debug_list()
+            .entries(hooks.iter().map(|(name, _)| name))
+            .finish()
     }
 }

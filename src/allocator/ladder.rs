@@ -48,7 +48,11 @@ enum Step {
 impl Engine {
     /// Finds or makes room for a request. The extent comes back claimed, ready for its
     /// stream, with whether the ladder had to be climbed for it.
-    pub(crate) fn obtain<'a>(&'a self, mut state: Guard<'a>, want: &Want) -> Result<(Guard<'a>, u32, bool), Error> {
+    pub(crate) fn obtain<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        want: &Want,
+    ) -> Result<(Guard<'a>, u32, bool), Error> {
         if state.streams.several() {
             state = self.poll(state)?;
         } else {
@@ -58,12 +62,16 @@ impl Engine {
         loop {
             match self.next_step(&mut state, want, &mut climb) {
                 Step::Take(run) => {
-                    let Some(id) = state.take(want, run) else { continue };
+                    let Some(id) = state.take(want, run) else {
+                        continue;
+                    };
                     state.stats.rungs.ready += 1;
                     return Ok((state, id, climb.missed));
                 }
                 Step::Wait(run) => {
-                    let Some((id, shards, waits)) = state.take_waiting(want, run) else { continue };
+                    let Some((id, shards, waits)) = state.take_waiting(want, run) else {
+                        continue;
+                    };
                     drop(state);
                     let waited = self.queue_waits(want.stream, &waits);
                     state = self.lock();
@@ -164,7 +172,9 @@ impl Engine {
         }
         if self.packed {
             let room = state.room();
-            let growth = state.plan_growth(want, room, false).or_else(|| state.plan_growth(want, room, true));
+            let growth = state
+                .plan_growth(want, room, false)
+                .or_else(|| state.plan_growth(want, room, true));
             if let Some(growth) = growth {
                 state.stats.rungs.grown_hard += 1;
                 return Step::Grow(growth);
@@ -176,9 +186,9 @@ impl Engine {
     /// A fitting extent: ready, or much tighter behind a wait.
     fn fitting(&self, state: &mut State, want: &Want) -> Option<Step> {
         let finder = state.finder(want.space, want.stream)?;
-        let ready = finder.ready_run(want.span())?;
+        let ready = finder.ready_run(want)?;
         if self.packed && state.streams.several() {
-            let (tightest, _) = finder.reachable_runs(want.span());
+            let (tightest, _) = finder.reachable_runs(want);
             if let Some(tight) = tightest
                 && ready.granules > (1 + TOLERANCE) * tight.granules + TOLERANCE_SLACK
             {
@@ -194,7 +204,10 @@ impl Engine {
         if !state.streams.several() {
             return None;
         }
-        state.finder(want.space, want.stream)?.reachable_runs(want.span()).1
+        state
+            .finder(want.space, want.stream)?
+            .reachable_runs(want)
+            .1
     }
 
     /// The rungs that make room below a limit.
@@ -204,7 +217,11 @@ impl Engine {
         }
         if let Some(missing) = state.missing(want) {
             let excess = missing.saturating_sub(state.room());
-            let plan = if excess > 0 { state.plan_release(excess, self.context.key()) } else { Vec::new() };
+            let plan = if excess > 0 {
+                state.plan_release(excess, self.context.key())
+            } else {
+                Vec::new()
+            };
             if !plan.is_empty() {
                 return Step::Release(plan);
             }
@@ -220,9 +237,13 @@ impl Engine {
         if let Some((_, stream, marker)) = oldest {
             return Step::HostWait(stream, marker.bound, Arc::clone(&marker.event));
         }
-        let hooks = climb.hooks.get_or_insert_with(|| self.hooks.all().into_iter());
+        let hooks = climb
+            .hooks
+            .get_or_insert_with(|| self.hooks.all().into_iter());
         if let Some(hook) = hooks.next() {
-            let missing = state.missing(want).unwrap_or(u64::from(want.span()) * super::size::GRANULE);
+            let missing = state
+                .missing(want)
+                .unwrap_or(u64::from(want.span()) * super::size::GRANULE);
             return Step::Hook(hook, missing.saturating_sub(state.room()));
         }
         if !climb.synchronised && state.streams.iter().any(|(_, slot)| !slot.covered()) {
@@ -272,7 +293,10 @@ impl Engine {
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
         let bytes = growth.bytes();
-        let made = self.context.enter().and_then(|entered| entered.mem_alloc(bytes as usize));
+        let made = self
+            .context
+            .enter()
+            .and_then(|entered| entered.mem_alloc(bytes as usize));
         let mut state = self.lock();
         state.planned -= bytes;
         match made {
@@ -289,7 +313,12 @@ impl Engine {
 
     /// The driver refused. Want of memory below our own limit counts as a limit reached, until
     /// something is given back; anything else is an error.
-    fn refused(&self, state: &mut State, error: crate::driver::DriverError, climb: &mut Climb) -> Result<(), Error> {
+    fn refused(
+        &self,
+        state: &mut State,
+        error: crate::driver::DriverError,
+        climb: &mut Climb,
+    ) -> Result<(), Error> {
         if !error.is_out_of_memory() {
             return Err(self.error(error));
         }
@@ -327,7 +356,14 @@ impl State {
         let uses = super::uses::Uses::one(want.stream, 0);
         let first = space.add_region(records, addr, granules, uses);
         records.cold_mut(first).owner = want.stream;
-        self.take(want, Run { first, addr, granules: u64::from(granules) })
+        self.take(
+            want,
+            Run {
+                first,
+                addr,
+                granules: u64::from(granules),
+            },
+        )
     }
 
     /// Makes what a growth brought free memory: a wait for what lay beside it failed.
@@ -338,7 +374,8 @@ impl State {
         }
         if matches!(uses, super::uses::Uses::Many(_)) {
             let bytes = self.records[id].bytes();
-            self.stats.on_pool(want.space == SpaceId::Small, |pool| pool.active.add(bytes));
+            self.stats
+                .on_pool(want.space == SpaceId::Small, |pool| pool.active.add(bytes));
         }
         let (space, records) = self.parts(want.space);
         records.cold_mut(id).owner = want.stream;

@@ -37,7 +37,10 @@ impl Engine {
         state.peak_live = state.stats.all.requested.current;
         drop(state);
         let released = self.release(plan)?;
-        Ok(Trimmed { released: released + retried?, pending })
+        Ok(Trimmed {
+            released: released + retried?,
+            pending,
+        })
     }
 
     /// Frees what was dropped while its stream was capturing.
@@ -63,7 +66,10 @@ impl Engine {
             let mut state = self.open()?;
             let live = state.stats.all.allocations.current;
             if live > 0 {
-                return Err(Error::LiveBlocks { blocks: live, bytes: state.stats.all.allocated.current });
+                return Err(Error::LiveBlocks {
+                    blocks: live,
+                    bytes: state.stats.all.allocated.current,
+                });
             }
             state.closed = true;
         }
@@ -100,7 +106,9 @@ impl Engine {
             let slots = state.streams.iter();
             slots
                 .filter(|(_, slot)| match &slot.holder {
-                    Holder::Kept(stream) => stream.kind() != StreamKind::PerThreadDefault && !slot.covered(),
+                    Holder::Kept(stream) => {
+                        stream.kind() != StreamKind::PerThreadDefault && !slot.covered()
+                    }
                     _ => false,
                 })
                 .map(|(stream, _)| stream)
@@ -111,15 +119,23 @@ impl Engine {
             let oldest = {
                 let state = self.lock();
                 let fronts = state.streams.iter().filter_map(|(stream, slot)| {
-                    slot.markers.back().map(|m| (stream, m.bound, std::sync::Arc::clone(&m.event)))
+                    slot.markers
+                        .back()
+                        .map(|m| (stream, m.bound, std::sync::Arc::clone(&m.event)))
                 });
                 fronts.min_by_key(|(stream, _, _)| *stream)
             };
-            let Some((stream, bound, event)) = oldest else { break };
+            let Some((stream, bound, event)) = oldest else {
+                break;
+            };
             self.host_wait(stream, bound, event)?;
         }
         let uncovered = self.lock().streams.iter().any(|(_, slot)| !slot.covered());
-        if uncovered { self.synchronise() } else { Ok(()) }
+        if uncovered {
+            self.synchronise()
+        } else {
+            Ok(())
+        }
     }
 
     fn return_spans(&self) -> Result<(), Error> {

@@ -44,7 +44,11 @@ impl Directory {
     fn new() -> Self {
         let mut leaves = Vec::new();
         leaves.resize_with(DIR_SLOTS, || None);
-        Directory { leaves, count: 0, occupied: vec![0; DIR_SLOTS / 64].into_boxed_slice() }
+        Directory {
+            leaves,
+            count: 0,
+            occupied: vec![0; DIR_SLOTS / 64].into_boxed_slice(),
+        }
     }
 }
 
@@ -102,8 +106,12 @@ impl Lookup {
 
     pub(crate) fn remove(&mut self, addr: u64) {
         let (dir, leaf, slot) = split(addr);
-        let Some(directory) = self.directories.get_mut(&dir) else { return };
-        let Some(entry) = directory.leaves[leaf].as_mut() else { return };
+        let Some(directory) = self.directories.get_mut(&dir) else {
+            return;
+        };
+        let Some(entry) = directory.leaves[leaf].as_mut() else {
+            return;
+        };
         let (word, bit) = (slot / 64, 1 << (slot % 64));
         if entry.starts[word] & bit != 0 {
             entry.starts[word] &= !bit;
@@ -153,7 +161,9 @@ impl Lookup {
         while leaf_addr + (1 << LEAF_BITS) <= addr + bytes {
             let (dir, leaf, _) = split(leaf_addr);
             if let Some(directory) = self.directories.get_mut(&dir)
-                && directory.leaves[leaf].as_ref().is_some_and(|l| l.count == 0)
+                && directory.leaves[leaf]
+                    .as_ref()
+                    .is_some_and(|l| l.count == 0)
             {
                 directory.leaves[leaf] = None;
                 directory.count -= 1;
@@ -187,7 +197,13 @@ mod tests {
         };
         let (mut lookup, mut model) = (Lookup::default(), BTreeMap::new());
         // Clusters in several leaves and directories, with wide gaps between them.
-        let bases = [0x7f00_0000_0000u64, 0x7f00_0020_0000, 0x7f04_1234_0000, 0x7fff_ffc0_0000, 0x0002_0000_0000];
+        let bases = [
+            0x7f00_0000_0000u64,
+            0x7f00_0020_0000,
+            0x7f04_1234_0000,
+            0x7fff_ffc0_0000,
+            0x0002_0000_0000,
+        ];
         let mut any = move || bases[random() as usize % 5] + random() % 0x40_0000;
         for step in 0..60_000u32 {
             let addr = any() & !511;
@@ -200,8 +216,14 @@ mod tests {
             }
             let probe = any();
             assert_eq!(lookup.exact(probe), model.get(&probe).copied());
-            assert_eq!(lookup.exact(probe & !511), model.get(&(probe & !511)).copied());
-            assert_eq!(lookup.at_or_below(probe), model.range(..=probe).next_back().map(|(_, id)| *id));
+            assert_eq!(
+                lookup.exact(probe & !511),
+                model.get(&(probe & !511)).copied()
+            );
+            assert_eq!(
+                lookup.at_or_below(probe),
+                model.range(..=probe).next_back().map(|(_, id)| *id)
+            );
             assert_eq!(lookup.len(), model.len());
         }
         for addr in model.keys() {

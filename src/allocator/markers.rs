@@ -127,7 +127,10 @@ impl Engine {
         }
         let (raw, context) = {
             let state = self.lock();
-            (state.streams[stream].raw, state.streams[stream].context.clone())
+            (
+                state.streams[stream].raw,
+                state.streams[stream].context.clone(),
+            )
         };
         let handle = std::ptr::with_exposed_provenance_mut(raw);
         let entered = context.enter().map_err(|e| self.error(e))?;
@@ -137,13 +140,20 @@ impl Engine {
             unsafe { entered.stream_wait(handle, &wait.event) }.map_err(|e| self.error(e))?;
             let mut state = self.lock();
             state.stats.stream_waits += 1;
-            state.streams.ordered(stream, wait.stream, wait.bound, &wait.row);
+            state
+                .streams
+                .ordered(stream, wait.stream, wait.bound, &wait.row);
         }
         Ok(())
     }
 
     /// Waits on the host for one marker.
-    pub(crate) fn host_wait(&self, stream: u32, bound: u64, event: Arc<Event>) -> Result<(), Error> {
+    pub(crate) fn host_wait(
+        &self,
+        stream: u32,
+        bound: u64,
+        event: Arc<Event>,
+    ) -> Result<(), Error> {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
         entered.wait(&event).map_err(|e| self.error(e))?;
         drop(event);
@@ -165,7 +175,10 @@ impl Engine {
                     contexts.push(context.clone());
                 }
             }
-            let bounds: Vec<Batch> = streams.iter().map(|s| state.streams.close_batch(*s)).collect();
+            let bounds: Vec<Batch> = streams
+                .iter()
+                .map(|s| state.streams.close_batch(*s))
+                .collect();
             (bounds, contexts)
         };
         for context in contexts {

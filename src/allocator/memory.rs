@@ -5,7 +5,7 @@ use crate::driver::{DriverError, Entered};
 use super::engine::Engine;
 use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
 use super::plan::{Growth, Release};
-use super::records::{COMPLETE, MIXED, SpaceId, State as Extent};
+use super::records::{COMPLETE, SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::state::{State, Stray, Want};
 
@@ -62,14 +62,20 @@ impl Engine {
 
     /// Reserves address space for an arena.
     pub(crate) fn reserve_span(&self, space: SpaceId, at_least: u64) -> Result<(), Error> {
-        let part = if space == SpaceId::Small { SMALL_SPAN_PART } else { 1 };
+        let part = if space == SpaceId::Small {
+            SMALL_SPAN_PART
+        } else {
+            1
+        };
         let usual = (self.total_memory.min(SPAN_MAX) / part).max(PHYSICAL_GRANULE);
         let bytes = usual.max(at_least).next_multiple_of(PHYSICAL_GRANULE);
         // Behind the last span of the arena, so that the two are one if the driver agrees.
         let hint = {
             let state = self.lock();
             let regions = state.space(space).map(|s| s.regions());
-            regions.and_then(|r| r.iter().next_back()).map_or(0, |(base, region)| base + region.bytes)
+            regions
+                .and_then(|r| r.iter().next_back())
+                .map_or(0, |(base, region)| base + region.bytes)
         };
         let entered = self.context.enter().map_err(|e| self.error(e))?;
         let align = PHYSICAL_GRANULE as usize;
@@ -110,7 +116,11 @@ impl Engine {
                 state.gone(&release);
                 match (freed, release.handle) {
                     (Err(_), Some(handle)) => {
-                        state.strays.push(Stray { handle, bytes: release.bytes, space: release.space });
+                        state.strays.push(Stray {
+                            handle,
+                            bytes: release.bytes,
+                            space: release.space,
+                        });
                     }
                     _ => {
                         state.unhold(release.bytes, release.space);
@@ -147,7 +157,10 @@ impl Engine {
         for stray in strays {
             // SAFETY: the handle was made by this allocator, is mapped nowhere, and its release
             // failed before, so it is still ours.
-            let freed = entered.as_ref().map_err(|e| *e).and_then(|e| unsafe { e.mem_release(stray.handle) });
+            let freed = entered
+                .as_ref()
+                .map_err(|e| *e)
+                .and_then(|e| unsafe { e.mem_release(stray.handle) });
             let mut state = self.lock();
             match freed {
                 Ok(()) => {
@@ -168,7 +181,11 @@ impl Engine {
                 state.gone(&release);
                 match (freed, release.handle) {
                     (Err(_), Some(handle)) => {
-                        state.strays.push(Stray { handle, bytes: release.bytes, space: release.space });
+                        state.strays.push(Stray {
+                            handle,
+                            bytes: release.bytes,
+                            space: release.space,
+                        });
                     }
                     _ => {
                         state.unhold(release.bytes, release.space);
@@ -185,7 +202,12 @@ impl Engine {
     }
 
     /// The error that says everything about a failed request. Cannot fail itself.
-    pub(crate) fn out_of_memory(&self, state: super::engine::Guard<'_>, want: &Want, refusal: Option<DriverError>) -> Error {
+    pub(crate) fn out_of_memory(
+        &self,
+        state: super::engine::Guard<'_>,
+        want: &Want,
+        refusal: Option<DriverError>,
+    ) -> Error {
         let mut oom = state.picture(want.requested);
         drop(state);
         oom.device = self.device.ordinal();
@@ -200,7 +222,10 @@ impl Engine {
 
 /// Unmaps and releases a handle, or frees a segment. The second result counts only if the first is
 /// good.
-fn give_back(entered: &Entered<'_>, release: &Release) -> (Result<(), DriverError>, Result<(), DriverError>) {
+fn give_back(
+    entered: &Entered<'_>,
+    release: &Release,
+) -> (Result<(), DriverError>, Result<(), DriverError>) {
     match release.handle {
         // SAFETY: the segment is the allocator's, wholly free, and claimed for this release; the
         // call waits for the work of its context, and streams of other contexts are done with it.
@@ -219,8 +244,16 @@ fn give_back(entered: &Entered<'_>, release: &Release) -> (Result<(), DriverErro
 }
 
 /// Takes back the calls of a failed growth, newest first.
-fn undo(entered: &Entered<'_>, error: DriverError, made: Vec<(u64, u64, u64, bool)>) -> GrowthFailure {
-    let mut failure = GrowthFailure { error, mapped: Vec::new(), strays: Vec::new() };
+fn undo(
+    entered: &Entered<'_>,
+    error: DriverError,
+    made: Vec<(u64, u64, u64, bool)>,
+) -> GrowthFailure {
+    let mut failure = GrowthFailure {
+        error,
+        mapped: Vec::new(),
+        strays: Vec::new(),
+    };
     for (addr, bytes, handle, mapped) in made.into_iter().rev() {
         // SAFETY: mapped by this growth as one handle, and nobody was ever told the address.
         if mapped && unsafe { entered.mem_unmap(addr, bytes as usize) }.is_err() {
@@ -242,12 +275,19 @@ impl State {
         self.not_grown(growth);
         for (handle, bytes) in failure.strays {
             self.count_held(bytes, space);
-            self.strays.push(Stray { handle, bytes, space });
+            self.strays.push(Stray {
+                handle,
+                bytes,
+                space,
+            });
         }
         for (addr, bytes, handle) in failure.mapped {
             // The range is a hole again; take it out of circulation with its handle.
             let hole = self.space(space).and_then(|s| {
-                s.holes().range(..=addr).next_back().map(|(base, id)| (*base, *id))
+                s.holes()
+                    .range(..=addr)
+                    .next_back()
+                    .map(|(base, id)| (*base, *id))
             });
             let Some((base, hole)) = hole else { continue };
             let skip = ((addr - base) / GRANULE) as u32;
@@ -267,7 +307,10 @@ impl State {
 
     /// Quarantined ranges as releases.
     fn quarantined(&self) -> Vec<Release> {
-        let ranges = self.records.iter().filter(|(_, hot)| hot.state == Extent::Quarantined);
+        let ranges = self
+            .records
+            .iter()
+            .filter(|(_, hot)| hot.state == Extent::Quarantined);
         ranges
             .filter_map(|(id, hot)| {
                 let holding = self.holdings.get(&hot.addr)?;
@@ -311,12 +354,19 @@ impl State {
                 if self.streams.complete(u) {
                     continue;
                 }
-                let at = slots.iter().position(|s| *s == u.stream).unwrap_or_else(|| {
-                    slots.push(u.stream);
-                    let stream_id = self.streams[u.stream].key.number();
-                    by_stream.push(PendingBytes { stream_id, bytes: 0, unmarked: 0 });
-                    by_stream.len() - 1
-                });
+                let at = slots
+                    .iter()
+                    .position(|s| *s == u.stream)
+                    .unwrap_or_else(|| {
+                        slots.push(u.stream);
+                        let stream_id = self.streams[u.stream].key.number();
+                        by_stream.push(PendingBytes {
+                            stream_id,
+                            bytes: 0,
+                            unmarked: 0,
+                        });
+                        by_stream.len() - 1
+                    });
                 by_stream[at].bytes += bytes;
                 if self.streams.marker(u).is_none() {
                     by_stream[at].unmarked += bytes;
@@ -329,14 +379,18 @@ impl State {
 
     /// Where few live bytes hold the most memory.
     fn pinned(&self) -> Vec<PinnedSegment> {
-        let mut live: std::collections::BTreeMap<u64, PinnedSegment> = std::collections::BTreeMap::new();
+        let mut live: std::collections::BTreeMap<u64, PinnedSegment> =
+            std::collections::BTreeMap::new();
         for (id, hot) in self.records.iter() {
-            if hot.state != Extent::Used || matches!(self.records.cold(id).space, SpaceId::Pages(_)) {
+            if hot.state != Extent::Used || matches!(self.records.cold(id).space, SpaceId::Pages(_))
+            {
                 continue;
             }
             let (mut addr, end) = (hot.addr, hot.end());
             while addr < end {
-                let Some((base, holding)) = self.holdings.range(..=addr).next_back() else { break };
+                let Some((base, holding)) = self.holdings.range(..=addr).next_back() else {
+                    break;
+                };
                 let top = base + holding.bytes;
                 if top <= addr {
                     break;
@@ -352,15 +406,10 @@ impl State {
                 addr = top;
             }
         }
-        let mut pinned: Vec<PinnedSegment> = live.into_values().filter(|p| p.live < p.bytes).collect();
+        let mut pinned: Vec<PinnedSegment> =
+            live.into_values().filter(|p| p.live < p.bytes).collect();
         pinned.sort_by_key(|p| std::cmp::Reverse(p.bytes - p.live));
         pinned.truncate(PINNED_NAMED);
         pinned
-    }
-
-    /// Free pieces that several streams may still use, in bytes.
-    pub(crate) fn mixed_free(&self) -> u64 {
-        let mixed = self.spaces().filter_map(|s| s.index(MIXED));
-        mixed.map(|i| i.granules() * GRANULE).sum()
     }
 }

@@ -4,8 +4,8 @@ use super::fit::Finder;
 use super::records::{NIL, SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
 use super::space::Shard;
-use super::uses::Uses;
 use super::state::{PendingWait, State, Want};
+use super::uses::Uses;
 
 /// Slack of the soft cap over the peak of live requested bytes: a share (1/100) or an amount,
 /// whichever is more. Values from simulation over recorded work.
@@ -80,7 +80,8 @@ impl State {
 
     /// Bytes below the soft cap.
     pub(crate) fn soft_room(&self) -> u64 {
-        self.soft_cap().saturating_sub(self.stats.all.reserved.current + self.planned)
+        self.soft_cap()
+            .saturating_sub(self.stats.all.reserved.current + self.planned)
     }
 
     /// Size of the handles for a growth.
@@ -117,13 +118,27 @@ impl State {
             let needed = u64::from(skip + want.granules).saturating_sub(before);
             let mapped = needed.next_multiple_of(PHYSICAL_GRANULES);
             let opening = if mapped <= room {
-                Opening { first, skip, before, hole, mapped, behind: 0 }
+                Opening {
+                    first,
+                    skip,
+                    before,
+                    hole,
+                    mapped,
+                    behind: 0,
+                }
             } else {
                 let behind = needed - room.min(needed);
                 if finder.usable_behind(hole, usable) < behind {
                     continue;
                 }
-                Opening { first, skip, before, hole, mapped: room, behind }
+                Opening {
+                    first,
+                    skip,
+                    before,
+                    hole,
+                    mapped: room,
+                    behind,
+                }
             };
             if opening.mapped > 0 && best.is_none_or(|b| opening.mapped < b.mapped) {
                 best = Some(opening);
@@ -144,7 +159,13 @@ impl State {
     /// Plans a growth of the packed policy within `room` bytes. With `pending`, memory that needs a
     /// wait counts as well.
     pub(crate) fn plan_growth(&mut self, want: &Want, room: u64, pending: bool) -> Option<Growth> {
-        let opening = self.opening(want, |finder, id| if pending { finder.reachable(id) } else { finder.ready(id) })?;
+        let opening = self.opening(want, |finder, id| {
+            if pending {
+                finder.reachable(id)
+            } else {
+                finder.ready(id)
+            }
+        })?;
         let missing = opening.mapped * GRANULE;
         if missing > room {
             return None;
@@ -154,10 +175,23 @@ impl State {
         let mapped = bytes / GRANULE;
         let addr = self.records[opening.hole].addr;
         let granules = opening.before + mapped + opening.behind;
-        let (id, shards) = self.claim(want.space, opening.first, 0, u32::try_from(granules).ok()?)?;
-        let waits = if pending { self.waits_for(want.stream, &shards) } else { Vec::new() };
+        let (id, shards) =
+            self.claim(want.space, opening.first, 0, u32::try_from(granules).ok()?)?;
+        let waits = if pending {
+            self.waits_for(want.stream, &shards)
+        } else {
+            Vec::new()
+        };
         self.planned += bytes;
-        Some(Growth { space: want.space, id, shards, waits, skip: opening.skip, addr, sizes: tile(bytes, size) })
+        Some(Growth {
+            space: want.space,
+            id,
+            shards,
+            waits,
+            skip: opening.skip,
+            addr,
+            sizes: tile(bytes, size),
+        })
     }
 
     /// Growth into the open end of a span is rounded up to whole handles where the cap allows it.
@@ -166,26 +200,38 @@ impl State {
         let rounded = missing.next_multiple_of(size);
         let open_end = hole.next == NIL && opening.behind == 0;
         let room = self.soft_room().min(self.room()).min(hole.bytes());
-        if want.space == SpaceId::Large && open_end && rounded <= room { rounded } else { missing }
+        if want.space == SpaceId::Large && open_end && rounded <= room {
+            rounded
+        } else {
+            missing
+        }
     }
 
     /// Memory that can be given back now: whole handles or segments in free memory that `over` says
     /// nobody uses. By address.
     fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
-        let Some(at) = self.space(space) else { return Vec::new() };
-        let mut pieces: Vec<_> = at.pieces().filter(|e| over(e.id)).map(|e| (e.addr, e.granules)).collect();
+        let Some(at) = self.space(space) else {
+            return Vec::new();
+        };
+        let mut pieces: Vec<_> = at
+            .pieces()
+            .filter(|e| over(e.id))
+            .map(|e| (e.addr, e.granules))
+            .collect();
         pieces.sort_unstable();
         let mut found = Vec::new();
         let mut pieces = pieces.into_iter().peekable();
         while let Some((start, granules)) = pieces.next() {
             let mut end = start + u64::from(granules) * GRANULE;
-            // Segments of the classic policy may be adjacent without being one.
-            while self.packed && pieces.peek().is_some_and(|(addr, _)| *addr == end) {
+            while pieces.peek().is_some_and(|(addr, _)| *addr == end) {
                 if let Some((_, more)) = pieces.next() {
                     end += u64::from(more) * GRANULE;
                 }
             }
-            let inside = self.holdings.range(start..end).filter(|(addr, h)| *addr + h.bytes <= end);
+            let inside = self
+                .holdings
+                .range(start..end)
+                .filter(|(addr, h)| *addr + h.bytes <= end);
             found.extend(inside.map(|(addr, h)| (*addr, h.bytes)));
         }
         found
@@ -195,7 +241,8 @@ impl State {
     /// call that itself waits for the work of its context.
     fn over(&self, id: u32, context: u64) -> bool {
         self.records.cold(id).uses.as_slice().iter().all(|u| {
-            self.streams.complete(u) || (!self.packed && self.streams[u.stream].context.key() == context)
+            self.streams.complete(u)
+                || (!self.packed && self.streams[u.stream].context.key() == context)
         })
     }
 
@@ -205,7 +252,11 @@ impl State {
         let mut found: Vec<(SpaceId, u64, u64)> = Vec::new();
         for space in [SpaceId::Large, SpaceId::Small] {
             let releasable = self.releasable(space, |id| self.over(id, context));
-            found.extend(releasable.into_iter().map(|(addr, bytes)| (space, addr, bytes)));
+            found.extend(
+                releasable
+                    .into_iter()
+                    .map(|(addr, bytes)| (space, addr, bytes)),
+            );
         }
         if found.iter().map(|f| f.2).sum::<u64>() < excess {
             return Vec::new();
@@ -221,7 +272,10 @@ impl State {
             left = left.saturating_sub(pick.2);
             chosen.push(pick);
         }
-        chosen.into_iter().filter_map(|(space, addr, _)| self.claim_holding(space, addr)).collect()
+        chosen
+            .into_iter()
+            .filter_map(|(space, addr, _)| self.claim_holding(space, addr))
+            .collect()
     }
 
     /// Claims everything that can be released until at most `keep` bytes are held, and says how much
@@ -232,7 +286,11 @@ impl State {
         for space in [SpaceId::Large, SpaceId::Small] {
             let over = self.releasable(space, |id| self.over(id, context));
             now += over.iter().map(|(_, bytes)| bytes).sum::<u64>();
-            later += self.releasable(space, |_| true).iter().map(|(_, bytes)| bytes).sum::<u64>();
+            later += self
+                .releasable(space, |_| true)
+                .iter()
+                .map(|(_, bytes)| bytes)
+                .sum::<u64>();
             plan.extend(over.into_iter().map(|(addr, bytes)| (space, addr, bytes)));
         }
         let held = self.stats.all.reserved.current;
@@ -255,12 +313,20 @@ impl State {
     fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
         let holding = *self.holdings.get(&addr)?;
         // The piece that the holding begins in.
-        let first = self.space(space)?.pieces().find(|e| {
-            e.addr <= addr && addr < e.addr + u64::from(e.granules) * GRANULE
-        })?;
+        let first = self
+            .space(space)?
+            .pieces()
+            .find(|e| e.addr <= addr && addr < e.addr + u64::from(e.granules) * GRANULE)?;
         let skip = ((addr - first.addr) / GRANULE) as u32;
         let (id, shards) = self.claim(space, first.id, skip, (holding.bytes / GRANULE) as u32)?;
-        Some(Release { space, id, shards, addr, bytes: holding.bytes, handle: holding.handle })
+        Some(Release {
+            space,
+            id,
+            shards,
+            addr,
+            bytes: holding.bytes,
+            handle: holding.handle,
+        })
     }
 
     // ---- outcomes -----------------------------------------------------------------------------
@@ -289,7 +355,11 @@ impl State {
             let rest = space.cut(records, id, want.granules);
             // Nobody has used the new memory. Where only one stream is known it merges with the
             // stream's own.
-            let fresh = if space.merge_own { Uses::one(want.stream, 0) } else { Uses::None };
+            let fresh = if space.merge_own {
+                Uses::one(want.stream, 0)
+            } else {
+                Uses::None
+            };
             records.cold_mut(rest).owner = want.stream;
             space.release(records, rest, fresh);
         }
@@ -304,7 +374,14 @@ impl State {
 
     /// Enters memory into the books.
     pub(crate) fn hold(&mut self, addr: u64, bytes: u64, handle: Option<u64>, space: SpaceId) {
-        self.holdings.insert(addr, super::state::Holding { bytes, handle, space });
+        self.holdings.insert(
+            addr,
+            super::state::Holding {
+                bytes,
+                handle,
+                space,
+            },
+        );
         self.stats.on_pool(space == SpaceId::Small, |pool| {
             pool.reserved.add(bytes);
             pool.segments.add(1);
@@ -362,7 +439,11 @@ mod tests {
             for size in [1, 2, 3, 5, 8, 16] {
                 let sizes = tile(granules * PHYSICAL_GRANULE, size * PHYSICAL_GRANULE);
                 assert_eq!(sizes.iter().sum::<u64>(), granules * PHYSICAL_GRANULE);
-                assert!(sizes.iter().all(|s| s % PHYSICAL_GRANULE == 0 && *s <= size * PHYSICAL_GRANULE));
+                assert!(
+                    sizes
+                        .iter()
+                        .all(|s| s % PHYSICAL_GRANULE == 0 && *s <= size * PHYSICAL_GRANULE)
+                );
             }
         }
     }

@@ -5,7 +5,7 @@ use crate::driver::sys;
 use super::engine::{Engine, Guard, Named, is_per_thread};
 use super::error::Error;
 use super::records::{SpaceId, State as Extent};
-use super::size::{GRANULE, MAX_ALIGNMENT, PAGE, round_size};
+use super::size::{GRANULE, MAX_ALIGNMENT, round_size};
 use super::state::{AfterFree, PAGE_GRANULES, State, Want};
 use super::streams::{Holder, StreamKey};
 
@@ -31,9 +31,13 @@ impl Request {
         if bytes == 0 {
             return Err(Error::InvalidSize { requested: 0 });
         }
-        let rounded = round_size(bytes).ok_or(Error::InvalidSize { requested: bytes as u64 })?;
+        let rounded = round_size(bytes).ok_or(Error::InvalidSize {
+            requested: bytes as u64,
+        })?;
         if !alignment.is_power_of_two() || alignment as u64 > MAX_ALIGNMENT {
-            return Err(Error::InvalidAlignment { alignment: alignment as u64 });
+            return Err(Error::InvalidAlignment {
+                alignment: alignment as u64,
+            });
         }
         let granules = |bytes: u64| u32::try_from(bytes / GRANULE).unwrap_or(u32::MAX);
         Ok(Request {
@@ -44,13 +48,24 @@ impl Request {
     }
 
     fn want(&self, space: SpaceId, stream: u32) -> Want {
-        Want { space, stream, granules: self.granules, align: self.align, requested: self.requested }
+        Want {
+            space,
+            stream,
+            granules: self.granules,
+            align: self.align,
+            requested: self.requested,
+        }
     }
 }
 
 impl Engine {
     /// Allocates on a stream.
-    pub(crate) fn allocate(&self, named: &Named<'_>, bytes: usize, alignment: usize) -> Result<Grant, Error> {
+    pub(crate) fn allocate(
+        &self,
+        named: &Named<'_>,
+        bytes: usize,
+        alignment: usize,
+    ) -> Result<Grant, Error> {
         let request = Request::new(bytes, alignment)?;
         drop(self.open()?);
         self.refuse_capture(named)?;
@@ -62,7 +77,11 @@ impl Engine {
         let (mut state, id, missed) = if state.packed && state.is_small(span) {
             self.obtain_in_page(state, &request.want(SpaceId::Pages(stream), stream))?
         } else {
-            let space = if !state.packed && state.is_small(span) { SpaceId::Small } else { SpaceId::Large };
+            let space = if !state.packed && state.is_small(span) {
+                SpaceId::Small
+            } else {
+                SpaceId::Large
+            };
             self.obtain(state, &request.want(space, stream))?
         };
         if missed {
@@ -72,11 +91,20 @@ impl Engine {
         }
         state.born(id, stream, request.requested);
         let hot = &state.records[id];
-        Ok(Grant { id, generation: hot.generation, ptr: hot.addr, bytes: hot.bytes() })
+        Ok(Grant {
+            id,
+            generation: hot.generation,
+            ptr: hot.addr,
+            bytes: hot.bytes(),
+        })
     }
 
     /// Finds room in the pages of a stream, with another page if need be.
-    fn obtain_in_page<'a>(&'a self, mut state: Guard<'a>, want: &Want) -> Result<(Guard<'a>, u32, bool), Error> {
+    fn obtain_in_page<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        want: &Want,
+    ) -> Result<(Guard<'a>, u32, bool), Error> {
         if let Some(id) = state.fit_in_page(want) {
             return Ok((state, id, false));
         }
@@ -91,7 +119,8 @@ impl Engine {
             space: SpaceId::Small,
             stream: want.stream,
             granules: PAGE_GRANULES,
-            align: (PAGE / GRANULE) as u32,
+            // Everything in the arena of pages is a multiple of a page.
+            align: 1,
             requested: want.requested,
         };
         let missed;
@@ -101,7 +130,9 @@ impl Engine {
         match state.fit_in_page(want) {
             Some(id) => Ok((state, id, missed)),
             // A whole page holds every request that comes here.
-            None => Err(Error::InvalidSize { requested: want.requested }),
+            None => Err(Error::InvalidSize {
+                requested: want.requested,
+            }),
         }
     }
 
@@ -111,7 +142,10 @@ impl Engine {
             return Ok(id);
         }
         Err(match self.around(state, ptr) {
-            Some(id) => Error::InteriorPointer { ptr, base: state.records[id].addr },
+            Some(id) => Error::InteriorPointer {
+                ptr,
+                base: state.records[id].addr,
+            },
             None if state.ours(ptr) => Error::NotLive { ptr },
             None => Error::NotOurs { ptr },
         })
@@ -119,7 +153,10 @@ impl Engine {
 
     /// The live block around a pointer.
     pub(crate) fn around(&self, state: &State, ptr: sys::CUdeviceptr) -> Option<u32> {
-        state.lookup.at_or_below(ptr).filter(|id| ptr < state.records[*id].end())
+        state
+            .lookup
+            .at_or_below(ptr)
+            .filter(|id| ptr < state.records[*id].end())
     }
 
     /// Frees the block that starts at a pointer.
@@ -143,11 +180,17 @@ impl Engine {
     }
 
     /// Frees a block by its identity.
-    pub(crate) fn free_block(&self, id: u32, generation: u32, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+    pub(crate) fn free_block(
+        &self,
+        id: u32,
+        generation: u32,
+        ptr: sys::CUdeviceptr,
+    ) -> Result<(), Error> {
         {
             let state = self.open()?;
             let current = state.records.get(id);
-            if !current.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used) {
+            if !current.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
+            {
                 return Err(Error::NotLive { ptr });
             }
         }
@@ -180,21 +223,36 @@ impl Engine {
     }
 
     fn refuse_if_capturing(&self, key: StreamKey, raw: usize) -> Result<(), Error> {
-        self.refuse_capture(&Named { key, raw: std::ptr::with_exposed_provenance_mut(raw), stream: None })
+        self.refuse_capture(&Named {
+            key,
+            raw: std::ptr::with_exposed_provenance_mut(raw),
+            stream: None,
+        })
     }
 
     /// Records a use of a block on another stream: everything that stream is given until the free,
     /// or with `now` only what it was given so far.
-    pub(crate) fn record(&self, ptr: sys::CUdeviceptr, named: &Named<'_>, now: bool) -> Result<(), Error> {
+    pub(crate) fn record(
+        &self,
+        ptr: sys::CUdeviceptr,
+        named: &Named<'_>,
+        now: bool,
+    ) -> Result<(), Error> {
         {
             let state = self.open()?;
             if self.around(&state, ptr).is_none() {
-                return Err(if state.ours(ptr) { Error::NotLive { ptr } } else { Error::NotOurs { ptr } });
+                return Err(if state.ours(ptr) {
+                    Error::NotLive { ptr }
+                } else {
+                    Error::NotOurs { ptr }
+                });
             }
         }
         self.refuse_capture(named)?;
         let (mut state, stream) = self.slot(self.open()?, named)?;
-        let Some(id) = self.around(&state, ptr) else { return Err(Error::NotLive { ptr }) };
+        let Some(id) = self.around(&state, ptr) else {
+            return Err(Error::NotLive { ptr });
+        };
         if !now || state.records[id].stream == stream {
             state.record(id, stream, None);
             return Ok(());
@@ -211,7 +269,9 @@ impl Engine {
     pub(crate) fn retire(&self, named: &Named<'_>) -> Result<(), Error> {
         let stream = self.open()?.streams.find(named.key);
         let Some(stream) = stream else {
-            return Err(Error::UnknownStream { stream: named.raw as usize });
+            return Err(Error::UnknownStream {
+                stream: named.raw as usize,
+            });
         };
         self.refuse_capture(named)?;
         {
@@ -228,18 +288,23 @@ impl Engine {
 impl State {
     /// Whether an address lies in memory that the allocator holds.
     pub(crate) fn ours(&self, ptr: u64) -> bool {
-        self.holdings.range(..=ptr).next_back().is_some_and(|(base, h)| ptr < base + h.bytes)
+        self.holdings
+            .range(..=ptr)
+            .next_back()
+            .is_some_and(|(base, h)| ptr < base + h.bytes)
     }
 
     /// Whether blocks of a stream's pages wait for other streams.
     fn waits_in_pages(&self, stream: u32) -> bool {
-        self.space(SpaceId::Pages(stream))
-            .is_some_and(|s| s.index(stream).is_none_or(|own| own.len() < s.piece_count()))
+        self.space(SpaceId::Pages(stream)).is_some_and(|s| {
+            s.index(stream)
+                .is_none_or(|own| own.len() < s.piece_count())
+        })
     }
 
     /// Takes a small request out of its stream's pages.
     fn fit_in_page(&mut self, want: &Want) -> Option<u32> {
-        let run = self.finder(want.space, want.stream)?.ready_run(want.span())?;
+        let run = self.finder(want.space, want.stream)?.ready_run(want)?;
         self.take(want, run)
     }
 

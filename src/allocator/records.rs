@@ -117,15 +117,28 @@ impl Records {
     pub(crate) fn make(&mut self, space: SpaceId, state: State, addr: u64, granules: u32) -> u32 {
         let id = self.vacant.pop().unwrap_or_else(|| {
             if self.made as usize == self.hot.len() * CHUNK {
-                self.hot.push(vec![Hot::default(); CHUNK].into_boxed_slice());
-                self.cold.push(vec![Cold::default(); CHUNK].into_boxed_slice());
+                self.hot
+                    .push(vec![Hot::default(); CHUNK].into_boxed_slice());
+                self.cold
+                    .push(vec![Cold::default(); CHUNK].into_boxed_slice());
             }
             self.made += 1;
             self.made - 1
         });
         let generation = self[id].generation;
-        self[id] = Hot { addr, granules, generation, prev: NIL, next: NIL, stream: COMPLETE, state };
-        *self.cold_mut(id) = Cold { space, ..Cold::default() };
+        self[id] = Hot {
+            addr,
+            granules,
+            generation,
+            prev: NIL,
+            next: NIL,
+            stream: COMPLETE,
+            state,
+        };
+        *self.cold_mut(id) = Cold {
+            space,
+            ..Cold::default()
+        };
         id
     }
 
@@ -141,7 +154,9 @@ impl Records {
 
     /// The record, if the id was ever handed out.
     pub(crate) fn get(&self, id: u32) -> Option<&Hot> {
-        self.hot.get((id >> CHUNK_BITS) as usize)?.get(id as usize & (CHUNK - 1))
+        self.hot
+            .get((id >> CHUNK_BITS) as usize)?
+            .get(id as usize & (CHUNK - 1))
     }
 
     pub(crate) fn cold(&self, id: u32) -> &Cold {
@@ -159,7 +174,9 @@ impl Records {
 
     /// Every record that describes something.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Hot)> {
-        (0..self.made).map(|id| (id, &self[id])).filter(|(_, hot)| hot.state != State::Vacant)
+        (0..self.made)
+            .map(|id| (id, &self[id]))
+            .filter(|(_, hot)| hot.state != State::Vacant)
     }
 }
 

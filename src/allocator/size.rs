@@ -104,7 +104,14 @@ mod tests {
     /// S1.1, S1.2
     #[test]
     fn s1_2_sizes_round_to_whole_granules() {
-        for (request, rounded) in [(0, 512), (1, 512), (511, 512), (512, 512), (513, 1024), (1025, 1536)] {
+        for (request, rounded) in [
+            (0, 512),
+            (1, 512),
+            (511, 512),
+            (512, 512),
+            (513, 1024),
+            (1025, 1536),
+        ] {
             assert_eq!(round_size(request), Some(rounded), "request {request}");
         }
     }
@@ -112,7 +119,12 @@ mod tests {
     /// S1.42
     #[test]
     fn s1_42_sizes_near_the_top_do_not_wrap() {
-        for request in [usize::MAX, usize::MAX - 511, usize::MAX / 2, (MAX_REQUEST + 1) as usize] {
+        for request in [
+            usize::MAX,
+            usize::MAX - 511,
+            usize::MAX / 2,
+            (MAX_REQUEST + 1) as usize,
+        ] {
             assert_eq!(round_size(request), None);
             assert_eq!(classic_segment_size(request), None);
         }
@@ -133,14 +145,20 @@ mod tests {
             (10 * mib + 1, 12 * mib),
             (33 * mib, 34 * mib),
         ] {
-            assert_eq!(classic_segment_size(request), Some(segment as u64), "request {request}");
+            assert_eq!(
+                classic_segment_size(request),
+                Some(segment as u64),
+                "request {request}"
+            );
         }
     }
 
     /// S1.8, S1.9
     #[test]
     fn s1_8_split_rules_of_both_pools() {
-        assert!(classic_splits(true, 1024) && classic_splits(true, 512) && !classic_splits(true, 0));
+        assert!(
+            classic_splits(true, 1024) && classic_splits(true, 512) && !classic_splits(true, 0)
+        );
         assert!(classic_splits(false, 2 << 20) && !classic_splits(false, 1 << 20));
         assert!(!classic_splits(false, 512 << 10));
     }

@@ -64,10 +64,18 @@ impl State {
         let pending: Vec<u64> = if live {
             cold.recorded.iter().map(|r| number(r.stream)).collect()
         } else {
-            let open = cold.uses.as_slice().iter().filter(|u| !self.streams.complete(u));
+            let open = cold
+                .uses
+                .as_slice()
+                .iter()
+                .filter(|u| !self.streams.complete(u));
             open.map(|u| number(u.stream)).collect()
         };
-        let shared = cold.uses.as_slice().iter().any(|u| u.stream != cold.owner && !self.streams.complete(u));
+        let shared = cold
+            .uses
+            .as_slice()
+            .iter()
+            .any(|u| u.stream != cold.owner && !self.streams.complete(u));
         BlockInfo {
             address: hot.addr,
             size: hot.bytes(),
@@ -80,7 +88,12 @@ impl State {
             },
             stream: match hot.state {
                 Extent::Used => Some(number(hot.stream)),
-                _ => cold.uses.as_slice().iter().find(|u| u.stream == cold.owner).map(|u| number(u.stream)),
+                _ => cold
+                    .uses
+                    .as_slice()
+                    .iter()
+                    .find(|u| u.stream == cold.owner)
+                    .map(|u| number(u.stream)),
             },
             pending,
             small: cold.space != SpaceId::Large,

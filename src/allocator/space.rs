@@ -100,7 +100,10 @@ impl Space {
 
     /// Streams that have pieces pending on them alone.
     pub(crate) fn pending_streams(&self) -> impl Iterator<Item = u32> + '_ {
-        (0u32..).zip(&self.pending).filter(|(_, index)| !index.is_empty()).map(|(stream, _)| stream)
+        (0u32..)
+            .zip(&self.pending)
+            .filter(|(_, index)| !index.is_empty())
+            .map(|(stream, _)| stream)
     }
 
     /// Number of free pieces.
@@ -145,7 +148,11 @@ impl Space {
 
     fn entry(records: &Records, id: u32) -> Entry {
         let hot = &records[id];
-        Entry { granules: hot.granules, addr: hot.addr, id }
+        Entry {
+            granules: hot.granules,
+            addr: hot.addr,
+            id,
+        }
     }
 
     fn enlist(&mut self, records: &Records, id: u32) {
@@ -162,7 +169,13 @@ impl Space {
     }
 
     /// Adds a region as one free piece with the given uses.
-    pub(crate) fn add_region(&mut self, records: &mut Records, base: u64, granules: u32, uses: Uses) -> u32 {
+    pub(crate) fn add_region(
+        &mut self,
+        records: &mut Records,
+        base: u64,
+        granules: u32,
+        uses: Uses,
+    ) -> u32 {
         let id = self.new_region(records, base, granules, State::Free);
         records[id].stream = class_of(&uses);
         records.cold_mut(id).uses = uses;
@@ -172,7 +185,11 @@ impl Space {
 
     /// Adds a region without memory. A region that begins where the last one ends extends it.
     pub(crate) fn add_hole(&mut self, records: &mut Records, base: u64, granules: u32) {
-        let before = self.regions.range(..base).next_back().map(|(b, r)| (*b, *r));
+        let before = self
+            .regions
+            .range(..base)
+            .next_back()
+            .map(|(b, r)| (*b, *r));
         let id = self.new_region(records, base, granules, State::Unmapped);
         self.holes.insert(base, id);
         if let Some((before_base, before)) = before
@@ -194,7 +211,13 @@ impl Space {
 
     fn new_region(&mut self, records: &mut Records, base: u64, granules: u32, state: State) -> u32 {
         let id = records.make(self.id, state, base, granules);
-        self.regions.insert(base, Region { bytes: u64::from(granules) * GRANULE, first: id });
+        self.regions.insert(
+            base,
+            Region {
+                bytes: u64::from(granules) * GRANULE,
+                first: id,
+            },
+        );
         id
     }
 
@@ -220,7 +243,12 @@ impl Space {
     fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
         let hot = records[id];
         let (uses, owner) = (records.cold(id).uses.clone(), records.cold(id).owner);
-        let right = records.make(self.id, hot.state, hot.addr + u64::from(left) * GRANULE, hot.granules - left);
+        let right = records.make(
+            self.id,
+            hot.state,
+            hot.addr + u64::from(left) * GRANULE,
+            hot.granules - left,
+        );
         records[right].prev = id;
         records[right].next = hot.next;
         records[right].stream = hot.stream;
@@ -390,7 +418,11 @@ impl Space {
         }
         // Set every part first, so that merging never swallows one that is still to be set.
         for (part, shard) in parts.iter().zip(&shards) {
-            records[*part].state = if shard.mapped { State::Busy } else { State::Unmapped };
+            records[*part].state = if shard.mapped {
+                State::Busy
+            } else {
+                State::Unmapped
+            };
         }
         for (part, shard) in parts.into_iter().zip(shards) {
             if shard.mapped {
@@ -432,12 +464,17 @@ impl Space {
 
     /// Merges again what may merge under a changed [`merge_own`](Self::merge_own).
     pub(crate) fn recoalesce(&mut self, records: &mut Records, class: u32) {
-        let Some(index) = self.index(class) else { return };
+        let Some(index) = self.index(class) else {
+            return;
+        };
         let mut pieces: Vec<Entry> = index.iter().collect();
         pieces.sort_unstable_by_key(|e| e.addr);
         for entry in pieces {
             // A piece that an earlier step swallowed is no longer what the entry says.
-            if records.get(entry.id).is_some_and(|h| h.is_free() && h.addr == entry.addr && h.stream == class) {
+            if records
+                .get(entry.id)
+                .is_some_and(|h| h.is_free() && h.addr == entry.addr && h.stream == class)
+            {
                 self.delist(records, entry.id);
                 self.coalesce(records, entry.id);
             }

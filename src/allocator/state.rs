@@ -149,7 +149,12 @@ impl State {
 
     /// The pool of a rounded request.
     pub(crate) fn is_small(&self, rounded: u64) -> bool {
-        rounded <= if self.packed { PACKED_SMALL_LIMIT } else { CLASSIC_SMALL_LIMIT }
+        rounded
+            <= if self.packed {
+                PACKED_SMALL_LIMIT
+            } else {
+                CLASSIC_SMALL_LIMIT
+            }
     }
 
     /// A space with what its operations need beside it.
@@ -177,25 +182,41 @@ impl State {
     }
 
     pub(crate) fn spaces(&self) -> impl Iterator<Item = &Space> {
-        [&self.large, &self.small].into_iter().chain(self.pages.iter().flatten().map(Box::as_ref))
+        [&self.large, &self.small]
+            .into_iter()
+            .chain(self.pages.iter().flatten().map(Box::as_ref))
     }
 
     /// The eye of one stream on one space.
     pub(crate) fn finder(&self, space: SpaceId, stream: u32) -> Option<Finder<'_>> {
         let space = self.space(space)?;
-        Some(Finder { records: &self.records, streams: &self.streams, space, stream })
+        Some(Finder {
+            records: &self.records,
+            streams: &self.streams,
+            space,
+            stream,
+        })
     }
 
     /// Bytes that may still be taken from the driver.
     pub(crate) fn room(&self) -> u64 {
         let held = self.stats.all.reserved.current + self.planned;
-        let bound = self.limit.unwrap_or(u64::MAX).min(self.full_at.unwrap_or(u64::MAX));
+        let bound = self
+            .limit
+            .unwrap_or(u64::MAX)
+            .min(self.full_at.unwrap_or(u64::MAX));
         bound.saturating_sub(held)
     }
 
     // ---- streams ---------------------------------------------------------------------------
 
-    pub(crate) fn adopt(&mut self, key: StreamKey, raw: usize, context: Context, holder: Holder) -> u32 {
+    pub(crate) fn adopt(
+        &mut self,
+        key: StreamKey,
+        raw: usize,
+        context: Context,
+        holder: Holder,
+    ) -> u32 {
         if let Some(stream) = self.streams.find(key) {
             return stream;
         }
@@ -224,6 +245,19 @@ impl State {
                 }
             }
         }
+        if !single {
+            // Memory that was never used, or not for long, is everybody's from now on.
+            for space in [SpaceId::Large, SpaceId::Small] {
+                let classes: Vec<u32> = self
+                    .space(space)
+                    .into_iter()
+                    .flat_map(Space::pending_streams)
+                    .collect();
+                for class in classes {
+                    self.settle_class(space, class);
+                }
+            }
+        }
     }
 
     /// While one stream exists, complete memory is as good as its own, and merges with it.
@@ -241,7 +275,8 @@ impl State {
     pub(crate) fn recycle(&mut self, stream: u32) {
         let many = self.streams.len() > MANY_STREAMS;
         let slot = &mut self.streams[stream];
-        let idle = slot.in_use && slot.live == 0 && slot.open_uses == 0 && slot.completed + 1 >= slot.open;
+        let idle =
+            slot.in_use && slot.live == 0 && slot.open_uses == 0 && slot.completed + 1 >= slot.open;
         if !idle {
             return;
         }
@@ -277,7 +312,9 @@ impl State {
 
     /// Counts a request in the peak that the soft cap follows.
     pub(crate) fn announce(&mut self, requested: u64) {
-        self.peak_live = self.peak_live.max(self.stats.all.requested.current + requested);
+        self.peak_live = self
+            .peak_live
+            .max(self.stats.all.requested.current + requested);
     }
 
     /// Takes a request from a ready run.
@@ -290,23 +327,32 @@ impl State {
             space.carve(records, run.first, granules);
             return Some(run.first);
         }
-        self.claim(want.space, run.first, skip, granules).map(|(id, _)| id)
+        self.claim(want.space, run.first, skip, granules)
+            .map(|(id, _)| id)
     }
 
     /// Takes a range of free pieces and holes out of circulation.
-    pub(crate) fn claim(&mut self, space: SpaceId, first: u32, skip: u32, granules: u32) -> Option<(u32, Vec<Shard>)> {
+    pub(crate) fn claim(
+        &mut self,
+        space: SpaceId,
+        first: u32,
+        skip: u32,
+        granules: u32,
+    ) -> Option<(u32, Vec<Shard>)> {
         let mut shards = Vec::new();
         let (at, records) = self.parts(space);
         let id = at.claim(records, first, skip, granules, Extent::Busy, &mut shards)?;
         let bytes = mixed_bytes(&shards);
-        self.stats.on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
         Some((id, shards))
     }
 
     /// Puts back what [`claim`](Self::claim) took.
     pub(crate) fn restore(&mut self, space: SpaceId, id: u32, shards: Vec<Shard>) {
         let bytes = mixed_bytes(&shards);
-        self.stats.on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
         let (at, records) = self.parts(space);
         at.restore(records, id, shards);
     }
@@ -323,7 +369,11 @@ impl State {
 
     /// Takes a request from a run of which some pieces need a wait. Returns the block, what stood
     /// there, and the waits.
-    pub(crate) fn take_waiting(&mut self, want: &Want, run: Run) -> Option<(u32, Vec<Shard>, Vec<PendingWait>)> {
+    pub(crate) fn take_waiting(
+        &mut self,
+        want: &Want,
+        run: Run,
+    ) -> Option<(u32, Vec<Shard>, Vec<PendingWait>)> {
         let skip = want.skip(run.addr);
         let granules = self.granules_of(want, run.granules - u64::from(skip));
         let (id, shards) = self.claim(want.space, run.first, skip, granules)?;
@@ -340,12 +390,16 @@ impl State {
             .filter(|u| !self.streams.ready(stream, u))
             .copied()
             .collect();
-        needed.sort_unstable_by_key(|u| std::cmp::Reverse(self.streams.marker(u).map_or(0, |m| m.order)));
+        needed.sort_unstable_by_key(|u| {
+            std::cmp::Reverse(self.streams.marker(u).map_or(0, |m| m.order))
+        });
         let mut waits: Vec<PendingWait> = Vec::new();
         for u in needed {
             let opened = |w: &PendingWait| {
                 (w.stream == u.stream && u.ticket <= w.bound)
-                    || w.row.get(u.stream as usize).is_some_and(|known| u.ticket <= *known)
+                    || w.row
+                        .get(u.stream as usize)
+                        .is_some_and(|known| u.ticket <= *known)
             };
             if waits.iter().any(opened) {
                 continue;
@@ -451,8 +505,15 @@ impl State {
     fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
         let slot = &self.streams[stream];
         // A retired stream gets no more work, so its last marker covers everything.
-        let now = if matches!(slot.holder, Holder::Retired) { slot.open - 1 } else { slot.open };
-        Use { stream, ticket: precise.unwrap_or(now).min(now) }
+        let now = if matches!(slot.holder, Holder::Retired) {
+            slot.open - 1
+        } else {
+            slot.open
+        };
+        Use {
+            stream,
+            ticket: precise.unwrap_or(now).min(now),
+        }
     }
 
     fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
@@ -536,7 +597,9 @@ impl State {
     /// Hands back the wholly free pages of all streams; true if there were any.
     pub(crate) fn flush_pages(&mut self) -> bool {
         let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        streams.into_iter().fold(false, |any, stream| self.flush_pages_of(stream) | any)
+        streams
+            .into_iter()
+            .fold(false, |any, stream| self.flush_pages_of(stream) | any)
     }
 
     // ---- completion ---------------------------------------------------------------------------
@@ -545,7 +608,9 @@ impl State {
     pub(crate) fn settle(&mut self) {
         let ids: Vec<SpaceId> = self.spaces().map(|s| s.id).collect();
         for id in ids {
-            let Some(space) = self.space(id) else { continue };
+            let Some(space) = self.space(id) else {
+                continue;
+            };
             let mut classes: Vec<u32> = vec![MIXED];
             if !space.merge_own {
                 classes.extend(space.pending_streams());
@@ -561,7 +626,9 @@ impl State {
     }
 
     fn settle_class(&mut self, space: SpaceId, class: u32) {
-        let Some(index) = self.space(space).and_then(|s| s.index(class)) else { return };
+        let Some(index) = self.space(space).and_then(|s| s.index(class)) else {
+            return;
+        };
         // By address, so that equal states settle equally.
         let mut pieces: Vec<_> = index.iter().collect();
         pieces.sort_unstable_by_key(|e| e.addr);
@@ -579,12 +646,16 @@ impl State {
         // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
         let keep_owner = self.space(space).is_some_and(|s| s.merge_own);
         let streams = &self.streams;
-        let Some(uses) = cold.uses.without(|u| streams.complete(u) && !(keep_owner && u.stream == owner)) else {
+        let Some(uses) = cold
+            .uses
+            .without(|u| streams.complete(u) && !(keep_owner && u.stream == owner))
+        else {
             return;
         };
         if was_mixed && uses.as_slice().len() <= 1 {
             let bytes = self.records[id].bytes();
-            self.stats.on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
+            self.stats
+                .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
         }
         let (at, records) = self.parts(space);
         let piece = at.retag(records, id, uses);
@@ -601,7 +672,9 @@ impl State {
         let mut due = Vec::new();
         for stream in streams {
             let slot = &mut self.streams[stream];
-            let Some(marker) = slot.markers.front() else { continue };
+            let Some(marker) = slot.markers.front() else {
+                continue;
+            };
             if slot.backoff > 0 {
                 slot.backoff -= 1;
                 continue;
@@ -617,8 +690,16 @@ impl State {
 
     /// A marker was seen complete.
     pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
-        let row = self.streams.marker(&Use { stream, ticket: bound }).map(|m| m.row.clone());
-        let events = self.streams.completed(stream, bound, row.as_deref().unwrap_or(&[]));
+        let row = self
+            .streams
+            .marker(&Use {
+                stream,
+                ticket: bound,
+            })
+            .map(|m| m.row.clone());
+        let events = self
+            .streams
+            .completed(stream, bound, row.as_deref().unwrap_or(&[]));
         self.pool_events(events);
     }
 

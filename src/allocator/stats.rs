@@ -53,8 +53,22 @@ pub struct PoolStats {
 
 impl PoolStats {
     fn reset_peaks(&mut self) {
-        let PoolStats { allocations, segments, allocated, requested, active, reserved } = self;
-        for counter in [allocations, segments, allocated, requested, active, reserved] {
+        let PoolStats {
+            allocations,
+            segments,
+            allocated,
+            requested,
+            active,
+            reserved,
+        } = self;
+        for counter in [
+            allocations,
+            segments,
+            allocated,
+            requested,
+            active,
+            reserved,
+        ] {
             counter.reset_peak();
         }
     }
@@ -131,7 +145,10 @@ pub struct Stats {
 impl Stats {
     /// Bytes held from the driver that no live block occupies: reserved less allocated.
     pub fn cached(&self) -> u64 {
-        self.all.reserved.current.saturating_sub(self.all.allocated.current)
+        self.all
+            .reserved
+            .current
+            .saturating_sub(self.all.allocated.current)
     }
 
     pub(crate) fn reset_peaks(&mut self) {
@@ -142,7 +159,11 @@ impl Stats {
 
     pub(crate) fn on_pool(&mut self, small: bool, change: impl Fn(&mut PoolStats)) {
         change(&mut self.all);
-        change(if small { &mut self.small } else { &mut self.large });
+        change(if small {
+            &mut self.small
+        } else {
+            &mut self.large
+        });
     }
 }
 

@@ -88,7 +88,10 @@ pub(crate) struct Slot {
 impl Slot {
     /// Everything freed on the stream is covered by a marker or complete.
     pub(crate) fn covered(&self) -> bool {
-        let bound = self.markers.back().map_or(self.completed, |m| m.bound.max(self.completed));
+        let bound = self
+            .markers
+            .back()
+            .map_or(self.completed, |m| m.bound.max(self.completed));
         bound + 1 >= self.open && self.open_uses == 0
     }
 
@@ -121,7 +124,13 @@ impl Streams {
         self.in_use
     }
 
-    pub(crate) fn add(&mut self, key: StreamKey, raw: usize, context: Context, holder: Holder) -> u32 {
+    pub(crate) fn add(
+        &mut self,
+        key: StreamKey,
+        raw: usize,
+        context: Context,
+        holder: Holder,
+    ) -> u32 {
         self.in_use += 1;
         let at = self.vacant.pop();
         let (open, completed) = at.map_or((1, 0), |at| {
@@ -193,12 +202,10 @@ impl Streams {
     pub(crate) fn ready(&self, stream: u32, u: &Use) -> bool {
         u.stream == stream
             || self.complete(u)
-            || self[stream].row.get(u.stream as usize).is_some_and(|known| u.ticket <= *known)
-    }
-
-    /// Whether a stream is known to follow something of another that is not complete.
-    pub(crate) fn follows(&self, stream: u32, other: u32) -> bool {
-        self[stream].row.get(other as usize).is_some_and(|known| *known > self[other].completed)
+            || self[stream]
+                .row
+                .get(u.stream as usize)
+                .is_some_and(|known| u.ticket <= *known)
     }
 
     /// The oldest marker that covers a use.
@@ -215,7 +222,11 @@ impl Streams {
         slot.open += 1;
         slot.open_uses = 0;
         slot.open_bytes = 0;
-        Batch { stream, bound, row: slot.row.clone().into_boxed_slice() }
+        Batch {
+            stream,
+            bound,
+            row: slot.row.clone().into_boxed_slice(),
+        }
     }
 
     /// A marker was recorded after the batch had been closed.
@@ -225,18 +236,30 @@ impl Streams {
         if batch.bound <= slot.completed {
             return;
         }
-        let marker = Marker { bound: batch.bound, event, order: self.orders, row: batch.row };
+        let marker = Marker {
+            bound: batch.bound,
+            event,
+            order: self.orders,
+            row: batch.row,
+        };
         let at = slot.markers.partition_point(|m| m.bound < marker.bound);
         slot.markers.insert(at, marker);
     }
 
     /// The host saw a marker complete: so are all tickets up to its bound, and all that the stream
     /// followed when it was recorded. Returns the events that are no longer needed.
-    pub(crate) fn completed(&mut self, stream: u32, bound: u64, row: &[u64]) -> Vec<(u32, Arc<Event>)> {
+    pub(crate) fn completed(
+        &mut self,
+        stream: u32,
+        bound: u64,
+        row: &[u64],
+    ) -> Vec<(u32, Arc<Event>)> {
         let mut events = Vec::new();
         let own = (stream as usize, bound);
         for (other, ticket) in row.iter().copied().enumerate().chain([own]) {
-            let Some(slot) = self.slots.get_mut(other) else { continue };
+            let Some(slot) = self.slots.get_mut(other) else {
+                continue;
+            };
             if ticket <= slot.completed {
                 continue;
             }

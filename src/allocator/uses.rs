@@ -54,12 +54,20 @@ impl Uses {
         if !all.iter().any(&done) {
             return None;
         }
-        Some(Self::collect(all.iter().filter(|u| !done(u)).copied().collect()))
+        Some(Self::collect(
+            all.iter().filter(|u| !done(u)).copied().collect(),
+        ))
     }
 
     /// What is pending in either.
     pub(crate) fn union(&self, other: &Self) -> Self {
-        Self::collect(self.as_slice().iter().chain(other.as_slice()).copied().collect())
+        Self::collect(
+            self.as_slice()
+                .iter()
+                .chain(other.as_slice())
+                .copied()
+                .collect(),
+        )
     }
 }
 
