@@ -34,7 +34,11 @@ fn main() {
     let result = match generated {
         Ok(text) => {
             println!("cargo:rustc-cfg=cualloc_generated_bindings");
-            let blessed = if bless { fs::write(CHECKED_IN, &text) } else { Ok(()) };
+            let blessed = if bless {
+                fs::write(CHECKED_IN, &text)
+            } else {
+                Ok(())
+            };
             blessed.and_then(|()| fs::write(&target, text))
         }
         Err(reason) => {
@@ -62,7 +66,10 @@ fn generate() -> Result<String, String> {
         .use_core()
         .wrap_unsafe_ops(true)
         // Any code that a driver returns must be a legal value, so no Rust enums.
-        .default_enum_style(bindgen::EnumVariation::NewType { is_bitfield: false, is_global: false })
+        .default_enum_style(bindgen::EnumVariation::NewType {
+            is_bitfield: false,
+            is_global: false,
+        })
         .must_use_type("cudaError_enum")
         .allowlist_type("CU.*|Cu.*|cudaError_enum")
         .allowlist_var("CU_.*")
