@@ -1,7 +1,48 @@
 //! The driver: generated bindings, the lazily loaded function table, and thin checked calls.
+//!
+//! [`Driver`] is a loaded function table. It comes from the driver's shared library
+//! ([`Driver::load`], [`Driver::open`]) or from functions of this process
+//! ([`Driver::from_functions`]), and it counts the calls made through it. [`Context`], [`Stream`]
+//! and [`Event`] are owned or borrowed handles; [`Entered`] is the proof that a context is current
+//! on the calling thread, and carries every call that needs one.
+//!
+//! Nothing here panics. A failed call is a [`DriverError`], a driver that cannot be had is a
+//! [`LoadError`]. In a forked child of the process that loaded the driver, every call fails with
+//! `CUDA_ERROR_NOT_INITIALIZED` and drops do nothing; drops also do nothing while the process
+//! exits and after the driver has reported a fatal error.
+
+mod capture;
+mod context;
+mod counts;
+mod device;
+mod error;
+mod event;
+mod load;
+mod memory;
+mod module;
+mod pool;
+mod process;
+mod share;
+mod stream;
+mod table;
+mod vmm;
+
+pub use capture::{CaptureInfo, Graph};
+pub use context::{Context, ContextKind, Entered};
+pub use counts::CallCounts;
+pub use device::Device;
+pub use error::{Candidate, DriverError, LoadError};
+pub use event::{Event, EventKind};
+pub use memory::{HostMemory, MemInfo};
+pub use module::{Function, Module};
+pub use pool::{MemoryPool, PoolProperties};
+pub use stream::{Stream, StreamKind};
+pub use table::{Driver, Feature, Symbol};
+pub use vmm::MemoryProperties;
 
 /// The generated bindings: names, types and layouts exactly as in `wrapper.h`.
 #[allow(
+    clippy::type_complexity,
     missing_docs,
     non_camel_case_types,
     non_snake_case,
@@ -10,3 +51,6 @@
 pub mod sys {
     include!(concat!(env!("OUT_DIR"), "/bindings.rs"));
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,173 @@
+//! Stream capture.
+//!
+//! While a thread captures, the driver refuses calls such as allocations unless the thread's mode
+//! is relaxed; [`Context::enter`](super::Context::enter) takes care of that.
+
+use super::context::{Context, Entered};
+use super::error::DriverError;
+use super::sys::{self, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
+use super::table::call;
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr;
+
+/// What a stream is being captured into.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CaptureInfo {
+    /// True if the capture has become invalid and can only be ended.
+    pub invalidated: bool,
+    /// The capture's id, unique while the process lives; 0 for an invalid one.
+    pub id: u64,
+    /// The graph that is being made, owned by the capture; null for an invalid one.
+    pub graph: sys::CUgraph,
+}
+
+/// A graph that a capture has made, destroyed on drop. `Send`; a graph may be used by one thread
+/// at a time.
+pub struct Graph {
+    context: Context,
+    raw: sys::CUgraph,
+}
+
+// SAFETY: a graph is not tied to a thread, and cannot be shared without a lock (it is not `Sync`).
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// The driver's handle.
+    pub fn raw(&self) -> sys::CUgraph {
+        self.raw
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Graph")
+            .field("raw", &self.raw)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let raw = self.raw;
+        self.context.release("a graph", |driver| {
+            // SAFETY: the graph is ours; executables made from it are independent of it.
+            unsafe { call!(driver, cuGraphDestroy(raw)) }
+        });
+    }
+}
+
+impl Entered<'_> {
+    /// Starts capturing `stream`.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
+    /// [`Feature::CaptureControl`](super::Feature::CaptureControl).
+    ///
+    /// # Safety
+    /// `stream` must be valid as for [`Entered::record`].
+    pub unsafe fn begin_capture(
+        &self,
+        stream: CUstream,
+        mode: CUstreamCaptureMode,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the caller vouches for the stream.
+        unsafe { call!(self.driver(), cuStreamBeginCapture_v2(stream, mode)) }
+    }
+
+    /// Ends the capture that was begun on `stream`.
+    ///
+    /// # Errors
+    /// The driver's, such as `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`; the capture has ended then
+    /// too.
+    ///
+    /// # Safety
+    /// `stream` must be valid as for [`Entered::record`].
+    pub unsafe fn end_capture(&self, stream: CUstream) -> Result<Graph, DriverError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the output is a local, and the caller vouches for the stream.
+        unsafe { call!(self.driver(), cuStreamEndCapture(stream, &mut raw)) }?;
+        Ok(Graph {
+            context: self.context().clone(),
+            raw,
+        })
+    }
+
+    /// What `stream` is being captured into; none if it is not.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
+    /// [`Feature::CaptureInfo`](super::Feature::CaptureInfo).
+    ///
+    /// # Safety
+    /// `stream` must be valid as for [`Entered::record`].
+    pub unsafe fn capture_info(
+        &self,
+        stream: CUstream,
+    ) -> Result<Option<CaptureInfo>, DriverError> {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let (mut id, mut graph) = (0, ptr::null_mut());
+        let (no_nodes, no_count) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the outputs are locals or null, which is allowed for these; the caller vouches
+        // for the stream.
+        unsafe {
+            call!(
+                self.driver(),
+                cuStreamGetCaptureInfo_v2(
+                    stream,
+                    &mut status,
+                    &mut id,
+                    &mut graph,
+                    no_nodes,
+                    no_count
+                )
+            )
+        }?;
+        if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Ok(None);
+        }
+        Ok(Some(CaptureInfo {
+            invalidated: status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE,
+            id,
+            graph,
+        }))
+    }
+
+    /// Calls `destroy(data)` once `graph` and every executable made from it are gone.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
+    /// [`Feature::GraphLifetime`](super::Feature::GraphLifetime). After an error `destroy` is never
+    /// called.
+    ///
+    /// # Safety
+    /// `graph` must be live; `data` must be good for `destroy`, which runs on a thread of the
+    /// driver, must not unwind and must not call the driver.
+    pub unsafe fn on_graph_destroyed(
+        &self,
+        graph: sys::CUgraph,
+        destroy: unsafe extern "C" fn(*mut c_void),
+        data: *mut c_void,
+    ) -> Result<(), DriverError> {
+        /// The only flag that the driver accepts for such an object: no synchronisation.
+        const NO_DESTRUCTOR_SYNC: u32 = 1;
+        /// The graph takes over our reference instead of adding its own.
+        const MOVE: u32 = 1;
+        let mut object = ptr::null_mut();
+        // SAFETY: the output is a local, and the caller vouches for function and data.
+        unsafe {
+            call!(
+                self.driver(),
+                cuUserObjectCreate(&mut object, data, Some(destroy), 1, NO_DESTRUCTOR_SYNC)
+            )
+        }?;
+        // SAFETY: the object has just been made with one reference; the caller vouches for the
+        // graph.
+        unsafe {
+            call!(
+                self.driver(),
+                cuGraphRetainUserObject(graph, object, 1, MOVE)
+            )
+        }
+    }
+}

@@ -1,0 +1,387 @@
+//! Contexts, and calls made with one of them current.
+
+use super::device::Device;
+use super::error::DriverError;
+use super::process;
+use super::sys::{self, CUresult, CUstreamCaptureMode};
+use super::table::{Driver, Feature, call, query};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+/// A context of a device: the primary one, retained by us, or one that belongs to somebody else.
+///
+/// Cheap to clone. `Send` and `Sync`: any thread may enter it. Nothing here changes which context
+/// the caller finds current, except while an [`Entered`] lives.
+#[derive(Clone)]
+pub struct Context(Arc<Inner>);
+
+/// Who a [`Context`] belongs to.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ContextKind {
+    /// The device's primary context, retained by the [`Driver`].
+    Primary,
+    /// Somebody else's: never destroyed here.
+    Borrowed,
+}
+
+struct Inner {
+    driver: Driver,
+    raw: sys::CUcontext,
+    device: Device,
+    key: u64,
+    kind: ContextKind,
+}
+
+// SAFETY: a context handle may be used from any thread; the driver synchronises.
+unsafe impl Send for Inner {}
+// SAFETY: as above, and nothing in here changes.
+unsafe impl Sync for Inner {}
+
+/// The primary contexts that a driver has retained.
+#[derive(Default)]
+pub(super) struct Primaries(Mutex<Vec<(Device, Held)>>);
+
+/// The process-wide driver keeps its primary contexts for ever; any other one lets go of them with
+/// their last user, since the context itself keeps the driver alive.
+enum Held {
+    Forever(Context),
+    WhileUsed(Weak<Inner>),
+}
+
+impl Held {
+    fn get(&self) -> Option<Context> {
+        match self {
+            Held::Forever(context) => Some(context.clone()),
+            Held::WhileUsed(weak) => weak.upgrade().map(Context),
+        }
+    }
+}
+
+impl Context {
+    /// The primary context of `device`. It is retained once per device and driver; the process-wide
+    /// driver never releases it, any other one does when the last user drops it.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn primary(driver: &Driver, device: Device) -> Result<Context, DriverError> {
+        let mut held = driver
+            .primaries()
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let found = held.iter().find(|(held, _)| *held == device);
+        if let Some(context) = found.and_then(|(_, held)| held.get()) {
+            return Ok(context);
+        }
+        let mut raw = ptr::null_mut();
+        // SAFETY: the pointer is to a local handle.
+        unsafe { call!(driver, cuDevicePrimaryCtxRetain(&mut raw, device.raw())) }?;
+        let kind = ContextKind::Primary;
+        // From here on the drop of the context releases it, also on the error path.
+        let mut inner = Inner {
+            driver: driver.clone(),
+            raw,
+            device,
+            key: raw as u64,
+            kind,
+        };
+        inner.key = key_of(driver, raw)?;
+        let context = Context(Arc::new(inner));
+        held.retain(|(held, _)| *held != device);
+        held.push((
+            device,
+            if driver.is_process_wide() {
+                Held::Forever(context.clone())
+            } else {
+                Held::WhileUsed(Arc::downgrade(&context.0))
+            },
+        ));
+        Ok(context)
+    }
+
+    /// A context that somebody else owns. It is never destroyed here.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_CONTEXT` for null, or the driver's.
+    ///
+    /// # Safety
+    /// `raw` must be a live context of `driver`, and stay alive as long as the result, its clones
+    /// and everything made from them.
+    pub unsafe fn from_raw(driver: &Driver, raw: sys::CUcontext) -> Result<Context, DriverError> {
+        if raw.is_null() {
+            let code = CUresult::CUDA_ERROR_INVALID_CONTEXT;
+            return Err(DriverError::new("cuCtxSetCurrent", code));
+        }
+        let switched = Switched::to(driver, raw)?;
+        let device = current_device(driver)?;
+        drop(switched);
+        Ok(Context(Arc::new(Inner {
+            driver: driver.clone(),
+            raw,
+            device,
+            key: key_of(driver, raw)?,
+            kind: ContextKind::Borrowed,
+        })))
+    }
+
+    /// The context that is current on the calling thread, borrowed; none if there is none. The
+    /// contract of [`Context::from_raw`] applies to its life: whoever owns it must not destroy it
+    /// while the result is in use.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn current(driver: &Driver) -> Result<Option<Context>, DriverError> {
+        let raw = driver.current_raw()?;
+        if raw.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: a current context is alive; using it after its owner destroyed it makes the
+        // driver report an invalid context.
+        unsafe { Context::from_raw(driver, raw) }.map(Some)
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> sys::CUcontext {
+        self.0.raw
+    }
+
+    /// The driver that this context belongs to.
+    pub fn driver(&self) -> &Driver {
+        &self.0.driver
+    }
+
+    /// The device that this context is on.
+    pub fn device(&self) -> Device {
+        self.0.device
+    }
+
+    /// Tells this context from every other one of the driver: its id, which is never reused, or the
+    /// value of its handle where the driver has no ids ([`Feature::StreamIds`]).
+    pub fn key(&self) -> u64 {
+        self.0.key
+    }
+
+    /// Whether this is a retained primary context or a borrowed one.
+    pub fn kind(&self) -> ContextKind {
+        self.0.kind
+    }
+
+    /// Makes this context current on the calling thread, and the thread's stream capture mode
+    /// relaxed, so that calls which a capture forbids by default (allocation, queries, waits) go
+    /// through. Both are as before when the result is dropped. Guards must be dropped in reverse
+    /// order of their making.
+    ///
+    /// # Errors
+    /// The driver's; then nothing has changed.
+    pub fn enter(&self) -> Result<Entered<'_>, DriverError> {
+        let switched = Switched::to(self.driver(), self.raw())?;
+        let mode = exchange_mode(
+            self.driver(),
+            CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+        )?;
+        Ok(Entered {
+            context: self,
+            mode,
+            _switched: switched,
+        })
+    }
+
+    /// Makes this context current and leaves the capture mode alone: for the cheap queries.
+    pub(super) fn switch(&self) -> Result<Switched<'_>, DriverError> {
+        Switched::to(self.driver(), self.raw())
+    }
+
+    /// For drops: runs `release` with this context current, reports its failure, and does nothing
+    /// where drops must not call the driver.
+    pub(super) fn release(
+        &self,
+        what: &str,
+        release: impl FnOnce(&Driver) -> Result<(), DriverError>,
+    ) {
+        let driver = self.driver();
+        if driver.drops_nothing() {
+            return;
+        }
+        let result = self.enter().and_then(|_entered| release(driver));
+        if let Err(error) = result {
+            driver.drop_failed(what, error);
+        }
+    }
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Context")
+            .field("device", &self.0.device.ordinal())
+            .field("key", &self.0.key)
+            .field("kind", &self.0.kind)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let ours = self.kind == ContextKind::Primary && !self.driver.is_process_wide();
+        if !ours || self.driver.drops_nothing() || !self.driver.has(Feature::PrimaryRelease) {
+            return;
+        }
+        // SAFETY: this is the release of the one retain made in `Context::primary`; everything
+        // that used the context held a reference to it and is gone.
+        let result = unsafe {
+            call!(
+                &self.driver,
+                cuDevicePrimaryCtxRelease_v2(self.device.raw())
+            )
+        };
+        if let Err(error) = result {
+            self.driver.drop_failed("a primary context", error);
+        }
+    }
+}
+
+fn key_of(driver: &Driver, raw: sys::CUcontext) -> Result<u64, DriverError> {
+    if !driver.has(Feature::StreamIds) {
+        return Ok(raw as u64);
+    }
+    let mut id = 0;
+    // SAFETY: the context is alive by the caller's contract; the pointer is to a local integer.
+    unsafe { call!(driver, cuCtxGetId(raw, &mut id)) }?;
+    Ok(id)
+}
+
+fn current_device(driver: &Driver) -> Result<Device, DriverError> {
+    let mut raw = 0;
+    // SAFETY: the pointer is to a local handle.
+    unsafe { call!(driver, cuCtxGetDevice(&mut raw)) }?;
+    Ok(Device::from_raw(raw))
+}
+
+fn exchange_mode(
+    driver: &Driver,
+    mut mode: CUstreamCaptureMode,
+) -> Result<CUstreamCaptureMode, DriverError> {
+    // SAFETY: the pointer is to a local; the call changes the calling thread's own mode only.
+    unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
+    Ok(mode)
+}
+
+impl Driver {
+    /// The handle that is current on the calling thread, or null. Not counted.
+    fn current_raw(&self) -> Result<sys::CUcontext, DriverError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the pointer is to a local handle.
+        unsafe { query!(self, cuCtxGetCurrent(&mut raw)) }?;
+        Ok(raw)
+    }
+}
+
+/// A context made current on this thread; the one before comes back on drop.
+pub(super) struct Switched<'a> {
+    driver: &'a Driver,
+    previous: sys::CUcontext,
+    /// What is current belongs to the thread.
+    _thread: PhantomData<*mut ()>,
+}
+
+impl<'a> Switched<'a> {
+    fn to(driver: &'a Driver, wanted: sys::CUcontext) -> Result<Switched<'a>, DriverError> {
+        let previous = driver.current_raw()?;
+        if previous != wanted {
+            // SAFETY: `wanted` is alive by the contract of the context it comes from.
+            unsafe { call!(driver, cuCtxSetCurrent(wanted)) }?;
+        }
+        Ok(Switched {
+            driver,
+            previous,
+            _thread: PhantomData,
+        })
+    }
+}
+
+impl Drop for Switched<'_> {
+    fn drop(&mut self) {
+        // Also after a fatal error: the thread gets back what it had.
+        if process::is_gone() {
+            return;
+        }
+        let result = self.driver.current_raw().and_then(|now| {
+            if now == self.previous {
+                return Ok(());
+            }
+            // SAFETY: this was current before; null stands for none.
+            unsafe { call!(self.driver, cuCtxSetCurrent(self.previous)) }
+        });
+        if let Err(error) = result {
+            self.driver
+                .drop_failed("the caller's current context", error);
+        }
+    }
+}
+
+/// A context that is current on this thread, with the thread's stream capture mode relaxed. All
+/// calls that need a context are methods of this; they act on the calling thread at once, and
+/// none of them waits for the device unless it says so.
+///
+/// Stays on its thread: neither `Send` nor `Sync`.
+///
+/// ```compile_fail
+/// fn is_send<T: Send>() {}
+/// is_send::<cualloc::driver::Entered<'static>>();
+/// ```
+pub struct Entered<'a> {
+    context: &'a Context,
+    mode: CUstreamCaptureMode,
+    /// Dropped after the mode is back.
+    _switched: Switched<'a>,
+}
+
+impl<'a> Entered<'a> {
+    /// The context that is current.
+    pub fn context(&self) -> &'a Context {
+        self.context
+    }
+
+    /// The driver that the calls go to.
+    pub fn driver(&self) -> &'a Driver {
+        self.context.driver()
+    }
+
+    /// Waits until everything that was submitted to the context has completed.
+    ///
+    /// # Errors
+    /// The driver's, including those of the work itself.
+    pub fn synchronize(&self) -> Result<(), DriverError> {
+        // SAFETY: the context is current; the call takes nothing.
+        unsafe { call!(self.driver(), cuCtxSynchronize()) }
+    }
+
+    /// Gives kernels in this context access to plain allocations of `peer`'s context. Mapped memory
+    /// has its own access rights ([`Entered::set_access`]). Already enabled is not an error.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn enable_peer_access(&self, peer: &Context) -> Result<(), DriverError> {
+        // SAFETY: both contexts are alive while their wrappers are.
+        match unsafe { call!(self.driver(), cuCtxEnablePeerAccess(peer.raw(), 0)) } {
+            Err(error) if error.code() == CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => {
+                Ok(())
+            }
+            result => result,
+        }
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        if self.mode == relaxed || process::is_gone() {
+            return;
+        }
+        if let Err(error) = exchange_mode(self.driver(), self.mode) {
+            self.driver()
+                .drop_failed("the caller's stream capture mode", error);
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Counts of the calls made through a function table.
+
+use super::table::{Call, SYMBOL_COUNT, SYMBOLS};
+use std::array;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// The live counters of one driver. Every counted call writes here, so this lies on cache lines of
+/// its own, away from what the uncounted queries read.
+#[repr(align(128))]
+pub(super) struct Counters {
+    calls: [AtomicU64; SYMBOL_COUNT],
+    handle_ops: AtomicU64,
+    nanos: AtomicU64,
+    timing: AtomicBool,
+}
+
+impl Counters {
+    pub(super) fn new() -> Counters {
+        Counters {
+            calls: array::from_fn(|_| AtomicU64::new(0)),
+            handle_ops: AtomicU64::new(0),
+            nanos: AtomicU64::new(0),
+            timing: AtomicBool::new(false),
+        }
+    }
+
+    /// Counts `call` and runs it, on the clock if timing is on.
+    #[inline]
+    pub(super) fn run<R>(&self, call: Call, run: impl FnOnce() -> R) -> R {
+        if let Some(counter) = self.calls.get(call as usize) {
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+        if !self.timing.load(Ordering::Relaxed) {
+            return run();
+        }
+        let start = Instant::now();
+        let result = run();
+        self.nanos
+            .fetch_add(saturating_nanos(start.elapsed()), Ordering::Relaxed);
+        result
+    }
+
+    pub(super) fn add_handle_ops(&self, count: u64) {
+        self.handle_ops.fetch_add(count, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_timing(&self, on: bool) {
+        self.timing.store(on, Ordering::Relaxed);
+    }
+
+    pub(super) fn snapshot(&self) -> CallCounts {
+        CallCounts {
+            calls: self
+                .calls
+                .iter()
+                .map(|counter| counter.load(Ordering::Relaxed))
+                .collect(),
+            handle_ops: self.handle_ops.load(Ordering::Relaxed),
+            nanos: self.nanos.load(Ordering::Relaxed),
+        }
+    }
+}
+
+fn saturating_nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// How often each driver function was called through a [`super::Driver`], since it was made or
+/// between two snapshots.
+///
+/// Every call counts except `cuStreamGetId`, `cuStreamIsCapturing` and `cuCtxGetCurrent`, which
+/// only read. A call counts whether it succeeds or not; a function that the driver does not export
+/// is never called. Counters of other threads are read one by one: a snapshot taken beside running
+/// calls may contain one call and miss an earlier one of another thread.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct CallCounts {
+    /// By index into `SYMBOLS`; empty stands for all zero.
+    calls: Vec<u64>,
+    handle_ops: u64,
+    nanos: u64,
+}
+
+impl CallCounts {
+    /// Calls of the function with this exported name; 0 for an unknown name.
+    pub fn get(&self, name: &str) -> u64 {
+        self.iter()
+            .find(|(known, _)| *known == name)
+            .map_or(0, |(_, count)| count)
+    }
+
+    /// The functions that were called, with their counts, in the order of the table.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        SYMBOLS
+            .iter()
+            .zip(&self.calls)
+            .filter(|(_, count)| **count != 0)
+            .map(|(symbol, count)| (symbol.name(), *count))
+    }
+
+    /// All counted calls.
+    pub fn total(&self) -> u64 {
+        self.calls.iter().sum()
+    }
+
+    /// Operations whose cost grows with the number of physical handles: handles created, handles
+    /// released, and handles mapped a second time (into a view), as reported with
+    /// [`super::Driver::add_view_maps`]. Failed calls do not count.
+    pub fn handle_ops(&self) -> u64 {
+        self.handle_ops
+    }
+
+    /// Wall-clock nanoseconds spent inside counted calls, over all threads, while
+    /// [`super::Driver::set_timing`] was on.
+    pub fn nanos(&self) -> u64 {
+        self.nanos
+    }
+
+    /// What was added after `earlier`, a snapshot of the same driver.
+    pub fn since(&self, earlier: &CallCounts) -> CallCounts {
+        CallCounts {
+            calls: self
+                .calls
+                .iter()
+                .enumerate()
+                .map(|(index, now)| {
+                    now.saturating_sub(earlier.calls.get(index).copied().unwrap_or(0))
+                })
+                .collect(),
+            handle_ops: self.handle_ops.saturating_sub(earlier.handle_ops),
+            nanos: self.nanos.saturating_sub(earlier.nanos),
+        }
+    }
+}
+
+impl fmt::Debug for CallCounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map()
+            .entries(self.iter())
+            .entry(&"handle_ops", &self.handle_ops)
+            .entry(&"nanos", &self.nanos)
+            .finish()
+    }
+}

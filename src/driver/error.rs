@@ -1,0 +1,281 @@
+//! Errors of the driver and of loading it.
+
+use super::sys::CUresult;
+use std::error::Error;
+use std::fmt;
+
+/// A driver call that failed: which call, and the driver's code.
+///
+/// `Send`, `Sync` and `Copy`; equal when call and code are equal.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DriverError {
+    call: &'static str,
+    code: CUresult,
+}
+
+impl DriverError {
+    /// The error that `call` (an exported name such as `cuMemCreate`) returned as `code`.
+    pub const fn new(call: &'static str, code: CUresult) -> DriverError {
+        DriverError { call, code }
+    }
+
+    /// The driver's code.
+    pub const fn code(&self) -> CUresult {
+        self.code
+    }
+
+    /// The exported name of the driver function that failed.
+    pub const fn call(&self) -> &'static str {
+        self.call
+    }
+
+    /// The code's name, such as `CUDA_ERROR_OUT_OF_MEMORY`; `unrecognized error` for a code that
+    /// this crate does not know (then [`super::Driver::describe`] may).
+    pub fn name(&self) -> &'static str {
+        name(self.code)
+    }
+
+    /// True if the context (or the whole driver) is lost: no later call on it can succeed.
+    pub fn is_fatal(&self) -> bool {
+        matches!(
+            self.code,
+            CUresult::CUDA_ERROR_DEINITIALIZED
+                | CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
+                | CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE
+                | CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+                | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
+                | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+                | CUresult::CUDA_ERROR_ASSERT
+                | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
+                | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
+                | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
+                | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
+                | CUresult::CUDA_ERROR_INVALID_PC
+                | CUresult::CUDA_ERROR_LAUNCH_FAILED
+                | CUresult::CUDA_ERROR_UNKNOWN
+        )
+    }
+
+    /// True if every context of the driver must be taken as lost. A destroyed context says nothing
+    /// about the others, so it is fatal without this.
+    pub(super) fn loses_driver(&self) -> bool {
+        self.is_fatal() && self.code != CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+    }
+
+    /// True if the arguments or the moment of the call were wrong, and nothing else is.
+    pub fn is_usage(&self) -> bool {
+        matches!(
+            self.code,
+            CUresult::CUDA_ERROR_INVALID_VALUE
+                | CUresult::CUDA_ERROR_INVALID_DEVICE
+                | CUresult::CUDA_ERROR_INVALID_IMAGE
+                | CUresult::CUDA_ERROR_INVALID_CONTEXT
+                | CUresult::CUDA_ERROR_ALREADY_MAPPED
+                | CUresult::CUDA_ERROR_NOT_MAPPED
+                | CUresult::CUDA_ERROR_INVALID_PTX
+                | CUresult::CUDA_ERROR_INVALID_HANDLE
+                | CUresult::CUDA_ERROR_ILLEGAL_STATE
+                | CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_MERGE
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+                | CUresult::CUDA_ERROR_CAPTURED_EVENT
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
+        )
+    }
+
+    /// True for `CUDA_ERROR_OUT_OF_MEMORY`.
+    pub fn is_out_of_memory(&self) -> bool {
+        self.code == CUresult::CUDA_ERROR_OUT_OF_MEMORY
+    }
+
+    /// True for `CUDA_ERROR_NOT_READY`: queried work has not completed yet.
+    pub fn is_not_ready(&self) -> bool {
+        self.code == CUresult::CUDA_ERROR_NOT_READY
+    }
+
+    /// True if the driver or the device cannot do this: `CUDA_ERROR_NOT_SUPPORTED`,
+    /// `CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER`, or a function that the driver does not export
+    /// (`CUDA_ERROR_NOT_FOUND`).
+    pub fn is_not_supported(&self) -> bool {
+        matches!(
+            self.code,
+            CUresult::CUDA_ERROR_NOT_SUPPORTED
+                | CUresult::CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER
+                | CUresult::CUDA_ERROR_NOT_FOUND
+        )
+    }
+}
+
+impl fmt::Display for DriverError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} failed: {} ({})", self.call, self.name(), self.code.0)
+    }
+}
+
+impl fmt::Debug for DriverError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DriverError({self})")
+    }
+}
+
+impl Error for DriverError {}
+
+macro_rules! names {
+    ($($code:ident)*) => {
+        fn name(code: CUresult) -> &'static str {
+            match code {
+                $(CUresult::$code => stringify!($code),)*
+                _ => "unrecognized error",
+            }
+        }
+        #[cfg(test)]
+        pub(super) const NAMED: &[(&str, CUresult)] = &[$((stringify!($code), CUresult::$code),)*];
+    };
+}
+
+names! {
+    CUDA_SUCCESS CUDA_ERROR_INVALID_VALUE CUDA_ERROR_OUT_OF_MEMORY CUDA_ERROR_NOT_INITIALIZED
+    CUDA_ERROR_DEINITIALIZED CUDA_ERROR_STUB_LIBRARY CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER
+    CUDA_ERROR_DEVICE_UNAVAILABLE CUDA_ERROR_NO_DEVICE CUDA_ERROR_INVALID_DEVICE
+    CUDA_ERROR_INVALID_IMAGE CUDA_ERROR_INVALID_CONTEXT CUDA_ERROR_MAP_FAILED
+    CUDA_ERROR_UNMAP_FAILED CUDA_ERROR_ALREADY_MAPPED CUDA_ERROR_NOT_MAPPED
+    CUDA_ERROR_ECC_UNCORRECTABLE CUDA_ERROR_PEER_ACCESS_UNSUPPORTED CUDA_ERROR_INVALID_PTX
+    CUDA_ERROR_NVLINK_UNCORRECTABLE CUDA_ERROR_INVALID_HANDLE CUDA_ERROR_ILLEGAL_STATE
+    CUDA_ERROR_NOT_FOUND CUDA_ERROR_NOT_READY CUDA_ERROR_ILLEGAL_ADDRESS
+    CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES CUDA_ERROR_LAUNCH_TIMEOUT
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE
+    CUDA_ERROR_CONTEXT_IS_DESTROYED CUDA_ERROR_ASSERT CUDA_ERROR_HARDWARE_STACK_ERROR
+    CUDA_ERROR_ILLEGAL_INSTRUCTION CUDA_ERROR_MISALIGNED_ADDRESS CUDA_ERROR_INVALID_ADDRESS_SPACE
+    CUDA_ERROR_INVALID_PC CUDA_ERROR_LAUNCH_FAILED CUDA_ERROR_NOT_PERMITTED
+    CUDA_ERROR_NOT_SUPPORTED CUDA_ERROR_SYSTEM_NOT_READY CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+    CUDA_ERROR_STREAM_CAPTURE_MERGE CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+    CUDA_ERROR_STREAM_CAPTURE_UNJOINED CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT CUDA_ERROR_CAPTURED_EVENT
+    CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD CUDA_ERROR_TIMEOUT CUDA_ERROR_EXTERNAL_DEVICE
+    CUDA_ERROR_UNKNOWN
+}
+
+/// A library that was tried as the driver and could not be opened.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Candidate {
+    /// The name or path that was given to the system's loader.
+    pub name: String,
+    /// Why the loader refused it; the end of its chain is the loader's own text.
+    pub source: libloading::Error,
+}
+
+impl fmt::Display for Candidate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot open `{}`", self.name)
+    }
+}
+
+impl Error for Candidate {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(&self.source)
+    }
+}
+
+/// Why no driver is available.
+///
+/// The chain of [`Error::source`] ends at the words of the system's loader or at the driver's code.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// There is no such driver on this operating system.
+    UnsupportedPlatform,
+    /// No candidate could be opened. The source is the last candidate's error; the text names
+    /// them all, each with its reason.
+    NotFound {
+        /// Everything that was tried, in order; never empty.
+        candidates: Vec<Candidate>,
+    },
+    /// The library lacks a function that this crate cannot do without.
+    SymbolMissing {
+        /// The exported name.
+        name: &'static str,
+        /// The library, or `functions of this process`.
+        library: String,
+        /// The loader's error; none for a table made of functions of this process.
+        source: Option<libloading::Error>,
+    },
+    /// The library is the toolkit's stub for linking, not a driver.
+    StubLibrary {
+        /// The library.
+        library: String,
+    },
+    /// The driver is older than the oldest one supported.
+    TooOld {
+        /// The version of the CUDA API that the driver supports: 1000 x major + 10 x minor.
+        have: u32,
+        /// The oldest version supported, in the same form.
+        need: u32,
+    },
+    /// The driver could not be initialised: no device, no permission, a forked child. Never
+    /// cached: the next attempt asks the driver again.
+    Init(DriverError),
+}
+
+impl fmt::Display for LoadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LoadError::UnsupportedPlatform => {
+                write!(f, "there is no CUDA driver on this platform")
+            }
+            LoadError::NotFound { candidates } => {
+                write!(f, "no CUDA driver library found")?;
+                for (index, candidate) in candidates.iter().enumerate() {
+                    let separator = if index == 0 { ": tried " } else { ", " };
+                    write!(f, "{separator}`{}` (", candidate.name)?;
+                    match candidate.source.source() {
+                        Some(words) => write!(f, "{words})")?,
+                        None => write!(f, "{})", candidate.source)?,
+                    }
+                }
+                Ok(())
+            }
+            LoadError::SymbolMissing { name, library, .. } => {
+                write!(f, "the CUDA driver `{library}` does not export `{name}`")
+            }
+            LoadError::StubLibrary { library } => write!(
+                f,
+                "`{library}` is a stub library for linking, not a CUDA driver"
+            ),
+            LoadError::TooOld { have, need } => write!(
+                f,
+                "the CUDA driver supports CUDA {}.{}, but at least {}.{} is needed",
+                have / 1000,
+                have % 1000 / 10,
+                need / 1000,
+                need % 1000 / 10
+            ),
+            LoadError::Init(_) => write!(f, "the CUDA driver cannot be initialised"),
+        }
+    }
+}
+
+impl Error for LoadError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            LoadError::NotFound { candidates } => match candidates.last() {
+                Some(candidate) => Some(candidate),
+                None => None,
+            },
+            LoadError::SymbolMissing { source, .. } => match source {
+                Some(source) => Some(source),
+                None => None,
+            },
+            LoadError::Init(error) => Some(error),
+            LoadError::UnsupportedPlatform
+            | LoadError::StubLibrary { .. }
+            | LoadError::TooOld { .. } => None,
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Finding and opening the driver's shared library.
+
+use super::error::{Candidate, DriverError, LoadError};
+use super::process;
+use super::sys::{self, CUresult};
+use super::table::{self, Driver, OLDEST_VERSION, Origin};
+use libloading::Library;
+use std::env;
+use std::ffi::OsStr;
+use std::mem;
+use std::path::Path;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// Names the library to load instead of the platform's; see [`Driver::load`].
+const OVERRIDE: &str = "CUALLOC_DRIVER";
+
+// By soname only: the plain `libcuda.so` may be the toolkit's stub.
+#[cfg(target_os = "linux")]
+const CANDIDATES: &[&str] = &["libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"];
+#[cfg(windows)]
+const CANDIDATES: &[&str] = &["nvcuda.dll"];
+#[cfg(not(any(target_os = "linux", windows)))]
+const CANDIDATES: &[&str] = &[];
+
+/// A library that was opened and has every required function.
+struct Opened {
+    functions: sys::CuFunctions,
+    library: String,
+}
+
+static LOADED: OnceLock<Driver> = OnceLock::new();
+static OPENED: Mutex<Option<Opened>> = Mutex::new(None);
+
+impl Driver {
+    /// The process's driver: found, opened and initialised on the first call, the same table
+    /// afterwards.
+    ///
+    /// On Linux that is `libcuda.so.1` by the system's search path, then
+    /// `/usr/lib/wsl/lib/libcuda.so.1`; on Windows `nvcuda.dll` of the system folder. A non-empty
+    /// environment variable `CUALLOC_DRIVER` names the only library to try, on every platform. The
+    /// library stays open for the life of the process.
+    ///
+    /// # Errors
+    /// See [`LoadError`]. Failures are not remembered: the next call tries again.
+    pub fn load() -> Result<Driver, LoadError> {
+        // Before the lock, which a thread of the parent may have held while it forked.
+        if process::is_forked_child() {
+            return Err(LoadError::Init(DriverError::new(
+                "cuInit",
+                CUresult::CUDA_ERROR_NOT_INITIALIZED,
+            )));
+        }
+        if let Some(driver) = LOADED.get() {
+            return Ok(driver.clone());
+        }
+        let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(driver) = LOADED.get() {
+            return Ok(driver.clone());
+        }
+        let opened = match &mut *opened {
+            Some(opened) => opened,
+            none => none.insert(open_default()?),
+        };
+        let origin = Origin {
+            library: Some(opened.library.clone()),
+            process_wide: true,
+        };
+        // SAFETY: the functions come from the driver's library, which is never closed.
+        let driver = unsafe { Driver::start(opened.functions, origin) }?;
+        Ok(LOADED.get_or_init(|| driver).clone())
+    }
+
+    /// The driver in the shared library at `path`, initialised; apart from every other driver,
+    /// with counters of its own. The library stays open for the life of the process, also where an
+    /// error is returned.
+    ///
+    /// The library's code runs in this process: give only paths whose content is trusted as far
+    /// as the program itself.
+    ///
+    /// # Errors
+    /// See [`LoadError`].
+    pub fn open(path: impl AsRef<Path>) -> Result<Driver, LoadError> {
+        let opened = open_one(path.as_ref().as_os_str(), open_given)?;
+        let origin = Origin {
+            library: Some(opened.library),
+            process_wide: false,
+        };
+        // SAFETY: the functions come from a driver's library, which is never closed.
+        unsafe { Driver::start(opened.functions, origin) }
+    }
+}
+
+fn open_default() -> Result<Opened, LoadError> {
+    if let Some(path) = env::var_os(OVERRIDE).filter(|path| !path.is_empty()) {
+        return open_one(&path, open_given);
+    }
+    let mut failed = Vec::new();
+    for name in CANDIDATES {
+        match open_one(name.as_ref(), open_system) {
+            Err(LoadError::NotFound { candidates }) => failed.extend(candidates),
+            result => return result,
+        }
+    }
+    Err(if failed.is_empty() {
+        LoadError::UnsupportedPlatform
+    } else {
+        LoadError::NotFound { candidates: failed }
+    })
+}
+
+type Open = fn(&OsStr) -> Result<Library, libloading::Error>;
+
+fn open_one(name: &OsStr, open: Open) -> Result<Opened, LoadError> {
+    let text = name.to_string_lossy().into_owned();
+    let library = match open(name) {
+        Ok(library) => library,
+        Err(source) => {
+            let candidate = Candidate { name: text, source };
+            return Err(LoadError::NotFound {
+                candidates: vec![candidate],
+            });
+        }
+    };
+    // SAFETY: the library is taken for a driver, whose exports have the types of the bindings: the
+    // suffix of an exported name is the version of its ABI.
+    let (functions, missing) = unsafe { table::read_library(&library) };
+    // A driver installs handlers and threads: once opened, it can not be closed.
+    mem::forget(library);
+    let Some((name, source)) = missing else {
+        return Ok(Opened {
+            functions,
+            library: text,
+        });
+    };
+    // An old driver lacks functions because it is old; that says more than the name of one.
+    if let Some(have) = reported_version(&functions).filter(|have| *have < OLDEST_VERSION) {
+        return Err(LoadError::TooOld {
+            have,
+            need: OLDEST_VERSION,
+        });
+    }
+    Err(LoadError::SymbolMissing {
+        name,
+        library: text,
+        source: Some(source),
+    })
+}
+
+/// The version that a library reports before it is initialised.
+fn reported_version(functions: &sys::CuFunctions) -> Option<u32> {
+    let mut version = 0;
+    let get = functions.cuDriverGetVersion?;
+    // SAFETY: the function has the type of the bindings, may be called before `cuInit`, and the
+    // pointer is to a local integer.
+    match unsafe { get(&mut version) } {
+        CUresult::CUDA_SUCCESS => u32::try_from(version).ok().filter(|version| *version > 0),
+        _ => None,
+    }
+}
+
+/// Opens a library that the user named: lazily bound and local where the system knows that.
+fn open_given(name: &OsStr) -> Result<Library, libloading::Error> {
+    // SAFETY: the user vouches for the initialisers of the library that they name.
+    unsafe { Library::new(name) }
+}
+
+#[cfg(not(windows))]
+fn open_system(name: &OsStr) -> Result<Library, libloading::Error> {
+    open_given(name)
+}
+
+/// From the system folder only, so that no library can be planted beside the program.
+#[cfg(windows)]
+fn open_system(name: &OsStr) -> Result<Library, libloading::Error> {
+    use libloading::os::windows::{LOAD_LIBRARY_SEARCH_SYSTEM32, Library as SystemLibrary};
+    // SAFETY: the driver's initialisers are part of the system.
+    unsafe { SystemLibrary::load_with_flags(name, LOAD_LIBRARY_SEARCH_SYSTEM32) }.map(Library::from)
+}

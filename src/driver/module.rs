@@ -1,0 +1,197 @@
+//! Modules, kernels and host functions.
+
+use super::context::{Context, Entered};
+use super::error::DriverError;
+use super::sys::{self, CUstream};
+use super::table::call;
+use std::ffi::{CStr, c_void};
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+
+/// Code loaded into a context. Cheap to clone; unloaded with its last user. `Send` and `Sync`.
+#[derive(Clone)]
+pub struct Module(Arc<Inner>);
+
+struct Inner {
+    context: Context,
+    raw: sys::CUmodule,
+}
+
+// SAFETY: a module handle may be used from any thread; the driver synchronises.
+unsafe impl Send for Inner {}
+// SAFETY: as above, and nothing in here changes.
+unsafe impl Sync for Inner {}
+
+impl Module {
+    /// The kernel with this name.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_NOT_FOUND` for an unknown name, or the driver's.
+    pub fn function(&self, name: &CStr) -> Result<Function, DriverError> {
+        let entered = self.0.context.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the output is a local, the module is alive, and the name ends in zero.
+        unsafe {
+            call!(
+                entered.driver(),
+                cuModuleGetFunction(&mut raw, self.0.raw, name.as_ptr())
+            )
+        }?;
+        Ok(Function {
+            module: self.clone(),
+            raw,
+        })
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> sys::CUmodule {
+        self.0.raw
+    }
+}
+
+impl fmt::Debug for Module {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Module")
+            .field("raw", &self.0.raw)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let raw = self.raw;
+        self.context.release("a module", |driver| {
+            // SAFETY: the module is ours and no function of it is held any more.
+            unsafe { call!(driver, cuModuleUnload(raw)) }
+        });
+    }
+}
+
+/// A kernel. Keeps its module loaded. `Send` and `Sync`.
+#[derive(Clone)]
+pub struct Function {
+    module: Module,
+    raw: sys::CUfunction,
+}
+
+// SAFETY: a function handle may be used from any thread; the driver synchronises.
+unsafe impl Send for Function {}
+// SAFETY: as above, and nothing in here changes.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// The driver's handle.
+    pub fn raw(&self) -> sys::CUfunction {
+        self.raw
+    }
+
+    /// The module it is part of.
+    pub fn module(&self) -> &Module {
+        &self.module
+    }
+}
+
+impl fmt::Debug for Function {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Function")
+            .field("raw", &self.raw)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Entered<'_> {
+    /// Loads PTX text, which the driver compiles for the device.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Kernels`](super::Feature::Kernels).
+    pub fn load_module(&self, ptx: &CStr) -> Result<Module, DriverError> {
+        // SAFETY: PTX is text that ends in zero; the driver checks the rest.
+        unsafe { self.load_module_image(ptx.as_ptr().cast()) }
+    }
+
+    /// Loads an image of any kind: PTX, cubin or fatbin.
+    ///
+    /// # Errors
+    /// As [`Entered::load_module`].
+    ///
+    /// # Safety
+    /// `image` must point to a whole and well-formed image: the driver is not told its size.
+    pub unsafe fn load_module_image(&self, image: *const c_void) -> Result<Module, DriverError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the output is a local, and the caller vouches for the image.
+        unsafe { call!(self.driver(), cuModuleLoadData(&mut raw, image)) }?;
+        Ok(Module(Arc::new(Inner {
+            context: self.context().clone(),
+            raw,
+        })))
+    }
+
+    /// Launches a kernel on `stream`; one pointer to each parameter's value, all read before the
+    /// call returns.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// `stream` must be valid as for [`Entered::record`]; the function must belong to the current
+    /// context; `parameters` must point to as many values, of the types, as the kernel declares;
+    /// memory that the kernel touches must stay valid until it has completed, and unused by others.
+    /// The context must outlive the launch with the function's module loaded.
+    pub unsafe fn launch(
+        &self,
+        function: &Function,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        stream: CUstream,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), DriverError> {
+        let ([gx, gy, gz], [bx, by, bz]) = (grid, block);
+        let list = parameters.as_mut_ptr();
+        let none = ptr::null_mut();
+        // SAFETY: the function is alive, and the caller vouches for the rest.
+        unsafe {
+            call!(
+                self.driver(),
+                cuLaunchKernel(
+                    function.raw,
+                    gx,
+                    gy,
+                    gz,
+                    bx,
+                    by,
+                    bz,
+                    shared_bytes,
+                    stream,
+                    list,
+                    none
+                )
+            )
+        }
+    }
+
+    /// Calls `function(data)` on a thread of the driver when everything before it on `stream` has
+    /// completed.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// `stream` must be valid as for [`Entered::record`]; `data` must be good for `function`, which
+    /// must not unwind and must not call the driver.
+    pub unsafe fn launch_host(
+        &self,
+        stream: CUstream,
+        function: unsafe extern "C" fn(*mut c_void),
+        data: *mut c_void,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the caller vouches for all of it.
+        unsafe {
+            call!(
+                self.driver(),
+                cuLaunchHostFunc(stream, Some(function), data)
+            )
+        }
+    }
+}

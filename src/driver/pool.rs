@@ -1,0 +1,401 @@
+//! The driver's own stream-ordered memory pools.
+
+use super::context::{Context, Entered};
+use super::device::Device;
+use super::error::DriverError;
+use super::sys::{
+    self, CUdeviceptr, CUmemAllocationHandleType, CUmemPool_attribute, CUmemPoolPtrExportData,
+    CUstream,
+};
+use super::table::call;
+use super::vmm::access_list;
+use std::fmt;
+use std::ptr;
+
+/// What a pool is made like; final at its creation.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct PoolProperties {
+    /// The device whose memory it holds.
+    pub device: Device,
+    /// The kinds of handle it can be exported as: a bit set of the constants.
+    pub export: CUmemAllocationHandleType,
+    /// The most it may hold, in bytes; 0 for no limit.
+    pub max_bytes: usize,
+}
+
+impl PoolProperties {
+    fn raw(&self) -> sys::CUmemPoolProps {
+        // Every reserved byte must be zero.
+        sys::CUmemPoolProps {
+            allocType: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            handleTypes: self.export,
+            location: self.device.location(),
+            maxSize: self.max_bytes,
+            ..Default::default()
+        }
+    }
+}
+
+/// A memory pool of the driver: created here and destroyed on drop, or a device's own.
+///
+/// `Send` and `Sync`. Dropping a pool returns at once; its memory goes back when its last
+/// allocation is freed.
+pub struct MemoryPool {
+    context: Context,
+    raw: sys::CUmemoryPool,
+    owned: bool,
+}
+
+// SAFETY: a pool handle may be used from any thread; the driver synchronises.
+unsafe impl Send for MemoryPool {}
+// SAFETY: as above, and nothing in here changes.
+unsafe impl Sync for MemoryPool {}
+
+impl MemoryPool {
+    /// A new pool. Its release threshold is 0: the driver takes back all that is unused at every
+    /// synchronisation, until [`MemoryPool::set`] says otherwise.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
+    pub fn new(context: &Context, properties: &PoolProperties) -> Result<MemoryPool, DriverError> {
+        let entered = context.enter()?;
+        let mut raw = ptr::null_mut();
+        let properties = properties.raw();
+        // SAFETY: both pointers are to locals.
+        unsafe { call!(entered.driver(), cuMemPoolCreate(&mut raw, &properties)) }?;
+        Ok(MemoryPool::wrap(context, raw, true))
+    }
+
+    /// The default pool of the context's device, which everything in the process shares.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
+    pub fn default_of(context: &Context) -> Result<MemoryPool, DriverError> {
+        let mut raw = ptr::null_mut();
+        let device = context.device().raw();
+        // SAFETY: the pointer is to a local handle.
+        unsafe {
+            call!(
+                context.driver(),
+                cuDeviceGetDefaultMemPool(&mut raw, device)
+            )
+        }?;
+        Ok(MemoryPool::wrap(context, raw, false))
+    }
+
+    /// The pool that [`Entered::mem_alloc_async`] takes from on the context's device at present.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
+    pub fn current_of(context: &Context) -> Result<MemoryPool, DriverError> {
+        let mut raw = ptr::null_mut();
+        let device = context.device().raw();
+        // SAFETY: the pointer is to a local handle.
+        unsafe { call!(context.driver(), cuDeviceGetMemPool(&mut raw, device)) }?;
+        Ok(MemoryPool::wrap(context, raw, false))
+    }
+
+    /// The pool behind a file descriptor of [`MemoryPool::export_fd`], owned by the result.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
+    /// [`Feature::PoolExport`](super::Feature::PoolExport).
+    #[cfg(unix)]
+    pub fn import_fd(
+        context: &Context,
+        fd: std::os::fd::BorrowedFd<'_>,
+    ) -> Result<MemoryPool, DriverError> {
+        use std::os::fd::AsRawFd;
+        let entered = context.enter()?;
+        let mut raw = ptr::null_mut();
+        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        let number = fd.as_raw_fd() as usize as *mut std::ffi::c_void;
+        // SAFETY: the output is a local; for this kind the "pointer" is the number itself.
+        unsafe {
+            call!(
+                entered.driver(),
+                cuMemPoolImportFromShareableHandle(&mut raw, number, kind, 0)
+            )
+        }?;
+        Ok(MemoryPool::wrap(context, raw, true))
+    }
+
+    /// A pool that somebody else owns; never destroyed here.
+    ///
+    /// # Safety
+    /// `raw` must be a live pool of the context's driver, and stay alive as long as the result.
+    pub unsafe fn from_raw(context: &Context, raw: sys::CUmemoryPool) -> MemoryPool {
+        MemoryPool::wrap(context, raw, false)
+    }
+
+    fn wrap(context: &Context, raw: sys::CUmemoryPool, owned: bool) -> MemoryPool {
+        MemoryPool {
+            context: context.clone(),
+            raw,
+            owned,
+        }
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> sys::CUmemoryPool {
+        self.raw
+    }
+
+    /// Makes this the pool that [`Entered::mem_alloc_async`] takes from on the context's device,
+    /// for the whole process.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn make_current(&self) -> Result<(), DriverError> {
+        let device = self.context.device().raw();
+        // SAFETY: the pool is alive; the driver falls back to the default one if it is destroyed.
+        unsafe { call!(self.context.driver(), cuDeviceSetMemPool(device, self.raw)) }
+    }
+
+    /// Reads an attribute: bytes, or 0 and 1 for the reuse policies.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn get(&self, attribute: CUmemPool_attribute) -> Result<u64, DriverError> {
+        // The policies are 32-bit integers, the rest 64-bit ones.
+        let (mut narrow, mut wide) = (0_u32, 0_u64);
+        let out = if is_policy(attribute) {
+            ptr::from_mut(&mut narrow).cast()
+        } else {
+            ptr::from_mut(&mut wide).cast()
+        };
+        // SAFETY: the pool is alive, and the output is a local of the attribute's size.
+        unsafe {
+            call!(
+                self.context.driver(),
+                cuMemPoolGetAttribute(self.raw, attribute, out)
+            )
+        }?;
+        Ok(if is_policy(attribute) {
+            u64::from(narrow)
+        } else {
+            wide
+        })
+    }
+
+    /// Sets an attribute: bytes, or 0 and 1 for the reuse policies.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set(&self, attribute: CUmemPool_attribute, value: u64) -> Result<(), DriverError> {
+        let mut narrow = u32::from(value != 0);
+        let mut wide = value;
+        let from = if is_policy(attribute) {
+            ptr::from_mut(&mut narrow).cast()
+        } else {
+            ptr::from_mut(&mut wide).cast()
+        };
+        // SAFETY: the pool is alive, and the driver reads a local of the attribute's size.
+        unsafe {
+            call!(
+                self.context.driver(),
+                cuMemPoolSetAttribute(self.raw, attribute, from)
+            )
+        }
+    }
+
+    /// Gives unused memory back to the driver until `keep` bytes are left. Memory counts as unused
+    /// once the host has seen its last use complete, by a synchronisation.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn trim_to(&self, keep: usize) -> Result<(), DriverError> {
+        // SAFETY: the pool is alive.
+        unsafe { call!(self.context.driver(), cuMemPoolTrimTo(self.raw, keep)) }
+    }
+
+    /// Lets the devices read and write everything in the pool.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set_access(&self, devices: &[Device]) -> Result<(), DriverError> {
+        let list = access_list(devices);
+        // SAFETY: the pool is alive, and the list is as long as is said.
+        unsafe {
+            call!(
+                self.context.driver(),
+                cuMemPoolSetAccess(self.raw, list.as_ptr(), list.len())
+            )
+        }
+    }
+
+    /// True if `device` may read and write everything in the pool.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn has_access(&self, device: Device) -> Result<bool, DriverError> {
+        let mut flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE;
+        let mut location = device.location();
+        // SAFETY: the pool is alive, and both pointers are to locals.
+        unsafe {
+            call!(
+                self.context.driver(),
+                cuMemPoolGetAccess(&mut flags, self.raw, &mut location)
+            )
+        }?;
+        Ok(flags == sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+    }
+
+    /// A file descriptor that stands for the pool in other processes. The pool must have been
+    /// created as exportable.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
+    /// [`Feature::PoolExport`](super::Feature::PoolExport).
+    #[cfg(unix)]
+    pub fn export_fd(&self) -> Result<std::os::fd::OwnedFd, DriverError> {
+        use std::os::fd::FromRawFd;
+        let mut fd: std::ffi::c_int = -1;
+        let out = ptr::from_mut(&mut fd).cast();
+        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        // SAFETY: the pool is alive, and for this kind the driver writes one integer.
+        unsafe {
+            call!(
+                self.context.driver(),
+                cuMemPoolExportToShareableHandle(out, self.raw, kind, 0)
+            )
+        }?;
+        if fd < 0 {
+            let code = sys::CUresult::CUDA_ERROR_UNKNOWN;
+            return Err(DriverError::new("cuMemPoolExportToShareableHandle", code));
+        }
+        // SAFETY: the driver has just opened it for us.
+        Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(fd) })
+    }
+
+    /// What stands for an allocation of an exported pool in other processes.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn export_pointer(
+        &self,
+        address: CUdeviceptr,
+    ) -> Result<CUmemPoolPtrExportData, DriverError> {
+        let mut data = CUmemPoolPtrExportData::default();
+        // SAFETY: the output is a local; the driver checks the address.
+        unsafe {
+            call!(
+                self.context.driver(),
+                cuMemPoolExportPointer(&mut data, address)
+            )
+        }?;
+        Ok(data)
+    }
+
+    /// The address here of another process's allocation from this imported pool. It must be freed
+    /// here before it is freed there.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn import_pointer(
+        &self,
+        mut data: CUmemPoolPtrExportData,
+    ) -> Result<CUdeviceptr, DriverError> {
+        let mut address = 0;
+        // SAFETY: the pool is alive, and both pointers are to locals.
+        unsafe {
+            call!(
+                self.context.driver(),
+                cuMemPoolImportPointer(&mut address, self.raw, &mut data)
+            )
+        }?;
+        Ok(address)
+    }
+}
+
+fn is_policy(attribute: CUmemPool_attribute) -> bool {
+    matches!(
+        attribute,
+        CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES
+            | CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC
+            | CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES
+    )
+}
+
+impl fmt::Debug for MemoryPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryPool")
+            .field("raw", &self.raw)
+            .field("owned", &self.owned)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for MemoryPool {
+    fn drop(&mut self) {
+        if !self.owned {
+            return;
+        }
+        let raw = self.raw;
+        self.context.release("a memory pool", |driver| {
+            // SAFETY: the pool is ours; the driver keeps it until its last allocation is freed.
+            unsafe { call!(driver, cuMemPoolDestroy(raw)) }
+        });
+    }
+}
+
+impl Entered<'_> {
+    /// Allocates `bytes` from the device's current pool; usable in the order of `stream`.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
+    ///
+    /// # Safety
+    /// `stream` must be valid as for [`Entered::record`].
+    pub unsafe fn mem_alloc_async(
+        &self,
+        bytes: usize,
+        stream: CUstream,
+    ) -> Result<CUdeviceptr, DriverError> {
+        let mut address = 0;
+        // SAFETY: the output is a local, and the caller vouches for the stream.
+        unsafe { call!(self.driver(), cuMemAllocAsync(&mut address, bytes, stream)) }?;
+        Ok(address)
+    }
+
+    /// Allocates `bytes` from a pool; usable in the order of `stream`.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
+    ///
+    /// # Safety
+    /// `stream` must be valid as for [`Entered::record`].
+    pub unsafe fn mem_alloc_from_pool(
+        &self,
+        bytes: usize,
+        pool: &MemoryPool,
+        stream: CUstream,
+    ) -> Result<CUdeviceptr, DriverError> {
+        let mut address = 0;
+        // SAFETY: the output is a local, the pool is alive, and the caller vouches for the stream.
+        unsafe {
+            call!(
+                self.driver(),
+                cuMemAllocFromPoolAsync(&mut address, bytes, pool.raw, stream)
+            )
+        }?;
+        Ok(address)
+    }
+
+    /// Frees pool memory in the order of `stream`.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// `stream` must be valid as for [`Entered::record`], and no work may use the memory except
+    /// what is ordered before this.
+    pub unsafe fn mem_free_async(
+        &self,
+        address: CUdeviceptr,
+        stream: CUstream,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the caller vouches for memory and stream.
+        unsafe { call!(self.driver(), cuMemFreeAsync(address, stream)) }
+    }
+}

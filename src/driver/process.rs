@@ -1,0 +1,96 @@
+//! What happened to this process: forked children and process exit.
+//!
+//! A forked child may not use its parent's driver state, and handlers that run while the process
+//! exits may run after the driver has shut down. Both are noticed by handlers that set a flag, so
+//! that asking costs one load and no system call.
+
+use std::sync::Once;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+const FORKED: u8 = 1;
+const EXITING: u8 = 2;
+
+/// Alone on its cache lines: it is read on every call and written at most twice.
+#[repr(align(128))]
+struct State(AtomicU8);
+
+static STATE: State = State(AtomicU8::new(0));
+
+/// True in a child forked after a driver was started in its parent.
+#[inline]
+pub(super) fn is_forked_child() -> bool {
+    STATE.0.load(Ordering::Relaxed) & FORKED != 0
+}
+
+/// True where a drop must not call the driver any more.
+#[inline]
+pub(super) fn is_gone() -> bool {
+    STATE.0.load(Ordering::Relaxed) != 0
+}
+
+/// Registers the fork handler, once per process; call it just before the first `cuInit`.
+pub(super) fn watch_forks() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(imp::register_fork_handler);
+}
+
+/// Registers the exit handler; call it after a successful `cuInit`, so that it runs before the
+/// handlers which the driver registered in there (they run in reverse order).
+pub(super) fn watch_exit(from_library: bool) {
+    static FUNCTIONS: Once = Once::new();
+    static LIBRARY: Once = Once::new();
+    let once = if from_library { &LIBRARY } else { &FUNCTIONS };
+    once.call_once(imp::register_exit_handler);
+}
+
+#[cfg(any(unix, windows))]
+mod imp {
+    use super::{EXITING, STATE};
+    use std::ffi::c_int;
+    use std::sync::atomic::Ordering;
+
+    unsafe extern "C" {
+        fn atexit(handler: extern "C" fn()) -> c_int;
+        #[cfg(unix)]
+        fn pthread_atfork(
+            prepare: Option<extern "C" fn()>,
+            parent: Option<extern "C" fn()>,
+            child: Option<extern "C" fn()>,
+        ) -> c_int;
+    }
+
+    extern "C" fn on_exit() {
+        STATE.0.fetch_or(EXITING, Ordering::Relaxed);
+    }
+
+    pub(super) fn register_exit_handler() {
+        // SAFETY: the handler is a function of this library that only stores to a static.
+        let code = unsafe { atexit(on_exit) };
+        if code != 0 {
+            log::warn!("no exit handler could be registered: drops at exit may call the driver");
+        }
+    }
+
+    #[cfg(unix)]
+    extern "C" fn in_child() {
+        STATE.0.fetch_or(super::FORKED, Ordering::Relaxed);
+    }
+
+    #[cfg(unix)]
+    pub(super) fn register_fork_handler() {
+        // SAFETY: the handler is async-signal-safe: it only stores to a static.
+        let code = unsafe { pthread_atfork(None, None, Some(in_child)) };
+        if code != 0 {
+            log::warn!("no fork handler could be registered: forked children are not detected");
+        }
+    }
+
+    #[cfg(not(unix))]
+    pub(super) fn register_fork_handler() {}
+}
+
+#[cfg(not(any(unix, windows)))]
+mod imp {
+    pub(super) fn register_exit_handler() {}
+    pub(super) fn register_fork_handler() {}
+}

@@ -1,0 +1,374 @@
+//! Streams, and what a raw stream handle stands for.
+
+use super::context::{Context, Entered};
+use super::error::DriverError;
+use super::event::Event;
+use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
+use super::table::{Driver, call, query};
+use std::collections::HashMap;
+use std::fmt;
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The handle that always means the legacy default stream of the current context.
+const LEGACY: usize = 1;
+/// The handle that always means the calling thread's default stream in the current context.
+const PER_THREAD: usize = 2;
+
+/// A stream of a context: owned, borrowed, or one of the two default streams.
+///
+/// Cheap to clone; an owned stream is destroyed with its last clone, which returns at once while
+/// submitted work runs on. `Send` and `Sync`; the per-thread default stream is a different queue on
+/// each thread that uses it.
+#[derive(Clone)]
+pub struct Stream(Arc<Inner>);
+
+/// What a [`Stream`] is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum StreamKind {
+    /// Created here, destroyed with its last user.
+    Owned,
+    /// Somebody else's: never destroyed here.
+    Borrowed,
+    /// The context's default stream, which all threads share.
+    LegacyDefault,
+    /// The context's default stream of whichever thread uses it.
+    PerThreadDefault,
+}
+
+struct Inner {
+    context: Context,
+    raw: sys::CUstream,
+    kind: StreamKind,
+    /// None for the per-thread default stream: it depends on who asks.
+    id: Option<u64>,
+}
+
+// SAFETY: a stream handle may be used from any thread; the driver synchronises.
+unsafe impl Send for Inner {}
+// SAFETY: as above, and nothing in here changes.
+unsafe impl Sync for Inner {}
+
+impl Stream {
+    /// A new stream that does not synchronise with the legacy default stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn new(context: &Context) -> Result<Stream, DriverError> {
+        Stream::create(context, None)
+    }
+
+    /// As [`Stream::new`], with a priority: lower numbers are more urgent, and the driver clamps
+    /// them to what the device knows.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn with_priority(context: &Context, priority: i32) -> Result<Stream, DriverError> {
+        Stream::create(context, Some(priority))
+    }
+
+    fn create(context: &Context, priority: Option<i32>) -> Result<Stream, DriverError> {
+        let flags = CUstream_flags::CU_STREAM_NON_BLOCKING.0;
+        let mut raw = ptr::null_mut();
+        let entered = context.enter()?;
+        let driver = entered.driver();
+        match priority {
+            // SAFETY: the pointer is to a local handle.
+            None => unsafe { call!(driver, cuStreamCreate(&mut raw, flags)) }?,
+            // SAFETY: as above.
+            Some(priority) => unsafe {
+                call!(
+                    driver,
+                    cuStreamCreateWithPriority(&mut raw, flags, priority)
+                )
+            }?,
+        }
+        // Owned from here on: an error below destroys it.
+        let mut inner = Inner {
+            context: context.clone(),
+            raw,
+            kind: StreamKind::Owned,
+            id: None,
+        };
+        // SAFETY: the stream has just been created in the current context.
+        inner.id = Some(unsafe { driver.stream_id(raw) }?.unwrap_or_else(next_substitute));
+        drop(entered);
+        Ok(Stream(Arc::new(inner)))
+    }
+
+    /// A stream that somebody else owns, or a default stream by its special handle (null, 1, 2).
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// `raw` must be a live stream of `context` or a special handle, and stay alive as long as the
+    /// result and its clones.
+    pub unsafe fn from_raw(context: &Context, raw: sys::CUstream) -> Result<Stream, DriverError> {
+        let kind = match raw as usize {
+            0 | LEGACY => StreamKind::LegacyDefault,
+            PER_THREAD => StreamKind::PerThreadDefault,
+            _ => StreamKind::Borrowed,
+        };
+        let id = match kind {
+            StreamKind::PerThreadDefault => None,
+            // SAFETY: the caller vouches for the stream.
+            _ => Some(unsafe { ask_id(context, raw, kind) }?),
+        };
+        Ok(Stream(Arc::new(Inner {
+            context: context.clone(),
+            raw,
+            kind,
+            id,
+        })))
+    }
+
+    /// The context's default stream, which all threads share.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn legacy_default(context: &Context) -> Result<Stream, DriverError> {
+        // SAFETY: the special handle is always valid.
+        unsafe { Stream::from_raw(context, ptr::without_provenance_mut(LEGACY)) }
+    }
+
+    /// The context's default stream of whichever thread uses the result.
+    ///
+    /// # Errors
+    /// None at present.
+    pub fn per_thread_default(context: &Context) -> Result<Stream, DriverError> {
+        // SAFETY: the special handle is always valid.
+        unsafe { Stream::from_raw(context, ptr::without_provenance_mut(PER_THREAD)) }
+    }
+
+    /// The driver's handle.
+    #[inline]
+    pub fn raw(&self) -> sys::CUstream {
+        self.0.raw
+    }
+
+    /// The stream's id, unique while the process lives: handle values are reused, ids are not.
+    /// Asked once, except for the per-thread default stream, whose id is the calling thread's.
+    ///
+    /// Where the driver has no ids ([`Feature::StreamIds`](super::Feature::StreamIds)) each owned or borrowed `Stream` (not
+    /// each clone) gets an id of its own, each default stream one per context (and thread).
+    ///
+    /// # Errors
+    /// The driver's.
+    #[inline]
+    pub fn id(&self) -> Result<u64, DriverError> {
+        match self.0.id {
+            Some(id) => Ok(id),
+            // SAFETY: the handle is valid by the contract under which it was made.
+            None => unsafe { ask_id(&self.0.context, self.0.raw, self.0.kind) },
+        }
+    }
+
+    /// The context that the stream belongs to.
+    pub fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    /// Whether the stream is owned, borrowed or a default stream.
+    pub fn kind(&self) -> StreamKind {
+        self.0.kind
+    }
+
+    /// How many clones there are, this one included. One means that nobody else can submit through
+    /// them; a thread may clone between the answer and its use only if it holds one.
+    pub fn holders(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+
+    /// Blocks the calling thread until everything submitted to the stream has completed.
+    ///
+    /// # Errors
+    /// The driver's, including those of the work itself.
+    pub fn synchronize(&self) -> Result<(), DriverError> {
+        let entered = self.0.context.enter()?;
+        // SAFETY: the handle is valid by the contract under which it was made.
+        unsafe { entered.stream_synchronize(self.0.raw) }
+    }
+
+    /// True if everything submitted to the stream has completed.
+    ///
+    /// # Errors
+    /// The driver's, including those of the work itself.
+    pub fn is_complete(&self) -> Result<bool, DriverError> {
+        let entered = self.0.context.enter()?;
+        // SAFETY: the handle is valid by the contract under which it was made.
+        match unsafe { call!(entered.driver(), cuStreamQuery(self.0.raw)) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_not_ready() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// True if the stream is being captured into a graph, also if the capture is invalid.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn is_capturing(&self) -> Result<bool, DriverError> {
+        let switched = self.0.context.switch()?;
+        // SAFETY: the handle is valid by the contract under which it was made.
+        let result = unsafe { self.0.context.driver().is_capturing(self.0.raw) };
+        drop(switched);
+        result
+    }
+
+    /// [`Entered::record`] on this stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn record(&self, event: &Event) -> Result<(), DriverError> {
+        let entered = self.0.context.enter()?;
+        // SAFETY: the handle is valid by the contract under which it was made.
+        unsafe { entered.record(event, self.0.raw) }
+    }
+
+    /// [`Entered::stream_wait`] on this stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn wait_event(&self, event: &Event) -> Result<(), DriverError> {
+        let entered = self.0.context.enter()?;
+        // SAFETY: the handle is valid by the contract under which it was made.
+        unsafe { entered.stream_wait(self.0.raw, event) }
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stream")
+            .field("raw", &self.0.raw)
+            .field("kind", &self.0.kind)
+            .field("id", &self.0.id)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.kind != StreamKind::Owned {
+            return;
+        }
+        let raw = self.raw;
+        self.context.release("a stream", |driver| {
+            // SAFETY: the stream is ours and nobody can name it any more; submitted work runs on.
+            unsafe { call!(driver, cuStreamDestroy_v2(raw)) }
+        });
+    }
+}
+
+impl Entered<'_> {
+    /// Blocks the calling thread until everything submitted to `stream` has completed.
+    ///
+    /// # Errors
+    /// The driver's, including those of the work itself.
+    ///
+    /// # Safety
+    /// As [`Entered::record`].
+    pub unsafe fn stream_synchronize(&self, stream: sys::CUstream) -> Result<(), DriverError> {
+        // SAFETY: the caller vouches for the stream.
+        unsafe { call!(self.driver(), cuStreamSynchronize(stream)) }
+    }
+}
+
+impl Driver {
+    /// The id of a stream; none where the driver has no ids. Not counted, and writes to nothing
+    /// that threads share: about as cheap as the driver's own query.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream, or a special handle while the context it is meant for is
+    /// current.
+    #[inline]
+    pub unsafe fn stream_id(&self, stream: sys::CUstream) -> Result<Option<u64>, DriverError> {
+        if self.functions().cuStreamGetId.is_none() {
+            return Ok(None);
+        }
+        let mut id = 0;
+        // SAFETY: the caller vouches for the stream; the pointer is to a local integer.
+        unsafe { query!(self, cuStreamGetId(stream, &mut id)) }?;
+        Ok(Some(id))
+    }
+
+    /// True if the stream is being captured into a graph, also if the capture is invalid. Not
+    /// counted.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` for the legacy default stream while a
+    /// blocking stream of its context is captured.
+    ///
+    /// # Safety
+    /// As [`Driver::stream_id`].
+    #[inline]
+    pub unsafe fn is_capturing(&self, stream: sys::CUstream) -> Result<bool, DriverError> {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the caller vouches for the stream; the pointer is to a local.
+        unsafe { query!(self, cuStreamIsCapturing(stream, &mut status)) }?;
+        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// The context of a stream; for a special handle the calling thread's current context.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_INVALID_CONTEXT` for a special handle where none is current.
+    ///
+    /// # Safety
+    /// As [`Driver::stream_id`].
+    pub unsafe fn stream_context(
+        &self,
+        stream: sys::CUstream,
+    ) -> Result<sys::CUcontext, DriverError> {
+        let mut context = ptr::null_mut();
+        // SAFETY: the caller vouches for the stream; the pointer is to a local handle.
+        unsafe { call!(self, cuStreamGetCtx(stream, &mut context)) }?;
+        Ok(context)
+    }
+}
+
+/// The id of a stream, from the driver or a substitute.
+///
+/// # Safety
+/// `raw` must be a live stream of `context` or a special handle.
+unsafe fn ask_id(
+    context: &Context,
+    raw: sys::CUstream,
+    kind: StreamKind,
+) -> Result<u64, DriverError> {
+    // A special handle means the current context's stream; asking for others needs none.
+    let _switched = context.switch()?;
+    // SAFETY: the caller vouches for the handle, and its context is current.
+    if let Some(id) = unsafe { context.driver().stream_id(raw) }? {
+        return Ok(id);
+    }
+    Ok(match kind {
+        StreamKind::Owned | StreamKind::Borrowed => next_substitute(),
+        StreamKind::LegacyDefault => default_substitute(context.key(), None),
+        StreamKind::PerThreadDefault => {
+            default_substitute(context.key(), Some(std::thread::current().id()))
+        }
+    })
+}
+
+/// A fresh id where the driver has none.
+fn next_substitute() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// The id of a default stream where the driver has none: one per context, or per context and
+/// thread.
+fn default_substitute(context: u64, thread: Option<std::thread::ThreadId>) -> u64 {
+    type Known = HashMap<(u64, Option<std::thread::ThreadId>), u64>;
+    static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    *known
+        .get_or_insert_default()
+        .entry((context, thread))
+        .or_insert_with(next_substitute)
+}

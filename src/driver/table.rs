@@ -1,0 +1,507 @@
+//! The function table: which functions there are, which are needed, and the counted call.
+
+use super::context::Primaries;
+use super::counts::{CallCounts, Counters};
+use super::error::{DriverError, LoadError};
+use super::process;
+use super::sys::{self, CUresult};
+use std::ffi::CStr;
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The oldest supported driver: 10.1, where the youngest required function appeared.
+pub(super) const OLDEST_VERSION: u32 = 10010;
+
+macro_rules! symbols {
+    (
+        required: { $($required:ident)* }
+        $($(#[doc = $doc:literal])* $feature:ident: { $($optional:ident)* })*
+    ) => {
+        /// A group of driver functions that are usable only together, and only where the driver
+        /// exports all of them ([`Driver::has`]). Whether a *device* can do it is another question.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+        #[non_exhaustive]
+        pub enum Feature { $($(#[doc = $doc])* $feature,)* }
+
+        impl Feature {
+            /// All of them.
+            pub const ALL: &[Feature] = &[$(Feature::$feature,)*];
+        }
+
+        /// One variant per function of the table, named as the function.
+        #[allow(non_camel_case_types, clippy::upper_case_acronyms, clippy::enum_variant_names)]
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        #[repr(u16)]
+        pub(super) enum Call { $($required,)* $($($optional,)*)* }
+
+        /// Every function of the table, in the order of [`Call`].
+        pub(super) static SYMBOLS: &[Symbol] = &SYMBOL_LIST;
+        pub(super) const SYMBOL_LIST: [Symbol; SYMBOL_COUNT] = [
+            $(Symbol { name: stringify!($required), feature: None },)*
+            $($(Symbol { name: stringify!($optional), feature: Some(Feature::$feature) },)*)*
+        ];
+        pub(super) const SYMBOL_COUNT: usize =
+            [$(stringify!($required),)* $($(stringify!($optional),)*)*].len();
+
+        /// Bit `n` is set if the function with index `n` is there.
+        fn present(functions: &sys::CuFunctions) -> u128 {
+            let mut mask = 0;
+            $(if functions.$required.is_some() { mask |= 1 << Call::$required as u32; })*
+            $($(if functions.$optional.is_some() { mask |= 1 << Call::$optional as u32; })*)*
+            mask
+        }
+
+        /// Fills a table from a shared library: absent functions stay null, the errors of absent
+        /// required ones are returned beside it.
+        ///
+        /// # Safety
+        /// What the library exports under these names must have the types of the bindings.
+        pub(super) unsafe fn read_library(
+            library: &libloading::Library,
+        ) -> (sys::CuFunctions, Option<(&'static str, libloading::Error)>) {
+            let mut functions = sys::CuFunctions::default();
+            let mut missing = None;
+            $(
+                // SAFETY: the caller vouches for the type of what the name stands for.
+                match unsafe { library.get(concat!(stringify!($required), "\0")) } {
+                    Ok(symbol) => functions.$required = *symbol,
+                    Err(error) if missing.is_none() => {
+                        missing = Some((stringify!($required), error));
+                    }
+                    Err(_) => {}
+                }
+            )*
+            $($(
+                // SAFETY: the caller vouches for the type of what the name stands for.
+                if let Ok(symbol) = unsafe { library.get(concat!(stringify!($optional), "\0")) } {
+                    functions.$optional = *symbol;
+                }
+            )*)*
+            (functions, missing)
+        }
+    };
+}
+
+symbols! {
+    required: {
+        cuInit cuDriverGetVersion cuGetErrorName cuGetErrorString
+        cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetAttribute cuDeviceTotalMem_v2
+        cuDevicePrimaryCtxRetain cuCtxGetCurrent cuCtxSetCurrent cuCtxGetDevice cuCtxSynchronize
+        cuMemAlloc_v2 cuMemFree_v2 cuMemGetInfo_v2 cuMemGetAddressRange_v2
+        cuMemHostAlloc cuMemFreeHost cuMemHostGetDevicePointer_v2
+        cuMemsetD8Async cuMemsetD32Async
+        cuMemcpyAsync cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyDtoDAsync_v2
+        cuStreamCreate cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamSynchronize
+        cuStreamQuery cuStreamWaitEvent cuStreamGetCtx cuStreamIsCapturing
+        cuEventCreate cuEventRecord cuEventQuery cuEventSynchronize cuEventDestroy_v2
+        cuThreadExchangeStreamCaptureMode
+        cuPointerGetAttribute cuPointerGetAttributes
+    }
+    /// Virtual memory management: address space, physical handles and mappings apart (10.2).
+    Vmm: {
+        cuMemAddressReserve cuMemAddressFree cuMemCreate cuMemRelease cuMemMap cuMemUnmap
+        cuMemSetAccess cuMemGetAccess cuMemGetAllocationGranularity
+        cuMemGetAllocationPropertiesFromHandle
+    }
+    /// Physical handles shared between processes (10.2).
+    VmmExport: { cuMemExportToShareableHandle cuMemImportFromShareableHandle }
+    /// The physical handle behind an address (11.0).
+    HandleFromAddress: { cuMemRetainAllocationHandle }
+    /// A handle for a range of addresses, such as a dma-buf (11.7).
+    RangeHandles: { cuMemGetHandleForAddressRange }
+    /// The driver's own stream-ordered memory pools (11.2).
+    Pools: {
+        cuMemAllocAsync cuMemAllocFromPoolAsync cuMemFreeAsync cuMemPoolCreate cuMemPoolDestroy
+        cuMemPoolTrimTo cuMemPoolSetAttribute cuMemPoolGetAttribute cuMemPoolSetAccess
+        cuMemPoolGetAccess cuDeviceGetDefaultMemPool cuDeviceGetMemPool cuDeviceSetMemPool
+    }
+    /// Memory pools shared between processes (11.2).
+    PoolExport: {
+        cuMemPoolExportToShareableHandle cuMemPoolImportFromShareableHandle
+        cuMemPoolExportPointer cuMemPoolImportPointer
+    }
+    /// Ids of streams and contexts, never reused while the process lives (12.0).
+    StreamIds: { cuStreamGetId cuCtxGetId }
+    /// The device of a stream (12.8).
+    StreamDevice: { cuStreamGetDevice }
+    /// Which capture a stream is in, and what its next node depends on (11.3).
+    CaptureInfo: { cuStreamGetCaptureInfo_v2 }
+    /// Beginning and ending a capture (10.1).
+    CaptureControl: { cuStreamBeginCapture_v2 cuStreamEndCapture cuGraphDestroy }
+    /// Objects that live as long as a graph and its executables (11.3).
+    GraphLifetime: { cuUserObjectCreate cuGraphRetainUserObject }
+    /// Access and copies between devices (4.0).
+    Peers: { cuDeviceCanAccessPeer cuCtxEnablePeerAccess cuMemcpyPeerAsync }
+    /// Sharing of plain allocations between processes (11.0).
+    LegacyIpc: { cuIpcGetMemHandle cuIpcOpenMemHandle_v2 cuIpcCloseMemHandle }
+    /// Release of a retained primary context, in its current form (11.0).
+    PrimaryRelease: { cuDevicePrimaryCtxRelease_v2 }
+    /// A device's UUID; that of the MIG instance where there is one (11.4).
+    DeviceUuid: { cuDeviceGetUuid_v2 }
+    /// A device's PCI address (4.1).
+    PciBusId: { cuDeviceGetPCIBusId }
+    /// Page-locking of memory that the caller owns (6.5).
+    HostRegister: { cuMemHostRegister_v2 cuMemHostUnregister }
+    /// Settable attributes of pointers (6.0).
+    PointerAttributes: { cuPointerSetAttribute }
+    /// Modules and kernel launches (4.0).
+    Kernels: { cuModuleLoadData cuModuleUnload cuModuleGetFunction cuLaunchKernel }
+    /// Host functions in stream order (10.0).
+    HostFunctions: { cuLaunchHostFunc }
+}
+
+// The list above names every function of the table once: it is as long as the table (all fields
+// are pointers), it names fields only, and two equal names would not be an enum.
+const _: () = assert!(SYMBOL_COUNT * size_of::<usize>() == size_of::<sys::CuFunctions>());
+const _: () = assert!(SYMBOL_COUNT <= 128 && Feature::ALL.len() <= 32);
+
+/// A function of the table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Symbol {
+    name: &'static str,
+    feature: Option<Feature>,
+}
+
+impl Symbol {
+    /// The exported name, whose suffix is the version of its ABI.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// The group it belongs to; none if no driver is accepted without it.
+    pub fn feature(&self) -> Option<Feature> {
+        self.feature
+    }
+}
+
+/// Calls `$name` through `$driver`'s table: counted, refused in a forked child, and
+/// `CUDA_ERROR_NOT_FOUND` where the driver does not export it. Expands to a call of a foreign
+/// function, so it must stand in an `unsafe` block.
+macro_rules! call {
+    ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {{
+        let driver: &$crate::driver::Driver = $driver;
+        match driver.functions().$name {
+            Some(function) => driver.counted($crate::driver::table::Call::$name, || {
+                function($($argument),*)
+            }),
+            None => Err(driver.absent($crate::driver::table::Call::$name)),
+        }
+    }};
+}
+
+/// As `call!`, for the queries that are not counted: it writes to nothing.
+macro_rules! query {
+    ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {{
+        let driver: &$crate::driver::Driver = $driver;
+        match driver.functions().$name {
+            Some(function) => driver.uncounted($crate::driver::table::Call::$name, || {
+                function($($argument),*)
+            }),
+            None => Err(driver.absent($crate::driver::table::Call::$name)),
+        }
+    }};
+}
+
+pub(super) use {call, query};
+
+/// A loaded function table of the driver, initialised.
+///
+/// Cheap to clone; clones share the table and its counters. `Send` and `Sync`: all methods may be
+/// called from any thread at any time.
+#[derive(Clone)]
+pub struct Driver(Arc<Inner>);
+
+/// The first part is read on every call and never written; the alignment keeps the reference count
+/// off its cache lines.
+#[repr(align(128))]
+struct Inner {
+    functions: sys::CuFunctions,
+    features: u32,
+    version: u32,
+    process_wide: bool,
+    library: Option<String>,
+    counters: Counters,
+    state: State,
+}
+
+/// What changes rarely.
+#[repr(align(128))]
+struct State {
+    lost: AtomicBool,
+    warned: AtomicBool,
+    primaries: Primaries,
+}
+
+/// Where a table came from.
+pub(super) struct Origin {
+    /// None for functions of this process.
+    pub(super) library: Option<String>,
+    /// The one that [`Driver::load`] hands out.
+    pub(super) process_wide: bool,
+}
+
+impl Driver {
+    /// A driver made of functions of this process, such as a simulated one. It is initialised
+    /// (`cuInit`) and counts its calls apart from every other driver.
+    ///
+    /// # Errors
+    /// A required function that is null, a `cuInit` that fails, a version that is too old.
+    ///
+    /// # Safety
+    /// Every function in the table must behave as the driver function of its name, and stay
+    /// callable from any thread until the process ends.
+    pub unsafe fn from_functions(functions: sys::CuFunctions) -> Result<Driver, LoadError> {
+        let origin = Origin {
+            library: None,
+            process_wide: false,
+        };
+        // SAFETY: the caller vouches for the functions.
+        unsafe { Driver::start(functions, origin) }
+    }
+
+    /// Initialises the driver behind a table.
+    ///
+    /// # Safety
+    /// As [`Driver::from_functions`].
+    pub(super) unsafe fn start(
+        functions: sys::CuFunctions,
+        origin: Origin,
+    ) -> Result<Driver, LoadError> {
+        let present = present(&functions);
+        let is_there = |index: usize| present & (1 << index) != 0;
+        let mut features = (1_u32 << Feature::ALL.len()) - 1;
+        for (index, symbol) in SYMBOLS.iter().enumerate() {
+            match symbol.feature {
+                _ if is_there(index) => {}
+                Some(feature) => features &= !(1 << feature as u32),
+                None => {
+                    return Err(LoadError::SymbolMissing {
+                        name: symbol.name,
+                        library: library_name(&origin),
+                        source: None,
+                    });
+                }
+            }
+        }
+        let from_library = origin.library.is_some();
+        let name = library_name(&origin);
+        let inner = Inner {
+            functions,
+            features,
+            version: 0,
+            process_wide: origin.process_wide,
+            library: origin.library,
+            counters: Counters::new(),
+            state: State {
+                lost: AtomicBool::new(false),
+                warned: AtomicBool::new(false),
+                primaries: Primaries::default(),
+            },
+        };
+        let mut driver = Driver(Arc::new(inner));
+        process::watch_forks();
+        // SAFETY: `cuInit` takes a number and may be called any number of times.
+        unsafe { call!(&driver, cuInit(0)) }.map_err(|error| match error.code() {
+            CUresult::CUDA_ERROR_STUB_LIBRARY => LoadError::StubLibrary { library: name },
+            _ => LoadError::Init(error),
+        })?;
+        process::watch_exit(from_library);
+        let mut version = 0;
+        // SAFETY: the pointer is to a local integer.
+        unsafe { call!(&driver, cuDriverGetVersion(&mut version)) }.map_err(LoadError::Init)?;
+        let version = u32::try_from(version).unwrap_or(0);
+        if version < OLDEST_VERSION {
+            return Err(LoadError::TooOld {
+                have: version,
+                need: OLDEST_VERSION,
+            });
+        }
+        if let Some(inner) = Arc::get_mut(&mut driver.0) {
+            inner.version = version;
+        }
+        Ok(driver)
+    }
+
+    /// The functions, for calls that this crate does not wrap. Calls made on them directly are not
+    /// counted.
+    #[inline]
+    pub fn functions(&self) -> &sys::CuFunctions {
+        &self.0.functions
+    }
+
+    /// True if the driver exports every function of the group.
+    #[inline]
+    pub fn has(&self, feature: Feature) -> bool {
+        self.0.features & (1 << feature as u32) != 0
+    }
+
+    /// The version of the CUDA API that the driver supports: 1000 x major + 10 x minor, such as
+    /// 13000.
+    pub fn version(&self) -> u32 {
+        self.0.version
+    }
+
+    /// The library that this driver was loaded from, as it was given to the system's loader; none
+    /// for functions of this process.
+    pub fn library(&self) -> Option<&str> {
+        self.0.library.as_deref()
+    }
+
+    /// Every function of the table: required ones first, then group by group.
+    pub fn symbols() -> impl Iterator<Item = Symbol> {
+        SYMBOLS.iter().copied()
+    }
+
+    /// How often each function was called through this driver and its clones, up to now.
+    pub fn calls(&self) -> CallCounts {
+        self.0.counters.snapshot()
+    }
+
+    /// Adds `count` handles that the caller mapped a second time (into a view) to
+    /// [`CallCounts::handle_ops`]; creations and releases are counted by the table itself.
+    pub fn add_view_maps(&self, count: u64) {
+        self.0.counters.add_handle_ops(count);
+    }
+
+    /// Turns the clock for [`CallCounts::nanos`] on or off; off at the start. It costs two clock
+    /// readings a call.
+    pub fn set_timing(&self, on: bool) {
+        self.0.counters.set_timing(on);
+    }
+
+    /// True in a child process forked after a driver was started in its parent. Then every call
+    /// fails with `CUDA_ERROR_NOT_INITIALIZED`. No system call is made.
+    #[inline]
+    pub fn is_forked_child(&self) -> bool {
+        process::is_forked_child()
+    }
+
+    /// True once a counted call has returned a code that means that the driver's contexts are lost
+    /// ([`DriverError::is_fatal`], except for a context which its owner destroyed). From then on
+    /// drops make no driver call.
+    #[inline]
+    pub fn is_lost(&self) -> bool {
+        self.0.state.lost.load(Ordering::Relaxed)
+    }
+
+    /// The driver's own name and text for a code, also for codes that this crate does not know;
+    /// none if the driver does not know it either.
+    pub fn describe(&self, code: CUresult) -> Option<String> {
+        let text = |pointer: *const std::ffi::c_char| {
+            // SAFETY: the driver hands out null or a static string that ends in zero.
+            (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) }.to_string_lossy())
+        };
+        let (mut name, mut words) = (ptr::null(), ptr::null());
+        // SAFETY: both pointers are to locals.
+        let name = unsafe { call!(self, cuGetErrorName(code, &mut name)) }
+            .ok()
+            .and_then(|()| text(name))?;
+        // SAFETY: as above.
+        let words = unsafe { call!(self, cuGetErrorString(code, &mut words)) }
+            .ok()
+            .and_then(|()| text(words));
+        Some(match words {
+            Some(words) => format!("{name}: {words}"),
+            None => name.into_owned(),
+        })
+    }
+
+    /// Runs a counted call; see `call!`.
+    #[inline]
+    pub(super) fn counted(
+        &self,
+        call: Call,
+        run: impl FnOnce() -> CUresult,
+    ) -> Result<(), DriverError> {
+        if process::is_forked_child() {
+            return Err(refused(call));
+        }
+        match self.0.counters.run(call, run) {
+            CUresult::CUDA_SUCCESS => Ok(()),
+            code => Err(self.failed(call, code)),
+        }
+    }
+
+    /// Runs an uncounted query; see `query!`.
+    #[inline]
+    pub(super) fn uncounted(
+        &self,
+        call: Call,
+        run: impl FnOnce() -> CUresult,
+    ) -> Result<(), DriverError> {
+        if process::is_forked_child() {
+            return Err(refused(call));
+        }
+        match run() {
+            CUresult::CUDA_SUCCESS => Ok(()),
+            code => Err(self.failed(call, code)),
+        }
+    }
+
+    #[cold]
+    fn failed(&self, call: Call, code: CUresult) -> DriverError {
+        let error = DriverError::new(name_of(call), code);
+        if error.loses_driver() && !self.0.state.lost.swap(true, Ordering::Relaxed) {
+            log::error!("the CUDA driver's contexts are lost: {error}");
+        }
+        error
+    }
+
+    #[cold]
+    pub(super) fn absent(&self, call: Call) -> DriverError {
+        DriverError::new(name_of(call), CUresult::CUDA_ERROR_NOT_FOUND)
+    }
+
+    /// True where a drop must leave its handle alone.
+    pub(super) fn drops_nothing(&self) -> bool {
+        process::is_gone() || self.is_lost()
+    }
+
+    /// Reports that a drop failed: the first time as a warning, later ones for debugging only.
+    #[cold]
+    pub(super) fn drop_failed(&self, what: &str, error: DriverError) {
+        if self.0.state.warned.swap(true, Ordering::Relaxed) {
+            log::debug!("{what} was not released: {error}");
+        } else {
+            log::warn!("{what} was not released: {error} (later failures are logged at debug)");
+        }
+    }
+
+    pub(super) fn add_handle_op(&self) {
+        self.0.counters.add_handle_ops(1);
+    }
+
+    pub(super) fn is_process_wide(&self) -> bool {
+        self.0.process_wide
+    }
+
+    pub(super) fn primaries(&self) -> &Primaries {
+        &self.0.state.primaries
+    }
+}
+
+impl fmt::Debug for Driver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Driver")
+            .field("library", &self.0.library)
+            .field("version", &self.0.version)
+            .finish_non_exhaustive()
+    }
+}
+
+pub(super) fn name_of(call: Call) -> &'static str {
+    SYMBOLS.get(call as usize).map_or("", Symbol::name)
+}
+
+fn refused(call: Call) -> DriverError {
+    DriverError::new(name_of(call), CUresult::CUDA_ERROR_NOT_INITIALIZED)
+}
+
+fn library_name(origin: &Origin) -> String {
+    match &origin.library {
+        Some(library) => library.clone(),
+        None => "functions of this process".to_owned(),
+    }
+}

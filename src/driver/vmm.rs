@@ -1,0 +1,277 @@
+//! Virtual memory management: address space, physical handles, mappings and access rights.
+//!
+//! Sizes and addresses are multiples of [`Entered::granularity`]. A handle is mapped and unmapped
+//! whole; it may be mapped at several addresses at once. Nothing here waits for running kernels,
+//! and nothing is in stream order: every call acts at once.
+
+use super::context::Entered;
+use super::device::Device;
+use super::error::DriverError;
+use super::sys::{
+    self, CUdevice_attribute, CUdeviceptr, CUmemAllocationGranularity_flags,
+    CUmemAllocationHandleType, CUmemGenericAllocationHandle,
+};
+use super::table::{Driver, Feature, call};
+
+/// What physical memory is made like. All of it is final at [`Entered::mem_create`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct MemoryProperties {
+    /// The device whose memory it is.
+    pub device: Device,
+    /// The kinds of handle it can be exported as: a bit set of the constants.
+    pub export: CUmemAllocationHandleType,
+    /// Whether other devices on the bus may transfer to and from it.
+    pub gpu_direct_rdma: bool,
+}
+
+impl MemoryProperties {
+    /// Everything that the device supports and that costs nothing: exportable as a POSIX file
+    /// descriptor, and ready for GPUDirect RDMA.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn for_device(driver: &Driver, device: Device) -> Result<MemoryProperties, DriverError> {
+        let posix = driver.supports(
+            device,
+            Feature::VmmExport,
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+        )?;
+        let rdma = driver.supports(
+            device,
+            Feature::Vmm,
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+        )?;
+        Ok(MemoryProperties {
+            export: if posix {
+                CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            } else {
+                CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE
+            },
+            gpu_direct_rdma: rdma,
+            ..MemoryProperties::plain(device)
+        })
+    }
+
+    /// Neither exportable nor ready for RDMA.
+    pub fn plain(device: Device) -> MemoryProperties {
+        MemoryProperties {
+            device,
+            export: CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
+            gpu_direct_rdma: false,
+        }
+    }
+
+    /// As the driver wants it.
+    pub fn raw(&self) -> sys::CUmemAllocationProp {
+        let mut raw = sys::CUmemAllocationProp {
+            type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            requestedHandleTypes: self.export,
+            location: self.device.location(),
+            ..Default::default()
+        };
+        raw.allocFlags.gpuDirectRDMACapable = u8::from(self.gpu_direct_rdma);
+        raw
+    }
+}
+
+impl Entered<'_> {
+    /// The smallest unit of physical memory with these properties, in bytes.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Vmm`].
+    pub fn granularity(&self, properties: &MemoryProperties) -> Result<usize, DriverError> {
+        let mut bytes = 0;
+        let raw = properties.raw();
+        let which = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+        // SAFETY: both pointers are to locals.
+        unsafe {
+            call!(
+                self.driver(),
+                cuMemGetAllocationGranularity(&mut bytes, &raw, which)
+            )
+        }?;
+        Ok(bytes)
+    }
+
+    /// Reserves `bytes` of address space, aligned to `alignment` (a power of two, or 0 for the
+    /// driver's choice), at `hint` if that is free and not 0.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Vmm`].
+    pub fn address_reserve(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        hint: CUdeviceptr,
+    ) -> Result<CUdeviceptr, DriverError> {
+        let mut address = 0;
+        // SAFETY: the output is a local; reserving changes nothing else.
+        unsafe {
+            call!(
+                self.driver(),
+                cuMemAddressReserve(&mut address, bytes, alignment, hint, 0)
+            )
+        }?;
+        Ok(address)
+    }
+
+    /// Gives a reservation back: exactly its address and bytes.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// Nothing may be mapped in the range, and nothing may use its addresses any more.
+    pub unsafe fn address_free(
+        &self,
+        address: CUdeviceptr,
+        bytes: usize,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the caller vouches for the range.
+        unsafe { call!(self.driver(), cuMemAddressFree(address, bytes)) }
+    }
+
+    /// Creates `bytes` of physical memory. Counts as one handle operation.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Vmm`].
+    pub fn mem_create(
+        &self,
+        bytes: usize,
+        properties: &MemoryProperties,
+    ) -> Result<CUmemGenericAllocationHandle, DriverError> {
+        let mut handle = 0;
+        let raw = properties.raw();
+        // SAFETY: both pointers are to locals.
+        unsafe { call!(self.driver(), cuMemCreate(&mut handle, bytes, &raw, 0)) }?;
+        self.driver().add_handle_op();
+        Ok(handle)
+    }
+
+    /// Gives a handle back. The memory lives on while it is mapped or exported. Counts as one
+    /// handle operation.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// The handle must be live, and is not used any more.
+    pub unsafe fn mem_release(
+        &self,
+        handle: CUmemGenericAllocationHandle,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the caller vouches for the handle.
+        unsafe { call!(self.driver(), cuMemRelease(handle)) }?;
+        self.driver().add_handle_op();
+        Ok(())
+    }
+
+    /// Maps all of a handle, whose size is `bytes`, at `address`. The mapping cannot be accessed
+    /// before [`Entered::set_access`].
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// The handle must be live, and the range reserved by the caller and not mapped.
+    pub unsafe fn mem_map(
+        &self,
+        address: CUdeviceptr,
+        bytes: usize,
+        handle: CUmemGenericAllocationHandle,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the caller vouches for range and handle.
+        unsafe { call!(self.driver(), cuMemMap(address, bytes, 0, handle, 0)) }
+    }
+
+    /// Unmaps a range of one or more whole mappings, at once.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// No work may use the addresses any more, neither submitted nor later.
+    pub unsafe fn mem_unmap(&self, address: CUdeviceptr, bytes: usize) -> Result<(), DriverError> {
+        // SAFETY: the caller vouches for the range.
+        unsafe { call!(self.driver(), cuMemUnmap(address, bytes)) }
+    }
+
+    /// Lets the devices read and write a range of one or more whole mappings. Access belongs to the
+    /// mapping and ends with it.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// The range must be mapped by the caller.
+    pub unsafe fn set_access(
+        &self,
+        address: CUdeviceptr,
+        bytes: usize,
+        devices: &[Device],
+    ) -> Result<(), DriverError> {
+        let list = access_list(devices);
+        // SAFETY: the list is as long as is said, and the caller vouches for the range.
+        unsafe {
+            call!(
+                self.driver(),
+                cuMemSetAccess(address, bytes, list.as_ptr(), list.len())
+            )
+        }
+    }
+
+    /// True if `device` may read and write at `address`.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn has_access(&self, address: CUdeviceptr, device: Device) -> Result<bool, DriverError> {
+        let mut flags = 0;
+        let location = device.location();
+        // SAFETY: both pointers are to locals; any address may be asked about.
+        unsafe {
+            call!(
+                self.driver(),
+                cuMemGetAccess(&mut flags, &location, address)
+            )
+        }?;
+        let wanted = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        Ok(flags == u64::from(wanted.0))
+    }
+
+    /// The properties that a handle was created with.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// The handle must be live.
+    pub unsafe fn handle_properties(
+        &self,
+        handle: CUmemGenericAllocationHandle,
+    ) -> Result<MemoryProperties, DriverError> {
+        let mut raw = sys::CUmemAllocationProp::default();
+        // SAFETY: the output is a local, and the caller vouches for the handle.
+        unsafe {
+            call!(
+                self.driver(),
+                cuMemGetAllocationPropertiesFromHandle(&mut raw, handle)
+            )
+        }?;
+        Ok(MemoryProperties {
+            device: Device::from_raw(raw.location.id),
+            export: raw.requestedHandleTypes,
+            gpu_direct_rdma: raw.allocFlags.gpuDirectRDMACapable != 0,
+        })
+    }
+}
+
+/// Read and write access for each device.
+pub(super) fn access_list(devices: &[Device]) -> Vec<sys::CUmemAccessDesc> {
+    devices
+        .iter()
+        .map(|device| sys::CUmemAccessDesc {
+            location: device.location(),
+            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        })
+        .collect()
+}
