@@ -7,5 +7,8 @@
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("cualloc supports 64-bit targets only: the driver's API differs on others");
 
+pub mod allocator;
 pub mod driver;
+#[cfg(feature = "sim")]
+pub mod sim;
 pub mod trace;
