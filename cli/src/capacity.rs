@@ -2,7 +2,7 @@
 
 use crate::machine::Machine;
 use crate::options::TraceOptions;
-use crate::output::{self, Output, Table};
+use crate::output::{self, Output, Table, note};
 use crate::{Outcome, input, replay};
 use cualloc::trace::{self, Options, Search, Trace};
 use serde::Serialize;
@@ -50,7 +50,7 @@ pub fn run(options: &TraceOptions, output: &mut Output) -> Outcome {
         let search = match search(&machine, &trace, options)? {
             Ok(search) => search,
             Err(error) => {
-                eprintln!("error: {}: {}", path.display(), output::chain(&error));
+                note!("error: {}: {}", path.display(), output::chain(&error));
                 well = false;
                 continue;
             }
@@ -65,7 +65,7 @@ pub fn run(options: &TraceOptions, output: &mut Output) -> Outcome {
             replay::report_faults(path, report);
         } else if search.capacity.is_none() {
             let most = trace.requested_peak().saturating_mul(trace::LIMIT_FACTOR);
-            eprintln!(
+            note!(
                 "error: {}: runs under no limit up to {most} bytes",
                 path.display()
             );

@@ -1,6 +1,7 @@
 //! What the command runs on: the first GPU, or a simulated one.
 
 use crate::options::{DeviceChoice, MachineOptions};
+use crate::output::note;
 use crate::{Failure, output};
 use cualloc::driver::{Device, Driver, DriverError, LoadError};
 use cualloc::sim::{ConfigError, DeviceConfig, SimConfig, Simulator};
@@ -38,11 +39,11 @@ impl Machine {
             DeviceChoice::Cuda => Machine::cuda(),
             DeviceChoice::Auto => match Machine::cuda() {
                 Ok(machine) => {
-                    eprintln!("device: {}", machine.describe());
+                    note!("device: {}", machine.describe());
                     Ok(machine)
                 }
                 Err(error) => {
-                    eprintln!(
+                    note!(
                         "device: the simulator, for there is no GPU ({})",
                         reason(&error)
                     );

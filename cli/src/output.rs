@@ -85,9 +85,18 @@ pub fn ratio_of(bytes: u64, of: u64) -> Option<f64> {
     (of > 0).then(|| bytes as f64 / of as f64)
 }
 
+/// As `eprintln!`, but where no one reads stderr any more nothing happens instead of a panic.
+macro_rules! note {
+    ($($argument:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($argument)*);
+    }};
+}
+pub(crate) use note;
+
 /// An error and everything behind it, on one line of stderr.
 pub fn complain(error: &dyn Error) {
-    eprintln!("error: {}", chain(error));
+    note!("error: {}", chain(error));
 }
 
 /// The messages of an error and of all its sources, in one line.

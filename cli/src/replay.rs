@@ -2,7 +2,7 @@
 
 use crate::machine::Machine;
 use crate::options::ReplayOptions;
-use crate::output::{self, Output, Table};
+use crate::output::{self, Output, Table, note};
 use crate::{Failure, Outcome, input};
 use cualloc::allocator::Policy;
 use cualloc::trace::{self, Figures, Options, Report, Trace};
@@ -113,7 +113,7 @@ fn replay(
     match report {
         Ok(report) => Ok(Some(report)),
         Err(error) => {
-            eprintln!("error: {}: {}", path.display(), output::chain(&error));
+            note!("error: {}: {}", path.display(), output::chain(&error));
             Ok(None)
         }
     }
@@ -152,31 +152,31 @@ pub fn report_faults(path: &Path, report: &Report) -> bool {
     let file = path.display();
     if let Some(failure) = &report.failure {
         let line = Trace::line_of(failure.row.saturating_sub(1));
-        eprintln!("error: {file}:{line}: {}", output::chain(failure));
+        note!("error: {file}:{line}: {}", output::chain(failure));
     }
     if let Some(mismatches) = report.mismatches.filter(|count| *count > 0) {
-        eprintln!("error: {file}: {mismatches} words were not what their block was filled with");
+        note!("error: {file}: {mismatches} words were not what their block was filled with");
     }
     if let Some(error) = &report.check {
-        eprintln!(
+        note!(
             "error: {file}: the allocator's books are wrong: {}",
             output::chain(error)
         );
     }
     if let Some(error) = &report.close {
-        eprintln!(
+        note!(
             "error: {file}: the allocator cannot be closed: {}",
             output::chain(error)
         );
     }
     if report.leaked_bytes > 0 {
-        eprintln!(
+        note!(
             "error: {file}: {} bytes are held after the end",
             report.leaked_bytes
         );
     }
     for text in &report.reports {
-        eprintln!("error: {file}: the simulator reports: {text}");
+        note!("error: {file}: the simulator reports: {text}");
     }
     report.is_clean()
 }

@@ -374,6 +374,21 @@ fn a_reader_that_leaves_is_no_panic() {
 }
 
 #[test]
+fn complaints_that_no_one_reads_are_no_panic() {
+    let mut child = cualloc()
+        .args(["replay", "--device", "sim", "--json"])
+        .args([data("broken/header.csv"), data("lf.csv")])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stderr.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(objects(&output).len(), 1);
+}
+
+#[test]
 fn capacity_finds_a_limit_that_replays_confirm() {
     let path = data("serve_streams.csv.gz");
     let output = cualloc()

@@ -205,14 +205,19 @@ pub fn replay(
         progress,
         rows_done: 0,
     };
-    let (mut report, mismatches) = match kernels {
-        None => (run.all(options, &mut Nothing, |_| {}), None),
+    let mut report = match kernels {
+        None => run.all(options, &mut Nothing, |_| {}),
         Some(mut kernels) => {
-            let report = run.all(options, &mut kernels, Kernels::begin_replay);
-            (report, kernels.finish()?)
+            let mut report = run.all(options, &mut kernels, Kernels::begin_replay);
+            match kernels.finish() {
+                Ok(mismatches) => report.mismatches = mismatches,
+                // What failed first says more than what a lost device says afterwards.
+                Err(_) if report.failure.is_some() => {}
+                Err(error) => return Err(error.into()),
+            }
+            report
         }
     };
-    report.mismatches = mismatches;
     drop(run);
     report.check = allocator.check().err();
     report.close = allocator.close().err();
