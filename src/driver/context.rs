@@ -373,6 +373,12 @@ impl<'a> Entered<'a> {
     }
 }
 
+impl fmt::Debug for Entered<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Entered").field(self.context).finish()
+    }
+}
+
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;

@@ -4,7 +4,7 @@ use super::context::{Context, Entered};
 use super::error::DriverError;
 use super::event::Event;
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
-use super::table::{Driver, call, query};
+use super::table::{Driver, Feature, call, query};
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
@@ -151,7 +151,7 @@ impl Stream {
     /// The stream's id, unique while the process lives: handle values are reused, ids are not.
     /// Asked once, except for the per-thread default stream, whose id is the calling thread's.
     ///
-    /// Where the driver has no ids ([`Feature::StreamIds`](super::Feature::StreamIds)) each owned or borrowed `Stream` (not
+    /// Where the driver has no ids ([`Feature::StreamIds`]) each owned or borrowed `Stream` (not
     /// each clone) gets an id of its own, each default stream one per context (and thread).
     ///
     /// # Errors
@@ -287,7 +287,7 @@ impl Driver {
     /// current.
     #[inline]
     pub unsafe fn stream_id(&self, stream: sys::CUstream) -> Result<Option<u64>, DriverError> {
-        if self.functions().cuStreamGetId.is_none() {
+        if !self.has(Feature::StreamIds) {
             return Ok(None);
         }
         let mut id = 0;

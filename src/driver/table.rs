@@ -155,7 +155,7 @@ symbols! {
 // The list above names every function of the table once: it is as long as the table (all fields
 // are pointers), it names fields only, and two equal names would not be an enum.
 const _: () = assert!(SYMBOL_COUNT * size_of::<usize>() == size_of::<sys::CuFunctions>());
-const _: () = assert!(SYMBOL_COUNT <= 128 && Feature::ALL.len() <= 32);
+const _: () = assert!(SYMBOL_COUNT <= 128 && Feature::ALL.len() < 32);
 
 /// A function of the table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,0 +1,119 @@
+//! Drivers for tests, compiled from C.
+
+// Each test program uses its own part of this.
+#![allow(dead_code)]
+
+use cualloc::driver::{Driver, Symbol};
+use std::env;
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A folder that goes away with this.
+pub struct Folder(PathBuf);
+
+impl Folder {
+    pub fn new(name: &str) -> Folder {
+        let path =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The C compiler: `$CC`, else `gcc`; none, with a word about it, if there is none.
+pub fn compiler() -> Option<OsString> {
+    let name = env::var_os("CC").unwrap_or_else(|| "gcc".into());
+    match Command::new(&name).arg("--version").output() {
+        Ok(output) if output.status.success() => Some(name),
+        _ => {
+            eprintln!("SKIPPED: no C compiler ({})", name.to_string_lossy());
+            None
+        }
+    }
+}
+
+/// Runs the compiler; its messages if it fails.
+pub fn compile(compiler: &OsString, arguments: &[OsString]) -> Result<(), String> {
+    let output = Command::new(compiler).args(arguments).output().unwrap();
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// A library to make.
+pub struct Fake<'a> {
+    pub defines: &'a [&'a str],
+    pub without: fn(&Symbol) -> bool,
+}
+
+impl Default for Fake<'_> {
+    fn default() -> Self {
+        Fake {
+            defines: &[],
+            without: |_| false,
+        }
+    }
+}
+
+const SOURCE: &str = include_str!("fake_driver.c");
+
+impl Fake<'_> {
+    /// Compiles the library to `target`.
+    pub fn build(&self, compiler: &OsString, target: &Path) {
+        let mut text = SOURCE.to_owned();
+        let mut hidden = String::new();
+        for symbol in Driver::symbols() {
+            let name = symbol.name();
+            if SOURCE.contains(&format!("int {name}(")) {
+                if (self.without)(&symbol) {
+                    hidden += &format!("#define {name} hidden_{name}\n");
+                }
+            } else if !(self.without)(&symbol) {
+                text += &format!("int {name}(void) {{ check(); return 0; }}\n");
+            }
+        }
+        let source = target.with_extension("c");
+        fs::write(&source, hidden + &text).unwrap();
+        let mut arguments: Vec<OsString> = ["-shared", "-fPIC", "-Wall", "-o"]
+            .iter()
+            .map(OsString::from)
+            .collect();
+        arguments.push(target.into());
+        arguments.push(source.into());
+        arguments.extend(
+            self.defines
+                .iter()
+                .map(|define| format!("-D{define}").into()),
+        );
+        compile(compiler, &arguments).unwrap();
+    }
+}
+
+/// The chain of an error's texts, one a line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(error) = next {
+        text += "\n";
+        text += &error.to_string();
+        next = error.source();
+    }
+    text
+}
