@@ -8,21 +8,21 @@ use cualloc::sim::{DeviceConfig, FailPlan, SimConfig, Simulator};
 use cualloc::trace::{self, Options, Report, RowError, Stage, Trace};
 use std::ffi::{c_uint, c_void};
 use std::fmt::Write;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 const MIB: u64 = 1 << 20;
 
-fn simulator(memory: u64) -> Simulator {
+fn simulator(memory: u64) -> Arc<Simulator> {
     let device = DeviceConfig {
         memory,
         ..DeviceConfig::default()
     };
-    Simulator::new(SimConfig {
+    let simulator = Simulator::new(SimConfig {
         devices: vec![device],
         ..SimConfig::default()
-    })
-    .unwrap()
+    });
+    Arc::new(simulator.unwrap())
 }
 
 fn trace(rows: &str) -> Trace {

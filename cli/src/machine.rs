@@ -6,6 +6,7 @@ use crate::{Failure, output};
 use cualloc::driver::{Device, Driver, DriverError, LoadError};
 use cualloc::sim::{ConfigError, DeviceConfig, SimConfig, Simulator};
 use cualloc::trace::{Stage, StageError};
+use std::sync::Arc;
 
 /// A device could not be had.
 #[derive(Debug, thiserror::Error)]
@@ -94,7 +95,7 @@ impl Machine {
         match self {
             Machine::Cuda { driver, device } => Stage::new(driver, *device),
             Machine::Simulated { memory } => {
-                let simulator = simulator(*memory)?;
+                let simulator = Arc::new(simulator(*memory)?);
                 Stage::simulated(&simulator, 0, lag)
             }
         }

@@ -196,7 +196,7 @@ fn table(files: &[std::path::PathBuf]) -> Table {
         ("calls last", 0),
         ("handles last", 0),
         ("ns/row last", 0),
-        ("", 8),
+        ("result", 8),
     ])
 }
 

@@ -296,7 +296,10 @@ impl Run<'_> {
                     reserved_peak,
                     driver_calls: calls.since(&calls_before),
                     driver_ns,
-                    ns_per_row: wall.as_nanos() as f64 / self.steps.len().max(1) as f64,
+                    ns_per_row: match self.steps.len() {
+                        0 => 0.0,
+                        rows => wall.as_nanos() as f64 / rows as f64,
+                    },
                 }),
                 Err((row, source)) => {
                     report.failure = Some(Failure {

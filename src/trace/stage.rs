@@ -3,6 +3,8 @@
 use crate::driver::{CallCounts, Context, Device, Driver, DriverError, LoadError};
 #[cfg(feature = "sim")]
 use crate::sim::{Mode, Simulator};
+#[cfg(feature = "sim")]
+use std::sync::Arc;
 
 /// A device with two drivers on it: the allocator calls one, the replayer the other, so that what
 /// the first counts is the allocator's alone.
@@ -18,7 +20,7 @@ pub struct Stage {
 /// The simulator behind a stage, and how far its device lags behind the rows.
 #[cfg(feature = "sim")]
 struct Simulation {
-    simulator: Simulator,
+    simulator: Arc<Simulator>,
     lag: u64,
 }
 
@@ -46,7 +48,11 @@ impl Stage {
     /// # Errors
     /// The device's primary context cannot be had.
     #[cfg(feature = "sim")]
-    pub fn simulated(simulator: &Simulator, ordinal: usize, lag: u64) -> Result<Stage, StageError> {
+    pub fn simulated(
+        simulator: &Arc<Simulator>,
+        ordinal: usize,
+        lag: u64,
+    ) -> Result<Stage, StageError> {
         simulator.set_mode(match lag {
             0 => Mode::Instant,
             rows => Mode::Lag(rows),
@@ -57,7 +63,7 @@ impl Stage {
             allocator: Context::primary(&driver, driver.device(ordinal)?)?,
             own: Context::primary(&own, own.device(ordinal)?)?,
             simulation: Some(Simulation {
-                simulator: simulator.clone(),
+                simulator: Arc::clone(simulator),
                 lag,
             }),
         })
