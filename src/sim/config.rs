@@ -1,0 +1,165 @@
+//! How a simulator is set up.
+
+/// One simulated device. Start from `DeviceConfig::default()`: an H200 with 80 GiB.
+#[derive(Clone, Debug)]
+pub struct DeviceConfig {
+    /// Physical memory, in bytes.
+    pub memory: u64,
+    /// What the device is called.
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub compute_capability: (i32, i32),
+    /// Virtual memory management (attribute 102).
+    pub vmm: bool,
+    /// Export of memory as POSIX file descriptors (attribute 103).
+    pub posix_fd: bool,
+    /// Direct access by network cards (attributes 110 and 116).
+    pub rdma: bool,
+    /// Stream-ordered memory pools (attribute 115).
+    pub pools: bool,
+    /// Export as fabric handles (attribute 128).
+    pub fabric: bool,
+    /// Export as dma-buf (attribute 124).
+    pub dma_buf: bool,
+    /// Granularity of physical handles, in bytes; a power of two.
+    pub granularity: u64,
+    /// Whether other devices may access this one's memory.
+    pub peers: bool,
+}
+
+impl Default for DeviceConfig {
+    fn default() -> Self {
+        DeviceConfig {
+            memory: 80 << 30,
+            name: "Simulated device".to_owned(),
+            compute_capability: (9, 0),
+            vmm: true,
+            posix_fd: true,
+            rdma: true,
+            pools: true,
+            fabric: false,
+            dma_buf: false,
+            granularity: 2 << 20,
+            peers: true,
+        }
+    }
+}
+
+/// When submitted work completes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Mode {
+    /// At once, unless it waits for something incomplete.
+    #[default]
+    Instant,
+    /// Work submitted at row k completes at row k + this; markers as soon as all work before them
+    /// in their stream has. [`Simulator::advance_row`](super::Simulator::advance_row) begins a row.
+    Lag(u64),
+    /// When the test says so: [`Simulator::complete`](super::Simulator::complete) and its siblings.
+    Manual,
+}
+
+/// Setup of a simulator. Start from `SimConfig::default()`: one default device, instant mode.
+#[derive(Clone, Debug)]
+pub struct SimConfig {
+    /// The devices, in the order of their ordinals; at most 64. May be empty: a machine whose
+    /// driver finds no device.
+    pub devices: Vec<DeviceConfig>,
+    /// What `cuDriverGetVersion` says.
+    pub driver_version: i32,
+    /// When work completes.
+    pub mode: Mode,
+    /// Report reads of bytes that nothing has written.
+    pub strict_undefined: bool,
+    /// Report `cuMemUnmap` of memory used by work that no host query or wait has seen complete,
+    /// even if it has. Off: only work still pending counts.
+    pub strict_unmap: bool,
+    /// Report `cuMemFree` of memory used by work that no host query or wait has seen complete,
+    /// although the call itself waits.
+    pub strict_free: bool,
+    /// Detect races. Off, long runs are faster.
+    pub races: bool,
+    /// Modelled nanoseconds of one row in [`Mode::Lag`].
+    pub row_nanos: u64,
+    /// Functions that this driver does not export: their table entries are empty.
+    pub missing: Vec<String>,
+}
+
+impl Default for SimConfig {
+    fn default() -> Self {
+        SimConfig {
+            devices: vec![DeviceConfig::default()],
+            driver_version: 13000,
+            mode: Mode::Instant,
+            strict_undefined: false,
+            strict_unmap: true,
+            strict_free: false,
+            races: true,
+            row_nanos: 1000,
+            missing: Vec::new(),
+        }
+    }
+}
+
+/// Why a simulator cannot be made.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// More devices than the 64 that are possible.
+    #[error("{count} devices asked for, at most 64 are possible")]
+    TooManyDevices {
+        /// How many were asked for.
+        count: usize,
+    },
+    /// The granularity of a device is not a power of two, or below 4 KiB.
+    #[error("granularity {granularity} of device {device} is not a power of two of at least 4096")]
+    Granularity {
+        /// The device's ordinal.
+        device: usize,
+        /// What was asked for, in bytes.
+        granularity: u64,
+    },
+    /// A function that the simulator does not have.
+    #[error("no driver function is named {name}")]
+    UnknownFunction {
+        /// What was asked for.
+        name: String,
+    },
+}
+
+impl SimConfig {
+    /// `count` default devices with `memory` bytes each.
+    pub fn with_devices(count: usize, memory: u64) -> SimConfig {
+        let device = DeviceConfig {
+            memory,
+            ..DeviceConfig::default()
+        };
+        SimConfig {
+            devices: vec![device; count],
+            ..SimConfig::default()
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        if self.devices.len() > 64 {
+            return Err(ConfigError::TooManyDevices {
+                count: self.devices.len(),
+            });
+        }
+        for (device, config) in self.devices.iter().enumerate() {
+            if !config.granularity.is_power_of_two() || config.granularity < 4096 {
+                return Err(ConfigError::Granularity {
+                    device,
+                    granularity: config.granularity,
+                });
+            }
+        }
+        match self
+            .missing
+            .iter()
+            .find(|name| super::table::Call::index_of(name).is_none())
+        {
+            Some(name) => Err(ConfigError::UnknownFunction { name: name.clone() }),
+            None => Ok(()),
+        }
+    }
+}

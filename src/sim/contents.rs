@@ -1,0 +1,197 @@
+//! The bytes of one physical allocation, as intervals.
+//!
+//! Fills and arithmetic patterns of any length are one interval, so that filling, copying and
+//! checking gigabytes costs as much as there are intervals.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// What an interval holds, seen from its first byte.
+#[derive(Clone, Debug)]
+pub(super) enum Content {
+    /// 32-bit words `first + i * step` (step 0 or 1), beginning `phase` bytes into the first one.
+    Words { first: u32, step: u32, phase: u8 },
+    /// Plain bytes, beginning at an offset.
+    Raw(Arc<[u8]>, usize),
+}
+
+impl Content {
+    /// The content from `offset` bytes further on.
+    pub(super) fn skip(&self, offset: u64) -> Content {
+        match self {
+            Content::Words { first, step, phase } => {
+                let at = offset + u64::from(*phase);
+                let words = (at / 4) as u32;
+                Content::Words {
+                    first: first.wrapping_add(words.wrapping_mul(*step)),
+                    step: *step,
+                    phase: (at % 4) as u8,
+                }
+            }
+            Content::Raw(bytes, start) => Content::Raw(bytes.clone(), start + offset as usize),
+        }
+    }
+
+    /// The byte at `offset`.
+    pub(super) fn byte(&self, offset: u64) -> u8 {
+        match self {
+            Content::Words { first, step, phase } => {
+                let at = offset + u64::from(*phase);
+                let word = first.wrapping_add(((at / 4) as u32).wrapping_mul(*step));
+                word.to_le_bytes()[(at % 4) as usize]
+            }
+            Content::Raw(bytes, start) => bytes.get(start + offset as usize).copied().unwrap_or(0),
+        }
+    }
+
+    /// Whether `next` goes on where this one ends after `len` bytes.
+    fn continues(&self, len: u64, next: &Content) -> bool {
+        match (self, next) {
+            (
+                Content::Words { step, .. },
+                Content::Words {
+                    first: next_first,
+                    step: next_step,
+                    phase: next_phase,
+                },
+            ) => {
+                let Content::Words { first, phase, .. } = self.skip(len) else {
+                    return false;
+                };
+                step == next_step && first == *next_first && phase == *next_phase
+            }
+            _ => false,
+        }
+    }
+}
+
+/// The contents of one physical allocation; what no interval covers is undefined.
+#[derive(Default, Debug)]
+pub(super) struct Contents {
+    map: BTreeMap<u64, (u64, Content)>,
+}
+
+impl Contents {
+    /// Cuts the interval that crosses `at` in two.
+    fn split(&mut self, at: u64) {
+        let Some((&start, &(end, _))) = self.map.range(..at).next_back() else {
+            return;
+        };
+        if end <= at {
+            return;
+        }
+        if let Some(entry) = self.map.get_mut(&start) {
+            entry.0 = at;
+            let tail = entry.1.skip(at - start);
+            self.map.insert(at, (end, tail));
+        }
+    }
+
+    /// Makes `start..start + len` undefined.
+    pub(super) fn clear(&mut self, start: u64, len: u64) {
+        let end = start + len;
+        self.split(start);
+        self.split(end);
+        while let Some((&key, _)) = self.map.range(start..end).next() {
+            self.map.remove(&key);
+        }
+    }
+
+    /// Stores `content` in `start..start + len`.
+    pub(super) fn write(&mut self, start: u64, len: u64, content: Content) {
+        if len == 0 {
+            return;
+        }
+        // The common case of churn: exactly the same interval again.
+        if let Some(entry) = self.map.get_mut(&start)
+            && entry.0 == start + len
+        {
+            entry.1 = content;
+            return;
+        }
+        self.clear(start, len);
+        if let Some((&before, entry)) = self.map.range_mut(..start).next_back()
+            && entry.0 == start
+            && entry.1.continues(start - before, &content)
+        {
+            entry.0 = start + len;
+            return;
+        }
+        self.map.insert(start, (start + len, content));
+    }
+
+    /// Calls `visit(offset, len, content)` for each piece of `start..start + len` in order; `None`
+    /// is undefined.
+    pub(super) fn read(
+        &self,
+        start: u64,
+        len: u64,
+        mut visit: impl FnMut(u64, u64, Option<Content>),
+    ) {
+        let end = start + len;
+        let mut at = start;
+        let first = self
+            .map
+            .range(..=start)
+            .next_back()
+            .map_or(start, |(&key, _)| key);
+        for (&key, (stop, content)) in self.map.range(first..end) {
+            if *stop <= at {
+                continue;
+            }
+            if key > at {
+                visit(at - start, key - at, None);
+                at = key;
+            }
+            let until = (*stop).min(end);
+            visit(at - start, until - at, Some(content.skip(at - key)));
+            at = until;
+        }
+        if at < end {
+            visit(at - start, end - at, None);
+        }
+    }
+}
+
+/// How many of the `words` 32-bit words of `content` differ from `expected + i`.
+pub(super) fn mismatches(content: &Content, words: u64, expected: u32) -> u64 {
+    match content {
+        Content::Words {
+            first,
+            step: 1,
+            phase: 0,
+        } => {
+            if *first == expected {
+                0
+            } else {
+                words
+            }
+        }
+        Content::Words {
+            first,
+            step: 0,
+            phase: 0,
+        } => {
+            // Word i matches where i = first - expected (mod 2^32).
+            let hit = u64::from(first.wrapping_sub(expected));
+            let hits = if words > hit {
+                (words - hit - 1) / (1 << 32) + 1
+            } else {
+                0
+            };
+            words - hits
+        }
+        _ => (0..words)
+            .filter(|&index| {
+                let at = index * 4;
+                let word = u32::from_le_bytes([
+                    content.byte(at),
+                    content.byte(at + 1),
+                    content.byte(at + 2),
+                    content.byte(at + 3),
+                ]);
+                word != expected.wrapping_add(index as u32)
+            })
+            .count() as u64,
+    }
+}

@@ -1,0 +1,486 @@
+//! Physical allocations, mappings, plain device memory and host memory.
+
+use super::args::Out;
+use super::contents::Contents;
+use super::race::{Entry, History};
+use super::reports::Report;
+use super::state::{R, State, fail};
+use crate::driver::sys::*;
+use std::cell::UnsafeCell;
+use std::ffi::{c_uint, c_void};
+
+/// Plain allocations are rounded up to this.
+const PLAIN_UNIT: u64 = 512;
+
+/// What a handle was created with, as far as it is asked for later.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Props {
+    pub(super) handle_types: u32,
+    pub(super) rdma: u8,
+    usage: u16,
+    compression: u8,
+}
+
+impl Props {
+    pub(super) fn of(prop: &CUmemAllocationProp) -> Props {
+        Props {
+            handle_types: prop.requestedHandleTypes.0,
+            rdma: prop.allocFlags.gpuDirectRDMACapable,
+            usage: prop.allocFlags.usage,
+            compression: prop.allocFlags.compressionType,
+        }
+    }
+
+    pub(super) fn to_c(self, device: usize) -> CUmemAllocationProp {
+        let mut prop = CUmemAllocationProp {
+            type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            requestedHandleTypes: CUmemAllocationHandleType(self.handle_types),
+            location: CUmemLocation {
+                type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+                id: device as CUdevice,
+            },
+            ..CUmemAllocationProp::default()
+        };
+        prop.allocFlags.gpuDirectRDMACapable = self.rdma;
+        prop.allocFlags.usage = self.usage;
+        prop.allocFlags.compressionType = self.compression;
+        prop
+    }
+}
+
+/// Physical memory of one allocation.
+pub(super) struct Alloc {
+    pub(super) device: usize,
+    pub(super) bytes: u64,
+    /// References by handles.
+    pub(super) references: u64,
+    /// Mappings that show it.
+    pub(super) mappings: u64,
+    /// Handle value, for memory made by `cuMemCreate`.
+    pub(super) handle: u64,
+    /// What it was created with.
+    pub(super) props: Props,
+    /// Unique over the life of the simulator.
+    pub(super) block_id: u64,
+    pub(super) contents: Contents,
+    pub(super) history: History,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Origin {
+    /// `cuMemAlloc`, of this context.
+    Plain(usize),
+    /// `cuMemMap`.
+    Vmm,
+    /// A segment of a pool.
+    Pool(u64),
+    /// `cuIpcOpenMemHandle`, in this context.
+    Ipc(usize),
+}
+
+/// A range of addresses that shows physical memory.
+pub(super) struct Mapping {
+    pub(super) bytes: u64,
+    pub(super) alloc: u32,
+    pub(super) origin: Origin,
+    /// One bit per device that may read, and that may write.
+    pub(super) readers: u64,
+    pub(super) writers: u64,
+    pub(super) sync_memops: bool,
+    /// The newest operation of each queue that used it.
+    pub(super) uses: Vec<Entry>,
+}
+
+/// Page-locked host memory.
+pub(super) enum HostBlock {
+    /// Allocated by us; written through raw pointers while we own it.
+    Owned {
+        _memory: Box<[UnsafeCell<u128>]>,
+        bytes: u64,
+    },
+    /// Registered, of this size.
+    Registered(u64),
+}
+
+impl HostBlock {
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            HostBlock::Owned { bytes, .. } | HostBlock::Registered(bytes) => *bytes,
+        }
+    }
+}
+
+fn bit(device: usize) -> u64 {
+    1 << device
+}
+
+impl State {
+    /// Physical bytes still free on a device.
+    pub(super) fn free_bytes(&self, device: usize) -> u64 {
+        let used = self.devices[device].used + self.devices[device].taken;
+        self.config.devices[device].memory.saturating_sub(used)
+    }
+
+    /// Takes physical memory.
+    pub(super) fn create(
+        &mut self,
+        device: usize,
+        bytes: u64,
+        handle: u64,
+        props: Props,
+    ) -> R<u32> {
+        if bytes > self.free_bytes(device) {
+            return fail(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        }
+        self.devices[device].used += bytes;
+        let alloc = Alloc {
+            device,
+            bytes,
+            references: u64::from(handle != 0),
+            mappings: 0,
+            handle,
+            props,
+            block_id: self.next_block_id,
+            contents: Contents::default(),
+            history: History::default(),
+        };
+        self.next_block_id += 1;
+        Ok(match self.free_allocs.pop() {
+            Some(index) => {
+                self.allocs[index as usize] = Some(alloc);
+                index
+            }
+            None => {
+                self.allocs.push(Some(alloc));
+                (self.allocs.len() - 1) as u32
+            }
+        })
+    }
+
+    /// Gives physical memory back if nothing refers to it any more.
+    pub(super) fn settle(&mut self, index: u32) {
+        let Some(alloc) = &self.allocs[index as usize] else {
+            return;
+        };
+        if alloc.references == 0 && alloc.mappings == 0 {
+            self.devices[alloc.device].used -= alloc.bytes;
+            self.history_entries = self
+                .history_entries
+                .saturating_sub(alloc.history.len() as u64);
+            self.handles.remove(&alloc.handle);
+            self.allocs[index as usize] = None;
+            self.free_allocs.push(index);
+        }
+    }
+
+    /// Shows an allocation at an address.
+    pub(super) fn map(&mut self, address: u64, alloc: u32, origin: Origin, access: u64) {
+        if let Some(entry) = &mut self.allocs[alloc as usize] {
+            entry.mappings += 1;
+            let mapping = Mapping {
+                bytes: entry.bytes,
+                alloc,
+                origin,
+                readers: access,
+                writers: access,
+                sync_memops: false,
+                uses: Vec::new(),
+            };
+            self.mappings.insert(address, mapping);
+        }
+    }
+
+    /// Takes a mapping away; the caller has looked after its users.
+    pub(super) fn unmap(&mut self, address: u64) {
+        if let Some(mapping) = self.mappings.remove(&address) {
+            if let Some(alloc) = &mut self.allocs[mapping.alloc as usize] {
+                alloc.mappings -= 1;
+            }
+            self.settle(mapping.alloc);
+        }
+    }
+
+    /// The mapping that holds `address`, and its first address.
+    pub(super) fn mapping_at(&self, address: u64) -> Option<(u64, &Mapping)> {
+        let (&start, mapping) = self.mappings.range(..=address).next_back()?;
+        (address < start + mapping.bytes).then_some((start, mapping))
+    }
+
+    /// Reports uses of the mapping at `address` that the host does not know to be complete.
+    pub(super) fn check_unused(&mut self, address: u64, strict: bool) {
+        let Some(mapping) = self.mappings.get(&address) else {
+            return;
+        };
+        let bytes = mapping.bytes;
+        let open = |entry: &&Entry| strict && !self.host.covers(entry.queue, entry.seq);
+        let mut user = mapping.uses.iter().find(open).copied();
+        if user.is_none()
+            && self
+                .active
+                .iter()
+                .any(|&queue| !self.queues[queue as usize].ops.is_empty())
+        {
+            user = self.pending_user(address, bytes);
+        }
+        if let Some(user) = user {
+            let report = Report::InUse {
+                call: self.now.name(),
+                address,
+                bytes,
+                user: self.site(&user),
+            };
+            self.report(report);
+        }
+    }
+
+    /// A pending operation that will touch the range.
+    fn pending_user(&self, address: u64, bytes: u64) -> Option<Entry> {
+        self.active.iter().find_map(|&queue| {
+            self.queues[queue as usize].ops.iter().find_map(|op| {
+                let hit = op.ranges().into_iter().find(|&(start, len)| {
+                    len > 0 && start < address + bytes && address < start + len
+                });
+                hit.map(|(start, len)| self.entry(queue, op, start, len))
+            })
+        })
+    }
+
+    /// The devices that may use plain memory of `device`: itself, and contexts that enabled it.
+    pub(super) fn plain_access(&self, device: usize) -> u64 {
+        let peers = self.ctxs.iter().filter(|ctx| ctx.peers & bit(device) != 0);
+        peers.fold(bit(device), |mask, ctx| mask | bit(ctx.device))
+    }
+
+    /// An unused range of plain addresses.
+    pub(super) fn plain_range(&mut self, bytes: u64, align: u64) -> R<u64> {
+        if !self.quarantine.is_empty() && !self.anything_pending() {
+            for (start, bytes) in std::mem::take(&mut self.quarantine) {
+                self.plain.give(start, bytes);
+            }
+        }
+        self.plain
+            .take(bytes, align)
+            .ok_or(CUresult::CUDA_ERROR_OUT_OF_MEMORY)
+    }
+
+    /// Gives a range of plain addresses back, later if anything is pending.
+    pub(super) fn give_plain_range(&mut self, start: u64, bytes: u64) {
+        if self.anything_pending() {
+            self.quarantine.push((start, bytes));
+        } else {
+            self.plain.give(start, bytes);
+        }
+    }
+
+    fn new_plain(&mut self, ctx: usize, bytes: u64) -> R<u64> {
+        let device = self.ctxs[ctx].device;
+        let bytes = bytes
+            .checked_next_multiple_of(PLAIN_UNIT)
+            .filter(|&bytes| bytes <= self.free_bytes(device))
+            .ok_or(CUresult::CUDA_ERROR_OUT_OF_MEMORY)?;
+        let address = self.plain_range(bytes, PLAIN_UNIT)?;
+        let alloc = self.create(device, bytes, 0, Props::default())?;
+        let access = self.plain_access(device);
+        self.map(address, alloc, Origin::Plain(ctx), access);
+        Ok(address)
+    }
+
+    /// Frees all plain memory of a context, whose work is done.
+    pub(super) fn free_plain_of(&mut self, ctx: usize) {
+        let mine = |mapping: &Mapping| {
+            mapping.origin == Origin::Plain(ctx) || mapping.origin == Origin::Ipc(ctx)
+        };
+        let list: Vec<(u64, u64)> = self
+            .mappings
+            .iter()
+            .filter(|(_, mapping)| mine(mapping))
+            .map(|(&start, mapping)| (start, mapping.bytes))
+            .collect();
+        for (start, bytes) in list {
+            self.unmap(start);
+            self.give_plain_range(start, bytes);
+        }
+    }
+
+    /// Whether the address is one of the device's, mapped or not.
+    pub(super) fn is_device_address(&self, address: u64) -> bool {
+        let reserved = self.reservations.range(..=address).next_back();
+        self.mapping_at(address).is_some()
+            || reserved.is_some_and(|(&start, &bytes)| address < start + bytes)
+    }
+}
+
+#[allow(non_snake_case)]
+impl State {
+    pub(super) fn cuMemAlloc_v2(&mut self, dptr: Out<CUdeviceptr>, bytes: usize) -> R {
+        dptr.check()?;
+        let ctx = self.current()?;
+        self.refuse_during_capture()?;
+        if bytes == 0 {
+            return fail(CUresult::CUDA_ERROR_INVALID_VALUE);
+        }
+        let address = self.new_plain(ctx, bytes as u64)?;
+        dptr.set(address)
+    }
+
+    pub(super) fn cuMemFree_v2(&mut self, dptr: CUdeviceptr) -> R {
+        self.current()?;
+        self.refuse_during_capture()?;
+        if dptr == 0 {
+            return Ok(());
+        }
+        if self.pool_blocks.contains_key(&dptr) {
+            return self.free_pool_block_now(dptr);
+        }
+        let origin = self
+            .mappings
+            .get(&dptr)
+            .map(|mapping| (mapping.origin, mapping.bytes));
+        let Some((Origin::Plain(ctx), bytes)) = origin else {
+            let existed = self.plain_was_used(dptr);
+            self.dead("allocation", dptr, existed);
+            return fail(CUresult::CUDA_ERROR_INVALID_VALUE);
+        };
+        self.begin_wait()?;
+        if self.config.strict_free {
+            self.check_unused(dptr, true);
+        }
+        self.host_wait_ctx(ctx)?;
+        // Work of other contexts is not waited for.
+        self.check_unused(dptr, false);
+        self.unmap(dptr);
+        self.give_plain_range(dptr, bytes);
+        Ok(())
+    }
+
+    pub(super) fn cuMemGetInfo_v2(&mut self, free: Out<usize>, total: Out<usize>) -> R {
+        let ctx = self.current()?;
+        let device = self.ctxs[ctx].device;
+        free.set(self.free_bytes(device) as usize)?;
+        total.set(self.config.devices[device].memory as usize)
+    }
+
+    pub(super) fn cuMemGetAddressRange_v2(
+        &mut self,
+        base: Out<CUdeviceptr>,
+        size: Out<usize>,
+        dptr: CUdeviceptr,
+    ) -> R {
+        let live = self.pool_blocks.range(..=dptr).next_back();
+        let block = live.filter(|(start, live)| dptr < **start + live.bytes);
+        let found = match block {
+            Some((&start, live)) => Some((start, live.bytes)),
+            None => self
+                .mapping_at(dptr)
+                .map(|(start, mapping)| (start, mapping.bytes)),
+        };
+        let Some((start, bytes)) = found else {
+            return fail(CUresult::CUDA_ERROR_INVALID_VALUE);
+        };
+        base.set_if(start);
+        size.set_if(bytes as usize);
+        Ok(())
+    }
+
+    pub(super) fn cuMemHostAlloc(
+        &mut self,
+        pp: Out<*mut c_void>,
+        bytes: usize,
+        _flags: c_uint,
+    ) -> R {
+        pp.check()?;
+        self.current()?;
+        self.refuse_during_capture()?;
+        if bytes == 0 {
+            return fail(CUresult::CUDA_ERROR_INVALID_VALUE);
+        }
+        let units = bytes.div_ceil(16);
+        let mut block = Vec::new();
+        if block.try_reserve_exact(units).is_err() {
+            return fail(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        }
+        block.resize_with(units, || UnsafeCell::new(0u128));
+        let memory = block.into_boxed_slice();
+        let pointer = memory.as_ptr().cast_mut();
+        let block = HostBlock::Owned {
+            _memory: memory,
+            bytes: bytes as u64,
+        };
+        self.host_blocks.insert(pointer as u64, block);
+        pp.set(pointer.cast())
+    }
+
+    pub(super) fn cuMemFreeHost(&mut self, p: *mut c_void) -> R {
+        self.refuse_during_capture()?;
+        if p.is_null() {
+            return Ok(());
+        }
+        match self.host_blocks.remove(&(p as u64)) {
+            Some(HostBlock::Owned { .. }) => {
+                // The real call waits for work that uses the memory; which that is, only it knows.
+                self.begin_wait()?;
+                for ctx in 0..self.ctxs.len() {
+                    self.host_wait_ctx(ctx)?;
+                }
+                Ok(())
+            }
+            Some(registered) => {
+                self.host_blocks.insert(p as u64, registered);
+                fail(CUresult::CUDA_ERROR_INVALID_VALUE)
+            }
+            None => {
+                self.dead("host allocation", p as u64, false);
+                fail(CUresult::CUDA_ERROR_INVALID_VALUE)
+            }
+        }
+    }
+
+    pub(super) fn cuMemHostGetDevicePointer_v2(
+        &mut self,
+        pdptr: Out<CUdeviceptr>,
+        p: *mut c_void,
+        _flags: c_uint,
+    ) -> R {
+        match self.host_block_at(p as u64) {
+            Some(_) => pdptr.set(p as u64),
+            None => fail(CUresult::CUDA_ERROR_INVALID_VALUE),
+        }
+    }
+
+    pub(super) fn cuMemHostRegister_v2(
+        &mut self,
+        p: *mut c_void,
+        bytes: usize,
+        _flags: c_uint,
+    ) -> R {
+        self.current()?;
+        if p.is_null() || bytes == 0 || self.host_block_at(p as u64).is_some() {
+            return fail(CUresult::CUDA_ERROR_INVALID_VALUE);
+        }
+        self.host_blocks
+            .insert(p as u64, HostBlock::Registered(bytes as u64));
+        Ok(())
+    }
+
+    pub(super) fn cuMemHostUnregister(&mut self, p: *mut c_void) -> R {
+        match self.host_blocks.get(&(p as u64)) {
+            Some(HostBlock::Registered(_)) => {
+                self.host_blocks.remove(&(p as u64));
+                Ok(())
+            }
+            _ => fail(CUresult::CUDA_ERROR_INVALID_VALUE),
+        }
+    }
+
+    /// The page-locked block that holds a host address.
+    pub(super) fn host_block_at(&self, address: u64) -> Option<(u64, &HostBlock)> {
+        let (&start, block) = self.host_blocks.range(..=address).next_back()?;
+        (address < start + block.bytes()).then_some((start, block))
+    }
+
+    /// Whether a plain address lies below any that were ever given out, so it may have been freed.
+    fn plain_was_used(&self, address: u64) -> bool {
+        (super::state::PLAIN.0..super::state::PLAIN.1).contains(&address)
+            && self.mapping_at(address).is_none()
+    }
+}

@@ -1,0 +1,420 @@
+//! A simulated driver: the same function table, filled with functions of this process.
+//!
+//! A [`Simulator`] has devices with physical memory, address space, streams and events, and obeys
+//! the rules of the real driver. What a test gains over a GPU: it decides when work completes, it
+//! can fail any call, and it is told of every race, use of unmapped memory and broken rule.
+//!
+//! Operations read and write bytes at the moment they complete, through the mapping in force then.
+//! Two operations on the same physical bytes that nothing orders (stream order, event, observation
+//! by the host) are reported as a race, whether or not they happened to run one after the other.
+//!
+//! ```
+//! use cualloc::sim::{SimConfig, Simulator};
+//!
+//! let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+//! let driver = sim.driver()?;
+//! assert_eq!(driver.device_count()?, 1);
+//! assert!(sim.reports().is_empty());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Kernels it can launch, from a module loaded with any image: `cualloc_fill(u64 pointer, u64
+//! words, u32 seed)`, `cualloc_check(u64 pointer, u64 words, u32 seed, u64 bad)`,
+//! `cualloc_spin(u64 nanoseconds)`.
+
+mod address;
+mod args;
+mod capture;
+mod clocks;
+mod config;
+mod contents;
+mod context;
+mod costs;
+mod execute;
+mod kernels;
+mod memory;
+mod pools;
+mod race;
+mod reports;
+mod schedule;
+mod sharing;
+mod slots;
+mod state;
+mod streams;
+mod table;
+mod vmm;
+
+pub use config::{ConfigError, DeviceConfig, Mode, SimConfig};
+pub use costs::{CostTable, Counters, FailPlan};
+pub use reports::{Leaks, Report, Site};
+pub use state::LogEntry;
+
+use crate::driver::{Driver, LoadError, sys};
+use schedule::Work;
+use state::State;
+
+/// A simulated driver with its devices.
+///
+/// Up to 32 live in a process at a time; [`Simulator::new`] waits for a place. Dropping one frees
+/// its place, and every function of its tables then returns "driver shut down".
+///
+/// Thread safety: `Send` and `Sync`; all calls, of the driver and of this type, take one lock.
+#[derive(Debug)]
+pub struct Simulator {
+    slot: usize,
+    missing: Vec<String>,
+}
+
+/// Work that is submitted and not complete.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PendingOp {
+    /// The id of its stream.
+    pub stream: u64,
+    /// Its position in the stream's work, counted from 1.
+    pub sequence: u64,
+    /// The driver call or kernel that it came from.
+    pub kind: &'static str,
+    /// The device ranges it touches, as address and bytes.
+    pub ranges: Vec<(u64, u64)>,
+    /// The row at which it was submitted.
+    pub row: u64,
+    /// Whether it may complete next: it is the first of its stream, and what it waits for is done.
+    pub ready: bool,
+}
+
+impl Drop for Simulator {
+    fn drop(&mut self) {
+        slots::release(self.slot);
+    }
+}
+
+impl Simulator {
+    /// Makes a simulator.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration.
+    pub fn new(config: SimConfig) -> Result<Simulator, ConfigError> {
+        config.check()?;
+        let missing = config.missing.clone();
+        let slot = slots::take(Box::new(State::new(config)));
+        Ok(Simulator { slot, missing })
+    }
+
+    /// The table of its functions.
+    pub fn functions(&self) -> sys::CuFunctions {
+        let mut table = table::functions(self.slot);
+        for name in &self.missing {
+            table::remove(&mut table, name);
+        }
+        table
+    }
+
+    /// A driver over its functions, with call counts of its own. May be asked for again and again.
+    ///
+    /// # Errors
+    /// As [`Driver::from_functions`]: a required function is missing, `cuInit` fails.
+    pub fn driver(&self) -> Result<Driver, LoadError> {
+        // SAFETY: the functions are those of the table's types, and stay callable for the life of
+        // the process: without their simulator they return an error.
+        unsafe { Driver::from_functions(self.functions()) }
+    }
+
+    fn with<T>(&self, run: impl FnOnce(&mut State) -> T) -> Option<T> {
+        let mut guard = slots::lock(self.slot);
+        let state = guard.as_deref_mut()?;
+        state.enter_thread();
+        let result = run(state);
+        let callbacks = state.take_callbacks();
+        drop(guard);
+        for callback in callbacks {
+            callback.run();
+        }
+        Some(result)
+    }
+
+    /// Changes when work completes. What is due under the new mode completes at once.
+    pub fn set_mode(&self, mode: Mode) {
+        self.with(|state| {
+            state.mode = mode;
+            state.pump();
+        });
+    }
+
+    /// Begins the next row of [`Mode::Lag`], and completes what is due by then.
+    pub fn advance_row(&self) {
+        self.with(|state| {
+            state.row += 1;
+            if !state.active.is_empty() {
+                state.pump();
+            }
+        });
+    }
+
+    /// All work that is not complete, stream by stream in the order of their first pending work,
+    /// each stream's in order.
+    pub fn pending(&self) -> Vec<PendingOp> {
+        self.with(|state| {
+            let mut list = Vec::new();
+            for &queue in &state.active {
+                let entry = &state.queues[queue as usize];
+                for (index, op) in entry.ops.iter().enumerate() {
+                    let ranges = op
+                        .ranges()
+                        .into_iter()
+                        .filter(|range| range.1 > 0)
+                        .collect();
+                    list.push(PendingOp {
+                        stream: entry.id,
+                        sequence: op.seq,
+                        kind: op.name,
+                        ranges,
+                        row: op.row,
+                        ready: index == 0 && state.is_free(queue),
+                    });
+                }
+            }
+            list
+        })
+        .unwrap_or_default()
+    }
+
+    /// The ids of the streams whose next operation may complete now: the legal choices.
+    pub fn ready_streams(&self) -> Vec<u64> {
+        self.with(|state| {
+            let free = state.active.iter().filter(|&&queue| state.is_free(queue));
+            free.map(|&queue| state.queues[queue as usize].id).collect()
+        })
+        .unwrap_or_default()
+    }
+
+    /// Completes the operation at `index` of [`Simulator::pending`]; says whether that was legal,
+    /// that is, whether the operation was ready. An illegal choice changes nothing.
+    pub fn complete(&self, index: usize) -> bool {
+        match self.pending().get(index) {
+            Some(op) if op.ready => self.complete_stream(op.stream, 1) == 1,
+            _ => false,
+        }
+    }
+
+    /// Completes up to `count` operations of a stream, stopping where one waits for another stream;
+    /// returns how many.
+    pub fn complete_stream(&self, stream: u64, count: usize) -> usize {
+        self.with(|state| {
+            let found = state
+                .active
+                .iter()
+                .find(|&&queue| state.queues[queue as usize].id == stream);
+            let Some(&queue) = found else {
+                return 0;
+            };
+            let mut done = 0;
+            while done < count && state.is_free(queue) {
+                state.step(queue);
+                done += 1;
+            }
+            state.pump();
+            done
+        })
+        .unwrap_or(0)
+    }
+
+    /// Completes all pending work, in a legal order.
+    pub fn complete_all(&self) {
+        self.with(|state| {
+            loop {
+                let free = state
+                    .active
+                    .iter()
+                    .copied()
+                    .find(|&queue| state.is_free(queue));
+                match free {
+                    Some(queue) => state.step(queue),
+                    None => {
+                        state.drop_idle();
+                        break;
+                    }
+                }
+            }
+        });
+    }
+
+    /// Fails calls as planned. Plans add up; each counts calls from now on for itself.
+    pub fn fail(&self, plan: FailPlan) {
+        self.with(|state| state.plan(plan));
+    }
+
+    /// Forgets all plans; returns how many had not run their course.
+    pub fn clear_failures(&self) -> usize {
+        self.with(State::clear_plans).unwrap_or(0)
+    }
+
+    /// Refuses host waits from now on: each returns `CUDA_ERROR_UNKNOWN` and is reported, whether
+    /// or not there was anything to wait for.
+    pub fn deny_host_waits(&self, on: bool) {
+        self.with(|state| state.deny_waits = on);
+    }
+
+    /// Sets what reports say of operations that the calling thread submits from now on; an empty
+    /// text says nothing.
+    pub fn set_site(&self, label: &str) {
+        self.with(|state| state.set_label(label));
+    }
+
+    /// What was found wrong so far; at most the first 1000 findings since they were last taken.
+    pub fn reports(&self) -> Vec<Report> {
+        self.with(|state| state.reports().to_vec())
+            .unwrap_or_default()
+    }
+
+    /// As [`Simulator::reports`], and begins anew.
+    pub fn take_reports(&self) -> Vec<Report> {
+        self.with(State::take_reports).unwrap_or_default()
+    }
+
+    /// How many findings there were since they were last taken, also beyond those kept.
+    pub fn report_count(&self) -> u64 {
+        self.with(|state| state.report_count).unwrap_or(0)
+    }
+
+    /// Calls by name, modelled nanoseconds and waits since the start or the last reset.
+    pub fn counters(&self) -> Counters {
+        self.with(|state| state.counters.clone())
+            .unwrap_or_default()
+    }
+
+    /// Sets all counters to zero.
+    pub fn reset_counters(&self) {
+        self.with(|state| state.counters = Counters::default());
+    }
+
+    /// Changes what calls cost.
+    pub fn set_costs(&self, costs: CostTable) {
+        self.with(|state| state.costs = costs);
+    }
+
+    /// Begins (or ends and forgets) a log of all calls.
+    pub fn record_log(&self, on: bool) {
+        self.with(|state| state.set_logging(on));
+    }
+
+    /// The calls logged so far, oldest first, and begins anew.
+    pub fn take_log(&self) -> Vec<LogEntry> {
+        self.with(State::take_log).unwrap_or_default()
+    }
+
+    /// Bytes of physical memory that the program holds on a device; 0 for an unknown one.
+    pub fn memory_in_use(&self, device: usize) -> u64 {
+        self.with(|state| state.devices.get(device).map_or(0, |device| device.used))
+            .unwrap_or(0)
+    }
+
+    /// Sets how many bytes of the device "another process" holds. May exceed what is free; then
+    /// nothing is free.
+    pub fn take_memory(&self, device: usize, bytes: u64) {
+        self.with(|state| {
+            if let Some(device) = state.devices.get_mut(device) {
+                device.taken = bytes;
+            }
+        });
+    }
+
+    /// What still lives. Default streams and default pools do not count.
+    pub fn leaks(&self) -> Leaks {
+        self.with(|state| {
+            let origin = |origin: &memory::Origin| {
+                state
+                    .mappings
+                    .values()
+                    .filter(|mapping| &mapping.origin == origin)
+                    .count()
+            };
+            let plain = state
+                .mappings
+                .values()
+                .filter(|mapping| matches!(mapping.origin, memory::Origin::Plain(_)));
+            let held = state
+                .allocs
+                .iter()
+                .flatten()
+                .filter(|alloc| alloc.references > 0);
+            Leaks {
+                handles: held.count(),
+                mappings: origin(&memory::Origin::Vmm),
+                reservations: state.reservations.len(),
+                allocations: plain.count(),
+                pool_allocations: state.pool_blocks.len(),
+                pools: state.user_pools(),
+                streams: state.streams.iter().flatten().count(),
+                events: state.events.iter().flatten().count(),
+                host: state.host_blocks.len(),
+                bytes: state.devices.iter().map(|device| device.used).sum(),
+            }
+        })
+        .unwrap_or_default()
+    }
+
+    /// The bytes at a device address as of now; `None` where nothing is mapped. Undefined bytes
+    /// read as 0xdb.
+    pub fn read_memory(&self, address: u64, bytes: usize) -> Option<Vec<u8>> {
+        self.with(|state| {
+            let mut data = Vec::new();
+            let end = address.checked_add(bytes as u64)?;
+            let mut at = address;
+            while at < end {
+                let (start, mapping) = state.mapping_at(at)?;
+                let len = (start + mapping.bytes).min(end) - at;
+                let alloc = state.allocs[mapping.alloc as usize].as_ref()?;
+                alloc.contents.read(at - start, len, |_, len, content| {
+                    let byte = |at| content.as_ref().map_or(0xdb, |content| content.byte(at));
+                    data.extend((0..len).map(byte));
+                });
+                at += len;
+            }
+            Some(data)
+        })
+        .flatten()
+    }
+
+    /// Creates a context on a device beside the primary one, as foreign code may; `None` for an
+    /// unknown device.
+    pub fn create_context(&self, device: usize) -> Option<sys::CUcontext> {
+        let created = self.with(|state| {
+            // Handles are numbers here; a raw pointer does not leave the closure.
+            (device < state.devices.len()).then(|| state.create_ctx(device) as usize)
+        });
+        created.flatten().map(|handle| handle as sys::CUcontext)
+    }
+
+    /// Destroys such a context, with its streams, events and plain memory; says whether it lived.
+    pub fn destroy_context(&self, context: sys::CUcontext) -> bool {
+        let value = context as usize;
+        self.with(|state| match state.ctx(value as sys::CUcontext) {
+            Ok(ctx) => state.destroy_ctx(ctx).is_ok(),
+            Err(_) => false,
+        })
+        .unwrap_or(false)
+    }
+
+    /// Breaks the primary context of a device: every later call on it returns `code`.
+    pub fn lose_context(&self, device: usize, code: sys::CUresult) {
+        self.with(|state| state.lose(device, code));
+    }
+
+    /// Shuts the driver down, as at process exit: every later call returns
+    /// `CUDA_ERROR_DEINITIALIZED`.
+    pub fn shutdown(&self) {
+        self.with(|state| state.ended = true);
+    }
+
+    /// Submits work that keeps a stream busy until the mode says that it is complete, without
+    /// touching memory: what a kernel does that uses other memory only.
+    ///
+    /// # Errors
+    /// The code that a launch would return.
+    pub fn busy(&self, stream: sys::CUstream, nanos: u64) -> Result<(), sys::CUresult> {
+        let value = stream as usize;
+        let busy = |state: &mut State| state.enqueue(value as sys::CUstream, Work::Spin, nanos);
+        self.with(busy)
+            .unwrap_or(Err(sys::CUresult::CUDA_ERROR_DEINITIALIZED))
+    }
+}

@@ -1,0 +1,489 @@
+//! Queues of submitted work, and when which of it completes.
+
+use super::args::Host;
+use super::clocks::Clock;
+use super::config::Mode;
+use super::contents::Content;
+use super::race::Entry;
+use super::reports::Report;
+use super::state::{R, State, fail};
+use crate::driver::sys::{CUhostFn, CUresult};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// What an operation does when it completes.
+#[derive(Clone, Debug)]
+pub(super) enum Work {
+    /// An event record: a marker.
+    Record,
+    /// Waits for an operation of another queue.
+    Wait { queue: u32, seq: u64 },
+    /// Fills device memory.
+    Fill {
+        address: u64,
+        bytes: u64,
+        content: Content,
+    },
+    /// Copies device memory; the devices are those whose access counts.
+    Copy {
+        target: u64,
+        source: u64,
+        bytes: u64,
+        devices: (usize, usize),
+    },
+    /// Copies from the host.
+    Upload {
+        target: u64,
+        source: Host,
+        bytes: u64,
+    },
+    /// Copies to the host.
+    Download {
+        target: Host,
+        source: u64,
+        bytes: u64,
+    },
+    /// Copies on the host.
+    HostCopy {
+        target: Host,
+        source: Host,
+        bytes: u64,
+    },
+    /// Counts words that differ from a pattern.
+    Check {
+        address: u64,
+        words: u64,
+        seed: u32,
+        bad: u64,
+    },
+    /// Keeps the device busy.
+    Spin,
+    /// Runs a host function.
+    Callback { function: CUhostFn, data: usize },
+}
+
+#[derive(Debug)]
+pub(super) struct Op {
+    pub(super) seq: u64,
+    pub(super) row: u64,
+    pub(super) nanos: u64,
+    pub(super) label: u32,
+    pub(super) name: &'static str,
+    pub(super) clock: Arc<Clock>,
+    pub(super) work: Work,
+}
+
+/// The work of one stream. Outlives the stream's handle until all of it is done.
+pub(super) struct Queue {
+    pub(super) id: u64,
+    pub(super) ctx: usize,
+    pub(super) blocking: bool,
+    pub(super) alive: bool,
+    pub(super) ops: VecDeque<Op>,
+    pub(super) submitted: u64,
+    pub(super) done: u64,
+    pub(super) clock: Arc<Clock>,
+    pub(super) host_version: u64,
+    pub(super) capture: Option<u64>,
+    pub(super) active: bool,
+}
+
+impl State {
+    /// A queue for a new stream of `ctx`.
+    pub(super) fn new_queue(&mut self, ctx: usize, blocking: bool) -> u32 {
+        let id = self.next_stream_id;
+        self.next_stream_id += 1;
+        let fresh = Queue {
+            id,
+            ctx,
+            blocking,
+            alive: true,
+            ops: VecDeque::new(),
+            submitted: 0,
+            done: 0,
+            clock: self.host.clone(),
+            host_version: self.host_version,
+            capture: None,
+            active: false,
+        };
+        self.drop_idle();
+        // The place of a destroyed stream may be taken once the host knows that all of its work is
+        // done: only then does the new stream come after it in fact.
+        let reusable = self.dead_queues.iter().rev().take(8).position(|&queue| {
+            let old = &self.queues[queue as usize];
+            old.ops.is_empty() && !old.active && self.host.covers(queue, old.submitted)
+        });
+        let index = match reusable {
+            Some(back) => {
+                let queue = self.dead_queues.remove(self.dead_queues.len() - 1 - back);
+                let old = &mut self.queues[queue as usize];
+                let submitted = old.submitted;
+                *old = Queue {
+                    submitted,
+                    done: submitted,
+                    ..fresh
+                };
+                queue
+            }
+            None => {
+                self.queues.push(fresh);
+                (self.queues.len() - 1) as u32
+            }
+        };
+        if blocking {
+            self.ctxs[ctx].blocking.push(index);
+        }
+        index
+    }
+
+    /// Marks the queue as destroyed; its work goes on.
+    pub(super) fn retire_queue(&mut self, queue: u32) {
+        let entry = &mut self.queues[queue as usize];
+        entry.alive = false;
+        if entry.blocking {
+            let ctx = entry.ctx;
+            self.ctxs[ctx].blocking.retain(|&other| other != queue);
+        }
+        self.dead_queues.push(queue);
+    }
+
+    fn is_done(&self, queue: u32, seq: u64) -> bool {
+        self.queues[queue as usize].done >= seq
+    }
+
+    /// Whether anything is submitted and not complete.
+    pub(super) fn anything_pending(&mut self) -> bool {
+        self.active
+            .iter()
+            .any(|&queue| !self.queues[queue as usize].ops.is_empty())
+    }
+
+    /// Makes what the host knows known to the queue.
+    pub(super) fn follow_host(&mut self, queue: u32) {
+        let entry = &mut self.queues[queue as usize];
+        if entry.host_version != self.host_version {
+            entry.host_version = self.host_version;
+            Arc::make_mut(&mut entry.clock).merge(&self.host);
+        }
+    }
+
+    /// Orders all later work of `queue` after the operation `seq` of `other`.
+    pub(super) fn order_after(&mut self, queue: u32, other: u32, seq: u64, clock: &Arc<Clock>) {
+        let entry = &mut self.queues[queue as usize];
+        if queue != other && !entry.clock.covers(other, seq) {
+            let known = Arc::make_mut(&mut entry.clock);
+            known.merge(clock);
+            known.raise(other, seq);
+        }
+    }
+
+    /// The implicit synchronisation between the legacy stream and the blocking streams.
+    fn follow_legacy(&mut self, queue: u32) {
+        let ctx = &self.ctxs[self.queues[queue as usize].ctx];
+        let Some(legacy) = ctx.legacy else {
+            return;
+        };
+        if legacy != queue {
+            self.wait_for_all(queue, legacy);
+        } else {
+            for other in ctx.blocking.clone() {
+                if other != queue {
+                    self.wait_for_all(queue, other);
+                }
+            }
+        }
+    }
+
+    fn wait_for_all(&mut self, queue: u32, other: u32) {
+        let entry = &self.queues[other as usize];
+        let (seq, clock) = (entry.submitted, entry.clock.clone());
+        if !self.queues[queue as usize].clock.covers(other, seq) {
+            self.order_after(queue, other, seq, &clock);
+            if !self.is_done(other, seq) {
+                self.push(queue, Work::Wait { queue: other, seq }, "implicit wait", 0);
+            }
+        }
+    }
+
+    /// Submits work to a queue that does not capture; returns its position.
+    pub(super) fn submit(&mut self, queue: u32, work: Work, nanos: u64) -> u64 {
+        let name = self.now.name();
+        self.submit_as(queue, work, name, nanos)
+    }
+
+    /// As [`State::submit`], under a name of its own.
+    pub(super) fn submit_as(
+        &mut self,
+        queue: u32,
+        work: Work,
+        name: &'static str,
+        nanos: u64,
+    ) -> u64 {
+        self.follow_host(queue);
+        if self.queues[queue as usize].blocking {
+            self.follow_legacy(queue);
+        }
+        self.submit_named(queue, work, name, nanos)
+    }
+
+    fn submit_named(&mut self, queue: u32, work: Work, name: &'static str, nanos: u64) -> u64 {
+        let entry = &mut self.queues[queue as usize];
+        let instant = match work {
+            Work::Record => self.mode != Mode::Manual,
+            Work::Wait { .. } => false,
+            _ => matches!(self.mode, Mode::Instant | Mode::Lag(0)),
+        };
+        if instant && entry.ops.is_empty() {
+            entry.submitted += 1;
+            let seq = entry.submitted;
+            entry.done = seq;
+            if !matches!(work, Work::Record) {
+                let label = self.threads[self.thread].label;
+                let clock = entry.clock.clone();
+                let op = Op {
+                    seq,
+                    row: self.row,
+                    nanos,
+                    label,
+                    name,
+                    clock,
+                    work,
+                };
+                self.execute(queue, &op);
+            }
+            return seq;
+        }
+        let seq = self.push(queue, work, name, nanos);
+        if self.mode != Mode::Manual && self.run_queue(queue) && self.active.len() > 1 {
+            self.pump();
+        }
+        seq
+    }
+
+    fn push(&mut self, queue: u32, work: Work, name: &'static str, nanos: u64) -> u64 {
+        let label = self
+            .threads
+            .get(self.thread)
+            .map_or(0, |thread| thread.label);
+        let entry = &mut self.queues[queue as usize];
+        entry.submitted += 1;
+        let seq = entry.submitted;
+        let clock = entry.clock.clone();
+        entry.ops.push_back(Op {
+            seq,
+            row: self.row,
+            nanos,
+            label,
+            name,
+            clock,
+            work,
+        });
+        if !entry.active {
+            entry.active = true;
+            self.active.push(queue);
+        }
+        seq
+    }
+
+    /// Makes later work of `queue` wait for the operation `seq` of `other`.
+    pub(super) fn submit_wait(&mut self, queue: u32, other: u32, seq: u64, clock: &Arc<Clock>) {
+        self.follow_host(queue);
+        if self.queues[queue as usize].blocking {
+            self.follow_legacy(queue);
+        }
+        self.order_after(queue, other, seq, clock);
+        if queue != other && !self.is_done(other, seq) {
+            self.submit_named(
+                queue,
+                Work::Wait { queue: other, seq },
+                "cuStreamWaitEvent",
+                0,
+            );
+        }
+    }
+
+    /// Whether the queue's next operation may legally complete now.
+    pub(super) fn is_free(&self, queue: u32) -> bool {
+        match self.queues[queue as usize].ops.front() {
+            Some(Op {
+                work: Work::Wait { queue, seq },
+                ..
+            }) => self.is_done(*queue, *seq),
+            Some(_) => true,
+            None => false,
+        }
+    }
+
+    fn is_due(&self, queue: u32) -> bool {
+        let Some(op) = self.queues[queue as usize].ops.front() else {
+            return false;
+        };
+        match (&op.work, self.mode) {
+            (Work::Wait { queue, seq }, _) => self.is_done(*queue, *seq),
+            (Work::Record, _) | (_, Mode::Instant) => true,
+            (_, Mode::Lag(lag)) => self.row >= op.row + lag,
+            (_, Mode::Manual) => false,
+        }
+    }
+
+    /// Completes the queue's next operation.
+    pub(super) fn step(&mut self, queue: u32) {
+        if let Some(op) = self.queues[queue as usize].ops.pop_front() {
+            self.execute(queue, &op);
+            self.queues[queue as usize].done = op.seq;
+        }
+    }
+
+    fn run_queue(&mut self, queue: u32) -> bool {
+        let mut moved = false;
+        while self.is_due(queue) {
+            self.step(queue);
+            moved = true;
+        }
+        moved
+    }
+
+    /// Completes everything that is due.
+    pub(super) fn pump(&mut self) {
+        if self.mode == Mode::Manual {
+            self.drop_idle();
+            return;
+        }
+        loop {
+            let mut moved = false;
+            for index in 0..self.active.len() {
+                moved |= self.run_queue(self.active[index]);
+            }
+            if !moved {
+                break;
+            }
+        }
+        self.drop_idle();
+    }
+
+    /// Forgets queues without work.
+    pub(super) fn drop_idle(&mut self) {
+        let queues = &mut self.queues;
+        self.active.retain(|&queue| {
+            let entry = &mut queues[queue as usize];
+            entry.active = !entry.ops.is_empty();
+            entry.active
+        });
+    }
+
+    /// Completes whatever must be complete for the operation `seq` of `queue` to be; returns the
+    /// modelled nanoseconds that this takes.
+    pub(super) fn finish(&mut self, queue: u32, seq: u64) -> R<u64> {
+        if self.is_done(queue, seq) {
+            return Ok(0);
+        }
+        let mut nanos = 0;
+        let mut rows = 0;
+        let mut stack = vec![(queue, seq)];
+        while let Some(&(queue, seq)) = stack.last() {
+            if self.is_done(queue, seq) {
+                stack.pop();
+                continue;
+            }
+            match self.queues[queue as usize].ops.front() {
+                None => {
+                    let stream = self.queues[queue as usize].id;
+                    self.report(Report::ImpossibleWait { stream });
+                    return fail(CUresult::CUDA_ERROR_UNKNOWN);
+                }
+                Some(Op {
+                    work: Work::Wait { queue, seq },
+                    ..
+                }) if !self.is_done(*queue, *seq) => {
+                    stack.push((*queue, *seq));
+                }
+                Some(op) => {
+                    nanos += op.nanos;
+                    if let (Mode::Lag(lag), false) = (
+                        self.mode,
+                        matches!(op.work, Work::Wait { .. } | Work::Record),
+                    ) {
+                        rows = rows.max((op.row + lag).saturating_sub(self.row));
+                    }
+                    self.step(queue);
+                }
+            }
+        }
+        self.pump();
+        Ok(nanos + rows * self.config.row_nanos)
+    }
+
+    /// A wait of the host: counts it, and refuses it where the test says so.
+    pub(super) fn begin_wait(&mut self) -> R {
+        self.counters.waits += 1;
+        if self.deny_waits {
+            let call = self.now.name();
+            self.report(Report::DeniedWait { call });
+            return fail(CUresult::CUDA_ERROR_UNKNOWN);
+        }
+        Ok(())
+    }
+
+    /// Waits for an operation, and notes that the host has seen it complete.
+    pub(super) fn host_wait(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) -> R {
+        if !self.is_done(queue, seq) {
+            self.counters.blocked_waits += 1;
+        }
+        let nanos = self.finish(queue, seq)?;
+        self.counters.nanos += nanos;
+        self.observe(queue, seq, clock);
+        Ok(())
+    }
+
+    /// Waits for all work of a queue.
+    pub(super) fn host_wait_queue(&mut self, queue: u32) -> R {
+        let entry = &self.queues[queue as usize];
+        let (seq, clock) = (entry.submitted, entry.clock.clone());
+        self.host_wait(queue, seq, &clock)
+    }
+
+    /// Waits for all work of a context.
+    pub(super) fn host_wait_ctx(&mut self, ctx: usize) -> R {
+        let blocked = self.counters.blocked_waits;
+        for queue in 0..self.queues.len() {
+            if self.queues[queue].ctx == ctx {
+                self.host_wait_queue(queue as u32)?;
+            }
+        }
+        self.counters.blocked_waits = self.counters.blocked_waits.min(blocked + 1);
+        Ok(())
+    }
+
+    /// Notes that the host has seen the operation `seq` of `queue` complete.
+    pub(super) fn observe(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) {
+        if !self.host.covers(queue, seq) {
+            let host = Arc::make_mut(&mut self.host);
+            host.merge(clock);
+            host.raise(queue, seq);
+            self.host_version += 1;
+        }
+    }
+
+    /// What comes before everything that is pending or can still be submitted.
+    pub(super) fn floor(&self) -> Clock {
+        let mut floor = (*self.host).clone();
+        for queue in &self.queues {
+            if let Some(op) = queue.ops.front() {
+                floor.intersect(&op.clock);
+            }
+        }
+        floor
+    }
+
+    pub(super) fn entry(&self, queue: u32, op: &Op, address: u64, bytes: u64) -> Entry {
+        Entry {
+            queue,
+            label: op.label,
+            seq: op.seq,
+            kind: op.name,
+            stream: self.queues[queue as usize].id,
+            address,
+            bytes,
+        }
+    }
+}

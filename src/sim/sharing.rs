@@ -1,0 +1,299 @@
+//! Pointer attributes, and memory shared between users: handles, descriptors, IPC.
+//!
+//! All users live in one simulator, so what travels between processes on real hardware is a number.
+
+use super::args::{In, Out};
+use super::memory::Origin;
+use super::state::{R, State, fail};
+use crate::driver::sys::*;
+use std::ffi::{c_int, c_uint, c_void};
+
+const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
+/// Shared numbers begin here, far from real file descriptors.
+const TOKEN_BASE: u64 = 1 << 20;
+
+impl State {
+    pub(super) fn share(&mut self, what: u32) -> u64 {
+        let token = TOKEN_BASE + self.next_share;
+        self.next_share += 1;
+        self.shared.insert(token, what);
+        token
+    }
+}
+
+#[allow(non_snake_case)]
+impl State {
+    pub(super) fn cuMemExportToShareableHandle(
+        &mut self,
+        out: Out<c_void>,
+        handle: CUmemGenericAllocationHandle,
+        kind: CUmemAllocationHandleType,
+        flags: u64,
+    ) -> R {
+        let alloc = self.handle(handle)?;
+        let props = self.allocs[alloc as usize]
+            .as_ref()
+            .map(|alloc| alloc.props);
+        let allowed = props.map_or(0, |props| props.handle_types);
+        if flags != 0 || kind.0 == 0 || allowed & kind.0 == 0 {
+            return fail(INVALID);
+        }
+        let token = self.share(alloc);
+        if kind == CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC {
+            let mut data = [0; 64];
+            data[..8].copy_from_slice(&token.to_le_bytes());
+            return out.cast().set(CUmemFabricHandle { data });
+        }
+        out.cast().set(token as c_int)
+    }
+
+    pub(super) fn cuMemImportFromShareableHandle(
+        &mut self,
+        handle: Out<CUmemGenericAllocationHandle>,
+        os_handle: *mut c_void,
+        kind: CUmemAllocationHandleType,
+    ) -> R {
+        handle.check()?;
+        // A descriptor travels as the pointer's value, a fabric handle behind it; fabric handles
+        // cannot be told to be valid memory here, so only descriptors are taken.
+        if kind != CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR {
+            return fail(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+        }
+        let Some(&alloc) = self.shared.get(&(os_handle as u64)) else {
+            return fail(INVALID);
+        };
+        let Some(entry) = &mut self.allocs[alloc as usize] else {
+            return fail(INVALID);
+        };
+        entry.references += 1;
+        handle.set(entry.handle)
+    }
+
+    pub(super) fn cuMemRetainAllocationHandle(
+        &mut self,
+        handle: Out<CUmemGenericAllocationHandle>,
+        address: *mut c_void,
+    ) -> R {
+        handle.check()?;
+        let alloc = match self.mapping_at(address as u64) {
+            Some((_, mapping)) if mapping.origin == Origin::Vmm => mapping.alloc,
+            _ => return fail(INVALID),
+        };
+        match &mut self.allocs[alloc as usize] {
+            Some(entry) => {
+                entry.references += 1;
+                handle.set(entry.handle)
+            }
+            None => fail(INVALID),
+        }
+    }
+
+    pub(super) fn cuMemGetHandleForAddressRange(
+        &mut self,
+        out: Out<c_void>,
+        dptr: CUdeviceptr,
+        size: usize,
+        kind: CUmemRangeHandleType,
+        _flags: u64,
+    ) -> R {
+        let end = dptr.checked_add(size as u64).ok_or(INVALID)?;
+        if size == 0 || dptr % 4096 != 0 || size % 4096 != 0 {
+            return fail(INVALID);
+        }
+        let mut at = dptr;
+        let mut first = None;
+        while at < end {
+            let Some((start, mapping)) = self.mapping_at(at) else {
+                return fail(INVALID);
+            };
+            first = first.or(Some(mapping.alloc));
+            at = start + mapping.bytes;
+        }
+        let Some(alloc) = first else {
+            return fail(INVALID);
+        };
+        let device = self.allocs[alloc as usize]
+            .as_ref()
+            .map_or(0, |alloc| alloc.device);
+        let dma = kind == CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
+        if !dma || !self.config.devices[device].dma_buf {
+            return fail(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+        }
+        let token = self.share(alloc);
+        out.cast().set(token as c_int)
+    }
+
+    pub(super) fn cuIpcGetMemHandle(&mut self, out: Out<CUipcMemHandle>, dptr: CUdeviceptr) -> R {
+        let alloc = match self.mapping_at(dptr) {
+            Some((_, mapping)) if matches!(mapping.origin, Origin::Plain(_)) => mapping.alloc,
+            _ => return fail(INVALID),
+        };
+        let token = self.share(alloc);
+        let mut reserved = [0; 64];
+        for (place, byte) in reserved.iter_mut().zip(token.to_le_bytes()) {
+            *place = byte as std::ffi::c_char;
+        }
+        out.set(CUipcMemHandle { reserved })
+    }
+
+    pub(super) fn cuIpcOpenMemHandle_v2(
+        &mut self,
+        out: Out<CUdeviceptr>,
+        handle: CUipcMemHandle,
+        _flags: c_uint,
+    ) -> R {
+        out.check()?;
+        let ctx = self.current()?;
+        let mut token = [0; 8];
+        for (place, byte) in token.iter_mut().zip(handle.reserved) {
+            *place = byte as u8;
+        }
+        let Some(&alloc) = self.shared.get(&u64::from_le_bytes(token)) else {
+            return fail(INVALID);
+        };
+        let Some(entry) = &self.allocs[alloc as usize] else {
+            return fail(INVALID);
+        };
+        let (bytes, device) = (entry.bytes, self.ctxs[ctx].device);
+        let address = self.plain_range(bytes, 512)?;
+        self.map(address, alloc, Origin::Ipc(ctx), 1 << device);
+        out.set(address)
+    }
+
+    pub(super) fn cuIpcCloseMemHandle(&mut self, dptr: CUdeviceptr) -> R {
+        let bytes = match self.mappings.get(&dptr) {
+            Some(mapping) if matches!(mapping.origin, Origin::Ipc(_)) => mapping.bytes,
+            _ => {
+                self.dead("IPC mapping", dptr, false);
+                return fail(INVALID);
+            }
+        };
+        let strict = self.config.strict_unmap;
+        self.check_unused(dptr, strict);
+        self.unmap(dptr);
+        self.give_plain_range(dptr, bytes);
+        Ok(())
+    }
+
+    pub(super) fn cuPointerGetAttribute(
+        &mut self,
+        data: Out<c_void>,
+        attribute: CUpointer_attribute,
+        ptr: CUdeviceptr,
+    ) -> R {
+        type A = CUpointer_attribute;
+        data.check()?;
+        let host = self
+            .host_block_at(ptr)
+            .map(|(start, block)| (start, block.bytes()));
+        if let Some((start, bytes)) = host {
+            return match attribute {
+                A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => data.cast().set(1u32),
+                A::CU_POINTER_ATTRIBUTE_DEVICE_POINTER | A::CU_POINTER_ATTRIBUTE_HOST_POINTER => {
+                    data.cast().set(ptr)
+                }
+                A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => data.cast().set(start),
+                A::CU_POINTER_ATTRIBUTE_RANGE_SIZE => data.cast().set(bytes as usize),
+                A::CU_POINTER_ATTRIBUTE_MAPPED => data.cast().set(1u8),
+                _ => fail(INVALID),
+            };
+        }
+        let Some((start, mapping)) = self.mapping_at(ptr) else {
+            return fail(INVALID);
+        };
+        let Some(alloc) = &self.allocs[mapping.alloc as usize] else {
+            return fail(INVALID);
+        };
+        let ctx = match mapping.origin {
+            Origin::Plain(ctx) | Origin::Ipc(ctx) => State::ctx_handle(ctx),
+            Origin::Vmm | Origin::Pool(_) => std::ptr::null_mut(),
+        };
+        let plain = matches!(mapping.origin, Origin::Plain(_));
+        match attribute {
+            A::CU_POINTER_ATTRIBUTE_CONTEXT => data.cast().set(ctx),
+            A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => data.cast().set(2u32),
+            A::CU_POINTER_ATTRIBUTE_DEVICE_POINTER => data.cast().set(ptr),
+            A::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS => data.cast().set(u8::from(mapping.sync_memops)),
+            A::CU_POINTER_ATTRIBUTE_BUFFER_ID | A::CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID => {
+                data.cast().set(alloc.block_id)
+            }
+            A::CU_POINTER_ATTRIBUTE_IS_MANAGED => data.cast().set(0u8),
+            A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => data.cast().set(alloc.device as c_int),
+            A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => data.cast().set(u8::from(plain)),
+            A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR => data.cast().set(start),
+            A::CU_POINTER_ATTRIBUTE_RANGE_SIZE => data.cast().set(mapping.bytes as usize),
+            A::CU_POINTER_ATTRIBUTE_MAPPED => data.cast().set(1u8),
+            A::CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES => {
+                data.cast().set(u64::from(alloc.props.handle_types))
+            }
+            A::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
+                let rdma = plain && self.config.devices[alloc.device].rdma;
+                data.cast().set(u8::from(rdma || alloc.props.rdma != 0))
+            }
+            A::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE => {
+                let pool = match mapping.origin {
+                    Origin::Pool(pool) => pool,
+                    _ => 0,
+                };
+                data.cast().set(pool as CUmemoryPool)
+            }
+            A::CU_POINTER_ATTRIBUTE_MAPPING_SIZE => data.cast().set(mapping.bytes as usize),
+            A::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR => data.cast().set(start),
+            _ => fail(INVALID),
+        }
+    }
+
+    pub(super) fn cuPointerGetAttributes(
+        &mut self,
+        count: c_uint,
+        attributes: Out<CUpointer_attribute>,
+        data: Out<*mut c_void>,
+        ptr: CUdeviceptr,
+    ) -> R {
+        let attributes = attributes.read(count as usize)?;
+        let data = data.read(count as usize)?;
+        for (attribute, place) in attributes.into_iter().zip(data) {
+            // SAFETY: the caller of the driver function gives one place per attribute.
+            let out: Out<c_void> = unsafe { super::args::arg(place) };
+            // The plural form writes zero where an attribute does not apply, and succeeds.
+            if self
+                .cuPointerGetAttribute(Out::same(&out), attribute, ptr)
+                .is_err()
+            {
+                type A = CUpointer_attribute;
+                match attribute {
+                    A::CU_POINTER_ATTRIBUTE_IS_MANAGED
+                    | A::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+                    | A::CU_POINTER_ATTRIBUTE_MAPPED
+                    | A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+                    | A::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
+                        out.cast().set(0u8)?;
+                    }
+                    A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => out.cast().set(0u32)?,
+                    A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL => out.cast().set(-2i32)?,
+                    _ => out.cast().set(0u64)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn cuPointerSetAttribute(
+        &mut self,
+        value: In<c_void>,
+        attribute: CUpointer_attribute,
+        ptr: CUdeviceptr,
+    ) -> R {
+        if attribute != CUpointer_attribute::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS {
+            return fail(INVALID);
+        }
+        let on = value.cast::<u32>().get()? != 0;
+        let Some((start, _)) = self.mapping_at(ptr) else {
+            return fail(INVALID);
+        };
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.sync_memops = on;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,492 @@
+//! Everything one simulator knows, behind the lock of its slot.
+
+use super::address::Addresses;
+use super::capture::Capture;
+use super::clocks::Clock;
+use super::config::{Mode, SimConfig};
+use super::costs::{CostTable, Counters, FailPlan};
+use super::memory::{Alloc, HostBlock, Mapping};
+use super::pools::Pool;
+use super::race::Entry;
+use super::reports::{Report, Site};
+use super::schedule::Queue;
+use super::table::Call;
+use crate::driver::sys::{CUhostFn, CUresult};
+use std::cell::Cell;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Result of a driver call.
+pub(super) type R<T = ()> = Result<T, CUresult>;
+
+/// The error `code`.
+pub(super) fn fail<T>(code: CUresult) -> R<T> {
+    Err(code)
+}
+
+/// Reports kept; the count goes on.
+const MAX_REPORTS: usize = 1000;
+
+/// First handle value of contexts, streams and events; far from each other, so that a handle of one
+/// kind is never taken for another.
+pub(super) const CONTEXT_BASE: u64 = 0x1000_0000_0000;
+pub(super) const STREAM_BASE: u64 = 0x1100_0000_0000;
+pub(super) const EVENT_BASE: u64 = 0x1200_0000_0000;
+pub(super) const HANDLE_STEP: u64 = 0x40;
+/// Device addresses: plain allocations, then reservations.
+pub(super) const PLAIN: (u64, u64) = (0x0a00_0000_0000, 0x0f00_0000_0000);
+pub(super) const RESERVED: (u64, u64) = (0x2000_0000_0000, 0x4000_0000_0000);
+
+pub(super) struct Device {
+    /// Physical bytes held.
+    pub(super) used: u64,
+    /// Physical bytes that "another process" holds.
+    pub(super) taken: u64,
+    pub(super) default_pool: Option<u64>,
+    pub(super) pool: Option<u64>,
+}
+
+pub(super) struct Ctx {
+    pub(super) device: usize,
+    pub(super) retains: u64,
+    pub(super) alive: bool,
+    pub(super) lost: Option<CUresult>,
+    pub(super) legacy: Option<u32>,
+    pub(super) per_thread: HashMap<u64, u32>,
+    /// Blocking queues, which the legacy stream synchronises with.
+    pub(super) blocking: Vec<u32>,
+    /// Devices whose plain memory this context may use.
+    pub(super) peers: u64,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Recorded {
+    Never,
+    At {
+        queue: u32,
+        seq: u64,
+        clock: Arc<Clock>,
+    },
+    Captured {
+        capture: u64,
+        queue: u32,
+        node: u64,
+    },
+}
+
+pub(super) struct Event {
+    pub(super) ctx: usize,
+    pub(super) state: Recorded,
+}
+
+/// What belongs to one thread.
+pub(super) struct Thread {
+    pub(super) id: u64,
+    pub(super) current: Option<usize>,
+    /// The stream capture mode: 0 global, 1 thread local, 2 relaxed.
+    pub(super) mode: u32,
+    pub(super) label: u32,
+}
+
+/// A host function to run once the lock is released.
+pub(super) struct Callback {
+    pub(super) function: CUhostFn,
+    pub(super) data: usize,
+}
+
+impl Callback {
+    pub(super) fn run(self) {
+        if let Some(function) = self.function {
+            // SAFETY: whoever passed the function to the driver vouches that it may be called with
+            // this argument.
+            unsafe { function(self.data as *mut std::ffi::c_void) }
+        }
+    }
+}
+
+/// One logged call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogEntry {
+    /// Name of the function.
+    pub call: &'static str,
+    /// Its arguments as `name=value, ...`.
+    pub arguments: String,
+    /// What it returned.
+    pub result: CUresult,
+}
+
+pub(super) struct State {
+    pub(super) config: SimConfig,
+    pub(super) mode: Mode,
+    pub(super) initialised: bool,
+    pub(super) ended: bool,
+    pub(super) counters: Counters,
+    pub(super) costs: CostTable,
+    plans: Vec<FailPlan>,
+    log: Option<Vec<LogEntry>>,
+    reports: Vec<Report>,
+    pub(super) report_count: u64,
+    labels: Vec<String>,
+    label_ids: HashMap<String, u32>,
+    pub(super) threads: Vec<Thread>,
+    thread_index: HashMap<u64, usize>,
+    /// The calling thread, as an index into `threads`.
+    pub(super) thread: usize,
+    pub(super) devices: Vec<Device>,
+    pub(super) ctxs: Vec<Ctx>,
+    any_lost: bool,
+    pub(super) deny_waits: bool,
+    pub(super) row: u64,
+    pub(super) queues: Vec<Queue>,
+    pub(super) active: Vec<u32>,
+    pub(super) dead_queues: Vec<u32>,
+    pub(super) next_stream_id: u64,
+    pub(super) streams: Vec<Option<u32>>,
+    pub(super) free_streams: Vec<usize>,
+    pub(super) events: Vec<Option<Event>>,
+    pub(super) free_events: Vec<usize>,
+    /// What the host has seen complete; every later submission comes after it.
+    pub(super) host: Arc<Clock>,
+    pub(super) host_version: u64,
+    pub(super) captures: HashMap<u64, Capture>,
+    pub(super) next_capture: u64,
+    pub(super) graphs: HashMap<u64, Vec<u64>>,
+    pub(super) user_objects: HashMap<u64, (u64, Callback)>,
+    pub(super) plain: Addresses,
+    /// Plain ranges freed while something was pending.
+    pub(super) quarantine: Vec<(u64, u64)>,
+    pub(super) reserve: Addresses,
+    pub(super) reservations: BTreeMap<u64, u64>,
+    pub(super) mappings: BTreeMap<u64, Mapping>,
+    pub(super) allocs: Vec<Option<Alloc>>,
+    pub(super) free_allocs: Vec<u32>,
+    pub(super) handles: HashMap<u64, u32>,
+    pub(super) next_handle: u64,
+    pub(super) history_entries: u64,
+    pub(super) history_limit: u64,
+    pub(super) host_blocks: BTreeMap<u64, HostBlock>,
+    pub(super) shared: HashMap<u64, u32>,
+    pub(super) next_share: u64,
+    pub(super) next_block_id: u64,
+    pub(super) pools: HashMap<u64, Pool>,
+    pub(super) next_pool: u64,
+    pub(super) pool_blocks: BTreeMap<u64, super::pools::Live>,
+    pub(super) functions: HashMap<u64, (usize, super::kernels::Kernel)>,
+    pub(super) modules: HashMap<u64, usize>,
+    pub(super) next_module: u64,
+    callbacks: Vec<Callback>,
+    pub(super) now: Call,
+}
+
+fn thread_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local!(static ID: Cell<u64> = const { Cell::new(0) });
+    ID.try_with(|id| {
+        if id.get() == 0 {
+            id.set(NEXT.fetch_add(1, Ordering::Relaxed));
+        }
+        id.get()
+    })
+    .unwrap_or(0)
+}
+
+impl State {
+    pub(super) fn new(config: SimConfig) -> State {
+        let devices = config.devices.iter();
+        let ctxs = (0..config.devices.len()).map(Ctx::new).collect();
+        State {
+            mode: config.mode,
+            initialised: false,
+            ended: false,
+            counters: Counters::default(),
+            costs: CostTable::default(),
+            plans: Vec::new(),
+            log: None,
+            reports: Vec::new(),
+            report_count: 0,
+            labels: vec![String::new()],
+            label_ids: HashMap::new(),
+            threads: Vec::new(),
+            thread_index: HashMap::new(),
+            thread: 0,
+            devices: devices
+                .map(|_| Device {
+                    used: 0,
+                    taken: 0,
+                    default_pool: None,
+                    pool: None,
+                })
+                .collect(),
+            ctxs,
+            any_lost: false,
+            deny_waits: false,
+            row: 0,
+            queues: Vec::new(),
+            active: Vec::new(),
+            dead_queues: Vec::new(),
+            next_stream_id: 1,
+            streams: Vec::new(),
+            free_streams: Vec::new(),
+            events: Vec::new(),
+            free_events: Vec::new(),
+            host: Arc::default(),
+            host_version: 0,
+            captures: HashMap::new(),
+            next_capture: 1,
+            graphs: HashMap::new(),
+            user_objects: HashMap::new(),
+            plain: Addresses::new(PLAIN.0, PLAIN.1),
+            quarantine: Vec::new(),
+            reserve: Addresses::new(RESERVED.0, RESERVED.1),
+            reservations: BTreeMap::new(),
+            mappings: BTreeMap::new(),
+            allocs: Vec::new(),
+            free_allocs: Vec::new(),
+            handles: HashMap::new(),
+            next_handle: 1,
+            history_entries: 0,
+            history_limit: 1 << 14,
+            host_blocks: BTreeMap::new(),
+            shared: HashMap::new(),
+            next_share: 1,
+            next_block_id: 1,
+            pools: HashMap::new(),
+            next_pool: 1,
+            pool_blocks: BTreeMap::new(),
+            functions: HashMap::new(),
+            modules: HashMap::new(),
+            next_module: 1,
+            callbacks: Vec::new(),
+            now: Call::cuInit,
+            config,
+        }
+    }
+
+    /// Makes the calling thread the one that `thread` names.
+    pub(super) fn enter_thread(&mut self) {
+        let id = thread_id();
+        if self
+            .threads
+            .get(self.thread)
+            .is_some_and(|thread| thread.id == id)
+        {
+            return;
+        }
+        self.thread = match self.thread_index.get(&id) {
+            Some(&index) => index,
+            None => {
+                self.threads.push(Thread {
+                    id,
+                    current: None,
+                    mode: 0,
+                    label: 0,
+                });
+                self.thread_index.insert(id, self.threads.len() - 1);
+                self.threads.len() - 1
+            }
+        };
+    }
+
+    /// What every call does first: count, and fail if something is to fail it.
+    pub(super) fn begin(&mut self, call: Call) -> R {
+        self.enter_thread();
+        self.now = call;
+        let nanos = match call {
+            // Costs are per mapping in the range; the calls add them up themselves.
+            Call::cuMemSetAccess | Call::cuMemUnmap => 0,
+            _ => self.costs.of(call),
+        };
+        self.counters.count(call, nanos);
+        if self.ended {
+            return fail(CUresult::CUDA_ERROR_DEINITIALIZED);
+        }
+        if !self.plans.is_empty() {
+            // All plans see every call, so that each counts for itself.
+            let mut code = None;
+            for plan in &mut self.plans {
+                if plan.hits(call) {
+                    code = code.or(Some(plan.code));
+                }
+            }
+            self.plans.retain(|plan| plan.times > 0);
+            if let Some(code) = code {
+                return fail(code);
+            }
+        }
+        if self.any_lost || !self.initialised {
+            return self.begin_unusual(call);
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn begin_unusual(&mut self, call: Call) -> R {
+        let free = matches!(
+            call,
+            Call::cuInit | Call::cuDriverGetVersion | Call::cuGetErrorName | Call::cuGetErrorString
+        );
+        if free {
+            return Ok(());
+        }
+        if !self.initialised {
+            return fail(CUresult::CUDA_ERROR_NOT_INITIALIZED);
+        }
+        let local = matches!(
+            call,
+            Call::cuCtxGetCurrent
+                | Call::cuCtxSetCurrent
+                | Call::cuDeviceGet
+                | Call::cuDeviceGetCount
+                | Call::cuDeviceGetAttribute
+                | Call::cuThreadExchangeStreamCaptureMode
+        );
+        let current = self.threads[self.thread].current;
+        match current.and_then(|ctx| self.ctxs[ctx].lost) {
+            Some(code) if !local => fail(code),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes every later call on the context return `code`.
+    pub(super) fn lose(&mut self, ctx: usize, code: CUresult) {
+        if let Some(ctx) = self.ctxs.get_mut(ctx) {
+            ctx.lost = Some(code);
+            self.any_lost = true;
+        }
+    }
+
+    pub(super) fn plan(&mut self, plan: FailPlan) {
+        self.plans.push(plan);
+    }
+
+    pub(super) fn clear_plans(&mut self) -> usize {
+        std::mem::take(&mut self.plans).len()
+    }
+
+    pub(super) fn logging(&self) -> bool {
+        self.log.is_some()
+    }
+
+    pub(super) fn set_logging(&mut self, on: bool) {
+        self.log = on.then(Vec::new);
+    }
+
+    pub(super) fn log(&mut self, call: Call, arguments: String, result: CUresult) {
+        if let Some(log) = &mut self.log {
+            log.push(LogEntry {
+                call: call.name(),
+                arguments,
+                result,
+            });
+        }
+    }
+
+    pub(super) fn take_log(&mut self) -> Vec<LogEntry> {
+        self.log.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    pub(super) fn defer(&mut self, function: CUhostFn, data: usize) {
+        self.callbacks.push(Callback { function, data });
+    }
+
+    pub(super) fn take_callbacks(&mut self) -> Vec<Callback> {
+        std::mem::take(&mut self.callbacks)
+    }
+
+    pub(super) fn report(&mut self, report: Report) {
+        self.report_count += 1;
+        if self.reports.len() < MAX_REPORTS {
+            self.reports.push(report);
+        }
+    }
+
+    /// Reports a broken rule of the current call.
+    pub(super) fn misuse(&mut self, rule: &'static str, value: u64) {
+        let call = self.now.name();
+        self.report(Report::Misuse { call, rule, value });
+    }
+
+    /// Reports the use of a handle that does not live.
+    pub(super) fn dead(&mut self, object: &'static str, value: u64, existed: bool) {
+        let call = self.now.name();
+        self.report(match existed {
+            true => Report::Destroyed {
+                call,
+                object,
+                value,
+            },
+            false => Report::Unknown {
+                call,
+                object,
+                value,
+            },
+        });
+    }
+
+    pub(super) fn reports(&self) -> &[Report] {
+        &self.reports
+    }
+
+    pub(super) fn take_reports(&mut self) -> Vec<Report> {
+        self.report_count = 0;
+        std::mem::take(&mut self.reports)
+    }
+
+    pub(super) fn set_label(&mut self, label: &str) {
+        self.enter_thread();
+        let id = match self.label_ids.get(label) {
+            Some(&id) => id,
+            None if label.is_empty() => 0,
+            None => {
+                let id = self.labels.len() as u32;
+                self.labels.push(label.to_owned());
+                self.label_ids.insert(label.to_owned(), id);
+                id
+            }
+        };
+        self.threads[self.thread].label = id;
+    }
+
+    pub(super) fn site(&self, entry: &Entry) -> Site {
+        Site {
+            kind: entry.kind,
+            stream: entry.stream,
+            sequence: entry.seq,
+            address: entry.address,
+            bytes: entry.bytes,
+            label: self
+                .labels
+                .get(entry.label as usize)
+                .cloned()
+                .unwrap_or_default(),
+        }
+    }
+
+    /// The current context of the calling thread.
+    pub(super) fn current(&mut self) -> R<usize> {
+        match self.threads[self.thread].current {
+            Some(ctx) => Ok(ctx),
+            None => {
+                let call = self.now.name();
+                self.report(Report::WrongContext { call });
+                fail(CUresult::CUDA_ERROR_INVALID_CONTEXT)
+            }
+        }
+    }
+}
+
+impl Ctx {
+    pub(super) fn new(device: usize) -> Ctx {
+        Ctx {
+            device,
+            retains: 0,
+            alive: false,
+            lost: None,
+            legacy: None,
+            per_thread: HashMap::new(),
+            blocking: Vec::new(),
+            peers: 0,
+        }
+    }
+}
