@@ -221,7 +221,7 @@ pub fn replay(
     drop(run);
     report.check = allocator.check().err();
     report.close = allocator.close().err();
-    report.leaked_bytes = allocator.stats().reserved.current;
+    report.leaked_bytes = allocator.stats().all.reserved.current;
     if let (Some(before), Some(after)) = (held_before, stage.memory_in_use()) {
         report.leaked_bytes = report.leaked_bytes.max(after.saturating_sub(before));
     }
@@ -287,7 +287,7 @@ impl Run<'_> {
             let outcome = self.once(work);
             let calls = driver.calls();
             let driver_ns = self.driver_nanos(&calls, work).saturating_sub(nanos_before);
-            let reserved_peak = self.allocator.stats().reserved.peak;
+            let reserved_peak = self.allocator.stats().all.reserved.peak;
             if index == 0 {
                 report.reserved_peak = reserved_peak;
             }
@@ -338,6 +338,9 @@ impl Run<'_> {
             if let (Action::Allocate, Some(block)) = (step.action, self.slots[step.id].take()) {
                 work.releasing(step.use_of(&block, &self.streams))
                     .map_err(|error| (self.steps.len() - 1, error.into()))?;
+                block
+                    .free()
+                    .map_err(|failed| (self.steps.len() - 1, failed.error.into()))?;
             }
         }
         Ok(wall + start.elapsed())
@@ -378,6 +381,7 @@ fn rows(
                 if let Some(block) = slots[step.id].take() {
                     work.releasing(step.use_of(&block, streams))
                         .map_err(|error| (row, error.into()))?;
+                    block.free().map_err(|failed| (row, failed.error.into()))?;
                 }
             }
             Action::Pass => {}
