@@ -1,9 +1,13 @@
 //! A caching GPU memory allocator on the raw CUDA driver API.
 #![deny(missing_docs)]
 
+#[cfg(not(target_pointer_width = "64"))]
+compile_error!("cualloc supports 64-bit targets only: the driver's API differs on others");
+
 pub mod allocator;
 pub mod driver;
 #[cfg(feature = "sim")]
 pub mod sim;
+pub mod trace;
 
 pub use allocator::{Allocator, Block, Config, Error, Policy, Stats};

@@ -1,0 +1,227 @@
+//! `cualloc info`.
+
+use crate::machine::{self, MachineError};
+use crate::options::{DeviceChoice, InfoOptions};
+use crate::output::{self, Output};
+use crate::{Failure, Outcome};
+use cualloc::driver::{Context, Device, Driver, DriverError, MemoryProperties, sys};
+use serde::Serialize;
+use std::error::Error;
+
+/// What `--json` writes.
+#[derive(Serialize)]
+struct Info {
+    version: &'static str,
+    /// Of the GPU; null without one, and with `--device sim`.
+    driver: Option<DriverInfo>,
+    /// Why there is no driver: the error, then its sources.
+    driver_error: Option<Vec<String>>,
+    /// Null with `--device cuda`.
+    simulator: Option<DriverInfo>,
+}
+
+#[derive(Serialize)]
+struct DriverInfo {
+    /// The library the functions come from; null for the simulator.
+    library: Option<String>,
+    version: String,
+    devices: Vec<DeviceInfo>,
+}
+
+#[derive(Serialize)]
+struct DeviceInfo {
+    ordinal: usize,
+    name: String,
+    uuid: Option<String>,
+    pci_bus_id: Option<String>,
+    total_memory_bytes: u64,
+    /// Bytes of the smallest piece of mapped memory; null without virtual memory management.
+    granularity_bytes: Option<usize>,
+    virtual_memory_management: bool,
+    memory_pools: bool,
+    exports: Vec<&'static str>,
+    gpu_direct_rdma: bool,
+    peers: Vec<usize>,
+}
+
+pub fn run(options: &InfoOptions, output: &mut Output) -> Outcome {
+    let choice = options.machine.device;
+    let mut info = Info {
+        version: env!("CARGO_PKG_VERSION"),
+        driver: None,
+        driver_error: None,
+        simulator: None,
+    };
+    let mut well = true;
+    if choice != DeviceChoice::Sim {
+        match real() {
+            Ok(driver) => info.driver = Some(driver),
+            Err(error) => {
+                info.driver_error = Some(output::messages(&*error));
+                well = choice != DeviceChoice::Cuda;
+            }
+        }
+    }
+    if choice != DeviceChoice::Cuda {
+        info.simulator = Some(simulated(options.machine.sim_memory)?);
+    }
+    if options.machine.json {
+        output.json(&info)?;
+    } else {
+        write(&info, output)?;
+    }
+    Ok(well)
+}
+
+fn real() -> Result<DriverInfo, Box<dyn Error>> {
+    let driver = Driver::load()?;
+    Ok(describe(&driver)?)
+}
+
+fn simulated(memory: u64) -> Result<DriverInfo, Failure> {
+    let simulator = machine::simulator(memory)?;
+    let driver = simulator
+        .driver()
+        .map_err(|error| MachineError::Stage(error.into()))?;
+    Ok(describe(&driver).map_err(MachineError::Driver)?)
+}
+
+fn describe(driver: &Driver) -> Result<DriverInfo, DriverError> {
+    let version = driver.version();
+    let count = driver.device_count()?;
+    let mut devices = Vec::with_capacity(count);
+    for ordinal in 0..count {
+        devices.push(device(driver, driver.device(ordinal)?, count)?);
+    }
+    Ok(DriverInfo {
+        library: driver.library().map(str::to_owned),
+        version: format!("{}.{}", version / 1000, version % 1000 / 10),
+        devices,
+    })
+}
+
+fn device(driver: &Driver, device: Device, count: usize) -> Result<DeviceInfo, DriverError> {
+    let virtual_memory_management = driver.supports_vmm(device)?;
+    let yes = |attribute| {
+        driver
+            .attribute(device, attribute)
+            .is_ok_and(|value| value != 0)
+    };
+    let mut exports = Vec::new();
+    if virtual_memory_management && yes(HANDLE_TYPE_POSIX) {
+        exports.push("posix file descriptor");
+    }
+    if virtual_memory_management && yes(HANDLE_TYPE_FABRIC) {
+        exports.push("fabric");
+    }
+    let mut peers = Vec::new();
+    for ordinal in (0..count).filter(|ordinal| *ordinal != device.ordinal()) {
+        if driver.can_access_peer(device, driver.device(ordinal)?)? {
+            peers.push(ordinal);
+        }
+    }
+    let granularity_bytes = if virtual_memory_management {
+        Some(granularity(driver, device)?)
+    } else {
+        None
+    };
+    Ok(DeviceInfo {
+        ordinal: device.ordinal(),
+        name: driver.device_name(device)?,
+        uuid: driver.uuid(device)?.map(uuid),
+        pci_bus_id: driver.pci_bus_id(device)?,
+        total_memory_bytes: driver.total_memory(device)?,
+        granularity_bytes,
+        virtual_memory_management,
+        memory_pools: driver.supports_pools(device)?,
+        exports,
+        gpu_direct_rdma: yes(GPU_DIRECT_RDMA),
+        peers,
+    })
+}
+
+fn granularity(driver: &Driver, device: Device) -> Result<usize, DriverError> {
+    let properties = MemoryProperties::for_device(driver, device)?;
+    let context = Context::primary(driver, device)?;
+    context.enter()?.granularity(&properties)
+}
+
+fn uuid(bytes: [u8; 16]) -> String {
+    let mut text = String::from("GPU-");
+    for (index, byte) in bytes.iter().enumerate() {
+        if matches!(index, 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        text += &format!("{byte:02x}");
+    }
+    text
+}
+
+fn write(info: &Info, output: &mut Output) -> std::io::Result<()> {
+    output.line(&format!("cualloc {}", info.version))?;
+    match (&info.driver, &info.driver_error) {
+        (Some(driver), _) => write_driver("CUDA driver", driver, output)?,
+        (None, Some(messages)) => {
+            output.line("no CUDA driver")?;
+            for (depth, message) in messages.iter().enumerate() {
+                for line in message.lines() {
+                    output.line(&format!("{:indent$}{line}", "", indent = 2 * depth + 2))?;
+                }
+            }
+        }
+        (None, None) => {}
+    }
+    match &info.simulator {
+        Some(driver) => write_driver("simulator, as driver", driver, output),
+        None => Ok(()),
+    }
+}
+
+fn write_driver(name: &str, driver: &DriverInfo, output: &mut Output) -> std::io::Result<()> {
+    output.line(&format!("{name} {}", driver.version))?;
+    if let Some(library) = &driver.library {
+        output.line(&format!("  library {library}"))?;
+    }
+    for device in &driver.devices {
+        output.line(&format!("  device {}: {}", device.ordinal, device.name))?;
+        let some = |text: &Option<String>| text.clone().unwrap_or_else(|| "unknown".to_owned());
+        let able = |able: bool| if able { "yes" } else { "no" };
+        let list = |list: Vec<String>| match list.is_empty() {
+            true => "none".to_owned(),
+            false => list.join(", "),
+        };
+        let mapped = match device.granularity_bytes {
+            Some(bytes) => format!("yes, in pieces of {} KiB", bytes >> 10),
+            None => "no".to_owned(),
+        };
+        for (name, value) in [
+            ("uuid", some(&device.uuid)),
+            ("PCI bus", some(&device.pci_bus_id)),
+            (
+                "memory",
+                format!("{} MiB", output::mebibytes(device.total_memory_bytes)),
+            ),
+            ("virtual memory management", mapped),
+            ("memory pools", able(device.memory_pools).to_owned()),
+            (
+                "exports",
+                list(device.exports.iter().map(ToString::to_string).collect()),
+            ),
+            ("GPUDirect RDMA", able(device.gpu_direct_rdma).to_owned()),
+            (
+                "peers",
+                list(device.peers.iter().map(ToString::to_string).collect()),
+            ),
+        ] {
+            output.line(&format!("    {name:<26} {value}"))?;
+        }
+    }
+    Ok(())
+}
+
+const HANDLE_TYPE_POSIX: sys::CUdevice_attribute =
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED;
+const HANDLE_TYPE_FABRIC: sys::CUdevice_attribute =
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED;
+const GPU_DIRECT_RDMA: sys::CUdevice_attribute =
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;

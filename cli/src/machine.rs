@@ -1,0 +1,127 @@
+//! What the command runs on: the first GPU, or a simulated one.
+
+use crate::options::{DeviceChoice, MachineOptions};
+use crate::output::note;
+use crate::{Failure, output};
+use cualloc::driver::{Device, Driver, DriverError, LoadError};
+use cualloc::sim::{ConfigError, DeviceConfig, SimConfig, Simulator};
+use cualloc::trace::{Stage, StageError};
+use std::sync::Arc;
+
+/// A device could not be had.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    #[error("--device cuda cannot be had")]
+    NoDriver(#[source] LoadError),
+    #[error("--device cuda cannot be had: the driver knows no device")]
+    NoDevice,
+    #[error("the driver does not answer")]
+    Driver(#[source] DriverError),
+    #[error("the simulator cannot be started")]
+    Simulator(#[source] ConfigError),
+    #[error(transparent)]
+    Stage(StageError),
+}
+
+/// The device to run on.
+pub enum Machine {
+    Cuda { driver: Driver, device: Device },
+    Simulated { memory: u64 },
+}
+
+impl Machine {
+    /// Chooses the device; says on stderr what `auto` came to.
+    pub fn choose(options: &MachineOptions) -> Result<Machine, MachineError> {
+        let simulated = Machine::Simulated {
+            memory: options.sim_memory,
+        };
+        match options.device {
+            DeviceChoice::Sim => Ok(simulated),
+            DeviceChoice::Cuda => Machine::cuda(),
+            DeviceChoice::Auto => match Machine::cuda() {
+                Ok(machine) => {
+                    note!("device: {}", machine.describe());
+                    Ok(machine)
+                }
+                Err(error) => {
+                    note!(
+                        "device: the simulator, for there is no GPU ({})",
+                        reason(&error)
+                    );
+                    Ok(simulated)
+                }
+            },
+        }
+    }
+
+    fn cuda() -> Result<Machine, MachineError> {
+        let driver = Driver::load().map_err(MachineError::NoDriver)?;
+        if driver.device_count().map_err(MachineError::Driver)? == 0 {
+            return Err(MachineError::NoDevice);
+        }
+        let device = driver.device(0).map_err(MachineError::Driver)?;
+        Ok(Machine::Cuda { driver, device })
+    }
+
+    /// As `--device` calls it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Machine::Cuda { .. } => "cuda",
+            Machine::Simulated { .. } => "sim",
+        }
+    }
+
+    fn describe(&self) -> String {
+        match self {
+            Machine::Cuda { driver, device } => driver
+                .device_name(*device)
+                .unwrap_or_else(|error| format!("a GPU that does not tell its name ({error})")),
+            Machine::Simulated { .. } => "the simulator".to_owned(),
+        }
+    }
+
+    /// Only a simulated device can be told when to complete its work.
+    pub fn check_lag(&self, lag: u64) -> Result<(), Failure> {
+        match self {
+            Machine::Cuda { .. } if lag > 0 => Err(Failure::Usage(
+                "--lag is for the simulator: add --device sim".to_owned(),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// A stage for one trace; a simulated device starts anew.
+    pub fn stage(&self, lag: u64) -> Result<Stage, MachineError> {
+        match self {
+            Machine::Cuda { driver, device } => Stage::new(driver, *device),
+            Machine::Simulated { memory } => {
+                let simulator = Arc::new(simulator(*memory)?);
+                Stage::simulated(&simulator, 0, lag)
+            }
+        }
+        .map_err(MachineError::Stage)
+    }
+}
+
+/// Why there is no GPU, in few words.
+fn reason(error: &MachineError) -> String {
+    match error {
+        // It already quotes its sources.
+        MachineError::NoDriver(error @ LoadError::NotFound { .. }) => error.to_string(),
+        MachineError::NoDriver(error) => output::chain(error),
+        MachineError::NoDevice => "the driver knows no device".to_owned(),
+        error => output::chain(error),
+    }
+}
+
+/// A simulator with one device.
+pub fn simulator(memory: u64) -> Result<Simulator, MachineError> {
+    Simulator::new(SimConfig {
+        devices: vec![DeviceConfig {
+            memory,
+            ..DeviceConfig::default()
+        }],
+        ..SimConfig::default()
+    })
+    .map_err(MachineError::Simulator)
+}

@@ -1,0 +1,234 @@
+//! `cualloc replay`.
+
+use crate::machine::Machine;
+use crate::options::ReplayOptions;
+use crate::output::{self, Output, Table, note};
+use crate::{Failure, Outcome, input};
+use cualloc::allocator::Policy;
+use cualloc::trace::{self, Figures, Options, Report, Trace};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// One line of `--json`.
+#[derive(Serialize)]
+struct Line<'a> {
+    trace: &'a str,
+    device: &'a str,
+    policy: &'a str,
+    rows: usize,
+    allocations: usize,
+    streams: usize,
+    limit_bytes: Option<u64>,
+    requested_peak_bytes: u64,
+    /// Of the first replay.
+    reserved_peak_bytes: u64,
+    /// Of the first replay.
+    ratio: Option<f64>,
+    /// Of all replays.
+    ratio_max: Option<f64>,
+    completed: bool,
+    /// Counted from 1; the header is not a row.
+    failed_row: Option<usize>,
+    replays: Vec<ReplayLine>,
+}
+
+#[derive(Serialize)]
+struct ReplayLine {
+    reserved_peak_bytes: u64,
+    driver_calls: BTreeMap<String, u64>,
+    handle_ops: u64,
+    driver_ns: u64,
+    ns_per_row: f64,
+}
+
+impl ReplayLine {
+    fn new(figures: &Figures) -> ReplayLine {
+        let calls = figures.driver_calls.iter();
+        ReplayLine {
+            reserved_peak_bytes: figures.reserved_peak,
+            driver_calls: calls
+                .map(|(name, count)| (name.to_owned(), count))
+                .collect(),
+            handle_ops: figures.driver_calls.handle_ops(),
+            driver_ns: figures.driver_ns,
+            ns_per_row: figures.ns_per_row,
+        }
+    }
+}
+
+pub fn run(options: &ReplayOptions, output: &mut Output) -> Outcome {
+    let machine = Machine::choose(&options.traces.machine)?;
+    machine.check_lag(options.traces.lag)?;
+    let json = options.traces.machine.json;
+    let table = table(&options.traces.files);
+    if !json {
+        output.line(&table.header())?;
+    }
+    let mut well = true;
+    for path in &options.traces.files {
+        let trace = match input::read(path) {
+            Ok(trace) => trace,
+            Err(error) => {
+                output::complain(&error);
+                well = false;
+                continue;
+            }
+        };
+        let Some(report) = replay(&machine, path, &trace, options)? else {
+            well = false;
+            continue;
+        };
+        let line = line(&machine, &trace, &report);
+        if json {
+            output.json(&line)?;
+        } else {
+            output.line(&table.row(cells(&line, &report)))?;
+        }
+        well &= report_faults(path, &report);
+    }
+    Ok(well)
+}
+
+/// Replays one trace; complains and gives `None` if it could not even begin.
+fn replay(
+    machine: &Machine,
+    path: &Path,
+    trace: &Trace,
+    options: &ReplayOptions,
+) -> Result<Option<Report>, Failure> {
+    let stage = machine.stage(options.traces.lag)?;
+    let mut replay = Options::default();
+    replay.repeat = options.repeat as usize;
+    replay.policy = options.traces.policy();
+    replay.limit = options
+        .limit
+        .map(|limit| limit.bytes(trace.requested_peak()));
+    replay.verify = options.traces.verify;
+    replay.seed = options.traces.seed;
+    let rows = trace.rows().len() as u64 * u64::from(options.repeat);
+    let bar = output::progress(rows, trace.name());
+    let report = trace::replay(&stage, trace, &replay, &mut |done| bar.set_position(done));
+    bar.finish_and_clear();
+    match report {
+        Ok(report) => Ok(Some(report)),
+        Err(error) => {
+            note!("error: {}: {}", path.display(), output::chain(&error));
+            Ok(None)
+        }
+    }
+}
+
+fn line<'a>(machine: &'a Machine, trace: &'a Trace, report: &Report) -> Line<'a> {
+    let peak = trace.requested_peak();
+    Line {
+        trace: trace.name(),
+        device: machine.name(),
+        policy: policy_name(report.policy),
+        rows: trace.rows().len(),
+        allocations: trace.allocations().len(),
+        streams: trace.streams().len(),
+        limit_bytes: report.limit,
+        requested_peak_bytes: peak,
+        reserved_peak_bytes: report.reserved_peak,
+        ratio: output::ratio_of(report.reserved_peak, peak),
+        ratio_max: output::ratio_of(report.reserved_peak_max(), peak),
+        completed: report.completed(),
+        failed_row: report.failure.as_ref().map(|failure| failure.row),
+        replays: report.replays.iter().map(ReplayLine::new).collect(),
+    }
+}
+
+/// The policy as `--policy` calls it.
+pub fn policy_name(policy: Policy) -> &'static str {
+    match policy {
+        Policy::Classic => "classic",
+        _ => "packed",
+    }
+}
+
+/// Says on stderr everything that went wrong; whether nothing did.
+pub fn report_faults(path: &Path, report: &Report) -> bool {
+    let file = path.display();
+    if let Some(failure) = &report.failure {
+        let line = Trace::line_of(failure.row.saturating_sub(1));
+        note!("error: {file}:{line}: {}", output::chain(failure));
+    }
+    if let Some(mismatches) = report.mismatches.filter(|count| *count > 0) {
+        note!("error: {file}: {mismatches} words were not what their block was filled with");
+    }
+    if let Some(error) = &report.check {
+        note!(
+            "error: {file}: the allocator's books are wrong: {}",
+            output::chain(error)
+        );
+    }
+    if let Some(error) = &report.close {
+        note!(
+            "error: {file}: the allocator cannot be closed: {}",
+            output::chain(error)
+        );
+    }
+    if report.leaked_bytes > 0 {
+        note!(
+            "error: {file}: {} bytes are held after the end",
+            report.leaked_bytes
+        );
+    }
+    for text in &report.reports {
+        note!("error: {file}: the simulator reports: {text}");
+    }
+    report.is_clean()
+}
+
+fn table(files: &[std::path::PathBuf]) -> Table {
+    Table::new(&[
+        ("trace", output::name_width(files)),
+        ("policy", 7),
+        ("rows", 7),
+        ("allocs", 7),
+        ("streams", 0),
+        ("requested MiB", 0),
+        ("reserved MiB", 0),
+        ("ratio", 6),
+        ("max", 6),
+        ("calls first", 0),
+        ("calls last", 0),
+        ("handles last", 0),
+        ("ns/row last", 0),
+        ("result", 8),
+    ])
+}
+
+fn cells(line: &Line<'_>, report: &Report) -> Vec<String> {
+    let dash = || "-".to_owned();
+    let first = report.replays.first();
+    let last = report.replays.last();
+    let calls = |figures: Option<&Figures>| {
+        figures.map_or_else(dash, |figures| figures.driver_calls.total().to_string())
+    };
+    let end = match (report.is_clean(), line.failed_row) {
+        (true, _) if report.mismatches.is_some() => "verified".to_owned(),
+        (true, _) => "ok".to_owned(),
+        (false, Some(row)) => format!("FAILED at row {row}"),
+        (false, None) => "FAILED".to_owned(),
+    };
+    vec![
+        line.trace.to_owned(),
+        line.policy.to_owned(),
+        line.rows.to_string(),
+        line.allocations.to_string(),
+        line.streams.to_string(),
+        output::mebibytes(line.requested_peak_bytes),
+        output::mebibytes(line.reserved_peak_bytes),
+        output::ratio(line.ratio),
+        output::ratio(line.ratio_max),
+        calls(first),
+        calls(last),
+        last.map_or_else(dash, |figures| {
+            figures.driver_calls.handle_ops().to_string()
+        }),
+        last.map_or_else(dash, |figures| format!("{:.0}", figures.ns_per_row)),
+        end,
+    ]
+}

@@ -1,0 +1,514 @@
+//! The `cualloc` command from outside: exit codes, results, complaints.
+
+use serde_json::Value;
+use std::ffi::OsStr;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+fn cualloc() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cualloc"));
+    command.env_remove("RUST_LOG");
+    command
+}
+
+fn run<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Output {
+    cualloc().args(arguments).output().unwrap()
+}
+
+fn data(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/data")
+        .join(path)
+}
+
+/// A file of this test's own.
+fn scratch(name: &str, content: &[u8]) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::write(&path, content).unwrap();
+    path
+}
+
+fn stderr(output: &Output) -> String {
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!text.contains("panicked"), "{text}");
+    text
+}
+
+/// The objects on stdout, one per line.
+fn objects(output: &Output) -> Vec<Value> {
+    let text = std::str::from_utf8(&output.stdout).unwrap();
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+fn keys(value: &Value) -> Vec<&str> {
+    value
+        .as_object()
+        .unwrap()
+        .keys()
+        .map(String::as_str)
+        .collect()
+}
+
+fn sorted<const N: usize>(mut names: [&str; N]) -> [&str; N] {
+    names.sort_unstable();
+    names
+}
+
+/// Reading a number of JSON may change its last bit.
+fn assert_close(value: &Value, expected: f64) {
+    let value = value.as_f64().unwrap();
+    assert!((value - expected).abs() < 1e-12, "{value} {expected}");
+}
+
+const RECORDINGS: [&str; 4] = [
+    "dataframe.csv.gz",
+    "gpt2_varlen.csv.gz",
+    "resnet50.csv.gz",
+    "serve_streams.csv.gz",
+];
+
+/// Runs the command on all recordings, with these options on the simulator.
+fn on_recordings(arguments: &[&str]) -> Output {
+    cualloc()
+        .args(arguments)
+        .args(["--device", "sim", "--json"])
+        .args(RECORDINGS.map(data))
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn replay_writes_one_object_per_trace_with_these_fields() {
+    let output = on_recordings(&["replay", "--repeat", "3"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let lines = objects(&output);
+    assert_eq!(lines.len(), RECORDINGS.len());
+    for (line, file) in lines.iter().zip(RECORDINGS) {
+        assert_eq!(
+            keys(line),
+            sorted([
+                "trace",
+                "device",
+                "policy",
+                "rows",
+                "allocations",
+                "streams",
+                "limit_bytes",
+                "requested_peak_bytes",
+                "reserved_peak_bytes",
+                "ratio",
+                "ratio_max",
+                "completed",
+                "failed_row",
+                "replays"
+            ])
+        );
+        assert_eq!(line["trace"], file.trim_end_matches(".csv.gz"));
+        assert_eq!(line["device"], "sim");
+        assert_eq!(line["policy"], "packed");
+        assert_eq!(line["limit_bytes"], Value::Null);
+        assert_eq!(line["completed"], true);
+        assert_eq!(line["failed_row"], Value::Null);
+        let requested = line["requested_peak_bytes"].as_u64().unwrap();
+        let reserved = line["reserved_peak_bytes"].as_u64().unwrap();
+        assert!(reserved >= requested, "{line}");
+        assert_close(&line["ratio"], reserved as f64 / requested as f64);
+        let replays = line["replays"].as_array().unwrap();
+        assert_eq!(replays.len(), 3);
+        assert_eq!(replays[0]["reserved_peak_bytes"], reserved);
+        let peaks = replays
+            .iter()
+            .map(|replay| replay["reserved_peak_bytes"].as_u64().unwrap());
+        assert_close(
+            &line["ratio_max"],
+            peaks.max().unwrap() as f64 / requested as f64,
+        );
+        for replay in replays {
+            assert_eq!(
+                keys(replay),
+                sorted([
+                    "reserved_peak_bytes",
+                    "driver_calls",
+                    "handle_ops",
+                    "driver_ns",
+                    "ns_per_row"
+                ])
+            );
+            assert!(replay["ns_per_row"].as_f64().unwrap() > 0.0);
+        }
+        // Some memory must have come from the driver, at a price.
+        let calls = replays[0]["driver_calls"].as_object().unwrap();
+        assert!(calls.values().all(|count| count.as_u64().unwrap() > 0));
+        assert!(calls.contains_key("cuMemCreate") || calls.contains_key("cuMemAlloc_v2"));
+        assert!(replays[0]["driver_ns"].as_u64().unwrap() > 0);
+    }
+    assert_eq!(lines[3]["streams"], 6);
+    assert_eq!(lines[3]["rows"], 6000);
+    assert_eq!(lines[3]["requested_peak_bytes"], 682_294_760);
+}
+
+#[test]
+fn both_policies_are_clean_under_verification_and_lag() {
+    for policy in ["packed", "classic"] {
+        for lag in ["0", "50"] {
+            let options = [
+                "replay", "--repeat", "2", "--verify", "--policy", policy, "--lag", lag,
+            ];
+            let output = on_recordings(&options);
+            assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+            for line in objects(&output) {
+                assert_eq!(line["policy"], policy);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_replayers_own_work_is_not_counted() {
+    let counts = |options: &[&str]| -> Vec<Value> {
+        let output = on_recordings(&[&["replay"], options].concat());
+        objects(&output)
+            .iter()
+            .map(|line| {
+                let replay = &line["replays"][0];
+                Value::from(vec![
+                    replay["driver_calls"].clone(),
+                    replay["driver_ns"].clone(),
+                ])
+            })
+            .collect()
+    };
+    // With everything complete at once the allocator sees the same program either way.
+    assert_eq!(counts(&[]), counts(&["--verify"]));
+}
+
+#[test]
+fn plain_files_and_both_line_ends_replay_and_people_get_a_table() {
+    let output = cualloc()
+        .args(["replay", "--device", "sim"])
+        .args([data("lf.csv"), data("crlf.csv")])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 3, "{text}");
+    assert!(lines[0].starts_with("trace"));
+    assert!(lines[1].starts_with("lf ") && lines[1].ends_with(" ok"));
+    assert!(lines[2].starts_with("crlf ") && lines[2].ends_with(" ok"));
+}
+
+#[test]
+fn a_limit_that_is_too_small_fails_and_names_the_row() {
+    let path = data("dataframe.csv.gz");
+    let output = cualloc()
+        .args(["replay", "--device", "sim", "--json", "--limit", "0.5x"])
+        .arg(&path)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let line = &objects(&output)[0];
+    assert_eq!(line["limit_bytes"], 5_679_826_971u64 / 2);
+    assert_eq!(line["completed"], false);
+    assert_eq!(line["replays"].as_array().unwrap().len(), 0);
+    let row = line["failed_row"].as_u64().unwrap();
+    assert!(row >= 1 && row <= line["rows"].as_u64().unwrap());
+    assert!(line["reserved_peak_bytes"].as_u64() <= line["limit_bytes"].as_u64());
+    // The header is line 1, so row 1 is line 2.
+    let place = format!("{}:{}: ", path.display(), row + 1);
+    let complaint = stderr(&output);
+    assert!(complaint.contains(&place), "{complaint}");
+    assert!(complaint.contains(&format!("row {row}")), "{complaint}");
+}
+
+#[test]
+fn a_limit_may_be_given_in_bytes() {
+    let output = cualloc()
+        .args(["replay", "--device", "sim", "--json", "--limit", "67108864"])
+        .arg(data("lf.csv"))
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(objects(&output)[0]["limit_bytes"], 67_108_864);
+}
+
+#[test]
+fn memory_of_the_simulated_device_is_an_option() {
+    let output = cualloc()
+        .args([
+            "replay",
+            "--device",
+            "sim",
+            "--json",
+            "--sim-memory",
+            "1073741824",
+        ])
+        .arg(data("dataframe.csv.gz"))
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert_eq!(objects(&output)[0]["completed"], false);
+}
+
+#[test]
+fn broken_files_are_named_with_their_line_and_the_others_still_run() {
+    let broken = data("broken/freed_twice.csv");
+    let output = cualloc()
+        .args(["replay", "--device", "sim", "--json"])
+        .args([&broken, &data("lf.csv")])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let complaint = stderr(&output);
+    assert!(
+        complaint.contains(&format!("{}:4: ", broken.display())),
+        "{complaint}"
+    );
+    assert_eq!(objects(&output).len(), 1);
+}
+
+#[test]
+fn every_broken_file_fails_both_commands() {
+    for entry in std::fs::read_dir(data("broken")).unwrap() {
+        let path = entry.unwrap().path();
+        for command in ["replay", "capacity"] {
+            let output = cualloc()
+                .args([command, "--device", "sim", "--json"])
+                .arg(&path)
+                .output()
+                .unwrap();
+            assert_eq!(output.status.code(), Some(1), "{}", path.display());
+            assert!(output.stdout.is_empty());
+            let complaint = stderr(&output);
+            assert!(
+                complaint.contains(&format!("{}:", path.display())),
+                "{complaint}"
+            );
+        }
+    }
+}
+
+#[test]
+fn files_that_cannot_be_read_are_named() {
+    let missing = data("there_is_no_such_file.csv");
+    for path in [missing, data("broken")] {
+        let output = run([OsStr::new("replay"), "--device=sim".as_ref(), path.as_ref()]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(stderr(&output).contains(path.to_str().unwrap()));
+    }
+}
+
+#[test]
+fn a_torn_gzip_file_is_named_with_the_line_reached() {
+    let whole = std::fs::read(data("resnet50.csv.gz")).unwrap();
+    let path = scratch("torn.csv.gz", &whole[..whole.len() / 2]);
+    let output = run([OsStr::new("replay"), "--device=sim".as_ref(), path.as_ref()]);
+    assert_eq!(output.status.code(), Some(1));
+    let complaint = stderr(&output);
+    let rest = complaint
+        .split(&format!("{}:", path.display()))
+        .nth(1)
+        .unwrap();
+    let line: u64 = rest.split(':').next().unwrap().parse().unwrap();
+    assert!(line > 100 && line < 5000, "{complaint}");
+}
+
+#[test]
+fn gzip_is_told_by_content_not_by_name() {
+    let text = std::fs::read(data("lf.csv")).unwrap();
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    packed.write_all(&text).unwrap();
+    let packed = scratch("packed.csv", &packed.finish().unwrap());
+    let plain = scratch("plain.csv.gz", &text);
+    for path in [packed, plain] {
+        let output = run([OsStr::new("replay"), "--device=sim".as_ref(), path.as_ref()]);
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_file_name_need_not_be_text() {
+    use std::os::unix::ffi::OsStrExt;
+    let name = OsStr::from_bytes(b"\xff\xfe.csv");
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::copy(data("lf.csv"), &path).unwrap();
+    let output = run([OsStr::new("replay"), "--device=sim".as_ref(), path.as_ref()]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+}
+
+#[test]
+fn command_lines_that_make_no_sense_exit_with_2() {
+    let lf = data("lf.csv");
+    let lf = lf.to_str().unwrap();
+    for arguments in [
+        &[][..],
+        &["replay"],
+        &["capacity"],
+        &["unknown"],
+        &["replay", "--limit", "much", lf],
+        &["replay", "--limit", "-1x", lf],
+        &["replay", "--repeat", "0", lf],
+        &["replay", "--lag", "-1", lf],
+        &["replay", "--device", "tpu", lf],
+        &["replay", "--policy", "auto", lf],
+        &["capacity", "--repeat", "3", lf],
+    ] {
+        let output = run(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert!(output.stdout.is_empty());
+        assert!(!stderr(&output).is_empty());
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_panic() {
+    let mut child = cualloc()
+        .args(["replay", "--device", "sim", "--json"])
+        .arg(data("resnet50.csv.gz"))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(stderr(&output), "");
+}
+
+#[test]
+fn complaints_that_no_one_reads_are_no_panic() {
+    let mut child = cualloc()
+        .args(["replay", "--device", "sim", "--json"])
+        .args([data("broken/header.csv"), data("lf.csv")])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stderr.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(objects(&output).len(), 1);
+}
+
+#[test]
+fn capacity_finds_a_limit_that_replays_confirm() {
+    let path = data("serve_streams.csv.gz");
+    let output = cualloc()
+        .args(["capacity", "--device", "sim", "--json"])
+        .arg(&path)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let line = &objects(&output)[0];
+    assert_eq!(
+        keys(line),
+        sorted([
+            "trace",
+            "device",
+            "policy",
+            "requested_peak_bytes",
+            "min_limit_bytes",
+            "min_limit_ratio",
+            "ns_per_row_at_limit",
+            "handle_ops"
+        ])
+    );
+    let limit = line["min_limit_bytes"].as_u64().unwrap();
+    let requested = line["requested_peak_bytes"].as_u64().unwrap();
+    assert!(limit >= requested && limit.is_multiple_of(2 << 20));
+    assert_close(&line["min_limit_ratio"], limit as f64 / requested as f64);
+    let replays = |limit: u64| {
+        let limit = limit.to_string();
+        cualloc()
+            .args([
+                "replay", "--device", "sim", "--repeat", "3", "--limit", &limit,
+            ])
+            .arg(&path)
+            .output()
+            .unwrap()
+            .status
+            .code()
+    };
+    assert_eq!(replays(limit), Some(0));
+    // One step less fails, itself or with one of the margins.
+    let less = limit - (2 << 20);
+    let margins = [0, 5, 10, 20, 50].map(|margin| less + less / 1000 * margin);
+    assert!(margins.into_iter().any(|limit| replays(limit) == Some(1)));
+}
+
+#[test]
+fn capacity_without_any_limit_that_does_fails() {
+    let output = cualloc()
+        .args([
+            "capacity",
+            "--device",
+            "sim",
+            "--json",
+            "--sim-memory",
+            "4194304",
+        ])
+        .arg(data("resnet50.csv.gz"))
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert_eq!(objects(&output)[0]["min_limit_bytes"], Value::Null);
+}
+
+/// A machine without a driver, whatever this one has.
+fn without_driver(arguments: &[&str]) -> Output {
+    cualloc()
+        .env("CUALLOC_DRIVER", data("there_is_no_such_library.so"))
+        .args(arguments)
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn info_without_a_driver_says_why_and_shows_the_simulator() {
+    let output = without_driver(&["info"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("no CUDA driver"), "{text}");
+    assert!(text.contains("there_is_no_such_library.so"), "{text}");
+    assert!(text.contains("simulator"), "{text}");
+
+    let output = without_driver(&["info", "--json"]);
+    assert_eq!(output.status.code(), Some(0));
+    let info = &objects(&output)[0];
+    assert_eq!(info["driver"], Value::Null);
+    assert!(!info["driver_error"].as_array().unwrap().is_empty());
+    let device = &info["simulator"]["devices"][0];
+    assert_eq!(device["total_memory_bytes"], 144u64 << 30);
+    assert_eq!(device["virtual_memory_management"], true);
+    assert_eq!(device["granularity_bytes"], 2 << 20);
+}
+
+#[test]
+fn a_gpu_that_is_asked_for_but_absent_is_a_failure() {
+    let output = without_driver(&["info", "--device", "cuda"]);
+    assert_eq!(output.status.code(), Some(1));
+    let lf = data("lf.csv");
+    for command in ["replay", "capacity"] {
+        let output = without_driver(&[command, "--device", "cuda", lf.to_str().unwrap()]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(output.stdout.is_empty());
+        let complaint = stderr(&output);
+        assert!(
+            complaint.contains("there_is_no_such_library.so"),
+            "{complaint}"
+        );
+    }
+}
+
+#[test]
+fn auto_without_a_gpu_is_the_simulator_and_says_so() {
+    let lf = data("lf.csv");
+    let output = without_driver(&["replay", "--json", lf.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(objects(&output)[0]["device"], "sim");
+    assert!(stderr(&output).contains("the simulator"));
+}

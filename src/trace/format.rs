@@ -1,0 +1,426 @@
+//! The trace file: reading, validity, and what follows from the rows alone.
+
+use std::error::Error;
+use std::fmt;
+use std::io::{self, BufRead, Read};
+
+/// The first line of every trace.
+pub const HEADER: &str = "op,id,bytes,stream";
+
+/// The longest line a trace may have; the longest valid one is far shorter. It keeps a file that is
+/// not a trace from being read into memory as one line.
+const LINE_LIMIT: u64 = 1024;
+
+/// Stream numbers are below this.
+const STREAM_LIMIT: u64 = 1 << 16;
+
+/// What a row does to its block.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Op {
+    /// `a`: the block is allocated.
+    Allocate,
+    /// `f`: the owner gives the block up.
+    Free,
+    /// `c`: the last use of the given-up block on another stream has completed.
+    Complete,
+}
+
+/// One row of a trace.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Row {
+    /// What happens.
+    pub op: Op,
+    /// The number of the stream, not an index: numbers may have gaps.
+    pub stream: u16,
+    /// Which block; blocks are numbered from 0 in order of allocation.
+    pub id: usize,
+    /// Bytes requested, before any rounding; 0 except for [`Op::Allocate`].
+    pub bytes: u64,
+}
+
+/// One block of a trace, from its allocation to its release.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Allocation {
+    /// Bytes requested, before any rounding; never 0.
+    pub bytes: u64,
+    /// The number of the stream it belongs to.
+    pub stream: u16,
+    /// Index in [`Trace::rows`] of its [`Op::Allocate`].
+    pub allocated: usize,
+    /// Index in [`Trace::rows`] of its release point, from which its memory may be used again:
+    /// its [`Op::Complete`] if it has one, else its [`Op::Free`]; `None` if it lives to the end.
+    pub released: Option<usize>,
+}
+
+/// A valid trace: every rule of the format has been checked.
+#[derive(Clone, Debug)]
+pub struct Trace {
+    name: String,
+    rows: Vec<Row>,
+    allocations: Vec<Allocation>,
+    streams: Vec<u16>,
+    requested_peak: u64,
+}
+
+impl Trace {
+    /// Reads a trace as text; lines end in LF or CRLF, the last one may end with the file.
+    ///
+    /// Compressed files are the caller's to decompress: any [`BufRead`] will do.
+    ///
+    /// # Errors
+    /// The first violation of the format, with its line.
+    pub fn read(name: impl Into<String>, reader: impl BufRead) -> Result<Trace, TraceError> {
+        let mut parser = Parser {
+            reader,
+            line: 0,
+            buffer: Vec::new(),
+        };
+        match parser.next_line()? {
+            Some(line) if line == HEADER.as_bytes() => {}
+            found => {
+                let found = String::from_utf8_lossy(found.unwrap_or_default()).into_owned();
+                return Err(parser.error(Fault::Header { found }));
+            }
+        }
+        let mut rows = Vec::new();
+        let mut blocks: Vec<Block> = Vec::new();
+        while let Some(line) = parser.next_line()? {
+            let row = parse_row(line).and_then(|row| {
+                note(&mut blocks, rows.len(), row)?;
+                Ok(row)
+            });
+            rows.push(row.map_err(|fault| parser.error(fault))?);
+        }
+        let allocations: Vec<Allocation> = blocks.into_iter().map(|block| block.outline).collect();
+        let requested_peak = requested_peak(&rows, &allocations)?;
+        let mut streams: Vec<u16> = allocations.iter().map(|block| block.stream).collect();
+        streams.sort_unstable();
+        streams.dedup();
+        Ok(Trace {
+            name: name.into(),
+            rows,
+            allocations,
+            streams,
+            requested_peak,
+        })
+    }
+
+    /// The name given when it was read.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// All rows, in the program's order.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// All blocks; the index is the block's id.
+    pub fn allocations(&self) -> &[Allocation] {
+        &self.allocations
+    }
+
+    /// The numbers of the streams that own a block, ascending.
+    pub fn streams(&self) -> &[u16] {
+        &self.streams
+    }
+
+    /// The largest sum of requested bytes of the blocks that are not yet at their release point.
+    pub fn requested_peak(&self) -> u64 {
+        self.requested_peak
+    }
+
+    /// The line of the file that holds the row with this index.
+    pub fn line_of(row: usize) -> u64 {
+        // The header is line 1, and there are no lines without a row.
+        row as u64 + 2
+    }
+}
+
+/// What the reader knows of a block while it reads.
+struct Block {
+    outline: Allocation,
+    completed: bool,
+}
+
+struct Parser<R> {
+    reader: R,
+    line: u64,
+    buffer: Vec<u8>,
+}
+
+impl<R: BufRead> Parser<R> {
+    /// The next line without its end, `None` at the end of the file.
+    fn next_line(&mut self) -> Result<Option<&[u8]>, TraceError> {
+        self.line += 1;
+        self.buffer.clear();
+        let read = (&mut self.reader)
+            .take(LINE_LIMIT)
+            .read_until(b'\n', &mut self.buffer)
+            .map_err(|source| self.error(Fault::Read { source }))?;
+        if read == 0 {
+            return Ok(None);
+        }
+        if self.buffer.last() == Some(&b'\n') {
+            self.buffer.pop();
+            if self.buffer.last() == Some(&b'\r') {
+                self.buffer.pop();
+            }
+        } else if read as u64 == LINE_LIMIT {
+            return Err(self.error(Fault::LineTooLong));
+        }
+        Ok(Some(&self.buffer))
+    }
+
+    fn error(&self, fault: Fault) -> TraceError {
+        TraceError {
+            line: self.line,
+            fault,
+        }
+    }
+}
+
+fn parse_row(line: &[u8]) -> Result<Row, Fault> {
+    let text = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
+    let mut fields = line.split(|byte| *byte == b',');
+    let op = match fields.next() {
+        Some(b"a") => Op::Allocate,
+        Some(b"f") => Op::Free,
+        Some(b"c") => Op::Complete,
+        other => {
+            return Err(Fault::UnknownOp {
+                found: text(other.unwrap_or_default()),
+            });
+        }
+    };
+    let mut number = |field: &'static str| {
+        let found = fields.next().ok_or(Fault::FieldMissing { field })?;
+        parse_number(found).ok_or_else(|| Fault::NotANumber {
+            field,
+            found: text(found),
+        })
+    };
+    let id = number("id")?;
+    let bytes = number("bytes")?;
+    let stream = number("stream")?;
+    if fields.next().is_some() {
+        return Err(Fault::FieldsLeftOver);
+    }
+    if stream >= STREAM_LIMIT {
+        return Err(Fault::StreamTooLarge { found: stream });
+    }
+    Ok(Row {
+        op,
+        stream: stream as u16,
+        // Ids are dense, so one that does not fit is caught as out of order or unknown.
+        id: usize::try_from(id).unwrap_or(usize::MAX),
+        bytes: if op == Op::Allocate { bytes } else { 0 },
+    })
+}
+
+/// Decimal digits only: no sign, no space, no other base; `None` also above 64 bits.
+fn parse_number(field: &[u8]) -> Option<u64> {
+    if field.is_empty() {
+        return None;
+    }
+    field.iter().try_fold(0u64, |value, byte| {
+        let digit = byte.is_ascii_digit().then(|| u64::from(byte - b'0'))?;
+        value.checked_mul(10)?.checked_add(digit)
+    })
+}
+
+/// Checks `row`, whose index is `index`, against the blocks so far, and enters it.
+fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<(), Fault> {
+    let id = row.id as u64;
+    if row.op == Op::Allocate {
+        if row.id != blocks.len() {
+            return Err(Fault::IdOutOfOrder {
+                expected: blocks.len() as u64,
+                found: id,
+            });
+        }
+        if row.bytes == 0 {
+            return Err(Fault::ZeroBytes { id });
+        }
+        blocks.push(Block {
+            outline: Allocation {
+                bytes: row.bytes,
+                stream: row.stream,
+                allocated: index,
+                released: None,
+            },
+            completed: false,
+        });
+        return Ok(());
+    }
+    let block = blocks.get_mut(row.id).ok_or(Fault::UnknownId { id })?;
+    match row.op {
+        Op::Complete if block.outline.released.is_none() => {
+            return Err(Fault::CompletedBeforeFreed { id });
+        }
+        Op::Complete if block.completed => return Err(Fault::CompletedTwice { id }),
+        Op::Complete => block.completed = true,
+        _ if block.outline.released.is_some() => return Err(Fault::FreedTwice { id }),
+        _ => {}
+    }
+    if row.stream != block.outline.stream {
+        return Err(Fault::StreamChanged {
+            id,
+            expected: block.outline.stream,
+            found: row.stream,
+        });
+    }
+    block.outline.released = Some(index);
+    Ok(())
+}
+
+fn requested_peak(rows: &[Row], allocations: &[Allocation]) -> Result<u64, TraceError> {
+    let mut live = 0u64;
+    let mut peak = 0u64;
+    for (index, row) in rows.iter().enumerate() {
+        let block = &allocations[row.id];
+        if row.op == Op::Allocate {
+            live = live.checked_add(block.bytes).ok_or(TraceError {
+                line: Trace::line_of(index),
+                fault: Fault::LiveBytesOverflow,
+            })?;
+            peak = peak.max(live);
+        } else if block.released == Some(index) {
+            live -= block.bytes;
+        }
+    }
+    Ok(peak)
+}
+
+/// A trace could not be read: the line, and what is wrong with it.
+#[derive(Debug)]
+pub struct TraceError {
+    line: u64,
+    fault: Fault,
+}
+
+impl fmt::Display for TraceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}: {}", self.line, self.fault)
+    }
+}
+
+impl Error for TraceError {
+    // The message already holds the fault's own words, so the chain goes on behind it.
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.fault.source()
+    }
+}
+
+impl TraceError {
+    /// The line of the file, counted from 1; the header is line 1.
+    pub fn line(&self) -> u64 {
+        self.line
+    }
+
+    /// What is wrong with the line.
+    pub fn fault(&self) -> &Fault {
+        &self.fault
+    }
+}
+
+/// What can be wrong with a line of a trace.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Fault {
+    /// The file could not be read on.
+    #[error("cannot be read")]
+    Read {
+        /// What the reader said.
+        source: io::Error,
+    },
+    /// The first line is not the header.
+    #[error("the first line must be `{HEADER}`, not `{found}`")]
+    Header {
+        /// The first line.
+        found: String,
+    },
+    /// The line is longer than any row can be.
+    #[error("longer than {LINE_LIMIT} bytes")]
+    LineTooLong,
+    /// The first field is none of `a`, `f` and `c`.
+    #[error("unknown op `{found}`")]
+    UnknownOp {
+        /// The field.
+        found: String,
+    },
+    /// The row ends too early.
+    #[error("the field `{field}` is missing")]
+    FieldMissing {
+        /// The name of the first missing field.
+        field: &'static str,
+    },
+    /// The row has more than four fields.
+    #[error("more than four fields")]
+    FieldsLeftOver,
+    /// A field is not an unsigned decimal integer of at most 64 bits.
+    #[error("`{field}` is not an integer of 64 bits: `{found}`")]
+    NotANumber {
+        /// The name of the field.
+        field: &'static str,
+        /// The field.
+        found: String,
+    },
+    /// A new block's id does not follow the last one.
+    #[error("the next new id is {expected}, not {found}")]
+    IdOutOfOrder {
+        /// The id a new block has here.
+        expected: u64,
+        /// The id of the row.
+        found: u64,
+    },
+    /// A block of no bytes is allocated.
+    #[error("block {id} has no bytes")]
+    ZeroBytes {
+        /// The block.
+        id: u64,
+    },
+    /// A block is freed or completed that has not been allocated.
+    #[error("block {id} has not been allocated")]
+    UnknownId {
+        /// The block.
+        id: u64,
+    },
+    /// A block is freed again.
+    #[error("block {id} is freed a second time")]
+    FreedTwice {
+        /// The block.
+        id: u64,
+    },
+    /// A block completes that its owner has not given up.
+    #[error("block {id} completes before it is freed")]
+    CompletedBeforeFreed {
+        /// The block.
+        id: u64,
+    },
+    /// A block completes again.
+    #[error("block {id} completes a second time")]
+    CompletedTwice {
+        /// The block.
+        id: u64,
+    },
+    /// A stream number has more than 16 bits.
+    #[error("stream {found} is not below {STREAM_LIMIT}")]
+    StreamTooLarge {
+        /// The number.
+        found: u64,
+    },
+    /// A block is freed or completed on another stream than its own.
+    #[error("block {id} belongs to stream {expected}, not {found}")]
+    StreamChanged {
+        /// The block.
+        id: u64,
+        /// The stream it was allocated on.
+        expected: u16,
+        /// The stream of the row.
+        found: u16,
+    },
+    /// The blocks live at the same time have more than 2^64 bytes.
+    #[error("the live blocks have more bytes than 64 bits can count")]
+    LiveBytesOverflow,
+}

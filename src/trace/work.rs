@@ -1,0 +1,251 @@
+//! The work that a replay gives the device between the allocator's calls: none, a use of each block
+//! before it is freed, or a fill and a check of each block's words.
+
+use super::format::Trace;
+use super::stage::Stage;
+use crate::driver::{DriverError, Entered, Function, Stream, sys};
+use std::ffi::{CStr, c_void};
+
+/// The text of the kernels.
+const KERNELS: &CStr =
+    match CStr::from_bytes_with_nul(concat!(include_str!("verify.ptx"), "\0").as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("the kernels' text holds a zero byte"),
+    };
+
+/// Threads of one block of threads; every GPU takes as many.
+const THREADS: u32 = 256;
+
+/// Blocks of threads that occupy the largest GPUs, few enough to start quickly.
+const GRID_LIMIT: u64 = 1024;
+
+/// One in this many checks is delayed when there are several streams.
+const DELAY_ONE_IN: u64 = 16;
+
+/// The longest delay. A row is submitted in a few microseconds, so that a delayed check trails dozens
+/// of rows, any of which could wrongly be given its block.
+const DELAY_NANOSECONDS: u64 = 200_000;
+
+/// A block in use, as the work sees it.
+#[derive(Clone, Copy)]
+pub(super) struct Use<'a> {
+    pub(super) stream: &'a Stream,
+    pub(super) address: sys::CUdeviceptr,
+    pub(super) bytes: u64,
+    pub(super) id: usize,
+}
+
+/// What is done around the allocator's calls. A replay without work is compiled for itself, so that
+/// its time is the allocator's.
+pub(super) trait Work {
+    /// The block has just been allocated.
+    fn allocated(&mut self, block: Use<'_>) -> Result<(), DriverError>;
+    /// The block is about to be freed.
+    fn releasing(&mut self, block: Use<'_>) -> Result<(), DriverError>;
+    /// A row is over.
+    fn row_over(&mut self);
+    /// Time the simulator has charged for this work, in nanoseconds.
+    fn modelled_nanos(&self) -> u64;
+}
+
+/// No work at all.
+pub(super) struct Nothing;
+
+impl Work for Nothing {
+    #[inline]
+    fn allocated(&mut self, _: Use<'_>) -> Result<(), DriverError> {
+        Ok(())
+    }
+    #[inline]
+    fn releasing(&mut self, _: Use<'_>) -> Result<(), DriverError> {
+        Ok(())
+    }
+    #[inline]
+    fn row_over(&mut self) {}
+    fn modelled_nanos(&self) -> u64 {
+        0
+    }
+}
+
+/// Kernels on the blocks' own streams.
+pub(super) struct Kernels<'a> {
+    stage: &'a Stage,
+    entered: &'a Entered<'a>,
+    fill: Function,
+    check: Function,
+    spin: Function,
+    /// The word that counts mismatches; `None`: blocks are used, not verified.
+    mismatches: Option<sys::CUdeviceptr>,
+    delays: bool,
+    random: u64,
+    replay: u32,
+    modelled_nanos: u64,
+}
+
+impl<'a> Kernels<'a> {
+    /// Loads the kernels, and with `verify` allocates and clears the word that counts.
+    pub(super) fn new(
+        stage: &'a Stage,
+        entered: &'a Entered<'a>,
+        trace: &Trace,
+        verify: bool,
+        seed: u64,
+    ) -> Result<Kernels<'a>, DriverError> {
+        let module = entered.load_module(KERNELS)?;
+        let mut kernels = Kernels {
+            stage,
+            entered,
+            fill: module.function(c"cualloc_fill")?,
+            check: module.function(c"cualloc_check")?,
+            spin: module.function(c"cualloc_spin")?,
+            mismatches: None,
+            delays: verify && trace.streams().len() > 1,
+            random: seed,
+            replay: 0,
+            modelled_nanos: 0,
+        };
+        if verify {
+            let word = entered.mem_alloc(size_of::<u32>())?;
+            kernels.mismatches = Some(word);
+            let stream = Stream::new(stage.own())?;
+            // SAFETY: the word was just allocated and is freed only by `finish`.
+            unsafe { entered.memset_d32(word, 0, 1, stream.raw()) }?;
+            stream.synchronize()?;
+        }
+        Ok(kernels)
+    }
+
+    /// The blocks from here on get other words than those of the replays before.
+    pub(super) fn begin_replay(&mut self) {
+        self.replay = self.replay.wrapping_add(1);
+    }
+
+    /// Waits for the device and reads how many words were wrong; frees the word.
+    pub(super) fn finish(mut self) -> Result<Option<u64>, DriverError> {
+        self.entered.synchronize()?;
+        let Some(word) = self.mismatches.take() else {
+            return Ok(None);
+        };
+        let mut count = [0u8; size_of::<u32>()];
+        let stream = Stream::new(self.stage.own())?;
+        // SAFETY: `count` outlives the copy, which is waited for here, also when that fails: the
+        // context is then lost and copies nothing any more.
+        unsafe {
+            self.entered.copy_device_to_host(
+                count.as_mut_ptr().cast(),
+                word,
+                count.len(),
+                stream.raw(),
+            )?;
+        }
+        stream.synchronize()?;
+        // SAFETY: all work of the context was waited for, and no one else knows the word.
+        unsafe { self.entered.mem_free(word) }?;
+        Ok(Some(u64::from(u32::from_ne_bytes(count))))
+    }
+
+    /// The first word of a block: mixed, so that two blocks that overlap in any way disagree.
+    fn words_of(&self, block: Use<'_>) -> (u64, u32) {
+        let mixed = mix(block.id as u64 ^ (u64::from(self.replay) << 40));
+        (block.bytes / size_of::<u32>() as u64, mixed as u32)
+    }
+
+    /// Launches `function` over `words` words on `stream`.
+    fn launch(
+        &mut self,
+        function: &Function,
+        words: u64,
+        stream: &Stream,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), DriverError> {
+        let before = self.stage.modelled_nanos();
+        let grid = words.div_ceil(u64::from(THREADS)).clamp(1, GRID_LIMIT) as u32;
+        // SAFETY: the parameters are those of the kernel's text, and the driver copies them before
+        // it returns. The addresses are of a live block and of the counter.
+        let launched = unsafe {
+            self.entered.launch(
+                function,
+                [grid, 1, 1],
+                [THREADS, 1, 1],
+                0,
+                stream.raw(),
+                parameters,
+            )
+        };
+        if let (Some(before), Some(after)) = (before, self.stage.modelled_nanos()) {
+            self.modelled_nanos += after.saturating_sub(before);
+        }
+        launched
+    }
+
+    fn spin(&mut self, mut nanoseconds: u64, stream: &Stream) -> Result<(), DriverError> {
+        let function = self.spin.clone();
+        self.launch(&function, 1, stream, &mut [(&raw mut nanoseconds).cast()])
+    }
+
+    fn random(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        mix(self.random)
+    }
+}
+
+impl Work for Kernels<'_> {
+    fn allocated(&mut self, block: Use<'_>) -> Result<(), DriverError> {
+        let (mut words, mut seed) = self.words_of(block);
+        if self.mismatches.is_none() || words == 0 {
+            return Ok(());
+        }
+        let mut address = block.address;
+        let function = self.fill.clone();
+        self.launch(
+            &function,
+            words,
+            block.stream,
+            &mut [
+                (&raw mut address).cast(),
+                (&raw mut words).cast(),
+                (&raw mut seed).cast(),
+            ],
+        )
+    }
+
+    fn releasing(&mut self, block: Use<'_>) -> Result<(), DriverError> {
+        let (mut words, mut seed) = self.words_of(block);
+        let Some(mut mismatches) = self.mismatches.filter(|_| words > 0) else {
+            // Without a check the device still uses the block until it completes this.
+            return self.spin(0, block.stream);
+        };
+        if self.delays && self.random().is_multiple_of(DELAY_ONE_IN) {
+            let nanoseconds = self.random() % DELAY_NANOSECONDS;
+            self.spin(nanoseconds, block.stream)?;
+        }
+        let mut address = block.address;
+        let function = self.check.clone();
+        self.launch(
+            &function,
+            words,
+            block.stream,
+            &mut [
+                (&raw mut address).cast(),
+                (&raw mut words).cast(),
+                (&raw mut seed).cast(),
+                (&raw mut mismatches).cast(),
+            ],
+        )
+    }
+
+    fn row_over(&mut self) {
+        self.stage.advance_row();
+    }
+
+    fn modelled_nanos(&self) -> u64 {
+        self.modelled_nanos
+    }
+}
+
+/// A bijection that spreads every bit of `value` over all bits of the result.
+fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    value ^ (value >> 31)
+}
