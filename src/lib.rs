@@ -1,7 +1,4 @@
 //! A caching GPU memory allocator on the raw CUDA driver API.
-//!
-//! The crate links to nothing: the driver's shared library is loaded at run time, on first use.
-//! Where there is none, the crate builds, loads nothing, and says so with an error value.
 #![deny(missing_docs)]
 
 #[cfg(not(target_pointer_width = "64"))]
@@ -12,3 +9,5 @@ pub mod driver;
 #[cfg(feature = "sim")]
 pub mod sim;
 pub mod trace;
+
+pub use allocator::{Allocator, Block, Config, Error, Policy, Stats};

@@ -1,0 +1,390 @@
+//! The allocator as its users see it.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::driver::{Context, Driver, Stream, sys};
+
+use super::block::Block;
+use super::check::CheckError;
+use super::config::{Config, Policy};
+use super::engine::{Engine, Shared};
+use super::error::Error;
+use super::life::Trimmed;
+use super::snapshot::{BlockInfo, SegmentInfo};
+use super::stats::Stats;
+
+/// A caching allocator for the memory of one device.
+///
+/// Clones are handles to the same allocator. All methods may be called from any thread. The last
+/// handle or [`Block`] that goes closes the allocator; see [`close`](Self::close) for doing it with
+/// errors.
+///
+/// # Streams
+/// Memory belongs to the order of a stream: a freed block is reused on its own stream at once, and
+/// on another one only when its uses are complete or that stream waits for them. Streams are told
+/// apart by the driver's ids, so a new stream with the handle value of an old one is a new stream.
+///
+/// A stream that is passed as a [`Stream`] made by [`Stream::new`] is kept alive as long as the
+/// allocator needs it. A stream that is passed as a raw handle (or borrowed) stays the caller's, who
+/// must call [`retire_raw`](Self::retire_raw) (or [`retire`](Self::retire)) before destroying it.
+/// Until then its handle is used only in calls that name it or that free a block which was
+/// allocated or recorded on it. Memory freed on a stream that was destroyed without this is not
+/// lost, but other streams get it only after the whole context was synchronised.
+#[derive(Clone)]
+pub struct Allocator {
+    engine: Shared,
+}
+
+impl Allocator {
+    /// An allocator on a device's primary context, with the settings of the environment variable
+    /// `CUALLOC_CONFIG`. Loads the driver on first use.
+    ///
+    /// # Errors
+    /// [`Error::DriverUnavailable`], [`Error::InvalidConfig`], and driver errors.
+    pub fn new(ordinal: usize) -> Result<Self, Error> {
+        let config = Config::from_env()?;
+        let driver = Driver::load()?;
+        let device = driver.device(ordinal)?;
+        Self::with_config(&Context::primary(&driver, device)?, config)
+    }
+
+    /// An allocator on a given context.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`], [`Error::NotSupported`] if the device cannot do what the settings
+    /// ask for, and driver errors.
+    pub fn with_config(context: &Context, config: Config) -> Result<Self, Error> {
+        Ok(Allocator {
+            engine: Arc::new(Engine::new(context, &config)?),
+        })
+    }
+
+    /// The context that the memory belongs to.
+    pub fn context(&self) -> &Context {
+        &self.engine.context
+    }
+
+    /// The segment policy in effect: never [`Policy::Auto`].
+    pub fn policy(&self) -> Policy {
+        if self.engine.packed {
+            Policy::Packed
+        } else {
+            Policy::Classic
+        }
+    }
+
+    /// Makes a stream on the allocator's context.
+    ///
+    /// # Errors
+    /// Driver errors.
+    pub fn create_stream(&self) -> Result<Stream, Error> {
+        self.engine.usable()?;
+        Stream::new(&self.engine.context).map_err(|e| self.engine.error(e))
+    }
+
+    // ---- allocation ------------------------------------------------------------------------
+
+    /// Allocates `bytes` (at least 1) for use on a stream.
+    ///
+    /// # Errors
+    /// [`Error::InvalidSize`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`],
+    /// [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
+    pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
+        self.allocate_aligned(bytes, 1, stream)
+    }
+
+    /// [`allocate`](Self::allocate) at a multiple of `alignment` bytes, a power of two up to 2 MiB.
+    /// Every block is aligned to 512 bytes in any case.
+    ///
+    /// # Errors
+    /// [`Error::InvalidAlignment`], else as [`allocate`](Self::allocate).
+    pub fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Block, Error> {
+        let grant = self
+            .engine
+            .allocate(&self.engine.named(stream)?, bytes, alignment)?;
+        Ok(Block::new(Arc::clone(&self.engine), grant, bytes))
+    }
+
+    /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default
+    /// stream, 2 the calling thread's own.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    ///
+    /// # Safety
+    /// `stream` must be a live stream or a special handle, and the caller follows the contract for
+    /// raw streams that [`Allocator`] states: [`retire_raw`](Self::retire_raw) before it is
+    /// destroyed.
+    pub unsafe fn allocate_raw(
+        &self,
+        bytes: usize,
+        stream: sys::CUstream,
+    ) -> Result<sys::CUdeviceptr, Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        Ok(self.engine.allocate(&named, bytes, 1)?.ptr)
+    }
+
+    /// Frees a block by the address that [`allocate_raw`](Self::allocate_raw) or
+    /// [`Block::into_raw`] gave.
+    ///
+    /// # Errors
+    /// [`Error::NotOurs`], [`Error::NotLive`] (also a second free), [`Error::InteriorPointer`],
+    /// [`Error::Capturing`], [`Error::Closed`], a lost context. In each of them nothing changes.
+    ///
+    /// # Safety
+    /// Nobody submits work that uses the block after this call, and the block has no other owner.
+    /// Its stream, and every stream recorded on it, is alive or was retired.
+    pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        self.engine.free_ptr(ptr)
+    }
+
+    /// Says that another stream uses the block around `ptr` (any address inside it): after its free
+    /// it is reused only when everything which that stream was given until the free has completed.
+    ///
+    /// # Errors
+    /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Capturing`], driver errors.
+    ///
+    /// # Safety
+    /// As [`allocate_raw`](Self::allocate_raw). The stream may be of another device.
+    pub unsafe fn record_stream_raw(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: sys::CUstream,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.record(ptr, &named, false)
+    }
+
+    /// Says that another stream used the block around `ptr` and will not again: reuse waits only for
+    /// what that stream was given so far.
+    ///
+    /// # Errors
+    /// As [`record_stream_raw`](Self::record_stream_raw).
+    ///
+    /// # Safety
+    /// As [`record_stream_raw`](Self::record_stream_raw).
+    pub unsafe fn record_use_raw(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: sys::CUstream,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.record(ptr, &named, true)
+    }
+
+    // ---- streams ---------------------------------------------------------------------------
+
+    /// Tells the allocator that a stream gets no more work. Records its last marker, so that
+    /// everything freed on it can be shared when that has completed, and forgets its handle. Blocks
+    /// that are live on it stay valid and may be freed later.
+    ///
+    /// # Errors
+    /// [`Error::UnknownStream`], [`Error::Capturing`], driver errors.
+    pub fn retire(&self, stream: &Stream) -> Result<(), Error> {
+        self.engine.retire(&self.engine.named(stream)?)
+    }
+
+    /// [`retire`](Self::retire) by handle: must come before the handle is destroyed.
+    ///
+    /// # Errors
+    /// As [`retire`](Self::retire).
+    ///
+    /// # Safety
+    /// `stream` must be a live stream or a special handle. No block that was allocated or recorded
+    /// on it is used on it by work submitted later.
+    pub unsafe fn retire_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.retire(&named)
+    }
+
+    /// Records a marker on a stream now, so that what was freed on it so far can be trimmed or
+    /// shared when its work is done. Not needed for correctness.
+    ///
+    /// # Errors
+    /// [`Error::UnknownStream`], [`Error::Capturing`], driver errors.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream or a special handle.
+    pub unsafe fn mark_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.refuse_capture(&named)?;
+        let known = self.engine.open()?.streams.find(named.key);
+        match known {
+            Some(stream) => self.engine.mark(stream),
+            None => Err(Error::UnknownStream {
+                stream: stream as usize,
+            }),
+        }
+    }
+
+    // ---- blocks ----------------------------------------------------------------------------
+
+    /// Whether a live block lies around `ptr`.
+    pub fn owns(&self, ptr: sys::CUdeviceptr) -> bool {
+        self.engine.around(&self.engine.lock(), ptr).is_some()
+    }
+
+    /// The live block around `ptr`: its base, size, stream and uses.
+    pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
+        let state = self.engine.lock();
+        let id = self.engine.around(&state, ptr)?;
+        Some(state.block_info(id))
+    }
+
+    /// Usable bytes of the live block that starts at `ptr`.
+    pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
+        let state = self.engine.lock();
+        let id = state.lookup.exact(ptr)?;
+        Some(state.records[id].bytes())
+    }
+
+    // ---- memory ----------------------------------------------------------------------------
+
+    /// Grows ahead, so that a block of `bytes` fits without a driver call. Classic policy: a
+    /// segment for such a request.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    pub fn reserve(&self, bytes: usize, stream: &Stream) -> Result<(), Error> {
+        self.allocate(bytes, stream).map(drop)
+    }
+
+    /// Gives memory that nobody uses back to the driver until at most `keep` bytes are held. Never
+    /// waits for the device, except that the classic policy's segments are freed by a call which
+    /// itself waits for the work of their context.
+    ///
+    /// What was freed on a raw stream can go only after a marker was seen complete: call
+    /// [`mark_raw`](Self::mark_raw) before the work ends, or [`synchronize`](Self::synchronize).
+    ///
+    /// # Errors
+    /// Driver errors: what could not be released stays in the books, and the next call tries again.
+    pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+        self.engine.trim(keep)
+    }
+
+    /// [`trim`](Self::trim) to nothing.
+    ///
+    /// # Errors
+    /// As [`trim`](Self::trim).
+    pub fn empty_cache(&self) -> Result<Trimmed, Error> {
+        self.engine.trim(0)
+    }
+
+    /// Waits until all work of the contexts involved is complete. All free memory can then be used
+    /// by every stream, or trimmed.
+    ///
+    /// # Errors
+    /// Driver errors, among them those of the work itself.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        drop(self.engine.open()?);
+        self.engine.synchronise()
+    }
+
+    /// Sets or lifts the bound on bytes held from the driver. Memory above a lowered bound stays
+    /// until it is trimmed.
+    pub fn set_limit(&self, bytes: Option<u64>) {
+        self.engine.lock().limit = bytes;
+    }
+
+    /// The bound on bytes held from the driver.
+    pub fn limit(&self) -> Option<u64> {
+        self.engine.lock().limit
+    }
+
+    /// Adds a hook that is asked to free memory before a request fails, after everything that the
+    /// allocator itself can do without stopping the device. Replaces a hook of the same name;
+    /// whether one was replaced. Hooks run in order of registration and without any lock held.
+    pub fn add_relief_hook(
+        &self,
+        name: impl Into<String>,
+        hook: impl Fn(u64) -> u64 + Send + Sync + 'static,
+    ) -> bool {
+        self.engine.hooks.set(name.into(), Arc::new(hook))
+    }
+
+    /// Removes a hook; whether it existed.
+    pub fn remove_relief_hook(&self, name: &str) -> bool {
+        self.engine.hooks.remove(name)
+    }
+
+    /// Gives everything back to the driver and refuses further calls. Waits for the allocator's own
+    /// markers, and for the whole context where a raw stream left work without one. On an error the
+    /// allocator stays open and owns what could not be given back.
+    ///
+    /// Dropping the last handle does the same, but leaks, with one log line, if blocks are live.
+    /// After a lost context, in a forked child and while the process exits nothing is touched.
+    ///
+    /// # Errors
+    /// [`Error::LiveBlocks`], [`Error::Closed`], a lost context, driver errors.
+    pub fn close(&self) -> Result<(), Error> {
+        self.engine.close()
+    }
+
+    // ---- observation -----------------------------------------------------------------------
+
+    /// All figures, at one instant.
+    pub fn stats(&self) -> Stats {
+        self.engine.lock().statistics()
+    }
+
+    /// Sets all peaks to the current values, at one instant.
+    pub fn reset_peaks(&self) {
+        self.engine.lock().stats.reset_peaks();
+    }
+
+    /// All segments with their blocks, by address, at one instant.
+    pub fn snapshot(&self) -> Vec<SegmentInfo> {
+        self.engine.lock().snapshot()
+    }
+
+    /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
+    /// cost grows with the number of blocks.
+    ///
+    /// # Errors
+    /// The first thing that does not agree.
+    pub fn check(&self) -> Result<(), CheckError> {
+        self.engine.lock().check()
+    }
+}
+
+impl fmt::Debug for Allocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stats = self.stats();
+        f.debug_struct("Allocator")
+            .field("device", &self.engine.device.ordinal())
+            .field("policy", &self.policy())
+            .field("allocated", &stats.all.allocated.current)
+            .field("peak", &stats.all.allocated.peak)
+            .field("cached", &stats.cached())
+            .field("reserved", &stats.all.reserved.current)
+            .finish()
+    }
+}
+
+impl super::state::State {
+    fn statistics(&self) -> Stats {
+        let mut stats = self.stats;
+        stats.free = self.free_bytes();
+        stats.free_blocks = self.spaces().map(|s| s.piece_count() as u64).sum();
+        stats.largest_free = self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0);
+        stats.nodes = self.records.len() as u64;
+        stats.limit = self.limit;
+        stats
+    }
+
+    /// Free bytes in all spaces. Pages are in use in the small arena and carved elsewhere.
+    pub(crate) fn free_bytes(&self) -> u64 {
+        self.spaces().map(|s| s.free_bytes()).sum()
+    }
+}

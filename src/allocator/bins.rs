@@ -1,0 +1,304 @@
+//! An exact best-fit index of free extents.
+//!
+//! 16 bins per power of two, found through a two-level bitmap; every bin is ordered by size, then
+//! address. So the first entry that is large enough is the best fit, and on ties the one with the
+//! lowest address. A bin is a sorted array while it is short and a tree when it is long, so that a
+//! search stays logarithmic whatever the fragmentation.
+
+use std::collections::BTreeSet;
+
+/// Bins per power of two.
+const BINS_PER_GROUP: usize = 16;
+/// Groups: sizes below 16 granules, then one group per power of two up to 2^31 granules.
+const GROUPS: usize = 29;
+/// A bin with more entries becomes a tree,
+const TREE_FROM: usize = 64;
+/// and an array again when it has shrunk to this many.
+const LIST_FROM: usize = 24;
+
+/// A free extent as the index sees it; the order of the fields is the order of the index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Entry {
+    pub granules: u32,
+    pub addr: u64,
+    pub id: u32,
+}
+
+#[derive(Debug)]
+enum Bin {
+    List(Vec<Entry>),
+    Tree(BTreeSet<Entry>),
+}
+
+impl Bin {
+    fn is_empty(&self) -> bool {
+        match self {
+            Bin::List(list) => list.is_empty(),
+            Bin::Tree(tree) => tree.is_empty(),
+        }
+    }
+
+    fn insert(&mut self, entry: Entry) {
+        match self {
+            Bin::List(list) => {
+                let at = list.partition_point(|e| *e < entry);
+                list.insert(at, entry);
+                if list.len() > TREE_FROM {
+                    *self = Bin::Tree(list.drain(..).collect());
+                }
+            }
+            Bin::Tree(tree) => {
+                tree.insert(entry);
+            }
+        }
+    }
+
+    fn remove(&mut self, entry: &Entry) -> bool {
+        match self {
+            Bin::List(list) => match list.binary_search(entry) {
+                Ok(at) => {
+                    list.remove(at);
+                    true
+                }
+                Err(_) => false,
+            },
+            Bin::Tree(tree) => {
+                let found = tree.remove(entry);
+                if tree.len() <= LIST_FROM {
+                    *self = Bin::List(std::mem::take(tree).into_iter().collect());
+                }
+                found
+            }
+        }
+    }
+
+    /// The first entry that is not below `from`.
+    fn first_from(&self, from: &Entry) -> Option<Entry> {
+        match self {
+            Bin::List(list) => list.get(list.partition_point(|e| e < from)).copied(),
+            Bin::Tree(tree) => tree.range(*from..).next().copied(),
+        }
+    }
+
+    fn last(&self) -> Option<Entry> {
+        match self {
+            Bin::List(list) => list.last().copied(),
+            Bin::Tree(tree) => tree.last().copied(),
+        }
+    }
+}
+
+/// The index; see the module's text.
+#[derive(Debug, Default)]
+pub(crate) struct FreeIndex {
+    summary: u32,
+    groups: [u16; GROUPS],
+    /// Empty until the first insertion: most streams never have entries in most indexes.
+    bins: Vec<Bin>,
+    len: usize,
+    granules: u64,
+}
+
+const fn bin_of(granules: u32) -> (usize, usize) {
+    if granules < BINS_PER_GROUP as u32 {
+        return (0, granules as usize);
+    }
+    let msb = 31 - granules.leading_zeros();
+    (
+        (msb - 3) as usize,
+        (granules >> (msb - 4)) as usize & (BINS_PER_GROUP - 1),
+    )
+}
+
+impl FreeIndex {
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Granules of all entries together.
+    pub(crate) fn granules(&self) -> u64 {
+        self.granules
+    }
+
+    pub(crate) fn insert(&mut self, entry: Entry) {
+        if self.bins.is_empty() {
+            self.bins
+                .resize_with(GROUPS * BINS_PER_GROUP, || Bin::List(Vec::new()));
+        }
+        let (group, sub) = bin_of(entry.granules);
+        self.bins[group * BINS_PER_GROUP + sub].insert(entry);
+        self.groups[group] |= 1 << sub;
+        self.summary |= 1 << group;
+        self.len += 1;
+        self.granules += u64::from(entry.granules);
+    }
+
+    /// Takes an entry out; false if it is not there.
+    pub(crate) fn remove(&mut self, entry: &Entry) -> bool {
+        if self.bins.is_empty() {
+            return false;
+        }
+        let (group, sub) = bin_of(entry.granules);
+        let bin = &mut self.bins[group * BINS_PER_GROUP + sub];
+        if !bin.remove(entry) {
+            return false;
+        }
+        if bin.is_empty() {
+            self.groups[group] &= !(1 << sub);
+            if self.groups[group] == 0 {
+                self.summary &= !(1 << group);
+            }
+        }
+        self.len -= 1;
+        self.granules -= u64::from(entry.granules);
+        if self.len == 0 {
+            // A stream that is gone must not keep its empty bins.
+            self.bins = Vec::new();
+        }
+        true
+    }
+
+    /// The smallest entry of at least `granules`, the lowest address among equals.
+    pub(crate) fn best_fit(&self, granules: u32) -> Option<Entry> {
+        self.first_from(&Entry {
+            granules,
+            addr: 0,
+            id: 0,
+        })
+    }
+
+    /// All entries of at least `granules` in the order of the index.
+    pub(crate) fn iter_from(&self, granules: u32) -> impl Iterator<Item = Entry> + '_ {
+        let mut next = self.best_fit(granules);
+        std::iter::from_fn(move || {
+            let entry = next?;
+            next = self.first_from(&Entry {
+                id: entry.id + 1,
+                ..entry
+            });
+            Some(entry)
+        })
+    }
+
+    /// All entries in the order of the index.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
+        self.iter_from(0)
+    }
+
+    /// The largest entry.
+    pub(crate) fn largest(&self) -> Option<Entry> {
+        if self.summary == 0 {
+            return None;
+        }
+        let group = 31 - self.summary.leading_zeros() as usize;
+        let sub = 15 - self.groups[group].leading_zeros() as usize;
+        self.bins[group * BINS_PER_GROUP + sub].last()
+    }
+
+    fn first_from(&self, from: &Entry) -> Option<Entry> {
+        if self.bins.is_empty() {
+            return None;
+        }
+        let (group, sub) = bin_of(from.granules);
+        if let Some(entry) = self.bins[group * BINS_PER_GROUP + sub].first_from(from) {
+            return Some(entry);
+        }
+        let above = self.groups[group] & (u16::MAX << sub << 1);
+        let (group, sub) = if above != 0 {
+            (group, above.trailing_zeros() as usize)
+        } else {
+            let groups = self.summary & (u32::MAX << group << 1);
+            if groups == 0 {
+                return None;
+            }
+            let group = groups.trailing_zeros() as usize;
+            (group, self.groups[group].trailing_zeros() as usize)
+        };
+        self.bins[group * BINS_PER_GROUP + sub].first_from(&Entry {
+            granules: 0,
+            addr: 0,
+            id: 0,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(granules: u32, addr: u64, id: u32) -> Entry {
+        Entry { granules, addr, id }
+    }
+
+    #[test]
+    fn every_size_has_one_bin_and_bins_are_ordered() {
+        let mut last = (0, 0);
+        for granules in 1..200_000u32 {
+            let bin = bin_of(granules);
+            assert!(
+                bin >= last && bin.0 < GROUPS && bin.1 < BINS_PER_GROUP,
+                "{granules}: {bin:?} after {last:?}"
+            );
+            last = bin;
+        }
+        assert!(bin_of(u32::MAX).0 < GROUPS);
+    }
+
+    #[test]
+    fn agrees_with_an_ordered_set() {
+        let mut seed = 7u64;
+        let mut random = move || {
+            seed ^= seed << 13;
+            seed ^= seed >> 7;
+            seed ^= seed << 17;
+            seed
+        };
+        let (mut index, mut model) = (FreeIndex::default(), BTreeSet::new());
+        for step in 0..40_000u32 {
+            // Few distinct sizes, so that bins become trees and shrink again.
+            let grow = if step % 8000 < 4000 { 5 } else { 2 };
+            if random() % 7 < grow {
+                let e = entry(
+                    1 + (random() % 40) as u32 * if random() % 3 == 0 { 1009 } else { 1 },
+                    random() % 4096,
+                    step,
+                );
+                index.insert(e);
+                model.insert(e);
+            } else if let Some(&e) = model
+                .iter()
+                .nth((random() % (model.len().max(1) as u64)) as usize)
+            {
+                assert!(index.remove(&e));
+                assert!(!index.remove(&e), "an entry can be removed once");
+                model.remove(&e);
+            }
+            let want = (random() % 50_000) as u32;
+            assert_eq!(
+                index.best_fit(want),
+                model.range(entry(want, 0, 0)..).next().copied()
+            );
+            assert_eq!(index.largest(), model.last().copied());
+            assert_eq!(
+                (index.len(), index.is_empty()),
+                (model.len(), model.is_empty())
+            );
+            if step % 1000 == 0 {
+                assert!(index.iter().eq(model.iter().copied()));
+                assert!(
+                    index
+                        .iter_from(want)
+                        .eq(model.range(entry(want, 0, 0)..).copied())
+                );
+                assert_eq!(
+                    index.granules(),
+                    model.iter().map(|e| u64::from(e.granules)).sum::<u64>()
+                );
+            }
+        }
+    }
+}

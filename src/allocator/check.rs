@@ -1,0 +1,340 @@
+//! The invariants, written as one walk over everything.
+//!
+//! 1. Each region is a gapless list of extents, linked both ways; no two free neighbours could be
+//!    one; holes never touch.
+//! 2. Each free piece is in the index of its class and nowhere else; each hole in the hole list.
+//! 3. Each byte held from the driver lies in one extent that is not a hole, and the other way round.
+//! 4. Each page belongs to one stream and is one region of that stream's blocks.
+//! 5. Each live block is found by its address, has an odd generation, and is counted once on each
+//!    stream that it was allocated or recorded on.
+//! 6. Tickets are not above the open one; markers are in order.
+//! 7. Every counter equals what the walk finds.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::records::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
+use super::size::PAGE;
+use super::space::{Space, class_of};
+use super::state::State;
+
+/// Something in the books does not agree.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("inconsistent books: {what} (expected {expected}, found {found})")]
+#[non_exhaustive]
+pub struct CheckError {
+    /// What was compared.
+    pub what: &'static str,
+    /// What the walk says.
+    pub expected: u64,
+    /// What the books say.
+    pub found: u64,
+}
+
+fn same(what: &'static str, expected: u64, found: u64) -> Result<(), CheckError> {
+    if expected == found {
+        Ok(())
+    } else {
+        Err(CheckError {
+            what,
+            expected,
+            found,
+        })
+    }
+}
+
+fn holds(what: &'static str, condition: bool) -> Result<(), CheckError> {
+    same(what, 1, u64::from(condition))
+}
+
+/// What the walk adds up.
+#[derive(Default)]
+struct Sums {
+    records: u64,
+    /// Per pool, small first.
+    live: [u64; 2],
+    allocated: [u64; 2],
+    requested: [u64; 2],
+    mixed: [u64; 2],
+    /// Blocks per stream.
+    on_stream: HashMap<u32, u64>,
+    /// Mapped ranges, merged.
+    mapped: BTreeMap<u64, u64>,
+    pages: u64,
+}
+
+impl State {
+    pub(crate) fn check(&self) -> Result<(), CheckError> {
+        let mut sums = Sums::default();
+        for space in self.spaces() {
+            self.check_space(space, &mut sums)?;
+        }
+        same("records in use", sums.records, self.records.len() as u64)?;
+        same(
+            "block starts known",
+            sums.live[0] + sums.live[1],
+            self.lookup.len() as u64,
+        )?;
+        same("pages known", sums.pages, self.page_ids.len() as u64)?;
+        self.check_held(&sums)?;
+        self.check_streams(&sums)?;
+        self.check_counters(&sums)
+    }
+
+    fn check_space(&self, space: &Space, sums: &mut Sums) -> Result<(), CheckError> {
+        let (mut pieces, mut holes) = (0, 0);
+        for (base, region) in space.regions() {
+            let (mut at, mut prev, mut end) = (region.first, NIL, *base);
+            while at != NIL {
+                let hot = &self.records[at];
+                let cold = self.records.cold(at);
+                sums.records += 1;
+                same("an extent begins where the one before ends", end, hot.addr)?;
+                same(
+                    "links agree in both directions",
+                    u64::from(prev),
+                    u64::from(hot.prev),
+                )?;
+                holds("an extent has a size", hot.granules > 0)?;
+                holds("an extent knows its space", cold.space == space.id)?;
+                let neighbour = (prev != NIL).then(|| &self.records[prev]);
+                match hot.state {
+                    Extent::Free => {
+                        pieces += 1;
+                        same(
+                            "the class follows from the uses",
+                            u64::from(class_of(&cold.uses)),
+                            u64::from(hot.stream),
+                        )?;
+                        let entry = super::bins::Entry {
+                            granules: hot.granules,
+                            addr: hot.addr,
+                            id: at,
+                        };
+                        let index = space.index(hot.stream);
+                        let found = index.and_then(|i| {
+                            i.iter_from(hot.granules).take_while(|e| *e <= entry).last()
+                        });
+                        holds(
+                            "a free piece is in the index of its class",
+                            found == Some(entry),
+                        )?;
+                        if let Some(n) = neighbour.filter(|n| n.is_free() && n.stream == hot.stream)
+                        {
+                            let equal = self.records.cold(prev).uses == cold.uses;
+                            let one = match n.stream {
+                                COMPLETE => true,
+                                MIXED => false,
+                                _ => space.merge_own || equal,
+                            };
+                            holds("neighbours that could be one piece are", !one)?;
+                        }
+                        if hot.stream == MIXED {
+                            sums.mixed[usize::from(space.id == SpaceId::Large)] += hot.bytes();
+                        }
+                        for u in cold.uses.as_slice() {
+                            holds(
+                                "no ticket is above the open one",
+                                u.ticket <= self.streams[u.stream].open,
+                            )?;
+                        }
+                    }
+                    Extent::Unmapped => {
+                        holes += 1;
+                        same(
+                            "a hole is listed",
+                            u64::from(at),
+                            u64::from(space.holes().get(&hot.addr).copied().unwrap_or(NIL)),
+                        )?;
+                        holds(
+                            "holes that touch are one",
+                            neighbour.is_none_or(|n| n.state != Extent::Unmapped),
+                        )?;
+                    }
+                    Extent::Used => self.check_used(space, at, sums)?,
+                    Extent::Busy | Extent::Quarantined => {}
+                    Extent::Vacant => holds("a linked record is in use", false)?,
+                }
+                if hot.state != Extent::Unmapped && !matches!(space.id, SpaceId::Pages(_)) {
+                    sums.mapped.insert(hot.addr, hot.bytes());
+                }
+                end = hot.end();
+                prev = at;
+                at = hot.next;
+            }
+            same("a region is covered to its end", base + region.bytes, end)?;
+        }
+        same("free pieces counted", pieces, space.piece_count() as u64)?;
+        same("free pieces indexed", pieces, space.pieces().count() as u64)?;
+        same("holes listed", holes, space.holes().len() as u64)
+    }
+
+    fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
+        let (hot, cold) = (&self.records[id], self.records.cold(id));
+        if self.packed && space.id == SpaceId::Small {
+            sums.pages += 1;
+            same("a page has its size", PAGE, hot.bytes())?;
+            same(
+                "a page is known by its address",
+                u64::from(id),
+                u64::from(self.page_ids.get(&hot.addr).copied().unwrap_or(NIL)),
+            )?;
+            let region = self
+                .space(SpaceId::Pages(hot.stream))
+                .and_then(|s| s.regions().get(&hot.addr));
+            return same(
+                "a page is a region of its stream",
+                PAGE,
+                region.map_or(0, |r| r.bytes),
+            );
+        }
+        let large = usize::from(space.id == SpaceId::Large);
+        sums.live[large] += 1;
+        sums.allocated[large] += hot.bytes();
+        sums.requested[large] += cold.requested;
+        *sums.on_stream.entry(hot.stream).or_default() += 1;
+        for recorded in &cold.recorded {
+            *sums.on_stream.entry(recorded.stream).or_default() += 1;
+        }
+        same(
+            "a live block is found by its address",
+            u64::from(id),
+            u64::from(self.lookup.exact(hot.addr).unwrap_or(NIL)),
+        )?;
+        holds(
+            "a live block has an odd generation",
+            hot.generation % 2 == 1,
+        )?;
+        holds(
+            "a request fits its block",
+            cold.requested > 0 && cold.requested <= hot.bytes(),
+        )
+    }
+
+    /// Driver-held memory and mapped extents are the same bytes.
+    fn check_held(&self, sums: &Sums) -> Result<(), CheckError> {
+        let mapped: u64 = sums.mapped.values().sum();
+        let held: u64 = self.holdings.values().map(|h| h.bytes).sum();
+        let strays: u64 = self.strays.iter().map(|s| s.bytes).sum();
+        // What a growth is mapping right now stands in a claimed extent but is not held yet.
+        same(
+            "mapped extents are held from the driver",
+            held + self.planned * u64::from(self.packed),
+            mapped,
+        )?;
+        same(
+            "reserved bytes",
+            held + strays,
+            self.stats.all.reserved.current,
+        )?;
+        same(
+            "segments",
+            (self.holdings.len() + self.strays.len()) as u64,
+            self.stats.all.segments.current,
+        )?;
+        for (addr, holding) in &self.holdings {
+            let (mut at, end) = (*addr, addr + holding.bytes);
+            while at < end {
+                let around = sums
+                    .mapped
+                    .range(..=at)
+                    .next_back()
+                    .filter(|(base, bytes)| at < *base + *bytes);
+                let Some((base, bytes)) = around else {
+                    return holds("held memory lies in an extent", false);
+                };
+                at = base + bytes;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_streams(&self, sums: &Sums) -> Result<(), CheckError> {
+        for (stream, slot) in self.streams.iter() {
+            same(
+                "live blocks of a stream",
+                sums.on_stream.get(&stream).copied().unwrap_or(0),
+                slot.live,
+            )?;
+            holds(
+                "nothing is complete that is still open",
+                slot.completed < slot.open,
+            )?;
+            let mut last = slot.completed;
+            for marker in &slot.markers {
+                holds(
+                    "markers are in order and ahead of what is complete",
+                    marker.bound > last && marker.bound < slot.open,
+                )?;
+                last = marker.bound;
+            }
+        }
+        same(
+            "streams",
+            self.streams.iter().count() as u64,
+            self.streams.len() as u64,
+        )
+    }
+
+    fn check_counters(&self, sums: &Sums) -> Result<(), CheckError> {
+        let stats = &self.stats;
+        for (pool, at) in [(&stats.small, 0), (&stats.large, 1)] {
+            same("allocations", sums.live[at], pool.allocations.current)?;
+            same(
+                "allocated bytes",
+                sums.allocated[at],
+                pool.allocated.current,
+            )?;
+            same(
+                "requested bytes",
+                sums.requested[at],
+                pool.requested.current,
+            )?;
+            same(
+                "active bytes",
+                sums.allocated[at] + sums.mixed[at],
+                pool.active.current,
+            )?;
+        }
+        for (all, small, large) in [
+            (
+                stats.all.allocations,
+                stats.small.allocations,
+                stats.large.allocations,
+            ),
+            (
+                stats.all.segments,
+                stats.small.segments,
+                stats.large.segments,
+            ),
+            (
+                stats.all.allocated,
+                stats.small.allocated,
+                stats.large.allocated,
+            ),
+            (
+                stats.all.requested,
+                stats.small.requested,
+                stats.large.requested,
+            ),
+            (stats.all.active, stats.small.active, stats.large.active),
+            (
+                stats.all.reserved,
+                stats.small.reserved,
+                stats.large.reserved,
+            ),
+        ] {
+            same(
+                "both pools together",
+                small.current + large.current,
+                all.current,
+            )?;
+            same(
+                "added less taken is what is there",
+                all.total_allocated - all.total_freed,
+                all.current,
+            )?;
+            holds("a peak is not below the present", all.peak >= all.current)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,338 @@
+//! The allocator's inside: one lock around the books, driver calls outside it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::driver::{
+    Context, Device, Driver, DriverError, MemoryProperties, Stream, StreamKind, sys,
+};
+
+use super::config::{Config, Limit, Policy};
+use super::error::Error;
+use super::hooks::Hooks;
+use super::state::State;
+use super::streams::{Holder, StreamKey};
+
+/// Marker failures are logged this often at most: the first, then at every power of two.
+#[derive(Debug, Default)]
+pub(crate) struct RareLog(AtomicU64);
+
+impl RareLog {
+    /// Whether this occurrence should be logged, and the how-manieth it is.
+    pub(crate) fn due(&self) -> Option<u64> {
+        let count = self.0.fetch_add(1, Ordering::Relaxed) + 1;
+        count.is_power_of_two().then_some(count)
+    }
+}
+
+/// A stream as a call names it.
+pub(crate) struct Named<'a> {
+    pub key: StreamKey,
+    pub raw: sys::CUstream,
+    /// The caller's handle object, if it has one.
+    pub stream: Option<&'a Stream>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Engine {
+    pub context: Context,
+    pub device: Device,
+    pub packed: bool,
+    pub properties: MemoryProperties,
+    /// Devices that may access the memory: its own first.
+    pub access: Vec<Device>,
+    pub total_memory: u64,
+    pub hooks: Hooks,
+    pub log: RareLog,
+    state: Mutex<State>,
+    lost: OnceLock<DriverError>,
+}
+
+pub(crate) type Guard<'a> = MutexGuard<'a, State>;
+
+impl Engine {
+    pub(crate) fn new(context: &Context, config: &Config) -> Result<Self, Error> {
+        config.validate()?;
+        let (driver, device) = (context.driver(), context.device());
+        let able = driver.supports_vmm(device)?;
+        let packed = match config.policy {
+            Policy::Auto => able,
+            Policy::Classic => false,
+            Policy::Packed if able => true,
+            Policy::Packed => {
+                return Err(Error::NotSupported {
+                    what: "virtual memory management",
+                });
+            }
+        };
+        if !packed && !config.peers.is_empty() {
+            return Err(Error::NotSupported {
+                what: "peer access without virtual memory management",
+            });
+        }
+        let mut access = vec![device];
+        for ordinal in &config.peers {
+            let peer = driver.device(*ordinal)?;
+            if peer == device {
+                continue;
+            }
+            if !driver.can_access_peer(peer, device)? {
+                return Err(Error::NotSupported {
+                    what: "access from a peer device",
+                });
+            }
+            access.push(peer);
+        }
+        let total_memory = driver.total_memory(device)?;
+        let limit = config.limit.map(|limit| match limit {
+            Limit::Bytes(bytes) => bytes,
+            Limit::Fraction(share) => (total_memory as f64 * share) as u64,
+        });
+        let properties = if packed {
+            MemoryProperties::for_device(driver, device)?
+        } else {
+            MemoryProperties::plain(device)
+        };
+        Ok(Engine {
+            context: context.clone(),
+            device,
+            packed,
+            properties,
+            access,
+            total_memory,
+            hooks: Hooks::default(),
+            log: RareLog::default(),
+            state: Mutex::new(State::new(packed, limit)),
+            lost: OnceLock::new(),
+        })
+    }
+
+    pub(crate) fn driver(&self) -> &Driver {
+        self.context.driver()
+    }
+
+    /// The books. They are consistent whenever the lock is free, also after a panic elsewhere: no
+    /// foreign code runs under the lock.
+    pub(crate) fn lock(&self) -> Guard<'_> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Turns a driver's error into ours, and remembers a lost context.
+    pub(crate) fn error(&self, error: DriverError) -> Error {
+        if error.is_fatal() {
+            return Error::ContextLost(*self.lost.get_or_init(|| error));
+        }
+        Error::Driver(error)
+    }
+
+    /// Whether calls make sense at all.
+    pub(crate) fn usable(&self) -> Result<(), Error> {
+        if self.driver().is_forked_child() {
+            return Err(Error::ForkedChild);
+        }
+        match self.lost.get() {
+            Some(error) => Err(Error::ContextLost(*error)),
+            None => Ok(()),
+        }
+    }
+
+    /// The books, if the allocator is open and usable.
+    pub(crate) fn open(&self) -> Result<Guard<'_>, Error> {
+        self.usable()?;
+        let state = self.lock();
+        if state.closed {
+            Err(Error::Closed)
+        } else {
+            Ok(state)
+        }
+    }
+
+    // ---- streams ---------------------------------------------------------------------------
+
+    pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
+        let id = stream.id().map_err(|e| self.error(e))?;
+        Ok(Named {
+            key: StreamKey::Id(id),
+            raw: stream.raw(),
+            stream: Some(stream),
+        })
+    }
+
+    /// Names a stream by its handle. Handle values are reused, so the driver is asked for the id
+    /// each time.
+    ///
+    /// # Safety
+    /// `raw` must be a live stream or a special handle.
+    pub(crate) unsafe fn named_raw(&self, raw: sys::CUstream) -> Result<Named<'static>, Error> {
+        let key = if is_special(raw) {
+            // SAFETY: special handles are always valid.
+            let stream = unsafe { Stream::from_raw(&self.context, raw) };
+            StreamKey::Id(stream.and_then(|s| s.id()).map_err(|e| self.error(e))?)
+        } else {
+            // SAFETY: the caller vouches for the stream.
+            match unsafe { self.driver().stream_id(raw) }.map_err(|e| self.error(e))? {
+                Some(id) => StreamKey::Id(id),
+                None => StreamKey::Handle(raw as usize),
+            }
+        };
+        Ok(Named {
+            key,
+            raw,
+            stream: None,
+        })
+    }
+
+    /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
+    pub(crate) fn refuse_capture(&self, named: &Named<'_>) -> Result<(), Error> {
+        let capturing = if is_special(named.raw) {
+            let _entered = self.context.enter().map_err(|e| self.error(e))?;
+            // SAFETY: special handles are valid while a context is current.
+            unsafe { self.driver().is_capturing(named.raw) }
+        } else {
+            // SAFETY: whoever made the name vouched for the stream.
+            unsafe { self.driver().is_capturing(named.raw) }
+        };
+        match capturing {
+            Ok(false) => Ok(()),
+            Ok(true) => Err(Error::Capturing {
+                stream: named.raw as usize,
+            }),
+            Err(error) if error.code() == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+                Err(Error::Capturing {
+                    stream: named.raw as usize,
+                })
+            }
+            Err(error) => Err(self.error(error)),
+        }
+    }
+
+    /// The slot of a stream, registered if it is new.
+    pub(crate) fn slot<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        named: &Named<'_>,
+    ) -> Result<(Guard<'a>, u32), Error> {
+        if let Some(stream) = state.streams.find(named.key) {
+            return Ok((state, stream));
+        }
+        drop(state);
+        let context = self.context_of(named)?;
+        let holder = match named.stream {
+            Some(stream)
+                if stream.kind() != StreamKind::Borrowed
+                    && stream.kind() != StreamKind::PerThreadDefault =>
+            {
+                Holder::Kept(stream.clone())
+            }
+            _ => Holder::Foreign,
+        };
+        self.prune();
+        state = self.lock();
+        let stream = state.adopt(named.key, named.raw as usize, context, holder);
+        Ok((state, stream))
+    }
+
+    fn context_of(&self, named: &Named<'_>) -> Result<Context, Error> {
+        if let Some(stream) = named.stream {
+            return Ok(stream.context().clone());
+        }
+        if is_special(named.raw) {
+            return Ok(self.context.clone());
+        }
+        // SAFETY: whoever made the name vouched for the stream.
+        let raw = unsafe { self.driver().stream_context(named.raw) }.map_err(|e| self.error(e))?;
+        if raw == self.context.raw() {
+            return Ok(self.context.clone());
+        }
+        // SAFETY: the context of a live stream is alive, and stays so while the stream is in use.
+        unsafe { Context::from_raw(self.driver(), raw) }.map_err(|e| self.error(e))
+    }
+
+    /// Memory of this device is allocated on streams of this device.
+    pub(crate) fn same_device(&self, state: &State, stream: u32) -> Result<(), Error> {
+        let other = state.streams[stream].context.device();
+        if other == self.device {
+            return Ok(());
+        }
+        Err(Error::WrongDevice {
+            device: self.device.ordinal(),
+            stream_device: other.ordinal(),
+        })
+    }
+
+    /// Lets go of streams that only we still hold: records their last marker and drops them.
+    fn prune(&self) {
+        let alone: Vec<u32> = {
+            let state = self.lock();
+            let kept = state
+                .streams
+                .iter()
+                .filter_map(|(at, slot)| match &slot.holder {
+                    Holder::Kept(stream)
+                        if stream.kind() == StreamKind::Owned && stream.holders() == 1 =>
+                    {
+                        Some(at)
+                    }
+                    _ => None,
+                });
+            kept.collect()
+        };
+        for stream in alone {
+            if let Err(error) = self.retire_slot(stream) {
+                self.log_marker_failure(&error);
+            }
+        }
+    }
+
+    /// Records the last marker of a stream and forgets its handle.
+    pub(crate) fn retire_slot(&self, stream: u32) -> Result<(), Error> {
+        self.mark(stream)?;
+        let mut state = self.lock();
+        if !state.streams[stream].covered() {
+            // Somebody freed on the stream meanwhile, or no marker could be recorded.
+            return Ok(());
+        }
+        state.streams.forget_key(stream);
+        let former = std::mem::replace(&mut state.streams[stream].holder, Holder::Retired);
+        state.flush_pages_of(stream);
+        state.recycle(stream);
+        drop(state);
+        // Destroys the stream if nobody else holds it: a driver call, so outside the lock.
+        drop(former);
+        Ok(())
+    }
+
+    pub(crate) fn log_marker_failure(&self, error: &dyn std::error::Error) {
+        if let Some(count) = self.log.due() {
+            log::warn!("a marker could not be recorded ({count} times so far): {error}");
+        }
+    }
+}
+
+/// The null, legacy and per-thread handles.
+pub(crate) fn is_special(raw: sys::CUstream) -> bool {
+    (raw as usize) <= 2
+}
+
+/// Whether the handle means a different stream on each thread.
+pub(crate) fn is_per_thread(raw: usize) -> bool {
+    raw == 2
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.usable().is_err() || self.lock().closed {
+            return;
+        }
+        match self.close() {
+            Ok(()) => {}
+            Err(error) => log::warn!(
+                "an allocator on device {} leaks its memory: {error}",
+                self.device.ordinal()
+            ),
+        }
+    }
+}
+
+/// The shared inside of an allocator and its blocks.
+pub(crate) type Shared = Arc<Engine>;

@@ -1,0 +1,226 @@
+//! Which free memory fits a request: best fit over runs of adjacent pieces.
+//!
+//! A *run* is a maximal sequence of adjacent free pieces that the asking stream may use: each one
+//! complete, pending on that stream alone, or ordered behind it by a wait already made. Runs may
+//! join pieces of several classes, so the index of one class cannot answer alone; what it cannot
+//! answer is found by walking the pending pieces, of which there are few: they become complete and
+//! merge as markers are observed.
+
+use super::bins::Entry;
+use super::records::{COMPLETE, MIXED, NIL, Records};
+use super::space::Space;
+use super::state::Want;
+use super::streams::Streams;
+
+/// A place for a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Run {
+    /// The first piece.
+    pub first: u32,
+    pub addr: u64,
+    /// Granules of the whole run.
+    pub granules: u64,
+}
+
+impl Run {
+    fn better(self, other: Option<Run>) -> Option<Run> {
+        match other {
+            Some(o) if (o.granules, o.addr) <= (self.granules, self.addr) => Some(o),
+            _ => Some(self),
+        }
+    }
+}
+
+/// The view of one request on the free pieces.
+pub(crate) struct Finder<'a> {
+    pub records: &'a Records,
+    pub streams: &'a Streams,
+    pub space: &'a Space,
+    /// The asking stream.
+    pub stream: u32,
+}
+
+impl Run {
+    /// Whether a request fits, aligned as it asks.
+    fn holds(&self, want: &Want) -> bool {
+        self.granules >= u64::from(want.skip(self.addr)) + u64::from(want.granules)
+    }
+}
+
+impl Finder<'_> {
+    /// Whether a piece may be used by the stream without a wait.
+    pub(crate) fn ready(&self, id: u32) -> bool {
+        let hot = &self.records[id];
+        hot.is_free()
+            && (hot.stream == COMPLETE
+                || hot.stream == self.stream
+                || self
+                    .records
+                    .cold(id)
+                    .uses
+                    .as_slice()
+                    .iter()
+                    .all(|u| self.streams.ready(self.stream, u)))
+    }
+
+    /// Whether a piece may be used by the stream, if need be after waits that can be made.
+    pub(crate) fn reachable(&self, id: u32) -> bool {
+        let hot = &self.records[id];
+        hot.is_free()
+            && self
+                .records
+                .cold(id)
+                .uses
+                .as_slice()
+                .iter()
+                .all(|u| self.streams.ready(self.stream, u) || self.streams.marker(u).is_some())
+    }
+
+    /// Best fit over ready runs, the lowest address on ties.
+    pub(crate) fn ready_run(&self, want: &Want) -> Option<Run> {
+        let alone = |e: Entry| Run {
+            first: e.id,
+            addr: e.addr,
+            granules: u64::from(e.granules),
+        };
+        if self.only_own() {
+            // All free memory is the stream's own and merged: the index has the answer.
+            let fitting = self.space.index(self.stream)?.iter_from(want.granules);
+            return fitting.map(alone).find(|run| run.holds(want));
+        }
+        let mut best = None;
+        let lone = |id: u32| {
+            let hot = &self.records[id];
+            (hot.prev == NIL || !self.ready(hot.prev)) && (hot.next == NIL || !self.ready(hot.next))
+        };
+        if let Some(complete) = self.space.index(COMPLETE)
+            && let Some(run) = complete
+                .iter_from(want.granules)
+                .map(alone)
+                .find(|r| lone(r.first) && r.holds(want))
+        {
+            best = Some(run);
+        }
+        for class in self.space.pending_streams().chain([MIXED]) {
+            let Some(index) = self.space.index(class) else {
+                continue;
+            };
+            for entry in index.iter() {
+                if let Some(run) = self.run_led_by(entry.id, |id| self.ready(id))
+                    && run.holds(want)
+                {
+                    best = run.better(best);
+                }
+            }
+        }
+        best
+    }
+
+    /// Whether the stream's own pieces are all there is and adjacent ones are merged.
+    fn only_own(&self) -> bool {
+        self.space.merge_own
+            && self
+                .space
+                .index(self.stream)
+                .is_some_and(|own| own.len() == self.space.piece_count())
+    }
+
+    /// The best run that can be used after waits, by size, then address; and the one whose newest
+    /// marker is the oldest.
+    pub(crate) fn reachable_runs(&self, want: &Want) -> (Option<Run>, Option<Run>) {
+        let (mut tightest, mut oldest): (Option<Run>, Option<(u64, Run)>) = (None, None);
+        for class in self.space.pending_streams().chain([MIXED]) {
+            let Some(index) = self.space.index(class) else {
+                continue;
+            };
+            for entry in index.iter() {
+                let Some(run) = self.run_led_by(entry.id, |id| self.reachable(id)) else {
+                    continue;
+                };
+                if !run.holds(want) {
+                    continue;
+                }
+                tightest = run.better(tightest);
+                let age = self.newest_marker(run, want.skip(run.addr) + want.granules);
+                if oldest
+                    .is_none_or(|(a, r)| (age, run.granules, run.addr) < (a, r.granules, r.addr))
+                {
+                    oldest = Some((age, run));
+                }
+            }
+        }
+        (tightest, oldest.map(|(_, run)| run))
+    }
+
+    /// The order number of the newest marker that the head of a run has to wait for.
+    fn newest_marker(&self, run: Run, granules: u32) -> u64 {
+        let (mut at, mut left, mut newest) = (run.first, u64::from(granules), 0);
+        loop {
+            for u in self.records.cold(at).uses.as_slice() {
+                if !self.streams.ready(self.stream, u) {
+                    newest = newest.max(self.streams.marker(u).map_or(u64::MAX, |m| m.order));
+                }
+            }
+            let size = u64::from(self.records[at].granules);
+            if size >= left {
+                return newest;
+            }
+            left -= size;
+            at = self.records[at].next;
+        }
+    }
+
+    /// The run around a piece that is not complete, if that piece is the first such of the run (so
+    /// that every run is looked at once).
+    fn run_led_by(&self, id: u32, usable: impl Fn(u32) -> bool) -> Option<Run> {
+        if !usable(id) {
+            return None;
+        }
+        let mut first = id;
+        while let prev = self.records[first].prev
+            && prev != NIL
+            && usable(prev)
+        {
+            if self.records[prev].stream != COMPLETE {
+                return None;
+            }
+            first = prev;
+        }
+        Some(self.extend(first, usable))
+    }
+
+    /// The run that begins with a piece.
+    fn extend(&self, first: u32, usable: impl Fn(u32) -> bool) -> Run {
+        let (mut granules, mut at) = (0, first);
+        while at != NIL && usable(at) {
+            granules += u64::from(self.records[at].granules);
+            at = self.records[at].next;
+        }
+        Run {
+            first,
+            addr: self.records[first].addr,
+            granules,
+        }
+    }
+
+    /// Granules of usable pieces directly before an extent, and the first of them.
+    pub(crate) fn usable_before(&self, id: u32, usable: impl Fn(u32) -> bool) -> (u32, u64) {
+        let (mut first, mut granules) = (id, 0);
+        while let prev = self.records[first].prev
+            && prev != NIL
+            && usable(prev)
+        {
+            first = prev;
+            granules += u64::from(self.records[prev].granules);
+        }
+        (first, granules)
+    }
+
+    /// Granules of usable pieces directly behind an extent.
+    pub(crate) fn usable_behind(&self, id: u32, usable: impl Fn(u32) -> bool) -> u64 {
+        match self.records[id].next {
+            NIL => 0,
+            next => self.extend(next, usable).granules,
+        }
+    }
+}

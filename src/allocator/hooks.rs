@@ -1,0 +1,53 @@
+//! Hooks that can free memory when there is none: the user's last word before an error.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Frees memory that the program can do without. Gets the number of bytes that are missing and
+/// returns how many it freed, as far as it knows; the allocator looks for itself.
+pub type ReliefHook = dyn Fn(u64) -> u64 + Send + Sync;
+
+/// The hooks of an allocator, in order of registration. Called without any lock held, so a hook may
+/// allocate, free, and add or remove hooks.
+#[derive(Default)]
+pub(crate) struct Hooks(Mutex<Vec<(String, Arc<ReliefHook>)>>);
+
+impl Hooks {
+    /// Adds a hook, or replaces the one of that name; whether one was replaced.
+    pub(crate) fn set(&self, name: String, hook: Arc<ReliefHook>) -> bool {
+        let mut hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match hooks.iter_mut().find(|(known, _)| *known == name) {
+            Some(known) => {
+                known.1 = hook;
+                true
+            }
+            None => {
+                hooks.push((name, hook));
+                false
+            }
+        }
+    }
+
+    /// Removes a hook; whether it existed.
+    pub(crate) fn remove(&self, name: &str) -> bool {
+        let mut hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = hooks.len();
+        hooks.retain(|(known, _)| known != name);
+        hooks.len() != before
+    }
+
+    /// The hooks as they are now.
+    pub(crate) fn all(&self) -> Vec<Arc<ReliefHook>> {
+        let hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        hooks.iter().map(|(_, hook)| Arc::clone(hook)).collect()
+    }
+}
+
+impl fmt::Debug for Hooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        f.debug_list()
+            .entries(hooks.iter().map(|(name, _)| name))
+            .finish()
+    }
+}

@@ -1,0 +1,176 @@
+//! Giving memory back, and the end.
+
+use crate::driver::StreamKind;
+
+use super::engine::Engine;
+use super::error::Error;
+use super::records::SpaceId;
+use super::streams::Holder;
+
+/// What a trim did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Trimmed {
+    /// Bytes given back to the driver.
+    pub released: u64,
+    /// Bytes that could go once work that is still pending has completed.
+    pub pending: u64,
+}
+
+impl Engine {
+    /// Gives unused memory back until at most `keep` bytes are held. Never waits.
+    pub(crate) fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+        self.free_deferred();
+        let ours: Vec<u32> = {
+            let mut state = self.open()?;
+            state.flush_pages();
+            let slots = state.streams.iter();
+            slots
+                .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
+                .map(|(stream, _)| stream)
+                .collect()
+        };
+        self.mark_all(&ours);
+        let retried = self.retry_strays();
+        let mut state = self.poll(self.lock())?;
+        state.settle();
+        let (plan, pending) = state.plan_trim(keep, self.context.key());
+        state.peak_live = state.stats.all.requested.current;
+        drop(state);
+        let released = self.release(plan)?;
+        Ok(Trimmed {
+            released: released + retried?,
+            pending,
+        })
+    }
+
+    /// Frees what was dropped while its stream was capturing.
+    pub(crate) fn free_deferred(&self) {
+        let deferred = {
+            let mut state = self.lock();
+            if state.deferred.is_empty() {
+                return;
+            }
+            std::mem::take(&mut state.deferred)
+        };
+        for (id, generation) in deferred {
+            // One that is still capturing is deferred again in there.
+            self.drop_block(id, generation);
+        }
+    }
+
+    /// Waits for the allocator's markers, gives everything back, and refuses further calls. After
+    /// an error the allocator is open again and owns what could not be given back.
+    pub(crate) fn close(&self) -> Result<(), Error> {
+        self.free_deferred();
+        {
+            let mut state = self.open()?;
+            let live = state.stats.all.allocations.current;
+            if live > 0 {
+                return Err(Error::LiveBlocks {
+                    blocks: live,
+                    bytes: state.stats.all.allocated.current,
+                });
+            }
+            state.closed = true;
+        }
+        let result = self.give_everything_back();
+        let mut state = self.lock();
+        state.closed = result.is_ok();
+        if state.closed {
+            // Handles are destroyed outside the lock.
+            let events = std::mem::take(&mut state.events);
+            drop(state);
+            drop(events);
+        }
+        result
+    }
+
+    fn give_everything_back(&self) -> Result<(), Error> {
+        self.settle_all()?;
+        {
+            let mut state = self.lock();
+            state.flush_pages();
+            state.settle();
+        }
+        let retried = self.retry_strays();
+        let (plan, _) = self.lock().plan_trim(0, self.context.key());
+        self.release(plan)?;
+        retried?;
+        self.return_spans()
+    }
+
+    /// Waits until every free is complete: by markers where they can be had, else by the context.
+    fn settle_all(&self) -> Result<(), Error> {
+        let ours: Vec<u32> = {
+            let state = self.lock();
+            let slots = state.streams.iter();
+            slots
+                .filter(|(_, slot)| match &slot.holder {
+                    Holder::Kept(stream) => {
+                        stream.kind() != StreamKind::PerThreadDefault && !slot.covered()
+                    }
+                    _ => false,
+                })
+                .map(|(stream, _)| stream)
+                .collect()
+        };
+        self.mark_all(&ours);
+        loop {
+            let oldest = {
+                let state = self.lock();
+                let fronts = state.streams.iter().filter_map(|(stream, slot)| {
+                    slot.markers
+                        .back()
+                        .map(|m| (stream, m.bound, std::sync::Arc::clone(&m.event)))
+                });
+                fronts.min_by_key(|(stream, _, _)| *stream)
+            };
+            let Some((stream, bound, event)) = oldest else {
+                break;
+            };
+            self.host_wait(stream, bound, event)?;
+        }
+        let uncovered = self.lock().streams.iter().any(|(_, slot)| !slot.covered());
+        if uncovered {
+            self.synchronise()
+        } else {
+            Ok(())
+        }
+    }
+
+    fn return_spans(&self) -> Result<(), Error> {
+        let spans = {
+            let mut state = self.lock();
+            for space in [SpaceId::Large, SpaceId::Small] {
+                let (at, records) = state.parts(space);
+                let firsts: Vec<u32> = at.regions().values().map(|r| r.first).collect();
+                for id in firsts {
+                    at.remove_region(records, id);
+                }
+            }
+            std::mem::take(&mut state.spans)
+        };
+        if spans.is_empty() {
+            return Ok(());
+        }
+        let entered = self.context.enter();
+        let mut first = None;
+        for (base, bytes) in spans {
+            // SAFETY: reserved by this allocator with this base and size; every mapping in it was
+            // released just before, or that release would have failed.
+            let freed = match &entered {
+                Ok(entered) => unsafe { entered.address_free(base, bytes as usize) },
+                Err(error) => Err(*error),
+            };
+            if let Err(error) = freed {
+                // Kept, to be freed by the next close.
+                self.lock().spans.insert(base, bytes);
+                first = first.or(Some(error));
+            }
+        }
+        match first {
+            Some(error) => Err(self.error(error)),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! Markers: recording, polling, waiting. The only driver calls that follow from frees.
+
+use std::sync::Arc;
+
+use crate::driver::Event;
+
+use super::engine::{Engine, Guard, is_per_thread};
+use super::error::Error;
+use super::state::PendingWait;
+use super::streams::{Batch, Holder, StreamKey};
+
+impl Engine {
+    /// Records a marker on a stream, if it is one on which that may be done here and now.
+    pub(crate) fn mark(&self, stream: u32) -> Result<(), Error> {
+        let (batch, raw, context, pooled, key) = {
+            let mut state = self.lock();
+            let slot = &state.streams[stream];
+            if !slot.in_use || matches!(slot.holder, Holder::Retired) || slot.covered() {
+                return Ok(());
+            }
+            let (raw, context, key) = (slot.raw, slot.context.clone(), slot.key);
+            let pooled = state.events.get_mut(&context.key()).and_then(Vec::pop);
+            // The bound is taken before the event is recorded, and frees from here on get a later
+            // ticket: so the event covers every ticket up to the bound, and no other.
+            (state.streams.close_batch(stream), raw, context, pooled, key)
+        };
+        self.record_batch(batch, raw, &context, pooled, key)
+    }
+
+    fn record_batch(
+        &self,
+        batch: Batch,
+        raw: usize,
+        context: &crate::driver::Context,
+        pooled: Option<Event>,
+        key: StreamKey,
+    ) -> Result<(), Error> {
+        let stream = std::ptr::with_exposed_provenance_mut(raw);
+        let entered = context.enter().map_err(|e| self.error(e))?;
+        // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
+        // of it, before which its owner may not destroy it.
+        let capturing = unsafe { self.driver().is_capturing(stream) };
+        if !matches!(capturing, Ok(false)) {
+            // Nothing is recorded into somebody's graph; the next marker covers this batch.
+            return Ok(());
+        }
+        if is_per_thread(raw) {
+            // SAFETY: as above.
+            let asked = unsafe { self.driver().stream_id(stream) }.map_err(|e| self.error(e))?;
+            if asked.map(StreamKey::Id) != Some(key) {
+                return Ok(());
+            }
+        }
+        let event = match pooled {
+            Some(event) => event,
+            None => entered.create_event().map_err(|e| self.error(e))?,
+        };
+        // SAFETY: as above; the event is of the stream's context and in no marker.
+        let recorded = unsafe { entered.record(&event, stream) };
+        let mut state = self.lock();
+        match recorded {
+            Ok(()) => {
+                state.stats.markers += 1;
+                state.streams.publish(batch, Arc::new(event));
+                Ok(())
+            }
+            Err(error) => {
+                state.stats.failed_markers += 1;
+                state.events.entry(context.key()).or_default().push(event);
+                Err(self.error(error))
+            }
+        }
+    }
+
+    /// Records the markers that a free left to record. A failure costs nothing but time: the next
+    /// marker covers the batch.
+    pub(crate) fn mark_all(&self, streams: &[u32]) {
+        for stream in streams {
+            if let Err(error) = self.mark(*stream) {
+                self.log_marker_failure(&error);
+            }
+        }
+    }
+
+    /// Asks the oldest marker of each stream whether it is complete.
+    pub(crate) fn poll<'a>(&'a self, mut state: Guard<'a>) -> Result<Guard<'a>, Error> {
+        loop {
+            let due = state.due_markers();
+            if due.is_empty() {
+                return Ok(state);
+            }
+            drop(state);
+            let mut answers = Vec::with_capacity(due.len());
+            let asked: Result<(), Error> = (|| {
+                let entered = self.context.enter().map_err(|e| self.error(e))?;
+                for (stream, bound, event) in &due {
+                    let done = entered.query(event).map_err(|e| self.error(e))?;
+                    answers.push((*stream, *bound, done));
+                }
+                Ok(())
+            })();
+            let events: Vec<Arc<Event>> = due.into_iter().map(|(_, _, event)| event).collect();
+            drop(events);
+            state = self.lock();
+            let mut progress = false;
+            for (stream, bound, done) in answers {
+                state.stats.queries += 1;
+                if done {
+                    state.observed(stream, bound);
+                    progress = true;
+                } else {
+                    state.not_ready(stream);
+                }
+            }
+            asked?;
+            if !progress {
+                return Ok(state);
+            }
+            state.settle();
+        }
+    }
+
+    /// Queues waits on a stream.
+    pub(crate) fn queue_waits(&self, stream: u32, waits: &[PendingWait]) -> Result<(), Error> {
+        if waits.is_empty() {
+            return Ok(());
+        }
+        let (raw, context) = {
+            let state = self.lock();
+            (
+                state.streams[stream].raw,
+                state.streams[stream].context.clone(),
+            )
+        };
+        let handle = std::ptr::with_exposed_provenance_mut(raw);
+        let entered = context.enter().map_err(|e| self.error(e))?;
+        for wait in waits {
+            // SAFETY: the stream is the one that the call under way names; the event is recorded
+            // and kept alive by the wait.
+            unsafe { entered.stream_wait(handle, &wait.event) }.map_err(|e| self.error(e))?;
+            let mut state = self.lock();
+            state.stats.stream_waits += 1;
+            state
+                .streams
+                .ordered(stream, wait.stream, wait.bound, &wait.row);
+        }
+        Ok(())
+    }
+
+    /// Waits on the host for one marker.
+    pub(crate) fn host_wait(
+        &self,
+        stream: u32,
+        bound: u64,
+        event: Arc<Event>,
+    ) -> Result<(), Error> {
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        entered.wait(&event).map_err(|e| self.error(e))?;
+        drop(event);
+        let mut state = self.lock();
+        state.observed(stream, bound);
+        state.settle();
+        Ok(())
+    }
+
+    /// Waits until everything that was submitted to the streams' contexts so far is complete.
+    pub(crate) fn synchronise(&self) -> Result<(), Error> {
+        let (bounds, contexts) = {
+            let mut state = self.lock();
+            let streams: Vec<u32> = state.streams.iter().map(|(stream, _)| stream).collect();
+            let mut contexts = vec![self.context.clone()];
+            for stream in &streams {
+                let context = &state.streams[*stream].context;
+                if !contexts.iter().any(|c| c.key() == context.key()) {
+                    contexts.push(context.clone());
+                }
+            }
+            let bounds: Vec<Batch> = streams
+                .iter()
+                .map(|s| state.streams.close_batch(*s))
+                .collect();
+            (bounds, contexts)
+        };
+        for context in contexts {
+            let entered = context.enter().map_err(|e| self.error(e))?;
+            entered.synchronize().map_err(|e| self.error(e))?;
+        }
+        let mut state = self.lock();
+        for batch in bounds {
+            let events = state.streams.completed(batch.stream, batch.bound, &[]);
+            state.pool_events(events);
+        }
+        state.settle();
+        Ok(())
+    }
+}

@@ -1,0 +1,415 @@
+//! Memory from the driver and back: transactions of several calls, made without the lock.
+
+use crate::driver::{DriverError, Entered};
+
+use super::engine::Engine;
+use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
+use super::plan::{Growth, Release};
+use super::records::{COMPLETE, SpaceId, State as Extent};
+use super::size::{GRANULE, PHYSICAL_GRANULE};
+use super::state::{State, Stray, Want};
+
+/// A span of address space for large blocks is as long as the device's memory, but at most this;
+/// more is reserved when it is used up.
+const SPAN_MAX: u64 = 64 << 30;
+/// The span of the small arena is this part of the other.
+const SMALL_SPAN_PART: u64 = 16;
+
+/// How many pinned segments an out-of-memory error names.
+const PINNED_NAMED: usize = 3;
+
+/// A growth that failed, with what could not be undone.
+#[derive(Debug)]
+pub(crate) struct GrowthFailure {
+    pub error: DriverError,
+    /// Handles that are still mapped: (address, bytes, handle).
+    mapped: Vec<(u64, u64, u64)>,
+    /// Handles that are mapped nowhere and could not be released.
+    strays: Vec<(u64, u64)>,
+}
+
+impl Engine {
+    /// Creates, maps and opens the handles of a growth; undoes everything if a call fails.
+    pub(crate) fn map(&self, growth: &Growth) -> Result<Vec<u64>, GrowthFailure> {
+        let entered = self.context.enter().map_err(|error| GrowthFailure {
+            error,
+            mapped: Vec::new(),
+            strays: Vec::new(),
+        })?;
+        // Handles made so far: (address, bytes, handle, mapped).
+        let mut made: Vec<(u64, u64, u64, bool)> = Vec::with_capacity(growth.sizes.len());
+        let result = (|| {
+            let mut addr = growth.addr;
+            for bytes in &growth.sizes {
+                let handle = entered.mem_create(*bytes as usize, &self.properties)?;
+                made.push((addr, *bytes, handle, false));
+                // SAFETY: the range is reserved by this allocator, holds no mapping, and is claimed
+                // by this growth alone; the handle was made with this size.
+                unsafe { entered.mem_map(addr, *bytes as usize, handle) }?;
+                if let Some(last) = made.last_mut() {
+                    last.3 = true;
+                }
+                addr += bytes;
+            }
+            // SAFETY: the range was mapped just now, by whole handles.
+            unsafe { entered.set_access(growth.addr, growth.bytes() as usize, &self.access) }
+        })();
+        match result {
+            Ok(()) => Ok(made.into_iter().map(|(_, _, handle, _)| handle).collect()),
+            Err(error) => Err(undo(&entered, error, made)),
+        }
+    }
+
+    /// Reserves address space for an arena.
+    pub(crate) fn reserve_span(&self, space: SpaceId, at_least: u64) -> Result<(), Error> {
+        let part = if space == SpaceId::Small {
+            SMALL_SPAN_PART
+        } else {
+            1
+        };
+        let usual = (self.total_memory.min(SPAN_MAX) / part).max(PHYSICAL_GRANULE);
+        let bytes = usual.max(at_least).next_multiple_of(PHYSICAL_GRANULE);
+        // Behind the last span of the arena, so that the two are one if the driver agrees.
+        let hint = {
+            let state = self.lock();
+            let regions = state.space(space).map(|s| s.regions());
+            regions
+                .and_then(|r| r.iter().next_back())
+                .map_or(0, |(base, region)| base + region.bytes)
+        };
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        let align = PHYSICAL_GRANULE as usize;
+        let mut made = entered.address_reserve(bytes as usize, align, hint);
+        let mut got = bytes;
+        if made.is_err() && at_least < usual {
+            // Address space is short: take what the request needs.
+            got = at_least.next_multiple_of(PHYSICAL_GRANULE);
+            made = entered.address_reserve(got as usize, align, 0);
+        }
+        let base = made.map_err(|e| self.error(e))?;
+        let mut state = self.lock();
+        state.spans.insert(base, got);
+        let (at, records) = state.parts(space);
+        at.add_hole(records, base, (got / GRANULE) as u32);
+        Ok(())
+    }
+
+    /// Gives claimed memory back to the driver. What fails stays in the books, or goes back to the
+    /// free memory if it is still mapped; the first error is returned after all was tried.
+    pub(crate) fn release(&self, plan: Vec<Release>) -> Result<u64, Error> {
+        let entered = match self.context.enter() {
+            Ok(entered) => entered,
+            Err(error) => {
+                let mut state = self.lock();
+                for release in plan {
+                    state.restore(release.space, release.id, release.shards);
+                }
+                return Err(self.error(error));
+            }
+        };
+        let mut first: Option<DriverError> = None;
+        let mut released = 0;
+        for release in plan {
+            let (unmapped, freed) = give_back(&entered, &release);
+            let mut state = self.lock();
+            if unmapped.is_ok() {
+                state.gone(&release);
+                match (freed, release.handle) {
+                    (Err(_), Some(handle)) => {
+                        state.strays.push(Stray {
+                            handle,
+                            bytes: release.bytes,
+                            space: release.space,
+                        });
+                    }
+                    _ => {
+                        state.unhold(release.bytes, release.space);
+                        released += release.bytes;
+                    }
+                }
+            } else {
+                state.restore(release.space, release.id, release.shards);
+            }
+            first = first.or(unmapped.err()).or(freed.err());
+            if first.is_some_and(|e| e.is_fatal()) {
+                // Nothing more can be done in this context; what is left stays as it is.
+                continue;
+            }
+        }
+        match first {
+            Some(error) => Err(self.error(error)),
+            None => Ok(released),
+        }
+    }
+
+    /// Tries again to release what an earlier failure left behind.
+    pub(crate) fn retry_strays(&self) -> Result<u64, Error> {
+        let (strays, quarantined) = {
+            let mut state = self.lock();
+            (std::mem::take(&mut state.strays), state.quarantined())
+        };
+        if strays.is_empty() && quarantined.is_empty() {
+            return Ok(0);
+        }
+        let entered = self.context.enter();
+        let mut first: Option<DriverError> = entered.as_ref().err().copied();
+        let mut released = 0;
+        for stray in strays {
+            // SAFETY: the handle was made by this allocator, is mapped nowhere, and its release
+            // failed before, so it is still ours.
+            let freed = entered
+                .as_ref()
+                .map_err(|e| *e)
+                .and_then(|e| unsafe { e.mem_release(stray.handle) });
+            let mut state = self.lock();
+            match freed {
+                Ok(()) => {
+                    state.unhold(stray.bytes, stray.space);
+                    released += stray.bytes;
+                }
+                Err(error) => {
+                    state.strays.push(stray);
+                    first = first.or(Some(error));
+                }
+            }
+        }
+        for release in quarantined {
+            let Ok(entered) = &entered else { break };
+            let (unmapped, freed) = give_back(entered, &release);
+            let mut state = self.lock();
+            if unmapped.is_ok() {
+                state.gone(&release);
+                match (freed, release.handle) {
+                    (Err(_), Some(handle)) => {
+                        state.strays.push(Stray {
+                            handle,
+                            bytes: release.bytes,
+                            space: release.space,
+                        });
+                    }
+                    _ => {
+                        state.unhold(release.bytes, release.space);
+                        released += release.bytes;
+                    }
+                }
+            }
+            first = first.or(unmapped.err()).or(freed.err());
+        }
+        match first {
+            Some(error) => Err(self.error(error)),
+            None => Ok(released),
+        }
+    }
+
+    /// The error that says everything about a failed request. Cannot fail itself.
+    pub(crate) fn out_of_memory(
+        &self,
+        state: super::engine::Guard<'_>,
+        want: &Want,
+        refusal: Option<DriverError>,
+    ) -> Error {
+        let mut oom = state.picture(want.requested);
+        drop(state);
+        oom.device = self.device.ordinal();
+        oom.driver = refusal;
+        if let Ok(info) = self.context.enter().and_then(|entered| entered.mem_info()) {
+            oom.driver_free = Some(info.free);
+            oom.driver_total = Some(info.total);
+        }
+        Error::OutOfMemory(Box::new(oom))
+    }
+}
+
+/// Unmaps and releases a handle, or frees a segment. The second result counts only if the first is
+/// good.
+fn give_back(
+    entered: &Entered<'_>,
+    release: &Release,
+) -> (Result<(), DriverError>, Result<(), DriverError>) {
+    match release.handle {
+        // SAFETY: the segment is the allocator's, wholly free, and claimed for this release; the
+        // call waits for the work of its context, and streams of other contexts are done with it.
+        None => (unsafe { entered.mem_free(release.addr) }, Ok(())),
+        Some(handle) => {
+            // SAFETY: one whole mapping of the allocator, claimed for this release, and every use
+            // of it was seen complete by the host.
+            let unmapped = unsafe { entered.mem_unmap(release.addr, release.bytes as usize) };
+            if unmapped.is_err() {
+                return (unmapped, Ok(()));
+            }
+            // SAFETY: the handle is the allocator's and mapped nowhere any more.
+            (unmapped, unsafe { entered.mem_release(handle) })
+        }
+    }
+}
+
+/// Takes back the calls of a failed growth, newest first.
+fn undo(
+    entered: &Entered<'_>,
+    error: DriverError,
+    made: Vec<(u64, u64, u64, bool)>,
+) -> GrowthFailure {
+    let mut failure = GrowthFailure {
+        error,
+        mapped: Vec::new(),
+        strays: Vec::new(),
+    };
+    for (addr, bytes, handle, mapped) in made.into_iter().rev() {
+        // SAFETY: mapped by this growth as one handle, and nobody was ever told the address.
+        if mapped && unsafe { entered.mem_unmap(addr, bytes as usize) }.is_err() {
+            failure.mapped.push((addr, bytes, handle));
+            continue;
+        }
+        // SAFETY: made by this growth and mapped nowhere.
+        if unsafe { entered.mem_release(handle) }.is_err() {
+            failure.strays.push((handle, bytes));
+        }
+    }
+    failure
+}
+
+impl State {
+    /// A growth failed: the books as before, and what could not be undone set apart.
+    pub(crate) fn growth_failed(&mut self, growth: Growth, failure: GrowthFailure) {
+        let space = growth.space;
+        self.not_grown(growth);
+        for (handle, bytes) in failure.strays {
+            self.count_held(bytes, space);
+            self.strays.push(Stray {
+                handle,
+                bytes,
+                space,
+            });
+        }
+        for (addr, bytes, handle) in failure.mapped {
+            // The range is a hole again; take it out of circulation with its handle.
+            let hole = self.space(space).and_then(|s| {
+                s.holes()
+                    .range(..=addr)
+                    .next_back()
+                    .map(|(base, id)| (*base, *id))
+            });
+            let Some((base, hole)) = hole else { continue };
+            let skip = ((addr - base) / GRANULE) as u32;
+            if let Some((id, _)) = self.claim(space, hole, skip, (bytes / GRANULE) as u32) {
+                self.records[id].state = Extent::Quarantined;
+                self.hold(addr, bytes, Some(handle), space);
+            }
+        }
+    }
+
+    fn count_held(&mut self, bytes: u64, space: SpaceId) {
+        self.stats.on_pool(space == SpaceId::Small, |pool| {
+            pool.reserved.add(bytes);
+            pool.segments.add(1);
+        });
+    }
+
+    /// Quarantined ranges as releases.
+    fn quarantined(&self) -> Vec<Release> {
+        let ranges = self
+            .records
+            .iter()
+            .filter(|(_, hot)| hot.state == Extent::Quarantined);
+        ranges
+            .filter_map(|(id, hot)| {
+                let holding = self.holdings.get(&hot.addr)?;
+                Some(Release {
+                    space: holding.space,
+                    id,
+                    shards: Vec::new(),
+                    addr: hot.addr,
+                    bytes: holding.bytes,
+                    handle: holding.handle,
+                })
+            })
+            .collect()
+    }
+
+    /// What an out-of-memory error reports of the books.
+    pub(crate) fn picture(&self, requested: u64) -> OutOfMemory {
+        OutOfMemory {
+            requested,
+            limit: self.limit,
+            reserved: self.stats.all.reserved.current,
+            allocated: self.stats.all.allocated.current,
+            cached: self.stats.cached(),
+            largest_free: self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0),
+            pending: self.pending_bytes(),
+            pinned: self.pinned(),
+            ..OutOfMemory::default()
+        }
+    }
+
+    /// Free bytes that wait for each stream, most first.
+    pub(crate) fn pending_bytes(&self) -> Vec<PendingBytes> {
+        let mut by_stream: Vec<PendingBytes> = Vec::new();
+        let mut slots: Vec<u32> = Vec::new();
+        for entry in self.spaces().flat_map(|s| s.pieces()) {
+            if self.records[entry.id].stream == COMPLETE {
+                continue;
+            }
+            let bytes = u64::from(entry.granules) * GRANULE;
+            for u in self.records.cold(entry.id).uses.as_slice() {
+                if self.streams.complete(u) {
+                    continue;
+                }
+                let at = slots
+                    .iter()
+                    .position(|s| *s == u.stream)
+                    .unwrap_or_else(|| {
+                        slots.push(u.stream);
+                        let stream_id = self.streams[u.stream].key.number();
+                        by_stream.push(PendingBytes {
+                            stream_id,
+                            bytes: 0,
+                            unmarked: 0,
+                        });
+                        by_stream.len() - 1
+                    });
+                by_stream[at].bytes += bytes;
+                if self.streams.marker(u).is_none() {
+                    by_stream[at].unmarked += bytes;
+                }
+            }
+        }
+        by_stream.sort_by_key(|p| std::cmp::Reverse(p.bytes));
+        by_stream
+    }
+
+    /// Where few live bytes hold the most memory.
+    fn pinned(&self) -> Vec<PinnedSegment> {
+        let mut live: std::collections::BTreeMap<u64, PinnedSegment> =
+            std::collections::BTreeMap::new();
+        for (id, hot) in self.records.iter() {
+            if hot.state != Extent::Used || matches!(self.records.cold(id).space, SpaceId::Pages(_))
+            {
+                continue;
+            }
+            let (mut addr, end) = (hot.addr, hot.end());
+            while addr < end {
+                let Some((base, holding)) = self.holdings.range(..=addr).next_back() else {
+                    break;
+                };
+                let top = base + holding.bytes;
+                if top <= addr {
+                    break;
+                }
+                let entry = live.entry(*base).or_insert(PinnedSegment {
+                    address: *base,
+                    bytes: holding.bytes,
+                    live: 0,
+                    block: hot.addr,
+                });
+                entry.live += end.min(top) - addr;
+                entry.block = entry.block.min(hot.addr);
+                addr = top;
+            }
+        }
+        let mut pinned: Vec<PinnedSegment> =
+            live.into_values().filter(|p| p.live < p.bytes).collect();
+        pinned.sort_by_key(|p| std::cmp::Reverse(p.bytes - p.live));
+        pinned.truncate(PINNED_NAMED);
+        pinned
+    }
+}

@@ -1,0 +1,450 @@
+//! What to ask of the driver: growth and release, planned on the books before any call is made.
+
+use super::fit::Finder;
+use super::records::{NIL, SpaceId, State as Extent};
+use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
+use super::space::Shard;
+use super::state::{PendingWait, State, Want};
+use super::uses::Uses;
+
+/// Slack of the soft cap over the peak of live requested bytes: a share (1/100) or an amount,
+/// whichever is more. Values from simulation over recorded work.
+const CAP_SHARE: u64 = 100;
+const CAP_SLACK: u64 = 16 << 20;
+/// A new handle is at least this part of the request that it is made for.
+const HANDLE_PART: u64 = 32;
+/// The share of a handle in the pool grows until the pool has about this many.
+const POOL_HANDLES: u64 = 1024;
+const POOL_HANDLE_MAX: u64 = 32 << 20;
+/// Near a hard limit handles are at most this part of it.
+const SCARCE_PART: u64 = 2048;
+
+/// How a request that found no memory gets some.
+#[derive(Debug)]
+pub(crate) struct Growth {
+    pub space: SpaceId,
+    /// The claimed extent: free memory before and behind a hole, and the part of the hole between.
+    pub id: u32,
+    pub shards: Vec<Shard>,
+    /// Waits that the free memory in it needs.
+    pub waits: Vec<PendingWait>,
+    /// Granules of the extent before the block itself.
+    pub skip: u32,
+    /// First byte to map.
+    pub addr: u64,
+    /// Sizes of the handles to make, in address order.
+    pub sizes: Vec<u64>,
+}
+
+impl Growth {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.sizes.iter().sum()
+    }
+}
+
+/// Memory to give back.
+#[derive(Debug)]
+pub(crate) struct Release {
+    pub space: SpaceId,
+    pub id: u32,
+    pub shards: Vec<Shard>,
+    pub addr: u64,
+    pub bytes: u64,
+    pub handle: Option<u64>,
+}
+
+/// What a request could grow into.
+#[derive(Debug, Clone, Copy)]
+struct Opening {
+    /// The first extent of the claimed range.
+    first: u32,
+    /// Granules from the range's start to the block, for its alignment.
+    skip: u32,
+    /// Granules of usable memory before the hole.
+    before: u64,
+    hole: u32,
+    /// Granules of the hole that are mapped.
+    mapped: u64,
+    /// Granules of usable memory behind the hole that the block needs.
+    behind: u64,
+}
+
+const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
+
+impl State {
+    /// Bytes that growth should not pass while anything else helps.
+    pub(crate) fn soft_cap(&self) -> u64 {
+        let slack = (self.peak_live / CAP_SHARE).max(CAP_SLACK);
+        self.peak_live.saturating_add(slack)
+    }
+
+    /// Bytes below the soft cap.
+    pub(crate) fn soft_room(&self) -> u64 {
+        self.soft_cap()
+            .saturating_sub(self.stats.all.reserved.current + self.planned)
+    }
+
+    /// Size of the handles for a growth.
+    fn handle_size(&self, want: &Want, missing: u64) -> u64 {
+        if want.space == SpaceId::Small {
+            return PHYSICAL_GRANULE;
+        }
+        let held = self.stats.all.reserved.current;
+        let mut share = PHYSICAL_GRANULE;
+        while share * POOL_HANDLES < held && share < POOL_HANDLE_MAX {
+            share *= 2;
+        }
+        let request = u64::from(want.granules) * GRANULE;
+        let part = request / HANDLE_PART / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
+        let size = share.max(part);
+        match self.limit {
+            Some(limit) if held + missing > limit / 2 => {
+                let scarce = limit / SCARCE_PART / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
+                size.min(scarce.max(PHYSICAL_GRANULE))
+            }
+            _ => size,
+        }
+    }
+
+    /// The opening that needs the least new memory, the lowest on ties.
+    fn opening(&self, want: &Want, usable: impl Fn(&Finder<'_>, u32) -> bool) -> Option<Opening> {
+        let finder = self.finder(want.space, want.stream)?;
+        let usable = |id: u32| usable(&finder, id);
+        let mut best: Option<Opening> = None;
+        for hole in finder.space.holes().values().copied() {
+            let room = u64::from(self.records[hole].granules);
+            let (first, before) = finder.usable_before(hole, usable);
+            let skip = want.skip(self.records[first].addr);
+            let needed = u64::from(skip + want.granules).saturating_sub(before);
+            let mapped = needed.next_multiple_of(PHYSICAL_GRANULES);
+            let opening = if mapped <= room {
+                Opening {
+                    first,
+                    skip,
+                    before,
+                    hole,
+                    mapped,
+                    behind: 0,
+                }
+            } else {
+                let behind = needed - room.min(needed);
+                if finder.usable_behind(hole, usable) < behind {
+                    continue;
+                }
+                Opening {
+                    first,
+                    skip,
+                    before,
+                    hole,
+                    mapped: room,
+                    behind,
+                }
+            };
+            if opening.mapped > 0 && best.is_none_or(|b| opening.mapped < b.mapped) {
+                best = Some(opening);
+            }
+        }
+        best
+    }
+
+    /// Bytes that a growth for this request would add at least, if there is address space for it.
+    pub(crate) fn missing(&self, want: &Want) -> Option<u64> {
+        if !self.packed {
+            return Some(classic_segment_for(u64::from(want.span()) * GRANULE));
+        }
+        let opening = self.opening(want, |finder, id| finder.ready(id))?;
+        Some(opening.mapped * GRANULE)
+    }
+
+    /// Plans a growth of the packed policy within `room` bytes. With `pending`, memory that needs a
+    /// wait counts as well.
+    pub(crate) fn plan_growth(&mut self, want: &Want, room: u64, pending: bool) -> Option<Growth> {
+        let opening = self.opening(want, |finder, id| {
+            if pending {
+                finder.reachable(id)
+            } else {
+                finder.ready(id)
+            }
+        })?;
+        let missing = opening.mapped * GRANULE;
+        if missing > room {
+            return None;
+        }
+        let size = self.handle_size(want, missing);
+        let bytes = self.rounded_growth(want, &opening, missing, size);
+        let mapped = bytes / GRANULE;
+        let addr = self.records[opening.hole].addr;
+        let granules = opening.before + mapped + opening.behind;
+        let (id, shards) =
+            self.claim(want.space, opening.first, 0, u32::try_from(granules).ok()?)?;
+        let waits = if pending {
+            self.waits_for(want.stream, &shards)
+        } else {
+            Vec::new()
+        };
+        self.planned += bytes;
+        Some(Growth {
+            space: want.space,
+            id,
+            shards,
+            waits,
+            skip: opening.skip,
+            addr,
+            sizes: tile(bytes, size),
+        })
+    }
+
+    /// Growth into the open end of a span is rounded up to whole handles where the cap allows it.
+    fn rounded_growth(&self, want: &Want, opening: &Opening, missing: u64, size: u64) -> u64 {
+        let hole = &self.records[opening.hole];
+        let rounded = missing.next_multiple_of(size);
+        let open_end = hole.next == NIL && opening.behind == 0;
+        let room = self.soft_room().min(self.room()).min(hole.bytes());
+        if want.space == SpaceId::Large && open_end && rounded <= room {
+            rounded
+        } else {
+            missing
+        }
+    }
+
+    /// Memory that can be given back now: whole handles or segments in free memory that `over` says
+    /// nobody uses. By address.
+    fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
+        let Some(at) = self.space(space) else {
+            return Vec::new();
+        };
+        let mut pieces: Vec<_> = at
+            .pieces()
+            .filter(|e| over(e.id))
+            .map(|e| (e.addr, e.granules))
+            .collect();
+        pieces.sort_unstable();
+        let mut found = Vec::new();
+        let mut pieces = pieces.into_iter().peekable();
+        while let Some((start, granules)) = pieces.next() {
+            let mut end = start + u64::from(granules) * GRANULE;
+            while pieces.peek().is_some_and(|(addr, _)| *addr == end) {
+                if let Some((_, more)) = pieces.next() {
+                    end += u64::from(more) * GRANULE;
+                }
+            }
+            let inside = self
+                .holdings
+                .range(start..end)
+                .filter(|(addr, h)| *addr + h.bytes <= end);
+            found.extend(inside.map(|(addr, h)| (*addr, h.bytes)));
+        }
+        found
+    }
+
+    /// Whether nobody can touch a free piece any more. The classic policy gives memory back with a
+    /// call that itself waits for the work of its context.
+    fn over(&self, id: u32, context: u64) -> bool {
+        self.records.cold(id).uses.as_slice().iter().all(|u| {
+            self.streams.complete(u)
+                || (!self.packed && self.streams[u.stream].context.key() == context)
+        })
+    }
+
+    /// Claims what to release so that `excess` bytes leave: the smallest that is enough, else the
+    /// largest first. Empty, with nothing changed, if there is not enough.
+    pub(crate) fn plan_release(&mut self, excess: u64, context: u64) -> Vec<Release> {
+        let mut found: Vec<(SpaceId, u64, u64)> = Vec::new();
+        for space in [SpaceId::Large, SpaceId::Small] {
+            let releasable = self.releasable(space, |id| self.over(id, context));
+            found.extend(
+                releasable
+                    .into_iter()
+                    .map(|(addr, bytes)| (space, addr, bytes)),
+            );
+        }
+        if found.iter().map(|f| f.2).sum::<u64>() < excess {
+            return Vec::new();
+        }
+        let mut chosen = Vec::new();
+        let mut left = excess;
+        // Highest addresses first among equals: the low end of an arena stays dense.
+        found.sort_unstable_by_key(|(_, addr, bytes)| (*bytes, *addr));
+        while left > 0 {
+            let enough = found.partition_point(|(_, _, bytes)| *bytes < left);
+            let at = enough.min(found.len() - 1);
+            let pick = found.remove(at);
+            left = left.saturating_sub(pick.2);
+            chosen.push(pick);
+        }
+        chosen
+            .into_iter()
+            .filter_map(|(space, addr, _)| self.claim_holding(space, addr))
+            .collect()
+    }
+
+    /// Claims everything that can be released until at most `keep` bytes are held, and says how much
+    /// more could go once pending work is over.
+    pub(crate) fn plan_trim(&mut self, keep: u64, context: u64) -> (Vec<Release>, u64) {
+        let mut plan = Vec::new();
+        let (mut now, mut later) = (0, 0);
+        for space in [SpaceId::Large, SpaceId::Small] {
+            let over = self.releasable(space, |id| self.over(id, context));
+            now += over.iter().map(|(_, bytes)| bytes).sum::<u64>();
+            later += self
+                .releasable(space, |_| true)
+                .iter()
+                .map(|(_, bytes)| bytes)
+                .sum::<u64>();
+            plan.extend(over.into_iter().map(|(addr, bytes)| (space, addr, bytes)));
+        }
+        let held = self.stats.all.reserved.current;
+        let mut excess = held.saturating_sub(keep);
+        let mut releases = Vec::new();
+        // From the top of the address space, so that arenas shrink from their end.
+        plan.sort_unstable_by_key(|(_, addr, _)| std::cmp::Reverse(*addr));
+        for (space, addr, bytes) in plan {
+            if excess == 0 {
+                break;
+            }
+            if let Some(release) = self.claim_holding(space, addr) {
+                excess = excess.saturating_sub(bytes);
+                releases.push(release);
+            }
+        }
+        (releases, (later - now).min(excess))
+    }
+
+    fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
+        let holding = *self.holdings.get(&addr)?;
+        // The piece that the holding begins in.
+        let first = self
+            .space(space)?
+            .pieces()
+            .find(|e| e.addr <= addr && addr < e.addr + u64::from(e.granules) * GRANULE)?;
+        let skip = ((addr - first.addr) / GRANULE) as u32;
+        let (id, shards) = self.claim(space, first.id, skip, (holding.bytes / GRANULE) as u32)?;
+        Some(Release {
+            space,
+            id,
+            shards,
+            addr,
+            bytes: holding.bytes,
+            handle: holding.handle,
+        })
+    }
+
+    // ---- outcomes -----------------------------------------------------------------------------
+
+    /// A growth succeeded: the handles are the allocator's, the front of the extent is the block.
+    pub(crate) fn grown(&mut self, want: &Want, growth: &Growth, handles: &[u64]) -> u32 {
+        let mut addr = growth.addr;
+        for (bytes, handle) in growth.sizes.iter().zip(handles) {
+            self.hold(addr, *bytes, Some(*handle), growth.space);
+            addr += bytes;
+        }
+        self.planned -= growth.bytes();
+        let mut id = growth.id;
+        if growth.skip > 0 {
+            let (space, records) = self.parts(growth.space);
+            let right = space.cut(records, id, growth.skip);
+            // It may have been free memory that the stream was using a moment ago.
+            let uses = Uses::one(want.stream, self.streams[want.stream].open);
+            let (space, records) = self.parts(growth.space);
+            records.cold_mut(id).owner = want.stream;
+            space.release(records, id, uses);
+            id = right;
+        }
+        if self.records[id].granules > want.granules {
+            let (space, records) = self.parts(growth.space);
+            let rest = space.cut(records, id, want.granules);
+            // Nobody has used the new memory. Where only one stream is known it merges with the
+            // stream's own.
+            let fresh = if space.merge_own {
+                Uses::one(want.stream, 0)
+            } else {
+                Uses::None
+            };
+            records.cold_mut(rest).owner = want.stream;
+            space.release(records, rest, fresh);
+        }
+        id
+    }
+
+    /// A growth failed: everything as before.
+    pub(crate) fn not_grown(&mut self, growth: Growth) {
+        self.planned -= growth.bytes();
+        self.restore(growth.space, growth.id, growth.shards);
+    }
+
+    /// Enters memory into the books.
+    pub(crate) fn hold(&mut self, addr: u64, bytes: u64, handle: Option<u64>, space: SpaceId) {
+        self.holdings.insert(
+            addr,
+            super::state::Holding {
+                bytes,
+                handle,
+                space,
+            },
+        );
+        self.stats.on_pool(space == SpaceId::Small, |pool| {
+            pool.reserved.add(bytes);
+            pool.segments.add(1);
+        });
+    }
+
+    /// Takes memory out of the books.
+    pub(crate) fn unhold(&mut self, bytes: u64, space: SpaceId) {
+        self.full_at = None;
+        self.stats.on_pool(space == SpaceId::Small, |pool| {
+            pool.reserved.sub(bytes);
+            pool.segments.sub(1);
+        });
+    }
+
+    /// Memory was unmapped, or a segment freed.
+    pub(crate) fn gone(&mut self, release: &Release) {
+        self.holdings.remove(&release.addr);
+        self.lookup.forget(release.addr, release.bytes);
+        let (space, records) = self.parts(release.space);
+        if release.handle.is_some() {
+            space.unmapped(records, release.id);
+        } else {
+            records[release.id].state = Extent::Busy;
+            space.remove_region(records, release.id);
+        }
+    }
+}
+
+/// Sizes of the handles for `bytes`: whole ones, then halves down to the granule.
+fn tile(bytes: u64, size: u64) -> Vec<u64> {
+    let (mut sizes, mut left, mut size) = (Vec::new(), bytes, size.max(PHYSICAL_GRANULE));
+    while left > 0 {
+        if size <= left {
+            sizes.push(size);
+            left -= size;
+        } else {
+            size = (size / 2 / PHYSICAL_GRANULE * PHYSICAL_GRANULE).max(PHYSICAL_GRANULE);
+        }
+    }
+    sizes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiling_covers_exactly_with_the_fewest_pieces_of_halving_size() {
+        let mib = 1 << 20;
+        assert_eq!(tile(14 * mib, 8 * mib), [8 * mib, 4 * mib, 2 * mib]);
+        assert_eq!(tile(6 * mib, 6 * mib), [6 * mib]);
+        assert_eq!(tile(2 * mib, 64 * mib), [2 * mib]);
+        for granules in 1..200 {
+            for size in [1, 2, 3, 5, 8, 16] {
+                let sizes = tile(granules * PHYSICAL_GRANULE, size * PHYSICAL_GRANULE);
+                assert_eq!(sizes.iter().sum::<u64>(), granules * PHYSICAL_GRANULE);
+                assert!(
+                    sizes
+                        .iter()
+                        .all(|s| s % PHYSICAL_GRANULE == 0 && *s <= size * PHYSICAL_GRANULE)
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Sizes: rounding, borders and segment sizes. Pure functions; no device is needed to call them.
+//!
+//! The classic constants are those of PyTorch's caching allocator, so that a program finds the
+//! behaviour that it knows.
+
+/// Every block starts at a multiple of this many bytes and has a multiple of it as its size.
+pub const GRANULE: u64 = 512;
+
+/// Largest request in bytes; what lies above cannot be a block of any device.
+pub const MAX_REQUEST: u64 = 1 << 40;
+
+/// Largest alignment in bytes that a request may ask for: one granule of physical memory.
+pub const MAX_ALIGNMENT: u64 = 2 << 20;
+
+/// Granule of physical memory in bytes (the driver's, on every device known).
+pub const PHYSICAL_GRANULE: u64 = 2 << 20;
+
+/// Packed policy: rounded requests up to this many bytes are carved from pages that a stream owns.
+pub const PACKED_SMALL_LIMIT: u64 = 64 << 10;
+
+/// Packed policy: bytes of one page of the small arena.
+pub const PAGE: u64 = 64 << 10;
+
+/// Classic policy: rounded requests up to this many bytes belong to the small pool.
+pub const CLASSIC_SMALL_LIMIT: u64 = 1 << 20;
+
+/// Classic policy: bytes of a segment of the small pool.
+pub const CLASSIC_SMALL_SEGMENT: u64 = 2 << 20;
+
+/// Classic policy: bytes of a segment for requests between the small and the large border.
+pub const CLASSIC_MID_SEGMENT: u64 = 20 << 20;
+
+/// Classic policy: requests from this many bytes on get a segment of their own size.
+pub const CLASSIC_LARGE_BORDER: u64 = 10 << 20;
+
+/// Classic policy: segments of large requests are multiples of this many bytes.
+pub const CLASSIC_LARGE_ROUNDING: u64 = 2 << 20;
+
+/// Rounds a request up to whole granules: 0 to 512 become 512, 513 becomes 1024.
+///
+/// `None` above [`MAX_REQUEST`]: such a size is an error before any driver call, never a wrapped
+/// number.
+///
+/// ```
+/// use cualloc::allocator::size::round_size;
+/// assert_eq!(round_size(0), Some(512));
+/// assert_eq!(round_size(513), Some(1024));
+/// assert_eq!(round_size(usize::MAX), None);
+/// ```
+pub const fn round_size(bytes: usize) -> Option<u64> {
+    let bytes = bytes as u64;
+    if bytes > MAX_REQUEST {
+        return None;
+    }
+    if bytes <= GRANULE {
+        return Some(GRANULE);
+    }
+    Some(bytes.next_multiple_of(GRANULE))
+}
+
+/// Bytes of the segment that the classic policy asks of the driver for a raw request.
+///
+/// Up to 1 MiB (rounded): 2 MiB; below 10 MiB: 20 MiB; from there on the request rounded up to
+/// 2 MiB. `None` above [`MAX_REQUEST`].
+///
+/// ```
+/// use cualloc::allocator::size::classic_segment_size;
+/// assert_eq!(classic_segment_size(1 << 20), Some(2 << 20));
+/// assert_eq!(classic_segment_size((1 << 20) + 1), Some(20 << 20));
+/// assert_eq!(classic_segment_size((10 << 20) + 1), Some(12 << 20));
+/// ```
+pub const fn classic_segment_size(bytes: usize) -> Option<u64> {
+    match round_size(bytes) {
+        None => None,
+        Some(rounded) => Some(classic_segment_for(rounded)),
+    }
+}
+
+/// [`classic_segment_size`] of a size that is rounded already.
+pub(crate) const fn classic_segment_for(rounded: u64) -> u64 {
+    if rounded <= CLASSIC_SMALL_LIMIT {
+        CLASSIC_SMALL_SEGMENT
+    } else if rounded < CLASSIC_LARGE_BORDER {
+        CLASSIC_MID_SEGMENT
+    } else {
+        rounded.next_multiple_of(CLASSIC_LARGE_ROUNDING)
+    }
+}
+
+/// Whether the classic policy splits `remainder` bytes off a block of the given pool: in the small
+/// pool from one granule on, in the large pool above 1 MiB.
+pub(crate) const fn classic_splits(small: bool, remainder: u64) -> bool {
+    if small {
+        remainder >= GRANULE
+    } else {
+        remainder > CLASSIC_SMALL_LIMIT
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// S1.1, S1.2
+    #[test]
+    fn s1_2_sizes_round_to_whole_granules() {
+        for (request, rounded) in [
+            (0, 512),
+            (1, 512),
+            (511, 512),
+            (512, 512),
+            (513, 1024),
+            (1025, 1536),
+        ] {
+            assert_eq!(round_size(request), Some(rounded), "request {request}");
+        }
+    }
+
+    /// S1.42
+    #[test]
+    fn s1_42_sizes_near_the_top_do_not_wrap() {
+        for request in [
+            usize::MAX,
+            usize::MAX - 511,
+            usize::MAX / 2,
+            (MAX_REQUEST + 1) as usize,
+        ] {
+            assert_eq!(round_size(request), None);
+            assert_eq!(classic_segment_size(request), None);
+        }
+        assert_eq!(round_size(MAX_REQUEST as usize), Some(MAX_REQUEST));
+    }
+
+    /// S1.3, S1.4
+    #[test]
+    fn s1_3_segment_sizes_follow_the_borders() {
+        let mib = 1usize << 20;
+        for (request, segment) in [
+            (1, 2 * mib),
+            (mib, 2 * mib),
+            (mib + 1, 20 * mib),
+            (10 * mib - 512, 20 * mib),
+            (10 * mib - 511, 10 * mib),
+            (10 * mib, 10 * mib),
+            (10 * mib + 1, 12 * mib),
+            (33 * mib, 34 * mib),
+        ] {
+            assert_eq!(
+                classic_segment_size(request),
+                Some(segment as u64),
+                "request {request}"
+            );
+        }
+    }
+
+    /// S1.8, S1.9
+    #[test]
+    fn s1_8_split_rules_of_both_pools() {
+        assert!(
+            classic_splits(true, 1024) && classic_splits(true, 512) && !classic_splits(true, 0)
+        );
+        assert!(classic_splits(false, 2 << 20) && !classic_splits(false, 1 << 20));
+        assert!(!classic_splits(false, 512 << 10));
+    }
+}

@@ -1,0 +1,158 @@
+//! What stands where, for diagnosis.
+
+use super::records::{NIL, SpaceId, State as Extent};
+use super::state::State;
+
+/// What a block in a snapshot is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockState {
+    /// Live.
+    Allocated,
+    /// Freed, while streams other than its own may still use it.
+    PendingFree,
+    /// Free, at least on its own stream.
+    Free,
+    /// Being mapped or given back.
+    Busy,
+}
+
+/// One block, live or free.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockInfo {
+    /// First byte.
+    pub address: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Bytes as asked for; 0 unless live.
+    pub requested: u64,
+    /// What it is.
+    pub state: BlockState,
+    /// Device ordinal is the allocator's; this is the driver's id of the stream that owns the block
+    /// or last did. `None` if no stream is known to have touched the memory.
+    pub stream: Option<u64>,
+    /// Ids of the streams that may still touch it: recorded ones while it is live, unfinished ones
+    /// when it is free.
+    pub pending: Vec<u64>,
+    /// Whether it is of the small pool.
+    pub small: bool,
+    /// Whether it is a part of something larger: has a neighbour in its segment.
+    pub is_split: bool,
+}
+
+/// Memory from the driver with what stands in it: a segment, or an unbroken run of mapped handles.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentInfo {
+    /// First byte.
+    pub address: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Whether it is of the small pool.
+    pub small: bool,
+    /// Whether it is made of handles mapped into an arena.
+    pub mapped: bool,
+    /// What stands in it, by address and without gaps.
+    pub blocks: Vec<BlockInfo>,
+}
+
+impl State {
+    pub(crate) fn block_info(&self, id: u32) -> BlockInfo {
+        let (hot, cold) = (&self.records[id], self.records.cold(id));
+        let number = |stream: u32| self.streams[stream].key.number();
+        let live = hot.state == Extent::Used;
+        let pending: Vec<u64> = if live {
+            cold.recorded.iter().map(|r| number(r.stream)).collect()
+        } else {
+            let open = cold
+                .uses
+                .as_slice()
+                .iter()
+                .filter(|u| !self.streams.complete(u));
+            open.map(|u| number(u.stream)).collect()
+        };
+        let shared = cold
+            .uses
+            .as_slice()
+            .iter()
+            .any(|u| u.stream != cold.owner && !self.streams.complete(u));
+        BlockInfo {
+            address: hot.addr,
+            size: hot.bytes(),
+            requested: cold.requested,
+            state: match hot.state {
+                Extent::Used => BlockState::Allocated,
+                Extent::Free if shared => BlockState::PendingFree,
+                Extent::Free => BlockState::Free,
+                _ => BlockState::Busy,
+            },
+            stream: match hot.state {
+                Extent::Used => Some(number(hot.stream)),
+                _ => cold
+                    .uses
+                    .as_slice()
+                    .iter()
+                    .find(|u| u.stream == cold.owner)
+                    .map(|u| number(u.stream)),
+            },
+            pending,
+            small: cold.space != SpaceId::Large,
+            is_split: hot.prev != NIL || hot.next != NIL,
+        }
+    }
+
+    pub(crate) fn snapshot(&self) -> Vec<SegmentInfo> {
+        let mut segments: Vec<SegmentInfo> = Vec::new();
+        for space in [&self.large, &self.small] {
+            for region in space.regions().values() {
+                let mut open = false;
+                let mut at = region.first;
+                while at != NIL {
+                    let hot = &self.records[at];
+                    if hot.state == Extent::Unmapped {
+                        open = false;
+                    } else {
+                        let mut blocks = Vec::new();
+                        self.blocks_of(space.id, at, &mut blocks);
+                        match segments.last_mut() {
+                            Some(segment) if open => {
+                                segment.size += hot.bytes();
+                                segment.blocks.extend(blocks);
+                            }
+                            _ => segments.push(SegmentInfo {
+                                address: hot.addr,
+                                size: hot.bytes(),
+                                small: space.id != SpaceId::Large,
+                                mapped: self.packed,
+                                blocks,
+                            }),
+                        }
+                        open = true;
+                    }
+                    at = hot.next;
+                }
+            }
+        }
+        segments.sort_by_key(|s| s.address);
+        segments
+    }
+
+    /// A page stands for the blocks that were carved from it.
+    fn blocks_of(&self, space: SpaceId, id: u32, blocks: &mut Vec<BlockInfo>) {
+        let hot = &self.records[id];
+        let carved = (self.packed && space == SpaceId::Small && hot.state == Extent::Used)
+            .then(|| self.space(SpaceId::Pages(hot.stream)))
+            .flatten()
+            .and_then(|pages| pages.regions().get(&hot.addr));
+        match carved {
+            None => blocks.push(self.block_info(id)),
+            Some(region) => {
+                let mut at = region.first;
+                while at != NIL {
+                    blocks.push(self.block_info(at));
+                    at = self.records[at].next;
+                }
+            }
+        }
+    }
+}

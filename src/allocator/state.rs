@@ -1,0 +1,716 @@
+//! Everything that one lock guards: extents, streams, statistics. No driver calls here.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use crate::driver::{Context, Event};
+
+use super::fit::{Finder, Run};
+use super::lookup::Lookup;
+use super::records::{COMPLETE, MIXED, Recorded, Records, SpaceId, State as Extent};
+use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_splits};
+use super::space::{Shard, Space};
+use super::stats::Stats;
+use super::streams::{Holder, StreamKey, Streams};
+use super::uses::{Use, Uses};
+
+/// Granules of a page.
+pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
+
+/// Frees after which a batch is closed while several streams are active, and
+const BATCH_FREES: u32 = 32;
+/// bytes after which it is.
+const BATCH_BYTES: u64 = 1 << 20;
+/// Large allocations to let pass before a marker that was not ready is asked again.
+const BACKOFF: u32 = 8;
+/// Idle streams of the caller are forgotten above this number of known streams.
+const MANY_STREAMS: usize = 64;
+
+/// Memory held from the driver: a segment, or a physical handle at its home address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Holding {
+    pub bytes: u64,
+    /// The physical handle; `None` for a plain segment.
+    pub handle: Option<u64>,
+    pub space: SpaceId,
+}
+
+/// A physical handle that is mapped nowhere but could not be released yet.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stray {
+    pub handle: u64,
+    pub bytes: u64,
+    pub space: SpaceId,
+}
+
+/// What a caller asks of an arena.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Want {
+    pub space: SpaceId,
+    pub stream: u32,
+    pub granules: u32,
+    /// Alignment in granules.
+    pub align: u32,
+    /// Bytes as the user asked for.
+    pub requested: u64,
+}
+
+impl Want {
+    /// Granules of a run in which the request surely fits, whatever the run's address.
+    pub(crate) fn span(&self) -> u32 {
+        self.granules + self.align - 1
+    }
+
+    /// Granules between the start of a run and the first aligned address in it.
+    pub(crate) fn skip(&self, addr: u64) -> u32 {
+        let align = u64::from(self.align) * GRANULE;
+        ((addr.next_multiple_of(align) - addr) / GRANULE) as u32
+    }
+}
+
+/// A wait that has to be queued before a taken block may be used.
+#[derive(Debug)]
+pub(crate) struct PendingWait {
+    pub stream: u32,
+    pub bound: u64,
+    pub event: Arc<Event>,
+    pub row: Box<[u64]>,
+}
+
+/// What a free left to do outside the lock.
+#[derive(Debug, Default)]
+pub(crate) struct AfterFree {
+    /// Streams whose batch is full.
+    pub mark: Vec<u32>,
+}
+
+/// Bytes of pieces that streams other than their own may still use.
+fn mixed_bytes(shards: &[Shard]) -> u64 {
+    let mixed = shards.iter().filter(|s| matches!(s.uses, Uses::Many(_)));
+    mixed.map(|s| u64::from(s.granules) * GRANULE).sum()
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub packed: bool,
+    pub records: Records,
+    pub lookup: Lookup,
+    pub large: Space,
+    pub small: Space,
+    /// Packed: the blocks in the pages of each stream.
+    pub pages: Vec<Option<Box<Space>>>,
+    /// Packed: page address to its record in the small arena.
+    pub page_ids: HashMap<u64, u32>,
+    pub streams: Streams,
+    /// Events that may be recorded again, by context.
+    pub events: HashMap<u64, Vec<Event>>,
+    pub holdings: BTreeMap<u64, Holding>,
+    pub strays: Vec<Stray>,
+    /// Reserved address ranges: base to bytes.
+    pub spans: BTreeMap<u64, u64>,
+    pub stats: Stats,
+    pub limit: Option<u64>,
+    /// The driver refused to hold more than this; lifted when something is released.
+    pub full_at: Option<u64>,
+    /// Bytes that growth under way will add.
+    pub planned: u64,
+    /// Peak of live requested bytes since the last trim.
+    pub peak_live: u64,
+    /// Blocks dropped while their stream was capturing: freed by the next call that may.
+    pub deferred: Vec<(u32, u32)>,
+    pub closed: bool,
+}
+
+impl State {
+    pub(crate) fn new(packed: bool, limit: Option<u64>) -> Self {
+        State {
+            packed,
+            records: Records::default(),
+            lookup: Lookup::default(),
+            large: Space::new(SpaceId::Large, true),
+            small: Space::new(SpaceId::Small, true),
+            pages: Vec::new(),
+            page_ids: HashMap::new(),
+            streams: Streams::default(),
+            events: HashMap::new(),
+            holdings: BTreeMap::new(),
+            strays: Vec::new(),
+            spans: BTreeMap::new(),
+            stats: Stats::default(),
+            limit,
+            full_at: None,
+            planned: 0,
+            peak_live: 0,
+            deferred: Vec::new(),
+            closed: false,
+        }
+    }
+
+    /// The pool of a rounded request.
+    pub(crate) fn is_small(&self, rounded: u64) -> bool {
+        rounded
+            <= if self.packed {
+                PACKED_SMALL_LIMIT
+            } else {
+                CLASSIC_SMALL_LIMIT
+            }
+    }
+
+    /// A space with what its operations need beside it.
+    pub(crate) fn parts(&mut self, space: SpaceId) -> (&mut Space, &mut Records) {
+        let space = match space {
+            SpaceId::Large => &mut self.large,
+            SpaceId::Small => &mut self.small,
+            SpaceId::Pages(stream) => {
+                let at = stream as usize;
+                if at >= self.pages.len() {
+                    self.pages.resize_with(at + 1, || None);
+                }
+                self.pages[at].get_or_insert_with(|| Box::new(Space::new(space, true)))
+            }
+        };
+        (space, &mut self.records)
+    }
+
+    pub(crate) fn space(&self, space: SpaceId) -> Option<&Space> {
+        match space {
+            SpaceId::Large => Some(&self.large),
+            SpaceId::Small => Some(&self.small),
+            SpaceId::Pages(stream) => self.pages.get(stream as usize)?.as_deref(),
+        }
+    }
+
+    pub(crate) fn spaces(&self) -> impl Iterator<Item = &Space> {
+        [&self.large, &self.small]
+            .into_iter()
+            .chain(self.pages.iter().flatten().map(Box::as_ref))
+    }
+
+    /// The eye of one stream on one space.
+    pub(crate) fn finder(&self, space: SpaceId, stream: u32) -> Option<Finder<'_>> {
+        let space = self.space(space)?;
+        Some(Finder {
+            records: &self.records,
+            streams: &self.streams,
+            space,
+            stream,
+        })
+    }
+
+    /// Bytes that may still be taken from the driver.
+    pub(crate) fn room(&self) -> u64 {
+        let held = self.stats.all.reserved.current + self.planned;
+        let bound = self
+            .limit
+            .unwrap_or(u64::MAX)
+            .min(self.full_at.unwrap_or(u64::MAX));
+        bound.saturating_sub(held)
+    }
+
+    // ---- streams ---------------------------------------------------------------------------
+
+    pub(crate) fn adopt(
+        &mut self,
+        key: StreamKey,
+        raw: usize,
+        context: Context,
+        holder: Holder,
+    ) -> u32 {
+        if let Some(stream) = self.streams.find(key) {
+            return stream;
+        }
+        let stream = self.streams.add(key, raw, context, holder);
+        self.streams_changed();
+        stream
+    }
+
+    /// With one stream, memory needs no tags to be told apart and merges freely; with several it
+    /// must not.
+    pub(crate) fn streams_changed(&mut self) {
+        self.stats.streams = self.streams.len() as u64;
+        if !self.packed {
+            return;
+        }
+        let single = !self.streams.several();
+        for space in [SpaceId::Large, SpaceId::Small] {
+            let (space, records) = self.parts(space);
+            if space.merge_own != single {
+                space.merge_own = single;
+                if single {
+                    let classes: Vec<u32> = space.pending_streams().collect();
+                    for class in classes {
+                        space.recoalesce(records, class);
+                    }
+                }
+            }
+        }
+        if !single {
+            // Memory that was never used, or not for long, is everybody's from now on.
+            for space in [SpaceId::Large, SpaceId::Small] {
+                let classes: Vec<u32> = self
+                    .space(space)
+                    .into_iter()
+                    .flat_map(Space::pending_streams)
+                    .collect();
+                for class in classes {
+                    self.settle_class(space, class);
+                }
+            }
+        }
+    }
+
+    /// While one stream exists, complete memory is as good as its own, and merges with it.
+    pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
+        let (space, records) = self.parts(space);
+        if !space.merge_own {
+            return;
+        }
+        while let Some(entry) = space.index(COMPLETE).and_then(|i| i.largest()) {
+            space.retag(records, entry.id, Uses::one(stream, 0));
+        }
+    }
+
+    /// Gives back the slot of a stream that nothing refers to.
+    pub(crate) fn recycle(&mut self, stream: u32) {
+        let many = self.streams.len() > MANY_STREAMS;
+        let slot = &mut self.streams[stream];
+        let idle =
+            slot.in_use && slot.live == 0 && slot.open_uses == 0 && slot.completed + 1 >= slot.open;
+        if !idle {
+            return;
+        }
+        match slot.holder {
+            Holder::Retired => {}
+            // A caller's stream that comes again is simply registered again.
+            Holder::Foreign if many => slot.holder = Holder::Retired,
+            _ => return,
+        }
+        self.flush_pages_of(stream);
+        self.release_class(stream);
+        if self.streams.recycle(stream) {
+            self.streams_changed();
+        }
+    }
+
+    /// Everything that was tagged with a drained stream is complete.
+    fn release_class(&mut self, stream: u32) {
+        for space in [SpaceId::Large, SpaceId::Small] {
+            let (space, records) = self.parts(space);
+            while let Some(entry) = space.index(stream).and_then(|i| i.largest()) {
+                space.retag(records, entry.id, Uses::None);
+            }
+        }
+        if let Some(pages) = self.pages.get_mut(stream as usize)
+            && pages.as_ref().is_some_and(|p| p.regions().is_empty())
+        {
+            *pages = None;
+        }
+    }
+
+    // ---- blocks ----------------------------------------------------------------------------
+
+    /// Counts a request in the peak that the soft cap follows.
+    pub(crate) fn announce(&mut self, requested: u64) {
+        self.peak_live = self
+            .peak_live
+            .max(self.stats.all.requested.current + requested);
+    }
+
+    /// Takes a request from a ready run.
+    pub(crate) fn take(&mut self, want: &Want, run: Run) -> Option<u32> {
+        let skip = want.skip(run.addr);
+        let granules = self.granules_of(want, run.granules - u64::from(skip));
+        let (space, records) = self.parts(want.space);
+        let first = records[run.first];
+        if skip == 0 && first.granules >= granules && first.stream != MIXED {
+            space.carve(records, run.first, granules);
+            return Some(run.first);
+        }
+        self.claim(want.space, run.first, skip, granules)
+            .map(|(id, _)| id)
+    }
+
+    /// Takes a range of free pieces and holes out of circulation.
+    pub(crate) fn claim(
+        &mut self,
+        space: SpaceId,
+        first: u32,
+        skip: u32,
+        granules: u32,
+    ) -> Option<(u32, Vec<Shard>)> {
+        let mut shards = Vec::new();
+        let (at, records) = self.parts(space);
+        let id = at.claim(records, first, skip, granules, Extent::Busy, &mut shards)?;
+        let bytes = mixed_bytes(&shards);
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
+        Some((id, shards))
+    }
+
+    /// Puts back what [`claim`](Self::claim) took.
+    pub(crate) fn restore(&mut self, space: SpaceId, id: u32, shards: Vec<Shard>) {
+        let bytes = mixed_bytes(&shards);
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
+        let (at, records) = self.parts(space);
+        at.restore(records, id, shards);
+    }
+
+    /// Granules that a request gets out of an extent: classic does not split everything.
+    fn granules_of(&self, want: &Want, available: u64) -> u32 {
+        let remainder = (available - u64::from(want.granules)) * GRANULE;
+        if self.packed || classic_splits(want.space == SpaceId::Small, remainder) {
+            want.granules
+        } else {
+            available as u32
+        }
+    }
+
+    /// Takes a request from a run of which some pieces need a wait. Returns the block, what stood
+    /// there, and the waits.
+    pub(crate) fn take_waiting(
+        &mut self,
+        want: &Want,
+        run: Run,
+    ) -> Option<(u32, Vec<Shard>, Vec<PendingWait>)> {
+        let skip = want.skip(run.addr);
+        let granules = self.granules_of(want, run.granules - u64::from(skip));
+        let (id, shards) = self.claim(want.space, run.first, skip, granules)?;
+        let waits = self.waits_for(want.stream, &shards);
+        Some((id, shards, waits))
+    }
+
+    /// The waits after which a stream may use what the shards were. One wait brings everything that
+    /// its marker's stream followed, so the newest markers come first.
+    pub(crate) fn waits_for(&self, stream: u32, shards: &[Shard]) -> Vec<PendingWait> {
+        let mut needed: Vec<Use> = shards
+            .iter()
+            .flat_map(|s| s.uses.as_slice())
+            .filter(|u| !self.streams.ready(stream, u))
+            .copied()
+            .collect();
+        needed.sort_unstable_by_key(|u| {
+            std::cmp::Reverse(self.streams.marker(u).map_or(0, |m| m.order))
+        });
+        let mut waits: Vec<PendingWait> = Vec::new();
+        for u in needed {
+            let opened = |w: &PendingWait| {
+                (w.stream == u.stream && u.ticket <= w.bound)
+                    || w.row
+                        .get(u.stream as usize)
+                        .is_some_and(|known| u.ticket <= *known)
+            };
+            if waits.iter().any(opened) {
+                continue;
+            }
+            if let Some(marker) = self.streams.marker(&u) {
+                waits.push(PendingWait {
+                    stream: u.stream,
+                    bound: marker.bound,
+                    event: Arc::clone(&marker.event),
+                    row: marker.row.clone(),
+                });
+            }
+        }
+        waits
+    }
+
+    /// Turns a taken extent into a live block of the user.
+    pub(crate) fn born(&mut self, id: u32, stream: u32, requested: u64) {
+        let hot = &mut self.records[id];
+        hot.state = Extent::Used;
+        hot.stream = stream;
+        hot.generation = hot.generation.wrapping_add(1) | 1;
+        let (addr, bytes) = (hot.addr, hot.bytes());
+        let cold = self.records.cold_mut(id);
+        cold.requested = requested;
+        cold.owner = stream;
+        let small = cold.space != SpaceId::Large;
+        self.lookup.insert(addr, id);
+        self.streams[stream].live += 1;
+        self.stats.on_pool(small, |pool| {
+            pool.allocations.add(1);
+            pool.allocated.add(bytes);
+            pool.active.add(bytes);
+            pool.requested.add(requested);
+        });
+    }
+
+    /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is
+    /// given until the free.
+    pub(crate) fn record(&mut self, id: u32, stream: u32, ticket: Option<u64>) {
+        if self.records[id].stream == stream {
+            return;
+        }
+        let recorded = &mut self.records.cold_mut(id).recorded;
+        match recorded.iter_mut().find(|r| r.stream == stream) {
+            Some(known) => {
+                // "Until the free" covers every earlier ticket.
+                known.ticket = match (known.ticket, ticket) {
+                    (Some(a), Some(b)) => Some(a.max(b)),
+                    _ => None,
+                }
+            }
+            None => {
+                recorded.push(Recorded { stream, ticket });
+                self.streams[stream].live += 1;
+            }
+        }
+    }
+
+    /// Frees a live block.
+    pub(crate) fn free(&mut self, id: u32) -> AfterFree {
+        let hot = self.records[id];
+        let (space, owner, bytes) = (self.records.cold(id).space, hot.stream, hot.bytes());
+        let requested = self.records.cold(id).requested;
+        let recorded = std::mem::take(&mut self.records.cold_mut(id).recorded);
+        self.lookup.remove(hot.addr);
+        self.records[id].generation = hot.generation.wrapping_add(1);
+
+        let shared = !recorded.is_empty();
+        let small = space != SpaceId::Large;
+        self.stats.on_pool(small, |pool| {
+            pool.allocations.sub(1);
+            pool.allocated.sub(bytes);
+            pool.requested.sub(requested);
+            if !shared {
+                pool.active.sub(bytes);
+            }
+        });
+        let mut uses = vec![self.ticket(owner, None)];
+        uses.extend(recorded.iter().map(|r| self.ticket(r.stream, r.ticket)));
+        for u in &uses {
+            self.streams[u.stream].live -= 1;
+        }
+        // A free inside a page is the stream's own affair until the page is handed back.
+        let mut after = AfterFree::default();
+        if shared || !matches!(space, SpaceId::Pages(_)) {
+            for u in &uses {
+                self.count_free(u, bytes, &mut after);
+            }
+        }
+        let (at, records) = self.parts(space);
+        let piece = at.release(records, id, Uses::collect(uses));
+        if shared {
+            // A recorded use may be over already.
+            self.settle_piece(space, piece);
+        } else if let SpaceId::Pages(stream) = space {
+            self.page_freed(stream, piece, &mut after);
+        }
+        after
+    }
+
+    /// The use that a free now leaves on a stream.
+    fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
+        let slot = &self.streams[stream];
+        // A retired stream gets no more work, so its last marker covers everything.
+        let now = if matches!(slot.holder, Holder::Retired) {
+            slot.open - 1
+        } else {
+            slot.open
+        };
+        Use {
+            stream,
+            ticket: precise.unwrap_or(now).min(now),
+        }
+    }
+
+    fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
+        let several = self.streams.several();
+        let slot = &mut self.streams[u.stream];
+        if u.ticket < slot.open {
+            return;
+        }
+        slot.open_uses += 1;
+        slot.open_bytes += bytes;
+        if several && (slot.open_uses >= BATCH_FREES || slot.open_bytes >= BATCH_BYTES) {
+            after.mark.push(u.stream);
+        }
+    }
+
+    // ---- pages of the packed policy -----------------------------------------------------------
+
+    /// Makes a claimed page of the small arena a region of its stream's blocks.
+    pub(crate) fn page_taken(&mut self, id: u32, stream: u32) {
+        self.records[id].state = Extent::Used;
+        self.records[id].stream = stream;
+        let addr = self.records[id].addr;
+        self.page_ids.insert(addr, id);
+        // Under the open ticket: the stream may still be using the page, or follow who is.
+        let uses = Uses::one(stream, self.streams[stream].open);
+        let (space, records) = self.parts(SpaceId::Pages(stream));
+        let piece = space.add_region(records, addr, PAGE_GRANULES, uses);
+        self.records.cold_mut(piece).owner = stream;
+    }
+
+    /// Hands a wholly free page back, unless it is the stream's only one.
+    fn page_freed(&mut self, stream: u32, piece: u32, after: &mut AfterFree) {
+        let hot = self.records[piece];
+        if hot.granules != PAGE_GRANULES || hot.stream != stream {
+            return;
+        }
+        let retired = matches!(self.streams[stream].holder, Holder::Retired);
+        let spare = self
+            .space(SpaceId::Pages(stream))
+            .and_then(|s| s.index(stream))
+            .is_some_and(|i| i.iter_from(PAGE_GRANULES).nth(1).is_some());
+        if spare || retired {
+            let u = self.return_page(stream, piece);
+            self.count_free(&u, PAGE, after);
+        }
+    }
+
+    fn return_page(&mut self, stream: u32, piece: u32) -> Use {
+        let addr = self.records[piece].addr;
+        let u = match self.records.cold(piece).uses.as_slice() {
+            [only] => *only,
+            _ => self.ticket(stream, None),
+        };
+        let (space, records) = self.parts(SpaceId::Pages(stream));
+        space.remove_region(records, piece);
+        if let Some(id) = self.page_ids.remove(&addr) {
+            let (small, records) = self.parts(SpaceId::Small);
+            small.release(records, id, Uses::One(u));
+            if self.streams.complete(&u) && !self.small.merge_own {
+                self.settle_class(SpaceId::Small, stream);
+            }
+        }
+        u
+    }
+
+    /// Hands back the wholly free pages of one stream; true if there were any.
+    pub(crate) fn flush_pages_of(&mut self, stream: u32) -> bool {
+        let mut any = false;
+        while let Some(entry) = self
+            .space(SpaceId::Pages(stream))
+            .and_then(|s| s.index(stream))
+            .and_then(|i| i.best_fit(PAGE_GRANULES))
+        {
+            let u = self.return_page(stream, entry.id);
+            self.count_free(&u, PAGE, &mut AfterFree::default());
+            any = true;
+        }
+        any
+    }
+
+    /// Hands back the wholly free pages of all streams; true if there were any.
+    pub(crate) fn flush_pages(&mut self) -> bool {
+        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+        streams
+            .into_iter()
+            .fold(false, |any, stream| self.flush_pages_of(stream) | any)
+    }
+
+    // ---- completion ---------------------------------------------------------------------------
+
+    /// Drops from all pieces what is complete now.
+    pub(crate) fn settle(&mut self) {
+        let ids: Vec<SpaceId> = self.spaces().map(|s| s.id).collect();
+        for id in ids {
+            let Some(space) = self.space(id) else {
+                continue;
+            };
+            let mut classes: Vec<u32> = vec![MIXED];
+            if !space.merge_own {
+                classes.extend(space.pending_streams());
+            }
+            for class in classes {
+                self.settle_class(id, class);
+            }
+        }
+        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+        for stream in streams {
+            self.recycle(stream);
+        }
+    }
+
+    fn settle_class(&mut self, space: SpaceId, class: u32) {
+        let Some(index) = self.space(space).and_then(|s| s.index(class)) else {
+            return;
+        };
+        // By address, so that equal states settle equally.
+        let mut pieces: Vec<_> = index.iter().collect();
+        pieces.sort_unstable_by_key(|e| e.addr);
+        for entry in pieces {
+            let hot = &self.records[entry.id];
+            if hot.is_free() && hot.addr == entry.addr && hot.stream == class {
+                self.settle_piece(space, entry.id);
+            }
+        }
+    }
+
+    fn settle_piece(&mut self, space: SpaceId, id: u32) {
+        let cold = self.records.cold(id);
+        let (owner, was_mixed) = (cold.owner, self.records[id].stream == MIXED);
+        // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
+        let keep_owner = self.space(space).is_some_and(|s| s.merge_own);
+        let streams = &self.streams;
+        let Some(uses) = cold
+            .uses
+            .without(|u| streams.complete(u) && !(keep_owner && u.stream == owner))
+        else {
+            return;
+        };
+        if was_mixed && uses.as_slice().len() <= 1 {
+            let bytes = self.records[id].bytes();
+            self.stats
+                .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
+        }
+        let (at, records) = self.parts(space);
+        let piece = at.retag(records, id, uses);
+        if let SpaceId::Pages(stream) = space {
+            self.page_freed(stream, piece, &mut AfterFree::default());
+        }
+    }
+
+    // ---- polling ------------------------------------------------------------------------------
+
+    /// The oldest marker of each stream that is due to be asked.
+    pub(crate) fn due_markers(&mut self) -> Vec<(u32, u64, Arc<Event>)> {
+        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+        let mut due = Vec::new();
+        for stream in streams {
+            let slot = &mut self.streams[stream];
+            let Some(marker) = slot.markers.front() else {
+                continue;
+            };
+            if slot.backoff > 0 {
+                slot.backoff -= 1;
+                continue;
+            }
+            due.push((stream, marker.bound, Arc::clone(&marker.event)));
+        }
+        due
+    }
+
+    pub(crate) fn not_ready(&mut self, stream: u32) {
+        self.streams[stream].backoff = BACKOFF;
+    }
+
+    /// A marker was seen complete.
+    pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
+        let row = self
+            .streams
+            .marker(&Use {
+                stream,
+                ticket: bound,
+            })
+            .map(|m| m.row.clone());
+        let events = self
+            .streams
+            .completed(stream, bound, row.as_deref().unwrap_or(&[]));
+        self.pool_events(events);
+    }
+
+    /// Keeps events for the next markers of the same context.
+    pub(crate) fn pool_events(&mut self, events: Vec<(u32, Arc<Event>)>) {
+        for (stream, event) in events {
+            // One that a wait under way still holds is destroyed by its last holder instead.
+            if let Some(event) = Arc::into_inner(event) {
+                let key = self.streams[stream].context.key();
+                self.events.entry(key).or_default().push(event);
+            }
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! What the allocator counts.
+
+use std::fmt;
+
+/// A quantity over time. Bytes or numbers, as the field that holds it says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counter {
+    /// Now.
+    pub current: u64,
+    /// The largest value since the start or the last reset of peaks; exact.
+    pub peak: u64,
+    /// Everything that was ever added.
+    pub total_allocated: u64,
+    /// Everything that was ever taken away.
+    pub total_freed: u64,
+}
+
+impl Counter {
+    pub(crate) fn add(&mut self, amount: u64) {
+        self.current += amount;
+        self.total_allocated += amount;
+        self.peak = self.peak.max(self.current);
+    }
+
+    pub(crate) fn sub(&mut self, amount: u64) {
+        debug_assert!(amount <= self.current, "a counter never wraps");
+        self.current = self.current.saturating_sub(amount);
+        self.total_freed += amount;
+    }
+
+    fn reset_peak(&mut self) {
+        self.peak = self.current;
+    }
+}
+
+/// Figures of one pool, or of all together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct PoolStats {
+    /// Live blocks (a number).
+    pub allocations: Counter,
+    /// Segments (classic) or physical handles (packed) held from the driver (a number).
+    pub segments: Counter,
+    /// Bytes of live blocks, after rounding.
+    pub allocated: Counter,
+    /// Bytes of live blocks as they were asked for.
+    pub requested: Counter,
+    /// Bytes of live blocks and of freed blocks that streams other than their own still use.
+    pub active: Counter,
+    /// Bytes held from the driver.
+    pub reserved: Counter,
+}
+
+impl PoolStats {
+    fn reset_peaks(&mut self) {
+        let PoolStats {
+            allocations,
+            segments,
+            allocated,
+            requested,
+            active,
+            reserved,
+        } = self;
+        for counter in [
+            allocations,
+            segments,
+            allocated,
+            requested,
+            active,
+            reserved,
+        ] {
+            counter.reset_peak();
+        }
+    }
+}
+
+/// How often each rung of the miss ladder was taken (numbers).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Rungs {
+    /// A fitting extent was ready.
+    pub ready: u64,
+    /// A much tighter extent was taken although it needed a wait by its new stream.
+    pub tighter: u64,
+    /// Memory was added within the soft cap.
+    pub grown: u64,
+    /// An extent was taken behind a stream wait because growing would have passed the soft cap.
+    pub waited: u64,
+    /// Memory was added beyond the soft cap.
+    pub grown_hard: u64,
+    /// Caches inside the allocator were flushed.
+    pub flushed: u64,
+    /// Unused memory was given back to the driver to make room.
+    pub released: u64,
+    /// The host waited for a marker.
+    pub host_waits: u64,
+    /// A hook was asked to free memory.
+    pub hooks: u64,
+    /// The context was synchronised.
+    pub synchronised: u64,
+}
+
+/// A snapshot of all figures, consistent in itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Both pools together; its peaks are those of the sums, not sums of peaks.
+    pub all: PoolStats,
+    /// The small pool.
+    pub small: PoolStats,
+    /// The large pool.
+    pub large: PoolStats,
+    /// Allocations served from memory at hand.
+    pub hits: u64,
+    /// Allocations that needed memory from the driver, or failed.
+    pub misses: u64,
+    /// Rungs of the miss ladder.
+    pub rungs: Rungs,
+    /// Driver allocations that failed for lack of memory and were retried after making room.
+    pub retries: u64,
+    /// Allocations that failed for lack of memory.
+    pub ooms: u64,
+    /// Markers recorded, and asked for completion.
+    pub markers: u64,
+    /// Queries of markers.
+    pub queries: u64,
+    /// Waits queued on streams.
+    pub stream_waits: u64,
+    /// Waits queued on streams for work that was unfinished when last seen.
+    pub failed_markers: u64,
+    /// Streams known now.
+    pub streams: u64,
+    /// Free pieces.
+    pub free_blocks: u64,
+    /// Bytes of free memory, whatever it is pending on.
+    pub free: u64,
+    /// The largest free piece in bytes.
+    pub largest_free: u64,
+    /// Records in use: blocks, free pieces, holes and pages.
+    pub nodes: u64,
+    /// The memory limit in bytes, if one is set.
+    pub limit: Option<u64>,
+}
+
+impl Stats {
+    /// Bytes held from the driver that no live block occupies: reserved less allocated.
+    pub fn cached(&self) -> u64 {
+        self.all
+            .reserved
+            .current
+            .saturating_sub(self.all.allocated.current)
+    }
+
+    pub(crate) fn reset_peaks(&mut self) {
+        for pool in [&mut self.all, &mut self.small, &mut self.large] {
+            pool.reset_peaks();
+        }
+    }
+
+    pub(crate) fn on_pool(&mut self, small: bool, change: impl Fn(&mut PoolStats)) {
+        change(&mut self.all);
+        change(if small {
+            &mut self.small
+        } else {
+            &mut self.large
+        });
+    }
+}
+
+/// Bytes with a binary unit, for people.
+pub(crate) struct Bytes(pub u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut value = self.0 as f64;
+        for unit in ["B", "KiB", "MiB"] {
+            if value < 1024.0 {
+                return write!(f, "{:.*} {unit}", if unit == "B" { 0 } else { 2 }, value);
+            }
+            value /= 1024.0;
+        }
+        write!(f, "{value:.2} GiB")
+    }
+}
+
+impl fmt::Display for Stats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "allocated {} (peak {}), requested {}, cached {}, reserved {} (peak {})",
+            Bytes(self.all.allocated.current),
+            Bytes(self.all.allocated.peak),
+            Bytes(self.all.requested.current),
+            Bytes(self.cached()),
+            Bytes(self.all.reserved.current),
+            Bytes(self.all.reserved.peak),
+        )?;
+        write!(
+            f,
+            "{} blocks, {} free pieces (largest {}), {} hits, {} misses, {} out of memory",
+            self.all.allocations.current,
+            self.free_blocks,
+            Bytes(self.largest_free),
+            self.hits,
+            self.misses,
+            self.ooms,
+        )
+    }
+}
