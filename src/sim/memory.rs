@@ -168,6 +168,9 @@ impl State {
                 .history_entries
                 .saturating_sub(alloc.history.len() as u64);
             self.handles.remove(&alloc.handle);
+            if !self.shared.is_empty() {
+                self.shared.retain(|_, shared| shared.what != index);
+            }
             self.allocs[index as usize] = None;
             self.free_allocs.push(index);
         }

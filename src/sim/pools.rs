@@ -4,6 +4,7 @@ use super::args::{In, Out};
 use super::clocks::Clock;
 use super::memory::Origin;
 use super::schedule::Work;
+use super::sharing::POOL;
 use super::state::{R, State, fail};
 use crate::driver::sys::*;
 use std::collections::BTreeMap;
@@ -578,8 +579,8 @@ impl State {
         if kind.0 == 0 || types & kind.0 == 0 {
             return fail(INVALID);
         }
-        let token = self.share(value as u32);
-        out.cast().set(token as c_int)
+        let fd = self.share_fd(value as u32 | POOL)?;
+        out.cast().set(fd)
     }
 
     pub(super) fn cuMemPoolImportFromShareableHandle(
@@ -589,10 +590,11 @@ impl State {
         _kind: CUmemAllocationHandleType,
         _flags: u64,
     ) -> R {
-        match self.shared.get(&(handle as u64)) {
-            Some(&value) => out.set(u64::from(value) as CUmemoryPool),
-            None => fail(INVALID),
+        let value = self.shared_fd(handle as usize)?;
+        if value & POOL == 0 {
+            return fail(INVALID);
         }
+        out.set(u64::from(value & !POOL) as CUmemoryPool)
     }
 
     pub(super) fn cuMemPoolExportPointer(
@@ -619,7 +621,7 @@ impl State {
         self.pool(pool)?;
         let mut bytes = [0; 8];
         for (place, byte) in bytes.iter_mut().zip(data.get()?.reserved) {
-            *place = byte as u8;
+            *place = byte;
         }
         let ptr = u64::from_le_bytes(bytes);
         if !self.pool_blocks.contains_key(&ptr) {
