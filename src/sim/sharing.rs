@@ -13,7 +13,7 @@ const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 const TOKEN_BASE: u64 = 1 << 20;
 
 /// Marks a shared number of a pool; without it, it is an allocation's.
-pub(super) const POOL: u32 = 1 << 31;
+const POOL: u32 = 1 << 31;
 
 /// What a shared number stands for, and what keeps the number from being used again.
 pub(super) struct Shared {
@@ -47,7 +47,7 @@ impl State {
 
     /// A file descriptor to send to other users: a real one, which may be duplicated and closed.
     #[cfg(unix)]
-    pub(super) fn share_fd(&mut self, what: u32) -> R<c_int> {
+    fn share_fd(&mut self, what: u32) -> R<c_int> {
         use std::os::fd::{AsFd, IntoRawFd};
         let unavailable = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         let (reader, writer) = std::io::pipe().map_err(|_| unavailable)?;
@@ -64,13 +64,13 @@ impl State {
 
     /// A number in place of a file descriptor.
     #[cfg(not(unix))]
-    pub(super) fn share_fd(&mut self, what: u32) -> R<c_int> {
+    fn share_fd(&mut self, what: u32) -> R<c_int> {
         Ok(self.share_token(what) as c_int)
     }
 
     /// What a file descriptor stands for.
     #[cfg(unix)]
-    pub(super) fn shared_fd(&self, fd: usize) -> R<u32> {
+    fn shared_fd(&self, fd: usize) -> R<u32> {
         let fd = c_int::try_from(fd)
             .ok()
             .filter(|&fd| fd >= 0)
@@ -86,7 +86,7 @@ impl State {
 
     /// What a number in place of a file descriptor stands for.
     #[cfg(not(unix))]
-    pub(super) fn shared_fd(&self, fd: usize) -> R<u32> {
+    fn shared_fd(&self, fd: usize) -> R<u32> {
         self.shared
             .get(&(fd as u64))
             .map(|shared| shared.what)
@@ -378,5 +378,68 @@ impl State {
             mapping.sync_memops = on;
         }
         Ok(())
+    }
+
+    pub(super) fn cuMemPoolExportToShareableHandle(
+        &mut self,
+        out: Out<c_void>,
+        pool: CUmemoryPool,
+        kind: CUmemAllocationHandleType,
+        _flags: u64,
+    ) -> R {
+        let value = self.pool(pool)?;
+        let types = self.pools.get(&value).map_or(0, |pool| pool.handle_types.0);
+        if kind.0 == 0 || types & kind.0 == 0 {
+            return fail(INVALID);
+        }
+        let fd = self.share_fd(value as u32 | POOL)?;
+        out.cast().set(fd)
+    }
+
+    pub(super) fn cuMemPoolImportFromShareableHandle(
+        &mut self,
+        out: Out<CUmemoryPool>,
+        handle: *mut c_void,
+        _kind: CUmemAllocationHandleType,
+        _flags: u64,
+    ) -> R {
+        let value = self.shared_fd(handle as usize)?;
+        if value & POOL == 0 {
+            return fail(INVALID);
+        }
+        out.set(u64::from(value & !POOL) as CUmemoryPool)
+    }
+
+    pub(super) fn cuMemPoolExportPointer(
+        &mut self,
+        out: Out<CUmemPoolPtrExportData>,
+        ptr: CUdeviceptr,
+    ) -> R {
+        if !self.pool_blocks.contains_key(&ptr) {
+            return fail(INVALID);
+        }
+        let mut reserved = [0; 64];
+        for (place, byte) in reserved.iter_mut().zip(ptr.to_le_bytes()) {
+            *place = byte as _;
+        }
+        out.set(CUmemPoolPtrExportData { reserved })
+    }
+
+    pub(super) fn cuMemPoolImportPointer(
+        &mut self,
+        out: Out<CUdeviceptr>,
+        pool: CUmemoryPool,
+        data: Out<CUmemPoolPtrExportData>,
+    ) -> R {
+        self.pool(pool)?;
+        let mut bytes = [0; 8];
+        for (place, byte) in bytes.iter_mut().zip(data.get()?.reserved) {
+            *place = byte;
+        }
+        let ptr = u64::from_le_bytes(bytes);
+        if !self.pool_blocks.contains_key(&ptr) {
+            return fail(INVALID);
+        }
+        out.set(ptr)
     }
 }

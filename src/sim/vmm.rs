@@ -106,7 +106,8 @@ impl State {
             return fail(INVALID);
         }
         // Handles are mapped at multiples of the granule; so a reservation begins at one.
-        let align = align.max(2 << 20);
+        let granules = self.config.devices.iter().map(|device| device.granularity);
+        let align = align.max(granules.max().unwrap_or(PAGE));
         let hinted = addr != 0 && addr.is_multiple_of(align) && self.reserve.take_at(addr, size);
         let start = match hinted {
             true => addr,
