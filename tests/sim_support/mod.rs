@@ -45,10 +45,12 @@ pub fn with(config: SimConfig) -> Bench {
     Bench { module, ..bench }
 }
 
-/// Calls a function of the bench's table.
+/// Calls a function of the bench's table. Arguments are expanded inside the unsafe block: these
+/// tests pass plain values and pointers to locals only.
 #[macro_export]
 macro_rules! call {
     ($bench:expr, $name:ident($($argument:expr),* $(,)?)) => {{
+        #[allow(clippy::macro_metavars_in_unsafe)]
         // SAFETY: the simulator checks handles; pointers in these tests are to locals.
         unsafe { ($bench.table.$name.unwrap())($($argument),*) }
     }};
