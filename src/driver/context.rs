@@ -223,7 +223,8 @@ impl fmt::Debug for Context {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let ours = self.kind == ContextKind::Primary && !self.driver.is_process_wide();
+        // The process-wide driver holds its contexts for ever, so this is none of them.
+        let ours = self.kind == ContextKind::Primary;
         if !ours || self.driver.drops_nothing() || !self.driver.has(Feature::PrimaryRelease) {
             return;
         }

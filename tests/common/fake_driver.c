@@ -1,7 +1,6 @@
 /*
- * A driver without a device behind it, for the tests of loading: every function succeeds, those
- * below also do something. The tests append one `int name(void)` for each function not written
- * here, and set the macros.
+ * A driver without a device behind it. Functions that are written neither here nor in
+ * `fake_calls.c` are appended by the tests as `int name(void)`, which succeeds and does nothing.
  *
  * Once the process exits, and in a forked child, every call ends the process with a code of its
  * own, so that a call which must not happen does not go unnoticed.
@@ -29,13 +28,13 @@ static __thread int mode;
 
 static void shut_down(void) { down = 1; }
 
-static void check(void) {
+void fake_check(void) {
   if (down) _exit(77);
   if (owner && owner != getpid()) _exit(78);
 }
 
 int cuInit(unsigned flags) {
-  check();
+  fake_check();
   int code = INIT;
   initialisations++;
   if (code) return code;
@@ -57,22 +56,22 @@ int cuGetErrorString(int code, const char **text) {
   return code == 12345 ? 0 : 1;
 }
 
-int cuDeviceGetCount(int *count) { check(); *count = 2; return 0; }
+int cuDeviceGetCount(int *count) { fake_check(); *count = 2; return 0; }
 int cuDeviceGet(int *device, int ordinal) {
-  check();
+  fake_check();
   if (ordinal < 0 || ordinal > 1) return 101;
   *device = ordinal;
   return 0;
 }
 int cuDeviceGetName(char *name, int length, int device) {
-  check();
+  fake_check();
   /* Fills all of it, without a terminating zero. */
   for (int i = 0; i < length; i++) name[i] = 'x';
   (void)device;
   return 0;
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-  check();
+  fake_check();
   (void)device;
   if (attribute > 200) return 1;
   *value = attribute == 102 || attribute == 103;
@@ -80,27 +79,27 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 }
 
 int cuDevicePrimaryCtxRetain(void **context, int device) {
-  check();
+  fake_check();
   retained++;
   *context = (void *)(size_t)(0x1000 + device);
   return 0;
 }
 int cuDevicePrimaryCtxRelease_v2(int device) {
-  check();
+  fake_check();
   (void)device;
   return retained-- > 0 ? 0 : 201;
 }
-int cuCtxGetCurrent(void **context) { check(); *context = current; return 0; }
-int cuCtxSetCurrent(void *context) { check(); current = context; return 0; }
+int cuCtxGetCurrent(void **context) { fake_check(); *context = current; return 0; }
+int cuCtxSetCurrent(void *context) { fake_check(); current = context; return 0; }
 int cuCtxGetDevice(int *device) {
-  check();
+  fake_check();
   if (!current) return 201;
   *device = (int)(size_t)current & 1;
   return 0;
 }
-int cuCtxGetId(void *context, u64 *id) { check(); *id = (u64)(size_t)context + 5; return 0; }
+int cuCtxGetId(void *context, u64 *id) { fake_check(); *id = (u64)(size_t)context + 5; return 0; }
 int cuThreadExchangeStreamCaptureMode(int *other) {
-  check();
+  fake_check();
   int before = mode;
   if (*other < 0 || *other > 2) return 1;
   mode = *other;
@@ -109,13 +108,13 @@ int cuThreadExchangeStreamCaptureMode(int *other) {
 }
 
 int cuStreamCreate(void **stream, unsigned flags) {
-  check();
+  fake_check();
   if (!current) return 201;
   *stream = (void *)(size_t)(next_handle += 16);
   return flags == 1 ? 0 : 1;
 }
 int cuStreamGetId(void *stream, u64 *id) {
-  check();
+  fake_check();
   size_t handle = (size_t)stream;
   if (handle > 2) *id = handle + 3;
   else if (!current) return 201;
@@ -124,31 +123,29 @@ int cuStreamGetId(void *stream, u64 *id) {
   else *id = (u64)(size_t)current + 7;
   return 0;
 }
-int cuStreamQuery(void *stream) { check(); (void)stream; return 600; }
+int cuStreamQuery(void *stream) { fake_check(); (void)stream; return 600; }
 int cuEventCreate(void **event, unsigned flags) {
-  check();
+  fake_check();
   if (!current || mode != 2) return 201;
   *event = (void *)(size_t)(next_handle += 16);
   return flags == 2 ? 0 : 1;
 }
-int cuEventQuery(void *event) { check(); (void)event; return 600; }
-int cuEventDestroy_v2(void *event) { check(); return event && current ? 0 : 400; }
-int cuStreamDestroy_v2(void *stream) { check(); return stream && current ? 0 : 400; }
+int cuEventQuery(void *event) { fake_check(); (void)event; return 600; }
+int cuEventDestroy_v2(void *event) { fake_check(); return event && current ? 0 : 400; }
+int cuStreamDestroy_v2(void *stream) { fake_check(); return stream && current ? 0 : 400; }
 
 /* The size is the code to fail with; small ones succeed. */
 int cuMemAlloc_v2(u64 *address, size_t bytes) {
-  check();
+  fake_check();
   if (bytes && bytes < 1000) return (int)bytes;
   *address = next_handle += 16;
   return 0;
 }
 int cuMemCreate(u64 *handle, size_t bytes, const void *prop, u64 flags) {
-  check();
+  fake_check();
   (void)prop;
   (void)flags;
   if (bytes && bytes < 1000) return (int)bytes;
   *handle = next_handle += 16;
   return 0;
 }
-
-/* The rest succeeds and does nothing. */

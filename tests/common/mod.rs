@@ -74,6 +74,9 @@ impl Default for Fake<'_> {
 
 const SOURCE: &str = include_str!("fake_driver.c");
 
+/// The functions that check their arguments, each at the start of a line.
+pub const CHECKED_CALLS: &str = include_str!("fake_calls.c");
+
 impl Fake<'_> {
     /// Compiles the library to `target`.
     pub fn build(&self, compiler: &OsString, target: &Path) {
@@ -81,22 +84,28 @@ impl Fake<'_> {
         let mut hidden = String::new();
         for symbol in Driver::symbols() {
             let name = symbol.name();
-            if SOURCE.contains(&format!("int {name}(")) {
-                if (self.without)(&symbol) {
-                    hidden += &format!("#define {name} hidden_{name}\n");
-                }
-            } else if !(self.without)(&symbol) {
-                text += &format!("int {name}(void) {{ check(); return 0; }}\n");
+            let written = SOURCE.contains(&format!("int {name}("))
+                || CHECKED_CALLS.contains(&format!("CUresult {name}("));
+            let without = (self.without)(&symbol);
+            if written && without {
+                hidden += &format!("#define {name} hidden_{name}\n");
+            } else if !written && !without {
+                text += &format!("int {name}(void) {{ fake_check(); return 0; }}\n");
             }
         }
         let source = target.with_extension("c");
-        fs::write(&source, hidden + &text).unwrap();
+        let calls = target.with_extension("calls.c");
+        fs::write(&source, hidden.clone() + &text).unwrap();
+        fs::write(&calls, hidden + CHECKED_CALLS).unwrap();
         let mut arguments: Vec<OsString> = ["-shared", "-fPIC", "-Wall", "-o"]
             .iter()
             .map(OsString::from)
             .collect();
         arguments.push(target.into());
         arguments.push(source.into());
+        arguments.push(calls.into());
+        arguments.push("-I".into());
+        arguments.push(env!("CARGO_MANIFEST_DIR").into());
         arguments.extend(
             self.defines
                 .iter()
