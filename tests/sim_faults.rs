@@ -224,3 +224,40 @@ fn more_simulators_than_places_wait_for_one() {
         .collect();
     assert!(threads.into_iter().all(|thread| thread.join().unwrap()));
 }
+
+#[test]
+fn absurd_sizes_are_errors_and_absurd_ranges_reports() {
+    let bench = bench();
+    bench.manual();
+    let stream = bench.stream();
+    let (at, _) = bench.mapped(GRANULE);
+    let mut out = 0;
+    for bytes in [usize::MAX, usize::MAX - 511, 1 << 63] {
+        assert_eq!(call!(bench, cuMemAlloc_v2(&mut out, bytes)), OUT_OF_MEMORY);
+        assert_ne!(call!(bench, cuMemAllocAsync(&mut out, bytes, stream)), OK);
+        assert_ne!(
+            call!(bench, cuMemAddressReserve(&mut out, bytes & !4095, 0, 0, 0)),
+            OK
+        );
+        assert_ne!(
+            call!(
+                bench,
+                cuMemAddressReserve(&mut out, 4096, 1 << 63, !4095, 0)
+            ),
+            OK
+        );
+        assert_ne!(bench.create(bytes & !(GRANULE - 1)).0, OK);
+        assert_ne!(call!(bench, cuMemUnmap(at, bytes)), OK);
+        assert_ne!(bench.access(at, bytes), OK);
+        assert_ne!(call!(bench, cuMemAddressFree(at, bytes)), OK);
+        assert_ne!(call!(bench, cuMemsetD32Async(at, 1, bytes, stream)), OK);
+    }
+    bench.sim.take_reports();
+    bench.memset(at, 1, usize::MAX, stream);
+    bench.spin(u64::MAX, stream);
+    bench.spin(u64::MAX, stream);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+    bench.reported(|report| matches!(report, Report::InUse { .. }));
+    bench.sync();
+    bench.reported(|report| matches!(report, Report::Unmapped { .. }));
+}

@@ -241,7 +241,7 @@ impl State {
         self.active.iter().find_map(|&queue| {
             self.queues[queue as usize].ops.iter().find_map(|op| {
                 let hit = op.ranges().into_iter().find(|&(start, len)| {
-                    len > 0 && start < address + bytes && address < start + len
+                    len > 0 && start < address + bytes && address < start.saturating_add(len)
                 });
                 hit.map(|(start, len)| self.entry(queue, op, start, len))
             })

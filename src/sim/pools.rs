@@ -186,7 +186,9 @@ impl State {
             return fail(INVALID);
         };
         let (device, access) = (pool.device, pool.access);
-        if pool.max != 0 && pool.reserved() + size > pool.max.next_multiple_of(UNIT) {
+        if pool.max != 0
+            && pool.reserved().saturating_add(size) > pool.max.div_ceil(UNIT).saturating_mul(UNIT)
+        {
             return fail(out_of_memory);
         }
         if size > self.free_bytes(device) {

@@ -85,7 +85,8 @@ impl State {
     }
 
     fn charge(&mut self, call: Call, handles: usize) {
-        self.counters.nanos += self.costs.of(call) * handles as u64;
+        let nanos = self.costs.of(call).saturating_mul(handles as u64);
+        self.counters.nanos = self.counters.nanos.saturating_add(nanos);
     }
 }
 
