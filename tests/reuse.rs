@@ -22,7 +22,10 @@ fn s1_40_recorded_block_is_not_reused_while_the_stream_runs() {
         let other = allocator.allocate(4 * MIB, &a).unwrap();
         rig.stamp(other.ptr(), 4 * MIB, 3, &a);
         if other.ptr() == ptr {
-            assert!(!a.is_complete().unwrap(), "neither another address nor a wait");
+            assert!(
+                !a.is_complete().unwrap(),
+                "neither another address nor a wait"
+            );
         }
         hold.release();
         assert_eq!(rig.mismatches(other.ptr(), 4 * MIB, 3, &a), 0);

@@ -230,10 +230,8 @@ impl Rig {
         let mut read = vec![0u32; bytes / 4];
         let entered = self.context.enter().unwrap();
         // SAFETY: the buffer is large enough and outlives the copy, which is waited for.
-        unsafe {
-            entered.copy_device_to_host(read.as_mut_ptr().cast(), ptr, bytes, stream.raw())
-        }
-        .unwrap();
+        unsafe { entered.copy_device_to_host(read.as_mut_ptr().cast(), ptr, bytes, stream.raw()) }
+            .unwrap();
         stream.synchronize().unwrap();
         read.iter().filter(|found| **found != word).count()
     }
