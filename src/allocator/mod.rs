@@ -27,7 +27,7 @@ mod streams;
 mod uses;
 
 pub use api::Allocator;
-pub use block::{Block, FreeError};
+pub use block::{Block, BlockId, FreeError};
 pub use carver::{CarveError, Carved, Carver};
 pub use check::CheckError;
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
