@@ -5,6 +5,7 @@
 compile_error!("cualloc supports 64-bit targets only: the driver's API differs on others");
 
 pub mod allocator;
+pub mod column;
 pub mod driver;
 #[cfg(feature = "sim")]
 pub mod sim;
