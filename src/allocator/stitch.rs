@@ -7,7 +7,7 @@ use super::plan::tile;
 use super::records::SpaceId;
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::state::{State, Want};
-use super::view::{Lent, Openings, Seg, View};
+use super::view::{Lent, Openings, Seg, View, push_part};
 
 /// Requests below this many bytes are not stitched while growing is allowed.
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
@@ -286,7 +286,7 @@ impl State {
         for (home, bytes) in &layout.adds {
             let granules = (((bytes - skip) / GRANULE) as u32).min(left);
             if granules > 0 {
-                parts.push((home + skip, granules));
+                push_part(&mut parts, (home + skip, granules));
             }
             left -= granules;
             skip = 0;

@@ -131,18 +131,29 @@ impl View {
         suffix
     }
 
-    /// The home ranges of a part of the view.
+    /// The home ranges of a part of the view, as few as there can be.
     pub(crate) fn home_parts(&self, offset: u32, granules: u32) -> Vec<(u64, u32)> {
         let (mut parts, mut at) = (Vec::new(), 0u32);
         let end = offset + granules;
         for seg in &self.segs {
             let (from, to) = (offset.max(at), end.min(at + seg.granules));
             if from < to {
-                parts.push((seg.home + u64::from(from - at) * GRANULE, to - from));
+                push_part(
+                    &mut parts,
+                    (seg.home + u64::from(from - at) * GRANULE, to - from),
+                );
             }
             at += seg.granules;
         }
         parts
+    }
+}
+
+/// Adds a home range to a list; one that continues the last range extends it.
+pub(crate) fn push_part(parts: &mut Vec<(u64, u32)>, (addr, granules): (u64, u32)) {
+    match parts.last_mut() {
+        Some((last, size)) if *last + u64::from(*size) * GRANULE == addr => *size += granules,
+        _ => parts.push((addr, granules)),
     }
 }
 
