@@ -86,11 +86,17 @@ impl Engine {
     }
 
     fn give_everything_back(&self) -> Result<(), Error> {
+        // Pages first: what was freed inside them is waited for under the ticket of their return.
+        self.lock().flush_pages();
         self.settle_all()?;
-        {
+        let more = {
             let mut state = self.lock();
-            state.flush_pages();
+            let more = state.flush_pages();
             state.settle();
+            more
+        };
+        if more {
+            self.settle_all()?;
         }
         let retried = self.retry_strays();
         let (plan, _) = self.lock().plan_trim(0, self.context.key());
