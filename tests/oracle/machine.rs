@@ -83,6 +83,7 @@ pub struct Machine<'a> {
     finals: HashMap<usize, Event>,
     blocks: Vec<Held>,
     freed: Vec<u64>,
+    deferred: Vec<Held>,
     figures: Figures,
     reserved: u64,
     limit: Option<u64>,
@@ -187,6 +188,7 @@ impl<'a> Machine<'a> {
             finals: HashMap::new(),
             blocks: Vec::new(),
             freed: Vec::new(),
+            deferred: Vec::new(),
             figures: Figures::default(),
             reserved: 0,
             limit: setup.limit,
@@ -449,6 +451,7 @@ impl<'a> Machine<'a> {
         if size < bytes as u64 || block.as_ref().is_some_and(|b| b.size() != size) {
             return Err(format!("{size} usable bytes for {bytes}"));
         }
+        self.late(Some((ptr, ptr + size)));
         let owner = self.lanes[at].number;
         let writer = shadow(|s| {
             s.handed_out(ptr, size, owner)?;
@@ -537,9 +540,15 @@ impl<'a> Machine<'a> {
         let Some(at) = self.block(pick) else {
             return Ok(());
         };
-        let held = self.blocks.swap_remove(at);
-        match held.block {
-            Some(block) if drop_it => drop(block),
+        let mut held = self.blocks.swap_remove(at);
+        match held.block.take() {
+            Some(block) if drop_it => {
+                drop(block);
+                if self.armed && self.alloc.usable_size(held.ptr).is_some() {
+                    self.deferred.push(held);
+                    return Ok(());
+                }
+            }
             Some(block) => {
                 if let Err(refused) = block.free() {
                     let (block, error) = (refused.block, refused.error);
@@ -558,6 +567,27 @@ impl<'a> Machine<'a> {
                 }
             }
         }
+        self.gone(&held);
+        Ok(())
+    }
+
+    /// Blocks that were dropped while a fault kept them from being freed are freed by later calls.
+    /// `taken` is the range that was handed out since.
+    fn late(&mut self, taken: Option<(u64, u64)>) {
+        let mut at = 0;
+        while at < self.deferred.len() {
+            let held = &self.deferred[at];
+            let again = taken.is_some_and(|(s, e)| s < held.ptr + held.size && held.ptr < e);
+            if again || self.alloc.usable_size(held.ptr).is_none() {
+                let held = self.deferred.swap_remove(at);
+                self.gone(&held);
+            } else {
+                at += 1;
+            }
+        }
+    }
+
+    fn gone(&mut self, held: &Held) {
         self.figures.live -= 1;
         self.figures.allocated -= held.size;
         self.figures.requested -= held.requested;
@@ -571,11 +601,11 @@ impl<'a> Machine<'a> {
             );
             s.freed(held.ptr, uses);
         });
-        Ok(())
     }
 
     fn free_bad(&mut self, pick: u16, kind: Bad) -> Step {
-        let live = |ptr: u64| self.blocks.iter().any(|b| b.ptr == ptr);
+        let held = self.blocks.iter().chain(&self.deferred);
+        let live = |ptr: u64| held.clone().any(|b| b.ptr == ptr);
         let ptr = match kind {
             Bad::Foreign => 0x1000 + u64::from(pick) * 8,
             Bad::Interior => match self.block(pick) {
@@ -768,7 +798,7 @@ impl<'a> Machine<'a> {
         })?;
         let named = |b: &Held| b.owner == number || b.recorded.iter().any(|r| r.0 == number);
         let needed = matches!(self.lanes[at].handle, Handle::Raw(_))
-            && (!self.setup.stream_ids || self.blocks.iter().any(named));
+            && (!self.setup.stream_ids || self.blocks.iter().chain(&self.deferred).any(named));
         if retire || needed {
             for _ in 0..2 {
                 let result = match &self.lanes[at].handle {
@@ -800,6 +830,7 @@ impl<'a> Machine<'a> {
     // ---- judgement -------------------------------------------------------------------------
 
     fn judge(&mut self, thorough: bool) -> Step {
+        self.late(None);
         first_report(self.sim)?;
         if let Some(violation) = shadow(|s| s.violations.pop()) {
             return Err(violation);

@@ -52,7 +52,7 @@ fn judge(policy: Policy) {
                     "program {program:#x} fails at step {}: {}",
                     found.step, found.what
                 );
-                let (small, failure) = shrink(&setup, &ops);
+                let (small, failure) = shrink(&setup, &ops, &found, CHECK_EVERY);
                 panic!(
                     "program {program:#x} of {policy:?}:\n{}",
                     print(&setup, &small, &failure)

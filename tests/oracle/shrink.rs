@@ -42,10 +42,26 @@ pub fn attempt(setup: &Setup, ops: &[Op], check_every: usize) -> Result<Summary,
     })
 }
 
-/// The smallest program found that still fails, and how.
-pub fn shrink(setup: &Setup, ops: &[Op]) -> (Vec<Op>, Failure) {
-    let fails = |ops: &[Op]| attempt(setup, ops, 1).err();
-    let Some(mut failure) = fails(ops).or_else(|| attempt(setup, ops, 64).err()) else {
+/// The smallest program found that still fails like the first, and how.
+pub fn shrink(
+    setup: &Setup,
+    ops: &[Op],
+    first: &Failure,
+    check_every: usize,
+) -> (Vec<Op>, Failure) {
+    // What is told before the first number: a shorter program may fail in another way as well.
+    let kind = |what: &str| {
+        what.split(|c: char| c.is_ascii_digit())
+            .next()
+            .unwrap_or("")
+            .len()
+    };
+    let wanted = &first.what[..kind(&first.what)];
+    let fails = |ops: &[Op]| {
+        let failure = attempt(setup, ops, check_every).err()?;
+        failure.what.starts_with(wanted).then_some(failure)
+    };
+    let Some(mut failure) = fails(ops) else {
         let what = "the failure does not come again".into();
         return (ops.to_vec(), Failure { step: 0, what });
     };
