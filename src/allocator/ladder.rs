@@ -26,6 +26,7 @@ pub(crate) struct Climb {
     flushed: bool,
     evicted: bool,
     marked: bool,
+    asked_again: bool,
     hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
     synchronised: bool,
     missed: bool,
@@ -45,6 +46,8 @@ enum Step {
     Flush,
     Release(Vec<Release>),
     Mark,
+    /// Memory that the driver refused earlier may be there now.
+    AskAgain,
     HostWait(u32, u64, Arc<crate::driver::Event>),
     Hook(Arc<super::hooks::ReliefHook>, u64),
     Synchronise,
@@ -141,6 +144,10 @@ impl Engine {
                     drop(state);
                     self.mark(want.stream)?;
                     state = self.lock();
+                }
+                Step::AskAgain => {
+                    climb.asked_again = true;
+                    state.full_at = None;
                 }
                 Step::HostWait(stream, bound, event) => {
                     climb.missed = true;
@@ -319,6 +326,9 @@ impl Engine {
         if !climb.marked && !state.streams[want.stream].covered() {
             return Step::Mark;
         }
+        if !climb.asked_again && climb.refusal.is_none() && state.full_at.is_some() {
+            return Step::AskAgain;
+        }
         let oldest = state
             .streams
             .iter()
@@ -367,10 +377,11 @@ impl Engine {
                 Ok((state, Some(id)))
             }
             Err(failure) => {
+                let (error, asked) = (failure.error, growth.bytes());
+                let free = self.driver_free(error);
                 let mut state = self.lock();
-                let error = failure.error;
                 state.growth_failed(growth, failure);
-                self.refused(&mut state, error, climb)?;
+                self.refused(&mut state, error, free.min(asked - 1), climb)?;
                 Ok((state, None))
             }
         }
@@ -387,6 +398,10 @@ impl Engine {
             .context
             .enter()
             .and_then(|entered| entered.mem_alloc(bytes as usize));
+        let free = made
+            .as_ref()
+            .err()
+            .map_or(0, |error| self.driver_free(*error));
         let mut state = self.lock();
         state.planned -= bytes;
         match made {
@@ -395,10 +410,20 @@ impl Engine {
                 Ok((state, id))
             }
             Err(error) => {
-                self.refused(&mut state, error, climb)?;
+                self.refused(&mut state, error, free.min(bytes - 1), climb)?;
                 Ok((state, None))
             }
         }
+    }
+
+    /// What the driver has left after a refusal; 0 if it does not say, or refused for another
+    /// reason.
+    fn driver_free(&self, error: crate::driver::DriverError) -> u64 {
+        if !error.is_out_of_memory() {
+            return 0;
+        }
+        let info = self.context.enter().and_then(|entered| entered.mem_info());
+        info.map_or(0, |info| info.free)
     }
 
     /// The driver refused. Want of memory below our own limit counts as a limit reached, until
@@ -407,13 +432,14 @@ impl Engine {
         &self,
         state: &mut State,
         error: crate::driver::DriverError,
+        free: u64,
         climb: &mut Climb,
     ) -> Result<(), Error> {
         if !error.is_out_of_memory() {
             return Err(self.error(error));
         }
         state.stats.retries += 1;
-        state.full_at = Some(state.stats.all.reserved.current + state.planned);
+        state.full_at = Some(state.stats.all.reserved.current + state.planned + free);
         climb.refusal = Some(error);
         Ok(())
     }

@@ -97,11 +97,17 @@ impl Engine {
     }
 
     fn give_everything_back(&self) -> Result<(), Error> {
+        // Pages first: what was freed inside them is waited for under the ticket of their return.
+        self.lock().flush_pages();
         self.settle_all()?;
-        {
+        let more = {
             let mut state = self.lock();
-            state.flush_pages();
+            let more = state.flush_pages();
             state.settle();
+            more
+        };
+        if more {
+            self.settle_all()?;
         }
         let idle = self.lock().idle_views(usize::MAX);
         self.evict(&idle)?;

@@ -122,7 +122,8 @@ pub(crate) struct State {
     pub spans: BTreeMap<u64, u64>,
     pub stats: Stats,
     pub limit: Option<u64>,
-    /// The driver refused to hold more than this; lifted when something is released.
+    /// The driver refused to hold more than this; lifted when something is released, and before a
+    /// request fails or waits for it.
     pub full_at: Option<u64>,
     /// Bytes that growth under way will add.
     pub planned: u64,
@@ -289,9 +290,31 @@ impl State {
         }
     }
 
+    /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
+    /// what was freed inside its pages, which no batch counts.
+    pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
+        self.flush_pages_of(stream);
+        let pages = self.has_pages(stream);
+        let slot = &mut self.streams[stream];
+        if slot.live > 0 || pages {
+            slot.open_uses += 1;
+        }
+    }
+
+    fn has_pages(&self, stream: u32) -> bool {
+        self.space(SpaceId::Pages(stream))
+            .is_some_and(|s| !s.regions().is_empty())
+    }
+
     /// Gives back the slot of a stream that nothing refers to.
     pub(crate) fn recycle(&mut self, stream: u32) {
         let many = self.streams.len() > MANY_STREAMS;
+        let forgettable = matches!(self.streams[stream].holder, Holder::Foreign) && many;
+        if forgettable && self.has_pages(stream) {
+            // What was freed in its pages is counted from here on: later, when it is complete.
+            self.flush_pages_of(stream);
+            return;
+        }
         let slot = &mut self.streams[stream];
         let idle =
             slot.in_use && slot.live == 0 && slot.open_uses == 0 && slot.completed + 1 >= slot.open;
