@@ -207,7 +207,7 @@ impl Engine {
             Ok(()) => {}
             Err(Error::Capturing { .. }) => self.lock().deferred.push((id, generation)),
             // In a child, after a loss or at exit there is nothing to give back to.
-            Err(Error::ForkedChild | Error::ContextLost(_)) => {}
+            Err(Error::ForkedChild | Error::Exiting | Error::ContextLost(_)) => {}
             Err(error) => {
                 if let Some(count) = self.log.due() {
                     log::warn!("a dropped block could not be freed ({count} such events): {error}");
