@@ -105,7 +105,7 @@ impl Engine {
             total_memory,
             hooks: Hooks::default(),
             log: RareLog::default(),
-            state: Mutex::new(State::new(packed, limit)),
+            state: Mutex::new(State::new(device.ordinal(), packed, limit)),
             lost: OnceLock::new(),
         })
     }
@@ -133,6 +133,9 @@ impl Engine {
         if self.driver().is_forked_child() {
             return Err(Error::ForkedChild);
         }
+        if self.driver().is_exiting() {
+            return Err(Error::Exiting);
+        }
         match self.lost.get() {
             Some(error) => Err(Error::ContextLost(*error)),
             None => Ok(()),
@@ -153,6 +156,7 @@ impl Engine {
     // ---- streams ---------------------------------------------------------------------------
 
     pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
+        self.usable()?;
         let id = stream.id().map_err(|e| self.error(e))?;
         Ok(Named {
             key: StreamKey::Id(id),
@@ -167,6 +171,7 @@ impl Engine {
     /// # Safety
     /// `raw` must be a live stream or a special handle.
     pub(crate) unsafe fn named_raw(&self, raw: sys::CUstream) -> Result<Named<'static>, Error> {
+        self.usable()?;
         let key = if is_special(raw) {
             // SAFETY: special handles are always valid.
             let stream = unsafe { Stream::from_raw(&self.context, raw) };

@@ -305,12 +305,7 @@ impl Engine {
             }
         }
         if let Some(missing) = state.missing(want) {
-            let excess = missing.saturating_sub(state.room());
-            let plan = if excess > 0 {
-                state.plan_release(excess, self.context.key())
-            } else {
-                Vec::new()
-            };
+            let plan = state.plan_release(missing, self.context.key());
             if !plan.is_empty() {
                 return Step::Release(plan);
             }
@@ -336,6 +331,11 @@ impl Engine {
             .min_by_key(|(order, _, _)| *order);
         if let Some((_, stream, marker)) = oldest {
             return Step::HostWait(stream, marker.bound, Arc::clone(&marker.event));
+        }
+        if climb.refusal.is_none() && state.full_at.take().is_some() {
+            // The driver refused an earlier request. Others may have given memory back since, so no
+            // request fails, and nobody is asked to free anything, before it has refused again.
+            return self.next_step(state, want, climb);
         }
         let hooks = climb
             .hooks

@@ -97,17 +97,16 @@ impl Engine {
     }
 
     fn give_everything_back(&self) -> Result<(), Error> {
-        // Pages first: what was freed inside them is waited for under the ticket of their return.
+        // A page that is handed back may still be in use by its stream, and one that other streams
+        // used can be handed back only when they are done.
         self.lock().flush_pages();
-        self.settle_all()?;
-        let more = {
-            let mut state = self.lock();
-            let more = state.flush_pages();
-            state.settle();
-            more
-        };
-        if more {
+        loop {
             self.settle_all()?;
+            let mut state = self.lock();
+            state.settle();
+            if !state.flush_pages() && state.streams.iter().all(|(_, slot)| slot.covered()) {
+                break;
+            }
         }
         let idle = self.lock().idle_views(usize::MAX);
         self.evict(&idle)?;

@@ -254,9 +254,16 @@ impl State {
         })
     }
 
-    /// Claims what to release so that `excess` bytes leave: the smallest that is enough, else the
-    /// largest first. Empty, with nothing changed, if there is not enough.
-    pub(crate) fn plan_release(&mut self, excess: u64, context: u64) -> Vec<Release> {
+    /// Claims what to release so that there is room for `missing` bytes: the smallest that is enough,
+    /// else the largest first. Empty, with nothing changed, if that cannot be enough. What a refusal
+    /// of the driver told is a guess on the safe side, so it stops nothing: all goes then.
+    pub(crate) fn plan_release(&mut self, missing: u64, context: u64) -> Vec<Release> {
+        let excess = missing.saturating_sub(self.room());
+        let held = self.stats.all.reserved.current + self.planned;
+        let certain = match self.limit {
+            Some(limit) => missing.saturating_sub(limit.saturating_sub(held)),
+            None => 0,
+        };
         let mut found: Vec<(SpaceId, u64, u64)> = Vec::new();
         for space in [SpaceId::Large, SpaceId::Small] {
             let releasable = self.releasable(space, |id| self.over(id, context));
@@ -266,14 +273,14 @@ impl State {
                     .map(|(addr, bytes)| (space, addr, bytes)),
             );
         }
-        if found.iter().map(|f| f.2).sum::<u64>() < excess {
+        if found.iter().map(|f| f.2).sum::<u64>() < certain {
             return Vec::new();
         }
         let mut chosen = Vec::new();
         let mut left = excess;
         // Highest addresses first among equals: the low end of an arena stays dense.
         found.sort_unstable_by_key(|(_, addr, bytes)| (*bytes, *addr));
-        while left > 0 {
+        while left > 0 && !found.is_empty() {
             let enough = found.partition_point(|(_, _, bytes)| *bytes < left);
             let at = enough.min(found.len() - 1);
             let pick = found.remove(at);
