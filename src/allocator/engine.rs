@@ -38,6 +38,8 @@ pub(crate) struct Engine {
     pub context: Context,
     pub device: Device,
     pub packed: bool,
+    /// Whether memory may be used through second layouts.
+    pub views: bool,
     pub properties: MemoryProperties,
     /// Devices that may access the memory: its own first.
     pub access: Vec<Device>,
@@ -97,6 +99,7 @@ impl Engine {
             context: context.clone(),
             device,
             packed,
+            views: packed && config.views,
             properties,
             access,
             total_memory,

@@ -9,19 +9,22 @@ use std::sync::Arc;
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::fit::Run;
-use super::plan::{Growth, Release};
+use super::plan::{Growth, LEVELS, Release};
 use super::records::{SpaceId, State as Extent};
 use super::state::{State, Want};
+use super::stitch::{STITCH_MIN, Stitch};
+use super::view::{Openings, ViewRun};
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
-/// other (plus a page).
-const TOLERANCE: u64 = 16;
+/// other (plus a page), by level of the stitching budget.
+const TOLERANCES: [u64; LEVELS] = [16, 16, 8, 4, 1];
 const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 
 /// What a climb has done already.
 #[derive(Default)]
-struct Climb {
+pub(crate) struct Climb {
     flushed: bool,
+    evicted: bool,
     marked: bool,
     hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
     synchronised: bool,
@@ -34,7 +37,10 @@ struct Climb {
 enum Step {
     Take(Run),
     Wait(Run),
-    Reserve(u64),
+    View(ViewRun),
+    Stitch(Box<Stitch>),
+    Evict(Vec<u64>),
+    Reserve(SpaceId, u64),
     Grow(Growth),
     Flush,
     Release(Vec<Release>),
@@ -58,6 +64,7 @@ impl Engine {
         } else {
             state.adopt_complete(want.space, want.stream);
         }
+        state.large_request(want);
         let mut climb = Climb::default();
         loop {
             match self.next_step(&mut state, want, &mut climb) {
@@ -81,9 +88,30 @@ impl Engine {
                     }
                     return Ok((state, id, climb.missed));
                 }
-                Step::Reserve(bytes) => {
+                Step::Reserve(space, bytes) => {
                     drop(state);
-                    self.reserve_span(want.space, bytes)?;
+                    self.reserve_span(space, bytes)?;
+                    state = self.lock();
+                }
+                Step::View(run) => {
+                    let taken;
+                    (state, taken) = self.take_in_view(state, want, run)?;
+                    if let Some(id) = taken {
+                        return Ok((state, id, climb.missed));
+                    }
+                }
+                Step::Stitch(stitch) => {
+                    climb.missed = true;
+                    let stitched;
+                    (state, stitched) = self.stitch(state, want, *stitch, &mut climb)?;
+                    if let Some(id) = stitched {
+                        return Ok((state, id, true));
+                    }
+                }
+                Step::Evict(idle) => {
+                    climb.evicted = true;
+                    drop(state);
+                    self.evict(&idle)?;
                     state = self.lock();
                 }
                 Step::Grow(growth) => {
@@ -155,7 +183,12 @@ impl Engine {
         }
         if self.packed {
             if state.missing(want).is_none() {
-                return Step::Reserve(u64::from(want.span()) * super::size::GRANULE);
+                return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
+            }
+            if self.stitches(want)
+                && let Some(step) = self.ready_in_view(state, want)
+            {
+                return step;
             }
             let room = state.soft_room().min(state.room());
             if let Some(growth) = state.plan_growth(want, room, false) {
@@ -171,6 +204,11 @@ impl Engine {
             return Step::Wait(run);
         }
         if self.packed {
+            if self.stitches(want)
+                && let Some(step) = self.stitch_step(state, want)
+            {
+                return step;
+            }
             let room = state.room();
             let growth = state
                 .plan_growth(want, room, false)
@@ -190,7 +228,7 @@ impl Engine {
         if self.packed && state.streams.several() {
             let (tightest, _) = finder.reachable_runs(want);
             if let Some(tight) = tightest
-                && ready.granules > (1 + TOLERANCE) * tight.granules + TOLERANCE_SLACK
+                && ready.granules > (1 + TOLERANCES[state.level]) * tight.granules + TOLERANCE_SLACK
             {
                 state.stats.rungs.tighter += 1;
                 return Some(Step::Wait(tight));
@@ -210,10 +248,54 @@ impl Engine {
             .1
     }
 
+    /// Whether a request is worth a view before the limit is reached.
+    fn stitches(&self, want: &Want) -> bool {
+        self.views
+            && want.space == SpaceId::Large
+            && u64::from(want.granules) * super::size::GRANULE >= STITCH_MIN
+    }
+
+    /// A place in a view that is ready.
+    fn ready_in_view(&self, state: &State, want: &Want) -> Option<Step> {
+        if state.views.is_empty() {
+            return None;
+        }
+        let finder = state.finder(want.space, want.stream)?;
+        let open = Openings::collect(&finder, |id| finder.ready(id));
+        state.find_in_views(want, &open).map(Step::View)
+    }
+
+    /// A place in a view behind waits, or a stitch.
+    fn stitch_step(&self, state: &mut State, want: &Want) -> Option<Step> {
+        if state.streams.several() && !state.views.is_empty() {
+            let finder = state.finder(want.space, want.stream)?;
+            let open = Openings::collect(&finder, |id| finder.reachable(id));
+            if let Some(run) = state.find_in_views(want, &open) {
+                return Some(Step::View(run));
+            }
+        }
+        if let Some(bytes) = state.view_room_missing(want) {
+            return Some(Step::Reserve(SpaceId::Views, bytes));
+        }
+        let room = state.room();
+        state
+            .plan_stitch(want, room)
+            .map(|stitch| Step::Stitch(Box::new(stitch)))
+    }
+
     /// The rungs that make room below a limit.
     fn make_room(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
         if !climb.flushed {
             return Step::Flush;
+        }
+        if self.views && want.space == SpaceId::Large && !self.stitches(want) {
+            // At the limit memory always wins, also for requests that are not worth a view before.
+            if let Some(step) = self
+                .ready_in_view(state, want)
+                .or_else(|| self.stitch_step(state, want))
+            {
+                return step;
+            }
         }
         if let Some(missing) = state.missing(want) {
             let excess = missing.saturating_sub(state.room());
@@ -224,6 +306,14 @@ impl Engine {
             };
             if !plan.is_empty() {
                 return Step::Release(plan);
+            }
+            let idle = if excess > 0 && !climb.evicted {
+                state.idle_views(usize::MAX)
+            } else {
+                Vec::new()
+            };
+            if !idle.is_empty() {
+                return Step::Evict(idle);
             }
         }
         if !climb.marked && !state.streams[want.stream].covered() {
@@ -264,7 +354,7 @@ impl Engine {
         if !self.packed {
             return self.grow_segment(want, growth, climb);
         }
-        match self.map(&growth) {
+        match self.map(growth.addr, &growth.sizes) {
             Ok(handles) => {
                 let waited = self.queue_waits(want.stream, &growth.waits);
                 let mut state = self.lock();
@@ -313,7 +403,7 @@ impl Engine {
 
     /// The driver refused. Want of memory below our own limit counts as a limit reached, until
     /// something is given back; anything else is an error.
-    fn refused(
+    pub(crate) fn refused(
         &self,
         state: &mut State,
         error: crate::driver::DriverError,

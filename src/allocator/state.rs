@@ -13,6 +13,7 @@ use super::space::{Shard, Space};
 use super::stats::Stats;
 use super::streams::{Holder, StreamKey, Streams};
 use super::uses::{Use, Uses};
+use super::view::View;
 
 /// Granules of a page.
 pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
@@ -33,6 +34,8 @@ pub(crate) struct Holding {
     /// The physical handle; `None` for a plain segment.
     pub handle: Option<u64>,
     pub space: SpaceId,
+    /// Views that map the handle.
+    pub views: u32,
 }
 
 /// A physical handle that is mapped nowhere but could not be released yet.
@@ -107,6 +110,14 @@ pub(crate) struct State {
     pub events: HashMap<u64, Vec<Event>>,
     pub holdings: BTreeMap<u64, Holding>,
     pub strays: Vec<Stray>,
+    /// Packed: views by their base address, and the address space for them.
+    pub views: BTreeMap<u64, View>,
+    pub view_space: Space,
+    /// Large requests so far: the order in which views were used.
+    pub clock: u64,
+    /// Level of the stitching budget, and what was spent on it.
+    pub level: usize,
+    pub work: u64,
     /// Reserved address ranges: base to bytes.
     pub spans: BTreeMap<u64, u64>,
     pub stats: Stats,
@@ -136,6 +147,11 @@ impl State {
             events: HashMap::new(),
             holdings: BTreeMap::new(),
             strays: Vec::new(),
+            views: BTreeMap::new(),
+            view_space: Space::new(SpaceId::Views, true),
+            clock: 0,
+            level: 0,
+            work: 0,
             spans: BTreeMap::new(),
             stats: Stats::default(),
             limit,
@@ -162,6 +178,7 @@ impl State {
         let space = match space {
             SpaceId::Large => &mut self.large,
             SpaceId::Small => &mut self.small,
+            SpaceId::Views => &mut self.view_space,
             SpaceId::Pages(stream) => {
                 let at = stream as usize;
                 if at >= self.pages.len() {
@@ -177,6 +194,7 @@ impl State {
         match space {
             SpaceId::Large => Some(&self.large),
             SpaceId::Small => Some(&self.small),
+            SpaceId::Views => Some(&self.view_space),
             SpaceId::Pages(stream) => self.pages.get(stream as usize)?.as_deref(),
         }
     }
@@ -490,8 +508,17 @@ impl State {
                 self.count_free(u, bytes, &mut after);
             }
         }
+        let uses = Uses::collect(uses);
+        if !self.records.cold(id).home.is_empty() {
+            for piece in self.view_block_freed(id, &uses) {
+                if shared {
+                    self.settle_piece(SpaceId::Large, piece);
+                }
+            }
+            return after;
+        }
         let (at, records) = self.parts(space);
-        let piece = at.release(records, id, Uses::collect(uses));
+        let piece = at.release(records, id, uses);
         if shared {
             // A recorded use may be over already.
             self.settle_piece(space, piece);
