@@ -25,6 +25,8 @@ const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 pub(crate) struct Climb {
     flushed: bool,
     evicted: bool,
+    /// A stitch was refused; no other is tried for this request.
+    unstitched: bool,
     marked: bool,
     asked_again: bool,
     hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
@@ -107,6 +109,7 @@ impl Engine {
                     climb.missed = true;
                     let stitched;
                     (state, stitched) = self.stitch(state, want, *stitch, &mut climb)?;
+                    climb.unstitched = stitched.is_none();
                     if let Some(id) = stitched {
                         return Ok((state, id, true));
                     }
@@ -212,6 +215,7 @@ impl Engine {
         }
         if self.packed {
             if self.stitches(want)
+                && !climb.unstitched
                 && let Some(step) = self.stitch_step(state, want)
             {
                 return step;
@@ -295,7 +299,8 @@ impl Engine {
         if !climb.flushed {
             return Step::Flush;
         }
-        if self.views && want.space == SpaceId::Large && !self.stitches(want) {
+        let small = self.views && want.space == SpaceId::Large && !self.stitches(want);
+        if small && !climb.unstitched {
             // At the limit memory always wins, also for requests that are not worth a view before.
             if let Some(step) = self
                 .ready_in_view(state, want)
@@ -309,7 +314,7 @@ impl Engine {
             if !plan.is_empty() {
                 return Step::Release(plan);
             }
-            let idle = if excess > 0 && !climb.evicted {
+            let idle = if missing > state.room() && !climb.evicted {
                 state.idle_views(usize::MAX)
             } else {
                 Vec::new()
@@ -331,11 +336,6 @@ impl Engine {
             .min_by_key(|(order, _, _)| *order);
         if let Some((_, stream, marker)) = oldest {
             return Step::HostWait(stream, marker.bound, Arc::clone(&marker.event));
-        }
-        if climb.refusal.is_none() && state.full_at.take().is_some() {
-            // The driver refused an earlier request. Others may have given memory back since, so no
-            // request fails, and nobody is asked to free anything, before it has refused again.
-            return self.next_step(state, want, climb);
         }
         let hooks = climb
             .hooks
@@ -418,7 +418,7 @@ impl Engine {
 
     /// What the driver has left after a refusal; 0 if it does not say, or refused for another
     /// reason.
-    fn driver_free(&self, error: crate::driver::DriverError) -> u64 {
+    pub(crate) fn driver_free(&self, error: crate::driver::DriverError) -> u64 {
         if !error.is_out_of_memory() {
             return 0;
         }

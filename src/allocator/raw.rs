@@ -208,10 +208,7 @@ impl Engine {
             Err(Error::Capturing { .. }) => self.lock().deferred.push((id, generation)),
             // In a child, after a loss or at exit there is nothing to give back to.
             Err(
-                Error::ForkedChild
-                | Error::Exiting
-                | Error::ContextLost(_)
-                | Error::NotLive { .. },
+                Error::ForkedChild | Error::Exiting | Error::ContextLost(_) | Error::NotLive { .. },
             ) => {}
             Err(error) => {
                 self.lock().deferred.push((id, generation));
