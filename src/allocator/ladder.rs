@@ -95,8 +95,13 @@ impl Engine {
                 }
                 Step::Reserve(space, bytes) => {
                     drop(state);
-                    self.reserve_span(space, bytes)?;
+                    let reserved = self.reserve_span(space, bytes);
                     state = self.lock();
+                    match reserved {
+                        // Without addresses for a view there is always growth.
+                        Err(Error::Driver(_)) if space == SpaceId::Views => climb.unstitched = true,
+                        reserved => reserved?,
+                    }
                 }
                 Step::View(run) => {
                     let taken;
@@ -261,9 +266,10 @@ impl Engine {
 
     /// Whether a request is worth a view before the limit is reached.
     fn stitches(&self, want: &Want) -> bool {
+        let bytes = u64::from(want.granules) * super::size::GRANULE;
         self.views
             && want.space == SpaceId::Large
-            && u64::from(want.granules) * super::size::GRANULE >= STITCH_MIN
+            && (STITCH_MIN..=self.total_memory).contains(&bytes)
     }
 
     /// A place in a view that is ready.
