@@ -1,7 +1,7 @@
 //! What to ask of the driver: growth and release, planned on the books before any call is made.
 
 use super::fit::Finder;
-use super::records::{NIL, SpaceId, State as Extent};
+use super::records::{SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
 use super::space::Shard;
 use super::state::{PendingWait, State, Want};
@@ -171,10 +171,8 @@ impl State {
             return None;
         }
         let size = self.handle_size(want, missing);
-        let bytes = self.rounded_growth(want, &opening, missing, size);
-        let mapped = bytes / GRANULE;
         let addr = self.records[opening.hole].addr;
-        let granules = opening.before + mapped + opening.behind;
+        let granules = opening.before + opening.mapped + opening.behind;
         let (id, shards) =
             self.claim(want.space, opening.first, 0, u32::try_from(granules).ok()?)?;
         let waits = if pending {
@@ -182,7 +180,7 @@ impl State {
         } else {
             Vec::new()
         };
-        self.planned += bytes;
+        self.planned += missing;
         Some(Growth {
             space: want.space,
             id,
@@ -190,21 +188,8 @@ impl State {
             waits,
             skip: opening.skip,
             addr,
-            sizes: tile(bytes, size),
+            sizes: tile(missing, size),
         })
-    }
-
-    /// Growth into the open end of a span is rounded up to whole handles where the cap allows it.
-    fn rounded_growth(&self, want: &Want, opening: &Opening, missing: u64, size: u64) -> u64 {
-        let hole = &self.records[opening.hole];
-        let rounded = missing.next_multiple_of(size);
-        let open_end = hole.next == NIL && opening.behind == 0;
-        let room = self.soft_room().min(self.room()).min(hole.bytes());
-        if want.space == SpaceId::Large && open_end && rounded <= room {
-            rounded
-        } else {
-            missing
-        }
     }
 
     /// Memory that can be given back now: whole handles or segments in free memory that `over` says
