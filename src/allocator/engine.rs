@@ -102,7 +102,7 @@ impl Engine {
             total_memory,
             hooks: Hooks::default(),
             log: RareLog::default(),
-            state: Mutex::new(State::new(packed, limit)),
+            state: Mutex::new(State::new(device.ordinal(), packed, limit)),
             lost: OnceLock::new(),
         })
     }

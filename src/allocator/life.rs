@@ -86,11 +86,16 @@ impl Engine {
     }
 
     fn give_everything_back(&self) -> Result<(), Error> {
-        self.settle_all()?;
-        {
+        // A page that is handed back may still be in use by its stream, and one that other streams
+        // used can be handed back only when they are done.
+        self.lock().flush_pages();
+        loop {
+            self.settle_all()?;
             let mut state = self.lock();
-            state.flush_pages();
             state.settle();
+            if !state.flush_pages() && state.streams.iter().all(|(_, slot)| slot.covered()) {
+                break;
+            }
         }
         let retried = self.retry_strays();
         let (plan, _) = self.lock().plan_trim(0, self.context.key());

@@ -3,6 +3,7 @@
 mod api;
 mod bins;
 mod block;
+mod carver;
 mod check;
 mod config;
 mod engine;
@@ -27,6 +28,7 @@ mod uses;
 
 pub use api::Allocator;
 pub use block::{Block, FreeError};
+pub use carver::{CarveError, Carved, Carver};
 pub use check::CheckError;
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
 pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};

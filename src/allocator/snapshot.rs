@@ -20,6 +20,8 @@ pub enum BlockState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockInfo {
+    /// Ordinal of the device; `None` from a [`Carver`](super::Carver), which knows of none.
+    pub device: Option<usize>,
     /// First byte.
     pub address: u64,
     /// Bytes.
@@ -28,8 +30,8 @@ pub struct BlockInfo {
     pub requested: u64,
     /// What it is.
     pub state: BlockState,
-    /// Device ordinal is the allocator's; this is the driver's id of the stream that owns the block
-    /// or last did. `None` if no stream is known to have touched the memory.
+    /// The driver's id of the stream that owns the block or last did. `None` if no stream is known
+    /// to have touched the memory.
     pub stream: Option<u64>,
     /// Ids of the streams that may still touch it: recorded ones while it is live, unfinished ones
     /// when it is free.
@@ -77,6 +79,7 @@ impl State {
             .iter()
             .any(|u| u.stream != cold.owner && !self.streams.complete(u));
         BlockInfo {
+            device: Some(self.device),
             address: hot.addr,
             size: hot.bytes(),
             requested: cold.requested,

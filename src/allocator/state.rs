@@ -8,7 +8,7 @@ use crate::driver::{Context, Event};
 use super::fit::{Finder, Run};
 use super::lookup::Lookup;
 use super::records::{COMPLETE, MIXED, Recorded, Records, SpaceId, State as Extent};
-use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_splits};
+use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
 use super::space::{Shard, Space};
 use super::stats::Stats;
 use super::streams::{Holder, StreamKey, Streams};
@@ -93,6 +93,8 @@ fn mixed_bytes(shards: &[Shard]) -> u64 {
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct State {
+    /// Ordinal of the device.
+    pub device: usize,
     pub packed: bool,
     pub records: Records,
     pub lookup: Lookup,
@@ -123,8 +125,9 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn new(packed: bool, limit: Option<u64>) -> Self {
+    pub(crate) fn new(device: usize, packed: bool, limit: Option<u64>) -> Self {
         State {
+            device,
             packed,
             records: Records::default(),
             lookup: Lookup::default(),
@@ -359,11 +362,10 @@ impl State {
 
     /// Granules that a request gets out of an extent: classic does not split everything.
     fn granules_of(&self, want: &Want, available: u64) -> u32 {
-        let remainder = (available - u64::from(want.granules)) * GRANULE;
-        if self.packed || classic_splits(want.space == SpaceId::Small, remainder) {
+        if self.packed {
             want.granules
         } else {
-            available as u32
+            classic_granules(want.space == SpaceId::Small, available, want.granules)
         }
     }
 
