@@ -1,9 +1,15 @@
 //! Typed buffers, on the simulated driver and on a real one (`CUALLOC_TEST_DRIVER=cuda`).
 
+#[path = "../common/mod.rs"]
+mod common;
+mod faults;
+mod order;
+
+use common::on_cuda;
 use cualloc::allocator::Error;
 use cualloc::buffer::{BufferError, CopyInFlight, DeviceSlice, DeviceSliceMut};
 use cualloc::driver::{Context, Driver, Stream};
-use cualloc::sim::{SimConfig, Simulator};
+use cualloc::sim::{Leaks, SimConfig, Simulator};
 use cualloc::{Allocator, Config, DeviceBuffer, PinnedBuffer, Policy};
 use std::mem::MaybeUninit;
 
@@ -20,14 +26,13 @@ struct Rig {
 impl Rig {
     /// None, with a word about it, if the real driver has fewer devices.
     fn with_devices(count: usize, policy: Policy) -> Option<Rig> {
-        let sim = match std::env::var("CUALLOC_TEST_DRIVER") {
-            Ok(name) if name == "cuda" => None,
-            Ok(name) if name != "sim" => panic!("CUALLOC_TEST_DRIVER={name}"),
-            _ => Some(Simulator::new(SimConfig::with_devices(count, 8 << 30)).unwrap()),
-        };
-        let driver = match &sim {
-            Some(sim) => sim.driver().unwrap(),
-            None => Driver::load().unwrap(),
+        let (driver, sim) = if on_cuda() {
+            let shared = Driver::load().unwrap();
+            // Opened once more, so that the counters count the calls of this rig alone.
+            (Driver::open(shared.library().unwrap()).unwrap(), None)
+        } else {
+            let sim = Simulator::new(SimConfig::with_devices(count, 8 << 30)).unwrap();
+            (sim.driver().unwrap(), Some(sim))
         };
         if driver.device_count().unwrap() < count {
             eprintln!("SKIPPED on cuda: needs {count} devices");
@@ -55,8 +60,34 @@ impl Rig {
         }
     }
 
+    /// A rig of one device, once per policy; only on the simulator, and a word about it elsewhere.
+    fn each_simulated(test: impl Fn(&Rig, &Simulator, &Allocator)) {
+        Self::each_simulated_with(test, Self::nothing);
+    }
+
+    /// The same, for a test that leaks.
+    fn each_simulated_with(test: impl Fn(&Rig, &Simulator, &Allocator), leaks: impl Fn(Leaks)) {
+        if on_cuda() {
+            eprintln!("SKIPPED on cuda: needs the simulator");
+            return;
+        }
+        for policy in POLICIES {
+            let rig = Rig::with_devices(1, policy).unwrap();
+            test(&rig, rig.sim.as_ref().unwrap(), &rig.allocs[0]);
+            rig.end(&leaks);
+        }
+    }
+
     /// Everything is freed, nothing was done wrong, nothing is left over.
     fn finish(self) {
+        self.end(Self::nothing);
+    }
+
+    fn nothing(leaks: Leaks) {
+        assert!(leaks.is_empty(), "{leaks:?}");
+    }
+
+    fn end(self, leaks: impl Fn(Leaks)) {
         for alloc in &self.allocs {
             alloc.check().unwrap();
             alloc.close().unwrap();
@@ -70,7 +101,7 @@ impl Rig {
         drop((allocs, contexts, driver));
         if let Some(sim) = sim {
             assert_eq!(sim.reports(), []);
-            assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+            leaks(sim.leaks());
         }
     }
 }
