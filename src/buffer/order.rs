@@ -122,6 +122,10 @@ impl Memory {
         let id = stream.id()?;
         match self.admit(stream, id) {
             Ok(()) => Ok(self.join(stream, id)?),
+            // What is captured has not run, and when it does is not for this stream to say.
+            Err(BufferError::Capturing { stream: named }) if named == stream.raw() as usize => {
+                Err(BufferError::Capturing { stream: named })
+            }
             Err(error) => {
                 // The caller says that there is work: it must not lose its memory.
                 self.protect(stream);
@@ -168,6 +172,7 @@ impl Memory {
     }
 
     /// The block, ready to be freed.
+    #[expect(clippy::result_large_err, reason = "the error owns the memory")]
     pub(super) fn into_block(self) -> Result<Block, (Memory, BufferError)> {
         if let Err(error) = self.settle() {
             return Err((self, error));

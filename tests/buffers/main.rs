@@ -1,4 +1,5 @@
 //! Typed buffers, on the simulated driver and on a real one (`CUALLOC_TEST_DRIVER=cuda`).
+#![cfg(feature = "sim")]
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -141,6 +142,28 @@ fn s1_18_zeroed_copied_freed_and_dropped() {
         assert_eq!(after_drop.free, after_free.free);
         zeros.free().unwrap();
         assert_eq!(alloc.stats().all.active.current, 0);
+    });
+}
+
+/// S1.37
+#[test]
+fn s1_37_buffers_come_from_the_cache() {
+    Rig::each(|rig, alloc, stream| {
+        for len in [100usize, 3 << 20] {
+            DeviceBuffer::<f32>::zeroed(alloc, len, stream)
+                .unwrap()
+                .free()
+                .unwrap();
+            let calls = rig.driver.calls();
+            let ptr = {
+                let again = DeviceBuffer::<f32>::uninit(alloc, len, stream).unwrap();
+                again.as_device_ptr()
+            };
+            // Bytes count, types do not.
+            let other = DeviceBuffer::<[u8; 4]>::uninit(alloc, len, stream).unwrap();
+            assert_eq!(other.as_device_ptr(), ptr);
+            assert_eq!(rig.driver.calls().since(&calls).total(), 0);
+        }
     });
 }
 
@@ -532,6 +555,36 @@ fn default_streams() {
         std::thread::spawn(move || buffer.free().unwrap())
             .join()
             .unwrap();
+    });
+}
+
+#[test]
+fn threads_share_a_buffer() {
+    Rig::each(|rig, alloc, stream| {
+        let context = &rig.contexts[0];
+        let values: Vec<u64> = (0..20_000).collect();
+        let mut buffer = DeviceBuffer::from_slice(alloc, &values, stream).unwrap();
+        for round in 0..3u64 {
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| {
+                        let stream = alloc.create_stream().unwrap();
+                        for _ in 0..4 {
+                            let host = PinnedBuffer::zeroed(context, values.len()).unwrap();
+                            let copy = buffer.download(host, &stream).unwrap();
+                            let mut own =
+                                DeviceBuffer::<u64>::zeroed(alloc, 20_000, &stream).unwrap();
+                            own.copy_from(&buffer.as_slice(), &stream).unwrap();
+                            let host = copy.wait().unwrap();
+                            assert_eq!((host[0], &host[1..]), (round, &values[1..]));
+                            assert_eq!(own.to_vec().unwrap()[..], host[..]);
+                        }
+                    });
+                }
+            });
+            let mut first = buffer.slice_mut(..1).unwrap();
+            first.copy_from_slice(&[round + 1]).unwrap();
+        }
     });
 }
 

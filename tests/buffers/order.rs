@@ -343,9 +343,16 @@ fn streams_that_capture_are_refused() {
             let calls = rig.driver.calls();
             refused(buffer.fill(1, used));
             refused(buffer.order_before(used));
+            refused(buffer.order_after(used));
             if std::ptr::eq(captured, &home) {
                 refused(buffer.copy_from_slice(&[0; 64]));
                 refused(buffer.to_vec().map(drop));
+                let error = buffer.free().unwrap_err();
+                assert!(matches!(
+                    error.error,
+                    BufferError::Allocator(cualloc::Error::Capturing { .. })
+                ));
+                buffer = error.buffer;
             }
             assert_eq!(rig.driver.calls().since(&calls).get("cuMemsetD8Async"), 0);
             assert_eq!(rig.driver.calls().since(&calls).get("cuEventRecord"), 0);
