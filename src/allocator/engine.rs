@@ -38,6 +38,8 @@ pub(crate) struct Engine {
     pub context: Context,
     pub device: Device,
     pub packed: bool,
+    /// Whether memory may be used through second layouts.
+    pub views: bool,
     pub properties: MemoryProperties,
     /// Devices that may access the memory: its own first.
     pub access: Vec<Device>,
@@ -97,6 +99,7 @@ impl Engine {
             context: context.clone(),
             device,
             packed,
+            views: packed && config.views,
             properties,
             access,
             total_memory,
@@ -291,11 +294,18 @@ impl Engine {
 
     /// Records the last marker of a stream and forgets its handle.
     pub(crate) fn retire_slot(&self, stream: u32) -> Result<(), Error> {
+        self.lock().prepare_last_marker(stream);
         self.mark(stream)?;
         let mut state = self.lock();
         if !state.streams[stream].covered() {
-            // Somebody freed on the stream meanwhile, or no marker could be recorded.
-            return Ok(());
+            // Somebody freed on the stream meanwhile, or began to capture it.
+            drop(state);
+            self.mark(stream)?;
+            state = self.lock();
+            let slot = &state.streams[stream];
+            if !slot.covered() {
+                return Err(Error::Capturing { stream: slot.raw });
+            }
         }
         state.streams.forget_key(stream);
         let former = std::mem::replace(&mut state.streams[stream].holder, Holder::Retired);

@@ -12,6 +12,8 @@ pub enum BlockState {
     PendingFree,
     /// Free, at least on its own stream.
     Free,
+    /// In use at another address: part of a live block that lies in a view.
+    Lent,
     /// Being mapped or given back.
     Busy,
 }
@@ -87,6 +89,7 @@ impl State {
                 Extent::Used => BlockState::Allocated,
                 Extent::Free if shared => BlockState::PendingFree,
                 Extent::Free => BlockState::Free,
+                Extent::Lent => BlockState::Lent,
                 _ => BlockState::Busy,
             },
             stream: match hot.state {

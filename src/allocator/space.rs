@@ -183,7 +183,8 @@ impl Space {
         id
     }
 
-    /// Adds a region without memory. A region that begins where the last one ends extends it.
+    /// Adds a region without memory. A region that begins where the last one ends extends it, except
+    /// among views: their handles are as large as they are, and must not lie in two reservations.
     pub(crate) fn add_hole(&mut self, records: &mut Records, base: u64, granules: u32) {
         let before = self
             .regions
@@ -193,6 +194,7 @@ impl Space {
         let id = self.new_region(records, base, granules, State::Unmapped);
         self.holes.insert(base, id);
         if let Some((before_base, before)) = before
+            && self.id != SpaceId::Views
             && before_base + before.bytes == base
         {
             let mut last = before.first;
@@ -342,7 +344,12 @@ impl Space {
             reach += u64::from(records[at].granules);
             at = records[at].next;
         }
-        let mut id = first;
+        let (mut id, mut skip) = (first, skip);
+        while skip >= records[id].granules {
+            // The aligned start may lie beyond the run's first pieces.
+            skip -= records[id].granules;
+            id = records[id].next;
+        }
         self.unlist(records, id);
         if skip > 0 {
             let right = self.split(records, id, skip);

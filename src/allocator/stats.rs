@@ -84,8 +84,12 @@ pub struct Rungs {
     pub tighter: u64,
     /// Memory was added within the soft cap.
     pub grown: u64,
+    /// A run in a view was taken.
+    pub views: u64,
     /// An extent was taken behind a stream wait because growing would have passed the soft cap.
     pub waited: u64,
+    /// Handles were stitched into a view.
+    pub stitched: u64,
     /// Memory was added beyond the soft cap.
     pub grown_hard: u64,
     /// Caches inside the allocator were flushed.
