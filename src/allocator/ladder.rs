@@ -266,11 +266,16 @@ impl Engine {
             .1
     }
 
+    /// Whether a view could serve a request at all.
+    fn views_for(&self, want: &Want) -> bool {
+        let bytes = u64::from(want.granules) * super::size::GRANULE;
+        self.views && want.space == SpaceId::Large && bytes <= self.total_memory
+    }
+
     /// Whether a request is worth a view before the limit is reached.
     fn stitches(&self, want: &Want) -> bool {
-        self.views
-            && want.space == SpaceId::Large
-            && u64::from(want.granules) * super::size::GRANULE >= STITCH_MIN
+        let bytes = u64::from(want.granules) * super::size::GRANULE;
+        self.views_for(want) && bytes >= STITCH_MIN
     }
 
     /// A place in a view that is ready.
@@ -306,7 +311,7 @@ impl Engine {
         if !climb.flushed {
             return Step::Flush;
         }
-        if self.views && want.space == SpaceId::Large && !self.stitches(want) {
+        if self.views_for(want) && !self.stitches(want) {
             // At the limit memory always wins, also for requests that are not worth a view before.
             if let Some(step) = self
                 .ready_in_view(state, want)

@@ -183,8 +183,7 @@ impl Space {
         id
     }
 
-    /// Adds a region without memory. A region that begins where the last one ends extends it, except
-    /// among views: their handles are as large as they are, and must not lie in two reservations.
+    /// Adds a region without memory. A region that begins where the last one ends extends it.
     pub(crate) fn add_hole(&mut self, records: &mut Records, base: u64, granules: u32) {
         let before = self
             .regions
@@ -194,7 +193,6 @@ impl Space {
         let id = self.new_region(records, base, granules, State::Unmapped);
         self.holes.insert(base, id);
         if let Some((before_base, before)) = before
-            && self.id != SpaceId::Views
             && before_base + before.bytes == base
         {
             let mut last = before.first;
