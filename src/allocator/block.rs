@@ -49,10 +49,6 @@ impl Block {
         (self.grant.id, self.grant.generation)
     }
 
-    pub(crate) fn engine(&self) -> &Shared {
-        &self.engine
-    }
-
     /// Says that another stream uses the block: after the drop it is reused only when everything
     /// which that stream was given until the drop has completed.
     ///

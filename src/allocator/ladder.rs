@@ -25,6 +25,8 @@ const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 pub(crate) struct Climb {
     flushed: bool,
     evicted: bool,
+    /// A stitch was refused; no other is tried for this request.
+    unstitched: bool,
     marked: bool,
     asked_again: bool,
     hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
@@ -95,8 +97,11 @@ impl Engine {
                     drop(state);
                     let reserved = self.reserve_span(space, bytes);
                     state = self.lock();
-                    if let Err(error) = reserved {
-                        match error.driver_error() {
+                    match reserved {
+                        Ok(()) => {}
+                        // Without addresses for a view there is always growth.
+                        Err(Error::Driver(_)) if space == SpaceId::Views => climb.unstitched = true,
+                        Err(error) => match error.driver_error() {
                             // No address space: as good as no memory.
                             Some(refusal) if refusal.is_out_of_memory() => {
                                 state.stats.misses += 1;
@@ -104,7 +109,7 @@ impl Engine {
                                 return Err(self.out_of_memory(state, want, Some(refusal)));
                             }
                             _ => return Err(error),
-                        }
+                        },
                     }
                 }
                 Step::View(run) => {
@@ -118,6 +123,7 @@ impl Engine {
                     climb.missed = true;
                     let stitched;
                     (state, stitched) = self.stitch(state, want, *stitch, &mut climb)?;
+                    climb.unstitched = stitched.is_none();
                     if let Some(id) = stitched {
                         return Ok((state, id, true));
                     }
@@ -223,6 +229,7 @@ impl Engine {
         }
         if self.packed {
             if self.stitches(want)
+                && !climb.unstitched
                 && let Some(step) = self.stitch_step(state, want)
             {
                 return step;
@@ -311,7 +318,7 @@ impl Engine {
         if !climb.flushed {
             return Step::Flush;
         }
-        if self.views_for(want) && !self.stitches(want) {
+        if self.views_for(want) && !self.stitches(want) && !climb.unstitched {
             // At the limit memory always wins, also for requests that are not worth a view before.
             if let Some(step) = self
                 .ready_in_view(state, want)

@@ -65,11 +65,17 @@ impl Engine {
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
         drop(state);
+        let new = stitch.fresh.as_ref().map_or(0, |f| f.bytes());
         if let Err(error) = self.queue_waits(want.stream, &stitch.lent.waits) {
             self.lock().not_stitched(want, stitch, 0, &[]);
             return Err(error);
         }
         let outcome = self.map_stitch(&stitch);
+        let free = match &outcome {
+            Outcome::Done(_) => 0,
+            Outcome::Undone(error) | Outcome::Stuck(error, ..) => self.driver_free(*error),
+            Outcome::NotMade(failure) => self.driver_free(failure.error),
+        };
         let mut state = self.lock();
         let error = match outcome {
             Outcome::Done(handles) => {
@@ -105,10 +111,7 @@ impl Engine {
                 error
             }
         };
-        drop(state);
-        let free = self.driver_free(error);
-        let mut state = self.lock();
-        self.refused(&mut state, error, free, climb)?;
+        self.refused(&mut state, error, free.min(new.saturating_sub(1)), climb)?;
         Ok((state, None))
     }
 

@@ -124,13 +124,13 @@ pub struct Stats {
     pub retries: u64,
     /// Allocations that failed for lack of memory.
     pub ooms: u64,
-    /// Markers recorded, and asked for completion.
+    /// Markers recorded.
     pub markers: u64,
     /// Queries of markers.
     pub queries: u64,
     /// Waits queued on streams.
     pub stream_waits: u64,
-    /// Waits queued on streams for work that was unfinished when last seen.
+    /// Markers that could not be recorded; the next one of their stream covers the same frees.
     pub failed_markers: u64,
     /// Streams known now.
     pub streams: u64,
