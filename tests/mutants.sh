@@ -63,7 +63,7 @@ tests_of() {
 run() {
     binaries=
     filters=
-    while read -r binary name; do
+    while read -r binary one; do
         case $binary in
         lib) option=--lib ;;
         *) option="--test=$binary" ;;
@@ -72,7 +72,7 @@ run() {
         *" $option "*) ;;
         *) binaries="$binaries $option" ;;
         esac
-        filters="$filters $name"
+        filters="$filters $one"
     done
     # shellcheck disable=SC2086
     (cd "$tree" && cargo test -q -p cualloc --no-run $binaries) >"$log" 2>&1 || return 1
