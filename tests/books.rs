@@ -220,7 +220,7 @@ fn r74_long_loops_stay_flat() {
             let stream = &streams[at % 2];
             let sizes = [300, 40 * KIB, 700 * KIB, 5 * MIB];
             let blocks = sizes.map(|bytes| allocator.allocate(bytes, stream).unwrap());
-            if at % 8 == 0 {
+            if at.is_multiple_of(8) {
                 blocks[3].record_stream(&streams[(at + 1) % 2]).unwrap();
             }
         };
