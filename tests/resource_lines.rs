@@ -276,10 +276,7 @@ mod lines {
                 identity.key.generation += 1;
                 return Ok(ResourceBlock::new(identity, size, alignment, tag));
             }
-            let block = self.0.allocate_aligned(bytes, alignment, stream, tag)?;
-            let block =
-                MemoryResource::allocate_aligned(&self.0, block.requested(), 1, stream, tag)
-                    .inspect(|_| drop(block))?;
+            let block = MemoryResource::allocate_aligned(&self.0, bytes, alignment, stream, tag)?;
             *first = Some((block.identity(), block.size()));
             Ok(block)
         }

@@ -212,6 +212,7 @@ mod suite {
             let user = if foreign { &b } else { &a };
             if foreign {
                 if resource.tracking() == Tracking::Access {
+                    resource.finish_use(&id, &a, Access::Write).unwrap();
                     resource.prepare_use(&id, &b, Access::ReadWrite).unwrap();
                 } else {
                     a.synchronize().unwrap();

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::allocator::size::round_size;
 use crate::driver::{Context, Stream};
 
 use super::block::{BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
@@ -94,8 +95,9 @@ impl MemoryResource for DirectResource {
         stream: &Stream,
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
-        if bytes == 0 {
-            return Err(ResourceError::InvalidSize { requested: 0 });
+        if bytes == 0 || round_size(bytes).is_none() {
+            let requested = bytes as u64;
+            return Err(ResourceError::InvalidSize { requested });
         }
         if !alignment.is_power_of_two() || alignment > ALIGNMENT {
             return Err(ResourceError::InvalidAlignment { alignment });

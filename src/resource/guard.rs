@@ -289,6 +289,8 @@ impl<R: MemoryResource> Guard<R> {
                 }
                 return Err(error);
             }
+            // No waiting makes room for more than the whole budget.
+            _ if self.gauge.is_too_small(bytes) => return Err(error),
             OomPolicy::FreeCaches => {
                 self.inner.reap()?;
                 self.inner.trim(0)?;
