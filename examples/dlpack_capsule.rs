@@ -212,7 +212,7 @@ pub unsafe extern "C" fn capsule_column_rows(column: *const Column) -> u64 {
 pub unsafe extern "C" fn capsule_column_external(column: *const Column) -> c_int {
     // SAFETY: the caller's contract.
     let column = unsafe { &*column };
-    c_int::from(column.is_external() || column.block_id().is_none())
+    c_int::from(column.is_external() || column.block().is_none())
 }
 
 /// Reads a column, after everything that the session's stream was given; 0 on success.

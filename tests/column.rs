@@ -12,6 +12,7 @@ use common::*;
 use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::column::*;
 use cualloc::driver::{Context, Stream};
+use cualloc::resource::{LaunchRecorder, RecordMode};
 use cualloc::sim::SimConfig;
 use exchange::*;
 
@@ -77,17 +78,18 @@ fn s5_45_s5_9_columns_say_what_they_are() {
         assert!(allocator.owns(owned.ptr()));
 
         // The identity is the block's, and of no other block at the same address.
-        let id = owned.block_id().unwrap();
+        let id = owned.block().unwrap();
         let ptr = owned.ptr();
         let block = owned.into_block().unwrap();
-        assert_eq!(block.identity(), id);
+        assert_eq!(block.generation(), (id.key.id, id.key.generation as u32));
         drop(block);
         let next = floats(&allocator, 300, &a);
         assert_eq!(next.ptr(), ptr);
-        assert_ne!(next.block_id().unwrap(), id);
+        assert_ne!(next.block().unwrap().key, id.key);
         let elsewhere = rig.allocator();
-        let there = floats(&elsewhere, 1, &a).block_id().unwrap();
-        assert_ne!(there.allocator, id.allocator);
+        let there = floats(&elsewhere, 1, &a).block().unwrap();
+        assert_ne!(there.key.source, id.key.source);
+        assert_eq!(id.key.source, allocator.id());
 
         let Some(other) = other() else { return };
         let plain = Plain::new(&rig.context, 400);
@@ -96,7 +98,7 @@ fn s5_45_s5_9_columns_say_what_they_are() {
         let imported = imported.unwrap();
         assert_eq!((imported.ptr(), imported.byte_len()), (plain.ptr, 400));
         assert_eq!(imported.stream().id().unwrap(), b.id().unwrap());
-        assert_eq!((imported.is_external(), imported.block_id()), (true, None));
+        assert_eq!((imported.is_external(), imported.block()), (true, None));
         assert_eq!(imported.source(), ColumnSource::Dlpack);
         drop(imported);
         assert_eq!(released(count), 1);
@@ -167,7 +169,7 @@ fn s5_10_empty_columns() {
         let empty = Column::zeroed(&allocator, ElementType::F32, 0, &stream).unwrap();
         let tensor = empty.to_dlpack(&Consumer::Tracked(stream.clone())).unwrap();
         let back = Column::from_dlpack(tensor, &stream, Producer::Ordered).unwrap();
-        assert_eq!((back.rows(), back.ptr(), back.block_id()), (0, 0, None));
+        assert_eq!((back.rows(), back.ptr(), back.block()), (0, 0, None));
         assert_eq!(back.to_vec::<f32>().unwrap(), []);
         assert_eq!(rig.driver.calls().total(), calls);
         assert!(!back.is_external());
@@ -186,7 +188,7 @@ fn s5_46_exports_keep_identity_and_memory() {
         let [a, b] = rig.streams();
         for form in 0..2 {
             let column = floats(&allocator, 1000, &a);
-            let id = column.block_id();
+            let id = column.block();
             let before = live(&allocator);
             let consumer = Consumer::Tracked(b.clone());
             let tensor = match form {
@@ -194,7 +196,7 @@ fn s5_46_exports_keep_identity_and_memory() {
                 _ => column.to_dlpack_versioned(&consumer),
             };
             let back = Column::from_dlpack(tensor.unwrap(), &b, Producer::Ordered).unwrap();
-            assert_eq!((back.is_external(), back.block_id()), (false, id));
+            assert_eq!((back.is_external(), back.block()), (false, id));
             assert_eq!(back.source(), ColumnSource::Dlpack);
             assert_eq!(back.ptr(), column.ptr());
             // The column first: the export keeps the memory.
@@ -208,7 +210,7 @@ fn s5_46_exports_keep_identity_and_memory() {
                 .unwrap();
             drop(back);
             let again = Column::from_dlpack(again, &a, Producer::Ordered).unwrap();
-            assert_eq!((again.is_external(), again.block_id()), (false, id));
+            assert_eq!((again.is_external(), again.block()), (false, id));
             assert_eq!(live(&allocator), before);
             drop(again);
             assert_eq!(live(&allocator), 0);
@@ -223,13 +225,25 @@ fn s5_46_exports_keep_identity_and_memory() {
 fn s5_47_foreign_memory_is_external() {
     let Some(other) = other() else { return };
     each(|rig| {
+        let allocator = rig.allocator();
         let [a, b] = rig.streams();
         let plain = Plain::new(&rig.context, 4096);
         for version in [false, true] {
             let seen = Seen::floats(plain.ptr, 1024);
             let (column, count) = foreign(other, &seen, version, &a, Producer::Ordered);
             let column = column.unwrap();
-            assert_eq!((column.is_external(), column.block_id()), (true, None));
+            assert_eq!((column.is_external(), column.block()), (true, None));
+            // Strict recorders refuse it before anything is queued, permissive ones pass over it.
+            let waits = rig.calls("cuStreamWaitEvent");
+            let mut strict = LaunchRecorder::new(&allocator, &b, RecordMode::Strict);
+            strict.read(&column).unwrap();
+            assert!(strict.preflight().is_err());
+            assert_eq!(rig.calls("cuStreamWaitEvent"), waits);
+            drop(strict);
+            let mut permissive = LaunchRecorder::new(&allocator, &b, RecordMode::Permissive);
+            permissive.read(&column).unwrap().write(&column).unwrap();
+            permissive.preflight().unwrap();
+            permissive.commit().unwrap();
             // Neither can it be taken for a block.
             let column = column.into_block().expect_err("not our block");
             let tensor = column
@@ -237,7 +251,7 @@ fn s5_47_foreign_memory_is_external() {
                 .unwrap();
             drop(column);
             let through = Column::from_dlpack(tensor, &b, Producer::Ordered).unwrap();
-            assert_eq!((through.is_external(), through.block_id()), (true, None));
+            assert_eq!((through.is_external(), through.block()), (true, None));
             assert_eq!(released(count), 0);
             drop(through);
             assert_eq!(released(count), 1);

@@ -163,7 +163,7 @@ fn s5_63_s5_52_import_from_c() {
         let (array, count) = foreign(other, &seen);
         let column = Column::from_arrow(array, ElementType::I32, &home, Producer::Ordered).unwrap();
         assert_eq!((column.ptr(), column.rows()), (plain.ptr + 8, 100));
-        assert_eq!((column.is_external(), column.block_id()), (true, None));
+        assert_eq!((column.is_external(), column.block()), (true, None));
         assert_eq!(column.source(), ColumnSource::Arrow);
         assert!(column.is_read_only());
         // The event is waited for on our stream.
@@ -190,7 +190,7 @@ fn s5_46_s5_52_identity_and_parts() {
         let allocator = rig.allocator();
         let [a, b] = rig.streams();
         let column = Column::from_slice(&allocator, &[true, false, true], &a).unwrap();
-        let id = column.block_id();
+        let id = column.block();
         let array = column.to_arrow(&Consumer::Tracked(b.clone())).unwrap();
         drop(column);
         let parts = array.into_parts();
@@ -199,7 +199,7 @@ fn s5_46_s5_52_identity_and_parts() {
         // SAFETY: the parts of an export.
         let array = unsafe { ArrowDeviceArray::from_parts(parts) };
         let back = Column::from_arrow(array, ElementType::Bool, &b, Producer::Ordered).unwrap();
-        assert_eq!((back.is_external(), back.block_id()), (false, id));
+        assert_eq!((back.is_external(), back.block()), (false, id));
         assert_eq!(back.to_vec::<bool>().unwrap(), [true, false, true]);
         drop(back);
         assert_eq!(allocator.stats().all.allocated.current, 0);

@@ -9,18 +9,6 @@ use super::error::Error;
 use super::raw::Grant;
 use super::streams::Holder;
 
-/// Which block it is: no two blocks of a process have the same, whatever their addresses and whenever
-/// they lived.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BlockId {
-    /// The allocator: numbered from 1.
-    pub allocator: u64,
-    /// The block within its allocator.
-    pub id: u32,
-    /// Which life of the block's record.
-    pub generation: u32,
-}
-
 /// Device memory with one owner. Dropping it gives the memory back in the order of its stream:
 /// work queued before the drop may still use it.
 ///
@@ -60,15 +48,6 @@ impl Block {
     /// generation.
     pub fn generation(&self) -> (u32, u32) {
         (self.grant.id, self.grant.generation)
-    }
-
-    /// The block's identity.
-    pub fn identity(&self) -> BlockId {
-        BlockId {
-            allocator: self.engine.serial,
-            id: self.grant.id,
-            generation: self.grant.generation,
-        }
     }
 
     pub(crate) fn engine(&self) -> &Shared {

@@ -30,7 +30,7 @@ mod uses;
 mod view;
 
 pub use api::Allocator;
-pub use block::{Block, BlockId, FreeError};
+pub use block::{Block, FreeError};
 pub use carver::{CarveError, Carved, Carver};
 pub use check::CheckError;
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};

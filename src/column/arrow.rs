@@ -444,7 +444,7 @@ impl Column {
             Ok(described) => described,
             Err(error) => {
                 return Err(ImportError {
-                    source_value: array,
+                    offered: Box::new(array),
                     error,
                 });
             }

@@ -3,8 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::allocator::{Allocator, Block, BlockId};
+use crate::allocator::{Allocator, Block};
 use crate::driver::{Device, Stream, sys};
+use crate::resource::{BlockIdentity, Buffer, Recordable};
 
 use super::dlpack::{Described, DlpackTensor};
 use super::element::{Element, ElementType};
@@ -56,7 +57,7 @@ pub enum ColumnSource {
 /// assert_eq!(column.element_type(), ElementType::I64);
 /// assert_eq!(column.to_vec::<i64>()?, [3, 5, 8]);
 /// assert!(!column.is_external());
-/// assert!(column.block_id().is_some());
+/// assert!(column.block().is_some());
 /// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -83,7 +84,8 @@ impl Column {
         let bytes = bytes_of(element, rows)?;
         let memory = match bytes {
             0 => Memory::empty(stream),
-            _ => Memory::block(alloc.allocate(bytes, stream)?, bytes, stream),
+            _ => Memory::block(alloc.allocate(bytes, stream)?, bytes, stream)
+                .map_err(|(_, error)| error)?,
         };
         Ok(Column::new(memory, element, rows, false))
     }
@@ -141,12 +143,17 @@ impl Column {
                 usable: block.size(),
             },
             Ok(bytes) => {
-                let memory = Memory::block(block, bytes, stream);
-                return Ok(Column::new(memory, element, rows, false));
+                return match Memory::block(block, bytes, stream) {
+                    Ok(memory) => Ok(Column::new(memory, element, rows, false)),
+                    Err((block, error)) => Err(ImportError {
+                        offered: Box::new(block),
+                        error: error.into(),
+                    }),
+                };
             }
         };
         Err(ImportError {
-            source_value: block,
+            offered: Box::new(block),
             error,
         })
     }
@@ -215,13 +222,16 @@ impl Column {
 
     /// The allocator's block under the column: also where our own memory came back through an export.
     /// `None` for memory of somebody else, and where there is none.
-    pub fn block_id(&self) -> Option<BlockId> {
-        self.memory.block_id()
+    pub fn block(&self) -> Option<BlockIdentity> {
+        match self.memory.buffer() {
+            Buffer::Block(identity) => Some(identity),
+            _ => None,
+        }
     }
 
     /// Whether the memory is somebody else's, whose uses no allocator of this crate tracks.
     pub fn is_external(&self) -> bool {
-        self.memory.is_external()
+        self.memory.buffer() == Buffer::External
     }
 
     /// Whether the producer forbids writing.
@@ -410,7 +420,7 @@ impl Column {
             Ok(described) => described,
             Err(error) => {
                 return Err(ImportError {
-                    source_value: tensor,
+                    offered: Box::new(tensor),
                     error,
                 });
             }
@@ -434,7 +444,14 @@ impl fmt::Debug for Column {
             .field("rows", &self.rows)
             .field("ptr", &format_args!("{:#x}", self.ptr()))
             .field("source", &self.source())
-            .field("block", &self.block_id())
+            .field("block", &self.block())
             .finish_non_exhaustive()
+    }
+}
+
+/// Launch recorders track a column by the block under it, and take imported memory for external.
+impl Recordable for Column {
+    fn buffer(&self) -> Buffer {
+        self.memory.buffer()
     }
 }

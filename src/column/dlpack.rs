@@ -283,7 +283,7 @@ unsafe fn own_memory<M: Managed>(managed: &M) -> Option<Arc<Memory>> {
 /// let tensor = unsafe { DlpackTensor::from_raw_versioned(raw) }?;
 /// let seen = Column::from_dlpack(tensor, &theirs, Producer::Ordered)?;
 /// assert_eq!(seen.to_vec::<f32>()?, [1.0, 2.0]);
-/// assert_eq!(seen.block_id(), column.block_id());
+/// assert_eq!(seen.block(), column.block());
 /// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

@@ -244,7 +244,7 @@ pub enum Invalid {
 #[error("not a column")]
 pub struct ImportError<T> {
     /// What was offered: still owned, so that dropping it releases it.
-    pub source_value: T,
+    pub offered: Box<T>,
     /// The reason.
     #[source]
     pub error: ColumnError,

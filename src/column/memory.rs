@@ -3,8 +3,9 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::allocator::{Block, BlockId};
-use crate::driver::{Stream, StreamKind, sys};
+use crate::allocator::Block;
+use crate::driver::{DriverError, Stream, StreamKind, sys};
+use crate::resource::{BlockIdentity, BlockKey, Buffer};
 
 use super::dlpack::DlpackTensor;
 use super::error::ColumnError;
@@ -23,7 +24,7 @@ pub(super) enum Foreign {
 enum Owner {
     /// No bytes, no memory.
     Nobody,
-    Block(Block),
+    Block(Block, BlockIdentity),
     /// Our own memory come back through an export: the export, then the memory it keeps.
     Returned(Foreign, Arc<Memory>),
     Foreign {
@@ -61,9 +62,35 @@ impl Memory {
         Memory::new(Owner::Nobody, stream, 0, 0)
     }
 
-    pub(super) fn block(block: Block, bytes: usize, stream: &Stream) -> Arc<Memory> {
+    /// The first `bytes` of a block.
+    pub(super) fn block(
+        block: Block,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<Arc<Memory>, (Block, DriverError)> {
+        let stream_id = match stream.id() {
+            Ok(id) => id,
+            Err(error) => return Err((block, error)),
+        };
         let ptr = block.ptr();
-        Memory::new(Owner::Block(block), stream, ptr, bytes)
+        let (id, generation) = block.generation();
+        let identity = BlockIdentity {
+            key: BlockKey {
+                source: block.engine().id,
+                id,
+                generation: generation.into(),
+            },
+            ptr,
+            bytes: block.requested(),
+            stream: stream_id,
+            device: block.engine().device.ordinal(),
+        };
+        Ok(Memory::new(
+            Owner::Block(block, identity),
+            stream,
+            ptr,
+            bytes,
+        ))
     }
 
     /// Gets a stream ready for memory that is about to be imported: orders it after the producer, and
@@ -113,33 +140,27 @@ impl Memory {
         self.ptr
     }
 
-    pub(super) fn block_id(&self) -> Option<BlockId> {
-        match self.owner.as_ref()? {
-            Owner::Block(block) => Some(block.identity()),
-            Owner::Returned(_, memory) => memory.block_id(),
-            Owner::Nobody | Owner::Foreign { .. } => None,
-        }
-    }
-
-    pub(super) fn is_external(&self) -> bool {
+    /// What the memory is to a launch recorder.
+    pub(super) fn buffer(&self) -> Buffer {
         match &self.owner {
-            Some(Owner::Foreign { .. }) => true,
-            Some(Owner::Returned(_, memory)) => memory.is_external(),
-            Some(Owner::Nobody | Owner::Block(_)) | None => false,
+            Some(Owner::Block(_, identity)) => Buffer::Block(*identity),
+            Some(Owner::Returned(_, memory)) => memory.buffer(),
+            Some(Owner::Foreign { .. }) => Buffer::External,
+            Some(Owner::Nobody) | None => Buffer::Empty,
         }
     }
 
     pub(super) fn source(&self) -> Option<&Foreign> {
         match self.owner.as_ref()? {
             Owner::Returned(source, _) | Owner::Foreign { source, .. } => Some(source),
-            Owner::Nobody | Owner::Block(_) => None,
+            Owner::Nobody | Owner::Block(..) => None,
         }
     }
 
     /// Notes that a stream uses the memory until it is freed.
     pub(super) fn record(&self, stream: &Stream) -> Result<(), ColumnError> {
         match &self.owner {
-            Some(Owner::Block(block)) => Ok(block.record_stream(stream)?),
+            Some(Owner::Block(block, _)) => Ok(block.record_stream(stream)?),
             Some(Owner::Returned(_, memory)) => memory.record(stream),
             Some(Owner::Foreign { uses, .. }) => {
                 refuse_capture(stream)?;
@@ -188,13 +209,13 @@ impl Memory {
 
     /// The block alone, if nobody else has a part in it.
     pub(super) fn into_block(self: Arc<Memory>) -> Result<Block, Arc<Memory>> {
-        let whole = matches!(&self.owner, Some(Owner::Block(_)));
+        let whole = matches!(&self.owner, Some(Owner::Block(..)));
         if !whole || self.untracked.load(Ordering::Acquire) {
             return Err(self);
         }
         let mut memory = Arc::try_unwrap(self)?;
         match memory.owner.take() {
-            Some(Owner::Block(block)) => Ok(block),
+            Some(Owner::Block(block, _)) => Ok(block),
             owner => {
                 memory.owner = owner;
                 Err(Arc::new(memory))
@@ -248,7 +269,7 @@ impl Drop for Memory {
                 self.ptr
             );
             match owner {
-                Owner::Block(block) => {
+                Owner::Block(block, _) => {
                     block.into_raw();
                 }
                 other => std::mem::forget(other),

@@ -12,7 +12,7 @@
 //! when our work is done, or in its order.
 //!
 //! # Identity
-//! [`Column::block_id`] names the allocator's block under a column, also when the column went out and came
+//! [`Column::block`] names the allocator's block under a column, also when the column went out and came
 //! back through an export; [`Column::is_external`] says that the memory is somebody else's.
 
 #[cfg(feature = "arrow")]
