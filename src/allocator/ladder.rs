@@ -22,6 +22,7 @@ const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 #[derive(Default)]
 struct Climb {
     flushed: bool,
+    retried: bool,
     marked: bool,
     asked_again: bool,
     hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
@@ -38,6 +39,8 @@ enum Step {
     Reserve(u64),
     Grow(Growth),
     Flush,
+    /// Tries again to release what an earlier failure left behind.
+    Retry,
     Release(Vec<Release>),
     Mark,
     /// Memory that the driver refused earlier may be there now.
@@ -102,6 +105,16 @@ impl Engine {
                     if state.flush_pages() {
                         state.stats.rungs.flushed += 1;
                     }
+                }
+                Step::Retry => {
+                    climb.retried = true;
+                    drop(state);
+                    match self.retry_strays() {
+                        // What still cannot be released stays behind.
+                        Ok(_) | Err(Error::Driver(_)) => {}
+                        Err(error) => return Err(error),
+                    }
+                    state = self.lock();
                 }
                 Step::Release(plan) => {
                     climb.missed = true;
@@ -221,6 +234,9 @@ impl Engine {
     fn make_room(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
         if !climb.flushed {
             return Step::Flush;
+        }
+        if !climb.retried && state.has_leftovers() {
+            return Step::Retry;
         }
         if let Some(missing) = state.missing(want) {
             let excess = missing.saturating_sub(state.room());

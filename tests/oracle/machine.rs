@@ -526,6 +526,9 @@ impl<'a> Machine<'a> {
         let Handle::Owned(stream) = &self.lanes[at].handle else {
             return Ok(());
         };
+        // Its own block would be freed later if a fault hit the free.
+        self.sim.clear_failures();
+        self.armed = false;
         match self.alloc.reserve(bytes, stream) {
             Ok(()) => {
                 self.lanes[at].kept = true;
