@@ -140,6 +140,8 @@ impl Engine {
                     drop(state);
                     self.host_wait(stream, bound, event)?;
                     state = self.lock();
+                    // What became complete may have left pages whole.
+                    climb.flushed = false;
                 }
                 Step::Hook(hook, bytes) => {
                     climb.missed = true;
@@ -158,6 +160,7 @@ impl Engine {
                     drop(state);
                     self.synchronise()?;
                     state = self.lock();
+                    climb.flushed = false;
                 }
                 Step::Fail => {
                     climb.missed = true;
