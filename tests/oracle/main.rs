@@ -12,6 +12,7 @@ mod program;
 mod rng;
 mod shadow;
 mod shrink;
+mod threads;
 
 use std::time::Instant;
 
@@ -22,6 +23,8 @@ use program::{Op, Setup, generate};
 use shrink::{attempt, print, shrink};
 
 const LENGTH: usize = 2000;
+/// Operations in all, unless the environment asks for more.
+const OPERATIONS: u64 = 2_400_000;
 const CHECK_EVERY: usize = 50;
 
 fn setting(name: &str, default: u64) -> u64 {
@@ -33,7 +36,7 @@ fn setting(name: &str, default: u64) -> u64 {
 
 /// Runs random programs of one policy: half of all operations.
 fn judge(policy: Policy) {
-    let total = setting("CUALLOC_ORACLE_OPS", 1_200_000) / 2;
+    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 2;
     let seed = setting("CUALLOC_ORACLE_SEED", 1);
     let started = Instant::now();
     let (mut done, mut number) = (0u64, 0u64);
@@ -79,6 +82,20 @@ fn r34_packed_random_programs_agree_with_the_model() {
 #[test]
 fn r34_classic_random_programs_agree_with_the_model() {
     judge(Policy::Classic);
+}
+
+/// R34
+#[test]
+fn r34_threads_on_one_packed_allocator() {
+    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 20;
+    threads::judge(Policy::Packed, total, setting("CUALLOC_ORACLE_SEED", 1));
+}
+
+/// R34
+#[test]
+fn r34_threads_on_one_classic_allocator() {
+    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 20;
+    threads::judge(Policy::Classic, total, setting("CUALLOC_ORACLE_SEED", 1));
 }
 
 /// Runs a program that failed once.
