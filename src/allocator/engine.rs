@@ -38,6 +38,8 @@ pub(crate) struct Engine {
     pub context: Context,
     pub device: Device,
     pub packed: bool,
+    /// Whether memory may be used through second layouts.
+    pub views: bool,
     pub properties: MemoryProperties,
     /// Devices that may access the memory: its own first.
     pub access: Vec<Device>,
@@ -97,12 +99,13 @@ impl Engine {
             context: context.clone(),
             device,
             packed,
+            views: packed && config.views,
             properties,
             access,
             total_memory,
             hooks: Hooks::default(),
             log: RareLog::default(),
-            state: Mutex::new(State::new(packed, limit)),
+            state: Mutex::new(State::new(device.ordinal(), packed, limit)),
             lost: OnceLock::new(),
         })
     }
@@ -130,6 +133,9 @@ impl Engine {
         if self.driver().is_forked_child() {
             return Err(Error::ForkedChild);
         }
+        if self.driver().is_exiting() {
+            return Err(Error::Exiting);
+        }
         match self.lost.get() {
             Some(error) => Err(Error::ContextLost(*error)),
             None => Ok(()),
@@ -150,6 +156,7 @@ impl Engine {
     // ---- streams ---------------------------------------------------------------------------
 
     pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
+        self.usable()?;
         let id = stream.id().map_err(|e| self.error(e))?;
         Ok(Named {
             key: StreamKey::Id(id),
@@ -164,6 +171,7 @@ impl Engine {
     /// # Safety
     /// `raw` must be a live stream or a special handle.
     pub(crate) unsafe fn named_raw(&self, raw: sys::CUstream) -> Result<Named<'static>, Error> {
+        self.usable()?;
         let key = if is_special(raw) {
             // SAFETY: special handles are always valid.
             let stream = unsafe { Stream::from_raw(&self.context, raw) };

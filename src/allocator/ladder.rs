@@ -9,20 +9,25 @@ use std::sync::Arc;
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::fit::Run;
-use super::plan::{Growth, Release};
+use super::plan::{Growth, LEVELS, Release};
 use super::records::{SpaceId, State as Extent};
 use super::state::{State, Want};
+use super::stitch::{STITCH_MIN, Stitch};
+use super::view::{Openings, ViewRun};
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
-/// other (plus a page).
-const TOLERANCE: u64 = 16;
+/// other (plus a page), by level of the stitching budget.
+const TOLERANCES: [u64; LEVELS] = [16, 16, 8, 4, 1];
 const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 
 /// What a climb has done already.
 #[derive(Default)]
-struct Climb {
+pub(crate) struct Climb {
     flushed: bool,
     retried: bool,
+    evicted: bool,
+    /// A stitch was refused; no other is tried for this request.
+    unstitched: bool,
     marked: bool,
     asked_again: bool,
     hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
@@ -36,7 +41,10 @@ struct Climb {
 enum Step {
     Take(Run),
     Wait(Run),
-    Reserve(u64),
+    View(ViewRun),
+    Stitch(Box<Stitch>),
+    Evict(Vec<u64>),
+    Reserve(SpaceId, u64),
     Grow(Growth),
     Flush,
     /// Tries again to release what an earlier failure left behind.
@@ -64,6 +72,7 @@ impl Engine {
         } else {
             state.adopt_complete(want.space, want.stream);
         }
+        state.large_request(want);
         let mut climb = Climb::default();
         loop {
             match self.next_step(&mut state, want, &mut climb) {
@@ -87,9 +96,36 @@ impl Engine {
                     }
                     return Ok((state, id, climb.missed));
                 }
-                Step::Reserve(bytes) => {
+                Step::Reserve(space, bytes) => {
                     drop(state);
-                    self.reserve_span(want.space, bytes)?;
+                    let reserved = self.reserve_span(space, bytes);
+                    state = self.lock();
+                    match reserved {
+                        // Without addresses for a view there is always growth.
+                        Err(Error::Driver(_)) if space == SpaceId::Views => climb.unstitched = true,
+                        reserved => reserved?,
+                    }
+                }
+                Step::View(run) => {
+                    let taken;
+                    (state, taken) = self.take_in_view(state, want, run)?;
+                    if let Some(id) = taken {
+                        return Ok((state, id, climb.missed));
+                    }
+                }
+                Step::Stitch(stitch) => {
+                    climb.missed = true;
+                    let stitched;
+                    (state, stitched) = self.stitch(state, want, *stitch, &mut climb)?;
+                    climb.unstitched = stitched.is_none();
+                    if let Some(id) = stitched {
+                        return Ok((state, id, true));
+                    }
+                }
+                Step::Evict(idle) => {
+                    climb.evicted = true;
+                    drop(state);
+                    self.evict(&idle)?;
                     state = self.lock();
                 }
                 Step::Grow(growth) => {
@@ -178,7 +214,12 @@ impl Engine {
         }
         if self.packed {
             if state.missing(want).is_none() {
-                return Step::Reserve(u64::from(want.span()) * super::size::GRANULE);
+                return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
+            }
+            if self.stitches(want)
+                && let Some(step) = self.ready_in_view(state, want)
+            {
+                return step;
             }
             let room = state.soft_room().min(state.room());
             if let Some(growth) = state.plan_growth(want, room, false) {
@@ -194,6 +235,12 @@ impl Engine {
             return Step::Wait(run);
         }
         if self.packed {
+            if self.stitches(want)
+                && !climb.unstitched
+                && let Some(step) = self.stitch_step(state, want)
+            {
+                return step;
+            }
             let room = state.room();
             let growth = state
                 .plan_growth(want, room, false)
@@ -213,7 +260,7 @@ impl Engine {
         if self.packed && state.streams.several() {
             let (tightest, _) = finder.reachable_runs(want);
             if let Some(tight) = tightest
-                && ready.granules > (1 + TOLERANCE) * tight.granules + TOLERANCE_SLACK
+                && ready.granules > (1 + TOLERANCES[state.level]) * tight.granules + TOLERANCE_SLACK
             {
                 state.stats.rungs.tighter += 1;
                 return Some(Step::Wait(tight));
@@ -233,6 +280,42 @@ impl Engine {
             .1
     }
 
+    /// Whether a request is worth a view before the limit is reached.
+    fn stitches(&self, want: &Want) -> bool {
+        let bytes = u64::from(want.granules) * super::size::GRANULE;
+        self.views
+            && want.space == SpaceId::Large
+            && (STITCH_MIN..=self.total_memory).contains(&bytes)
+    }
+
+    /// A place in a view that is ready.
+    fn ready_in_view(&self, state: &State, want: &Want) -> Option<Step> {
+        if state.views.is_empty() {
+            return None;
+        }
+        let finder = state.finder(want.space, want.stream)?;
+        let open = Openings::collect(&finder, |id| finder.ready(id));
+        state.find_in_views(want, &open).map(Step::View)
+    }
+
+    /// A place in a view behind waits, or a stitch.
+    fn stitch_step(&self, state: &mut State, want: &Want) -> Option<Step> {
+        if state.streams.several() && !state.views.is_empty() {
+            let finder = state.finder(want.space, want.stream)?;
+            let open = Openings::collect(&finder, |id| finder.reachable(id));
+            if let Some(run) = state.find_in_views(want, &open) {
+                return Some(Step::View(run));
+            }
+        }
+        if let Some(bytes) = state.view_room_missing(want) {
+            return Some(Step::Reserve(SpaceId::Views, bytes));
+        }
+        let room = state.room();
+        state
+            .plan_stitch(want, room)
+            .map(|stitch| Step::Stitch(Box::new(stitch)))
+    }
+
     /// The rungs that make room below a limit.
     fn make_room(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
         if !climb.flushed {
@@ -241,15 +324,28 @@ impl Engine {
         if !climb.retried && state.has_leftovers() {
             return Step::Retry;
         }
+        let small = self.views && want.space == SpaceId::Large && !self.stitches(want);
+        if small && !climb.unstitched {
+            // At the limit memory always wins, also for requests that are not worth a view before.
+            if let Some(step) = self
+                .ready_in_view(state, want)
+                .or_else(|| self.stitch_step(state, want))
+            {
+                return step;
+            }
+        }
         if let Some(missing) = state.missing(want) {
-            let excess = missing.saturating_sub(state.room());
-            let plan = if excess > 0 {
-                state.plan_release(excess, self.context.key())
+            let plan = state.plan_release(missing, self.context.key());
+            if !plan.is_empty() {
+                return Step::Release(plan);
+            }
+            let idle = if missing > state.room() && !climb.evicted {
+                state.idle_views(usize::MAX)
             } else {
                 Vec::new()
             };
-            if !plan.is_empty() {
-                return Step::Release(plan);
+            if !idle.is_empty() {
+                return Step::Evict(idle);
             }
         }
         if !climb.marked && !state.streams[want.stream].covered() {
@@ -293,7 +389,7 @@ impl Engine {
         if !self.packed {
             return self.grow_segment(want, growth, climb);
         }
-        match self.map(&growth) {
+        match self.map(growth.addr, &growth.sizes) {
             Ok(handles) => {
                 let waited = self.queue_waits(want.stream, &growth.waits);
                 let mut state = self.lock();
@@ -347,7 +443,7 @@ impl Engine {
 
     /// What the driver has left after a refusal; 0 if it does not say, or refused for another
     /// reason.
-    fn driver_free(&self, error: crate::driver::DriverError) -> u64 {
+    pub(crate) fn driver_free(&self, error: crate::driver::DriverError) -> u64 {
         if !error.is_out_of_memory() {
             return 0;
         }
@@ -357,7 +453,7 @@ impl Engine {
 
     /// The driver refused. Want of memory below our own limit counts as a limit reached, until
     /// something is given back; anything else is an error.
-    fn refused(
+    pub(crate) fn refused(
         &self,
         state: &mut State,
         error: crate::driver::DriverError,

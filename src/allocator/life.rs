@@ -33,10 +33,21 @@ impl Engine {
         let retried = self.retry_strays();
         let mut state = self.poll(self.lock())?;
         state.settle();
+        let idle = if keep < state.stats.all.reserved.current {
+            state.idle_views(usize::MAX)
+        } else {
+            Vec::new()
+        };
+        drop(state);
+        let evicted = self.evict(&idle);
+        let mut state = self.lock();
         let (plan, pending) = state.plan_trim(keep, self.context.key());
+        state.level = 0;
+        state.work = 0;
         state.peak_live = state.stats.all.requested.current;
         drop(state);
         let released = self.release(plan)?;
+        evicted?;
         Ok(Trimmed {
             released: released + retried?,
             pending,
@@ -86,18 +97,19 @@ impl Engine {
     }
 
     fn give_everything_back(&self) -> Result<(), Error> {
-        // Pages first: what was freed inside them is waited for under the ticket of their return.
+        // A page that is handed back may still be in use by its stream, and one that other streams
+        // used can be handed back only when they are done.
         self.lock().flush_pages();
-        self.settle_all()?;
-        let more = {
-            let mut state = self.lock();
-            let more = state.flush_pages();
-            state.settle();
-            more
-        };
-        if more {
+        loop {
             self.settle_all()?;
+            let mut state = self.lock();
+            state.settle();
+            if !state.flush_pages() && state.streams.iter().all(|(_, slot)| slot.covered()) {
+                break;
+            }
         }
+        let idle = self.lock().idle_views(usize::MAX);
+        self.evict(&idle)?;
         let retried = self.retry_strays();
         let (plan, _) = self.lock().plan_trim(0, self.context.key());
         self.release(plan)?;
@@ -147,7 +159,7 @@ impl Engine {
     fn return_spans(&self) -> Result<(), Error> {
         let spans = {
             let mut state = self.lock();
-            for space in [SpaceId::Large, SpaceId::Small] {
+            for space in [SpaceId::Large, SpaceId::Small, SpaceId::Views] {
                 let (at, records) = state.parts(space);
                 let firsts: Vec<u32> = at.regions().values().map(|r| r.first).collect();
                 for id in firsts {

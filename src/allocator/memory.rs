@@ -38,22 +38,19 @@ impl GrowthFailure {
 }
 
 impl Engine {
-    /// Creates, maps and opens the handles of a growth; undoes everything if a call fails.
-    pub(crate) fn map(&self, growth: &Growth) -> Result<Vec<u64>, GrowthFailure> {
-        let entered = self.context.enter().map_err(|error| GrowthFailure {
-            error,
-            mapped: Vec::new(),
-            strays: Vec::new(),
-        })?;
+    /// Creates, maps and opens handles behind each other from an address on; undoes everything if a
+    /// call fails.
+    pub(crate) fn map(&self, at: u64, sizes: &[u64]) -> Result<Vec<u64>, GrowthFailure> {
+        let entered = self.context.enter().map_err(GrowthFailure::clean)?;
         // Handles made so far: (address, bytes, handle, mapped).
-        let mut made: Vec<(u64, u64, u64, bool)> = Vec::with_capacity(growth.sizes.len());
+        let mut made: Vec<(u64, u64, u64, bool)> = Vec::with_capacity(sizes.len());
         let result = (|| {
-            let mut addr = growth.addr;
-            for bytes in &growth.sizes {
+            let mut addr = at;
+            for bytes in sizes {
                 let handle = entered.mem_create(*bytes as usize, &self.properties)?;
                 made.push((addr, *bytes, handle, false));
                 // SAFETY: the range is reserved by this allocator, holds no mapping, and is claimed
-                // by this growth alone; the handle was made with this size.
+                // for these handles alone; the handle was made with this size.
                 unsafe { entered.mem_map(addr, *bytes as usize, handle) }?;
                 if let Some(last) = made.last_mut() {
                     last.3 = true;
@@ -61,11 +58,37 @@ impl Engine {
                 addr += bytes;
             }
             // SAFETY: the range was mapped just now, by whole handles.
-            unsafe { entered.set_access(growth.addr, growth.bytes() as usize, &self.access) }
+            unsafe { entered.set_access(at, (addr - at) as usize, &self.access) }
         })();
         match result {
             Ok(()) => Ok(made.into_iter().map(|(_, _, handle, _)| handle).collect()),
             Err(error) => Err(undo(&entered, error, made)),
+        }
+    }
+
+    /// Takes back handles that [`map`](Self::map) made.
+    pub(crate) fn unmake(
+        &self,
+        at: u64,
+        sizes: &[u64],
+        handles: &[u64],
+        error: DriverError,
+    ) -> GrowthFailure {
+        let (mut addr, mut made) = (at, Vec::with_capacity(sizes.len()));
+        for (bytes, handle) in sizes.iter().zip(handles) {
+            made.push((addr, *bytes, *handle, true));
+            addr += bytes;
+        }
+        match self.context.enter() {
+            Ok(entered) => undo(&entered, error, made),
+            Err(_) => GrowthFailure {
+                error,
+                mapped: made
+                    .into_iter()
+                    .map(|(addr, bytes, handle, _)| (addr, bytes, handle))
+                    .collect(),
+                strays: Vec::new(),
+            },
         }
     }
 
@@ -99,7 +122,12 @@ impl Engine {
         let mut state = self.lock();
         state.spans.insert(base, got);
         let (at, records) = state.parts(space);
-        at.add_hole(records, base, (got / GRANULE) as u32);
+        let granules = (got / GRANULE) as u32;
+        if space == SpaceId::Views {
+            at.add_region(records, base, granules, super::uses::Uses::None);
+        } else {
+            at.add_hole(records, base, granules);
+        }
         Ok(())
     }
 
@@ -238,6 +266,16 @@ impl Engine {
     }
 }
 
+impl GrowthFailure {
+    fn clean(error: DriverError) -> Self {
+        GrowthFailure {
+            error,
+            mapped: Vec::new(),
+            strays: Vec::new(),
+        }
+    }
+}
+
 /// Unmaps and releases a handle, or frees a segment. The second result counts only if the first is
 /// good.
 fn give_back(
@@ -293,6 +331,11 @@ impl State {
     pub(crate) fn growth_failed(&mut self, growth: Growth, failure: GrowthFailure) {
         let space = growth.space;
         self.not_grown(growth);
+        self.set_apart(space, failure);
+    }
+
+    /// Enters what could not be undone into the books. The homes of it are holes.
+    pub(crate) fn set_apart(&mut self, space: SpaceId, failure: GrowthFailure) {
         for (handle, bytes) in failure.strays {
             self.count_held(bytes, space);
             self.strays.push(Stray {

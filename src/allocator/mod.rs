@@ -3,6 +3,7 @@
 mod api;
 mod bins;
 mod block;
+mod carver;
 mod check;
 mod config;
 mod engine;
@@ -17,16 +18,20 @@ mod memory;
 mod plan;
 mod raw;
 mod records;
+mod remap;
 pub mod size;
 mod snapshot;
 mod space;
 mod state;
 mod stats;
+mod stitch;
 mod streams;
 mod uses;
+mod view;
 
 pub use api::Allocator;
 pub use block::{Block, FreeError};
+pub use carver::{CarveError, Carved, Carver};
 pub use check::CheckError;
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
 pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};

@@ -207,7 +207,9 @@ impl Engine {
             Ok(()) => {}
             Err(Error::Capturing { .. }) => self.lock().deferred.push((id, generation)),
             // In a child, after a loss or at exit there is nothing to give back to.
-            Err(Error::ForkedChild | Error::ContextLost(_) | Error::NotLive { .. }) => {}
+            Err(
+                Error::ForkedChild | Error::Exiting | Error::ContextLost(_) | Error::NotLive { .. },
+            ) => {}
             Err(error) => {
                 self.lock().deferred.push((id, generation));
                 if let Some(count) = self.log.due() {

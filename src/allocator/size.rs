@@ -97,6 +97,17 @@ pub(crate) const fn classic_splits(small: bool, remainder: u64) -> bool {
     }
 }
 
+/// Granules that a request gets out of a free block of `available` granules by the classic policy:
+/// just its own, or all if the rest is not worth a split.
+pub(crate) const fn classic_granules(small: bool, available: u64, wanted: u32) -> u32 {
+    let remainder = (available - wanted as u64) * GRANULE;
+    if classic_splits(small, remainder) {
+        wanted
+    } else {
+        available as u32
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,11 +8,12 @@ use crate::driver::{Context, Event};
 use super::fit::{Finder, Run};
 use super::lookup::Lookup;
 use super::records::{COMPLETE, MIXED, Recorded, Records, SpaceId, State as Extent};
-use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_splits};
+use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
 use super::space::{Shard, Space};
 use super::stats::Stats;
 use super::streams::{Holder, StreamKey, Streams};
 use super::uses::{Use, Uses};
+use super::view::View;
 
 /// Granules of a page.
 pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
@@ -33,6 +34,8 @@ pub(crate) struct Holding {
     /// The physical handle; `None` for a plain segment.
     pub handle: Option<u64>,
     pub space: SpaceId,
+    /// Views that map the handle.
+    pub views: u32,
 }
 
 /// A physical handle that is mapped nowhere but could not be released yet.
@@ -93,6 +96,8 @@ fn mixed_bytes(shards: &[Shard]) -> u64 {
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct State {
+    /// Ordinal of the device.
+    pub device: usize,
     pub packed: bool,
     pub records: Records,
     pub lookup: Lookup,
@@ -107,6 +112,14 @@ pub(crate) struct State {
     pub events: HashMap<u64, Vec<Event>>,
     pub holdings: BTreeMap<u64, Holding>,
     pub strays: Vec<Stray>,
+    /// Packed: views by their base address, and the address space for them.
+    pub views: BTreeMap<u64, View>,
+    pub view_space: Space,
+    /// Large requests so far: the order in which views were used.
+    pub clock: u64,
+    /// Level of the stitching budget, and what was spent on it.
+    pub level: usize,
+    pub work: u64,
     /// Reserved address ranges: base to bytes.
     pub spans: BTreeMap<u64, u64>,
     pub stats: Stats,
@@ -124,8 +137,9 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn new(packed: bool, limit: Option<u64>) -> Self {
+    pub(crate) fn new(device: usize, packed: bool, limit: Option<u64>) -> Self {
         State {
+            device,
             packed,
             records: Records::default(),
             lookup: Lookup::default(),
@@ -137,6 +151,11 @@ impl State {
             events: HashMap::new(),
             holdings: BTreeMap::new(),
             strays: Vec::new(),
+            views: BTreeMap::new(),
+            view_space: Space::new(SpaceId::Views, true),
+            clock: 0,
+            level: 0,
+            work: 0,
             spans: BTreeMap::new(),
             stats: Stats::default(),
             limit,
@@ -163,6 +182,7 @@ impl State {
         let space = match space {
             SpaceId::Large => &mut self.large,
             SpaceId::Small => &mut self.small,
+            SpaceId::Views => &mut self.view_space,
             SpaceId::Pages(stream) => {
                 let at = stream as usize;
                 if at >= self.pages.len() {
@@ -178,6 +198,7 @@ impl State {
         match space {
             SpaceId::Large => Some(&self.large),
             SpaceId::Small => Some(&self.small),
+            SpaceId::Views => Some(&self.view_space),
             SpaceId::Pages(stream) => self.pages.get(stream as usize)?.as_deref(),
         }
     }
@@ -382,11 +403,10 @@ impl State {
 
     /// Granules that a request gets out of an extent: classic does not split everything.
     fn granules_of(&self, want: &Want, available: u64) -> u32 {
-        let remainder = (available - u64::from(want.granules)) * GRANULE;
-        if self.packed || classic_splits(want.space == SpaceId::Small, remainder) {
+        if self.packed {
             want.granules
         } else {
-            available as u32
+            classic_granules(want.space == SpaceId::Small, available, want.granules)
         }
     }
 
@@ -513,8 +533,17 @@ impl State {
                 self.count_free(u, bytes, &mut after);
             }
         }
+        let uses = Uses::collect(uses);
+        if !self.records.cold(id).home.is_empty() {
+            for piece in self.view_block_freed(id, &uses) {
+                if shared {
+                    self.settle_piece(SpaceId::Large, piece);
+                }
+            }
+            return after;
+        }
         let (at, records) = self.parts(space);
-        let piece = at.release(records, id, Uses::collect(uses));
+        let piece = at.release(records, id, uses);
         if shared {
             // A recorded use may be over already.
             self.settle_piece(space, piece);

@@ -1,7 +1,12 @@
-//! Drivers for tests, compiled from C.
+//! What tests share: the driver under test, and drivers compiled from C.
 
 // Each test program uses its own part of this.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
+
+#[cfg(feature = "sim")]
+mod rig;
+#[cfg(feature = "sim")]
+pub use rig::*;
 
 use cualloc::driver::{Driver, Symbol};
 use std::env;

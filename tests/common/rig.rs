@@ -1,0 +1,358 @@
+//! The driver under test: the simulator, or with `CUALLOC_TEST_DRIVER=cuda` the real one.
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_void};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use cualloc::allocator::{Allocator, Config, Policy};
+use cualloc::driver::{Context, Driver, Stream, sys};
+use cualloc::sim::{Mode, SimConfig, Simulator};
+
+/// Name of the variable that picks the driver: `sim` (default) or `cuda`.
+pub const DRIVER_VARIABLE: &str = "CUALLOC_TEST_DRIVER";
+
+pub const KIB: usize = 1 << 10;
+pub const MIB: usize = 1 << 20;
+pub const GIB: usize = 1 << 30;
+
+/// Whether tests run on a GPU.
+pub fn on_cuda() -> bool {
+    match std::env::var(DRIVER_VARIABLE).as_deref() {
+        Ok("cuda") => true,
+        Ok("sim") | Err(_) => false,
+        Ok(other) => panic!("{DRIVER_VARIABLE}={other}: expected sim or cuda"),
+    }
+}
+
+/// Runs a test once per segment policy, on a driver of its own each time.
+pub fn each(test: impl Fn(&Rig)) {
+    for policy in [Policy::Packed, Policy::Classic] {
+        only(policy, &test);
+    }
+}
+
+/// Runs a test with one segment policy. At its end nothing may have been reported.
+pub fn only(policy: Policy, test: impl Fn(&Rig)) {
+    only_on(policy, SimConfig::with_devices(1, 8 << 30), test);
+}
+
+/// [`only`] on a simulator with given properties.
+pub fn only_on(policy: Policy, config: SimConfig, test: impl Fn(&Rig)) {
+    let rig = Rig::new(policy, config);
+    eprintln!("policy {policy:?}");
+    test(&rig);
+    rig.assert_clean();
+}
+
+/// A driver, a context and a policy to test with.
+pub struct Rig {
+    pub policy: Policy,
+    pub driver: Driver,
+    pub context: Context,
+    simulator: Option<Simulator>,
+    holds: Cell<usize>,
+}
+
+impl Rig {
+    /// The driver under test. Its counters count the calls of this rig alone.
+    pub fn new(policy: Policy, config: SimConfig) -> Rig {
+        let (driver, simulator) = if on_cuda() {
+            let shared = Driver::load().expect("CUALLOC_TEST_DRIVER=cuda needs a driver");
+            let library = shared.library().expect("a loaded driver has a library");
+            (Driver::open(library).unwrap(), None)
+        } else {
+            let simulator = Simulator::new(config).unwrap();
+            (simulator.driver().unwrap(), Some(simulator))
+        };
+        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        Rig {
+            policy,
+            driver,
+            context,
+            simulator,
+            holds: Cell::new(0),
+        }
+    }
+
+    pub fn packed(&self) -> bool {
+        self.policy == Policy::Packed
+    }
+
+    /// The simulator; without one the test says that it skips, and returns.
+    pub fn sim(&self) -> Option<&Simulator> {
+        if self.simulator.is_none() {
+            eprintln!("SKIPPED on cuda: needs the simulator");
+        }
+        self.simulator.as_ref()
+    }
+
+    /// The simulator, if there is one, for checks that a test makes on top.
+    pub fn maybe_sim(&self) -> Option<&Simulator> {
+        self.simulator.as_ref()
+    }
+
+    pub fn allocator(&self) -> Allocator {
+        self.allocator_with(Config::new())
+    }
+
+    /// An allocator with the rig's policy.
+    pub fn allocator_with(&self, config: Config) -> Allocator {
+        Allocator::with_config(&self.context, config.policy(self.policy)).unwrap()
+    }
+
+    pub fn limited(&self, bytes: usize) -> Allocator {
+        self.allocator_with(Config::new().limit(Some(bytes as u64)))
+    }
+
+    pub fn stream(&self) -> Stream {
+        Stream::new(&self.context).unwrap()
+    }
+
+    pub fn streams<const N: usize>(&self) -> [Stream; N] {
+        std::array::from_fn(|_| self.stream())
+    }
+
+    /// Calls of one driver function so far.
+    pub fn calls(&self, name: &str) -> u64 {
+        self.driver.calls().get(name)
+    }
+
+    /// Driver calls so far that take memory or give it back.
+    pub fn memory_calls(&self) -> u64 {
+        [
+            "cuMemAlloc_v2",
+            "cuMemFree_v2",
+            "cuMemAddressReserve",
+            "cuMemAddressFree",
+            "cuMemCreate",
+            "cuMemRelease",
+            "cuMemMap",
+            "cuMemUnmap",
+            "cuMemSetAccess",
+        ]
+        .iter()
+        .map(|name| self.calls(name))
+        .sum()
+    }
+
+    /// Bytes of physical memory that the simulated device has given out.
+    pub fn driver_held(&self) -> Option<u64> {
+        self.simulator.as_ref().map(|sim| sim.memory_in_use(0))
+    }
+
+    /// Keeps a stream from going on until the result is released or dropped. On a GPU a host wait
+    /// for the stream would never end while it is held; [`busy`](Self::busy) is for those.
+    ///
+    /// On the simulator work of all other streams then completes only by [`settle`](Self::settle),
+    /// waits and the test's own choices.
+    pub fn hold<'a>(&'a self, stream: &Stream) -> Hold<'a> {
+        let gate = self.simulator.is_none().then(|| {
+            let gate = Arc::new(Gate::default());
+            let data = Arc::into_raw(Arc::clone(&gate)) as *mut c_void;
+            let entered = self.context.enter().unwrap();
+            // SAFETY: the stream is alive, the gate is counted for the callback.
+            unsafe { entered.launch_host(stream.raw(), pass_gate, data) }.unwrap();
+            gate
+        });
+        self.held(stream, gate)
+    }
+
+    /// Gives a stream work that takes a while and ends by itself (on the simulator: when somebody
+    /// waits for it, or when the result is released or dropped).
+    pub fn busy<'a>(&'a self, stream: &Stream) -> Hold<'a> {
+        if self.simulator.is_none() {
+            self.spin(stream, 20_000_000);
+        }
+        self.held(stream, None)
+    }
+
+    fn held<'a>(&'a self, stream: &Stream, gate: Option<Arc<Gate>>) -> Hold<'a> {
+        if let Some(sim) = &self.simulator {
+            // The per-thread stream is one of the current context.
+            let _entered = self.context.enter().unwrap();
+            sim.set_mode(Mode::Manual);
+            sim.busy(stream.raw(), 1_000_000).unwrap();
+            self.holds.set(self.holds.get() + 1);
+        }
+        Hold {
+            rig: self,
+            stream: stream.id().unwrap(),
+            gate,
+            open: true,
+        }
+    }
+
+    fn spin(&self, stream: &Stream, nanos: u64) {
+        let entered = self.context.enter().unwrap();
+        let text = concat!(include_str!("../../src/trace/verify.ptx"), "\0");
+        let module = entered
+            .load_module(CStr::from_bytes_with_nul(text.as_bytes()).unwrap())
+            .unwrap();
+        let kernel = module.function(c"cualloc_spin").unwrap();
+        let mut nanos = nanos;
+        let mut parameters = [(&raw mut nanos).cast::<c_void>()];
+        // SAFETY: the kernel takes one 64-bit number; the module outlives the launch, see below.
+        unsafe {
+            entered.launch(
+                &kernel,
+                [1, 1, 1],
+                [1, 1, 1],
+                0,
+                stream.raw(),
+                &mut parameters,
+            )
+        }
+        .unwrap();
+        // Unloading would wait for the kernel.
+        std::mem::forget(kernel);
+        std::mem::forget(module);
+    }
+
+    /// Completes everything that was submitted to a stream; it must not be held, nor wait for one
+    /// that is.
+    pub fn settle(&self, stream: &Stream) {
+        match &self.simulator {
+            Some(sim) => {
+                sim.complete_stream(stream.id().unwrap(), usize::MAX);
+            }
+            None => stream.synchronize().unwrap(),
+        }
+        assert!(stream.is_complete().unwrap(), "the stream is held up");
+    }
+
+    /// Fills memory with a word, in the order of a stream.
+    pub fn stamp(&self, ptr: u64, bytes: usize, word: u32, stream: &Stream) {
+        let entered = self.context.enter().unwrap();
+        // SAFETY: the test owns the memory; the stream is alive.
+        unsafe { entered.memset_d32(ptr, word, bytes / 4, stream.raw()) }.unwrap();
+    }
+
+    /// Words of a range that are not `word`, in the order of a stream, which is waited for.
+    pub fn mismatches(&self, ptr: u64, bytes: usize, word: u32, stream: &Stream) -> usize {
+        let mut read = vec![0u32; bytes / 4];
+        let entered = self.context.enter().unwrap();
+        // SAFETY: the buffer is large enough and outlives the copy, which is waited for.
+        unsafe { entered.copy_device_to_host(read.as_mut_ptr().cast(), ptr, bytes, stream.raw()) }
+            .unwrap();
+        stream.synchronize().unwrap();
+        read.iter().filter(|found| **found != word).count()
+    }
+
+    /// Nothing was done that a GPU would punish.
+    pub fn assert_clean(&self) {
+        if let Some(sim) = &self.simulator {
+            let reports = sim.reports();
+            assert!(reports.is_empty(), "{reports:#?}");
+        }
+    }
+
+    /// Closes an allocator, after which the driver holds nothing of it.
+    pub fn close(&self, allocator: &Allocator) {
+        allocator.check().unwrap();
+        allocator.close().unwrap();
+        allocator.check().unwrap();
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        if let Some(held) = self.driver_held() {
+            assert_eq!(held, 0, "the driver still holds memory");
+        }
+    }
+}
+
+/// A stream that is held up.
+pub struct Hold<'a> {
+    rig: &'a Rig,
+    stream: u64,
+    gate: Option<Arc<Gate>>,
+    open: bool,
+}
+
+impl Hold<'_> {
+    /// Lets the stream go on.
+    pub fn release(mut self) {
+        self.let_go();
+    }
+
+    fn let_go(&mut self) {
+        if !std::mem::take(&mut self.open) {
+            return;
+        }
+        if let Some(gate) = &self.gate {
+            gate.open();
+        }
+        if let Some(sim) = &self.rig.simulator {
+            sim.complete_stream(self.stream, usize::MAX);
+            self.rig.holds.set(self.rig.holds.get() - 1);
+            if self.rig.holds.get() == 0 {
+                sim.set_mode(Mode::Instant);
+            }
+        }
+    }
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        self.let_go();
+    }
+}
+
+#[derive(Default)]
+struct Gate(Mutex<bool>, Condvar);
+
+impl Gate {
+    fn open(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.1.notify_all();
+    }
+}
+
+/// Runs on a thread of the driver.
+unsafe extern "C" fn pass_gate(data: *mut c_void) {
+    // SAFETY: counted for this call by `hold`.
+    let gate = unsafe { Arc::from_raw(data.cast_const().cast::<Gate>()) };
+    let mut open = gate.0.lock().unwrap_or_else(PoisonError::into_inner);
+    while !*open {
+        open = gate.1.wait(open).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+/// A raw stream that only its maker knows: what code in C would hand in.
+pub struct RawStream {
+    driver: Driver,
+    context: Context,
+    raw: usize,
+}
+
+impl RawStream {
+    pub fn new(rig: &Rig) -> RawStream {
+        let _entered = rig.context.enter().unwrap();
+        let create = rig.driver.functions().cuStreamCreate.unwrap();
+        let mut raw: sys::CUstream = std::ptr::null_mut();
+        // SAFETY: a context is current; the output is a local. 1: non-blocking.
+        let code = unsafe { create(&mut raw, 1) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        RawStream {
+            driver: rig.driver.clone(),
+            context: rig.context.clone(),
+            raw: raw as usize,
+        }
+    }
+
+    pub fn raw(&self) -> sys::CUstream {
+        self.raw as sys::CUstream
+    }
+
+    /// As a borrowed stream.
+    pub fn borrowed(&self) -> Stream {
+        // SAFETY: alive as long as this.
+        unsafe { Stream::from_raw(&self.context, self.raw()) }.unwrap()
+    }
+
+    /// Destroys the stream, as its foreign owner would.
+    pub fn destroy(self) {
+        let _entered = self.context.enter().unwrap();
+        let destroy = self.driver.functions().cuStreamDestroy_v2.unwrap();
+        // SAFETY: made above, and not used again.
+        let code = unsafe { destroy(self.raw()) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    }
+}
