@@ -298,6 +298,7 @@ impl Carver {
                     size: region.bytes,
                     small: space.id == SpaceId::Small,
                     mapped: false,
+                    view: false,
                     blocks,
                 });
             }

@@ -4,7 +4,7 @@
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
 use super::records::SpaceId;
-use super::size::{GRANULE, PHYSICAL_GRANULE};
+use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use super::state::{State, Want};
 use super::view::{Lent, Openings, Seg, View, push_part};
 
@@ -16,8 +16,10 @@ const EXTENSIONS: usize = 6;
 const MANY_HANDLES: usize = 24;
 /// and taken if it needs this many tenths fewer.
 const FEWER_TENTHS: usize = 13;
-/// Address space of a view, as a multiple of its first request.
+/// Address space of a view, as a multiple of its first request,
 const VIEW_ROOM: u64 = 4;
+/// but not more than this.
+const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
 /// Mappings in views, at least and per handle held.
 const VIEW_MAPS_MIN: usize = 8192;
 const VIEW_MAPS_PER_HANDLE: usize = 16;
@@ -258,9 +260,7 @@ impl State {
             }
             None => {
                 let need = u64::from(want.granules) * GRANULE;
-                let usual = (need * VIEW_ROOM)
-                    .next_multiple_of(PHYSICAL_GRANULE)
-                    .max(added);
+                let usual = view_bytes(need, added);
                 let range = self.take_range((usual / GRANULE) as u32)?;
                 (
                     self.records[range].addr,
@@ -507,12 +507,16 @@ impl State {
             .max()
             .unwrap_or(PHYSICAL_GRANULE);
         let need = u64::from(want.granules) * GRANULE;
-        let bytes = (need * VIEW_ROOM)
-            .max(need + 2 * handle)
-            .next_multiple_of(PHYSICAL_GRANULE);
+        let bytes = view_bytes(need, need + 2 * handle);
         let fits = self.view_space.largest_piece() >= bytes;
         (!fits).then_some(bytes)
     }
+}
+
+/// Bytes of address space for a view that begins with a request of `need` and must take `at_least`.
+fn view_bytes(need: u64, at_least: u64) -> u64 {
+    let usual = (need * VIEW_ROOM).min(VIEW_ROOM_MAX);
+    usual.max(at_least).next_multiple_of(PHYSICAL_GRANULE)
 }
 
 /// Runs of adjacent sources: one for which `head` holds, if there is one, and whole handles.
