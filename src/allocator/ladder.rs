@@ -24,6 +24,7 @@ const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 #[derive(Default)]
 pub(crate) struct Climb {
     flushed: bool,
+    retried: bool,
     evicted: bool,
     /// A stitch was refused; no other is tried for this request.
     unstitched: bool,
@@ -46,6 +47,8 @@ enum Step {
     Reserve(SpaceId, u64),
     Grow(Growth),
     Flush,
+    /// Tries again to release what an earlier failure left behind.
+    Retry,
     Release(Vec<Release>),
     Mark,
     /// Memory that the driver refused earlier may be there now.
@@ -148,6 +151,16 @@ impl Engine {
                         state.stats.rungs.flushed += 1;
                     }
                 }
+                Step::Retry => {
+                    climb.retried = true;
+                    drop(state);
+                    match self.retry_strays() {
+                        // What still cannot be released stays behind.
+                        Ok(_) | Err(Error::Driver(_)) => {}
+                        Err(error) => return Err(error),
+                    }
+                    state = self.lock();
+                }
                 Step::Release(plan) => {
                     climb.missed = true;
                     state.stats.rungs.released += 1;
@@ -172,6 +185,8 @@ impl Engine {
                     drop(state);
                     self.host_wait(stream, bound, event)?;
                     state = self.lock();
+                    // What became complete may have left pages whole.
+                    climb.flushed = false;
                 }
                 Step::Hook(hook, bytes) => {
                     climb.missed = true;
@@ -190,6 +205,7 @@ impl Engine {
                     drop(state);
                     self.synchronise()?;
                     state = self.lock();
+                    climb.flushed = false;
                 }
                 Step::Fail => {
                     climb.missed = true;
@@ -317,6 +333,9 @@ impl Engine {
     fn make_room(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
         if !climb.flushed {
             return Step::Flush;
+        }
+        if !climb.retried && state.has_leftovers() {
+            return Step::Retry;
         }
         if self.views_for(want) && !self.stitches(want) && !climb.unstitched {
             // At the limit memory always wins, also for requests that are not worth a view before.

@@ -28,6 +28,15 @@ pub(crate) struct GrowthFailure {
     strays: Vec<(u64, u64)>,
 }
 
+impl GrowthFailure {
+    /// A lost context outranks what the growth failed for.
+    fn also(&mut self, error: DriverError) {
+        if error.is_fatal() {
+            self.error = error;
+        }
+    }
+}
+
 impl Engine {
     /// Creates, maps and opens handles behind each other from an address on; undoes everything if a
     /// call fails.
@@ -108,7 +117,7 @@ impl Engine {
         let align = PHYSICAL_GRANULE as usize;
         let mut made = entered.address_reserve(bytes as usize, align, hint);
         let mut got = bytes;
-        if made.is_err() && at_least < usual {
+        if made.is_err_and(|e| !e.is_fatal()) && at_least < usual {
             // Address space is short: take what the request needs.
             got = at_least.next_multiple_of(PHYSICAL_GRANULE);
             made = entered.address_reserve(got as usize, align, 0);
@@ -178,7 +187,12 @@ impl Engine {
     pub(crate) fn retry_strays(&self) -> Result<u64, Error> {
         let (strays, quarantined) = {
             let mut state = self.lock();
-            (std::mem::take(&mut state.strays), state.quarantined())
+            let quarantined = state.quarantined();
+            for release in &quarantined {
+                // Claimed, so that nobody else tries at the same time.
+                state.records[release.id].state = Extent::Busy;
+            }
+            (std::mem::take(&mut state.strays), quarantined)
         };
         if strays.is_empty() && quarantined.is_empty() {
             return Ok(0);
@@ -206,8 +220,10 @@ impl Engine {
             }
         }
         for release in quarantined {
-            let Ok(entered) = &entered else { break };
-            let (unmapped, freed) = give_back(entered, &release);
+            let (unmapped, freed) = match &entered {
+                Ok(entered) => give_back(entered, &release),
+                Err(error) => (Err(*error), Ok(())),
+            };
             let mut state = self.lock();
             if unmapped.is_ok() {
                 state.gone(&release);
@@ -224,6 +240,8 @@ impl Engine {
                         released += release.bytes;
                     }
                 }
+            } else {
+                state.records[release.id].state = Extent::Quarantined;
             }
             first = first.or(unmapped.err()).or(freed.err());
         }
@@ -298,13 +316,15 @@ fn undo(
     };
     for (addr, bytes, handle, mapped) in made.into_iter().rev() {
         // SAFETY: mapped by this growth as one handle, and nobody was ever told the address.
-        if mapped && unsafe { entered.mem_unmap(addr, bytes as usize) }.is_err() {
+        if mapped && let Err(error) = unsafe { entered.mem_unmap(addr, bytes as usize) } {
             failure.mapped.push((addr, bytes, handle));
+            failure.also(error);
             continue;
         }
         // SAFETY: made by this growth and mapped nowhere.
-        if unsafe { entered.mem_release(handle) }.is_err() {
+        if let Err(error) = unsafe { entered.mem_release(handle) } {
             failure.strays.push((handle, bytes));
+            failure.also(error);
         }
     }
     failure
@@ -350,6 +370,12 @@ impl State {
             pool.reserved.add(bytes);
             pool.segments.add(1);
         });
+    }
+
+    /// Whether an earlier failure left memory behind that nobody can use.
+    pub(crate) fn has_leftovers(&self) -> bool {
+        let quarantined = |(_, hot): (u32, &super::records::Hot)| hot.state == Extent::Quarantined;
+        !self.strays.is_empty() || self.records.iter().any(quarantined)
     }
 
     /// Quarantined ranges as releases.

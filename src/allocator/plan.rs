@@ -359,7 +359,9 @@ impl State {
             let (space, records) = self.parts(growth.space);
             let right = space.cut(records, id, growth.skip);
             // It may have been free memory that the stream was using a moment ago.
-            let uses = Uses::one(want.stream, self.streams[want.stream].open);
+            let slot = &mut self.streams[want.stream];
+            let uses = Uses::one(want.stream, slot.open);
+            slot.open_uses += 1;
             let (space, records) = self.parts(growth.space);
             records.cold_mut(id).owner = want.stream;
             space.release(records, id, uses);

@@ -748,6 +748,9 @@ impl State {
                 stream,
                 ticket: bound,
             })
+            // Gone already if another marker's completion implied this one; what comes next in
+            // line says nothing yet.
+            .filter(|m| m.bound == bound)
             .map(|m| m.row.clone());
         let events = self
             .streams
