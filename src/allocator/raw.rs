@@ -72,7 +72,29 @@ impl Engine {
         self.free_deferred();
         let (mut state, stream) = self.slot(self.open()?, named)?;
         self.same_device(&state, stream)?;
-        state.announce(request.requested);
+        // The slot must stay this stream's while the lock is let go.
+        state.streams[stream].calls += 1;
+        let peak = state.announce(request.requested);
+        match self.allocate_on(state, stream, &request) {
+            Ok((mut state, grant)) => {
+                state.streams[stream].calls -= 1;
+                Ok(grant)
+            }
+            Err(error) => {
+                let mut state = self.lock();
+                state.streams[stream].calls -= 1;
+                state.withdraw(peak);
+                Err(error)
+            }
+        }
+    }
+
+    fn allocate_on<'a>(
+        &'a self,
+        state: Guard<'a>,
+        stream: u32,
+        request: &Request,
+    ) -> Result<(Guard<'a>, Grant), Error> {
         let span = u64::from(request.granules + request.align - 1) * GRANULE;
         let (mut state, id, missed) = if state.packed && state.is_small(span) {
             self.obtain_in_page(state, &request.want(SpaceId::Pages(stream), stream))?
@@ -91,12 +113,13 @@ impl Engine {
         }
         state.born(id, stream, request.requested);
         let hot = &state.records[id];
-        Ok(Grant {
+        let grant = Grant {
             id,
             generation: hot.generation,
             ptr: hot.addr,
             bytes: hot.bytes(),
-        })
+        };
+        Ok((state, grant))
     }
 
     /// Finds room in the pages of a stream, with another page if need be.
