@@ -10,7 +10,7 @@ use super::check::CheckError;
 use super::config::{Config, Policy};
 use super::engine::{Engine, Shared};
 use super::error::Error;
-use super::life::Trimmed;
+use super::life::{Keep, Trimmed};
 use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
 
@@ -109,6 +109,27 @@ impl Allocator {
             .engine
             .allocate(&self.engine.named(stream)?, bytes, alignment)?;
         Ok(Block::new(Arc::clone(&self.engine), grant, bytes))
+    }
+
+    /// Allocates only from memory at hand which the stream may use without a wait; `None` if there
+    /// is none. Never asks the driver for memory, never waits, and gives nothing back.
+    ///
+    /// Of the addresses `near` the first one at which the block fits is taken, so that a caller may
+    /// have the memory again that it freed last; if there is none, the best fit.
+    ///
+    /// # Errors
+    /// As [`allocate_aligned`](Self::allocate_aligned), except for want of memory.
+    pub fn allocate_at_hand(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        near: &[sys::CUdeviceptr],
+    ) -> Result<Option<Block>, Error> {
+        let grant =
+            self.engine
+                .allocate_at_hand(&self.engine.named(stream)?, bytes, alignment, near)?;
+        Ok(grant.map(|grant| Block::new(Arc::clone(&self.engine), grant, bytes)))
     }
 
     /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default
@@ -242,6 +263,11 @@ impl Allocator {
         Some(state.block_info(id))
     }
 
+    /// Whether the block of this [generation](Block::generation) is live.
+    pub fn is_live(&self, generation: (u32, u32)) -> bool {
+        self.engine.lock().is_live(generation)
+    }
+
     /// Usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
         let state = self.engine.lock();
@@ -270,7 +296,7 @@ impl Allocator {
     /// # Errors
     /// Driver errors: what could not be released stays in the books, and the next call tries again.
     pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
-        self.engine.trim(keep)
+        self.engine.trim(Keep::Held(keep))
     }
 
     /// [`trim`](Self::trim) to nothing.
@@ -278,7 +304,17 @@ impl Allocator {
     /// # Errors
     /// As [`trim`](Self::trim).
     pub fn empty_cache(&self) -> Result<Trimmed, Error> {
-        self.engine.trim(0)
+        self.engine.trim(Keep::Held(0))
+    }
+
+    /// Gives memory that nobody uses back to the driver until at most `keep` bytes are held beside
+    /// the live blocks: what has been idle longest first (a run of free memory counts as idle since
+    /// its last part was freed), within one run from its end. Else as [`trim`](Self::trim).
+    ///
+    /// # Errors
+    /// As [`trim`](Self::trim).
+    pub fn trim_cached(&self, keep: u64) -> Result<Trimmed, Error> {
+        self.engine.trim(Keep::Cached(keep))
     }
 
     /// Waits until all work of the contexts involved is complete. All free memory can then be used
@@ -336,6 +372,11 @@ impl Allocator {
     /// All figures, at one instant.
     pub fn stats(&self) -> Stats {
         self.engine.lock().statistics()
+    }
+
+    /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
+    pub fn cached(&self) -> u64 {
+        self.engine.lock().stats.cached()
     }
 
     /// Sets all peaks to the current values, at one instant.

@@ -16,9 +16,18 @@ pub struct Trimmed {
     pub pending: u64,
 }
 
+/// What a trim leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keep {
+    /// This many bytes held from the driver.
+    Held(u64),
+    /// This many bytes beside the live blocks.
+    Cached(u64),
+}
+
 impl Engine {
-    /// Gives unused memory back until at most `keep` bytes are held. Never waits.
-    pub(crate) fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+    /// Gives unused memory back until no more than `keep` is left. Never waits.
+    pub(crate) fn trim(&self, keep: Keep) -> Result<Trimmed, Error> {
         self.free_deferred();
         let ours: Vec<u32> = {
             let mut state = self.open()?;
@@ -98,7 +107,7 @@ impl Engine {
             }
         }
         let retried = self.retry_strays();
-        let (plan, _) = self.lock().plan_trim(0, self.context.key());
+        let (plan, _) = self.lock().plan_trim(Keep::Held(0), self.context.key());
         self.release(plan)?;
         retried?;
         self.return_spans()

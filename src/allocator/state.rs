@@ -121,6 +121,8 @@ pub(crate) struct State {
     pub peak_live: u64,
     /// Blocks dropped while their stream was capturing: freed by the next call that may.
     pub deferred: Vec<(u32, u32)>,
+    /// Frees so far: the time by which idle memory is told apart.
+    pub frees: u64,
     pub closed: bool,
 }
 
@@ -146,6 +148,7 @@ impl State {
             planned: 0,
             peak_live: 0,
             deferred: Vec::new(),
+            frees: 0,
             closed: false,
         }
     }
@@ -361,7 +364,7 @@ impl State {
     }
 
     /// Granules that a request gets out of an extent: classic does not split everything.
-    fn granules_of(&self, want: &Want, available: u64) -> u32 {
+    pub(crate) fn granules_of(&self, want: &Want, available: u64) -> u32 {
         if self.packed {
             want.granules
         } else {
@@ -492,6 +495,8 @@ impl State {
                 self.count_free(u, bytes, &mut after);
             }
         }
+        self.frees += 1;
+        self.records.cold_mut(id).freed = self.frees;
         let (at, records) = self.parts(space);
         let piece = at.release(records, id, Uses::collect(uses));
         if shared {
@@ -572,6 +577,7 @@ impl State {
         let (space, records) = self.parts(SpaceId::Pages(stream));
         space.remove_region(records, piece);
         if let Some(id) = self.page_ids.remove(&addr) {
+            self.records.cold_mut(id).freed = self.frees;
             let (small, records) = self.parts(SpaceId::Small);
             small.release(records, id, Uses::One(u));
             if self.streams.complete(&u) && !self.small.merge_own {
