@@ -5,9 +5,14 @@
 compile_error!("cualloc supports 64-bit targets only: the driver's API differs on others");
 
 pub mod allocator;
+pub mod buffer;
 pub mod driver;
 #[cfg(feature = "sim")]
 pub mod sim;
 pub mod trace;
 
 pub use allocator::{Allocator, Block, Config, Error, Policy, Stats};
+pub use buffer::{
+    BufferError, CopyInFlight, DeviceBuffer, DeviceCopy, DeviceSlice, DeviceSliceMut, FillValue,
+    PinnedBuffer, Pod,
+};

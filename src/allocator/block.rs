@@ -7,6 +7,7 @@ use crate::driver::{Stream, sys};
 use super::engine::Shared;
 use super::error::Error;
 use super::raw::Grant;
+use super::streams::Holder;
 
 /// Device memory with one owner. Dropping it gives the memory back in the order of its stream:
 /// work queued before the drop may still use it.
@@ -51,6 +52,14 @@ impl Block {
 
     pub(crate) fn engine(&self) -> &Shared {
         &self.engine
+    }
+
+    /// Whether the block's own stream was retired, so that a free takes its last marker for the end
+    /// of all its work.
+    pub(crate) fn stream_retired(&self) -> bool {
+        let state = self.engine.lock();
+        let stream = state.records[self.grant.id].stream;
+        matches!(state.streams[stream].holder, Holder::Retired)
     }
 
     /// Says that another stream uses the block: after the drop it is reused only when everything

@@ -5,8 +5,9 @@ use super::error::DriverError;
 use super::sys::{self, CUdeviceptr, CUpointer_attribute, CUstream};
 use super::table::call;
 use std::ffi::c_void;
+use std::fmt;
 use std::mem::MaybeUninit;
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 /// A device's memory as the driver sees it, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -34,6 +35,50 @@ impl HostMemory {
         flag(self.portable, sys::CU_MEMHOSTALLOC_PORTABLE)
             | flag(self.device_map, sys::CU_MEMHOSTALLOC_DEVICEMAP)
             | flag(self.write_combined, sys::CU_MEMHOSTALLOC_WRITECOMBINED)
+    }
+}
+
+/// Page-locked host memory, freed on drop, which may wait for work that uses it. `Send` and `Sync`: an
+/// address with a lifetime; what may be done with the bytes is for its owner to say.
+pub struct HostAllocation {
+    context: Context,
+    address: NonNull<c_void>,
+    bytes: usize,
+}
+
+// SAFETY: page-locked memory may be used and freed from any thread.
+unsafe impl Send for HostAllocation {}
+// SAFETY: as above, and nothing in here reads or writes the memory.
+unsafe impl Sync for HostAllocation {}
+
+impl HostAllocation {
+    /// The first byte.
+    pub fn ptr(&self) -> NonNull<c_void> {
+        self.address
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl fmt::Debug for HostAllocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostAllocation")
+            .field("address", &self.address)
+            .field("bytes", &self.bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for HostAllocation {
+    fn drop(&mut self) {
+        let address = self.address.as_ptr();
+        self.context.release("page-locked memory", |driver| {
+            // SAFETY: the memory is ours, and whoever gave it to a device has waited for it.
+            unsafe { call!(driver, cuMemFreeHost(address)) }
+        });
     }
 }
 
@@ -147,6 +192,24 @@ impl Entered<'_> {
             )
         }?;
         Ok(address)
+    }
+
+    /// Allocates `bytes` of page-locked host memory that frees itself. Its bytes are undefined.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn host_allocation(
+        &self,
+        bytes: usize,
+        how: HostMemory,
+    ) -> Result<HostAllocation, DriverError> {
+        let address = NonNull::new(self.host_alloc(bytes, how)?)
+            .ok_or_else(|| DriverError::new("cuMemHostAlloc", sys::CUresult::CUDA_ERROR_UNKNOWN))?;
+        Ok(HostAllocation {
+            context: self.context().clone(),
+            address,
+            bytes,
+        })
     }
 
     /// Frees memory of [`Entered::host_alloc`].

@@ -33,7 +33,7 @@ pub use counts::CallCounts;
 pub use device::Device;
 pub use error::{Candidate, DriverError, LoadError};
 pub use event::{Event, EventKind};
-pub use memory::{HostMemory, MemInfo};
+pub use memory::{HostAllocation, HostMemory, MemInfo};
 pub use module::{Function, Module};
 pub use pool::{MemoryPool, PoolProperties};
 pub use stream::{Stream, StreamKind};

@@ -79,3 +79,25 @@ impl Addresses {
         self.insert(start, len);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_given_back_merge_and_are_taken_again() {
+        let mut free = Addresses::new(0x1000, 0x9000);
+        let first = free.take(0x1000, 0x1000);
+        let second = free.take(0x2000, 0x2000);
+        assert_eq!((first, second), (Some(0x1000), Some(0x2000)));
+        assert!(!free.take_at(0x3000, 0x1000), "taken");
+        assert!(free.take_at(0x8000, 0x1000));
+        assert!(!free.take_at(0x7000, 0x2000), "beyond the end");
+        free.give(0x1000, 0x1000);
+        free.give(0x8000, 0x1000);
+        free.give(0x2000, 0x2000);
+        assert_eq!(free.by_start.len(), 1);
+        assert_eq!(free.take(0x8000, 0x1000), Some(0x1000));
+        assert_eq!(free.take(1, 1), None);
+    }
+}

@@ -3,7 +3,6 @@
 use super::state::{R, fail};
 use crate::driver::sys::CUresult;
 use std::ffi::c_void;
-use std::marker::PhantomData;
 
 /// Conversion of a C argument of type `C`; the parameter type of the method decides.
 pub(super) trait Arg<C> {
@@ -182,11 +181,16 @@ impl Params {
 
 /// A host address kept for later: the caller of an asynchronous operation keeps it valid until then.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Host<T = u8>(usize, PhantomData<fn() -> T>);
+pub(super) struct Host(usize);
 
 impl Host {
     pub(super) fn new(address: usize) -> Host {
-        Host(address, PhantomData)
+        Host(address)
+    }
+
+    /// The address as a number.
+    pub(super) fn address(self) -> usize {
+        self.0
     }
 
     /// Copies `len` bytes at `offset` out of host memory.

@@ -195,3 +195,96 @@ pub(super) fn mismatches(content: &Content, words: u64, expected: u32) -> u64 {
             .count() as u64,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A small generator of random numbers, so that runs repeat.
+    fn random(state: &mut u64, below: u64) -> u64 {
+        *state = state
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        (*state >> 33) % below
+    }
+
+    #[test]
+    fn intervals_hold_what_an_array_of_bytes_holds() {
+        const SIZE: u64 = 400;
+        for seed in 0..200 {
+            let mut state = seed;
+            let mut contents = Contents::default();
+            let mut model = vec![None; SIZE as usize];
+            for _ in 0..60 {
+                let start = random(&mut state, SIZE);
+                let len = random(&mut state, SIZE - start) + 1;
+                let content = match random(&mut state, 4) {
+                    0 => None,
+                    1 => {
+                        let bytes = (0..len).map(|_| random(&mut state, 256) as u8);
+                        Some(Content::Raw(bytes.collect(), 0))
+                    }
+                    step => Some(Content::Words {
+                        first: random(&mut state, 3) as u32,
+                        step: step as u32 - 2,
+                        phase: random(&mut state, 4) as u8,
+                    }),
+                };
+                match &content {
+                    Some(content) => contents.write(start, len, content.clone()),
+                    None => contents.clear(start, len),
+                }
+                for at in 0..len {
+                    model[(start + at) as usize] = content.as_ref().map(|content| content.byte(at));
+                }
+                let from = random(&mut state, SIZE);
+                let mut found = Vec::new();
+                contents.read(from, SIZE - from, |offset, len, content| {
+                    assert_eq!(offset, found.len() as u64);
+                    found.extend(
+                        (0..len).map(|at| content.as_ref().map(|content| content.byte(at))),
+                    );
+                });
+                assert_eq!(found, model[from as usize..]);
+            }
+        }
+    }
+
+    #[test]
+    fn mismatches_agree_with_comparing_word_by_word() {
+        let contents = [
+            Content::Words {
+                first: 7,
+                step: 1,
+                phase: 0,
+            },
+            Content::Words {
+                first: 9,
+                step: 0,
+                phase: 0,
+            },
+            Content::Words {
+                first: 0x0707_0707,
+                step: 0,
+                phase: 2,
+            },
+            Content::Raw((0..200).collect::<Vec<u8>>().into(), 3),
+        ];
+        for content in contents {
+            for expected in [0, 7, 8, 9, u32::MAX, 0x0707_0700] {
+                let slow = (0..20).filter(|&index| {
+                    let bytes = [0, 1, 2, 3].map(|byte| content.byte(index * 4 + byte));
+                    u32::from_le_bytes(bytes) != expected.wrapping_add(index as u32)
+                });
+                assert_eq!(mismatches(&content, 20, expected), slow.count() as u64);
+            }
+        }
+        let constant = Content::Words {
+            first: 5,
+            step: 0,
+            phase: 0,
+        };
+        let two_rounds = (1 << 32) + 10;
+        assert_eq!(mismatches(&constant, two_rounds, 0), two_rounds - 2);
+    }
+}

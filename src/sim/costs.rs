@@ -131,7 +131,7 @@ impl Counters {
 
     pub(super) fn count(&mut self, call: Call, nanos: u64) {
         self.calls[call as usize] += 1;
-        self.nanos += nanos;
+        self.nanos = self.nanos.saturating_add(nanos);
     }
 }
 

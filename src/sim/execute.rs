@@ -147,13 +147,23 @@ impl State {
         let mut broken = Vec::new();
         for (len, content) in self.load(queue, op, own, address, words * 4) {
             self.undefined(queue, op, address + at, len, content.is_none());
-            let expected = seed.wrapping_add((at / 4) as u32);
-            match content {
-                // A word that lies across a border is compared byte by byte.
-                _ if at % 4 != 0 || len % 4 != 0 => broken.push((at, len, content)),
-                Some(content) => wrong += mismatches(&content, len / 4, expected),
-                None => wrong += len / 4,
+            // Words that lie across a border are compared byte by byte.
+            let head = (at.next_multiple_of(4) - at).min(len);
+            let tail = (len - head) % 4;
+            let middle = len - head - tail;
+            for (from, size) in [(0, head), (len - tail, tail)] {
+                if size > 0 {
+                    let part = content.as_ref().map(|content| content.skip(from));
+                    broken.push((at + from, size, part));
+                }
             }
+            let expected = seed.wrapping_add(((at + head) / 4) as u32);
+            wrong += match &content {
+                Some(content) if middle > 0 => {
+                    mismatches(&content.skip(head), middle / 4, expected)
+                }
+                _ => middle / 4,
+            };
             at += len;
         }
         wrong += broken_words(seed, &broken);

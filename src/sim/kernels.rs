@@ -63,7 +63,7 @@ impl State {
         stream: CUstream,
     ) -> R {
         let bytes = (count as u64).checked_mul(4).ok_or(INVALID)?;
-        if address % 4 != 0 {
+        if !address.is_multiple_of(4) {
             return fail(INVALID);
         }
         self.enqueue(

@@ -168,6 +168,9 @@ impl State {
                 .history_entries
                 .saturating_sub(alloc.history.len() as u64);
             self.handles.remove(&alloc.handle);
+            if !self.shared.is_empty() {
+                self.shared.retain(|_, shared| shared.what != index);
+            }
             self.allocs[index as usize] = None;
             self.free_allocs.push(index);
         }
@@ -238,7 +241,7 @@ impl State {
         self.active.iter().find_map(|&queue| {
             self.queues[queue as usize].ops.iter().find_map(|op| {
                 let hit = op.ranges().into_iter().find(|&(start, len)| {
-                    len > 0 && start < address + bytes && address < start + len
+                    len > 0 && start < address + bytes && address < start.saturating_add(len)
                 });
                 hit.map(|(start, len)| self.entry(queue, op, start, len))
             })

@@ -34,7 +34,7 @@ pub(super) struct Pool {
     default: bool,
     destroyed: bool,
     max: u64,
-    handle_types: CUmemAllocationHandleType,
+    pub(super) handle_types: CUmemAllocationHandleType,
     threshold: u64,
     follow_events: bool,
     opportunistic: bool,
@@ -80,7 +80,8 @@ impl Pool {
 }
 
 impl State {
-    fn pool(&mut self, pool: CUmemoryPool) -> R<u64> {
+    /// The number of a pool, which has to be alive.
+    pub(super) fn pool(&mut self, pool: CUmemoryPool) -> R<u64> {
         let value = pool as u64;
         match self.pools.get(&value) {
             Some(entry) if !entry.destroyed => Ok(value),
@@ -185,7 +186,9 @@ impl State {
             return fail(INVALID);
         };
         let (device, access) = (pool.device, pool.access);
-        if pool.max != 0 && pool.reserved() + size > pool.max.next_multiple_of(UNIT) {
+        if pool.max != 0
+            && pool.reserved().saturating_add(size) > pool.max.div_ceil(UNIT).saturating_mul(UNIT)
+        {
             return fail(out_of_memory);
         }
         if size > self.free_bytes(device) {
@@ -564,67 +567,5 @@ impl State {
         }
         self.devices[device].pool = Some(value);
         Ok(())
-    }
-
-    pub(super) fn cuMemPoolExportToShareableHandle(
-        &mut self,
-        out: Out<c_void>,
-        pool: CUmemoryPool,
-        kind: CUmemAllocationHandleType,
-        _flags: u64,
-    ) -> R {
-        let value = self.pool(pool)?;
-        let types = self.pools.get(&value).map_or(0, |pool| pool.handle_types.0);
-        if kind.0 == 0 || types & kind.0 == 0 {
-            return fail(INVALID);
-        }
-        let token = self.share(value as u32);
-        out.cast().set(token as c_int)
-    }
-
-    pub(super) fn cuMemPoolImportFromShareableHandle(
-        &mut self,
-        out: Out<CUmemoryPool>,
-        handle: *mut c_void,
-        _kind: CUmemAllocationHandleType,
-        _flags: u64,
-    ) -> R {
-        match self.shared.get(&(handle as u64)) {
-            Some(&value) => out.set(u64::from(value) as CUmemoryPool),
-            None => fail(INVALID),
-        }
-    }
-
-    pub(super) fn cuMemPoolExportPointer(
-        &mut self,
-        out: Out<CUmemPoolPtrExportData>,
-        ptr: CUdeviceptr,
-    ) -> R {
-        if !self.pool_blocks.contains_key(&ptr) {
-            return fail(INVALID);
-        }
-        let mut reserved = [0; 64];
-        for (place, byte) in reserved.iter_mut().zip(ptr.to_le_bytes()) {
-            *place = byte as _;
-        }
-        out.set(CUmemPoolPtrExportData { reserved })
-    }
-
-    pub(super) fn cuMemPoolImportPointer(
-        &mut self,
-        out: Out<CUdeviceptr>,
-        pool: CUmemoryPool,
-        data: Out<CUmemPoolPtrExportData>,
-    ) -> R {
-        self.pool(pool)?;
-        let mut bytes = [0; 8];
-        for (place, byte) in bytes.iter_mut().zip(data.get()?.reserved) {
-            *place = byte as u8;
-        }
-        let ptr = u64::from_le_bytes(bytes);
-        if !self.pool_blocks.contains_key(&ptr) {
-            return fail(INVALID);
-        }
-        out.set(ptr)
     }
 }

@@ -321,7 +321,7 @@ impl State {
         match (&op.work, self.mode) {
             (Work::Wait { queue, seq }, _) => self.is_done(*queue, *seq),
             (Work::Record, _) | (_, Mode::Instant) => true,
-            (_, Mode::Lag(lag)) => self.row >= op.row + lag,
+            (_, Mode::Lag(lag)) => self.row >= op.row.saturating_add(lag),
             (_, Mode::Manual) => false,
         }
     }
@@ -398,19 +398,21 @@ impl State {
                     stack.push((*queue, *seq));
                 }
                 Some(op) => {
-                    nanos += op.nanos;
+                    nanos = op.nanos.saturating_add(nanos);
                     if let (Mode::Lag(lag), false) = (
                         self.mode,
                         matches!(op.work, Work::Wait { .. } | Work::Record),
                     ) {
-                        rows = rows.max((op.row + lag).saturating_sub(self.row));
+                        rows = rows.max(op.row.saturating_add(lag).saturating_sub(self.row));
                     }
                     self.step(queue);
                 }
             }
         }
         self.pump();
-        Ok(nanos + rows * self.config.row_nanos)
+        Ok(rows
+            .saturating_mul(self.config.row_nanos)
+            .saturating_add(nanos))
     }
 
     /// A wait of the host: counts it, and refuses it where the test says so.
@@ -430,7 +432,7 @@ impl State {
             self.counters.blocked_waits += 1;
         }
         let nanos = self.finish(queue, seq)?;
-        self.counters.nanos += nanos;
+        self.counters.nanos = self.counters.nanos.saturating_add(nanos);
         self.observe(queue, seq, clock);
         Ok(())
     }

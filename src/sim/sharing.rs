@@ -2,7 +2,7 @@
 //!
 //! All users live in one simulator, so what travels between processes on real hardware is a number.
 
-use super::args::{In, Out};
+use super::args::{Host, In, Out};
 use super::memory::Origin;
 use super::state::{R, State, fail};
 use crate::driver::sys::*;
@@ -12,13 +12,94 @@ const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 /// Shared numbers begin here, far from real file descriptors.
 const TOKEN_BASE: u64 = 1 << 20;
 
+/// Marks a shared number of a pool; without it, it is an allocation's.
+const POOL: u32 = 1 << 31;
+
+/// What a shared number stands for, and what keeps the number from being used again.
+pub(super) struct Shared {
+    /// An allocation, or a pool.
+    pub(super) what: u32,
+    /// The other end of the pipe whose reading end is the descriptor.
+    #[cfg(unix)]
+    _end: Option<std::io::PipeWriter>,
+}
+
 impl State {
-    pub(super) fn share(&mut self, what: u32) -> u64 {
+    /// A number to send to other users.
+    fn share_token(&mut self, what: u32) -> u64 {
         let token = TOKEN_BASE + self.next_share;
         self.next_share += 1;
-        self.shared.insert(token, what);
+        let shared = Shared {
+            what,
+            #[cfg(unix)]
+            _end: None,
+        };
+        self.shared.insert(token, shared);
         token
     }
+
+    fn shared_token(&self, token: u64) -> R<u32> {
+        self.shared
+            .get(&token)
+            .map(|shared| shared.what)
+            .ok_or(INVALID)
+    }
+
+    /// A file descriptor to send to other users: a real one, which may be duplicated and closed.
+    #[cfg(unix)]
+    fn share_fd(&mut self, what: u32) -> R<c_int> {
+        use std::os::fd::{AsFd, IntoRawFd};
+        let unavailable = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        let (reader, writer) = std::io::pipe().map_err(|_| unavailable)?;
+        let key = inode(reader.as_fd()).ok_or(unavailable)?;
+        self.shared.insert(
+            key,
+            Shared {
+                what,
+                _end: Some(writer),
+            },
+        );
+        Ok(reader.into_raw_fd())
+    }
+
+    /// A number in place of a file descriptor.
+    #[cfg(not(unix))]
+    fn share_fd(&mut self, what: u32) -> R<c_int> {
+        Ok(self.share_token(what) as c_int)
+    }
+
+    /// What a file descriptor stands for.
+    #[cfg(unix)]
+    fn shared_fd(&self, fd: usize) -> R<u32> {
+        let fd = c_int::try_from(fd)
+            .ok()
+            .filter(|&fd| fd >= 0)
+            .ok_or(INVALID)?;
+        // SAFETY: the caller of an import passes an open descriptor, and it is only looked at.
+        let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+        let key = inode(fd).ok_or(INVALID)?;
+        self.shared
+            .get(&key)
+            .map(|shared| shared.what)
+            .ok_or(INVALID)
+    }
+
+    /// What a number in place of a file descriptor stands for.
+    #[cfg(not(unix))]
+    fn shared_fd(&self, fd: usize) -> R<u32> {
+        self.shared
+            .get(&(fd as u64))
+            .map(|shared| shared.what)
+            .ok_or(INVALID)
+    }
+}
+
+/// What identifies an open file, however often its descriptor was duplicated.
+#[cfg(unix)]
+fn inode(fd: std::os::fd::BorrowedFd<'_>) -> Option<u64> {
+    use std::os::unix::fs::MetadataExt;
+    let file = std::fs::File::from(fd.try_clone_to_owned().ok()?);
+    Some(file.metadata().ok()?.ino() | 1 << 63)
 }
 
 #[allow(non_snake_case)]
@@ -38,29 +119,33 @@ impl State {
         if flags != 0 || kind.0 == 0 || allowed & kind.0 == 0 {
             return fail(INVALID);
         }
-        let token = self.share(alloc);
         if kind == CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC {
+            let token = self.share_token(alloc);
             let mut data = [0; 64];
             data[..8].copy_from_slice(&token.to_le_bytes());
             return out.cast().set(CUmemFabricHandle { data });
         }
-        out.cast().set(token as c_int)
+        let fd = self.share_fd(alloc)?;
+        out.cast().set(fd)
     }
 
     pub(super) fn cuMemImportFromShareableHandle(
         &mut self,
         handle: Out<CUmemGenericAllocationHandle>,
-        os_handle: *mut c_void,
+        os_handle: Host,
         kind: CUmemAllocationHandleType,
     ) -> R {
+        type K = CUmemAllocationHandleType;
         handle.check()?;
-        // A descriptor travels as the pointer's value, a fabric handle behind it; fabric handles
-        // cannot be told to be valid memory here, so only descriptors are taken.
-        if kind != CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR {
-            return fail(CUresult::CUDA_ERROR_NOT_SUPPORTED);
-        }
-        let Some(&alloc) = self.shared.get(&(os_handle as u64)) else {
-            return fail(INVALID);
+        // A descriptor travels as the pointer's value, a fabric handle lies behind the pointer.
+        let alloc = match kind {
+            K::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR => self.shared_fd(os_handle.address())?,
+            K::CU_MEM_HANDLE_TYPE_FABRIC if os_handle.address() != 0 => {
+                let mut token = [0; 8];
+                token.copy_from_slice(&os_handle.read(0, 8));
+                self.shared_token(u64::from_le_bytes(token))?
+            }
+            _ => return fail(CUresult::CUDA_ERROR_NOT_SUPPORTED),
         };
         let Some(entry) = &mut self.allocs[alloc as usize] else {
             return fail(INVALID);
@@ -97,7 +182,7 @@ impl State {
         _flags: u64,
     ) -> R {
         let end = dptr.checked_add(size as u64).ok_or(INVALID)?;
-        if size == 0 || dptr % 4096 != 0 || size % 4096 != 0 {
+        if size == 0 || !dptr.is_multiple_of(4096) || !size.is_multiple_of(4096) {
             return fail(INVALID);
         }
         let mut at = dptr;
@@ -119,8 +204,8 @@ impl State {
         if !dma || !self.config.devices[device].dma_buf {
             return fail(CUresult::CUDA_ERROR_NOT_SUPPORTED);
         }
-        let token = self.share(alloc);
-        out.cast().set(token as c_int)
+        let fd = self.share_fd(alloc)?;
+        out.cast().set(fd)
     }
 
     pub(super) fn cuIpcGetMemHandle(&mut self, out: Out<CUipcMemHandle>, dptr: CUdeviceptr) -> R {
@@ -128,7 +213,7 @@ impl State {
             Some((_, mapping)) if matches!(mapping.origin, Origin::Plain(_)) => mapping.alloc,
             _ => return fail(INVALID),
         };
-        let token = self.share(alloc);
+        let token = self.share_token(alloc);
         let mut reserved = [0; 64];
         for (place, byte) in reserved.iter_mut().zip(token.to_le_bytes()) {
             *place = byte as std::ffi::c_char;
@@ -148,9 +233,7 @@ impl State {
         for (place, byte) in token.iter_mut().zip(handle.reserved) {
             *place = byte as u8;
         }
-        let Some(&alloc) = self.shared.get(&u64::from_le_bytes(token)) else {
-            return fail(INVALID);
-        };
+        let alloc = self.shared_token(u64::from_le_bytes(token))?;
         let Some(entry) = &self.allocs[alloc as usize] else {
             return fail(INVALID);
         };
@@ -295,5 +378,68 @@ impl State {
             mapping.sync_memops = on;
         }
         Ok(())
+    }
+
+    pub(super) fn cuMemPoolExportToShareableHandle(
+        &mut self,
+        out: Out<c_void>,
+        pool: CUmemoryPool,
+        kind: CUmemAllocationHandleType,
+        _flags: u64,
+    ) -> R {
+        let value = self.pool(pool)?;
+        let types = self.pools.get(&value).map_or(0, |pool| pool.handle_types.0);
+        if kind.0 == 0 || types & kind.0 == 0 {
+            return fail(INVALID);
+        }
+        let fd = self.share_fd(value as u32 | POOL)?;
+        out.cast().set(fd)
+    }
+
+    pub(super) fn cuMemPoolImportFromShareableHandle(
+        &mut self,
+        out: Out<CUmemoryPool>,
+        handle: *mut c_void,
+        _kind: CUmemAllocationHandleType,
+        _flags: u64,
+    ) -> R {
+        let value = self.shared_fd(handle as usize)?;
+        if value & POOL == 0 {
+            return fail(INVALID);
+        }
+        out.set(u64::from(value & !POOL) as CUmemoryPool)
+    }
+
+    pub(super) fn cuMemPoolExportPointer(
+        &mut self,
+        out: Out<CUmemPoolPtrExportData>,
+        ptr: CUdeviceptr,
+    ) -> R {
+        if !self.pool_blocks.contains_key(&ptr) {
+            return fail(INVALID);
+        }
+        let mut reserved = [0; 64];
+        for (place, byte) in reserved.iter_mut().zip(ptr.to_le_bytes()) {
+            *place = byte as _;
+        }
+        out.set(CUmemPoolPtrExportData { reserved })
+    }
+
+    pub(super) fn cuMemPoolImportPointer(
+        &mut self,
+        out: Out<CUdeviceptr>,
+        pool: CUmemoryPool,
+        data: Out<CUmemPoolPtrExportData>,
+    ) -> R {
+        self.pool(pool)?;
+        let mut bytes = [0; 8];
+        for (place, byte) in bytes.iter_mut().zip(data.get()?.reserved) {
+            *place = byte;
+        }
+        let ptr = u64::from_le_bytes(bytes);
+        if !self.pool_blocks.contains_key(&ptr) {
+            return fail(INVALID);
+        }
+        out.set(ptr)
     }
 }

@@ -166,7 +166,7 @@ pub(super) struct State {
     pub(super) history_entries: u64,
     pub(super) history_limit: u64,
     pub(super) host_blocks: BTreeMap<u64, HostBlock>,
-    pub(super) shared: HashMap<u64, u32>,
+    pub(super) shared: HashMap<u64, super::sharing::Shared>,
     pub(super) next_share: u64,
     pub(super) next_block_id: u64,
     pub(super) pools: HashMap<u64, Pool>,

@@ -85,7 +85,8 @@ impl State {
     }
 
     fn charge(&mut self, call: Call, handles: usize) {
-        self.counters.nanos += self.costs.of(call) * handles as u64;
+        let nanos = self.costs.of(call).saturating_mul(handles as u64);
+        self.counters.nanos = self.counters.nanos.saturating_add(nanos);
     }
 }
 
@@ -102,12 +103,13 @@ impl State {
         ptr.check()?;
         let size = size as u64;
         let align = (alignment as u64).max(PAGE);
-        if size == 0 || size % PAGE != 0 || !align.is_power_of_two() || flags != 0 {
+        if size == 0 || !size.is_multiple_of(PAGE) || !align.is_power_of_two() || flags != 0 {
             return fail(INVALID);
         }
         // Handles are mapped at multiples of the granule; so a reservation begins at one.
-        let align = align.max(2 << 20);
-        let hinted = addr != 0 && addr % align == 0 && self.reserve.take_at(addr, size);
+        let granules = self.config.devices.iter().map(|device| device.granularity);
+        let align = align.max(granules.max().unwrap_or(PAGE));
+        let hinted = addr != 0 && addr.is_multiple_of(align) && self.reserve.take_at(addr, size);
         let start = match hinted {
             true => addr,
             false => self
@@ -153,7 +155,7 @@ impl State {
         let prop = prop.get()?;
         let device = self.check_props(&prop)?;
         let granularity = self.config.devices[device].granularity;
-        if size == 0 || size as u64 % granularity != 0 || flags != 0 {
+        if size == 0 || !(size as u64).is_multiple_of(granularity) || flags != 0 {
             return fail(INVALID);
         }
         let value = self.next_handle;
@@ -189,7 +191,7 @@ impl State {
         };
         let bytes = entry.bytes;
         let granularity = self.config.devices[entry.device].granularity;
-        if size as u64 != bytes || flags != 0 || ptr % granularity != 0 {
+        if size as u64 != bytes || flags != 0 || !ptr.is_multiple_of(granularity) {
             return fail(INVALID);
         }
         let inside = self

@@ -1,0 +1,125 @@
+//! Which types may live in device memory.
+
+use std::mem::MaybeUninit;
+
+/// A type whose values are plain bytes and may be copied to and from a device as such.
+///
+/// Implemented for integers, floating-point numbers, arrays of such types, and [`MaybeUninit`]. Not
+/// for `bool` and `char`, which only some bytes are values of; nor for references and owners, which
+/// mean nothing on a device. A `#[repr(C)]` struct of such fields may implement it.
+///
+/// ```
+/// fn lives_on_a_device<T: cualloc::DeviceCopy>() {}
+/// lives_on_a_device::<[f32; 4]>();
+/// lives_on_a_device::<std::mem::MaybeUninit<u8>>();
+/// ```
+/// ```compile_fail,E0277
+/// fn lives_on_a_device<T: cualloc::DeviceCopy>() {}
+/// lives_on_a_device::<bool>();
+/// ```
+/// ```compile_fail,E0277
+/// fn lives_on_a_device<T: cualloc::DeviceCopy>() {}
+/// lives_on_a_device::<char>();
+/// ```
+/// ```compile_fail,E0277
+/// fn lives_on_a_device<T: cualloc::DeviceCopy>() {}
+/// lives_on_a_device::<&'static u32>();
+/// ```
+/// ```compile_fail,E0277
+/// fn lives_on_a_device<T: cualloc::DeviceCopy>() {}
+/// lives_on_a_device::<Vec<u32>>();
+/// ```
+///
+/// # Safety
+/// Whatever the bytes are that initialise a place of this type, it holds a value of it; bytes that
+/// are padding may be anything. All zero bytes in particular are a value. No value refers to memory
+/// or to any other resource.
+pub unsafe trait DeviceCopy: Copy + Send + Sync + 'static {}
+
+/// A [`DeviceCopy`] type all of whose bytes are initialised: it has no padding. Such memory may be
+/// viewed as bytes, or as another type of this kind.
+///
+/// ```compile_fail,E0277
+/// fn has_bytes<T: cualloc::Pod>() {}
+/// has_bytes::<std::mem::MaybeUninit<u8>>();
+/// ```
+///
+/// # Safety
+/// In addition to the contract of [`DeviceCopy`]: every byte of every value is initialised.
+pub unsafe trait Pod: DeviceCopy {}
+
+/// A type that device memory can be filled with: numbers of one and of four bytes.
+///
+/// ```
+/// fn fills<T: cualloc::FillValue>() {}
+/// fills::<f32>();
+/// ```
+/// ```compile_fail,E0277
+/// fn fills<T: cualloc::FillValue>() {}
+/// fills::<f64>();
+/// ```
+pub trait FillValue: Pod + sealed::Fill {}
+
+mod sealed {
+    /// What the driver can fill with.
+    #[derive(Clone, Copy)]
+    pub enum Pattern {
+        Byte(u8),
+        /// In the host's byte order, which is the device's.
+        Word(u32),
+    }
+
+    pub trait Fill {
+        fn pattern(self) -> Pattern;
+    }
+}
+
+pub(super) use sealed::Pattern;
+
+macro_rules! plain {
+    ($($type:ty)*) => {
+        $(
+            // SAFETY: a number has no padding, every pattern of its bits is a value, and it refers
+            // to nothing.
+            unsafe impl DeviceCopy for $type {}
+            // SAFETY: as above.
+            unsafe impl Pod for $type {}
+        )*
+    };
+}
+
+plain!(u8 u16 u32 u64 u128 usize i8 i16 i32 i64 i128 isize f32 f64);
+
+// SAFETY: an array is its elements back to back, without padding of its own.
+unsafe impl<T: DeviceCopy, const N: usize> DeviceCopy for [T; N] {}
+// SAFETY: as above.
+unsafe impl<T: Pod, const N: usize> Pod for [T; N] {}
+// SAFETY: anything, also nothing, is a value of it.
+unsafe impl<T: DeviceCopy> DeviceCopy for MaybeUninit<T> {}
+
+macro_rules! fills {
+    ($($type:ty: $pattern:ident($bits:ty);)*) => {
+        $(
+            impl FillValue for $type {}
+            impl sealed::Fill for $type {
+                fn pattern(self) -> Pattern {
+                    Pattern::$pattern(<$bits>::from_ne_bytes(self.to_ne_bytes()))
+                }
+            }
+        )*
+    };
+}
+
+fills! {
+    u8: Byte(u8);
+    i8: Byte(u8);
+    u32: Word(u32);
+    i32: Word(u32);
+    f32: Word(u32);
+}
+
+/// Bytes of `len` elements; none if no host or device could hold them.
+pub(super) fn bytes_of<T>(len: usize) -> Option<usize> {
+    len.checked_mul(size_of::<T>())
+        .filter(|bytes| isize::try_from(*bytes).is_ok())
+}

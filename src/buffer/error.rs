@@ -1,0 +1,171 @@
+//! Errors of typed buffers.
+
+use std::fmt;
+
+use crate::allocator::{self, Block};
+use crate::driver::DriverError;
+
+use super::device::DeviceBuffer;
+use super::element::DeviceCopy;
+use super::pinned::PinnedBuffer;
+
+/// Why a call on a buffer failed. Wrong arguments are found before any driver call, and nothing has
+/// changed then.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BufferError {
+    /// The allocator refused.
+    #[error(transparent)]
+    Allocator(#[from] allocator::Error),
+    /// A driver call failed. What the operation was to write is undefined then.
+    #[error("a driver call failed")]
+    Driver(#[from] DriverError),
+    /// More bytes than an address space has.
+    #[error("{len} elements of {element_bytes} bytes are too many")]
+    TooLarge {
+        /// Elements asked for.
+        len: usize,
+        /// Bytes of each.
+        element_bytes: usize,
+    },
+    /// A range that does not lie in the buffer, or that ends before it starts.
+    #[error("the range {start}..{end} does not lie in 0..{len}")]
+    OutOfRange {
+        /// First element of the range.
+        start: usize,
+        /// The element after its last.
+        end: usize,
+        /// Elements there are.
+        len: usize,
+    },
+    /// A copy between ranges of different length.
+    #[error("cannot copy {source_len} elements to {target_len}")]
+    LengthMismatch {
+        /// Elements of the target.
+        target_len: usize,
+        /// Elements of the source.
+        source_len: usize,
+    },
+    /// Bytes that are no whole number of elements, seen as another type.
+    #[error("{bytes} bytes are no whole number of elements of {element_bytes} bytes")]
+    SizeMismatch {
+        /// Bytes there are.
+        bytes: usize,
+        /// Bytes of an element.
+        element_bytes: usize,
+    },
+    /// Memory that is not aligned for its element type.
+    #[error("{ptr:#x} is not a multiple of {alignment}")]
+    Misaligned {
+        /// The address.
+        ptr: u64,
+        /// Bytes.
+        alignment: usize,
+    },
+    /// A block that is smaller than the buffer it was to become.
+    #[error("{needed} bytes do not fit into a block of {usable}")]
+    BlockTooSmall {
+        /// Bytes of the elements.
+        needed: usize,
+        /// Usable bytes of the block.
+        usable: u64,
+    },
+    /// A stream of a device that has no part in the operation.
+    #[error("the stream is on device {stream_device}, the memory on device {device}")]
+    WrongDevice {
+        /// Ordinal of the memory's device.
+        device: usize,
+        /// Ordinal of the stream's device.
+        stream_device: usize,
+    },
+    /// The buffer's stream is the default stream of another thread, which this one cannot name.
+    #[error("the buffer belongs to the default stream of another thread")]
+    WrongThread,
+    /// A stream that takes part is being captured into a graph.
+    #[error("stream {stream:#x} is capturing")]
+    Capturing {
+        /// The stream's handle.
+        stream: usize,
+    },
+    /// After a failure, work may use the buffer that cannot be waited for: it is never freed.
+    #[error("work may use the memory that cannot be waited for")]
+    Abandoned,
+    /// The host has no memory for the result.
+    #[error("the host has no memory for {bytes} bytes")]
+    HostMemory {
+        /// Bytes asked for.
+        bytes: usize,
+    },
+}
+
+impl BufferError {
+    /// Whether device memory ran out.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            BufferError::Allocator(error) => error.is_out_of_memory(),
+            _ => false,
+        }
+    }
+
+    /// The driver's error behind this one, if there is one.
+    pub fn driver_error(&self) -> Option<DriverError> {
+        match self {
+            BufferError::Allocator(error) => error.driver_error(),
+            BufferError::Driver(error) => Some(*error),
+            _ => None,
+        }
+    }
+}
+
+/// A buffer whose memory could not be freed or given up, and why.
+#[derive(thiserror::Error)]
+#[error("the buffer at {:#x} could not be released", buffer.as_device_ptr())]
+pub struct ReleaseError<T: DeviceCopy> {
+    /// The buffer, still allocated.
+    pub buffer: DeviceBuffer<T>,
+    /// The reason.
+    #[source]
+    pub error: BufferError,
+}
+
+/// A block that could not become a buffer, and why.
+#[derive(Debug, thiserror::Error)]
+#[error("the block at {:#x} cannot be such a buffer", block.ptr())]
+pub struct FromBlockError {
+    /// The block, still allocated.
+    pub block: Block,
+    /// The reason.
+    #[source]
+    pub error: BufferError,
+}
+
+/// A copy that could not be started, and why.
+#[derive(thiserror::Error)]
+#[error("the copy could not be started")]
+pub struct CopyError<T: DeviceCopy> {
+    /// The host memory. `None` if the driver may have taken the copy and its end could not be waited
+    /// for: then the memory is left to the device for ever.
+    pub host: Option<PinnedBuffer<T>>,
+    /// The reason.
+    #[source]
+    pub error: BufferError,
+}
+
+// By hand: a derived one would ask for `T: Debug`.
+impl<T: DeviceCopy> fmt::Debug for ReleaseError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReleaseError")
+            .field("buffer", &self.buffer)
+            .field("error", &self.error)
+            .finish()
+    }
+}
+
+impl<T: DeviceCopy> fmt::Debug for CopyError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CopyError")
+            .field("host", &self.host)
+            .field("error", &self.error)
+            .finish()
+    }
+}

@@ -1,0 +1,69 @@
+//! Typed buffers over the allocator's blocks.
+//!
+//! [`DeviceBuffer`] owns device memory, [`DeviceSlice`] and [`DeviceSliceMut`] borrow parts of it,
+//! [`PinnedBuffer`] owns page-locked host memory. Elements are plain data: [`DeviceCopy`].
+//!
+//! # Waiting
+//! Operations that take or give ordinary host memory wait until they are done. Operations that take a
+//! stream do not wait: they are queued, and work on device memory alone or on a [`PinnedBuffer`],
+//! which a [`CopyInFlight`] owns until the copy is complete. The `unsafe` forms with borrowed host
+//! memory are for callers who know when a copy ends.
+//!
+//! # Order
+//! A buffer has a home, the stream that it was allocated on, and all operations on it take place one
+//! after the other, as the program has them:
+//! - An operation on the home stream is simply queued there.
+//! - An operation on another stream waits, on that stream, for everything that the home stream was
+//!   given so far; and the home stream, with everything that it is given later, waits for the
+//!   operation. With several buffers this holds for the home of each.
+//! - The free is queued on the home stream, so it comes last.
+//!
+//! So an operation on a foreign stream costs two events and two waits, and the home stream gets no
+//! further before it is done, also if it only reads. Where that is too strict, use
+//! [`as_device_ptr`](DeviceBuffer::as_device_ptr) and the driver's calls, which are `unsafe`.
+//!
+//! Kernels are foreign code: launch them on the home stream, or between
+//! [`order_before`](DeviceBuffer::order_before) and [`order_after`](DeviceBuffer::order_after).
+//!
+//! Streams that are being captured into a graph are refused: the graph could run after the buffer is
+//! gone.
+//!
+//! # Example
+//! ```
+//! # #[cfg(feature = "sim")] {
+//! # use cualloc::sim::{SimConfig, Simulator};
+//! # use cualloc::driver::Context;
+//! use cualloc::{Allocator, Config, DeviceBuffer, PinnedBuffer};
+//!
+//! # let sim = Simulator::new(SimConfig::default())?;
+//! # let driver = sim.driver()?;
+//! # let context = Context::primary(&driver, driver.device(0)?)?;
+//! let alloc = Allocator::with_config(&context, Config::new())?;
+//! let stream = alloc.create_stream()?;
+//!
+//! let mut squares = DeviceBuffer::from_slice(&alloc, &[0u32, 1, 4, 9], &stream)?;
+//! squares.slice_mut(..2)?.fill(7, &stream)?;
+//! assert_eq!(squares.to_vec()?, [7, 7, 4, 9]);
+//!
+//! let host = PinnedBuffer::zeroed(&context, 4)?;
+//! let copy = squares.download(host, &stream)?;
+//! assert_eq!(copy.wait()?[..], [7, 7, 4, 9]);
+//! squares.free()?;
+//! # }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod device;
+mod element;
+mod error;
+mod flight;
+mod order;
+mod pinned;
+mod slice;
+
+pub use device::DeviceBuffer;
+pub use element::{DeviceCopy, FillValue, Pod};
+pub use error::{BufferError, CopyError, FromBlockError, ReleaseError};
+pub use flight::CopyInFlight;
+pub use pinned::PinnedBuffer;
+pub use slice::{DeviceSlice, DeviceSliceMut};

@@ -1,0 +1,294 @@
+//! The one rule of order that makes buffers safe.
+//!
+//! Everything that is done to a buffer is ordered by the stream on which it was allocated, its
+//! home. An operation on another stream waits for what the home was given so far, and the home
+//! waits for the operation. So whatever comes later, on whichever stream, comes after it, and the
+//! free, which is an event of the home stream, needs to know of no other stream.
+
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::allocator::{Allocator, Block};
+use crate::driver::{Context, DriverError, Entered, Event, Stream, StreamKind, sys};
+
+use super::error::{BufferError, FromBlockError};
+
+/// A block and its home stream.
+pub(super) struct Memory {
+    block: ManuallyDrop<Block>,
+    stream: Stream,
+    /// For the per-thread default stream this is the one of the thread that allocated.
+    stream_id: u64,
+    /// Work may use the block that neither the home nor the allocator knows of.
+    abandoned: AtomicBool,
+}
+
+impl Memory {
+    pub(super) fn allocate(
+        alloc: &Allocator,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Memory, BufferError> {
+        let stream_id = stream.id()?;
+        let block = alloc.allocate_aligned(bytes, alignment, stream)?;
+        Ok(Memory::new(block, stream.clone(), stream_id))
+    }
+
+    pub(super) fn from_block(block: Block, stream: &Stream) -> Result<Memory, FromBlockError> {
+        match stream.id() {
+            Ok(id) => Ok(Memory::new(block, stream.clone(), id)),
+            Err(error) => Err(FromBlockError {
+                block,
+                error: error.into(),
+            }),
+        }
+    }
+
+    pub(super) fn new(block: Block, stream: Stream, stream_id: u64) -> Memory {
+        Memory {
+            block: ManuallyDrop::new(block),
+            stream,
+            stream_id,
+            abandoned: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn block(&self) -> &Block {
+        &self.block
+    }
+
+    pub(super) fn ptr(&self) -> sys::CUdeviceptr {
+        self.block.ptr()
+    }
+
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// The home stream and its id.
+    pub(super) fn home(&self) -> (Stream, u64) {
+        (self.stream.clone(), self.stream_id)
+    }
+
+    pub(super) fn context(&self) -> &Context {
+        &self.block.engine().context
+    }
+
+    /// Whether the calling thread can name the home stream.
+    fn at_home(&self) -> Result<(), BufferError> {
+        if self.stream.kind() == StreamKind::PerThreadDefault && self.stream.id()? != self.stream_id
+        {
+            return Err(BufferError::WrongThread);
+        }
+        Ok(())
+    }
+
+    /// The memory is used by nobody but its device's streams.
+    pub(super) fn same_device(&self, stream: &Stream) -> Result<(), BufferError> {
+        let (device, other) = (self.context().device(), stream.context().device());
+        if device == other {
+            return Ok(());
+        }
+        Err(BufferError::WrongDevice {
+            device: device.ordinal(),
+            stream_device: other.ordinal(),
+        })
+    }
+
+    /// Whether `stream` may be ordered with the home stream at all.
+    fn admit(&self, stream: &Stream, id: u64) -> Result<(), BufferError> {
+        self.block.engine().usable()?;
+        self.at_home()?;
+        refuse_capture(stream)?;
+        if id != self.stream_id {
+            refuse_capture(&self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// Lets later work of `stream` come after everything done to the memory so far.
+    pub(super) fn order_before(&self, stream: &Stream) -> Result<(), BufferError> {
+        let id = stream.id()?;
+        self.admit(stream, id)?;
+        if id != self.stream_id {
+            order(&self.stream, stream)?;
+        }
+        Ok(())
+    }
+
+    /// Lets everything done to the memory from now on come after the work of `stream` so far.
+    pub(super) fn order_after(&self, stream: &Stream) -> Result<(), BufferError> {
+        let id = stream.id()?;
+        match self.admit(stream, id) {
+            Ok(()) => Ok(self.join(stream, id)?),
+            Err(error) => {
+                // The caller says that there is work: it must not lose its memory.
+                self.protect(stream);
+                Err(error)
+            }
+        }
+    }
+
+    /// Lets the home wait for the work of `stream`. If that cannot be had, the host waits; if not
+    /// even that, the allocator is told of the use, so that the memory at least is not reused.
+    fn join(&self, stream: &Stream, id: u64) -> Result<(), DriverError> {
+        if id == self.stream_id {
+            return Ok(());
+        }
+        let Err(error) = order(stream, &self.stream) else {
+            return Ok(());
+        };
+        if stream.synchronize().is_ok() {
+            return Ok(());
+        }
+        self.protect(stream);
+        Err(error)
+    }
+
+    /// Keeps the memory from being reused under work of `stream`.
+    fn protect(&self, stream: &Stream) {
+        if self.block.record_stream(stream).is_err() {
+            self.abandoned.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Tells the allocator what it must know before the block is freed.
+    fn settle(&self) -> Result<(), BufferError> {
+        if self.abandoned.load(Ordering::Relaxed) {
+            return Err(BufferError::Abandoned);
+        }
+        // A retired stream was promised to get no more work, but operations on the buffer may have
+        // given it some. To the allocator it is a new stream then.
+        if self.block.stream_retired() {
+            self.at_home()?;
+            self.block.record_stream(&self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// The block, ready to be freed.
+    pub(super) fn into_block(self) -> Result<Block, (Memory, BufferError)> {
+        if let Err(error) = self.settle() {
+            return Err((self, error));
+        }
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is not dropped and neither field is used again.
+        unsafe {
+            std::ptr::drop_in_place(&mut this.stream);
+            Ok(ManuallyDrop::take(&mut this.block))
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let settled = self.settle();
+        // SAFETY: this is the drop, so the block is used no more.
+        let block = unsafe { ManuallyDrop::take(&mut self.block) };
+        if let Err(error) = settled {
+            log::warn!("the block at {:#x} is leaked: {error}", block.ptr());
+            block.into_raw();
+        }
+    }
+}
+
+/// Lets later work of `second` come after the work of `first` so far.
+fn order(first: &Stream, second: &Stream) -> Result<(), DriverError> {
+    second.wait_event(&mark(first)?)
+}
+
+/// An event that stands for the work of `stream` so far.
+pub(super) fn mark(stream: &Stream) -> Result<Event, DriverError> {
+    let entered = stream.context().enter()?;
+    let event = entered.create_event()?;
+    // SAFETY: the stream is alive by the contract under which it was made, and its context is
+    // current.
+    unsafe { entered.record(&event, stream.raw()) }?;
+    Ok(event)
+}
+
+/// Work on a graph's stream would run when the graph does, which may be after the buffer's end.
+fn refuse_capture(stream: &Stream) -> Result<(), BufferError> {
+    match stream.is_capturing() {
+        Ok(false) => Ok(()),
+        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+            Err(error.into())
+        }
+        Ok(true) | Err(_) => Err(BufferError::Capturing {
+            stream: stream.raw() as usize,
+        }),
+    }
+}
+
+/// An operation that failed.
+pub(super) enum Failed {
+    /// It was not submitted.
+    Before(BufferError),
+    /// It may have been.
+    Submitted(BufferError),
+}
+
+impl From<Failed> for BufferError {
+    fn from(failed: Failed) -> BufferError {
+        match failed {
+            Failed::Before(error) | Failed::Submitted(error) => error,
+        }
+    }
+}
+
+/// Submits `operation` to `stream`, after everything done to the memory it uses, and before
+/// everything done to it from now on.
+pub(super) fn submit(
+    stream: &Stream,
+    used: &[&Memory],
+    operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
+) -> Result<(), Failed> {
+    let before = |error: DriverError| Failed::Before(error.into());
+    let id = stream.id().map_err(before)?;
+    for memory in used {
+        memory.admit(stream, id).map_err(Failed::Before)?;
+    }
+    for memory in used.iter().filter(|memory| memory.stream_id != id) {
+        order(&memory.stream, stream).map_err(before)?;
+    }
+    let entered = stream.context().enter().map_err(before)?;
+    // A failure may be that of earlier work, reported late, so it does not say that nothing was
+    // submitted.
+    let mut result = operation(&entered);
+    drop(entered);
+    for memory in used {
+        result = result.and(memory.join(stream, id));
+    }
+    result.map_err(|error| Failed::Submitted(error.into()))
+}
+
+/// As [`submit`], and waits until the operation is complete.
+pub(super) fn submit_and_wait(
+    stream: &Stream,
+    used: &[&Memory],
+    operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
+) -> Result<(), BufferError> {
+    match submit(stream, used, operation) {
+        Ok(()) => Ok(wait(stream)?),
+        Err(Failed::Before(error)) => Err(error),
+        Err(Failed::Submitted(error)) => {
+            // The caller's memory must be out of the device's reach in any case.
+            let _ = wait(stream);
+            Err(error)
+        }
+    }
+}
+
+/// Waits for the work of `stream` so far, by all means: an event, the stream, the whole context.
+/// What refuses all three is a context that is lost, and its work has ended.
+pub(super) fn wait(stream: &Stream) -> Result<(), DriverError> {
+    let context = stream.context();
+    let by_event = || context.enter()?.wait(&mark(stream)?);
+    by_event().or_else(|error| {
+        stream
+            .synchronize()
+            .or_else(|_| context.enter()?.synchronize())
+            .map_err(|_| error)
+    })
+}

@@ -1,0 +1,562 @@
+//! Views of parts of buffers, and all operations on device memory.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Bound, RangeBounds};
+
+use crate::driver::{DriverError, Entered, Stream, sys};
+
+use super::element::{DeviceCopy, FillValue, Pattern, Pod};
+use super::error::{BufferError, CopyError};
+use super::flight::CopyInFlight;
+use super::order::{Memory, submit, submit_and_wait};
+use super::pinned::PinnedBuffer;
+
+/// A part of a [`DeviceBuffer`](super::DeviceBuffer), for reading: what `&[T]` is to a `Vec`. `Copy`,
+/// `Send` and `Sync`; on the host it is an address and a length.
+pub struct DeviceSlice<'a, T: DeviceCopy> {
+    /// None if the buffer has no memory, and then the length in bytes is 0.
+    memory: Option<&'a Memory>,
+    ptr: sys::CUdeviceptr,
+    len: usize,
+    elements: PhantomData<&'a [T]>,
+}
+
+/// A part of a [`DeviceBuffer`](super::DeviceBuffer), for writing: what `&mut [T]` is to a `Vec`.
+/// `Send` and `Sync`.
+pub struct DeviceSliceMut<'a, T: DeviceCopy> {
+    /// The same part; the exclusive borrow is what this type adds.
+    part: DeviceSlice<'a, T>,
+    exclusive: PhantomData<&'a mut [T]>,
+}
+
+impl<T: DeviceCopy> Clone for DeviceSlice<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: DeviceCopy> Copy for DeviceSlice<'_, T> {}
+
+impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
+    pub(super) fn new(memory: Option<&'a Memory>, ptr: sys::CUdeviceptr, len: usize) -> Self {
+        DeviceSlice {
+            memory,
+            ptr,
+            len,
+            elements: PhantomData,
+        }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Size in bytes.
+    pub fn byte_len(&self) -> usize {
+        // No overflow: the buffer was made with at least so many elements.
+        self.len * size_of::<T>()
+    }
+
+    /// Address of the first element; 0 if the buffer has no memory. See
+    /// [`DeviceBuffer::as_device_ptr`](super::DeviceBuffer::as_device_ptr) on how to use it.
+    pub fn as_device_ptr(&self) -> sys::CUdeviceptr {
+        self.ptr
+    }
+
+    /// A part of it.
+    ///
+    /// # Errors
+    /// [`BufferError::OutOfRange`].
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<DeviceSlice<'a, T>, BufferError> {
+        let (start, end) = resolve(range, self.len)?;
+        let offset = (start * size_of::<T>()) as u64;
+        Ok(DeviceSlice::new(
+            self.memory,
+            self.ptr + offset,
+            end - start,
+        ))
+    }
+
+    /// What comes before element `middle`, and the rest.
+    ///
+    /// # Errors
+    /// [`BufferError::OutOfRange`].
+    pub fn split_at(&self, middle: usize) -> Result<(Self, Self), BufferError> {
+        Ok((self.slice(..middle)?, self.slice(middle..)?))
+    }
+
+    /// The same memory as bytes.
+    pub fn as_bytes(&self) -> DeviceSlice<'a, u8>
+    where
+        T: Pod,
+    {
+        DeviceSlice::new(self.memory, self.ptr, self.byte_len())
+    }
+
+    /// The same memory as elements of another type.
+    ///
+    /// # Errors
+    /// [`BufferError::SizeMismatch`] if the bytes are no whole number of them,
+    /// [`BufferError::Misaligned`].
+    pub fn cast<U: Pod>(&self) -> Result<DeviceSlice<'a, U>, BufferError>
+    where
+        T: Pod,
+    {
+        let (bytes, element_bytes) = (self.byte_len(), size_of::<U>());
+        let mismatch = BufferError::SizeMismatch {
+            bytes,
+            element_bytes,
+        };
+        let len = match bytes.checked_rem(element_bytes) {
+            Some(0) => bytes / element_bytes,
+            None if bytes == 0 => 0,
+            _ => return Err(mismatch),
+        };
+        let alignment = align_of::<U>();
+        if !self.ptr.is_multiple_of(alignment as u64) {
+            return Err(BufferError::Misaligned {
+                ptr: self.ptr,
+                alignment,
+            });
+        }
+        Ok(DeviceSlice::new(self.memory, self.ptr, len))
+    }
+
+    /// The memory, if there is anything to do on it.
+    fn work(&self) -> Option<&'a Memory> {
+        self.memory.filter(|_| self.byte_len() > 0)
+    }
+
+    fn matches(&self, source_len: usize) -> Result<(), BufferError> {
+        same_length(self.len, source_len)
+    }
+
+    /// Copies to the host, and waits until it is done. Runs on the buffer's stream.
+    ///
+    /// # Errors
+    /// [`BufferError::LengthMismatch`], [`BufferError::WrongThread`], [`BufferError::Capturing`], and
+    /// driver errors.
+    pub fn copy_to_slice(&self, target: &mut [T]) -> Result<(), BufferError> {
+        same_length(target.len(), self.len)?;
+        // SAFETY: the slice has the length, and is borrowed exclusively.
+        unsafe { self.copy_to(target.as_mut_ptr()) }
+    }
+
+    /// Copies to a new vector, and waits until it is done. Runs on the buffer's stream.
+    ///
+    /// # Errors
+    /// [`BufferError::HostMemory`], else as [`copy_to_slice`](Self::copy_to_slice).
+    pub fn to_vec(&self) -> Result<Vec<T>, BufferError> {
+        let mut values = Vec::new();
+        values
+            .try_reserve_exact(self.len)
+            .map_err(|_| BufferError::HostMemory {
+                bytes: self.byte_len(),
+            })?;
+        // SAFETY: the vector has room for the length, and is ours.
+        unsafe { self.copy_to(values.as_mut_ptr()) }?;
+        // SAFETY: all of them were copied just now (or have no bytes), and whatever bytes the device
+        // had there are values.
+        unsafe { values.set_len(self.len) };
+        Ok(values)
+    }
+
+    /// # Safety
+    /// `target` must have room for as many elements, for the length of the call, used by nobody
+    /// else.
+    unsafe fn copy_to(&self, target: *mut T) -> Result<(), BufferError> {
+        let Some(memory) = self.work() else {
+            return Ok(());
+        };
+        let (from, bytes, stream) = (self.ptr, self.byte_len(), memory.stream());
+        submit_and_wait(stream, &[memory], |entered| {
+            // SAFETY: the part lies in the memory, which is allocated until work on its home is
+            // done; the target is the caller's for the length of the call, which waits.
+            unsafe { entered.copy_device_to_host(target.cast(), from, bytes, stream.raw()) }
+        })
+    }
+
+    /// Starts a copy to page-locked host memory on `stream`, which comes after everything done to
+    /// the buffer so far and before everything done to it later. The result owns the host memory until
+    /// the copy is complete.
+    ///
+    /// Memory of the host that is only borrowed cannot be passed, since the borrow may end before the
+    /// copy does:
+    ///
+    /// ```
+    /// # use cualloc::*;
+    /// # use cualloc::driver::Stream;
+    /// fn good(b: &DeviceBuffer<u32>, host: PinnedBuffer<u32>, stream: &Stream) {
+    ///     let _ = b.as_slice().download(host, stream);
+    /// }
+    /// ```
+    /// ```compile_fail,E0308
+    /// # use cualloc::*;
+    /// # use cualloc::driver::Stream;
+    /// fn bad(b: &DeviceBuffer<u32>, host: &mut [u32], stream: &Stream) {
+    ///     let _ = b.as_slice().download(host, stream);
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// [`BufferError::LengthMismatch`], [`BufferError::WrongDevice`], [`BufferError::WrongThread`],
+    /// [`BufferError::Capturing`], and driver errors; with the host memory.
+    pub fn download(
+        &self,
+        host: PinnedBuffer<T>,
+        stream: &Stream,
+    ) -> Result<CopyInFlight<T>, CopyError<T>> {
+        if let Err(error) = same_length(host.len(), self.len) {
+            return Err(CopyError {
+                host: Some(host),
+                error,
+            });
+        }
+        let (from, bytes) = (self.ptr, self.byte_len());
+        // SAFETY: the part lies in the memory, and the host memory is as long.
+        unsafe {
+            CopyInFlight::start(host, self.work(), stream, |entered, to| {
+                entered.copy_device_to_host(to.cast(), from, bytes, stream.raw())
+            })
+        }
+    }
+
+    /// Starts a copy to host memory on `stream`, ordered as [`download`](Self::download).
+    ///
+    /// # Errors
+    /// As [`download`](Self::download). If the copy cannot be started for sure, it is waited for.
+    ///
+    /// # Safety
+    /// Until the copy is complete, `target` stays allocated, and nothing reads or writes it.
+    pub unsafe fn copy_to_slice_async(
+        &self,
+        target: &mut [T],
+        stream: &Stream,
+    ) -> Result<(), BufferError> {
+        same_length(target.len(), self.len)?;
+        let Some(memory) = self.work() else {
+            return Ok(());
+        };
+        memory.same_device(stream)?;
+        let (from, bytes) = (self.ptr, self.byte_len());
+        let operation = |entered: &Entered<'_>| {
+            // SAFETY: the part lies in the memory; the caller vouches for the target.
+            unsafe {
+                entered.copy_device_to_host(target.as_mut_ptr().cast(), from, bytes, stream.raw())
+            }
+        };
+        Ok(submit(stream, &[memory], operation)?)
+    }
+}
+
+impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
+    /// # Safety
+    /// Nothing else may use the part while the result lives.
+    pub(super) unsafe fn new(part: DeviceSlice<'a, T>) -> Self {
+        DeviceSliceMut {
+            part,
+            exclusive: PhantomData,
+        }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.part.len()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.part.is_empty()
+    }
+
+    /// Size in bytes.
+    pub fn byte_len(&self) -> usize {
+        self.part.byte_len()
+    }
+
+    /// Address of the first element, as [`DeviceSlice::as_device_ptr`].
+    pub fn as_device_ptr(&self) -> sys::CUdeviceptr {
+        self.part.as_device_ptr()
+    }
+
+    /// The same part, for reading.
+    pub fn as_slice(&self) -> DeviceSlice<'_, T> {
+        self.part
+    }
+
+    /// The same part, for a shorter time.
+    pub fn reborrow(&mut self) -> DeviceSliceMut<'_, T> {
+        // SAFETY: this one is borrowed exclusively for as long.
+        unsafe { DeviceSliceMut::new(self.part) }
+    }
+
+    /// A part of it.
+    ///
+    /// # Errors
+    /// [`BufferError::OutOfRange`].
+    pub fn slice_mut(
+        &mut self,
+        range: impl RangeBounds<usize>,
+    ) -> Result<DeviceSliceMut<'_, T>, BufferError> {
+        let part = self.part.slice(range)?;
+        // SAFETY: this one is borrowed exclusively for as long.
+        Ok(unsafe { DeviceSliceMut::new(part) })
+    }
+
+    /// What comes before element `middle`, and the rest.
+    ///
+    /// # Errors
+    /// [`BufferError::OutOfRange`].
+    pub fn split_at_mut(self, middle: usize) -> Result<(Self, Self), BufferError> {
+        let (head, tail) = self.part.split_at(middle)?;
+        // SAFETY: they do not overlap, and this one ends here.
+        Ok(unsafe { (DeviceSliceMut::new(head), DeviceSliceMut::new(tail)) })
+    }
+
+    /// The same memory as bytes: any bytes are elements.
+    pub fn as_bytes_mut(&mut self) -> DeviceSliceMut<'_, u8>
+    where
+        T: Pod,
+    {
+        // SAFETY: this one is borrowed exclusively for as long.
+        unsafe { DeviceSliceMut::new(self.part.as_bytes()) }
+    }
+
+    /// The same memory as elements of another type.
+    ///
+    /// # Errors
+    /// As [`DeviceSlice::cast`].
+    pub fn cast_mut<U: Pod>(&mut self) -> Result<DeviceSliceMut<'_, U>, BufferError>
+    where
+        T: Pod,
+    {
+        let part = self.part.cast()?;
+        // SAFETY: this one is borrowed exclusively for as long.
+        Ok(unsafe { DeviceSliceMut::new(part) })
+    }
+
+    /// Copies from the host, and waits until it is done. Runs on the buffer's stream.
+    ///
+    /// # Errors
+    /// As [`DeviceSlice::copy_to_slice`].
+    pub fn copy_from_slice(&mut self, source: &[T]) -> Result<(), BufferError> {
+        self.part.matches(source.len())?;
+        let Some(memory) = self.part.work() else {
+            return Ok(());
+        };
+        let (to, bytes, stream) = (self.part.ptr, self.byte_len(), memory.stream());
+        submit_and_wait(stream, &[memory], |entered| {
+            // SAFETY: the part lies in the memory, which is allocated until work on its home is
+            // done; the source is borrowed for the length of the call, which waits.
+            unsafe { entered.copy_host_to_device(to, source.as_ptr().cast(), bytes, stream.raw()) }
+        })
+    }
+
+    /// Starts a copy from page-locked host memory on `stream`, which comes after everything done to
+    /// the buffer so far and before everything done to it later. The result owns the host memory until
+    /// the copy is complete.
+    ///
+    /// ```
+    /// # use cualloc::*;
+    /// # use cualloc::driver::Stream;
+    /// fn good(b: &mut DeviceBuffer<u32>, host: PinnedBuffer<u32>, stream: &Stream) {
+    ///     let _ = b.as_mut_slice().upload(host, stream);
+    /// }
+    /// ```
+    /// ```compile_fail,E0308
+    /// # use cualloc::*;
+    /// # use cualloc::driver::Stream;
+    /// fn bad(b: &mut DeviceBuffer<u32>, host: &[u32], stream: &Stream) {
+    ///     let _ = b.as_mut_slice().upload(host, stream);
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`DeviceSlice::download`].
+    pub fn upload(
+        &mut self,
+        host: PinnedBuffer<T>,
+        stream: &Stream,
+    ) -> Result<CopyInFlight<T>, CopyError<T>> {
+        if let Err(error) = self.part.matches(host.len()) {
+            return Err(CopyError {
+                host: Some(host),
+                error,
+            });
+        }
+        let (to, bytes) = (self.part.ptr, self.byte_len());
+        // SAFETY: the part lies in the memory, and the host memory is as long.
+        unsafe {
+            CopyInFlight::start(host, self.part.work(), stream, |entered, from| {
+                entered.copy_host_to_device(to, from.cast_const().cast(), bytes, stream.raw())
+            })
+        }
+    }
+
+    /// Starts a copy from host memory on `stream`, ordered as [`upload`](Self::upload).
+    ///
+    /// # Errors
+    /// As [`DeviceSlice::download`].
+    ///
+    /// # Safety
+    /// Until the copy is complete, also if this fails, `source` stays allocated, and nothing writes
+    /// to it.
+    pub unsafe fn copy_from_slice_async(
+        &mut self,
+        source: &[T],
+        stream: &Stream,
+    ) -> Result<(), BufferError> {
+        self.part.matches(source.len())?;
+        let Some(memory) = self.part.work() else {
+            return Ok(());
+        };
+        memory.same_device(stream)?;
+        let (to, bytes) = (self.part.ptr, self.byte_len());
+        let operation = |entered: &Entered<'_>| {
+            // SAFETY: the part lies in the memory; the caller vouches for the source.
+            unsafe { entered.copy_host_to_device(to, source.as_ptr().cast(), bytes, stream.raw()) }
+        };
+        Ok(submit(stream, &[memory], operation)?)
+    }
+
+    /// Copies another part, of the same or another device, on `stream`, which must belong to one of
+    /// the devices. Comes after everything done to both buffers so far and before everything done to
+    /// them later; returns before it is done. Works without peer access.
+    ///
+    /// # Errors
+    /// [`BufferError::LengthMismatch`], [`BufferError::WrongDevice`], [`BufferError::WrongThread`],
+    /// [`BufferError::Capturing`], and driver errors.
+    pub fn copy_from(
+        &mut self,
+        source: &DeviceSlice<'_, T>,
+        stream: &Stream,
+    ) -> Result<(), BufferError> {
+        self.part.matches(source.len)?;
+        let (Some(target), Some(origin)) = (self.part.work(), source.work()) else {
+            return Ok(());
+        };
+        let (to, from, bytes) = (self.part.ptr, source.ptr, self.byte_len());
+        let (to_context, from_context) = (target.context(), origin.context());
+        target
+            .same_device(stream)
+            .or_else(|error| origin.same_device(stream).map_err(|_| error))?;
+        let one = to_context.key() == from_context.key()
+            && to_context.device() == stream.context().device();
+        let operation = |entered: &Entered<'_>| -> Result<(), DriverError> {
+            if one {
+                // SAFETY: both parts lie in their memory, which is allocated until work on its home
+                // is done; they do not overlap, since one of them is borrowed exclusively.
+                unsafe { entered.copy_device_to_device(to, from, bytes, stream.raw()) }
+            } else {
+                // SAFETY: as above.
+                unsafe {
+                    entered.copy_peer(to, to_context, from, from_context, bytes, stream.raw())
+                }
+            }
+        };
+        Ok(submit(stream, &[target, origin], operation)?)
+    }
+
+    /// Sets every element to `value` on `stream`, ordered as [`copy_from`](Self::copy_from); returns
+    /// before it is done.
+    ///
+    /// # Errors
+    /// As [`copy_from`](Self::copy_from).
+    pub fn fill(&mut self, value: T, stream: &Stream) -> Result<(), BufferError>
+    where
+        T: FillValue,
+    {
+        self.fill_with(value.pattern(), stream)
+    }
+
+    /// Sets every byte to zero on `stream`, ordered as [`copy_from`](Self::copy_from); returns before
+    /// it is done.
+    ///
+    /// # Errors
+    /// As [`copy_from`](Self::copy_from).
+    pub fn set_zero(&mut self, stream: &Stream) -> Result<(), BufferError> {
+        self.fill_with(Pattern::Byte(0), stream)
+    }
+
+    fn fill_with(&mut self, pattern: Pattern, stream: &Stream) -> Result<(), BufferError> {
+        let Some(memory) = self.part.work() else {
+            return Ok(());
+        };
+        memory.same_device(stream)?;
+        let (to, bytes, raw) = (self.part.ptr, self.byte_len(), stream.raw());
+        let operation = |entered: &Entered<'_>| match pattern {
+            // SAFETY: the part lies in the memory, which is allocated until work on its home is
+            // done.
+            Pattern::Byte(byte) => unsafe { entered.memset_d8(to, byte, bytes, raw) },
+            // SAFETY: as above; elements that are words are aligned as words.
+            Pattern::Word(word) => unsafe { entered.memset_d32(to, word, bytes / 4, raw) },
+        };
+        Ok(submit(stream, &[memory], operation)?)
+    }
+}
+
+fn same_length(target_len: usize, source_len: usize) -> Result<(), BufferError> {
+    if target_len == source_len {
+        return Ok(());
+    }
+    Err(BufferError::LengthMismatch {
+        target_len,
+        source_len,
+    })
+}
+
+/// First element and the one after the last of a range of `0..len`.
+fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<(usize, usize), BufferError> {
+    // A bound that cannot be counted lies outside of every buffer.
+    let start = match range.start_bound() {
+        Bound::Unbounded => 0,
+        Bound::Included(start) => *start,
+        Bound::Excluded(start) => start.saturating_add(1),
+    };
+    let (end, counted) = match range.end_bound() {
+        Bound::Unbounded => (len, true),
+        Bound::Included(end) => (end.saturating_add(1), *end != usize::MAX),
+        Bound::Excluded(end) => (*end, true),
+    };
+    if start <= end && end <= len && counted {
+        Ok((start, end))
+    } else {
+        Err(BufferError::OutOfRange { start, end, len })
+    }
+}
+
+impl<T: DeviceCopy> fmt::Debug for DeviceSlice<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        describe("DeviceSlice", self, f)
+    }
+}
+
+impl<T: DeviceCopy> fmt::Debug for DeviceSliceMut<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        describe("DeviceSliceMut", &self.part, f)
+    }
+}
+
+/// What there is to say about a part of memory.
+pub(super) fn describe<T: DeviceCopy>(
+    name: &str,
+    part: &DeviceSlice<'_, T>,
+    f: &mut fmt::Formatter<'_>,
+) -> fmt::Result {
+    f.debug_struct(name)
+        .field("type", &std::any::type_name::<T>())
+        .field(
+            "device",
+            &part.memory.map(|m| m.context().device().ordinal()),
+        )
+        .field("ptr", &format_args!("{:#x}", part.ptr))
+        .field("len", &part.len)
+        .finish()
+}

@@ -1,0 +1,525 @@
+//! Typed buffers, on the simulated driver and on a real one (`CUALLOC_TEST_DRIVER=cuda`).
+
+use cualloc::allocator::Error;
+use cualloc::buffer::{BufferError, CopyInFlight, DeviceSlice, DeviceSliceMut};
+use cualloc::driver::{Context, Driver, Stream};
+use cualloc::sim::{SimConfig, Simulator};
+use cualloc::{Allocator, Config, DeviceBuffer, PinnedBuffer, Policy};
+use std::mem::MaybeUninit;
+
+const POLICIES: [Policy; 2] = [Policy::Classic, Policy::Packed];
+
+/// The driver under test with its devices, and the simulator if it is that.
+struct Rig {
+    driver: Driver,
+    contexts: Vec<Context>,
+    allocs: Vec<Allocator>,
+    sim: Option<Simulator>,
+}
+
+impl Rig {
+    /// None, with a word about it, if the real driver has fewer devices.
+    fn with_devices(count: usize, policy: Policy) -> Option<Rig> {
+        let sim = match std::env::var("CUALLOC_TEST_DRIVER") {
+            Ok(name) if name == "cuda" => None,
+            Ok(name) if name != "sim" => panic!("CUALLOC_TEST_DRIVER={name}"),
+            _ => Some(Simulator::new(SimConfig::with_devices(count, 8 << 30)).unwrap()),
+        };
+        let driver = match &sim {
+            Some(sim) => sim.driver().unwrap(),
+            None => Driver::load().unwrap(),
+        };
+        if driver.device_count().unwrap() < count {
+            eprintln!("SKIPPED on cuda: needs {count} devices");
+            return None;
+        }
+        let context = |n| Context::primary(&driver, driver.device(n).unwrap()).unwrap();
+        let contexts: Vec<Context> = (0..count).map(context).collect();
+        let make = |c: &Context| Allocator::with_config(c, Config::new().policy(policy)).unwrap();
+        let allocs = contexts.iter().map(make).collect();
+        Some(Rig {
+            driver,
+            contexts,
+            allocs,
+            sim,
+        })
+    }
+
+    fn each(test: impl Fn(&Rig, &Allocator, &Stream)) {
+        for policy in POLICIES {
+            let rig = Rig::with_devices(1, policy).unwrap();
+            let stream = rig.allocs[0].create_stream().unwrap();
+            test(&rig, &rig.allocs[0], &stream);
+            drop(stream);
+            rig.finish();
+        }
+    }
+
+    /// Everything is freed, nothing was done wrong, nothing is left over.
+    fn finish(self) {
+        for alloc in &self.allocs {
+            alloc.check().unwrap();
+            alloc.close().unwrap();
+        }
+        let Rig {
+            driver,
+            contexts,
+            allocs,
+            sim,
+        } = self;
+        drop((allocs, contexts, driver));
+        if let Some(sim) = sim {
+            assert_eq!(sim.reports(), []);
+            assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+        }
+    }
+}
+
+fn requested(alloc: &Allocator) -> (u64, u64) {
+    let requested = alloc.stats().all.requested;
+    (requested.current, requested.peak)
+}
+
+/// S1.18
+#[test]
+fn s1_18_zeroed_copied_freed_and_dropped() {
+    Rig::each(|_, alloc, stream| {
+        // Memory that has been in use, so that zeros must be written.
+        drop(DeviceBuffer::filled(alloc, 3000, 0xabu8, stream).unwrap());
+        let zeros = DeviceBuffer::<u16>::zeroed(alloc, 1500, stream).unwrap();
+        assert_eq!(zeros.to_vec().unwrap(), vec![0; 1500]);
+        let values: Vec<[u64; 2]> = (0..1000).map(|i| [i, i * i]).collect();
+        let copy = DeviceBuffer::from_slice(alloc, &values, stream).unwrap();
+        assert_eq!(copy.to_vec().unwrap(), values);
+        assert_eq!((copy.len(), copy.byte_len()), (1000, 16000));
+
+        // A drop and a free leave the same behind.
+        let after_drop = {
+            drop(copy);
+            alloc.stats()
+        };
+        let copy = DeviceBuffer::from_slice(alloc, &values, stream).unwrap();
+        copy.free().unwrap();
+        let after_free = alloc.stats();
+        assert_eq!(after_drop.all.requested.current, 3000);
+        assert_eq!(
+            after_drop.all.allocated.current,
+            after_free.all.allocated.current
+        );
+        assert_eq!(after_drop.all.active.current, after_free.all.active.current);
+        assert_eq!(after_drop.free, after_free.free);
+        zeros.free().unwrap();
+        assert_eq!(alloc.stats().all.active.current, 0);
+    });
+}
+
+/// S1.20
+#[test]
+fn s1_20_requested_bytes_follow_the_elements() {
+    Rig::each(|_, alloc, stream| {
+        assert_eq!(requested(alloc), (0, 0));
+        let a = DeviceBuffer::<u64>::zeroed(alloc, 1001, stream).unwrap();
+        assert_eq!(requested(alloc), (8008, 8008));
+        let b = DeviceBuffer::<[u8; 3]>::uninit(alloc, 7, stream).unwrap();
+        assert_eq!(requested(alloc), (8029, 8029));
+        a.free().unwrap();
+        assert_eq!(requested(alloc), (21, 8029));
+        drop(b);
+        assert_eq!(requested(alloc), (0, 8029));
+    });
+}
+
+/// S1.21, S0.1
+#[test]
+fn s1_21_s0_1_no_elements_no_memory_no_call() {
+    Rig::each(|rig, alloc, stream| {
+        let (calls, stats) = (rig.driver.calls(), alloc.stats());
+        let mut empty = DeviceBuffer::<f32>::zeroed(alloc, 0, stream).unwrap();
+        let other = DeviceBuffer::<f32>::from_slice(alloc, &[], stream).unwrap();
+        let filled = DeviceBuffer::filled(alloc, 0, 1u8, stream).unwrap();
+        let unset = DeviceBuffer::<f32>::uninit(alloc, 0, stream).unwrap();
+        // Elements without bytes need no memory either.
+        let nothing = DeviceBuffer::<[u8; 0]>::zeroed(alloc, 5, stream).unwrap();
+        assert_eq!((nothing.len(), nothing.byte_len()), (5, 0));
+        assert_eq!(nothing.to_vec().unwrap().len(), 5);
+        for buffer in [&empty, &other] {
+            assert_eq!((buffer.len(), buffer.byte_len()), (0, 0));
+            assert!(buffer.is_empty());
+            assert_eq!(buffer.as_device_ptr(), 0);
+            assert!(buffer.block().is_none() && buffer.stream().is_none());
+        }
+        empty.copy_from_slice(&[]).unwrap();
+        empty.copy_to_slice(&mut []).unwrap();
+        assert_eq!(empty.to_vec().unwrap(), []);
+        empty.copy_from(&other.as_slice(), stream).unwrap();
+        empty.fill(1.0, stream).unwrap();
+        empty.order_before(stream).unwrap();
+        empty.order_after(stream).unwrap();
+        let host = PinnedBuffer::zeroed(&rig.contexts[0], 0).unwrap();
+        let copy = empty.upload(host, stream).unwrap();
+        assert!(copy.is_complete().unwrap());
+        let copy = empty.download(copy.wait().unwrap(), stream).unwrap();
+        assert_eq!(copy.wait().unwrap().len(), 0);
+        assert_eq!(empty.slice(..).unwrap().len(), 0);
+        assert_eq!(empty.as_slice().cast::<u8>().unwrap().len(), 0);
+        assert!(empty.slice(..1).is_err());
+        assert!(other.into_block().unwrap().is_none());
+        empty.free().unwrap();
+        drop((filled, unset, nothing));
+        assert_eq!(rig.driver.calls().since(&calls).total(), 0);
+        assert_eq!(alloc.stats(), stats);
+    });
+}
+
+#[test]
+fn sizes_that_overflow_are_refused_before_any_call() {
+    Rig::each(|rig, alloc, stream| {
+        let (calls, stats) = (rig.driver.calls(), alloc.stats());
+        for len in [usize::MAX, usize::MAX / 8 + 1, isize::MAX as usize / 8 + 1] {
+            let too_large = |error| match error {
+                BufferError::TooLarge {
+                    len: l,
+                    element_bytes: 8,
+                } => assert_eq!(l, len),
+                other => panic!("{other:?}"),
+            };
+            too_large(DeviceBuffer::<u64>::zeroed(alloc, len, stream).unwrap_err());
+            too_large(DeviceBuffer::<f64>::uninit(alloc, len, stream).unwrap_err());
+            too_large(PinnedBuffer::<i64>::zeroed(&rig.contexts[0], len).unwrap_err());
+        }
+        let error = DeviceBuffer::filled(alloc, usize::MAX, 1u8, stream).unwrap_err();
+        assert!(matches!(error, BufferError::TooLarge { .. }), "{error:?}");
+        let error = DeviceBuffer::<u8>::zeroed(alloc, isize::MAX as usize, stream).unwrap_err();
+        let expected = Error::InvalidSize {
+            requested: isize::MAX as u64,
+        };
+        assert_eq!(error.to_string(), expected.to_string());
+        assert_eq!(rig.driver.calls().since(&calls).total(), 0);
+        assert_eq!(alloc.stats(), stats);
+    });
+}
+
+#[test]
+fn parts_lie_in_their_buffer_and_lengths_agree() {
+    Rig::each(|rig, alloc, stream| {
+        let values: Vec<u32> = (0..100).collect();
+        let mut buffer = DeviceBuffer::from_slice(alloc, &values, stream).unwrap();
+        let part = buffer.slice(10..20).unwrap();
+        assert_eq!(part.as_device_ptr(), buffer.as_device_ptr() + 40);
+        assert_eq!(part.to_vec().unwrap(), values[10..20]);
+        assert_eq!(
+            part.slice(2..=4).unwrap().to_vec().unwrap(),
+            values[12..=14]
+        );
+        assert_eq!(part.slice(10..).unwrap().len(), 0);
+        let (head, tail) = part.split_at(3).unwrap();
+        assert_eq!((head.len(), tail.len()), (3, 7));
+        assert_eq!(tail.as_device_ptr(), head.as_device_ptr() + 12);
+
+        let calls = rig.driver.calls();
+        let outside = |result: Result<DeviceSlice<'_, u32>, BufferError>, s, e, n| match result {
+            Err(BufferError::OutOfRange { start, end, len }) => {
+                assert_eq!((start, end, len), (s, e, n));
+            }
+            other => panic!("{other:?}"),
+        };
+        outside(buffer.slice(..101), 0, 101, 100);
+        outside(buffer.slice(101..), 101, 100, 100);
+        outside(buffer.slice(..=100), 0, 101, 100);
+        #[allow(clippy::reversed_empty_ranges)]
+        {
+            outside(buffer.slice(7..6), 7, 6, 100);
+        }
+        outside(buffer.slice(0..=usize::MAX), 0, usize::MAX, 100);
+        outside(
+            buffer.slice((
+                std::ops::Bound::Excluded(usize::MAX),
+                std::ops::Bound::Unbounded,
+            )),
+            usize::MAX,
+            100,
+            100,
+        );
+        outside(part.slice(5..11), 5, 11, 10);
+        assert!(part.split_at(11).is_err());
+        assert!(buffer.slice_mut(..101).is_err());
+        assert!(buffer.slice_mut(90..).unwrap().slice_mut(5..11).is_err());
+        assert!(buffer.as_mut_slice().split_at_mut(101).is_err());
+
+        let lengths = |result: Result<(), BufferError>, target, source| match result {
+            Err(BufferError::LengthMismatch {
+                target_len,
+                source_len,
+            }) => assert_eq!((target_len, source_len), (target, source)),
+            other => panic!("{other:?}"),
+        };
+        lengths(buffer.copy_from_slice(&[1; 99]), 100, 99);
+        lengths(buffer.copy_to_slice(&mut [0; 101]), 101, 100);
+        {
+            let (mut head, tail) = buffer.as_mut_slice().split_at_mut(40).unwrap();
+            lengths(head.copy_from(&tail.as_slice(), stream), 40, 60);
+        }
+        assert_eq!(rig.driver.calls().since(&calls).total(), 0);
+        let host = PinnedBuffer::from_slice(&rig.contexts[0], &[5u32; 3]).unwrap();
+        let error = buffer.upload(host, stream).unwrap_err();
+        let error = buffer.download(error.host.unwrap(), stream).unwrap_err();
+        lengths(Err(error.error), 3, 100);
+        assert_eq!(error.host.unwrap()[..], [5; 3]);
+
+        // Halves that do not overlap may be copied onto each other.
+        let (mut head, tail) = buffer.as_mut_slice().split_at_mut(50).unwrap();
+        head.copy_from(&tail.as_slice(), stream).unwrap();
+        head.slice_mut(..2).unwrap().fill(9, stream).unwrap();
+        let mut expected = [&values[50..], &values[50..]].concat();
+        expected[..2].fill(9);
+        assert_eq!(buffer.to_vec().unwrap(), expected);
+    });
+}
+
+#[test]
+fn bytes_and_casts() {
+    Rig::each(|_, alloc, stream| {
+        let mut buffer = DeviceBuffer::from_slice(alloc, &[1.0f32, -2.5], stream).unwrap();
+        let bytes = [1.0f32.to_ne_bytes(), (-2.5f32).to_ne_bytes()].concat();
+        assert_eq!(buffer.as_slice().as_bytes().to_vec().unwrap(), bytes);
+        buffer
+            .as_mut_slice()
+            .as_bytes_mut()
+            .slice_mut(4..)
+            .unwrap()
+            .fill(0, stream)
+            .unwrap();
+        assert_eq!(buffer.to_vec().unwrap(), [1.0, 0.0]);
+        let mut whole = buffer.as_mut_slice();
+        let mut words = whole.cast_mut::<u32>().unwrap();
+        words.fill(2.0f32.to_bits(), stream).unwrap();
+        assert_eq!(buffer.to_vec().unwrap(), [2.0, 2.0]);
+        buffer.fill(-1.5, stream).unwrap();
+        assert_eq!(buffer.to_vec().unwrap(), [-1.5, -1.5]);
+
+        let bytes = buffer.as_slice().as_bytes();
+        let error = bytes.slice(1..5).unwrap().cast::<u32>().unwrap_err();
+        assert!(
+            matches!(error, BufferError::Misaligned { alignment: 4, .. }),
+            "{error:?}"
+        );
+        for error in [
+            bytes.slice(..6).unwrap().cast::<u32>().unwrap_err(),
+            bytes.cast::<[u8; 0]>().map(|_| ()).unwrap_err(),
+        ] {
+            assert!(
+                matches!(error, BufferError::SizeMismatch { .. }),
+                "{error:?}"
+            );
+        }
+    });
+}
+
+#[test]
+fn uninitialised_memory_and_blocks_go_in_and_out() {
+    Rig::each(|rig, alloc, stream| {
+        let mut unset = DeviceBuffer::<u32>::uninit(alloc, 10, stream).unwrap();
+        unset
+            .copy_from_slice(&[const { MaybeUninit::new(4) }; 10])
+            .unwrap();
+        // SAFETY: all of it was written just now.
+        let set = unsafe { unset.assume_init() };
+        assert_eq!(set.to_vec().unwrap(), [4; 10]);
+        let ptr = set.as_device_ptr();
+        let block = set.into_block().unwrap().unwrap();
+        assert_eq!((block.ptr(), block.requested()), (ptr, 40));
+        // SAFETY: the block's own stream; bytes of it are numbers.
+        let same = unsafe { DeviceBuffer::<u16>::from_block(block, 20, stream) }.unwrap();
+        assert_eq!(
+            same.slice(..2)
+                .unwrap()
+                .cast::<u32>()
+                .unwrap()
+                .to_vec()
+                .unwrap(),
+            [4]
+        );
+
+        let block = same.into_block().unwrap().unwrap();
+        let usable = block.size();
+        // SAFETY: as above.
+        let error = unsafe {
+            DeviceBuffer::<u8>::from_block(block, usable as usize + 1, stream).unwrap_err()
+        };
+        assert!(
+            matches!(error.error, BufferError::BlockTooSmall { needed, usable: u }
+                if needed == 513 && u == usable)
+        );
+        // SAFETY: as above.
+        let error = unsafe { DeviceBuffer::<u64>::from_block(error.block, usize::MAX, stream) }
+            .unwrap_err();
+        assert!(matches!(error.error, BufferError::TooLarge { .. }));
+        error.block.free().unwrap();
+
+        // A large alignment reaches the allocator.
+        #[derive(Clone, Copy)]
+        #[repr(C, align(4096))]
+        struct Page([u8; 4096]);
+        // SAFETY: an array of bytes.
+        unsafe impl cualloc::DeviceCopy for Page {}
+        drop(DeviceBuffer::<u8>::uninit(alloc, 1, stream).unwrap());
+        let keep = DeviceBuffer::<u8>::uninit(alloc, 1, stream).unwrap();
+        let page = DeviceBuffer::from_slice(alloc, &[Page([3; 4096])], stream).unwrap();
+        assert_eq!(page.as_device_ptr() % 4096, 0);
+        assert_eq!(page.to_vec().unwrap()[0].0, [3; 4096]);
+        drop((keep, page));
+        let _ = rig;
+    });
+}
+
+#[test]
+fn pinned_memory_and_copies_in_flight() {
+    Rig::each(|rig, alloc, stream| {
+        let context = &rig.contexts[0];
+        let other = alloc.create_stream().unwrap();
+        let values: Vec<i32> = (0..5000).collect();
+        let mut host = PinnedBuffer::from_slice(context, &values).unwrap();
+        host[0] = -1;
+        let mut buffer = DeviceBuffer::<i32>::zeroed(alloc, 5000, stream).unwrap();
+        let up = buffer.upload(host, &other).unwrap();
+        let down = buffer
+            .download(PinnedBuffer::zeroed(context, 5000).unwrap(), stream)
+            .unwrap();
+        // The buffer may go before the copies are done.
+        drop(buffer);
+        let back = down.wait().unwrap();
+        assert_eq!((back[0], &back[1..]), (-1, &values[1..]));
+        // What the download waited for is complete too.
+        assert!(up.is_complete().unwrap());
+        assert_eq!(up.wait().unwrap()[..], back[..]);
+    });
+}
+
+#[test]
+fn async_copies_with_borrowed_memory() {
+    Rig::each(|_, alloc, stream| {
+        let other = alloc.create_stream().unwrap();
+        let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 1 << 20, stream).unwrap();
+        let (source, mut target) = (vec![6u8; 1 << 20], vec![0u8; 1 << 20]);
+        // SAFETY: both live, and are left alone, until the streams have been waited for.
+        unsafe {
+            buffer
+                .as_mut_slice()
+                .copy_from_slice_async(&source, &other)
+                .unwrap();
+            buffer
+                .as_slice()
+                .copy_to_slice_async(&mut target, stream)
+                .unwrap();
+        }
+        stream.synchronize().unwrap();
+        other.synchronize().unwrap();
+        assert_eq!(source, target);
+    });
+}
+
+#[test]
+fn two_devices() {
+    for policy in POLICIES {
+        let Some(rig) = Rig::with_devices(2, policy) else {
+            return;
+        };
+        let streams: Vec<Stream> = rig
+            .allocs
+            .iter()
+            .map(|alloc| alloc.create_stream().unwrap())
+            .collect();
+        let values: Vec<u32> = (0..100_000).collect();
+        let near = DeviceBuffer::from_slice(&rig.allocs[0], &values, &streams[0]).unwrap();
+        let mut far = DeviceBuffer::<u32>::zeroed(&rig.allocs[1], 100_000, &streams[1]).unwrap();
+        assert_eq!(far.device().unwrap().ordinal(), 1);
+        // By the stream of either device.
+        far.copy_from(&near.as_slice(), &streams[1]).unwrap();
+        assert_eq!(far.to_vec().unwrap(), values);
+        far.fill(0, &streams[1]).unwrap();
+        far.copy_from(&near.as_slice(), &streams[0]).unwrap();
+        drop(near);
+        assert_eq!(far.to_vec().unwrap(), values);
+
+        let calls = rig.driver.calls();
+        let wrong = |result: Result<(), BufferError>| match result {
+            Err(BufferError::WrongDevice {
+                device,
+                stream_device,
+            }) => assert_eq!((device, stream_device), (1, 0)),
+            other => panic!("{other:?}"),
+        };
+        wrong(far.fill(1, &streams[0]));
+        let mut second = DeviceBuffer::<u32>::uninit(&rig.allocs[1], 4, &streams[1]).unwrap();
+        let third = DeviceBuffer::<u32>::uninit(&rig.allocs[1], 4, &streams[1]).unwrap();
+        wrong(second.copy_from(&third.as_slice(), &streams[0]));
+        assert_eq!(rig.driver.calls().since(&calls).get("cuMemsetD32Async"), 0);
+        let host = PinnedBuffer::zeroed(&rig.contexts[0], 100_000).unwrap();
+        let error = far.download(host, &streams[0]).unwrap_err();
+        wrong(Err(error.error));
+        // Page-locked memory serves every device.
+        let copy = far.download(error.host.unwrap(), &streams[1]).unwrap();
+        assert_eq!(copy.wait().unwrap()[..], values);
+        let refused = DeviceBuffer::<u8>::zeroed(&rig.allocs[1], 1, &streams[0]).unwrap_err();
+        assert!(matches!(
+            refused,
+            BufferError::Allocator(Error::WrongDevice { .. })
+        ));
+        drop((far, second, third, streams));
+        rig.finish();
+    }
+}
+
+#[test]
+fn default_streams() {
+    Rig::each(|rig, alloc, stream| {
+        let context = &rig.contexts[0];
+        let legacy = Stream::legacy_default(context).unwrap();
+        let mut buffer = DeviceBuffer::filled(alloc, 1000, 1u32, &legacy).unwrap();
+        buffer.fill(2, stream).unwrap();
+        assert_eq!(buffer.to_vec().unwrap(), [2; 1000]);
+        drop(buffer);
+
+        let own = Stream::per_thread_default(context).unwrap();
+        let mut buffer = DeviceBuffer::filled(alloc, 1000, 3u32, &own).unwrap();
+        buffer.fill(4, stream).unwrap();
+        assert_eq!(buffer.to_vec().unwrap(), [4; 1000]);
+        // Another thread has another stream by the same handle.
+        std::thread::scope(|scope| {
+            scope
+                .spawn(|| {
+                    let error = buffer.fill(5, stream).unwrap_err();
+                    assert!(matches!(error, BufferError::WrongThread), "{error:?}");
+                    let error = buffer.to_vec().unwrap_err();
+                    assert!(matches!(error, BufferError::WrongThread), "{error:?}");
+                })
+                .join()
+                .unwrap();
+        });
+        assert_eq!(buffer.to_vec().unwrap(), [4; 1000]);
+        // To free it needs no name of the stream.
+        std::thread::spawn(move || buffer.free().unwrap())
+            .join()
+            .unwrap();
+    });
+}
+
+#[test]
+fn types_may_be_sent_and_say_what_they_are() {
+    fn shared<T: Send + Sync>() {}
+    shared::<DeviceBuffer<f32>>();
+    shared::<DeviceSlice<'_, f32>>();
+    shared::<DeviceSliceMut<'_, f32>>();
+    shared::<PinnedBuffer<f32>>();
+    shared::<CopyInFlight<f32>>();
+    Rig::each(|_, alloc, stream| {
+        let buffer = DeviceBuffer::<f32>::zeroed(alloc, 12, stream).unwrap();
+        let text = format!("{buffer:?}");
+        let ptr = format!("{:#x}", buffer.as_device_ptr());
+        for part in ["DeviceBuffer", "f32", "device: Some(0)", &ptr, "len: 12"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        let text = format!("{:?}", buffer.slice(3..5).unwrap());
+        assert!(text.contains("len: 2"), "{text}");
+    });
+}
