@@ -202,6 +202,22 @@ impl Allocator {
         self.engine.record(ptr, &named, true)
     }
 
+    /// [`Block::record_use`] for a block that somebody else owns, by its address.
+    pub(crate) fn record_use_at(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: &Stream,
+    ) -> Result<(), Error> {
+        self.engine.record(ptr, &self.engine.named(stream)?, true)
+    }
+
+    /// The allocator that a block came from.
+    pub(crate) fn of(block: &Block) -> Self {
+        Allocator {
+            engine: Arc::clone(block.engine()),
+        }
+    }
+
     // ---- streams ---------------------------------------------------------------------------
 
     /// Tells the allocator that a stream gets no more work. Records its last marker, so that
@@ -261,11 +277,6 @@ impl Allocator {
         let state = self.engine.lock();
         let id = self.engine.around(&state, ptr)?;
         Some(state.block_info(id))
-    }
-
-    /// Whether the block of this [generation](Block::generation) is live.
-    pub fn is_live(&self, generation: (u32, u32)) -> bool {
-        self.engine.lock().is_live(generation)
     }
 
     /// Usable bytes of the live block that starts at `ptr`.
@@ -387,6 +398,12 @@ impl Allocator {
     /// All segments with their blocks, by address, at one instant.
     pub fn snapshot(&self) -> Vec<SegmentInfo> {
         self.engine.lock().snapshot()
+    }
+
+    /// [`stats`](Self::stats) and [`snapshot`](Self::snapshot) of the same instant.
+    pub fn stats_and_snapshot(&self) -> (Stats, Vec<SegmentInfo>) {
+        let state = self.engine.lock();
+        (state.statistics(), state.snapshot())
     }
 
     /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
