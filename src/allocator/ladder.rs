@@ -127,6 +127,8 @@ impl Engine {
                     drop(state);
                     hook(bytes);
                     state = self.lock();
+                    // What it freed may be the driver's again, without having been ours.
+                    state.full_at = None;
                     // What the hook freed may itself be flushed and marked.
                     climb.flushed = false;
                     climb.marked = false;
@@ -143,6 +145,8 @@ impl Engine {
                     climb.missed = true;
                     state.stats.misses += 1;
                     state.stats.ooms += 1;
+                    // The next request asks the driver anew: others may have freed meanwhile.
+                    state.full_at = None;
                     return Err(self.out_of_memory(state, want, climb.refusal));
                 }
             }
