@@ -40,7 +40,9 @@ impl Engine {
         };
         self.mark_all(&ours);
         let retried = self.retry_strays();
-        let mut state = self.poll(self.lock())?;
+        let mut state = self.lock();
+        state.ask_again();
+        let mut state = self.poll(state)?;
         state.settle();
         let (plan, pending) = state.plan_trim(keep, self.context.key());
         state.peak_live = state.stats.all.requested.current;

@@ -692,6 +692,14 @@ impl State {
         due
     }
 
+    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
+    pub(crate) fn ask_again(&mut self) {
+        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+        for stream in streams {
+            self.streams[stream].backoff = 0;
+        }
+    }
+
     pub(crate) fn not_ready(&mut self, stream: u32) {
         self.streams[stream].backoff = BACKOFF;
     }
