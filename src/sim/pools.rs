@@ -423,6 +423,7 @@ impl State {
                 return fail(INVALID);
             }
             pool.destroyed = true;
+            pool.threshold = 0;
             // The pool may go at once, though its queued frees are not seen complete: the driver
             // holds the memory until they are.
         }
