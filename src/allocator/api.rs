@@ -126,10 +126,24 @@ impl Allocator {
         stream: &Stream,
         near: &[sys::CUdeviceptr],
     ) -> Result<Option<Block>, Error> {
-        let grant =
-            self.engine
-                .allocate_at_hand(&self.engine.named(stream)?, bytes, alignment, near)?;
-        Ok(grant.map(|grant| Block::new(Arc::clone(&self.engine), grant, bytes)))
+        Ok(self.allocate_near(bytes, alignment, stream, near)?.0)
+    }
+
+    /// [`allocate_at_hand`](Self::allocate_at_hand) which also returns those of the addresses that lie
+    /// in free memory still.
+    pub(crate) fn allocate_near(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        near: &[sys::CUdeviceptr],
+    ) -> Result<(Option<Block>, Vec<u64>), Error> {
+        let named = self.engine.named(stream)?;
+        let (grant, free) = self
+            .engine
+            .allocate_at_hand(&named, bytes, alignment, near)?;
+        let block = grant.map(|grant| Block::new(Arc::clone(&self.engine), grant, bytes));
+        Ok((block, free))
     }
 
     /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default

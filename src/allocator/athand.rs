@@ -12,14 +12,15 @@ use super::state::{PAGE_GRANULES, State, Want};
 
 impl Engine {
     /// Allocates from memory that the stream may use without a wait: at the first of the addresses
-    /// `near` that is free, else the best fit. `None` if there is none.
+    /// `near` that is free, else the best fit. `None` if there is none. Also returns which of the
+    /// addresses lie in free memory still.
     pub(crate) fn allocate_at_hand(
         &self,
         named: &Named<'_>,
         bytes: usize,
         alignment: usize,
         near: &[u64],
-    ) -> Result<Option<Grant>, Error> {
+    ) -> Result<(Option<Grant>, Vec<u64>), Error> {
         let request = Request::new(bytes, alignment)?;
         drop(self.open()?);
         self.refuse_capture(named)?;
@@ -33,27 +34,41 @@ impl Engine {
             _ => SpaceId::Large,
         };
         let want = request.want(space, stream);
-        let mut found = state.take_at_hand(&want, near);
-        if found.is_none() {
+        let mut found = state.take_near(&want, near);
+        if found.is_none() && (!near.is_empty() || state.best(&want).is_none()) {
             // Memory that other streams used may be free by now.
+            state.ask_again();
             state = self.poll(state)?;
-            found = state.take_at_hand(&want, near);
+            found = state.take_near(&want, near);
         }
+        let found = found.or_else(|| state.take_at_hand(&want));
+        let free = near.iter().copied();
+        let free = free.filter(|addr| state.piece_around(space, *addr).is_some());
+        let free = free.collect();
         let Some(id) = found else {
-            return Ok(None);
+            return Ok((None, free));
         };
         state.stats.hits += 1;
         state.announce(want.requested);
-        Ok(Some(state.granted(id, stream, want.requested)))
+        Ok((Some(state.granted(id, stream, want.requested)), free))
     }
 }
 
 impl State {
-    fn take_at_hand(&mut self, want: &Want, near: &[u64]) -> Option<u32> {
-        if let Some(id) = near.iter().find_map(|addr| self.take_at(want, *addr)) {
-            self.stats.rungs.ready += 1;
-            return Some(id);
+    fn take_near(&mut self, want: &Want, near: &[u64]) -> Option<u32> {
+        let id = near.iter().find_map(|addr| self.take_at(want, *addr))?;
+        self.stats.rungs.ready += 1;
+        Some(id)
+    }
+
+    fn best(&mut self, want: &Want) -> Option<Run> {
+        if !self.streams.several() && !matches!(want.space, SpaceId::Pages(_)) {
+            self.adopt_complete(want.space, want.stream);
         }
+        self.finder(want.space, want.stream)?.ready_run(want)
+    }
+
+    fn take_at_hand(&mut self, want: &Want) -> Option<u32> {
         if !matches!(want.space, SpaceId::Pages(_)) {
             return self.take_best(want);
         }
@@ -72,10 +87,7 @@ impl State {
     }
 
     fn take_best(&mut self, want: &Want) -> Option<u32> {
-        if !self.streams.several() {
-            self.adopt_complete(want.space, want.stream);
-        }
-        let run = self.finder(want.space, want.stream)?.ready_run(want)?;
+        let run = self.best(want)?;
         let id = self.take(want, run)?;
         self.stats.rungs.ready += 1;
         Some(id)

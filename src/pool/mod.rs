@@ -73,7 +73,14 @@ fn device_of(driver: &Driver, ordinal: i64) -> Result<Device, PoolError> {
 
 /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
 fn refuse_capture(stream: &Stream) -> Result<(), PoolError> {
-    match stream.is_capturing() {
+    let capturing = if stream.raw() as usize > 2 {
+        // SAFETY: the stream is alive by the contract under which it was made; one that is not a
+        // default stream can be asked whatever context is current.
+        unsafe { stream.context().driver().is_capturing(stream.raw()) }
+    } else {
+        stream.is_capturing()
+    };
+    match capturing {
         Ok(false) => Ok(()),
         Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
             Err(error.into())

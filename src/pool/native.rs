@@ -215,7 +215,7 @@ impl Drop for Use<'_> {
 
 impl Inner {
     fn enter(&self) -> Result<Use<'_>, PoolError> {
-        let more = |users: u64| (users != DESTROYED).then_some(users + 1);
+        let more = |users: u64| (users != DESTROYED).then(|| users + 1);
         match self
             .users
             .fetch_update(Ordering::Acquire, Ordering::Relaxed, more)

@@ -549,21 +549,14 @@ impl Wish {
             near
         });
         let allocator = self.cache.pool.allocator()?;
-        let found = allocator.allocate_at_hand(self.bytes, self.alignment, stream, &near)?;
+        let (found, rest) = allocator.allocate_near(self.bytes, self.alignment, stream, &near)?;
         let count = if found.is_some() {
             &self.cache.hits
         } else {
             &self.cache.misses
         };
         count.fetch_add(1, Ordering::Relaxed);
-        // Those behind the one that was taken are as good as before.
-        let rest = found
-            .as_ref()
-            .and_then(|block| near.iter().position(|address| *address == block.ptr()))
-            .map(|at| &near[at + 1..]);
-        if let Some(rest) = rest
-            && !rest.is_empty()
-        {
+        if !rest.is_empty() {
             self.cache.index(|index| {
                 let addresses = index.returned.entry(key).or_default();
                 addresses.extend(rest.iter().rev());

@@ -1,9 +1,9 @@
 //! The simulator as a model of stream order: what tests of pools lean on.
 
+use cualloc::Policy;
 use cualloc::driver::sys::CUresult;
 use cualloc::driver::{MemoryPool, PoolProperties, Stream, sys};
 use cualloc::sim::{Mode, Report, SimConfig};
-use cualloc::Policy;
 
 use crate::common::{MIB, Rig};
 use crate::fill;
@@ -122,7 +122,11 @@ fn s3_18_freed_memory_waits_for_its_stream() {
     give(&rig, ptr, &a).unwrap();
     let other = take(&rig, &pool, 32 * MIB, &b).unwrap();
     assert_ne!(other, ptr, "pending");
-    assert_eq!(take(&rig, &pool, MIB, &a).unwrap(), ptr, "its own stream may");
+    assert_eq!(
+        take(&rig, &pool, MIB, &a).unwrap(),
+        ptr,
+        "its own stream may"
+    );
     give(&rig, ptr, &a).unwrap();
     sim.complete_all();
     assert_eq!(take(&rig, &pool, MIB, &b).unwrap(), ptr, "reached");
@@ -187,5 +191,4 @@ fn s3_20_limits_and_misuse_are_errors() {
         runs.push((first, second, take(&rig, &pool, MIB, &b).unwrap()));
     }
     assert_eq!(runs[0], runs[1], "deterministic");
-
 }

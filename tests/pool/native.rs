@@ -1,9 +1,7 @@
 //! The driver's own pools.
 
 use cualloc::driver::sys::CUresult;
-use cualloc::pool::{
-    DevicePool, NativeConfig, NativePool, PoolAttribute, PoolError, TypedPool,
-};
+use cualloc::pool::{DevicePool, NativeConfig, NativePool, PoolAttribute, PoolError, TypedPool};
 use cualloc::sim::{FailPlan, SimConfig};
 use cualloc::{Config, Policy};
 
@@ -12,7 +10,10 @@ use crate::fill;
 
 fn with_pool(config: NativeConfig, test: impl Fn(&Rig, &NativePool)) {
     only(Policy::Packed, |rig| {
-        test(rig, &NativePool::with_context(&rig.context, config).unwrap());
+        test(
+            rig,
+            &NativePool::with_context(&rig.context, config).unwrap(),
+        );
     });
 }
 
@@ -103,8 +104,12 @@ fn s3_10_attributes_are_read_and_set() {
         drop(pool.allocate(MIB, &stream).unwrap());
         assert!(pool.get(ReservedHigh).unwrap() >= MIB as u64);
         assert!(pool.get(UsedHigh).unwrap() >= MIB as u64);
-        for (attribute, value) in [(ReservedCurrent, 0), (UsedCurrent, 0), (UsedHigh, 1), (ReservedHigh, 7)]
-        {
+        for (attribute, value) in [
+            (ReservedCurrent, 0),
+            (UsedCurrent, 0),
+            (UsedHigh, 1),
+            (ReservedHigh, 7),
+        ] {
             let error = pool.set(attribute, value).unwrap_err();
             assert!(matches!(error, PoolError::InvalidValue { .. }), "{error:?}");
         }

@@ -89,7 +89,8 @@ fn mixed_sizes_never_overlap() {
         let mut live: Vec<PoolBlock> = Vec::new();
         for _ in 0..400 {
             if next(5) < 3 && live.len() < 40 {
-                let bytes = 1 + next(1 << (4 + next(17))) as usize;
+                let bits = 4 + next(17);
+                let bytes = 1 + next(1 << bits) as usize;
                 let block = pool.allocate(bytes, &stream).unwrap();
                 fill(&rig.context, block.ptr(), bytes, &stream);
                 live.push(block);
@@ -110,13 +111,14 @@ fn mixed_sizes_never_overlap() {
 #[test]
 fn s3_7_s3_32_threads_share_a_pool() {
     over_all(|rig, pool| {
+        let context = &rig.context;
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    let stream = Stream::new(&rig.context).unwrap();
+                    let stream = Stream::new(context).unwrap();
                     for round in 0..50usize {
                         let block = pool.allocate(512 + round * 100, &stream).unwrap();
-                        fill(&rig.context, block.ptr(), 512, &stream);
+                        fill(context, block.ptr(), 512, &stream);
                         drop(block);
                         if round % 10 == 0 {
                             pool.trim(0).unwrap();

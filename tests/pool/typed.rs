@@ -76,7 +76,11 @@ fn s2_3_s2_4_s2_12_hits_and_misses_are_plain() {
         drop(pool.uninit::<u8>(1000, &stream).unwrap());
         assert_eq!(
             pool.stats(),
-            TypedStats { hits: 0, misses: 6, returns: 1 }
+            TypedStats {
+                hits: 0,
+                misses: 6,
+                returns: 1
+            }
         );
         let before = rig.driver.calls();
         drop(pool.take::<u8>(1000, &stream).unwrap().expect("a hit"));
@@ -84,7 +88,11 @@ fn s2_3_s2_4_s2_12_hits_and_misses_are_plain() {
         assert_eq!(rig.driver.calls().since(&before).total(), 0);
         assert_eq!(
             pool.stats(),
-            TypedStats { hits: 2, misses: 6, returns: 3 }
+            TypedStats {
+                hits: 2,
+                misses: 6,
+                returns: 3
+            }
         );
         pool.reset_stats();
         assert_eq!(pool.stats(), TypedStats::default());
@@ -167,7 +175,8 @@ fn s2_7_s2_13_recorded_uses_are_over_when_the_stream_is() {
                 }
             }
             drop(buffer);
-            if let Some(found) = pool.take::<f32>(1000, &a).unwrap() {
+            let found = pool.take::<f32>(1000, &a).unwrap();
+            if let Some(found) = &found {
                 assert_ne!(found.as_device_ptr(), address, "B is not done");
                 fill(&rig.context, found.as_device_ptr(), 4000, &a);
             }
@@ -176,7 +185,7 @@ fn s2_7_s2_13_recorded_uses_are_over_when_the_stream_is() {
             pool.allocator(0).unwrap().synchronize().unwrap();
             let again = pool.take::<f32>(1000, &a).unwrap().expect("a hit");
             assert_eq!(again.as_device_ptr(), address);
-            drop((again, other));
+            drop((again, other, found));
         }
     });
 }
@@ -231,9 +240,15 @@ fn s2_15_s2_16_cached_bytes_are_by_device() {
         drop(pool.uninit::<u8>(4 * MIB, &stream).unwrap());
         let cached = pool.cached_bytes(1);
         assert_eq!(cached, allocators[1].stats().cached());
-        assert_eq!((pool.cached_bytes(0), pool.cached_bytes_total()), (0, cached));
+        assert_eq!(
+            (pool.cached_bytes(0), pool.cached_bytes_total()),
+            (0, cached)
+        );
         pool.empty(0).unwrap();
-        assert_eq!((pool.cached_bytes(1), pool.cached_bytes_total()), (cached, cached));
+        assert_eq!(
+            (pool.cached_bytes(1), pool.cached_bytes_total()),
+            (cached, cached)
+        );
         assert!(matches!(
             pool.allocator(-1),
             Err(PoolError::InvalidDevice { ordinal: -1, .. })

@@ -21,10 +21,12 @@ fn s4_2_s4_3_slabs_come_back_up_to_the_cap() {
         for (cap, kept) in [(0, 1), (1, 1), (4, 4)] {
             let pool = pool_of(rig, WorkspaceSizing::Classes, cap);
             let stream = rig.stream();
-            let leases: Vec<_> = (0..6)
-                .map(|_| pool.lease(&stream, 1500).unwrap())
-                .collect();
-            assert!(leases.iter().all(|l| l.size() == 2048 && l.requested() == 1500));
+            let leases: Vec<_> = (0..6).map(|_| pool.lease(&stream, 1500).unwrap()).collect();
+            assert!(
+                leases
+                    .iter()
+                    .all(|l| l.size() == 2048 && l.requested() == 1500)
+            );
             assert_eq!(pool.stats().free_slabs, 0);
             drop(leases);
             let stats = pool.stats();
@@ -167,7 +169,10 @@ fn s4_15_exact_leases_cost_what_was_asked() {
         let classes = pool_of(rig, WorkspaceSizing::Classes, 4);
         let class = classes.lease(&stream, bytes).unwrap();
         let stats = classes.stats();
-        assert_eq!((stats.requested_bytes, stats.leased_bytes), (bytes as u64, 8 << 20));
+        assert_eq!(
+            (stats.requested_bytes, stats.leased_bytes),
+            (bytes as u64, 8 << 20)
+        );
         drop((lease, class));
         assert_eq!(classes.stats().requested_bytes, 0);
     });
@@ -201,7 +206,11 @@ fn s4_17_s4_20_failures_are_told_apart() {
         let full = pool.lease(&stream, 512 * MIB).unwrap_err();
         assert!(full.is_out_of_memory());
         assert_eq!(full.code(), CUresult::CUDA_ERROR_OUT_OF_MEMORY);
-        let call = if rig.packed() { "cuMemCreate" } else { "cuMemAlloc_v2" };
+        let call = if rig.packed() {
+            "cuMemCreate"
+        } else {
+            "cuMemAlloc_v2"
+        };
         let code = CUresult::CUDA_ERROR_INVALID_CONTEXT;
         sim.fail(FailPlan::call(call, code).unwrap());
         let wrong = pool.lease(&stream, MIB).unwrap_err();
@@ -256,7 +265,10 @@ fn s4_14_s4_11_references_know_when_the_lease_is_over() {
         assert_eq!(again.ptr(), address);
         assert!(matches!(
             reference.resolve(),
-            Err(PoolError::Stale { have: 0, current: 1 })
+            Err(PoolError::Stale {
+                have: 0,
+                current: 1
+            })
         ));
         assert_eq!(again.reference().resolve().unwrap(), address);
     });
