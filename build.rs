@@ -1,7 +1,8 @@
 //! Generates the driver bindings from `wrapper.h`.
 //!
 //! Where libclang loads, bindgen writes them afresh; elsewhere the checked-in copy is taken and the
-//! build says so. With `CUALLOC_BLESS_BINDINGS=1` the checked-in copy is rewritten.
+//! build says so. With `CUALLOC_NO_LIBCLANG=1` libclang is not looked for; with
+//! `CUALLOC_BLESS_BINDINGS=1` the checked-in copy is rewritten.
 
 use std::env;
 use std::fs;
@@ -15,6 +16,7 @@ fn main() {
     println!("cargo:rerun-if-changed={HEADER}");
     println!("cargo:rerun-if-changed={CHECKED_IN}");
     println!("cargo:rerun-if-env-changed=LIBCLANG_PATH");
+    println!("cargo:rerun-if-env-changed=CUALLOC_NO_LIBCLANG");
     println!("cargo:rerun-if-env-changed=CUALLOC_BLESS_BINDINGS");
     println!("cargo:rustc-check-cfg=cfg(cualloc_generated_bindings)");
     println!("cargo:rustc-check-cfg=cfg(loom)");
@@ -24,12 +26,17 @@ fn main() {
         return;
     };
     let target = out_dir.join("bindings.rs");
-    let bless = env::var_os("CUALLOC_BLESS_BINDINGS").is_some_and(|v| v == "1");
+    let set = |name: &str| env::var_os(name).is_some_and(|value| value == "1");
+    let bless = set("CUALLOC_BLESS_BINDINGS");
 
     // bindgen panics when libclang is missing, so ask first; what is loaded here, bindgen reuses.
-    let generated = match clang_sys::load() {
-        Ok(()) => generate(),
-        Err(reason) => Err(format!("libclang does not load ({reason})")),
+    let generated = if set("CUALLOC_NO_LIBCLANG") {
+        Err("libclang is not wanted (CUALLOC_NO_LIBCLANG)".to_owned())
+    } else {
+        match clang_sys::load() {
+            Ok(()) => generate(),
+            Err(reason) => Err(format!("libclang does not load ({reason})")),
+        }
     };
     let result = match generated {
         Ok(text) => {

@@ -1,4 +1,9 @@
-//! A caching GPU memory allocator on the raw CUDA driver API.
+// The README's examples run on the simulator.
+#![cfg_attr(feature = "sim", doc = include_str!("../README.md"))]
+#![cfg_attr(
+    not(feature = "sim"),
+    doc = "A caching GPU memory allocator on the raw CUDA driver API."
+)]
 #![deny(missing_docs)]
 
 #[cfg(not(target_pointer_width = "64"))]

@@ -120,13 +120,12 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
             // The order of the frees does not matter.
             drop((second, big, first, double));
             let want = unit - unit / 4;
-            let split = rig.packed() || unit < MIB;
             for (at, address) in expected.into_iter().enumerate() {
                 let block = allocator.allocate(want, &stream).unwrap();
                 assert_eq!(block.ptr(), address, "unit {unit}, choice {at}");
                 // Use it up, so that the next choice is another block.
                 let rest = [unit, unit, 2 * unit, 4 * unit][at] - block.size() as usize;
-                if rest > 0 && split {
+                if rest > 0 {
                     let filler = allocator.allocate(rest, &stream).unwrap();
                     assert_eq!(filler.ptr(), address + block.size());
                     filler.into_raw();

@@ -41,7 +41,12 @@ impl Engine {
             state = self.poll(state)?;
             found = state.take_near(&want, near);
         }
-        let found = found.or_else(|| state.take_at_hand(&want));
+        let mut found = found.or_else(|| state.take_at_hand(&want));
+        if found.is_none()
+            && let Some(run) = self.view_at_hand(&state, &want)
+        {
+            (state, found) = self.take_in_view(state, &want, run)?;
+        }
         let free = near.iter().copied();
         let free = free.filter(|addr| state.piece_around(space, *addr).is_some());
         let free = free.collect();

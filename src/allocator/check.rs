@@ -8,7 +8,8 @@
 //! 5. Each live block is found by its address, has an odd generation, and is counted once on each
 //!    stream that it was allocated or recorded on.
 //! 6. Tickets are not above the open one; markers are in order.
-//! 7. Every counter equals what the walk finds.
+//! 7. Each block in a view has its bytes lent at home; each handle knows how many views map it.
+//! 8. Every counter equals what the walk finds.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -16,6 +17,7 @@ use super::records::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
 use super::size::PAGE;
 use super::space::{Space, class_of};
 use super::state::State;
+use super::view::push_part;
 
 /// Something in the books does not agree.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -60,6 +62,8 @@ struct Sums {
     /// Mapped ranges, merged.
     mapped: BTreeMap<u64, u64>,
     pages: u64,
+    /// Bytes lent to blocks in views.
+    lent: u64,
 }
 
 impl State {
@@ -68,6 +72,8 @@ impl State {
         for space in self.spaces() {
             self.check_space(space, &mut sums)?;
         }
+        self.check_space(&self.view_space, &mut sums)?;
+        self.check_views(&mut sums)?;
         same("records in use", sums.records, self.records.len() as u64)?;
         same(
             "block starts known",
@@ -151,10 +157,13 @@ impl State {
                         )?;
                     }
                     Extent::Used => self.check_used(space, at, sums)?,
+                    Extent::Lent => sums.lent += hot.bytes(),
                     Extent::Busy | Extent::Quarantined => {}
                     Extent::Vacant => holds("a linked record is in use", false)?,
                 }
-                if hot.state != Extent::Unmapped && !matches!(space.id, SpaceId::Pages(_)) {
+                if hot.state != Extent::Unmapped
+                    && !matches!(space.id, SpaceId::Pages(_) | SpaceId::Views)
+                {
                     sums.mapped.insert(hot.addr, hot.bytes());
                 }
                 end = hot.end();
@@ -169,7 +178,7 @@ impl State {
     }
 
     fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
-        let (hot, cold) = (&self.records[id], self.records.cold(id));
+        let hot = &self.records[id];
         if self.packed && space.id == SpaceId::Small {
             sums.pages += 1;
             same("a page has its size", PAGE, hot.bytes())?;
@@ -187,7 +196,21 @@ impl State {
                 region.map_or(0, |r| r.bytes),
             );
         }
-        let large = usize::from(space.id == SpaceId::Large);
+        if space.id == SpaceId::Views {
+            let known = self.views.get(&hot.addr).map_or(NIL, |view| view.range);
+            return same(
+                "a range in use is a view's",
+                u64::from(id),
+                u64::from(known),
+            );
+        }
+        self.check_block(id, sums)
+    }
+
+    /// A live block of the user.
+    fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
+        let (hot, cold) = (&self.records[id], self.records.cold(id));
+        let large = usize::from(cold.space == SpaceId::Large);
         sums.live[large] += 1;
         sums.allocated[large] += hot.bytes();
         sums.requested[large] += cold.requested;
@@ -208,6 +231,77 @@ impl State {
             "a request fits its block",
             cold.requested > 0 && cold.requested <= hot.bytes(),
         )
+    }
+
+    /// Views, and the blocks in them.
+    fn check_views(&self, sums: &mut Sums) -> Result<(), CheckError> {
+        let mut maps: HashMap<u64, u32> = HashMap::new();
+        let mut live: HashMap<u64, u32> = HashMap::new();
+        let mut lent = 0;
+        for (id, hot) in self.records.iter() {
+            let parts = &self.records.cold(id).home;
+            if parts.is_empty() {
+                continue;
+            }
+            sums.records += 1;
+            self.check_block(id, sums)?;
+            let Some((base, view)) = self.view_around(hot.addr) else {
+                return holds("a block away from home lies in a view", false);
+            };
+            *live.entry(base).or_default() += 1;
+            let offset = ((hot.addr - base) / super::size::GRANULE) as u32;
+            let homes = view.home_parts(offset, hot.granules);
+            let mut found: Vec<(u64, u32)> = Vec::new();
+            for part in parts {
+                let home = &self.records[*part];
+                holds("a part is lent", home.state == Extent::Lent)?;
+                same(
+                    "a part is lent to its block",
+                    u64::from(id),
+                    u64::from(self.records.cold(*part).lent_to),
+                )?;
+                lent += home.bytes();
+                push_part(&mut found, (home.addr, home.granules));
+            }
+            holds("the parts are where the view says", found == homes)?;
+        }
+        same("lent bytes are in blocks", sums.lent, lent)?;
+        for (base, view) in &self.views {
+            let held = view
+                .segs
+                .iter()
+                .map(|seg| u64::from(seg.granules))
+                .sum::<u64>();
+            same(
+                "a view is as long as its handles",
+                held,
+                u64::from(view.granules),
+            )?;
+            holds("a view stays in its range", view.granules <= view.room)?;
+            same(
+                "live blocks of a view",
+                u64::from(live.get(base).copied().unwrap_or(0)),
+                u64::from(view.live),
+            )?;
+            for seg in &view.segs {
+                let bytes = self.holdings.get(&seg.home).map_or(0, |h| h.bytes);
+                same(
+                    "a view maps held handles",
+                    u64::from(seg.granules) * super::size::GRANULE,
+                    bytes,
+                )?;
+                *maps.entry(seg.home).or_default() += 1;
+            }
+        }
+        for (home, holding) in &self.holdings {
+            let counted = maps.get(home).copied().unwrap_or(0);
+            same(
+                "views of a handle",
+                u64::from(counted),
+                u64::from(holding.views),
+            )?;
+        }
+        Ok(())
     }
 
     /// Driver-held memory and mapped extents are the same bytes.

@@ -28,7 +28,7 @@ pub enum Limit {
 pub const CONFIG_VARIABLE: &str = "CUALLOC_CONFIG";
 
 /// Settings of an allocator. The default suits every workload.
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Config {
     /// Segment policy.
@@ -37,6 +37,21 @@ pub struct Config {
     pub limit: Option<Limit>,
     /// Ordinals of further devices that may access the memory. Packed policy only.
     pub peers: Vec<usize>,
+    /// Whether memory may be used through second layouts (views), on by default. Packed policy only.
+    /// Work that reads through one address what a grid still running writes through another (a
+    /// persistent kernel, a dependent launch before its wait) is outside what views promise.
+    pub views: bool,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            policy: Policy::Auto,
+            limit: None,
+            peers: Vec::new(),
+            views: true,
+        }
+    }
 }
 
 impl Config {
@@ -60,6 +75,12 @@ impl Config {
     /// Bounds the bytes held from the driver to a share of the device's memory.
     pub fn limit_fraction(mut self, fraction: f64) -> Self {
         self.limit = Some(Limit::Fraction(fraction));
+        self
+    }
+
+    /// Allows or forbids views.
+    pub fn views(mut self, on: bool) -> Self {
+        self.views = on;
         self
     }
 
@@ -142,7 +163,7 @@ pub enum ConfigError {
 }
 
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` (with
-/// an optional suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`.
+/// an optional suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`.
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};
@@ -185,6 +206,13 @@ impl FromStr for Config {
                         .split('+')
                         .map(|p| p.parse().map_err(|_| invalid()))
                         .collect::<Result<_, _>>()?;
+                }
+                "views" => {
+                    config.views = match value {
+                        "on" => true,
+                        "off" => false,
+                        _ => return Err(invalid()),
+                    }
                 }
                 _ => return Err(ConfigError::UnknownKey(key.into())),
             }

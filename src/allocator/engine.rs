@@ -38,6 +38,8 @@ pub(crate) struct Engine {
     pub context: Context,
     pub device: Device,
     pub packed: bool,
+    /// Whether memory may be used through second layouts.
+    pub views: bool,
     pub properties: MemoryProperties,
     /// Devices that may access the memory: its own first.
     pub access: Vec<Device>,
@@ -97,6 +99,7 @@ impl Engine {
             context: context.clone(),
             device,
             packed,
+            views: packed && config.views,
             properties,
             access,
             total_memory,
@@ -130,6 +133,9 @@ impl Engine {
         if self.driver().is_forked_child() {
             return Err(Error::ForkedChild);
         }
+        if self.driver().is_exiting() {
+            return Err(Error::Exiting);
+        }
         match self.lost.get() {
             Some(error) => Err(Error::ContextLost(*error)),
             None => Ok(()),
@@ -150,6 +156,7 @@ impl Engine {
     // ---- streams ---------------------------------------------------------------------------
 
     pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
+        self.usable()?;
         let id = stream.id().map_err(|e| self.error(e))?;
         Ok(Named {
             key: StreamKey::Id(id),
@@ -164,6 +171,7 @@ impl Engine {
     /// # Safety
     /// `raw` must be a live stream or a special handle.
     pub(crate) unsafe fn named_raw(&self, raw: sys::CUstream) -> Result<Named<'static>, Error> {
+        self.usable()?;
         let key = if is_special(raw) {
             // SAFETY: special handles are always valid.
             let stream = unsafe { Stream::from_raw(&self.context, raw) };
@@ -286,11 +294,18 @@ impl Engine {
 
     /// Records the last marker of a stream and forgets its handle.
     pub(crate) fn retire_slot(&self, stream: u32) -> Result<(), Error> {
+        self.lock().prepare_last_marker(stream);
         self.mark(stream)?;
         let mut state = self.lock();
         if !state.streams[stream].covered() {
-            // Somebody freed on the stream meanwhile, or no marker could be recorded.
-            return Ok(());
+            // Somebody freed on the stream meanwhile, or began to capture it.
+            drop(state);
+            self.mark(stream)?;
+            state = self.lock();
+            let slot = &state.streams[stream];
+            if !slot.covered() {
+                return Err(Error::Capturing { stream: slot.raw });
+            }
         }
         state.streams.forget_key(stream);
         let former = std::mem::replace(&mut state.streams[stream].holder, Holder::Retired);

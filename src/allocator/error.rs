@@ -24,6 +24,9 @@ pub enum Error {
     /// The process is a forked child; its parent's driver state is not usable here.
     #[error("a forked child cannot use its parent's device memory")]
     ForkedChild,
+    /// The process is exiting: the driver may have shut down, and takes the memory back itself.
+    #[error("the process is exiting")]
+    Exiting,
     /// The allocator was closed.
     #[error("the allocator is closed")]
     Closed,

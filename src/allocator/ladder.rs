@@ -9,20 +9,27 @@ use std::sync::Arc;
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::fit::Run;
-use super::plan::{Growth, Release};
+use super::plan::{Growth, LEVELS, Release};
 use super::records::{SpaceId, State as Extent};
 use super::state::{State, Want};
+use super::stitch::{STITCH_MIN, Stitch};
+use super::view::{Openings, ViewRun};
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
-/// other (plus a page).
-const TOLERANCE: u64 = 16;
+/// other (plus a page), by level of the stitching budget.
+const TOLERANCES: [u64; LEVELS] = [16, 16, 8, 4, 1];
 const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 
 /// What a climb has done already.
 #[derive(Default)]
-struct Climb {
+pub(crate) struct Climb {
     flushed: bool,
+    retried: bool,
+    evicted: bool,
+    /// A stitch was refused; no other is tried for this request.
+    unstitched: bool,
     marked: bool,
+    asked_again: bool,
     hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
     synchronised: bool,
     missed: bool,
@@ -34,11 +41,18 @@ struct Climb {
 enum Step {
     Take(Run),
     Wait(Run),
-    Reserve(u64),
+    View(ViewRun),
+    Stitch(Box<Stitch>),
+    Evict(Vec<u64>),
+    Reserve(SpaceId, u64),
     Grow(Growth),
     Flush,
+    /// Tries again to release what an earlier failure left behind.
+    Retry,
     Release(Vec<Release>),
     Mark,
+    /// Memory that the driver refused earlier may be there now.
+    AskAgain,
     HostWait(u32, u64, Arc<crate::driver::Event>),
     Hook(Arc<super::hooks::ReliefHook>, u64),
     Synchronise,
@@ -58,6 +72,7 @@ impl Engine {
         } else {
             state.adopt_complete(want.space, want.stream);
         }
+        state.large_request(want);
         let mut climb = Climb::default();
         loop {
             match self.next_step(&mut state, want, &mut climb) {
@@ -81,9 +96,45 @@ impl Engine {
                     }
                     return Ok((state, id, climb.missed));
                 }
-                Step::Reserve(bytes) => {
+                Step::Reserve(space, bytes) => {
                     drop(state);
-                    self.reserve_span(want.space, bytes)?;
+                    let reserved = self.reserve_span(space, bytes);
+                    state = self.lock();
+                    match reserved {
+                        Ok(()) => {}
+                        // Without addresses for a view there is always growth.
+                        Err(Error::Driver(_)) if space == SpaceId::Views => climb.unstitched = true,
+                        Err(error) => match error.driver_error() {
+                            // No address space: as good as no memory.
+                            Some(refusal) if refusal.is_out_of_memory() => {
+                                state.stats.misses += 1;
+                                state.stats.ooms += 1;
+                                return Err(self.out_of_memory(state, want, Some(refusal)));
+                            }
+                            _ => return Err(error),
+                        },
+                    }
+                }
+                Step::View(run) => {
+                    let taken;
+                    (state, taken) = self.take_in_view(state, want, run)?;
+                    if let Some(id) = taken {
+                        return Ok((state, id, climb.missed));
+                    }
+                }
+                Step::Stitch(stitch) => {
+                    climb.missed = true;
+                    let stitched;
+                    (state, stitched) = self.stitch(state, want, *stitch, &mut climb)?;
+                    climb.unstitched = stitched.is_none();
+                    if let Some(id) = stitched {
+                        return Ok((state, id, true));
+                    }
+                }
+                Step::Evict(idle) => {
+                    climb.evicted = true;
+                    drop(state);
+                    self.evict(&idle)?;
                     state = self.lock();
                 }
                 Step::Grow(growth) => {
@@ -100,6 +151,16 @@ impl Engine {
                         state.stats.rungs.flushed += 1;
                     }
                 }
+                Step::Retry => {
+                    climb.retried = true;
+                    drop(state);
+                    match self.retry_strays() {
+                        // What still cannot be released stays behind.
+                        Ok(_) | Err(Error::Driver(_)) => {}
+                        Err(error) => return Err(error),
+                    }
+                    state = self.lock();
+                }
                 Step::Release(plan) => {
                     climb.missed = true;
                     state.stats.rungs.released += 1;
@@ -114,12 +175,18 @@ impl Engine {
                     self.mark(want.stream)?;
                     state = self.lock();
                 }
+                Step::AskAgain => {
+                    climb.asked_again = true;
+                    state.full_at = None;
+                }
                 Step::HostWait(stream, bound, event) => {
                     climb.missed = true;
                     state.stats.rungs.host_waits += 1;
                     drop(state);
                     self.host_wait(stream, bound, event)?;
                     state = self.lock();
+                    // What became complete may have left pages whole.
+                    climb.flushed = false;
                 }
                 Step::Hook(hook, bytes) => {
                     climb.missed = true;
@@ -140,6 +207,7 @@ impl Engine {
                     drop(state);
                     self.synchronise()?;
                     state = self.lock();
+                    climb.flushed = false;
                 }
                 Step::Fail => {
                     climb.missed = true;
@@ -159,7 +227,12 @@ impl Engine {
         }
         if self.packed {
             if state.missing(want).is_none() {
-                return Step::Reserve(u64::from(want.span()) * super::size::GRANULE);
+                return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
+            }
+            if self.stitches(want)
+                && let Some(step) = self.ready_in_view(state, want)
+            {
+                return step;
             }
             let room = state.soft_room().min(state.room());
             if let Some(growth) = state.plan_growth(want, room, false) {
@@ -175,6 +248,12 @@ impl Engine {
             return Step::Wait(run);
         }
         if self.packed {
+            if self.stitches(want)
+                && !climb.unstitched
+                && let Some(step) = self.stitch_step(state, want)
+            {
+                return step;
+            }
             let room = state.room();
             let growth = state
                 .plan_growth(want, room, false)
@@ -194,7 +273,7 @@ impl Engine {
         if self.packed && state.streams.several() {
             let (tightest, _) = finder.reachable_runs(want);
             if let Some(tight) = tightest
-                && ready.granules > (1 + TOLERANCE) * tight.granules + TOLERANCE_SLACK
+                && ready.granules > (1 + TOLERANCES[state.level]) * tight.granules + TOLERANCE_SLACK
             {
                 state.stats.rungs.tighter += 1;
                 return Some(Step::Wait(tight));
@@ -214,24 +293,87 @@ impl Engine {
             .1
     }
 
+    /// Whether a view could serve a request at all.
+    fn views_for(&self, want: &Want) -> bool {
+        let bytes = u64::from(want.granules) * super::size::GRANULE;
+        self.views && want.space == SpaceId::Large && bytes <= self.total_memory
+    }
+
+    /// Whether a request is worth a view before the limit is reached.
+    fn stitches(&self, want: &Want) -> bool {
+        let bytes = u64::from(want.granules) * super::size::GRANULE;
+        self.views_for(want) && bytes >= STITCH_MIN
+    }
+
+    /// A place in a view that is ready.
+    fn ready_in_view(&self, state: &State, want: &Want) -> Option<Step> {
+        self.view_at_hand(state, want).map(Step::View)
+    }
+
+    /// A place in a view that the stream may use without a wait.
+    pub(crate) fn view_at_hand(&self, state: &State, want: &Want) -> Option<ViewRun> {
+        if !self.views_for(want) || state.views.is_empty() {
+            return None;
+        }
+        let finder = state.finder(want.space, want.stream)?;
+        let open = Openings::collect(&finder, |id| finder.ready(id));
+        state.find_in_views(want, &open)
+    }
+
+    /// A place in a view behind waits, or a stitch.
+    fn stitch_step(&self, state: &mut State, want: &Want) -> Option<Step> {
+        if state.streams.several() && !state.views.is_empty() {
+            let finder = state.finder(want.space, want.stream)?;
+            let open = Openings::collect(&finder, |id| finder.reachable(id));
+            if let Some(run) = state.find_in_views(want, &open) {
+                return Some(Step::View(run));
+            }
+        }
+        if let Some(bytes) = state.view_room_missing(want) {
+            return Some(Step::Reserve(SpaceId::Views, bytes));
+        }
+        let room = state.room();
+        state
+            .plan_stitch(want, room)
+            .map(|stitch| Step::Stitch(Box::new(stitch)))
+    }
+
     /// The rungs that make room below a limit.
     fn make_room(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
         if !climb.flushed {
             return Step::Flush;
         }
+        if !climb.retried && state.has_leftovers() {
+            return Step::Retry;
+        }
+        if self.views_for(want) && !self.stitches(want) && !climb.unstitched {
+            // At the limit memory always wins, also for requests that are not worth a view before.
+            if let Some(step) = self
+                .ready_in_view(state, want)
+                .or_else(|| self.stitch_step(state, want))
+            {
+                return step;
+            }
+        }
         if let Some(missing) = state.missing(want) {
-            let excess = missing.saturating_sub(state.room());
-            let plan = if excess > 0 {
-                state.plan_release(excess, self.context.key())
+            let plan = state.plan_release(missing, self.context.key());
+            if !plan.is_empty() {
+                return Step::Release(plan);
+            }
+            let idle = if missing > state.room() && !climb.evicted {
+                state.idle_views(usize::MAX)
             } else {
                 Vec::new()
             };
-            if !plan.is_empty() {
-                return Step::Release(plan);
+            if !idle.is_empty() {
+                return Step::Evict(idle);
             }
         }
         if !climb.marked && !state.streams[want.stream].covered() {
             return Step::Mark;
+        }
+        if !climb.asked_again && climb.refusal.is_none() && state.full_at.is_some() {
+            return Step::AskAgain;
         }
         let oldest = state
             .streams
@@ -268,7 +410,7 @@ impl Engine {
         if !self.packed {
             return self.grow_segment(want, growth, climb);
         }
-        match self.map(&growth) {
+        match self.map(growth.addr, &growth.sizes) {
             Ok(handles) => {
                 let waited = self.queue_waits(want.stream, &growth.waits);
                 let mut state = self.lock();
@@ -281,10 +423,11 @@ impl Engine {
                 Ok((state, Some(id)))
             }
             Err(failure) => {
+                let (error, asked) = (failure.error, growth.bytes());
+                let free = self.driver_free(error);
                 let mut state = self.lock();
-                let error = failure.error;
                 state.growth_failed(growth, failure);
-                self.refused(&mut state, error, climb)?;
+                self.refused(&mut state, error, free.min(asked - 1), climb)?;
                 Ok((state, None))
             }
         }
@@ -301,6 +444,10 @@ impl Engine {
             .context
             .enter()
             .and_then(|entered| entered.mem_alloc(bytes as usize));
+        let free = made
+            .as_ref()
+            .err()
+            .map_or(0, |error| self.driver_free(*error));
         let mut state = self.lock();
         state.planned -= bytes;
         match made {
@@ -309,25 +456,36 @@ impl Engine {
                 Ok((state, id))
             }
             Err(error) => {
-                self.refused(&mut state, error, climb)?;
+                self.refused(&mut state, error, free.min(bytes - 1), climb)?;
                 Ok((state, None))
             }
         }
     }
 
+    /// What the driver has left after a refusal; 0 if it does not say, or refused for another
+    /// reason.
+    pub(crate) fn driver_free(&self, error: crate::driver::DriverError) -> u64 {
+        if !error.is_out_of_memory() {
+            return 0;
+        }
+        let info = self.context.enter().and_then(|entered| entered.mem_info());
+        info.map_or(0, |info| info.free)
+    }
+
     /// The driver refused. Want of memory below our own limit counts as a limit reached, until
     /// something is given back; anything else is an error.
-    fn refused(
+    pub(crate) fn refused(
         &self,
         state: &mut State,
         error: crate::driver::DriverError,
+        free: u64,
         climb: &mut Climb,
     ) -> Result<(), Error> {
         if !error.is_out_of_memory() {
             return Err(self.error(error));
         }
         state.stats.retries += 1;
-        state.full_at = Some(state.stats.all.reserved.current + state.planned);
+        state.full_at = Some(state.stats.all.reserved.current + state.planned + free);
         climb.refusal = Some(error);
         Ok(())
     }

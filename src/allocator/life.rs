@@ -25,6 +25,16 @@ pub(crate) enum Keep {
     Cached(u64),
 }
 
+impl Keep {
+    /// Bytes held then, with so many in live blocks.
+    pub(crate) fn held(self, allocated: u64) -> u64 {
+        match self {
+            Keep::Held(bytes) => bytes,
+            Keep::Cached(bytes) => bytes.saturating_add(allocated),
+        }
+    }
+}
+
 impl Engine {
     /// Gives unused memory back until no more than `keep` is left. Never waits.
     pub(crate) fn trim(&self, keep: Keep) -> Result<Trimmed, Error> {
@@ -44,10 +54,22 @@ impl Engine {
         state.ask_again();
         let mut state = self.poll(state)?;
         state.settle();
+        let all = &state.stats.all;
+        let idle = if keep.held(all.allocated.current) < all.reserved.current {
+            state.idle_views(usize::MAX)
+        } else {
+            Vec::new()
+        };
+        drop(state);
+        let evicted = self.evict(&idle);
+        let mut state = self.lock();
         let (plan, pending) = state.plan_trim(keep, self.context.key());
+        state.level = 0;
+        state.work = 0;
         state.peak_live = state.stats.all.requested.current;
         drop(state);
         let released = self.release(plan)?;
+        evicted?;
         Ok(Trimmed {
             released: released + retried?,
             pending,
@@ -108,6 +130,8 @@ impl Engine {
                 break;
             }
         }
+        let idle = self.lock().idle_views(usize::MAX);
+        self.evict(&idle)?;
         let retried = self.retry_strays();
         let (plan, _) = self.lock().plan_trim(Keep::Held(0), self.context.key());
         self.release(plan)?;
@@ -157,7 +181,7 @@ impl Engine {
     fn return_spans(&self) -> Result<(), Error> {
         let spans = {
             let mut state = self.lock();
-            for space in [SpaceId::Large, SpaceId::Small] {
+            for space in [SpaceId::Large, SpaceId::Small, SpaceId::Views] {
                 let (at, records) = state.parts(space);
                 let firsts: Vec<u32> = at.regions().values().map(|r| r.first).collect();
                 for id in firsts {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::driver::Event;
+use crate::driver::sys::CUresult;
 
 use super::engine::{Engine, Guard, is_per_thread};
 use super::error::Error;
@@ -40,9 +41,14 @@ impl Engine {
         // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
         // of it, before which its owner may not destroy it.
         let capturing = unsafe { self.driver().is_capturing(stream) };
-        if !matches!(capturing, Ok(false)) {
+        match capturing {
+            Ok(false) => {}
             // Nothing is recorded into somebody's graph; the next marker covers this batch.
-            return Ok(());
+            Ok(true) => return Ok(()),
+            Err(error) if error.code() == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+                return Ok(());
+            }
+            Err(error) => return Err(self.error(error)),
         }
         if is_per_thread(raw) {
             // SAFETY: as above.

@@ -28,35 +28,71 @@ pub(crate) struct GrowthFailure {
     strays: Vec<(u64, u64)>,
 }
 
+impl GrowthFailure {
+    /// A lost context outranks what the growth failed for.
+    fn also(&mut self, error: DriverError) {
+        if error.is_fatal() {
+            self.error = error;
+        }
+    }
+}
+
 impl Engine {
-    /// Creates, maps and opens the handles of a growth; undoes everything if a call fails.
-    pub(crate) fn map(&self, growth: &Growth) -> Result<Vec<u64>, GrowthFailure> {
-        let entered = self.context.enter().map_err(|error| GrowthFailure {
-            error,
-            mapped: Vec::new(),
-            strays: Vec::new(),
-        })?;
+    /// Creates, maps and opens handles behind each other from an address on; undoes everything if a
+    /// call fails.
+    pub(crate) fn map(&self, at: u64, sizes: &[u64]) -> Result<Vec<u64>, GrowthFailure> {
+        let stretches = self.lock().stretches(at, sizes.iter().sum());
+        let entered = self.context.enter().map_err(GrowthFailure::clean)?;
         // Handles made so far: (address, bytes, handle, mapped).
-        let mut made: Vec<(u64, u64, u64, bool)> = Vec::with_capacity(growth.sizes.len());
+        let mut made: Vec<(u64, u64, u64, bool)> = Vec::with_capacity(sizes.len());
         let result = (|| {
-            let mut addr = growth.addr;
-            for bytes in &growth.sizes {
+            let mut addr = at;
+            for bytes in sizes {
                 let handle = entered.mem_create(*bytes as usize, &self.properties)?;
                 made.push((addr, *bytes, handle, false));
                 // SAFETY: the range is reserved by this allocator, holds no mapping, and is claimed
-                // by this growth alone; the handle was made with this size.
+                // for these handles alone; the handle was made with this size.
                 unsafe { entered.mem_map(addr, *bytes as usize, handle) }?;
                 if let Some(last) = made.last_mut() {
                     last.3 = true;
                 }
                 addr += bytes;
             }
-            // SAFETY: the range was mapped just now, by whole handles.
-            unsafe { entered.set_access(growth.addr, growth.bytes() as usize, &self.access) }
+            for (start, bytes) in &stretches {
+                // SAFETY: the range was mapped just now, by whole handles.
+                unsafe { entered.set_access(*start, *bytes as usize, &self.access) }?;
+            }
+            Ok(())
         })();
         match result {
             Ok(()) => Ok(made.into_iter().map(|(_, _, handle, _)| handle).collect()),
             Err(error) => Err(undo(&entered, error, made)),
+        }
+    }
+
+    /// Takes back handles that [`map`](Self::map) made.
+    pub(crate) fn unmake(
+        &self,
+        at: u64,
+        sizes: &[u64],
+        handles: &[u64],
+        error: DriverError,
+    ) -> GrowthFailure {
+        let (mut addr, mut made) = (at, Vec::with_capacity(sizes.len()));
+        for (bytes, handle) in sizes.iter().zip(handles) {
+            made.push((addr, *bytes, *handle, true));
+            addr += bytes;
+        }
+        match self.context.enter() {
+            Ok(entered) => undo(&entered, error, made),
+            Err(_) => GrowthFailure {
+                error,
+                mapped: made
+                    .into_iter()
+                    .map(|(addr, bytes, handle, _)| (addr, bytes, handle))
+                    .collect(),
+                strays: Vec::new(),
+            },
         }
     }
 
@@ -81,7 +117,7 @@ impl Engine {
         let align = PHYSICAL_GRANULE as usize;
         let mut made = entered.address_reserve(bytes as usize, align, hint);
         let mut got = bytes;
-        if made.is_err() && at_least < usual {
+        if made.is_err_and(|e| !e.is_fatal()) && at_least < usual {
             // Address space is short: take what the request needs.
             got = at_least.next_multiple_of(PHYSICAL_GRANULE);
             made = entered.address_reserve(got as usize, align, 0);
@@ -90,7 +126,12 @@ impl Engine {
         let mut state = self.lock();
         state.spans.insert(base, got);
         let (at, records) = state.parts(space);
-        at.add_hole(records, base, (got / GRANULE) as u32);
+        let granules = (got / GRANULE) as u32;
+        if space == SpaceId::Views {
+            at.add_region(records, base, granules, super::uses::Uses::None);
+        } else {
+            at.add_hole(records, base, granules);
+        }
         Ok(())
     }
 
@@ -146,7 +187,12 @@ impl Engine {
     pub(crate) fn retry_strays(&self) -> Result<u64, Error> {
         let (strays, quarantined) = {
             let mut state = self.lock();
-            (std::mem::take(&mut state.strays), state.quarantined())
+            let quarantined = state.quarantined();
+            for release in &quarantined {
+                // Claimed, so that nobody else tries at the same time.
+                state.records[release.id].state = Extent::Busy;
+            }
+            (std::mem::take(&mut state.strays), quarantined)
         };
         if strays.is_empty() && quarantined.is_empty() {
             return Ok(0);
@@ -174,8 +220,10 @@ impl Engine {
             }
         }
         for release in quarantined {
-            let Ok(entered) = &entered else { break };
-            let (unmapped, freed) = give_back(entered, &release);
+            let (unmapped, freed) = match &entered {
+                Ok(entered) => give_back(entered, &release),
+                Err(error) => (Err(*error), Ok(())),
+            };
             let mut state = self.lock();
             if unmapped.is_ok() {
                 state.gone(&release);
@@ -192,6 +240,8 @@ impl Engine {
                         released += release.bytes;
                     }
                 }
+            } else {
+                state.records[release.id].state = Extent::Quarantined;
             }
             first = first.or(unmapped.err()).or(freed.err());
         }
@@ -217,6 +267,16 @@ impl Engine {
             oom.driver_total = Some(info.total);
         }
         Error::OutOfMemory(Box::new(oom))
+    }
+}
+
+impl GrowthFailure {
+    fn clean(error: DriverError) -> Self {
+        GrowthFailure {
+            error,
+            mapped: Vec::new(),
+            strays: Vec::new(),
+        }
     }
 }
 
@@ -256,13 +316,15 @@ fn undo(
     };
     for (addr, bytes, handle, mapped) in made.into_iter().rev() {
         // SAFETY: mapped by this growth as one handle, and nobody was ever told the address.
-        if mapped && unsafe { entered.mem_unmap(addr, bytes as usize) }.is_err() {
+        if mapped && let Err(error) = unsafe { entered.mem_unmap(addr, bytes as usize) } {
             failure.mapped.push((addr, bytes, handle));
+            failure.also(error);
             continue;
         }
         // SAFETY: made by this growth and mapped nowhere.
-        if unsafe { entered.mem_release(handle) }.is_err() {
+        if let Err(error) = unsafe { entered.mem_release(handle) } {
             failure.strays.push((handle, bytes));
+            failure.also(error);
         }
     }
     failure
@@ -273,6 +335,11 @@ impl State {
     pub(crate) fn growth_failed(&mut self, growth: Growth, failure: GrowthFailure) {
         let space = growth.space;
         self.not_grown(growth);
+        self.set_apart(space, failure);
+    }
+
+    /// Enters what could not be undone into the books. The homes of it are holes.
+    pub(crate) fn set_apart(&mut self, space: SpaceId, failure: GrowthFailure) {
         for (handle, bytes) in failure.strays {
             self.count_held(bytes, space);
             self.strays.push(Stray {
@@ -303,6 +370,12 @@ impl State {
             pool.reserved.add(bytes);
             pool.segments.add(1);
         });
+    }
+
+    /// Whether an earlier failure left memory behind that nobody can use.
+    pub(crate) fn has_leftovers(&self) -> bool {
+        let quarantined = |(_, hot): (u32, &super::records::Hot)| hot.state == Extent::Quarantined;
+        !self.strays.is_empty() || self.records.iter().any(quarantined)
     }
 
     /// Quarantined ranges as releases.

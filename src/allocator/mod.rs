@@ -19,13 +19,16 @@ mod memory;
 mod plan;
 mod raw;
 mod records;
+mod remap;
 pub mod size;
 mod snapshot;
 mod space;
 mod state;
 mod stats;
+mod stitch;
 mod streams;
 mod uses;
+mod view;
 
 pub use api::Allocator;
 pub use block::{Block, FreeError};

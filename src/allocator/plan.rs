@@ -9,12 +9,19 @@ use super::space::Shard;
 use super::state::{PendingWait, State, Want};
 use super::uses::Uses;
 
-/// Slack of the soft cap over the peak of live requested bytes: a share (1/100) or an amount,
-/// whichever is more. Values from simulation over recorded work.
-const CAP_SHARE: u64 = 100;
+/// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
+/// larger handles, more willingness to wait.
+pub(crate) const LEVELS: usize = 5;
+/// Handles that may be mapped into views on one level,
+const LEVEL_MAPS: u64 = 1500;
+/// less one for so many large requests.
+pub(crate) const REQUESTS_PER_MAP: u64 = 50;
+/// Slack of the soft cap over the peak of live requested bytes, by level: a share in 1/100, or an
+/// amount, whichever is more. Values from simulation over recorded work.
+const CAP_SHARES: [u64; LEVELS] = [1, 2, 3, 4, 5];
 const CAP_SLACK: u64 = 16 << 20;
-/// A new handle is at least this part of the request that it is made for.
-const HANDLE_PART: u64 = 32;
+/// A new handle is at least this part of the request that it is made for, by level.
+const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 12, 8, 8];
 /// The share of a handle in the pool grows until the pool has about this many.
 const POOL_HANDLES: u64 = 1024;
 const POOL_HANDLE_MAX: u64 = 32 << 20;
@@ -76,8 +83,24 @@ const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 impl State {
     /// Bytes that growth should not pass while anything else helps.
     pub(crate) fn soft_cap(&self) -> u64 {
-        let slack = (self.peak_live / CAP_SHARE).max(CAP_SLACK);
+        let slack = (self.peak_live / 100 * CAP_SHARES[self.level]).max(CAP_SLACK);
         self.peak_live.saturating_add(slack)
+    }
+
+    /// Counts a large request, which makes up for a part of a map.
+    pub(crate) fn large_request(&mut self, want: &Want) {
+        if want.space == SpaceId::Large {
+            self.work = self.work.saturating_sub(1);
+        }
+    }
+
+    /// Counts handles that a stitch mapped.
+    pub(crate) fn spent(&mut self, maps: usize) {
+        self.work += maps as u64 * REQUESTS_PER_MAP;
+        if self.work > LEVEL_MAPS * REQUESTS_PER_MAP && self.level + 1 < LEVELS {
+            self.level += 1;
+            self.work = 0;
+        }
     }
 
     /// Bytes below the soft cap.
@@ -87,7 +110,7 @@ impl State {
     }
 
     /// Size of the handles for a growth.
-    fn handle_size(&self, want: &Want, missing: u64) -> u64 {
+    pub(crate) fn handle_size(&self, want: &Want, missing: u64) -> u64 {
         if want.space == SpaceId::Small {
             return PHYSICAL_GRANULE;
         }
@@ -97,7 +120,7 @@ impl State {
             share *= 2;
         }
         let request = u64::from(want.granules) * GRANULE;
-        let part = request / HANDLE_PART / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
+        let part = request / HANDLE_PARTS[self.level] / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
         let size = share.max(part);
         match self.limit {
             Some(limit) if held + missing > limit / 2 => {
@@ -190,7 +213,7 @@ impl State {
             waits,
             skip: opening.skip,
             addr,
-            sizes: tile(missing, size),
+            sizes: self.tiles(addr, missing, size),
         })
     }
 
@@ -218,7 +241,7 @@ impl State {
             let inside = self
                 .holdings
                 .range(start..end)
-                .filter(|(addr, h)| *addr + h.bytes <= end);
+                .filter(|(addr, h)| *addr + h.bytes <= end && h.views == 0);
             found.extend(inside.map(|(addr, h)| (*addr, h.bytes)));
         }
         found
@@ -233,9 +256,16 @@ impl State {
         })
     }
 
-    /// Claims what to release so that `excess` bytes leave: the smallest that is enough, else the
-    /// largest first. Empty, with nothing changed, if there is not enough.
-    pub(crate) fn plan_release(&mut self, excess: u64, context: u64) -> Vec<Release> {
+    /// Claims what to release so that there is room for `missing` bytes: the smallest that is enough,
+    /// else the largest first. Empty, with nothing changed, if that cannot be enough. What a refusal
+    /// of the driver told is a guess on the safe side, so it stops nothing: all goes then.
+    pub(crate) fn plan_release(&mut self, missing: u64, context: u64) -> Vec<Release> {
+        let excess = missing.saturating_sub(self.room());
+        let held = self.stats.all.reserved.current + self.planned;
+        let certain = match self.limit {
+            Some(limit) => missing.saturating_sub(limit.saturating_sub(held)),
+            None => 0,
+        };
         let mut found: Vec<(SpaceId, u64, u64)> = Vec::new();
         for space in [SpaceId::Large, SpaceId::Small] {
             let releasable = self.releasable(space, |id| self.over(id, context));
@@ -245,14 +275,14 @@ impl State {
                     .map(|(addr, bytes)| (space, addr, bytes)),
             );
         }
-        if found.iter().map(|f| f.2).sum::<u64>() < excess {
+        if found.iter().map(|f| f.2).sum::<u64>() < certain {
             return Vec::new();
         }
         let mut chosen = Vec::new();
         let mut left = excess;
         // Highest addresses first among equals: the low end of an arena stays dense.
         found.sort_unstable_by_key(|(_, addr, bytes)| (*bytes, *addr));
-        while left > 0 {
+        while left > 0 && !found.is_empty() {
             let enough = found.partition_point(|(_, _, bytes)| *bytes < left);
             let at = enough.min(found.len() - 1);
             let pick = found.remove(at);
@@ -281,10 +311,7 @@ impl State {
             plan.extend(over.into_iter().map(|(addr, bytes)| (space, addr, bytes)));
         }
         let held = self.stats.all.reserved.current;
-        let mut excess = held.saturating_sub(match keep {
-            Keep::Held(bytes) => bytes,
-            Keep::Cached(bytes) => bytes.saturating_add(self.stats.all.allocated.current),
-        });
+        let mut excess = held.saturating_sub(keep.held(self.stats.all.allocated.current));
         let mut releases = Vec::new();
         // From the top of the address space, so that arenas shrink from their end.
         plan.sort_unstable_by_key(|(_, addr, _)| std::cmp::Reverse(*addr));
@@ -349,7 +376,9 @@ impl State {
             let (space, records) = self.parts(growth.space);
             let right = space.cut(records, id, growth.skip);
             // It may have been free memory that the stream was using a moment ago.
-            let uses = Uses::one(want.stream, self.streams[want.stream].open);
+            let slot = &mut self.streams[want.stream];
+            let uses = Uses::one(want.stream, slot.open);
+            slot.open_uses += 1;
             let (space, records) = self.parts(growth.space);
             records.cold_mut(id).owner = want.stream;
             space.release(records, id, uses);
@@ -358,17 +387,22 @@ impl State {
         if self.records[id].granules > want.granules {
             let (space, records) = self.parts(growth.space);
             let rest = space.cut(records, id, want.granules);
-            // Nobody has used the new memory. Where only one stream is known it merges with the
-            // stream's own.
-            let fresh = if space.merge_own {
-                Uses::one(want.stream, 0)
-            } else {
-                Uses::None
-            };
-            records.cold_mut(rest).owner = want.stream;
-            space.release(records, rest, fresh);
+            self.put_fresh(growth.space, rest, want.stream);
         }
         id
+    }
+
+    /// Makes memory that nobody has used yet free. Where only one stream is known it merges with
+    /// that stream's own.
+    pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
+        let (at, records) = self.parts(space);
+        let uses = if at.merge_own {
+            Uses::one(stream, 0)
+        } else {
+            Uses::None
+        };
+        records.cold_mut(id).owner = stream;
+        at.release(records, id, uses);
     }
 
     /// A growth failed: everything as before.
@@ -385,6 +419,7 @@ impl State {
                 bytes,
                 handle,
                 space,
+                views: 0,
             },
         );
         self.stats.on_pool(space == SpaceId::Small, |pool| {
@@ -413,6 +448,26 @@ impl State {
             records[release.id].state = Extent::Busy;
             space.remove_region(records, release.id);
         }
+    }
+}
+
+impl State {
+    /// Cuts a range of address space where one reservation ends and the next begins: no handle may
+    /// lie in two.
+    pub(crate) fn stretches(&self, addr: u64, bytes: u64) -> Vec<(u64, u64)> {
+        let (mut stretches, mut at) = (Vec::new(), addr);
+        for (base, _) in self.spans.range(addr + 1..addr + bytes) {
+            stretches.push((at, base - at));
+            at = *base;
+        }
+        stretches.push((at, addr + bytes - at));
+        stretches
+    }
+
+    /// Sizes of the handles for a range.
+    pub(crate) fn tiles(&self, addr: u64, bytes: u64, size: u64) -> Vec<u64> {
+        let stretches = self.stretches(addr, bytes).into_iter();
+        stretches.flat_map(|(_, part)| tile(part, size)).collect()
     }
 }
 

@@ -203,10 +203,16 @@ impl Engine {
             Ok(()) => {}
             Err(Error::Capturing { .. }) => self.lock().deferred.push((id, generation)),
             // In a child, after a loss or at exit there is nothing to give back to.
-            Err(Error::ForkedChild | Error::ContextLost(_)) => {}
+            Err(
+                Error::ForkedChild | Error::Exiting | Error::ContextLost(_) | Error::NotLive { .. },
+            ) => {}
             Err(error) => {
+                self.lock().deferred.push((id, generation));
                 if let Some(count) = self.log.due() {
-                    log::warn!("a dropped block could not be freed ({count} such events): {error}");
+                    log::warn!(
+                        "a dropped block is freed later, now it could not be ({count} such \
+                         events): {error}"
+                    );
                 }
             }
         }
@@ -270,13 +276,6 @@ impl Engine {
             });
         };
         self.refuse_capture(named)?;
-        {
-            // Live blocks may be in use by work that no free has closed a batch for.
-            let mut state = self.lock();
-            if state.streams[stream].live > 0 {
-                state.streams[stream].open_uses += 1;
-            }
-        }
         self.retire_slot(stream)
     }
 }

@@ -27,6 +27,8 @@ pub(crate) enum State {
     Busy,
     /// Address space without memory.
     Unmapped,
+    /// Part of a block that lies in a view: nobody can have it at its home address.
+    Lent,
     /// Memory that a failed roll-back left in an unknown state: never handed out, retried by trim.
     Quarantined,
 }
@@ -41,6 +43,8 @@ pub(crate) enum SpaceId {
     Small,
     /// Packed: the blocks inside the pages of one stream.
     Pages(u32),
+    /// Packed: address space for views. Its free extents are addresses without memory.
+    Views,
 }
 
 /// The part of a record that every operation reads.
@@ -92,6 +96,10 @@ pub(crate) struct Cold {
     pub freed: u64,
     /// Used: other streams that were recorded on the block.
     pub recorded: Vec<Recorded>,
+    /// Used, in a view: the home extents that it was lent, in the order of the view.
+    pub home: Vec<u32>,
+    /// Lent: the block.
+    pub lent_to: u32,
 }
 
 /// A use of a live block on a stream other than its own.

@@ -12,6 +12,8 @@ pub enum BlockState {
     PendingFree,
     /// Free, at least on its own stream.
     Free,
+    /// In use at another address: part of a live block that lies in a view.
+    Lent,
     /// Being mapped or given back.
     Busy,
 }
@@ -54,7 +56,10 @@ pub struct SegmentInfo {
     pub small: bool,
     /// Whether it is made of handles mapped into an arena.
     pub mapped: bool,
-    /// What stands in it, by address and without gaps.
+    /// Whether it is a view: a second layout of bytes that are held elsewhere. Its size is not
+    /// held memory of its own.
+    pub view: bool,
+    /// What stands in it, by address and without gaps; of a view the live blocks alone.
     pub blocks: Vec<BlockInfo>,
 }
 
@@ -87,6 +92,7 @@ impl State {
                 Extent::Used => BlockState::Allocated,
                 Extent::Free if shared => BlockState::PendingFree,
                 Extent::Free => BlockState::Free,
+                Extent::Lent => BlockState::Lent,
                 _ => BlockState::Busy,
             },
             stream: match hot.state {
@@ -127,6 +133,7 @@ impl State {
                                 size: hot.bytes(),
                                 small: space.id != SpaceId::Large,
                                 mapped: self.packed,
+                                view: false,
                                 blocks,
                             }),
                         }
@@ -136,7 +143,34 @@ impl State {
                 }
             }
         }
+        segments.extend(
+            self.views
+                .iter()
+                .filter(|(_, v)| v.live > 0)
+                .map(|(base, view)| SegmentInfo {
+                    address: *base,
+                    size: u64::from(view.granules) * super::size::GRANULE,
+                    small: false,
+                    mapped: true,
+                    view: true,
+                    blocks: Vec::new(),
+                }),
+        );
         segments.sort_by_key(|s| s.address);
+        for (id, _) in self
+            .records
+            .iter()
+            .filter(|(id, _)| !self.records.cold(*id).home.is_empty())
+        {
+            let info = self.block_info(id);
+            let after = segments.partition_point(|s| s.address <= info.address);
+            if let Some(segment) = after.checked_sub(1).and_then(|at| segments.get_mut(at)) {
+                segment.blocks.push(info);
+            }
+        }
+        for segment in segments.iter_mut().filter(|s| s.view) {
+            segment.blocks.sort_by_key(|b| b.address);
+        }
         segments
     }
 

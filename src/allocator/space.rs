@@ -346,7 +346,12 @@ impl Space {
             reach += u64::from(records[at].granules);
             at = records[at].next;
         }
-        let mut id = first;
+        let (mut id, mut skip) = (first, skip);
+        while skip >= records[id].granules {
+            // The aligned start may lie beyond the run's first pieces.
+            skip -= records[id].granules;
+            id = records[id].next;
+        }
         self.unlist(records, id);
         if skip > 0 {
             let right = self.split(records, id, skip);

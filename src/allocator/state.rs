@@ -13,6 +13,7 @@ use super::space::{Shard, Space};
 use super::stats::Stats;
 use super::streams::{Holder, StreamKey, Streams};
 use super::uses::{Use, Uses};
+use super::view::View;
 
 /// Granules of a page.
 pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
@@ -33,6 +34,8 @@ pub(crate) struct Holding {
     /// The physical handle; `None` for a plain segment.
     pub handle: Option<u64>,
     pub space: SpaceId,
+    /// Views that map the handle.
+    pub views: u32,
 }
 
 /// A physical handle that is mapped nowhere but could not be released yet.
@@ -109,11 +112,20 @@ pub(crate) struct State {
     pub events: HashMap<u64, Vec<Event>>,
     pub holdings: BTreeMap<u64, Holding>,
     pub strays: Vec<Stray>,
+    /// Packed: views by their base address, and the address space for them.
+    pub views: BTreeMap<u64, View>,
+    pub view_space: Space,
+    /// Large requests so far: the order in which views were used.
+    pub clock: u64,
+    /// Level of the stitching budget, and what was spent on it.
+    pub level: usize,
+    pub work: u64,
     /// Reserved address ranges: base to bytes.
     pub spans: BTreeMap<u64, u64>,
     pub stats: Stats,
     pub limit: Option<u64>,
-    /// The driver refused to hold more than this; lifted when something is released.
+    /// The driver refused to hold more than this; lifted when something is released, and before a
+    /// request fails or waits for it.
     pub full_at: Option<u64>,
     /// Bytes that growth under way will add.
     pub planned: u64,
@@ -141,6 +153,11 @@ impl State {
             events: HashMap::new(),
             holdings: BTreeMap::new(),
             strays: Vec::new(),
+            views: BTreeMap::new(),
+            view_space: Space::new(SpaceId::Views, true),
+            clock: 0,
+            level: 0,
+            work: 0,
             spans: BTreeMap::new(),
             stats: Stats::default(),
             limit,
@@ -168,6 +185,7 @@ impl State {
         let space = match space {
             SpaceId::Large => &mut self.large,
             SpaceId::Small => &mut self.small,
+            SpaceId::Views => &mut self.view_space,
             SpaceId::Pages(stream) => {
                 let at = stream as usize;
                 if at >= self.pages.len() {
@@ -183,6 +201,7 @@ impl State {
         match space {
             SpaceId::Large => Some(&self.large),
             SpaceId::Small => Some(&self.small),
+            SpaceId::Views => Some(&self.view_space),
             SpaceId::Pages(stream) => self.pages.get(stream as usize)?.as_deref(),
         }
     }
@@ -277,9 +296,31 @@ impl State {
         }
     }
 
+    /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
+    /// what was freed inside its pages, which no batch counts.
+    pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
+        self.flush_pages_of(stream);
+        let pages = self.has_pages(stream);
+        let slot = &mut self.streams[stream];
+        if slot.live > 0 || pages {
+            slot.open_uses += 1;
+        }
+    }
+
+    fn has_pages(&self, stream: u32) -> bool {
+        self.space(SpaceId::Pages(stream))
+            .is_some_and(|s| !s.regions().is_empty())
+    }
+
     /// Gives back the slot of a stream that nothing refers to.
     pub(crate) fn recycle(&mut self, stream: u32) {
         let many = self.streams.len() > MANY_STREAMS;
+        let forgettable = matches!(self.streams[stream].holder, Holder::Foreign) && many;
+        if forgettable && self.has_pages(stream) {
+            // What was freed in its pages is counted from here on: later, when it is complete.
+            self.flush_pages_of(stream);
+            return;
+        }
         let slot = &mut self.streams[stream];
         let idle =
             slot.in_use && slot.live == 0 && slot.open_uses == 0 && slot.completed + 1 >= slot.open;
@@ -497,8 +538,17 @@ impl State {
         }
         self.frees += 1;
         self.records.cold_mut(id).freed = self.frees;
+        let uses = Uses::collect(uses);
+        if !self.records.cold(id).home.is_empty() {
+            for piece in self.view_block_freed(id, &uses) {
+                if shared {
+                    self.settle_piece(SpaceId::Large, piece);
+                }
+            }
+            return after;
+        }
         let (at, records) = self.parts(space);
-        let piece = at.release(records, id, Uses::collect(uses));
+        let piece = at.release(records, id, uses);
         if shared {
             // A recorded use may be over already.
             self.settle_piece(space, piece);
@@ -712,6 +762,9 @@ impl State {
                 stream,
                 ticket: bound,
             })
+            // Gone already if another marker's completion implied this one; what comes next in
+            // line says nothing yet.
+            .filter(|m| m.bound == bound)
             .map(|m| m.row.clone());
         let events = self
             .streams

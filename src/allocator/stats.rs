@@ -84,8 +84,12 @@ pub struct Rungs {
     pub tighter: u64,
     /// Memory was added within the soft cap.
     pub grown: u64,
+    /// A run in a view was taken.
+    pub views: u64,
     /// An extent was taken behind a stream wait because growing would have passed the soft cap.
     pub waited: u64,
+    /// Handles were stitched into a view.
+    pub stitched: u64,
     /// Memory was added beyond the soft cap.
     pub grown_hard: u64,
     /// Caches inside the allocator were flushed.
@@ -120,13 +124,13 @@ pub struct Stats {
     pub retries: u64,
     /// Allocations that failed for lack of memory.
     pub ooms: u64,
-    /// Markers recorded, and asked for completion.
+    /// Markers recorded.
     pub markers: u64,
     /// Queries of markers.
     pub queries: u64,
     /// Waits queued on streams.
     pub stream_waits: u64,
-    /// Waits queued on streams for work that was unfinished when last seen.
+    /// Markers that could not be recorded; the next one of their stream covers the same frees.
     pub failed_markers: u64,
     /// Streams known now.
     pub streams: u64,

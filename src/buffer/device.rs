@@ -175,6 +175,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// [`BufferError::Abandoned`] and those of [`Block::record_stream`]; with the buffer.
+    #[expect(clippy::result_large_err, reason = "the error owns the buffer")]
     pub fn into_block(self) -> Result<Option<Block>, ReleaseError<T>> {
         let len = self.len;
         match self.memory.map(Memory::into_block) {
@@ -191,6 +192,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As [`into_block`](Self::into_block) and [`Block::free`].
+    #[expect(clippy::result_large_err, reason = "the error owns the buffer")]
     pub fn free(self) -> Result<(), ReleaseError<T>> {
         let len = self.len;
         let home = self.memory.as_ref().map(Memory::home);
@@ -264,7 +266,8 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As [`order_before`](Self::order_before). Later operations are not ordered then, but the memory
-    /// is not reused before `stream` is done with it, if need be never.
+    /// is not reused before `stream` is done with it, if need be never. A stream that is being captured
+    /// is the exception: whoever captures work answers for the memory's life until the graph is gone.
     pub fn order_after(&self, stream: &Stream) -> Result<(), BufferError> {
         match &self.memory {
             Some(memory) => memory.order_after(stream),

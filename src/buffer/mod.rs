@@ -9,6 +9,10 @@
 //! which a [`CopyInFlight`] owns until the copy is complete. The `unsafe` forms with borrowed host
 //! memory are for callers who know when a copy ends.
 //!
+//! An operation that waits returns when the copy is complete, or with an error when the context is
+//! lost, in both cases with the device out of the caller's memory. Should a driver refuse every wait
+//! without giving the context up for lost, a thousand times in a row, the process is aborted.
+//!
 //! # Order
 //! A buffer has a home, the stream that it was allocated on, and all operations on it take place one
 //! after the other, as the program has them:

@@ -122,6 +122,10 @@ impl Memory {
         let id = stream.id()?;
         match self.admit(stream, id) {
             Ok(()) => Ok(self.join(stream, id)?),
+            // What is captured has not run, and when it does is not for this stream to say.
+            Err(BufferError::Capturing { stream: named }) if named == stream.raw() as usize => {
+                Err(BufferError::Capturing { stream: named })
+            }
             Err(error) => {
                 // The caller says that there is work: it must not lose its memory.
                 self.protect(stream);
@@ -168,6 +172,7 @@ impl Memory {
     }
 
     /// The block, ready to be freed.
+    #[expect(clippy::result_large_err, reason = "the error owns the memory")]
     pub(super) fn into_block(self) -> Result<Block, (Memory, BufferError)> {
         if let Err(error) = self.settle() {
             return Err((self, error));
@@ -270,18 +275,17 @@ pub(super) fn submit_and_wait(
     operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
 ) -> Result<(), BufferError> {
     match submit(stream, used, operation) {
-        Ok(()) => Ok(wait(stream)?),
+        Ok(()) => Ok(reclaim(stream)?),
         Err(Failed::Before(error)) => Err(error),
         Err(Failed::Submitted(error)) => {
             // The caller's memory must be out of the device's reach in any case.
-            let _ = wait(stream);
+            let _ = reclaim(stream);
             Err(error)
         }
     }
 }
 
 /// Waits for the work of `stream` so far, by all means: an event, the stream, the whole context.
-/// What refuses all three is a context that is lost, and its work has ended.
 pub(super) fn wait(stream: &Stream) -> Result<(), DriverError> {
     let context = stream.context();
     let by_event = || context.enter()?.wait(&mark(stream)?);
@@ -291,4 +295,33 @@ pub(super) fn wait(stream: &Stream) -> Result<(), DriverError> {
             .or_else(|_| context.enter()?.synchronize())
             .map_err(|_| error)
     })
+}
+
+/// How often a wait is tried whose failure says nothing about the work.
+const TRIES: u32 = 1000;
+
+/// Waits until the work of `stream` so far leaves borrowed host memory alone: it is complete, or its
+/// context is lost and with it the work.
+///
+/// # Errors
+/// The second case.
+fn reclaim(stream: &Stream) -> Result<(), DriverError> {
+    for _ in 0..TRIES {
+        match wait(stream) {
+            Ok(()) => return Ok(()),
+            Err(error) if ends_work(error) || stream.context().driver().is_forked_child() => {
+                return Err(error);
+            }
+            Err(_) => std::thread::yield_now(),
+        }
+    }
+    // To return would let the device write to memory that is somebody else's by then. No driver is
+    // known to get here.
+    log::error!("a copy to borrowed memory was started, but no wait for it succeeds: aborting");
+    std::process::abort()
+}
+
+/// Whether an error says that the context does no work any more.
+fn ends_work(error: DriverError) -> bool {
+    error.is_fatal() || error.code() == sys::CUresult::CUDA_ERROR_INVALID_CONTEXT
 }

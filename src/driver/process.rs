@@ -22,6 +22,12 @@ pub(super) fn is_forked_child() -> bool {
     STATE.0.load(Ordering::Relaxed) & FORKED != 0
 }
 
+/// True once exit handlers run.
+#[inline]
+pub(super) fn is_exiting() -> bool {
+    STATE.0.load(Ordering::Relaxed) & EXITING != 0
+}
+
 /// True where a drop must not call the driver any more.
 #[inline]
 pub(super) fn is_gone() -> bool {

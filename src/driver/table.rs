@@ -378,6 +378,12 @@ impl Driver {
         process::is_forked_child()
     }
 
+    /// True once handlers for the exit of the process run: the driver may have shut down already,
+    /// so nothing should be asked of it any more. Costs no system call.
+    pub fn is_exiting(&self) -> bool {
+        process::is_exiting()
+    }
+
     /// True once a counted call has returned a code that means that the driver's contexts are lost
     /// ([`DriverError::is_fatal`], except for a context which its owner destroyed). From then on
     /// drops make no driver call.

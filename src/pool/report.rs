@@ -74,7 +74,8 @@ impl PoolReport {
             match block.state {
                 BlockState::Allocated => sizes.record(block.requested),
                 BlockState::Free | BlockState::PendingFree => free.push(block.size),
-                BlockState::Busy => {}
+                // Lent memory is counted as the block in the view.
+                BlockState::Busy | BlockState::Lent => {}
             }
         }
         let gauge = |counter: crate::allocator::Counter| Gauge {

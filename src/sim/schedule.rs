@@ -468,7 +468,8 @@ impl State {
 
     /// Notes that the host has seen the operation `seq` of `queue` complete.
     pub(super) fn observe(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) {
-        if !self.host.covers(queue, seq) {
+        // A wait for what is done already adds to the clock without an operation of its own.
+        if !self.host.covers(queue, seq) || !self.host.includes(clock) {
             let host = Arc::make_mut(&mut self.host);
             host.merge(clock);
             host.raise(queue, seq);

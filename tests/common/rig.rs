@@ -168,6 +168,8 @@ impl Rig {
 
     fn held<'a>(&'a self, stream: &Stream, gate: Option<Arc<Gate>>) -> Hold<'a> {
         if let Some(sim) = &self.simulator {
+            // The per-thread stream is one of the current context.
+            let _entered = self.context.enter().unwrap();
             sim.set_mode(Mode::Manual);
             sim.busy(stream.raw(), 1_000_000).unwrap();
             self.holds.set(self.holds.get() + 1);

@@ -1,9 +1,16 @@
 //! Typed buffers, on the simulated driver and on a real one (`CUALLOC_TEST_DRIVER=cuda`).
+#![cfg(feature = "sim")]
 
+#[path = "../common/mod.rs"]
+mod common;
+mod faults;
+mod order;
+
+use common::on_cuda;
 use cualloc::allocator::Error;
 use cualloc::buffer::{BufferError, CopyInFlight, DeviceSlice, DeviceSliceMut};
 use cualloc::driver::{Context, Driver, Stream};
-use cualloc::sim::{SimConfig, Simulator};
+use cualloc::sim::{Leaks, SimConfig, Simulator};
 use cualloc::{Allocator, Config, DeviceBuffer, PinnedBuffer, Policy};
 use std::mem::MaybeUninit;
 
@@ -20,14 +27,13 @@ struct Rig {
 impl Rig {
     /// None, with a word about it, if the real driver has fewer devices.
     fn with_devices(count: usize, policy: Policy) -> Option<Rig> {
-        let sim = match std::env::var("CUALLOC_TEST_DRIVER") {
-            Ok(name) if name == "cuda" => None,
-            Ok(name) if name != "sim" => panic!("CUALLOC_TEST_DRIVER={name}"),
-            _ => Some(Simulator::new(SimConfig::with_devices(count, 8 << 30)).unwrap()),
-        };
-        let driver = match &sim {
-            Some(sim) => sim.driver().unwrap(),
-            None => Driver::load().unwrap(),
+        let (driver, sim) = if on_cuda() {
+            let shared = Driver::load().unwrap();
+            // Opened once more, so that the counters count the calls of this rig alone.
+            (Driver::open(shared.library().unwrap()).unwrap(), None)
+        } else {
+            let sim = Simulator::new(SimConfig::with_devices(count, 8 << 30)).unwrap();
+            (sim.driver().unwrap(), Some(sim))
         };
         if driver.device_count().unwrap() < count {
             eprintln!("SKIPPED on cuda: needs {count} devices");
@@ -55,8 +61,34 @@ impl Rig {
         }
     }
 
+    /// A rig of one device, once per policy; only on the simulator, and a word about it elsewhere.
+    fn each_simulated(test: impl Fn(&Rig, &Simulator, &Allocator)) {
+        Self::each_simulated_with(test, Self::nothing);
+    }
+
+    /// The same, for a test that leaks.
+    fn each_simulated_with(test: impl Fn(&Rig, &Simulator, &Allocator), leaks: impl Fn(Leaks)) {
+        if on_cuda() {
+            eprintln!("SKIPPED on cuda: needs the simulator");
+            return;
+        }
+        for policy in POLICIES {
+            let rig = Rig::with_devices(1, policy).unwrap();
+            test(&rig, rig.sim.as_ref().unwrap(), &rig.allocs[0]);
+            rig.end(&leaks);
+        }
+    }
+
     /// Everything is freed, nothing was done wrong, nothing is left over.
     fn finish(self) {
+        self.end(Self::nothing);
+    }
+
+    fn nothing(leaks: Leaks) {
+        assert!(leaks.is_empty(), "{leaks:?}");
+    }
+
+    fn end(self, leaks: impl Fn(Leaks)) {
         for alloc in &self.allocs {
             alloc.check().unwrap();
             alloc.close().unwrap();
@@ -70,7 +102,7 @@ impl Rig {
         drop((allocs, contexts, driver));
         if let Some(sim) = sim {
             assert_eq!(sim.reports(), []);
-            assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+            leaks(sim.leaks());
         }
     }
 }
@@ -110,6 +142,28 @@ fn s1_18_zeroed_copied_freed_and_dropped() {
         assert_eq!(after_drop.free, after_free.free);
         zeros.free().unwrap();
         assert_eq!(alloc.stats().all.active.current, 0);
+    });
+}
+
+/// S1.37
+#[test]
+fn s1_37_buffers_come_from_the_cache() {
+    Rig::each(|rig, alloc, stream| {
+        for len in [100usize, 3 << 20] {
+            DeviceBuffer::<f32>::zeroed(alloc, len, stream)
+                .unwrap()
+                .free()
+                .unwrap();
+            let calls = rig.driver.calls();
+            let ptr = {
+                let again = DeviceBuffer::<f32>::uninit(alloc, len, stream).unwrap();
+                again.as_device_ptr()
+            };
+            // Bytes count, types do not.
+            let other = DeviceBuffer::<[u8; 4]>::uninit(alloc, len, stream).unwrap();
+            assert_eq!(other.as_device_ptr(), ptr);
+            assert_eq!(rig.driver.calls().since(&calls).total(), 0);
+        }
     });
 }
 
@@ -501,6 +555,36 @@ fn default_streams() {
         std::thread::spawn(move || buffer.free().unwrap())
             .join()
             .unwrap();
+    });
+}
+
+#[test]
+fn threads_share_a_buffer() {
+    Rig::each(|rig, alloc, stream| {
+        let context = &rig.contexts[0];
+        let values: Vec<u64> = (0..20_000).collect();
+        let mut buffer = DeviceBuffer::from_slice(alloc, &values, stream).unwrap();
+        for round in 0..3u64 {
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| {
+                        let stream = alloc.create_stream().unwrap();
+                        for _ in 0..4 {
+                            let host = PinnedBuffer::zeroed(context, values.len()).unwrap();
+                            let copy = buffer.download(host, &stream).unwrap();
+                            let mut own =
+                                DeviceBuffer::<u64>::zeroed(alloc, 20_000, &stream).unwrap();
+                            own.copy_from(&buffer.as_slice(), &stream).unwrap();
+                            let host = copy.wait().unwrap();
+                            assert_eq!((host[0], &host[1..]), (round, &values[1..]));
+                            assert_eq!(own.to_vec().unwrap()[..], host[..]);
+                        }
+                    });
+                }
+            });
+            let mut first = buffer.slice_mut(..1).unwrap();
+            first.copy_from_slice(&[round + 1]).unwrap();
+        }
     });
 }
 

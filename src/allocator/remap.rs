@@ -1,0 +1,247 @@
+//! The driver calls of views: mapping handles a second time, and taking such mappings away.
+
+use crate::driver::DriverError;
+
+use super::engine::{Engine, Guard};
+use super::error::Error;
+use super::ladder::Climb;
+use super::records::SpaceId;
+use super::size::GRANULE;
+use super::state::{State, Want};
+use super::stitch::Stitch;
+use super::view::ViewRun;
+
+/// How a stitch ended in the driver.
+enum Outcome {
+    /// Mapped; the handles of new memory.
+    Done(Vec<u64>),
+    /// Undone: nothing is left of it.
+    Undone(DriverError),
+    /// New memory could not be made; what is left of that.
+    NotMade(super::memory::GrowthFailure),
+    /// Failed with this many mappings, and the handles of new memory, left in the view.
+    Stuck(DriverError, usize, Vec<u64>),
+}
+
+impl Engine {
+    /// Takes a run in a view, after the waits that it needs.
+    pub(crate) fn take_in_view<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        want: &Want,
+        run: ViewRun,
+    ) -> Result<(Guard<'a>, Option<u32>), Error> {
+        let Some(view) = state.views.get(&run.base) else {
+            return Ok((state, None));
+        };
+        let parts = view.home_parts(run.offset, want.granules);
+        let Some(lent) = state.lend(want.space, want.stream, &parts) else {
+            return Ok((state, None));
+        };
+        if !lent.waits.is_empty() {
+            // The view must not go while the waits are made.
+            state.hold_view(run.base, true);
+            drop(state);
+            let waited = self.queue_waits(want.stream, &lent.waits);
+            state = self.lock();
+            state.hold_view(run.base, false);
+            if let Err(error) = waited {
+                state.give_home(want.space, lent);
+                return Err(error);
+            }
+        }
+        state.stats.rungs.views += 1;
+        let parts = lent.parts.into_iter().map(|(id, _)| id).collect();
+        let id = state.view_block(run.base, run.offset, want.granules, parts);
+        Ok((state, Some(id)))
+    }
+
+    /// Maps what a stitch planned, and takes the block.
+    pub(crate) fn stitch<'a>(
+        &'a self,
+        state: Guard<'a>,
+        want: &Want,
+        stitch: Stitch,
+        climb: &mut Climb,
+    ) -> Result<(Guard<'a>, Option<u32>), Error> {
+        drop(state);
+        let new = stitch.fresh.as_ref().map_or(0, |f| f.bytes());
+        if let Err(error) = self.queue_waits(want.stream, &stitch.lent.waits) {
+            self.lock().not_stitched(want, stitch, 0, &[]);
+            return Err(error);
+        }
+        let outcome = self.map_stitch(&stitch);
+        let free = match &outcome {
+            Outcome::Done(_) => 0,
+            Outcome::Undone(error) | Outcome::Stuck(error, ..) => self.driver_free(*error),
+            Outcome::NotMade(failure) => self.driver_free(failure.error),
+        };
+        let mut state = self.lock();
+        let error = match outcome {
+            Outcome::Done(handles) => {
+                let maps = stitch.maps();
+                state.stats.rungs.stitched += 1;
+                state.spent(maps);
+                self.driver().add_view_maps(maps as u64);
+                let id = state.stitched(want, stitch, &handles);
+                let excess = state.excess_view_maps();
+                if excess > 0 {
+                    let idle = state.idle_views(excess);
+                    drop(state);
+                    // A view that cannot be unmapped stays; that is no reason to fail the request.
+                    if let Err(error) = self.evict(&idle) {
+                        log::debug!("idle views were kept: {error}");
+                    }
+                    state = self.lock();
+                }
+                return Ok((state, Some(id)));
+            }
+            Outcome::Undone(error) => {
+                state.not_stitched(want, stitch, 0, &[]);
+                error
+            }
+            Outcome::NotMade(failure) => {
+                let error = failure.error;
+                state.not_stitched(want, stitch, 0, &[]);
+                state.set_apart(SpaceId::Large, failure);
+                error
+            }
+            Outcome::Stuck(error, mapped, handles) => {
+                state.not_stitched(want, stitch, mapped, &handles);
+                error
+            }
+        };
+        self.refused(&mut state, error, free.min(new.saturating_sub(1)), climb)?;
+        Ok((state, None))
+    }
+
+    fn map_stitch(&self, stitch: &Stitch) -> Outcome {
+        let fresh = match &stitch.fresh {
+            None => Vec::new(),
+            Some(fresh) => match self.map(fresh.addr, &fresh.sizes) {
+                Ok(handles) => handles,
+                Err(failure) => return Outcome::NotMade(failure),
+            },
+        };
+        let entered = match self.context.enter() {
+            Ok(entered) => entered,
+            Err(error) => return self.unstitch(stitch, 0, fresh, error),
+        };
+        let new = stitch.fresh.iter().flat_map(|f| &f.sizes).zip(&fresh);
+        let all = stitch
+            .adds
+            .iter()
+            .map(|(_, bytes, handle)| (*bytes, *handle));
+        let (mut addr, mut mapped) = (stitch.at, 0);
+        for (bytes, handle) in all.chain(new.map(|(bytes, handle)| (*bytes, *handle))) {
+            // SAFETY: the range is this view's, holds no mapping there, and no one else extends the
+            // view; the handle is alive and of this size.
+            if let Err(error) = unsafe { entered.mem_map(addr, bytes as usize, handle) } {
+                return self.unstitch(stitch, mapped, fresh, error);
+            }
+            mapped += 1;
+            addr += bytes;
+        }
+        // SAFETY: mapped just now by whole handles.
+        match unsafe { entered.set_access(stitch.at, (addr - stitch.at) as usize, &self.access) } {
+            Ok(()) => Outcome::Done(fresh),
+            Err(error) => self.unstitch(stitch, mapped, fresh, error),
+        }
+    }
+
+    /// Undoes the first mappings of a stitch, newest first, and the memory that was made for it.
+    fn unstitch(
+        &self,
+        stitch: &Stitch,
+        mapped: usize,
+        fresh: Vec<u64>,
+        error: DriverError,
+    ) -> Outcome {
+        let new = stitch.fresh.iter().flat_map(|f| &f.sizes);
+        let sizes: Vec<u64> = stitch
+            .adds
+            .iter()
+            .map(|(_, bytes, _)| bytes)
+            .chain(new)
+            .copied()
+            .collect();
+        let mut end = stitch.at + sizes[..mapped].iter().sum::<u64>();
+        let Ok(entered) = self.context.enter() else {
+            return Outcome::Stuck(error, mapped, fresh);
+        };
+        for (left, bytes) in sizes[..mapped].iter().enumerate().rev() {
+            end -= bytes;
+            // SAFETY: mapped by this stitch as one handle; no block was ever handed out there.
+            if unsafe { entered.mem_unmap(end, *bytes as usize) }.is_err() {
+                let keep = if left + 1 > stitch.adds.len() {
+                    fresh
+                } else {
+                    return self.unmake_fresh(stitch, left + 1, fresh, error);
+                };
+                return Outcome::Stuck(error, left + 1, keep);
+            }
+        }
+        drop(entered);
+        self.unmake_fresh(stitch, 0, fresh, error)
+    }
+
+    fn unmake_fresh(
+        &self,
+        stitch: &Stitch,
+        mapped: usize,
+        fresh: Vec<u64>,
+        error: DriverError,
+    ) -> Outcome {
+        match &stitch.fresh {
+            Some(new) if !fresh.is_empty() && mapped == 0 => {
+                Outcome::NotMade(self.unmake(new.addr, &new.sizes, &fresh, error))
+            }
+            // What is new is held from now on: the view keeps mappings all the same.
+            Some(_) if mapped > 0 => Outcome::Stuck(error, mapped, fresh),
+            _ if mapped > 0 => Outcome::Stuck(error, mapped, Vec::new()),
+            _ => Outcome::Undone(error),
+        }
+    }
+
+    /// Unmaps idle views. One that cannot be unmapped stays; the first error is returned.
+    pub(crate) fn evict(&self, bases: &[u64]) -> Result<(), Error> {
+        let mut first = None;
+        for base in bases {
+            let Some(view) = self.lock().take_view(*base) else {
+                continue;
+            };
+            let bytes = u64::from(view.granules) * GRANULE;
+            let unmapped = match self.context.enter() {
+                // SAFETY: the view's own mappings, whole; no block lies in it, and every use through
+                // its addresses was seen complete by the host.
+                Ok(entered) if bytes > 0 => unsafe { entered.mem_unmap(*base, bytes as usize) },
+                Ok(_) => Ok(()),
+                Err(error) => Err(error),
+            };
+            let mut state = self.lock();
+            match unmapped {
+                Ok(()) => {
+                    state.lookup.forget(*base, bytes);
+                    state.range_freed(view.range);
+                }
+                Err(error) => {
+                    state.return_view(*base, view);
+                    first = first.or(Some(error));
+                }
+            }
+        }
+        match first {
+            Some(error) => Err(self.error(error)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl State {
+    /// Keeps a view from going, or lets it go again.
+    fn hold_view(&mut self, base: u64, on: bool) {
+        if let Some(view) = self.views.get_mut(&base) {
+            view.live = if on { view.live + 1 } else { view.live - 1 };
+        }
+    }
+}

@@ -1,0 +1,602 @@
+//! Stitching: which handles to map behind each other for a request that fits nowhere.
+//!
+//! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
+//! memory, then the one that maps the fewest handles, because the driver's price is per handle.
+
+use super::records::SpaceId;
+use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
+use super::state::{State, Want};
+use super::view::{Lent, Openings, Seg, View, push_part};
+
+/// Requests below this many bytes are not stitched while growing is allowed.
+pub(crate) const STITCH_MIN: u64 = 2 << 20;
+/// Views that are tried for an extension.
+const EXTENSIONS: usize = 6;
+/// From this many handles on, taking the largest first is tried as well,
+const MANY_HANDLES: usize = 24;
+/// and taken if it needs this many tenths fewer.
+const FEWER_TENTHS: usize = 13;
+/// Address space of a view, as a multiple of its first request,
+const VIEW_ROOM: u64 = 4;
+/// but not more than this.
+const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
+/// Mappings in views, at least and per handle held.
+const VIEW_MAPS_MIN: usize = 8192;
+const VIEW_MAPS_PER_HANDLE: usize = 16;
+
+/// One handle that a stitch may use, as far as it is open.
+#[derive(Debug, Clone, Copy)]
+struct Source {
+    home: u64,
+    bytes: u64,
+    /// First open byte and end of the open part.
+    open: (u64, u64),
+}
+
+impl Source {
+    fn whole(&self) -> bool {
+        self.open == (self.home, self.home + self.bytes)
+    }
+
+    /// Open bytes from the handle's start on.
+    fn prefix(&self) -> u64 {
+        if self.open.0 == self.home {
+            self.open.1 - self.home
+        } else {
+            0
+        }
+    }
+}
+
+/// A layout that would hold the request.
+#[derive(Debug, Clone)]
+struct Layout {
+    /// The view to extend, or none for a new one.
+    base: Option<u64>,
+    /// Bytes between the end of the view's handles and the block's start: of an extended view the
+    /// open suffix (counted backwards), of a new one what its first handle has before its open part.
+    back: u64,
+    skip: u64,
+    adds: Vec<(u64, u64)>,
+    /// Bytes to create.
+    fresh: u64,
+}
+
+impl Layout {
+    fn cost(&self) -> (u64, usize) {
+        (self.fresh, self.adds.len())
+    }
+}
+
+/// A stitch that is claimed and waits for its driver calls.
+#[derive(Debug)]
+pub(crate) struct Stitch {
+    /// The view that is extended, or `None`: a new one in the range of this record.
+    pub base: u64,
+    pub range: Option<u32>,
+    /// Granules of the view's range.
+    pub room: u32,
+    /// Where the block begins in the view.
+    pub offset: u32,
+    /// Held handles to map behind what is there: (home, bytes, handle).
+    pub adds: Vec<(u64, u64, u64)>,
+    /// Address in the view from which to map.
+    pub at: u64,
+    /// Home memory of the block that is held already.
+    pub lent: Lent,
+    /// Home range of memory to create, claimed.
+    pub fresh: Option<Fresh>,
+}
+
+/// New memory that a stitch brings along.
+#[derive(Debug)]
+pub(crate) struct Fresh {
+    pub id: u32,
+    pub shards: Vec<super::space::Shard>,
+    pub addr: u64,
+    pub sizes: Vec<u64>,
+}
+
+impl Fresh {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.sizes.iter().sum()
+    }
+}
+
+impl Stitch {
+    /// Handles that are mapped into the view.
+    pub(crate) fn maps(&self) -> usize {
+        self.adds.len() + self.fresh.as_ref().map_or(0, |f| f.sizes.len())
+    }
+}
+
+impl State {
+    /// The layout for a request that needs the least new memory, then the fewest handles, given what
+    /// is open at home.
+    fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
+        let sources = self.sources(open);
+        let extended = self.extended_layouts(want, open, &sources).into_iter();
+        extended
+            .chain(self.new_layout(want, &sources))
+            .min_by_key(Layout::cost)
+    }
+
+    /// Plans and claims a stitch that creates at most `room` bytes. Memory that needs a wait is used
+    /// only if that saves new memory.
+    pub(crate) fn plan_stitch(&mut self, want: &Want, room: u64) -> Option<Stitch> {
+        let finder = self.finder(want.space, want.stream)?;
+        let ready = Openings::collect(&finder, |id| finder.ready(id));
+        let mut layout = self.best_layout(want, &ready);
+        if self.streams.several() && layout.as_ref().is_none_or(|l| l.fresh > 0) {
+            let reachable = Openings::collect(&finder, |id| finder.reachable(id));
+            let behind = self.best_layout(want, &reachable);
+            if let Some(behind) = behind
+                && layout.as_ref().is_none_or(|l| behind.fresh < l.fresh)
+            {
+                layout = Some(behind);
+            }
+        }
+        let layout = layout.filter(|l| l.fresh <= room)?;
+        self.claim_layout(want, layout)
+    }
+
+    /// The handles of the large arena that are open, wholly or at an end, by address.
+    fn sources(&self, open: &Openings) -> Vec<Source> {
+        let mut sources = Vec::new();
+        for (start, end) in &open.0 {
+            let first = self
+                .holdings
+                .range(..=*start)
+                .next_back()
+                .map_or(*start, |(home, _)| *home);
+            for (home, holding) in self.holdings.range(first..*end) {
+                let (from, to) = ((*start).max(*home), (*end).min(home + holding.bytes));
+                if from < to && holding.space == SpaceId::Large {
+                    sources.push(Source {
+                        home: *home,
+                        bytes: holding.bytes,
+                        open: (from, to),
+                    });
+                }
+            }
+        }
+        sources
+    }
+
+    fn new_layout(&self, want: &Want, sources: &[Source]) -> Option<Layout> {
+        let need = u64::from(want.granules) * GRANULE;
+        let aligned = want.align > 1;
+        // The run with the most bytes in an open tail of one handle and the whole handles behind it.
+        let head = runs_of(sources, |s| {
+            !aligned && s.open.0 > s.home && s.open.1 == s.home + s.bytes
+        })
+        .into_iter()
+        .max_by_key(|run| {
+            (
+                run.iter().map(|s| s.open.1 - s.open.0).sum::<u64>(),
+                std::cmp::Reverse(run[0].home),
+            )
+        });
+        let head = head.filter(|run| run[0].open.1 - run[0].open.0 < need);
+        let (back, skip, first, left) = match &head {
+            Some(run) if !run[0].whole() => {
+                let tail = run[0].open.1 - run[0].open.0;
+                (
+                    0,
+                    run[0].open.0 - run[0].home,
+                    vec![(run[0].home, run[0].bytes)],
+                    need - tail,
+                )
+            }
+            _ => (0, 0, Vec::new(), need),
+        };
+        let lead: Vec<Source> = head.map_or(Vec::new(), |run| {
+            run.into_iter().filter(Source::whole).collect()
+        });
+        let (more, fresh) = gather(sources, &lead, left, |home| {
+            first.iter().any(|(h, _)| *h == home)
+        });
+        let mut adds = first;
+        adds.extend(more);
+        if adds.is_empty() {
+            // All of it would be new: that is a growth.
+            return None;
+        }
+        Some(Layout {
+            base: None,
+            back,
+            skip,
+            adds,
+            fresh,
+        })
+    }
+
+    /// Extensions of the views with the longest open suffix.
+    fn extended_layouts(&self, want: &Want, open: &Openings, sources: &[Source]) -> Vec<Layout> {
+        let need = u64::from(want.granules) * GRANULE;
+        let mut suffixes: Vec<(u64, u64)> = self
+            .views
+            .iter()
+            .filter(|(_, view)| !view.dead && !view.busy && view.granules < view.room)
+            .map(|(base, view)| (view.open_suffix(open).min(need), *base))
+            .collect();
+        suffixes.sort_unstable_by_key(|(suffix, base)| (std::cmp::Reverse(*suffix), *base));
+        suffixes.truncate(EXTENSIONS);
+        let mut layouts = Vec::new();
+        for (suffix, base) in suffixes {
+            let Some(view) = self.views.get(&base) else {
+                continue;
+            };
+            let end = base + u64::from(view.granules) * GRANULE;
+            // The block begins in the suffix, or behind it if it has to be aligned.
+            let align = u64::from(want.align) * GRANULE;
+            let start = (end - suffix).next_multiple_of(align);
+            let (back, skip) = (end.saturating_sub(start), start.saturating_sub(end));
+            if skip > 0 {
+                continue;
+            }
+            let inside = |home: u64| view.segs.iter().any(|seg| seg.home == home);
+            let (adds, fresh) = gather(sources, &[], need - back, inside);
+            let added = adds.iter().map(|(_, bytes)| bytes).sum::<u64>() + fresh;
+            if u64::from(view.granules) * GRANULE + added <= u64::from(view.room) * GRANULE {
+                layouts.push(Layout {
+                    base: Some(base),
+                    back,
+                    skip,
+                    adds,
+                    fresh,
+                });
+            }
+        }
+        layouts
+    }
+
+    fn claim_layout(&mut self, want: &Want, layout: Layout) -> Option<Stitch> {
+        let added: u64 = layout.adds.iter().map(|(_, bytes)| bytes).sum::<u64>() + layout.fresh;
+        let (base, range, room, filled) = match layout.base {
+            Some(base) => {
+                let view = self.views.get(&base)?;
+                (base, None, view.room, view.granules)
+            }
+            None => {
+                let need = u64::from(want.granules) * GRANULE;
+                let usual = view_bytes(need, added);
+                let range = self.take_range((usual / GRANULE) as u32)?;
+                (
+                    self.records[range].addr,
+                    Some(range),
+                    (usual / GRANULE) as u32,
+                    0,
+                )
+            }
+        };
+        let at = base + u64::from(filled) * GRANULE;
+        let start = at - layout.back + layout.skip;
+        let offset = ((start - base) / GRANULE) as u32;
+        // Where the block lies at home: in the view's suffix, then in the added handles.
+        let mut parts: Vec<(u64, u32)> = Vec::new();
+        let mut left = want.granules;
+        if layout.back > 0 {
+            let granules = ((layout.back / GRANULE) as u32).min(left);
+            parts.extend(self.views.get(&base)?.home_parts(offset, granules));
+            left -= granules;
+        }
+        let mut skip = layout.skip;
+        for (home, bytes) in &layout.adds {
+            let granules = (((bytes - skip) / GRANULE) as u32).min(left);
+            if granules > 0 {
+                push_part(&mut parts, (home + skip, granules));
+            }
+            left -= granules;
+            skip = 0;
+        }
+        let give_up = |state: &mut State| {
+            if let Some(range) = range {
+                state.range_freed(range);
+            }
+        };
+        let Some(lent) = self.lend(SpaceId::Large, want.stream, &parts) else {
+            give_up(self);
+            return None;
+        };
+        let fresh = if layout.fresh > 0 {
+            let Some(fresh) = self.claim_fresh(want, layout.fresh) else {
+                self.give_home(SpaceId::Large, lent);
+                give_up(self);
+                return None;
+            };
+            Some(fresh)
+        } else {
+            None
+        };
+        let adds = layout
+            .adds
+            .iter()
+            .filter_map(|(home, bytes)| Some((*home, *bytes, self.holdings.get(home)?.handle?)))
+            .collect();
+        // Nobody may take the handles away, or extend the same view, meanwhile.
+        for (home, _) in &layout.adds {
+            if let Some(holding) = self.holdings.get_mut(home) {
+                holding.views += 1;
+            }
+        }
+        if let Some(view) = self.views.get_mut(&base) {
+            view.live += 1;
+            view.busy = true;
+        }
+        Some(Stitch {
+            base,
+            range,
+            room,
+            offset,
+            adds,
+            at,
+            lent,
+            fresh,
+        })
+    }
+
+    /// Claims a home for new memory: the lowest hole that takes it.
+    fn claim_fresh(&mut self, want: &Want, bytes: u64) -> Option<Fresh> {
+        let granules = (bytes / GRANULE) as u32;
+        let hole = self
+            .large
+            .holes()
+            .values()
+            .copied()
+            .find(|id| self.records[*id].granules >= granules)?;
+        let addr = self.records[hole].addr;
+        let (id, shards) = self.claim(SpaceId::Large, hole, 0, granules)?;
+        self.planned += bytes;
+        let size = self.handle_size(want, bytes);
+        Some(Fresh {
+            id,
+            shards,
+            addr,
+            sizes: self.tiles(addr, bytes, size),
+        })
+    }
+
+    /// The driver did what a stitch needs: enters the view into the books, and returns the block.
+    pub(crate) fn stitched(&mut self, want: &Want, stitch: Stitch, handles: &[u64]) -> u32 {
+        let mut segs: Vec<Seg> = stitch
+            .adds
+            .iter()
+            .map(|(home, bytes, _)| Seg {
+                home: *home,
+                granules: (bytes / GRANULE) as u32,
+            })
+            .collect();
+        let mut parts: Vec<u32> = stitch.lent.parts.iter().map(|(id, _)| *id).collect();
+        if let Some(fresh) = stitch.fresh {
+            let mut home = fresh.addr;
+            self.planned -= fresh.bytes();
+            for (bytes, handle) in fresh.sizes.iter().zip(handles) {
+                self.hold(home, *bytes, Some(*handle), SpaceId::Large);
+                if let Some(holding) = self.holdings.get_mut(&home) {
+                    holding.views += 1;
+                }
+                segs.push(Seg {
+                    home,
+                    granules: (bytes / GRANULE) as u32,
+                });
+                home += bytes;
+            }
+            let taken: u32 = parts.iter().map(|id| self.records[*id].granules).sum();
+            let needed = want.granules - taken;
+            if needed < self.records[fresh.id].granules {
+                let (space, records) = self.parts(SpaceId::Large);
+                let rest = space.cut(records, fresh.id, needed);
+                self.put_fresh(SpaceId::Large, rest, want.stream);
+            }
+            parts.push(fresh.id);
+        }
+        let added: u32 = segs.iter().map(|s| s.granules).sum();
+        match stitch.range {
+            Some(range) => {
+                let view = View {
+                    range,
+                    room: stitch.room,
+                    segs,
+                    granules: added,
+                    live: 0,
+                    uses: super::uses::Uses::None,
+                    stamp: 0,
+                    busy: false,
+                    dead: false,
+                };
+                self.views.insert(stitch.base, view);
+            }
+            None => {
+                if let Some(view) = self.views.get_mut(&stitch.base) {
+                    view.live -= 1;
+                    view.busy = false;
+                    view.segs.extend(segs);
+                    view.granules += added;
+                }
+            }
+        }
+        self.view_block(stitch.base, stitch.offset, want.granules, parts)
+    }
+
+    /// A stitch failed and was undone: everything as before. What is still mapped, if anything,
+    /// stays in the view, which is not used any more. `fresh` are the handles of new memory that
+    /// could not be taken out of the view again, and so are held.
+    pub(crate) fn not_stitched(
+        &mut self,
+        want: &Want,
+        mut stitch: Stitch,
+        still_mapped: usize,
+        fresh: &[u64],
+    ) {
+        if !fresh.is_empty()
+            && let Some(new) = stitch.fresh.take()
+        {
+            self.planned -= new.bytes();
+            let mut home = new.addr;
+            for (bytes, handle) in new.sizes.iter().zip(fresh) {
+                self.hold(home, *bytes, Some(*handle), SpaceId::Large);
+                if let Some(holding) = self.holdings.get_mut(&home) {
+                    holding.views += 1;
+                }
+                stitch.adds.push((home, *bytes, *handle));
+                home += bytes;
+            }
+            self.put_fresh(SpaceId::Large, new.id, want.stream);
+        }
+        let kept: Vec<Seg> = stitch.adds[..still_mapped.min(stitch.adds.len())]
+            .iter()
+            .map(|(home, bytes, _)| Seg {
+                home: *home,
+                granules: (bytes / GRANULE) as u32,
+            })
+            .collect();
+        for (home, _, _) in &stitch.adds[kept.len()..] {
+            if let Some(holding) = self.holdings.get_mut(home) {
+                holding.views -= 1;
+            }
+        }
+        if let Some(fresh) = stitch.fresh {
+            self.planned -= fresh.bytes();
+            self.restore(SpaceId::Large, fresh.id, fresh.shards);
+        }
+        self.give_home(SpaceId::Large, stitch.lent);
+        let dead = !kept.is_empty();
+        match stitch.range {
+            Some(range) if !dead => self.range_freed(range),
+            Some(range) => {
+                let granules = kept.iter().map(|s| s.granules).sum();
+                let view = View {
+                    range,
+                    room: stitch.room,
+                    segs: kept,
+                    granules,
+                    live: 0,
+                    uses: super::uses::Uses::None,
+                    stamp: 0,
+                    busy: false,
+                    dead,
+                };
+                self.views.insert(stitch.base, view);
+            }
+            None => {
+                if let Some(view) = self.views.get_mut(&stitch.base) {
+                    view.live -= 1;
+                    view.busy = false;
+                    view.granules += kept.iter().map(|s| s.granules).sum::<u32>();
+                    view.segs.extend(kept);
+                    view.dead |= dead;
+                }
+            }
+        }
+    }
+
+    /// How many mappings in views are above the bound.
+    pub(crate) fn excess_view_maps(&self) -> usize {
+        let bound = VIEW_MAPS_MIN.max(VIEW_MAPS_PER_HANDLE * self.holdings.len());
+        self.view_maps().saturating_sub(bound)
+    }
+
+    /// Address space that must be at hand before a new view for a request can be planned, if it is
+    /// not.
+    pub(crate) fn view_room_missing(&self, want: &Want) -> Option<u64> {
+        let handle = self
+            .holdings
+            .values()
+            .map(|h| h.bytes)
+            .max()
+            .unwrap_or(PHYSICAL_GRANULE);
+        let need = u64::from(want.granules) * GRANULE;
+        let bytes = view_bytes(need, need + 2 * handle);
+        let fits = self.view_space.largest_piece() >= bytes;
+        (!fits).then_some(bytes)
+    }
+}
+
+/// Bytes of address space for a view that begins with a request of `need` and must take `at_least`.
+fn view_bytes(need: u64, at_least: u64) -> u64 {
+    let usual = (need * VIEW_ROOM).min(VIEW_ROOM_MAX);
+    usual.max(at_least).next_multiple_of(PHYSICAL_GRANULE)
+}
+
+/// Runs of adjacent sources: one for which `head` holds, if there is one, and whole handles.
+fn runs_of(sources: &[Source], head: impl Fn(&Source) -> bool) -> Vec<Vec<Source>> {
+    let mut runs: Vec<Vec<Source>> = Vec::new();
+    for source in sources {
+        let follows = runs.last().and_then(|run| run.last()).is_some_and(|last| {
+            last.open.1 == last.home + last.bytes && last.open.1 == source.home
+        });
+        if source.whole() && follows {
+            if let Some(run) = runs.last_mut() {
+                run.push(*source);
+            }
+        } else if source.whole() || head(source) {
+            runs.push(vec![*source]);
+        }
+    }
+    runs
+}
+
+/// Chooses handles for `need` bytes: those of `lead` first, then whole runs by length, and as the
+/// last one the smallest open front that is enough. Returns them with the bytes that are missing,
+/// in whole granules.
+fn gather(
+    sources: &[Source],
+    lead: &[Source],
+    need: u64,
+    excluded: impl Fn(u64) -> bool,
+) -> (Vec<(u64, u64)>, u64) {
+    let usable: Vec<Source> = sources
+        .iter()
+        .filter(|s| !excluded(s.home))
+        .copied()
+        .collect();
+    let mut runs = runs_of(&usable, |_| false);
+    runs.sort_by_key(|run| {
+        (
+            std::cmp::Reverse(run.iter().map(|s| s.bytes).sum::<u64>()),
+            run[0].home,
+        )
+    });
+    let by_runs = fill(&usable, lead.iter().chain(runs.iter().flatten()), need);
+    if by_runs.0.len() <= MANY_HANDLES {
+        return by_runs;
+    }
+    let mut by_size: Vec<Source> = usable.iter().filter(|s| s.whole()).copied().collect();
+    by_size.sort_by_key(|s| (std::cmp::Reverse(s.bytes), s.home));
+    let by_size = fill(&usable, lead.iter().chain(&by_size), need);
+    if by_size.1 <= by_runs.1 && by_size.0.len() * FEWER_TENTHS <= by_runs.0.len() * 10 {
+        by_size
+    } else {
+        by_runs
+    }
+}
+
+fn fill<'a>(
+    usable: &[Source],
+    order: impl Iterator<Item = &'a Source>,
+    need: u64,
+) -> (Vec<(u64, u64)>, u64) {
+    let (mut adds, mut left): (Vec<(u64, u64)>, u64) = (Vec::new(), need);
+    let mut taken = std::collections::HashSet::new();
+    for source in order {
+        if left == 0 {
+            break;
+        }
+        if source.bytes <= left && taken.insert(source.home) {
+            adds.push((source.home, source.bytes));
+            left -= source.bytes;
+        }
+    }
+    if left > 0 {
+        let last = usable
+            .iter()
+            .filter(|s| !taken.contains(&s.home) && s.prefix() >= left)
+            .min_by_key(|s| (s.prefix(), s.home));
+        if let Some(last) = last {
+            adds.push((last.home, last.bytes));
+            left = 0;
+        }
+    }
+    (adds, left.next_multiple_of(PHYSICAL_GRANULE))
+}

@@ -1,0 +1,380 @@
+//! Views: a second layout of memory that is held already.
+//!
+//! A view is a range of address space in which handles are mapped a second time, back to back, in an
+//! order of its own; their home mappings stay. Memory that is free but scattered at home may be one
+//! run in a view. A block may lie at any offset of a view, over any bytes that are contiguous there
+//! and free at home, and several blocks may share a view. While a block lies in a view, its bytes
+//! are *lent* at home: nobody can have them there.
+//!
+//! Views are kept when their blocks are freed, so that work which repeats finds its layout again
+//! without a driver call.
+
+use super::fit::Finder;
+use super::records::{SpaceId, State as Extent};
+use super::size::GRANULE;
+use super::space::Shard;
+use super::state::{PendingWait, State, Want};
+use super::uses::Uses;
+
+/// One handle in a view.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Seg {
+    /// Home address of the handle.
+    pub home: u64,
+    pub granules: u32,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(crate) struct View {
+    /// The record of the view's address range.
+    pub range: u32,
+    /// Granules of that range.
+    pub room: u32,
+    /// The handles in it, from its base on, without gaps.
+    pub segs: Vec<Seg>,
+    /// Granules of the handles.
+    pub granules: u32,
+    /// Live blocks in it.
+    pub live: u32,
+    /// Last uses through the view's addresses, of blocks that were freed.
+    pub uses: Uses,
+    /// When it last gave a block (a count of large requests).
+    pub stamp: u64,
+    /// A stitch is extending it.
+    pub busy: bool,
+    /// A failed roll-back left mappings in an unknown state: not used any more, only unmapped.
+    pub dead: bool,
+}
+
+/// Free bytes at home that a request may use: sorted intervals that do not touch.
+#[derive(Debug, Default)]
+pub(crate) struct Openings(pub Vec<(u64, u64)>);
+
+impl Openings {
+    pub(crate) fn collect(finder: &Finder<'_>, usable: impl Fn(u32) -> bool) -> Self {
+        let mut pieces: Vec<(u64, u64)> = finder
+            .space
+            .pieces()
+            .filter(|e| usable(e.id))
+            .map(|e| (e.addr, e.addr + u64::from(e.granules) * GRANULE))
+            .collect();
+        pieces.sort_unstable();
+        let mut open: Vec<(u64, u64)> = Vec::with_capacity(pieces.len());
+        for (start, end) in pieces {
+            match open.last_mut() {
+                Some(last) if last.1 == start => last.1 = end,
+                _ => open.push((start, end)),
+            }
+        }
+        Openings(open)
+    }
+
+    /// The parts of a range that are open, by address.
+    pub(crate) fn within(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let at = self.0.partition_point(|o| o.1 <= start);
+        self.0[at..]
+            .iter()
+            .take_while(move |o| o.0 < end)
+            .map(move |o| (o.0.max(start), o.1.min(end)))
+    }
+}
+
+/// A run in a view, in granules from the view's base.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ViewRun {
+    pub base: u64,
+    pub offset: u32,
+    pub granules: u32,
+}
+
+impl View {
+    /// The maximal runs of the view that are open at home.
+    fn runs(&self, base: u64, open: &Openings, mut found: impl FnMut(ViewRun)) {
+        let mut run: Option<(u64, u64)> = None;
+        let mut offset = 0u64;
+        for seg in &self.segs {
+            let bytes = u64::from(seg.granules) * GRANULE;
+            for (start, end) in open.within(seg.home, seg.home + bytes) {
+                let (start, end) = (offset + (start - seg.home), offset + (end - seg.home));
+                run = match run {
+                    Some((first, last)) if last == start => Some((first, end)),
+                    Some((first, last)) => {
+                        found(view_run(base, first, last));
+                        Some((start, end))
+                    }
+                    None => Some((start, end)),
+                };
+            }
+            offset += bytes;
+        }
+        if let Some((first, last)) = run {
+            found(view_run(base, first, last));
+        }
+    }
+
+    /// Open bytes at the view's end.
+    pub(crate) fn open_suffix(&self, open: &Openings) -> u64 {
+        let mut suffix = 0;
+        for seg in self.segs.iter().rev() {
+            let (start, end) = (seg.home, seg.home + u64::from(seg.granules) * GRANULE);
+            match open.within(start, end).last() {
+                Some((from, to)) if to == end => {
+                    suffix += to - from;
+                    if from > start {
+                        break;
+                    }
+                }
+                _ => break,
+            }
+        }
+        suffix
+    }
+
+    /// The home ranges of a part of the view, as few as there can be.
+    pub(crate) fn home_parts(&self, offset: u32, granules: u32) -> Vec<(u64, u32)> {
+        let (mut parts, mut at) = (Vec::new(), 0u32);
+        let end = offset + granules;
+        for seg in &self.segs {
+            let (from, to) = (offset.max(at), end.min(at + seg.granules));
+            if from < to {
+                push_part(
+                    &mut parts,
+                    (seg.home + u64::from(from - at) * GRANULE, to - from),
+                );
+            }
+            at += seg.granules;
+        }
+        parts
+    }
+}
+
+/// Adds a home range to a list; one that continues the last range extends it.
+pub(crate) fn push_part(parts: &mut Vec<(u64, u32)>, (addr, granules): (u64, u32)) {
+    match parts.last_mut() {
+        Some((last, size)) if *last + u64::from(*size) * GRANULE == addr => *size += granules,
+        _ => parts.push((addr, granules)),
+    }
+}
+
+fn view_run(base: u64, first: u64, last: u64) -> ViewRun {
+    ViewRun {
+        base,
+        offset: (first / GRANULE) as u32,
+        granules: ((last - first) / GRANULE) as u32,
+    }
+}
+
+/// A claim on home memory for a block in a view.
+#[derive(Debug, Default)]
+pub(crate) struct Lent {
+    /// Home extents in the order of the view, with what they were.
+    pub parts: Vec<(u32, Vec<Shard>)>,
+    pub waits: Vec<PendingWait>,
+}
+
+impl State {
+    /// The smallest run over all views that holds a request, given what is open at home.
+    pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
+        let mut best: Option<ViewRun> = None;
+        for (base, view) in &self.views {
+            if view.dead || view.granules < want.granules {
+                continue;
+            }
+            view.runs(*base, open, |run| {
+                let skip = want.skip(run.base + u64::from(run.offset) * GRANULE);
+                if run.granules >= want.granules + skip
+                    && best.is_none_or(|b| run.granules < b.granules)
+                {
+                    best = Some(ViewRun {
+                        offset: run.offset + skip,
+                        ..run
+                    });
+                }
+            });
+        }
+        best
+    }
+
+    /// Claims home memory, part by part; nothing is claimed if one part cannot be.
+    pub(crate) fn lend(
+        &mut self,
+        space: SpaceId,
+        stream: u32,
+        parts: &[(u64, u32)],
+    ) -> Option<Lent> {
+        let mut lent = Lent::default();
+        for (addr, granules) in parts {
+            let piece = self.piece_at(space, *addr);
+            let claimed = piece.and_then(|(id, start)| {
+                self.claim(space, id, ((addr - start) / GRANULE) as u32, *granules)
+            });
+            match claimed {
+                Some((id, shards)) => lent.parts.push((id, shards)),
+                None => {
+                    self.give_home(space, lent);
+                    return None;
+                }
+            }
+        }
+        let shards: Vec<Shard> = lent
+            .parts
+            .iter()
+            .flat_map(|(_, shards)| shards.clone())
+            .collect();
+        lent.waits = self.waits_for(stream, &shards);
+        Some(lent)
+    }
+
+    /// The free piece or hole that an address lies in, and where it starts.
+    pub(crate) fn piece_at(&self, space: SpaceId, addr: u64) -> Option<(u32, u64)> {
+        let at = self.space(space)?;
+        let hole = at
+            .holes()
+            .range(..=addr)
+            .next_back()
+            .filter(|(_, id)| addr < self.records[**id].end());
+        if let Some((start, id)) = hole {
+            return Some((*id, *start));
+        }
+        at.pieces()
+            .find(|e| e.addr <= addr && addr < e.addr + u64::from(e.granules) * GRANULE)
+            .map(|e| (e.id, e.addr))
+    }
+
+    /// Puts a claim back.
+    pub(crate) fn give_home(&mut self, space: SpaceId, lent: Lent) {
+        for (id, shards) in lent.parts {
+            self.restore(space, id, shards);
+        }
+    }
+
+    /// Makes a block over lent memory.
+    pub(crate) fn view_block(
+        &mut self,
+        base: u64,
+        offset: u32,
+        granules: u32,
+        parts: Vec<u32>,
+    ) -> u32 {
+        self.clock += 1;
+        let clock = self.clock;
+        if let Some(view) = self.views.get_mut(&base) {
+            view.live += 1;
+            view.stamp = clock;
+        }
+        let addr = base + u64::from(offset) * GRANULE;
+        let id = self
+            .records
+            .make(SpaceId::Large, Extent::Used, addr, granules);
+        for part in &parts {
+            self.records[*part].state = Extent::Lent;
+            self.records.cold_mut(*part).lent_to = id;
+        }
+        self.records.cold_mut(id).home = parts;
+        id
+    }
+
+    /// Gives the memory of a block in a view back to its home pieces.
+    pub(crate) fn view_block_freed(&mut self, id: u32, uses: &Uses) -> Vec<u32> {
+        let addr = self.records[id].addr;
+        let owner = self.records.cold(id).owner;
+        let parts = std::mem::take(&mut self.records.cold_mut(id).home);
+        if let Some((_, view)) = self.views.range_mut(..=addr).next_back() {
+            view.live -= 1;
+            view.uses = view.uses.union(uses);
+        }
+        self.records.retire(id);
+        let frees = self.frees;
+        let mut pieces = Vec::with_capacity(parts.len());
+        for part in parts {
+            let (space, records) = self.parts(SpaceId::Large);
+            records.cold_mut(part).owner = owner;
+            records.cold_mut(part).freed = frees;
+            pieces.push(space.release(records, part, uses.clone()));
+        }
+        pieces
+    }
+
+    /// Whether nobody can reach memory through a view any more.
+    pub(crate) fn view_over(&self, view: &View) -> bool {
+        view.live == 0
+            && view
+                .uses
+                .as_slice()
+                .iter()
+                .all(|u| self.streams.complete(u))
+    }
+
+    /// Mappings in views.
+    pub(crate) fn view_maps(&self) -> usize {
+        self.views.values().map(|v| v.segs.len()).sum()
+    }
+
+    /// Takes an idle view out of the books, for unmapping. Its range stays claimed.
+    pub(crate) fn take_view(&mut self, base: u64) -> Option<View> {
+        let view = self.views.get(&base)?;
+        if !self.view_over(view) {
+            return None;
+        }
+        let view = self.views.remove(&base)?;
+        for seg in &view.segs {
+            if let Some(holding) = self.holdings.get_mut(&seg.home) {
+                holding.views -= 1;
+            }
+        }
+        Some(view)
+    }
+
+    /// Puts a view back that could not be unmapped.
+    pub(crate) fn return_view(&mut self, base: u64, view: View) {
+        for seg in &view.segs {
+            if let Some(holding) = self.holdings.get_mut(&seg.home) {
+                holding.views += 1;
+            }
+        }
+        self.views.insert(base, view);
+    }
+
+    /// The range of a view that is unmapped can be used by another.
+    pub(crate) fn range_freed(&mut self, range: u32) {
+        self.view_space
+            .release(&mut self.records, range, Uses::None);
+    }
+
+    /// Address space for a new view, if there is any; a record of the range.
+    pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
+        let entry = self
+            .view_space
+            .index(super::records::COMPLETE)?
+            .best_fit(granules)?;
+        self.view_space.carve(&mut self.records, entry.id, granules);
+        Some(entry.id)
+    }
+
+    /// Idle views, longest unused first, of which at least the handles count in `excess` goes.
+    pub(crate) fn idle_views(&self, excess: usize) -> Vec<u64> {
+        let mut idle: Vec<(u64, u64, usize)> = self
+            .views
+            .iter()
+            .filter(|(_, v)| self.view_over(v))
+            .map(|(base, v)| (v.stamp, *base, v.segs.len()))
+            .collect();
+        idle.sort_unstable();
+        let mut going = 0;
+        idle.into_iter()
+            .take_while(|(_, _, segs)| {
+                let more = going < excess;
+                going += segs;
+                more
+            })
+            .map(|(_, base, _)| base)
+            .collect()
+    }
+
+    /// The view around an address.
+    pub(crate) fn view_around(&self, addr: u64) -> Option<(u64, &View)> {
+        let (base, view) = self.views.range(..=addr).next_back()?;
+        (addr < base + u64::from(view.granules) * GRANULE).then_some((*base, view))
+    }
+}

@@ -1,0 +1,154 @@
+//! Every driver call of a program of buffer operations, failed in turn.
+
+use super::Rig;
+use cualloc::buffer::BufferError;
+use cualloc::driver::sys::CUresult;
+use cualloc::sim::{FailPlan, Leaks, Mode, Simulator};
+use cualloc::{Allocator, DeviceBuffer, PinnedBuffer};
+
+/// Two streams, all kinds of operations; stops at the first error.
+fn program(rig: &Rig, alloc: &Allocator) -> Result<(), Box<dyn std::error::Error>> {
+    let context = &rig.contexts[0];
+    let (home, other) = (alloc.create_stream()?, alloc.create_stream()?);
+    let values: Vec<u32> = (0..2000).collect();
+    let mut a = DeviceBuffer::from_slice(alloc, &values, &home)?;
+    let mut b = DeviceBuffer::filled(alloc, 2000, 5u32, &other)?;
+    a.slice_mut(..10)?.fill(6, &other)?;
+    b.slice_mut(10..)?.copy_from(&a.slice(10..)?, &home)?;
+    let host = PinnedBuffer::from_slice(context, &[8u32; 4])?;
+    let up = b.slice_mut(..4)?.upload(host, &home)?;
+    let down = a.download(PinnedBuffer::zeroed(context, 2000)?, &other)?;
+    a.free()?;
+    let host = down.wait()?;
+    assert_eq!((&host[..10], &host[10..]), (&[6; 10][..], &values[10..]));
+    drop(up);
+    let back = b.to_vec()?;
+    assert_eq!((&back[..4], &back[4..10]), (&[8; 4][..], &[5; 6][..]));
+    assert_eq!(back[10..], values[10..]);
+    b.free()?;
+    Ok(())
+}
+
+fn fail_each(rig: &Rig, sim: &Simulator, alloc: &Allocator, mode: Mode, in_a_row: u64) {
+    let (mut nth, mut failures) = (1, 0);
+    loop {
+        sim.set_mode(mode);
+        sim.fail(
+            FailPlan::any(CUresult::CUDA_ERROR_NOT_PERMITTED)
+                .nth(nth)
+                .times(in_a_row),
+        );
+        let result = program(rig, alloc);
+        let left = sim.clear_failures();
+        failures += usize::from(result.is_err());
+        if let Err(error) = &result {
+            let mut source: Option<&dyn std::error::Error> = Some(error.as_ref());
+            let mut last = String::new();
+            while let Some(error) = source {
+                last = error.to_string();
+                source = error.source();
+            }
+            assert!(last.contains("NOT_PERMITTED"), "call {nth}: {last}");
+        }
+        sim.complete_all();
+        sim.set_mode(Mode::Instant);
+        assert_eq!(sim.take_reports(), [], "call {nth}");
+        alloc.check().unwrap();
+        let live = alloc.stats().all.allocations.current;
+        assert!(
+            live == 0 || in_a_row > 2,
+            "call {nth}: {live} blocks leaked"
+        );
+        if left == 1 && result.is_ok() {
+            break;
+        }
+        nth += 1;
+    }
+    assert!(
+        nth > 50 && failures > 20,
+        "{nth} calls, {failures} failures"
+    );
+}
+
+#[test]
+fn every_call_may_fail() {
+    let test = |rig: &Rig, sim: &Simulator, alloc: &Allocator| {
+        for mode in [Mode::Instant, Mode::Manual] {
+            for in_a_row in [1, 2, 5] {
+                fail_each(rig, sim, alloc, mode, in_a_row);
+            }
+        }
+    };
+    // Page-locked memory whose free fails is gone, and keeps the context of streams and events whose
+    // destruction failed. No device memory is.
+    Rig::each_simulated_with(test, |leaks| {
+        let expected = Leaks {
+            host: leaks.host,
+            streams: leaks.streams,
+            events: leaks.events,
+            ..Leaks::default()
+        };
+        assert_eq!(leaks, expected);
+    });
+}
+
+fn refuse(sim: &Simulator, name: &str, nth: u64, times: u64) {
+    let plan = FailPlan::call(name, CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap();
+    sim.fail(plan.nth(nth).times(times));
+}
+
+#[test]
+fn order_is_kept_by_other_means() {
+    Rig::each_simulated(|rig, sim, alloc| {
+        sim.set_mode(Mode::Manual);
+        let (home, other) = (
+            alloc.create_stream().unwrap(),
+            alloc.create_stream().unwrap(),
+        );
+        let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
+        // The home stream cannot be made to wait, so the host does.
+        refuse(sim, "cuStreamWaitEvent", 2, 1);
+        buffer.fill(1, &other).unwrap();
+        assert_eq!(sim.clear_failures(), 0);
+        buffer.fill(2, &home).unwrap();
+        sim.complete_all();
+        assert_eq!(sim.take_reports(), []);
+
+        // Nor the host: an error, and the memory is not used again before its time.
+        refuse(sim, "cuStreamWaitEvent", 2, 1);
+        refuse(sim, "cuStreamSynchronize", 1, 1);
+        let error = buffer.fill(3, &other).unwrap_err();
+        assert!(matches!(error, BufferError::Driver(_)), "{error:?}");
+        assert_eq!(sim.clear_failures(), 0);
+        drop(buffer);
+        let next = DeviceBuffer::filled(alloc, 4096, 4u8, &home).unwrap();
+        assert_eq!(next.to_vec().unwrap(), [4; 4096]);
+        drop(next);
+        alloc.empty_cache().unwrap();
+        sim.complete_all();
+        assert_eq!(sim.take_reports(), []);
+
+        // A blocking copy waits by all means.
+        let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
+        let mut target = [1; 4096];
+        refuse(sim, "cuEventSynchronize", 1, 1);
+        refuse(sim, "cuStreamSynchronize", 1, 1);
+        buffer.copy_to_slice(&mut target).unwrap();
+        assert_eq!((sim.clear_failures(), target), (0, [0; 4096]));
+        // So does a copy in flight; if all of them fail, its memory is leaked.
+        let host = PinnedBuffer::from_slice(&rig.contexts[0], &[5u8; 4096]).unwrap();
+        refuse(sim, "cuEventRecord", 1, 1);
+        let copy = buffer.upload(host, &home).unwrap();
+        assert!(copy.is_complete().unwrap());
+        let host = copy.wait().unwrap();
+        let copy = buffer.upload(host, &home).unwrap();
+        refuse(sim, "cuEventSynchronize", 1, 2);
+        refuse(sim, "cuStreamSynchronize", 1, 1);
+        let host = copy.wait().unwrap();
+        assert_eq!(sim.clear_failures(), 0);
+        drop(host);
+        drop(buffer);
+        sim.complete_all();
+        sim.set_mode(Mode::Instant);
+    });
+}

@@ -1,0 +1,369 @@
+//! The order of operations on several streams, under completion orders that the test chooses.
+
+use super::Rig;
+use cualloc::buffer::BufferError;
+use cualloc::driver::{Entered, Stream, sys};
+use cualloc::sim::{Mode, Report, Simulator};
+use cualloc::{Allocator, CopyInFlight, DeviceBuffer, PinnedBuffer};
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % bound as u64) as usize
+    }
+
+    fn range(&mut self, len: usize) -> (usize, usize) {
+        let start = self.below(len);
+        (start, start + 1 + self.below(len - start))
+    }
+}
+
+/// A buffer with what it should hold.
+struct Known {
+    buffer: DeviceBuffer<u32>,
+    expected: Vec<u32>,
+}
+
+fn complete_some(sim: &Simulator, random: &mut Random, rounds: usize) {
+    for _ in 0..rounds {
+        let ready = sim.ready_streams();
+        if ready.is_empty() {
+            return;
+        }
+        let count = 1 + random.below(3);
+        sim.complete_stream(ready[random.below(ready.len())], count);
+    }
+}
+
+fn program(rig: &Rig, sim: &Simulator, alloc: &Allocator, random: &mut Random, steps: usize) {
+    let context = &rig.contexts[0];
+    let mut streams: Vec<Stream> = (0..4).map(|_| alloc.create_stream().unwrap()).collect();
+    let mut known: Vec<Known> = Vec::new();
+    let mut downloads: Vec<(CopyInFlight<u32>, Vec<u32>)> = Vec::new();
+    let mut uploads = Vec::new();
+    for step in 0..steps {
+        let stream = streams[random.below(streams.len())].clone();
+        let value = step as u32;
+        let choice = if known.is_empty() {
+            0
+        } else {
+            random.below(14)
+        };
+        let pick = random.below(known.len().max(1));
+        match choice {
+            0 | 1 if known.len() < 12 => {
+                let bits = 4 + random.below(14);
+                let len = 1 + random.below(1 << bits);
+                let (buffer, expected) = match random.below(3) {
+                    0 => (
+                        DeviceBuffer::zeroed(alloc, len, &stream).unwrap(),
+                        vec![0; len],
+                    ),
+                    1 => (
+                        DeviceBuffer::filled(alloc, len, value, &stream).unwrap(),
+                        vec![value; len],
+                    ),
+                    _ => {
+                        let values: Vec<u32> = (0..len as u32).map(|i| i ^ value).collect();
+                        (
+                            DeviceBuffer::from_slice(alloc, &values, &stream).unwrap(),
+                            values,
+                        )
+                    }
+                };
+                known.push(Known { buffer, expected });
+            }
+            2..=4 => {
+                let Known { buffer, expected } = &mut known[pick];
+                let (start, end) = random.range(expected.len());
+                let mut part = buffer.slice_mut(start..end).unwrap();
+                part.fill(value, &stream).unwrap();
+                expected[start..end].fill(value);
+            }
+            5 | 6 if known.len() >= 2 => {
+                let mut target = known.swap_remove(pick);
+                let source = &known[random.below(known.len())];
+                let len = 1 + random.below(source.expected.len().min(target.expected.len()));
+                let from = random.below(source.expected.len() - len + 1);
+                let to = random.below(target.expected.len() - len + 1);
+                target
+                    .buffer
+                    .slice_mut(to..to + len)
+                    .unwrap()
+                    .copy_from(&source.buffer.slice(from..from + len).unwrap(), &stream)
+                    .unwrap();
+                target.expected[to..to + len].copy_from_slice(&source.expected[from..from + len]);
+                known.push(target);
+            }
+            7 => {
+                let Known { buffer, expected } = &mut known[pick];
+                let (start, end) = random.range(expected.len());
+                let values: Vec<u32> = (start..end)
+                    .map(|i| (i as u32).wrapping_mul(value))
+                    .collect();
+                let host = PinnedBuffer::from_slice(context, &values).unwrap();
+                let mut part = buffer.slice_mut(start..end).unwrap();
+                uploads.push(part.upload(host, &stream).unwrap());
+                expected[start..end].copy_from_slice(&values);
+            }
+            8 | 9 => {
+                let Known { buffer, expected } = &known[pick];
+                let (start, end) = random.range(expected.len());
+                let host = PinnedBuffer::zeroed(context, end - start).unwrap();
+                let part = buffer.slice(start..end).unwrap();
+                downloads.push((
+                    part.download(host, &stream).unwrap(),
+                    expected[start..end].to_vec(),
+                ));
+            }
+            10 | 11 => {
+                known.swap_remove(pick).buffer.free().unwrap();
+            }
+            12 => {
+                let Known { buffer, expected } = &known[pick];
+                assert_eq!(&buffer.to_vec().unwrap(), expected, "step {step}");
+            }
+            13 if random.below(8) == 0 => {
+                alloc.empty_cache().unwrap();
+            }
+            13 if random.below(8) == 0 => {
+                // Buffers that are at home there go on using the stream.
+                match alloc.retire(&stream) {
+                    Ok(()) | Err(cualloc::Error::UnknownStream { .. }) => {}
+                    Err(error) => panic!("{error:?}"),
+                }
+                if random.below(2) == 0 {
+                    let at = random.below(streams.len());
+                    streams[at] = alloc.create_stream().unwrap();
+                }
+            }
+            _ => {}
+        }
+        complete_some(sim, random, random_rounds(step));
+        sim.advance_row();
+        if downloads.len() > 6 {
+            let (copy, expected) = downloads.swap_remove(random.below(downloads.len()));
+            assert_eq!(copy.wait().unwrap()[..], expected, "step {step}");
+        }
+        if uploads.len() > 4 {
+            drop(uploads.swap_remove(random.below(uploads.len())));
+        }
+        assert_eq!(sim.take_reports(), [], "step {step}");
+    }
+    for (copy, expected) in downloads {
+        assert_eq!(copy.wait().unwrap()[..], expected);
+    }
+    for Known { buffer, expected } in known {
+        assert_eq!(buffer.to_vec().unwrap(), expected);
+    }
+}
+
+fn random_rounds(step: usize) -> usize {
+    // Phases in which work piles up, and such in which it drains.
+    if step % 64 < 40 { 1 } else { 4 }
+}
+
+#[test]
+fn operations_on_many_streams_are_ordered() {
+    Rig::each_simulated(|rig, sim, alloc| {
+        for seed in 1..=6u64 {
+            sim.set_mode(if seed % 3 == 0 {
+                Mode::Lag(7)
+            } else {
+                Mode::Manual
+            });
+            let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            program(rig, sim, alloc, &mut random, 600);
+            sim.set_mode(Mode::Instant);
+        }
+        assert_eq!(alloc.stats().all.allocations.current, 0);
+    });
+}
+
+/// Fills a buffer's memory as a kernel of the user would.
+fn foreign_fill(entered: &Entered<'_>, ptr: sys::CUdeviceptr, stream: &Stream) {
+    // SAFETY: the simulator bears what goes wrong here.
+    unsafe { entered.memset_d8(ptr, 1, 4096, stream.raw()) }.unwrap();
+}
+
+#[test]
+fn foreign_work_without_order_is_a_race() {
+    Rig::each_simulated(|rig, sim, alloc| {
+        sim.set_mode(Mode::Manual);
+        let (home, other) = (
+            alloc.create_stream().unwrap(),
+            alloc.create_stream().unwrap(),
+        );
+        let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
+        let entered = rig.contexts[0].enter().unwrap();
+        let races = || {
+            sim.complete_all();
+            let reports = sim.take_reports();
+            let race = |report: &Report| matches!(report, Report::Race { .. });
+            assert!(reports.iter().all(race), "{reports:?}");
+            !reports.is_empty()
+        };
+
+        buffer.order_before(&other).unwrap();
+        foreign_fill(&entered, buffer.as_device_ptr(), &other);
+        buffer.order_after(&other).unwrap();
+        buffer.fill(2, &home).unwrap();
+        assert!(!races());
+
+        // Without the first, with the zeros; without the second, with what comes later.
+        foreign_fill(&entered, buffer.as_device_ptr(), &other);
+        buffer.order_after(&other).unwrap();
+        assert!(races());
+        buffer.order_before(&other).unwrap();
+        foreign_fill(&entered, buffer.as_device_ptr(), &other);
+        buffer.fill(3, &home).unwrap();
+        assert!(races());
+        // Without the second, the next owner of the memory meets the work too.
+        buffer.order_before(&other).unwrap();
+        foreign_fill(&entered, buffer.as_device_ptr(), &other);
+        let ptr = buffer.as_device_ptr();
+        drop(buffer);
+        let next = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
+        assert_eq!(next.as_device_ptr(), ptr);
+        assert!(races());
+        // Nobody but this test knows of that work, so nobody else waits for it.
+        other.synchronize().unwrap();
+        drop(next);
+        sim.set_mode(Mode::Instant);
+    });
+}
+
+#[test]
+fn a_free_comes_after_work_on_other_streams() {
+    Rig::each_simulated(|_, sim, alloc| {
+        sim.set_mode(Mode::Manual);
+        let streams: Vec<Stream> = (0..3).map(|_| alloc.create_stream().unwrap()).collect();
+        let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 1 << 20, &streams[0]).unwrap();
+        let ptr = buffer.as_device_ptr();
+        buffer.fill(1, &streams[1]).unwrap();
+        buffer.fill(2, &streams[2]).unwrap();
+        buffer.free().unwrap();
+        // At home the memory is used again at once: its stream waits for the others.
+        let next = DeviceBuffer::filled(alloc, 1 << 20, 3u8, &streams[0]).unwrap();
+        assert_eq!(next.as_device_ptr(), ptr);
+        let home = streams[0].id().unwrap();
+        sim.complete_stream(home, usize::MAX);
+        let held = sim.pending().iter().filter(|op| op.stream == home).count();
+        assert!(held > 0, "the home stream waits for the others");
+        assert_eq!(next.to_vec().unwrap(), vec![3; 1 << 20]);
+        drop(next);
+        // A trim does not take it away under them either: that is reported.
+        alloc.empty_cache().unwrap();
+        sim.complete_all();
+        sim.set_mode(Mode::Instant);
+    });
+}
+
+#[test]
+fn a_retired_stream_still_frees_in_order() {
+    Rig::each_simulated(|_, sim, alloc| {
+        sim.set_mode(Mode::Manual);
+        let (home, other) = (
+            alloc.create_stream().unwrap(),
+            alloc.create_stream().unwrap(),
+        );
+        for bytes in [4096, 8 << 20] {
+            let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, bytes, &home).unwrap();
+            alloc.retire(&home).unwrap();
+            // Completes the retired stream's last marker, but not what comes now.
+            home.synchronize().unwrap();
+            buffer.fill(1, &home).unwrap();
+            drop(buffer);
+            let next = DeviceBuffer::filled(alloc, bytes, 2u8, &other).unwrap();
+            assert_eq!(next.to_vec().unwrap(), vec![2; bytes]);
+            drop(next);
+            alloc.empty_cache().unwrap();
+            sim.complete_all();
+            assert_eq!(sim.take_reports(), []);
+        }
+        sim.set_mode(Mode::Instant);
+    });
+}
+
+#[test]
+fn a_copy_in_flight_owns_its_memory() {
+    let owns = |rig: &Rig, sim: &Simulator, alloc: &Allocator| {
+        let context = &rig.contexts[0];
+        let stream = alloc.create_stream().unwrap();
+        let mut buffer = DeviceBuffer::<u32>::zeroed(alloc, 100, &stream).unwrap();
+        sim.set_mode(Mode::Manual);
+        let host = || PinnedBuffer::from_slice(context, &[7u32; 100]).unwrap();
+        let copy = buffer.upload(host(), &stream).unwrap();
+        assert!(!copy.is_complete().unwrap());
+        sim.complete_all();
+        assert!(copy.is_complete().unwrap());
+        assert_eq!(copy.wait().unwrap()[..], [7; 100]);
+
+        // A drop waits, and does not leave it to the free of the memory.
+        let waits = || rig.driver.calls().get("cuEventSynchronize");
+        let before = waits();
+        drop(buffer.download(host(), &stream).unwrap());
+        assert_eq!(waits(), before + 1);
+        assert_eq!(sim.leaks().host, 0);
+
+        // One that is forgotten leaves its memory to the device for ever.
+        std::mem::forget(buffer.upload(host(), &stream).unwrap());
+        drop(buffer);
+        sim.complete_all();
+        sim.set_mode(Mode::Instant);
+    };
+    Rig::each_simulated_with(owns, |leaks| {
+        assert_eq!((leaks.host, leaks.bytes), (1, 0));
+    });
+}
+
+#[test]
+fn streams_that_capture_are_refused() {
+    Rig::each_simulated(|rig, _, alloc| {
+        let (home, other) = (
+            alloc.create_stream().unwrap(),
+            alloc.create_stream().unwrap(),
+        );
+        let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 64, &home).unwrap();
+        let entered = rig.contexts[0].enter().unwrap();
+        for (captured, used) in [(&other, &other), (&home, &home), (&home, &other)] {
+            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+            // SAFETY: the stream is alive, and nothing else captures.
+            unsafe { entered.begin_capture(captured.raw(), mode) }.unwrap();
+            let refused = |result: Result<(), BufferError>| match result {
+                Err(BufferError::Capturing { stream }) => {
+                    assert_eq!(stream, captured.raw() as usize);
+                }
+                other => panic!("{other:?}"),
+            };
+            let calls = rig.driver.calls();
+            refused(buffer.fill(1, used));
+            refused(buffer.order_before(used));
+            refused(buffer.order_after(used));
+            if std::ptr::eq(captured, &home) {
+                refused(buffer.copy_from_slice(&[0; 64]));
+                refused(buffer.to_vec().map(drop));
+                let error = buffer.free().unwrap_err();
+                assert!(matches!(
+                    error.error,
+                    BufferError::Allocator(cualloc::Error::Capturing { .. })
+                ));
+                buffer = error.buffer;
+            }
+            assert_eq!(rig.driver.calls().since(&calls).get("cuMemsetD8Async"), 0);
+            assert_eq!(rig.driver.calls().since(&calls).get("cuEventRecord"), 0);
+            let host = PinnedBuffer::zeroed(&rig.contexts[0], 64).unwrap();
+            let error = buffer.download(host, used).unwrap_err();
+            refused(Err(error.error));
+            assert_eq!(error.host.unwrap().len(), 64);
+            // SAFETY: as above.
+            drop(unsafe { entered.end_capture(captured.raw()) }.unwrap());
+            buffer.fill(1, used).unwrap();
+        }
+        assert_eq!(buffer.to_vec().unwrap(), [1; 64]);
+    });
+}

@@ -1,0 +1,69 @@
+//! What is logged, and how often.
+#![cfg(feature = "sim")]
+
+mod common;
+
+use std::sync::Mutex;
+
+use common::*;
+use cualloc::driver::sys;
+use cualloc::sim::FailPlan;
+
+static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+struct Collector;
+
+impl log::Log for Collector {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        if record.level() <= log::Level::Info {
+            LINES.lock().unwrap().push(record.args().to_string());
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// R13: what the allocator recovers from by itself does not fill the log, however often it happens.
+#[test]
+fn r13_recoverable_trouble_is_logged_rarely() {
+    log::set_logger(&Collector).unwrap();
+    log::set_max_level(log::LevelFilter::Trace);
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        const BLOCK: usize = 12 * MIB;
+        let allocator = rig.limited(2 * BLOCK);
+        let [a, b] = rig.streams();
+        let taken = || std::mem::take(&mut *LINES.lock().unwrap());
+        taken();
+        // Requests that fail, and ones that succeed after making room.
+        for _ in 0..500 {
+            assert!(allocator.allocate(3 * BLOCK, &a).is_err());
+            drop(allocator.allocate(2 * BLOCK, &a).unwrap());
+            drop(allocator.allocate(BLOCK, &a).unwrap());
+        }
+        let lines = taken();
+        assert!(lines.is_empty(), "{lines:#?}");
+        // Markers that cannot be recorded: said, but not each time.
+        let code = sys::CUresult::CUDA_ERROR_NOT_SUPPORTED;
+        sim.fail(
+            FailPlan::call("cuEventRecord", code)
+                .unwrap()
+                .times(1 << 20),
+        );
+        for _ in 0..1000 {
+            let block = allocator.allocate(BLOCK, &a).unwrap();
+            block.record_stream(&b).unwrap();
+            drop(block);
+            allocator.synchronize().unwrap();
+        }
+        sim.clear_failures();
+        assert!(allocator.stats().failed_markers >= 1000);
+        let lines = taken();
+        assert!((1..=16).contains(&lines.len()), "{} lines", lines.len());
+        rig.close(&allocator);
+    });
+}

@@ -1,0 +1,316 @@
+//! Programs as plain data, and random ones.
+
+use cualloc::Policy;
+use cualloc::sim::Mode;
+
+use super::rng::Rng;
+
+/// What a program runs on.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub policy: Policy,
+    pub mode: Mode,
+    /// Bytes of the device's memory.
+    pub memory: u64,
+    pub limit: Option<u64>,
+    /// Whether the driver tells streams apart by ids.
+    pub stream_ids: bool,
+    /// Whether the legacy and the calling thread's default stream take part.
+    pub legacy: bool,
+    pub per_thread: bool,
+}
+
+/// A malformed request to free.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Bad {
+    /// An address of nobody.
+    Foreign,
+    /// An address inside a live block.
+    Interior,
+    /// An address that was freed before.
+    Double,
+}
+
+/// One step. Streams and blocks are numbers, taken modulo what there is, so that a program stays
+/// meaningful when steps are taken out of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Op {
+    Alloc {
+        stream: u8,
+        bytes: usize,
+        align: u8,
+        raw: bool,
+    },
+    /// Sizes and alignments that no device has.
+    Absurd {
+        stream: u8,
+        bytes: usize,
+        alignment: usize,
+    },
+    Free {
+        block: u16,
+    },
+    Drop {
+        block: u16,
+    },
+    IntoRaw {
+        block: u16,
+    },
+    FreeBad {
+        block: u16,
+        kind: Bad,
+    },
+    /// Says that a stream will use the block, also by an address inside it.
+    RecordStream {
+        block: u16,
+        stream: u8,
+        inside: bool,
+    },
+    /// Uses the block on a stream once, and says so.
+    RecordUse {
+        block: u16,
+        stream: u8,
+        write: bool,
+    },
+    /// Submits work on the block to its own stream (0) or one of those recorded.
+    Use {
+        block: u16,
+        on: u8,
+        write: bool,
+    },
+    Wait {
+        from: u8,
+        to: u8,
+    },
+    HostSync {
+        stream: u8,
+    },
+    NewStream {
+        raw: bool,
+    },
+    Retire {
+        stream: u8,
+    },
+    /// Lets go of a stream without telling the allocator.
+    Leave {
+        stream: u8,
+    },
+    Limit {
+        bytes: Option<u64>,
+    },
+    Trim {
+        keep: u64,
+    },
+    Reserve {
+        stream: u8,
+        bytes: usize,
+    },
+    Mark {
+        stream: u8,
+    },
+    Synchronize,
+    ResetPeaks,
+    Check,
+    /// Completes the next work of some stream.
+    Complete {
+        pick: u16,
+        count: u8,
+    },
+    CompleteAll,
+    Fail {
+        call: u8,
+        nth: u8,
+        times: u8,
+        code: u8,
+    },
+    Mend,
+    /// Memory that another process takes.
+    Taken {
+        bytes: u64,
+    },
+}
+
+/// Calls that a fault may hit; number 0 stands for any call.
+pub const CALLS: [&str; 18] = [
+    "",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuMemAddressReserve",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuStreamWaitEvent",
+    "cuCtxSynchronize",
+    "cuStreamIsCapturing",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuCtxSetCurrent",
+];
+
+const MIB: u64 = 1 << 20;
+
+/// A random setup and program.
+pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
+    let mut rng = Rng::new(seed);
+    let mode = match rng.below(4) {
+        0 => Mode::Instant,
+        1 => Mode::Lag(1 + rng.log_uniform(200)),
+        _ => Mode::Manual,
+    };
+    let largest = match rng.below(4) {
+        0 => 64 << 10,
+        1 => 2 * MIB,
+        _ => 64 * MIB,
+    };
+    let base = (largest * 4).max(64 * MIB);
+    let limit = |rng: &mut Rng| base / 4 + rng.below(base);
+    let setup = Setup {
+        policy,
+        mode,
+        memory: if rng.chance(30) {
+            base + rng.below(base)
+        } else {
+            64 << 30
+        },
+        limit: rng.chance(35).then(|| limit(&mut rng)),
+        stream_ids: !rng.chance(15),
+        legacy: rng.chance(15),
+        per_thread: rng.chance(15),
+    };
+    let streams = 1 + rng.below(8) as usize;
+    let blocks = rng.log_uniform(256);
+    let faults = rng.chance(35);
+    let lifecycle = rng.chance(60);
+    let mut ops: Vec<Op> = (1..streams)
+        .map(|_| Op::NewStream {
+            raw: rng.chance(40),
+        })
+        .collect();
+    let (mut live, mut count) = (0u64, streams as u64);
+    while ops.len() < length {
+        let block = rng.next() as u16;
+        let stream = rng.next() as u8;
+        let op = match rng.below(1000) {
+            0..330 if live < blocks => {
+                live += 1;
+                let bytes = rng.log_uniform(largest) as usize;
+                let align = if rng.chance(8) {
+                    rng.below(22) as u8
+                } else {
+                    0
+                };
+                Op::Alloc {
+                    stream,
+                    bytes,
+                    align,
+                    raw: rng.chance(50),
+                }
+            }
+            0..460 => {
+                live = live.saturating_sub(1);
+                if rng.chance(50) {
+                    Op::Free { block }
+                } else {
+                    Op::Drop { block }
+                }
+            }
+            460..680 => Op::Use {
+                block,
+                on: rng.next() as u8,
+                write: rng.chance(70),
+            },
+            680..730 => Op::RecordStream {
+                block,
+                stream,
+                inside: rng.chance(20),
+            },
+            730..760 => Op::RecordUse {
+                block,
+                stream,
+                write: rng.chance(50),
+            },
+            760..775 => Op::Wait {
+                from: stream,
+                to: rng.next() as u8,
+            },
+            775..780 => Op::HostSync { stream },
+            780..790 if lifecycle && count < 8 => {
+                count += 1;
+                Op::NewStream {
+                    raw: rng.chance(60),
+                }
+            }
+            790..798 if lifecycle && count > 1 => {
+                count -= 1;
+                if rng.chance(60) {
+                    Op::Retire { stream }
+                } else {
+                    Op::Leave { stream }
+                }
+            }
+            800..803 => Op::Limit {
+                bytes: rng.chance(60).then(|| limit(&mut rng)),
+            },
+            803..808 => Op::Trim {
+                keep: if rng.chance(60) { 0 } else { rng.below(base) },
+            },
+            808..812 => Op::Reserve {
+                stream,
+                bytes: rng.log_uniform(largest) as usize,
+            },
+            812..817 => Op::Mark { stream },
+            817..819 => Op::Synchronize,
+            819..821 => Op::ResetPeaks,
+            821..825 => Op::Check,
+            825..832 => Op::FreeBad {
+                block,
+                kind: [Bad::Foreign, Bad::Interior, Bad::Double][rng.below(3) as usize],
+            },
+            832..835 => match rng.below(3) {
+                0 => Op::Absurd {
+                    stream,
+                    bytes: 0,
+                    alignment: 1,
+                },
+                1 => Op::Absurd {
+                    stream,
+                    bytes: usize::MAX - rng.below(1024) as usize,
+                    alignment: 1,
+                },
+                _ => Op::Absurd {
+                    stream,
+                    bytes: 4096,
+                    alignment: [0, 3, 4 << 20][rng.below(3) as usize],
+                },
+            },
+            835..838 => Op::IntoRaw { block },
+            838..842 => Op::CompleteAll,
+            842..857 if faults => Op::Fail {
+                call: rng.below(CALLS.len() as u64) as u8,
+                nth: 1 + rng.log_uniform(12) as u8,
+                times: 1 + rng.below(2) as u8,
+                code: rng.below(3) as u8,
+            },
+            857..872 if faults => Op::Mend,
+            872..874 => Op::Taken {
+                bytes: if rng.chance(50) {
+                    0
+                } else {
+                    rng.below(base * 2)
+                },
+            },
+            _ if mode == Mode::Manual => Op::Complete {
+                pick: block,
+                count: 1 + rng.below(6) as u8,
+            },
+            _ => continue,
+        };
+        ops.push(op);
+    }
+    (setup, ops)
+}
