@@ -84,7 +84,7 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     ///
     /// # Errors
     /// As [`DeviceBuffer::free`].
-    pub fn free(self) -> Result<(), PooledFreeError<T>> {
+    pub fn free(self) -> Result<(), Box<PooledFreeError<T>>> {
         let (buffer, pool, place) = self.into_parts();
         if let Some(place) = &place {
             place.leave(&buffer);
@@ -98,10 +98,10 @@ impl<T: DeviceCopy> PooledBuffer<T> {
                 if let Some(place) = &place {
                     place.enter(&failed.buffer);
                 }
-                Err(PooledFreeError {
+                Err(Box::new(PooledFreeError {
                     buffer: Self::new(failed.buffer, pool, place),
                     error: failed.error.into(),
-                })
+                }))
             }
         }
     }

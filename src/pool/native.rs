@@ -735,7 +735,7 @@ impl NativeBlock {
 
 impl Drop for NativeBlock {
     fn drop(&mut self) {
-        if self.freed || self.pool.context.driver().is_forked_child() {
+        if self.freed || self.pool.context.driver().drops_nothing() {
             return;
         }
         if let Err(error) = self.free()

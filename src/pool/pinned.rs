@@ -503,7 +503,12 @@ impl Drop for Inner {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mut waiting = std::mem::take(&mut state.in_flight);
         waiting.append(&mut state.leaving);
+        let gone = self.context.driver().drops_nothing();
         for buffer in waiting {
+            if gone {
+                std::mem::forget(buffer);
+                continue;
+            }
             let wait = |flight: &Flight| flight.end.context().enter()?.wait(&flight.end);
             let ended = buffer.flights.iter().try_for_each(wait).is_ok();
             if buffer.lost || !ended {
