@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::driver::{Context, Driver, Stream, sys};
+use crate::driver::{CallCounts, Context, Driver, Stream, sys};
 
 use super::block::Block;
 use super::check::CheckError;
@@ -402,6 +402,12 @@ impl Allocator {
     /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
     pub fn cached(&self) -> u64 {
         self.engine.lock().stats.cached()
+    }
+
+    /// Calls of the driver so far, by name, as the function table counted them: those of everything
+    /// that uses the same [`Driver`].
+    pub fn driver_calls(&self) -> CallCounts {
+        self.engine.driver().calls()
     }
 
     /// Sets all peaks to the current values, at one instant.
