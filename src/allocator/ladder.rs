@@ -194,6 +194,8 @@ impl Engine {
                     drop(state);
                     hook(bytes);
                     state = self.lock();
+                    // What it freed may be the driver's again, without having been ours.
+                    state.full_at = None;
                     // What the hook freed may itself be flushed and marked.
                     climb.flushed = false;
                     climb.marked = false;
@@ -211,6 +213,8 @@ impl Engine {
                     climb.missed = true;
                     state.stats.misses += 1;
                     state.stats.ooms += 1;
+                    // The next request asks the driver anew: others may have freed meanwhile.
+                    state.full_at = None;
                     return Err(self.out_of_memory(state, want, climb.refusal));
                 }
             }
@@ -303,12 +307,17 @@ impl Engine {
 
     /// A place in a view that is ready.
     fn ready_in_view(&self, state: &State, want: &Want) -> Option<Step> {
-        if state.views.is_empty() {
+        self.view_at_hand(state, want).map(Step::View)
+    }
+
+    /// A place in a view that the stream may use without a wait.
+    pub(crate) fn view_at_hand(&self, state: &State, want: &Want) -> Option<ViewRun> {
+        if !self.views_for(want) || state.views.is_empty() {
             return None;
         }
         let finder = state.finder(want.space, want.stream)?;
         let open = Openings::collect(&finder, |id| finder.ready(id));
-        state.find_in_views(want, &open).map(Step::View)
+        state.find_in_views(want, &open)
     }
 
     /// A place in a view behind waits, or a stitch.

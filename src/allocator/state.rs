@@ -133,6 +133,8 @@ pub(crate) struct State {
     pub peak_live: u64,
     /// Blocks dropped while their stream was capturing: freed by the next call that may.
     pub deferred: Vec<(u32, u32)>,
+    /// Frees so far: the time by which idle memory is told apart.
+    pub frees: u64,
     pub closed: bool,
 }
 
@@ -163,6 +165,7 @@ impl State {
             planned: 0,
             peak_live: 0,
             deferred: Vec::new(),
+            frees: 0,
             closed: false,
         }
     }
@@ -409,7 +412,7 @@ impl State {
     }
 
     /// Granules that a request gets out of an extent: classic does not split everything.
-    fn granules_of(&self, want: &Want, available: u64) -> u32 {
+    pub(crate) fn granules_of(&self, want: &Want, available: u64) -> u32 {
         if self.packed {
             want.granules
         } else {
@@ -540,6 +543,8 @@ impl State {
                 self.count_free(u, bytes, &mut after);
             }
         }
+        self.frees += 1;
+        self.records.cold_mut(id).freed = self.frees;
         let uses = Uses::collect(uses);
         if !self.records.cold(id).home.is_empty() {
             for piece in self.view_block_freed(id, &uses) {
@@ -629,6 +634,7 @@ impl State {
         let (space, records) = self.parts(SpaceId::Pages(stream));
         space.remove_region(records, piece);
         if let Some(id) = self.page_ids.remove(&addr) {
+            self.records.cold_mut(id).freed = self.frees;
             let (small, records) = self.parts(SpaceId::Small);
             small.release(records, id, Uses::One(u));
             if self.streams.complete(&u) && !self.small.merge_own {
@@ -741,6 +747,14 @@ impl State {
             due.push((stream, marker.bound, Arc::clone(&marker.event)));
         }
         due
+    }
+
+    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
+    pub(crate) fn ask_again(&mut self) {
+        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+        for stream in streams {
+            self.streams[stream].backoff = 0;
+        }
     }
 
     pub(crate) fn not_ready(&mut self, stream: u32) {
