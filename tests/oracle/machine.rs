@@ -487,7 +487,7 @@ impl<'a> Machine<'a> {
             return Err(text(error));
         };
         self.summary.out_of_memory += 1;
-        let span = bytes.next_multiple_of(512) + if align > 512 { align - 512 } else { 0 };
+        let span = bytes.next_multiple_of(512) + align.saturating_sub(512);
         let needed = match self.setup.policy {
             Policy::Classic => {
                 cualloc::allocator::size::classic_segment_size(span as usize).unwrap_or(u64::MAX)
