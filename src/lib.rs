@@ -12,6 +12,7 @@ compile_error!("cualloc supports 64-bit targets only: the driver's API differs o
 pub mod allocator;
 pub mod buffer;
 pub mod driver;
+pub mod resource;
 #[cfg(feature = "sim")]
 pub mod sim;
 pub mod trace;

@@ -36,6 +36,9 @@ struct Walk {
     free: u64,
     blocks: u64,
     small: u64,
+    /// Bytes in use under another address, and bytes of blocks in views.
+    lent: u64,
+    viewed: u64,
 }
 
 fn walk(allocator: &Allocator) -> Walk {
@@ -50,15 +53,18 @@ fn walk(allocator: &Allocator) -> Walk {
             assert!(block.address == end || segment.view, "a gap or an overlap");
             end += block.size;
             match block.state {
+                BlockState::Lent => sum.lent += block.size,
                 BlockState::Allocated => {
                     sum.allocated += block.size;
                     sum.requested += block.requested;
                     sum.blocks += 1;
+                    if segment.view {
+                        sum.viewed += block.size;
+                    }
                     if block.small {
                         sum.small += block.size;
                     }
                 }
-                BlockState::Lent => {}
                 _ => sum.free += block.size,
             }
         }
@@ -108,6 +114,7 @@ fn s1_38_counters_equal_a_walk() {
                 if step % 25 == 0 {
                     let (stats, walk) = (allocator.stats(), walk(&allocator));
                     let all = stats.all;
+                    assert_eq!(walk.lent, walk.viewed);
                     assert_eq!(walk.reserved, all.reserved.current);
                     assert_eq!(walk.allocated, all.allocated.current);
                     assert_eq!(walk.requested, all.requested.current);
@@ -205,7 +212,7 @@ fn r74_long_loops_stay_flat() {
             let stream = &streams[at % 2];
             let sizes = [300, 40 * KIB, 700 * KIB, 5 * MIB];
             let blocks = sizes.map(|bytes| allocator.allocate(bytes, stream).unwrap());
-            if at % 8 == 0 {
+            if at.is_multiple_of(8) {
                 blocks[3].record_stream(&streams[(at + 1) % 2]).unwrap();
             }
         };

@@ -17,16 +17,15 @@ if [ "${1-}" = --only ]; then
 fi
 gpu=${1:-.gpu}
 seconds=${CUALLOC_GPU_TIMEOUT:-300}
-logs=${CUALLOC_GPU_LOGS:-}
-if [ -z "$logs" ]; then
-    logs=$(mktemp -d)
-    trap 'rm -rf "$logs"' EXIT
-fi
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+logs=${CUALLOC_GPU_LOGS:-$scratch/logs}
 mkdir -p "$logs"
 if [ ! -x "$gpu/cualloc" ]; then
     echo "no $gpu/cualloc: build it with tests/gpu-pack.sh" >&2
     exit 2
 fi
+tar -C "$scratch" -xzf "$gpu/tests.tar.gz" || exit 2
 unset CUALLOC_CONFIG CUALLOC_DRIVER
 export CUALLOC_TEST_DRIVER=cuda RUST_BACKTRACE=1
 
@@ -80,7 +79,7 @@ if wanted info; then
 fi
 
 if wanted tests; then
-    for program in "$gpu"/tests/*; do
+    for program in "$scratch"/tests/*; do
         name="test $(basename "$program")"
         # One at a time: they share the device's memory and the driver's counters.
         run "$name" "$program" --test-threads=1 --show-output
@@ -157,8 +156,8 @@ if wanted sanitizer; then
         done
         # The first of these that exists. Its calls fail on purpose now and then.
         for name in reuse trace_replay; do
-            [ -x "$gpu/tests/$name" ] || continue
-            sanitized "memcheck $name" --report-api-errors no "$gpu/tests/$name" --test-threads=1
+            [ -x "$scratch/tests/$name" ] || continue
+            sanitized "memcheck $name" --report-api-errors no "$scratch/tests/$name" --test-threads=1
             break
         done
     fi

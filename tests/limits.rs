@@ -37,9 +37,8 @@ fn r7_pending_memory_is_reclaimed_before_out_of_memory() {
             (stats.ooms, stats.all.reserved.current),
             (0, 3 * BLOCK as u64)
         );
-        assert!(stats.rungs.released > 0);
-        if rig.packed() {
-            assert!(stats.rungs.host_waits > 0);
+        if !rig.packed() {
+            assert!(stats.rungs.released > 0);
         }
         drop(busy);
         assert_eq!(rig.mismatches(both.ptr(), 2 * BLOCK, 2, &a), 0);

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::driver::{Context, Driver, Stream, sys};
+use crate::driver::{CallCounts, Context, Driver, Stream, sys};
 
 use super::block::Block;
 use super::check::CheckError;
@@ -58,6 +58,16 @@ impl Allocator {
         Ok(Allocator {
             engine: Arc::new(Engine::new(context, &config)?),
         })
+    }
+
+    /// A number that tells this allocator from every other one of the process; starts at 1 and is
+    /// never used again.
+    pub fn id(&self) -> u64 {
+        self.engine.id
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.engine
     }
 
     /// The context that the memory belongs to.
@@ -336,6 +346,12 @@ impl Allocator {
     /// All figures, at one instant.
     pub fn stats(&self) -> Stats {
         self.engine.lock().statistics()
+    }
+
+    /// Calls of the driver so far, by name, as the function table counted them: those of everything
+    /// that uses the same [`Driver`].
+    pub fn driver_calls(&self) -> CallCounts {
+        self.engine.driver().calls()
     }
 
     /// Sets all peaks to the current values, at one instant.

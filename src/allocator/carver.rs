@@ -175,7 +175,7 @@ impl Carver {
         };
         let end = base.checked_add(size).ok_or(invalid)?;
         let granules = u32::try_from(size / GRANULE).map_err(|_| invalid)?;
-        if size == 0 || base % GRANULE != 0 || size % GRANULE != 0 {
+        if size == 0 || !base.is_multiple_of(GRANULE) || !size.is_multiple_of(GRANULE) {
             return Err(invalid);
         }
         if granules < request.granules {

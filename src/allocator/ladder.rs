@@ -101,9 +101,18 @@ impl Engine {
                     let reserved = self.reserve_span(space, bytes);
                     state = self.lock();
                     match reserved {
+                        Ok(()) => {}
                         // Without addresses for a view there is always growth.
                         Err(Error::Driver(_)) if space == SpaceId::Views => climb.unstitched = true,
-                        reserved => reserved?,
+                        Err(error) => match error.driver_error() {
+                            // No address space: as good as no memory.
+                            Some(refusal) if refusal.is_out_of_memory() => {
+                                state.stats.misses += 1;
+                                state.stats.ooms += 1;
+                                return Err(self.out_of_memory(state, want, Some(refusal)));
+                            }
+                            _ => return Err(error),
+                        },
                     }
                 }
                 Step::View(run) => {
@@ -280,12 +289,16 @@ impl Engine {
             .1
     }
 
+    /// Whether a view could serve a request at all.
+    fn views_for(&self, want: &Want) -> bool {
+        let bytes = u64::from(want.granules) * super::size::GRANULE;
+        self.views && want.space == SpaceId::Large && bytes <= self.total_memory
+    }
+
     /// Whether a request is worth a view before the limit is reached.
     fn stitches(&self, want: &Want) -> bool {
         let bytes = u64::from(want.granules) * super::size::GRANULE;
-        self.views
-            && want.space == SpaceId::Large
-            && (STITCH_MIN..=self.total_memory).contains(&bytes)
+        self.views_for(want) && bytes >= STITCH_MIN
     }
 
     /// A place in a view that is ready.
@@ -324,8 +337,7 @@ impl Engine {
         if !climb.retried && state.has_leftovers() {
             return Step::Retry;
         }
-        let small = self.views && want.space == SpaceId::Large && !self.stitches(want);
-        if small && !climb.unstitched {
+        if self.views_for(want) && !self.stitches(want) && !climb.unstitched {
             // At the limit memory always wins, also for requests that are not worth a view before.
             if let Some(step) = self
                 .ready_in_view(state, want)

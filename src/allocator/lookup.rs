@@ -87,7 +87,7 @@ impl Lookup {
     }
 
     pub(crate) fn insert(&mut self, addr: u64, id: u32) {
-        debug_assert!(addr % GRANULE == 0);
+        debug_assert!(addr.is_multiple_of(GRANULE));
         let (dir, leaf, slot) = split(addr);
         let directory = self.directories.entry(dir).or_insert_with(Directory::new);
         let entry = directory.leaves[leaf].get_or_insert_with(|| {
@@ -125,7 +125,7 @@ impl Lookup {
 
     /// The block that starts exactly at `addr`.
     pub(crate) fn exact(&self, addr: u64) -> Option<u32> {
-        if addr % GRANULE != 0 {
+        if !addr.is_multiple_of(GRANULE) {
             return None;
         }
         let (dir, leaf, slot) = split(addr);

@@ -42,6 +42,7 @@ impl Engine {
     /// Creates, maps and opens handles behind each other from an address on; undoes everything if a
     /// call fails.
     pub(crate) fn map(&self, at: u64, sizes: &[u64]) -> Result<Vec<u64>, GrowthFailure> {
+        let stretches = self.lock().stretches(at, sizes.iter().sum());
         let entered = self.context.enter().map_err(GrowthFailure::clean)?;
         // Handles made so far: (address, bytes, handle, mapped).
         let mut made: Vec<(u64, u64, u64, bool)> = Vec::with_capacity(sizes.len());
@@ -58,8 +59,11 @@ impl Engine {
                 }
                 addr += bytes;
             }
-            // SAFETY: the range was mapped just now, by whole handles.
-            unsafe { entered.set_access(at, (addr - at) as usize, &self.access) }
+            for (start, bytes) in &stretches {
+                // SAFETY: the range was mapped just now, by whole handles.
+                unsafe { entered.set_access(*start, *bytes as usize, &self.access) }?;
+            }
+            Ok(())
         })();
         match result {
             Ok(()) => Ok(made.into_iter().map(|(_, _, handle, _)| handle).collect()),

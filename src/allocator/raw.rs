@@ -179,6 +179,13 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether a block's life, by its identity, is going on.
+    pub(crate) fn is_live(&self, id: u32, generation: u32) -> bool {
+        let state = self.lock();
+        let current = state.records.get(id);
+        current.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
+    }
+
     /// Frees a block by its identity.
     pub(crate) fn free_block(
         &self,
@@ -186,13 +193,9 @@ impl Engine {
         generation: u32,
         ptr: sys::CUdeviceptr,
     ) -> Result<(), Error> {
-        {
-            let state = self.open()?;
-            let current = state.records.get(id);
-            if !current.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
-            {
-                return Err(Error::NotLive { ptr });
-            }
+        drop(self.open()?);
+        if !self.is_live(id, generation) {
+            return Err(Error::NotLive { ptr });
         }
         self.free_ptr(ptr)
     }

@@ -3,7 +3,6 @@
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
-use super::plan::tile;
 use super::records::SpaceId;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use super::state::{State, Want};
@@ -354,7 +353,7 @@ impl State {
             id,
             shards,
             addr,
-            sizes: tile(bytes, size),
+            sizes: self.tiles(addr, bytes, size),
         })
     }
 
