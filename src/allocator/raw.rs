@@ -304,7 +304,7 @@ impl Engine {
             });
         };
         self.refuse_capture(named)?;
-        self.retire_slot(stream)
+        self.retire_slot(stream, named.key)
     }
 }
 
