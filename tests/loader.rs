@@ -72,7 +72,7 @@ fn s3_34_loads_without_any_optional_symbol() {
     assert_eq!(driver.calls().get("cuMemAddressReserve"), 0);
 }
 
-/// Each optional function that is missing alone disables its group and no other.
+/// S3.14: each optional function that is missing alone disables its group and no other.
 #[test]
 fn missing_optional_symbol_disables_its_feature_only() {
     let Some(cc) = compiler() else { return };
@@ -372,6 +372,7 @@ fn case_retry_open() {
     Driver::load().unwrap();
 }
 
+/// S3.12
 #[test]
 fn threads_load_once() {
     let Some(cc) = compiler() else { return };

@@ -221,7 +221,7 @@ mod manager {
             assert!(manager.id() >= 1);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
-            let (slice, _) = slice.free().unwrap_err();
+            let slice = *slice.free().unwrap_err().slice;
             assert_eq!(manager.allocated(), 100, "still there");
             slice.free().unwrap();
             assert_eq!(manager.allocated(), 0);

@@ -83,6 +83,7 @@ fn search(
     let stage = machine.stage(options.lag)?;
     let mut replay = Options::default();
     replay.policy = options.policy();
+    replay.views = !options.no_views;
     replay.verify = options.verify;
     replay.seed = options.seed;
     let bar = indicatif::ProgressBar::new_spinner().with_prefix(trace.name().to_owned());

@@ -57,6 +57,9 @@ pub struct TraceOptions {
     /// How memory is taken from the driver; by default the best that the device supports.
     #[arg(long, value_enum)]
     pub policy: Option<PolicyChoice>,
+    /// Only grow: no second layouts of memory that is held (packed policy).
+    #[arg(long)]
+    pub no_views: bool,
     /// Fill every block with kernels, check it just before it is freed, and count wrong words.
     #[arg(long)]
     pub verify: bool,

@@ -101,6 +101,7 @@ fn replay(
     let mut replay = Options::default();
     replay.repeat = options.repeat as usize;
     replay.policy = options.traces.policy();
+    replay.views = !options.traces.no_views;
     replay.limit = options
         .limit
         .map(|limit| limit.bytes(trace.requested_peak()));

@@ -3,14 +3,14 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::driver::{Context, Driver, Stream, sys};
+use crate::driver::{CallCounts, Context, Driver, Stream, sys};
 
 use super::block::Block;
 use super::check::CheckError;
 use super::config::{Config, Policy};
 use super::engine::{Engine, Shared};
 use super::error::Error;
-use super::life::Trimmed;
+use super::life::{Keep, Trimmed};
 use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
 
@@ -121,6 +121,41 @@ impl Allocator {
         Ok(Block::new(Arc::clone(&self.engine), grant, bytes))
     }
 
+    /// Allocates only from memory at hand which the stream may use without a wait; `None` if there
+    /// is none. Never asks the driver for memory, never waits, and gives nothing back.
+    ///
+    /// Of the addresses `near` the first one at which the block fits is taken, so that a caller may
+    /// have the memory again that it freed last; if there is none, the best fit.
+    ///
+    /// # Errors
+    /// As [`allocate_aligned`](Self::allocate_aligned), except for want of memory.
+    pub fn allocate_at_hand(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        near: &[sys::CUdeviceptr],
+    ) -> Result<Option<Block>, Error> {
+        Ok(self.allocate_near(bytes, alignment, stream, near)?.0)
+    }
+
+    /// [`allocate_at_hand`](Self::allocate_at_hand) which also returns those of the addresses that lie
+    /// in free memory still.
+    pub(crate) fn allocate_near(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        near: &[sys::CUdeviceptr],
+    ) -> Result<(Option<Block>, Vec<u64>), Error> {
+        let named = self.engine.named(stream)?;
+        let (grant, free) = self
+            .engine
+            .allocate_at_hand(&named, bytes, alignment, near)?;
+        let block = grant.map(|grant| Block::new(Arc::clone(&self.engine), grant, bytes));
+        Ok((block, free))
+    }
+
     /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default
     /// stream, 2 the calling thread's own.
     ///
@@ -189,6 +224,22 @@ impl Allocator {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         self.engine.record(ptr, &named, true)
+    }
+
+    /// [`Block::record_use`] for a block that somebody else owns, by its address.
+    pub(crate) fn record_use_at(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: &Stream,
+    ) -> Result<(), Error> {
+        self.engine.record(ptr, &self.engine.named(stream)?, true)
+    }
+
+    /// The allocator that a block came from.
+    pub(crate) fn of(block: &Block) -> Self {
+        Allocator {
+            engine: Arc::clone(block.engine()),
+        }
     }
 
     // ---- streams ---------------------------------------------------------------------------
@@ -280,7 +331,7 @@ impl Allocator {
     /// # Errors
     /// Driver errors: what could not be released stays in the books, and the next call tries again.
     pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
-        self.engine.trim(keep)
+        self.engine.trim(Keep::Held(keep))
     }
 
     /// [`trim`](Self::trim) to nothing.
@@ -288,7 +339,17 @@ impl Allocator {
     /// # Errors
     /// As [`trim`](Self::trim).
     pub fn empty_cache(&self) -> Result<Trimmed, Error> {
-        self.engine.trim(0)
+        self.engine.trim(Keep::Held(0))
+    }
+
+    /// Gives memory that nobody uses back to the driver until at most `keep` bytes are held beside
+    /// the live blocks: what has been idle longest first (a run of free memory counts as idle since
+    /// its last part was freed), within one run from its end. Else as [`trim`](Self::trim).
+    ///
+    /// # Errors
+    /// As [`trim`](Self::trim).
+    pub fn trim_cached(&self, keep: u64) -> Result<Trimmed, Error> {
+        self.engine.trim(Keep::Cached(keep))
     }
 
     /// Waits until all work of the contexts involved is complete. All free memory can then be used
@@ -348,6 +409,17 @@ impl Allocator {
         self.engine.lock().statistics()
     }
 
+    /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
+    pub fn cached(&self) -> u64 {
+        self.engine.lock().stats.cached()
+    }
+
+    /// Calls of the driver so far, by name, as the function table counted them: those of everything
+    /// that uses the same [`Driver`].
+    pub fn driver_calls(&self) -> CallCounts {
+        self.engine.driver().calls()
+    }
+
     /// Sets all peaks to the current values, at one instant.
     pub fn reset_peaks(&self) {
         self.engine.lock().stats.reset_peaks();
@@ -356,6 +428,12 @@ impl Allocator {
     /// All segments with their blocks, by address, at one instant.
     pub fn snapshot(&self) -> Vec<SegmentInfo> {
         self.engine.lock().snapshot()
+    }
+
+    /// [`stats`](Self::stats) and [`snapshot`](Self::snapshot) of the same instant.
+    pub fn stats_and_snapshot(&self) -> (Stats, Vec<SegmentInfo>) {
+        let state = self.engine.lock();
+        (state.statistics(), state.snapshot())
     }
 
     /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its

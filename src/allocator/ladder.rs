@@ -24,6 +24,7 @@ const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 #[derive(Default)]
 pub(crate) struct Climb {
     flushed: bool,
+    retried: bool,
     evicted: bool,
     /// A stitch was refused; no other is tried for this request.
     unstitched: bool,
@@ -46,6 +47,8 @@ enum Step {
     Reserve(SpaceId, u64),
     Grow(Growth),
     Flush,
+    /// Tries again to release what an earlier failure left behind.
+    Retry,
     Release(Vec<Release>),
     Mark,
     /// Memory that the driver refused earlier may be there now.
@@ -148,6 +151,16 @@ impl Engine {
                         state.stats.rungs.flushed += 1;
                     }
                 }
+                Step::Retry => {
+                    climb.retried = true;
+                    drop(state);
+                    match self.retry_strays() {
+                        // What still cannot be released stays behind.
+                        Ok(_) | Err(Error::Driver(_)) => {}
+                        Err(error) => return Err(error),
+                    }
+                    state = self.lock();
+                }
                 Step::Release(plan) => {
                     climb.missed = true;
                     state.stats.rungs.released += 1;
@@ -172,6 +185,8 @@ impl Engine {
                     drop(state);
                     self.host_wait(stream, bound, event)?;
                     state = self.lock();
+                    // What became complete may have left pages whole.
+                    climb.flushed = false;
                 }
                 Step::Hook(hook, bytes) => {
                     climb.missed = true;
@@ -179,6 +194,8 @@ impl Engine {
                     drop(state);
                     hook(bytes);
                     state = self.lock();
+                    // What it freed may be the driver's again, without having been ours.
+                    state.full_at = None;
                     // What the hook freed may itself be flushed and marked.
                     climb.flushed = false;
                     climb.marked = false;
@@ -190,11 +207,14 @@ impl Engine {
                     drop(state);
                     self.synchronise()?;
                     state = self.lock();
+                    climb.flushed = false;
                 }
                 Step::Fail => {
                     climb.missed = true;
                     state.stats.misses += 1;
                     state.stats.ooms += 1;
+                    // The next request asks the driver anew: others may have freed meanwhile.
+                    state.full_at = None;
                     return Err(self.out_of_memory(state, want, climb.refusal));
                 }
             }
@@ -287,12 +307,17 @@ impl Engine {
 
     /// A place in a view that is ready.
     fn ready_in_view(&self, state: &State, want: &Want) -> Option<Step> {
-        if state.views.is_empty() {
+        self.view_at_hand(state, want).map(Step::View)
+    }
+
+    /// A place in a view that the stream may use without a wait.
+    pub(crate) fn view_at_hand(&self, state: &State, want: &Want) -> Option<ViewRun> {
+        if !self.views_for(want) || state.views.is_empty() {
             return None;
         }
         let finder = state.finder(want.space, want.stream)?;
         let open = Openings::collect(&finder, |id| finder.ready(id));
-        state.find_in_views(want, &open).map(Step::View)
+        state.find_in_views(want, &open)
     }
 
     /// A place in a view behind waits, or a stitch.
@@ -317,6 +342,9 @@ impl Engine {
     fn make_room(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
         if !climb.flushed {
             return Step::Flush;
+        }
+        if !climb.retried && state.has_leftovers() {
+            return Step::Retry;
         }
         if self.views_for(want) && !self.stitches(want) && !climb.unstitched {
             // At the limit memory always wins, also for requests that are not worth a view before.

@@ -16,9 +16,28 @@ pub struct Trimmed {
     pub pending: u64,
 }
 
+/// What a trim leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keep {
+    /// This many bytes held from the driver.
+    Held(u64),
+    /// This many bytes beside the live blocks.
+    Cached(u64),
+}
+
+impl Keep {
+    /// Bytes held then, with so many in live blocks.
+    pub(crate) fn held(self, allocated: u64) -> u64 {
+        match self {
+            Keep::Held(bytes) => bytes,
+            Keep::Cached(bytes) => bytes.saturating_add(allocated),
+        }
+    }
+}
+
 impl Engine {
-    /// Gives unused memory back until at most `keep` bytes are held. Never waits.
-    pub(crate) fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+    /// Gives unused memory back until no more than `keep` is left. Never waits.
+    pub(crate) fn trim(&self, keep: Keep) -> Result<Trimmed, Error> {
         self.free_deferred();
         let ours: Vec<u32> = {
             let mut state = self.open()?;
@@ -31,9 +50,12 @@ impl Engine {
         };
         self.mark_all(&ours);
         let retried = self.retry_strays();
-        let mut state = self.poll(self.lock())?;
+        let mut state = self.lock();
+        state.ask_again();
+        let mut state = self.poll(state)?;
         state.settle();
-        let idle = if keep < state.stats.all.reserved.current {
+        let all = &state.stats.all;
+        let idle = if keep.held(all.allocated.current) < all.reserved.current {
             state.idle_views(usize::MAX)
         } else {
             Vec::new()
@@ -111,7 +133,7 @@ impl Engine {
         let idle = self.lock().idle_views(usize::MAX);
         self.evict(&idle)?;
         let retried = self.retry_strays();
-        let (plan, _) = self.lock().plan_trim(0, self.context.key());
+        let (plan, _) = self.lock().plan_trim(Keep::Held(0), self.context.key());
         self.release(plan)?;
         retried?;
         self.return_spans()

@@ -8,6 +8,7 @@ use super::plan::{Growth, Release};
 use super::records::{COMPLETE, SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::state::{State, Stray, Want};
+use super::uses::Uses;
 
 /// A span of address space for large blocks is as long as the device's memory, but at most this;
 /// more is reserved when it is used up.
@@ -26,6 +27,15 @@ pub(crate) struct GrowthFailure {
     mapped: Vec<(u64, u64, u64)>,
     /// Handles that are mapped nowhere and could not be released.
     strays: Vec<(u64, u64)>,
+}
+
+impl GrowthFailure {
+    /// A lost context outranks what the growth failed for.
+    fn also(&mut self, error: DriverError) {
+        if error.is_fatal() {
+            self.error = error;
+        }
+    }
 }
 
 impl Engine {
@@ -108,7 +118,7 @@ impl Engine {
         let align = PHYSICAL_GRANULE as usize;
         let mut made = entered.address_reserve(bytes as usize, align, hint);
         let mut got = bytes;
-        if made.is_err() && at_least < usual {
+        if made.is_err_and(|e| !e.is_fatal()) && at_least < usual {
             // Address space is short: take what the request needs.
             got = at_least.next_multiple_of(PHYSICAL_GRANULE);
             made = entered.address_reserve(got as usize, align, 0);
@@ -142,6 +152,13 @@ impl Engine {
         let mut first: Option<DriverError> = None;
         let mut released = 0;
         for release in plan {
+            if release.handle.is_none() {
+                match self.release_segment(&entered, release) {
+                    Ok(bytes) => released += bytes,
+                    Err(error) => first = first.or(Some(error)),
+                }
+                continue;
+            }
             let (unmapped, freed) = give_back(&entered, &release);
             let mut state = self.lock();
             if unmapped.is_ok() {
@@ -174,11 +191,36 @@ impl Engine {
         }
     }
 
+    /// Frees a plain segment. It leaves the books first: as soon as the driver has it, another thread
+    /// may be given its address again.
+    fn release_segment(&self, entered: &Entered<'_>, release: Release) -> Result<u64, DriverError> {
+        let bytes = release.bytes;
+        {
+            let mut state = self.lock();
+            state.gone(&release);
+            state.unhold(bytes, release.space);
+            state.planned += bytes;
+        }
+        let (freed, _) = give_back(entered, &release);
+        let mut state = self.lock();
+        state.planned -= bytes;
+        if let Err(error) = freed {
+            state.readmit(release);
+            return Err(error);
+        }
+        Ok(bytes)
+    }
+
     /// Tries again to release what an earlier failure left behind.
     pub(crate) fn retry_strays(&self) -> Result<u64, Error> {
         let (strays, quarantined) = {
             let mut state = self.lock();
-            (std::mem::take(&mut state.strays), state.quarantined())
+            let quarantined = state.quarantined();
+            for release in &quarantined {
+                // Claimed, so that nobody else tries at the same time.
+                state.records[release.id].state = Extent::Busy;
+            }
+            (std::mem::take(&mut state.strays), quarantined)
         };
         if strays.is_empty() && quarantined.is_empty() {
             return Ok(0);
@@ -206,8 +248,10 @@ impl Engine {
             }
         }
         for release in quarantined {
-            let Ok(entered) = &entered else { break };
-            let (unmapped, freed) = give_back(entered, &release);
+            let (unmapped, freed) = match &entered {
+                Ok(entered) => give_back(entered, &release),
+                Err(error) => (Err(*error), Ok(())),
+            };
             let mut state = self.lock();
             if unmapped.is_ok() {
                 state.gone(&release);
@@ -224,6 +268,8 @@ impl Engine {
                         released += release.bytes;
                     }
                 }
+            } else {
+                state.records[release.id].state = Extent::Quarantined;
             }
             first = first.or(unmapped.err()).or(freed.err());
         }
@@ -298,13 +344,15 @@ fn undo(
     };
     for (addr, bytes, handle, mapped) in made.into_iter().rev() {
         // SAFETY: mapped by this growth as one handle, and nobody was ever told the address.
-        if mapped && unsafe { entered.mem_unmap(addr, bytes as usize) }.is_err() {
+        if mapped && let Err(error) = unsafe { entered.mem_unmap(addr, bytes as usize) } {
             failure.mapped.push((addr, bytes, handle));
+            failure.also(error);
             continue;
         }
         // SAFETY: made by this growth and mapped nowhere.
-        if unsafe { entered.mem_release(handle) }.is_err() {
+        if let Err(error) = unsafe { entered.mem_release(handle) } {
             failure.strays.push((handle, bytes));
+            failure.also(error);
         }
     }
     failure
@@ -350,6 +398,26 @@ impl State {
             pool.reserved.add(bytes);
             pool.segments.add(1);
         });
+    }
+
+    /// Takes a segment into the books again that the driver would not free.
+    fn readmit(&mut self, release: Release) {
+        let Ok(granules) = u32::try_from(release.bytes / GRANULE) else {
+            return;
+        };
+        self.hold(release.addr, release.bytes, None, release.space);
+        let (space, records) = self.parts(release.space);
+        let id = space.add_region(records, release.addr, granules, Uses::None);
+        let busy = space.claim(records, id, 0, granules, Extent::Busy, &mut Vec::new());
+        if let Some(id) = busy {
+            self.restore(release.space, id, release.shards);
+        }
+    }
+
+    /// Whether an earlier failure left memory behind that nobody can use.
+    pub(crate) fn has_leftovers(&self) -> bool {
+        let quarantined = |(_, hot): (u32, &super::records::Hot)| hot.state == Extent::Quarantined;
+        !self.strays.is_empty() || self.records.iter().any(quarantined)
     }
 
     /// Quarantined ranges as releases.

@@ -1,6 +1,7 @@
 //! The caching allocator.
 
 mod api;
+mod athand;
 mod bins;
 mod block;
 mod carver;

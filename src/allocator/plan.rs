@@ -1,6 +1,8 @@
 //! What to ask of the driver: growth and release, planned on the books before any call is made.
 
+use super::bins::Entry;
 use super::fit::Finder;
+use super::life::Keep;
 use super::records::{SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
 use super::space::Shard;
@@ -295,7 +297,7 @@ impl State {
 
     /// Claims everything that can be released until at most `keep` bytes are held, and says how much
     /// more could go once pending work is over.
-    pub(crate) fn plan_trim(&mut self, keep: u64, context: u64) -> (Vec<Release>, u64) {
+    pub(crate) fn plan_trim(&mut self, keep: Keep, context: u64) -> (Vec<Release>, u64) {
         let mut plan = Vec::new();
         let (mut now, mut later) = (0, 0);
         for space in [SpaceId::Large, SpaceId::Small] {
@@ -309,10 +311,14 @@ impl State {
             plan.extend(over.into_iter().map(|(addr, bytes)| (space, addr, bytes)));
         }
         let held = self.stats.all.reserved.current;
-        let mut excess = held.saturating_sub(keep);
+        let mut excess = held.saturating_sub(keep.held(self.stats.all.allocated.current));
         let mut releases = Vec::new();
         // From the top of the address space, so that arenas shrink from their end.
         plan.sort_unstable_by_key(|(_, addr, _)| std::cmp::Reverse(*addr));
+        if matches!(keep, Keep::Cached(_)) {
+            // Idle longest first; the order from the top stays within one run of free memory.
+            plan.sort_by_cached_key(|(space, addr, bytes)| self.freed_at(*space, *addr, *bytes));
+        }
         for (space, addr, bytes) in plan {
             if excess == 0 {
                 break;
@@ -323,6 +329,17 @@ impl State {
             }
         }
         (releases, (later - now).min(excess))
+    }
+
+    /// How many frees there had been when the last byte of a free range was freed.
+    fn freed_at(&self, space: SpaceId, addr: u64, bytes: u64) -> u64 {
+        let overlaps =
+            |e: &Entry| e.addr < addr + bytes && addr < e.addr + u64::from(e.granules) * GRANULE;
+        let pieces = self.space(space).into_iter().flat_map(|s| s.pieces());
+        let freed = pieces
+            .filter(overlaps)
+            .map(|e| self.records.cold(e.id).freed);
+        freed.max().unwrap_or(0)
     }
 
     fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
@@ -359,7 +376,9 @@ impl State {
             let (space, records) = self.parts(growth.space);
             let right = space.cut(records, id, growth.skip);
             // It may have been free memory that the stream was using a moment ago.
-            let uses = Uses::one(want.stream, self.streams[want.stream].open);
+            let slot = &mut self.streams[want.stream];
+            let uses = Uses::one(want.stream, slot.open);
+            slot.open_uses += 1;
             let (space, records) = self.parts(growth.space);
             records.cold_mut(id).owner = want.stream;
             space.release(records, id, uses);

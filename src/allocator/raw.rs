@@ -20,14 +20,14 @@ pub(crate) struct Grant {
 
 /// A request whose numbers are in order.
 #[derive(Debug, Clone, Copy)]
-struct Request {
+pub(crate) struct Request {
     requested: u64,
     granules: u32,
     align: u32,
 }
 
 impl Request {
-    fn new(bytes: usize, alignment: usize) -> Result<Self, Error> {
+    pub(crate) fn new(bytes: usize, alignment: usize) -> Result<Self, Error> {
         if bytes == 0 {
             return Err(Error::InvalidSize { requested: 0 });
         }
@@ -47,7 +47,12 @@ impl Request {
         })
     }
 
-    fn want(&self, space: SpaceId, stream: u32) -> Want {
+    /// Bytes of a run in which the request surely fits.
+    pub(crate) fn span_bytes(&self) -> u64 {
+        u64::from(self.granules + self.align - 1) * GRANULE
+    }
+
+    pub(crate) fn want(&self, space: SpaceId, stream: u32) -> Want {
         Want {
             space,
             stream,
@@ -72,8 +77,30 @@ impl Engine {
         self.free_deferred();
         let (mut state, stream) = self.slot(self.open()?, named)?;
         self.same_device(&state, stream)?;
-        state.announce(request.requested);
-        let span = u64::from(request.granules + request.align - 1) * GRANULE;
+        // The slot must stay this stream's while the lock is let go.
+        state.streams[stream].calls += 1;
+        let peak = state.announce(request.requested);
+        match self.allocate_on(state, stream, &request) {
+            Ok((mut state, grant)) => {
+                state.streams[stream].calls -= 1;
+                Ok(grant)
+            }
+            Err(error) => {
+                let mut state = self.lock();
+                state.streams[stream].calls -= 1;
+                state.withdraw(peak);
+                Err(error)
+            }
+        }
+    }
+
+    fn allocate_on<'a>(
+        &'a self,
+        state: Guard<'a>,
+        stream: u32,
+        request: &Request,
+    ) -> Result<(Guard<'a>, Grant), Error> {
+        let span = request.span_bytes();
         let (mut state, id, missed) = if state.packed && state.is_small(span) {
             self.obtain_in_page(state, &request.want(SpaceId::Pages(stream), stream))?
         } else {
@@ -89,14 +116,8 @@ impl Engine {
         } else {
             state.stats.hits += 1;
         }
-        state.born(id, stream, request.requested);
-        let hot = &state.records[id];
-        Ok(Grant {
-            id,
-            generation: hot.generation,
-            ptr: hot.addr,
-            bytes: hot.bytes(),
-        })
+        let grant = state.granted(id, stream, request.requested);
+        Ok((state, grant))
     }
 
     /// Finds room in the pages of a stream, with another page if need be.
@@ -283,11 +304,29 @@ impl Engine {
             });
         };
         self.refuse_capture(named)?;
-        self.retire_slot(stream)
+        self.retire_slot(stream, named.key)
     }
 }
 
 impl State {
+    /// Whether a block with this identity is live.
+    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
+        let hot = self.records.get(id);
+        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
+    }
+
+    /// Makes a taken extent a live block, and says what it is.
+    pub(crate) fn granted(&mut self, id: u32, stream: u32, requested: u64) -> Grant {
+        self.born(id, stream, requested);
+        let hot = &self.records[id];
+        Grant {
+            id,
+            generation: hot.generation,
+            ptr: hot.addr,
+            bytes: hot.bytes(),
+        }
+    }
+
     /// Whether an address lies in memory that the allocator holds.
     pub(crate) fn ours(&self, ptr: u64) -> bool {
         self.holdings
@@ -305,7 +344,7 @@ impl State {
     }
 
     /// Takes a small request out of its stream's pages.
-    fn fit_in_page(&mut self, want: &Want) -> Option<u32> {
+    pub(crate) fn fit_in_page(&mut self, want: &Want) -> Option<u32> {
         let run = self.finder(want.space, want.stream)?.ready_run(want)?;
         self.take(want, run)
     }

@@ -92,6 +92,8 @@ pub(crate) struct Cold {
     pub uses: Uses,
     /// Free: the stream of the block that the memory last was.
     pub owner: u32,
+    /// Free: how many frees there had been when the last byte of it was freed.
+    pub freed: u64,
     /// Used: other streams that were recorded on the block.
     pub recorded: Vec<Recorded>,
     /// Used, in a view: the home extents that it was lent, in the order of the view.

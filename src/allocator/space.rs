@@ -242,7 +242,8 @@ impl Space {
     /// Cuts an extent that is in no index; the right part gets a record of its own.
     fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
         let hot = records[id];
-        let (uses, owner) = (records.cold(id).uses.clone(), records.cold(id).owner);
+        let cold = records.cold(id);
+        let (uses, owner, freed) = (cold.uses.clone(), cold.owner, cold.freed);
         let right = records.make(
             self.id,
             hot.state,
@@ -254,6 +255,7 @@ impl Space {
         records[right].stream = hot.stream;
         records.cold_mut(right).uses = uses;
         records.cold_mut(right).owner = owner;
+        records.cold_mut(right).freed = freed;
         if hot.next != NIL {
             records[hot.next].prev = right;
         }
@@ -266,6 +268,8 @@ impl Space {
     fn absorb_next(&mut self, records: &mut Records, id: u32) {
         let next = records[id].next;
         let swallowed = records[next];
+        let freed = records.cold(next).freed.max(records.cold(id).freed);
+        records.cold_mut(id).freed = freed;
         records[id].granules += swallowed.granules;
         records[id].next = swallowed.next;
         if swallowed.next != NIL {

@@ -133,6 +133,8 @@ pub(crate) struct State {
     pub peak_live: u64,
     /// Blocks dropped while their stream was capturing: freed by the next call that may.
     pub deferred: Vec<(u32, u32)>,
+    /// Frees so far: the time by which idle memory is told apart.
+    pub frees: u64,
     pub closed: bool,
 }
 
@@ -163,6 +165,7 @@ impl State {
             planned: 0,
             peak_live: 0,
             deferred: Vec::new(),
+            frees: 0,
             closed: false,
         }
     }
@@ -319,8 +322,8 @@ impl State {
             return;
         }
         let slot = &mut self.streams[stream];
-        let idle =
-            slot.in_use && slot.live == 0 && slot.open_uses == 0 && slot.completed + 1 >= slot.open;
+        let quiet = slot.live == 0 && slot.calls == 0 && slot.open_uses == 0;
+        let idle = slot.in_use && quiet && slot.completed + 1 >= slot.open;
         if !idle {
             return;
         }
@@ -354,11 +357,18 @@ impl State {
 
     // ---- blocks ----------------------------------------------------------------------------
 
-    /// Counts a request in the peak that the soft cap follows.
-    pub(crate) fn announce(&mut self, requested: u64) {
-        self.peak_live = self
-            .peak_live
-            .max(self.stats.all.requested.current + requested);
+    /// Counts a request in the peak that the soft cap follows. Returns the peak before and with it.
+    pub(crate) fn announce(&mut self, requested: u64) -> (u64, u64) {
+        let before = self.peak_live;
+        self.peak_live = before.max(self.stats.all.requested.current + requested);
+        (before, self.peak_live)
+    }
+
+    /// A request failed: it does not raise the peak, unless others have raised it since.
+    pub(crate) fn withdraw(&mut self, (before, with): (u64, u64)) {
+        if self.peak_live == with {
+            self.peak_live = before.max(self.stats.all.requested.current);
+        }
     }
 
     /// Takes a request from a ready run.
@@ -402,7 +412,7 @@ impl State {
     }
 
     /// Granules that a request gets out of an extent: classic does not split everything.
-    fn granules_of(&self, want: &Want, available: u64) -> u32 {
+    pub(crate) fn granules_of(&self, want: &Want, available: u64) -> u32 {
         if self.packed {
             want.granules
         } else {
@@ -533,6 +543,8 @@ impl State {
                 self.count_free(u, bytes, &mut after);
             }
         }
+        self.frees += 1;
+        self.records.cold_mut(id).freed = self.frees;
         let uses = Uses::collect(uses);
         if !self.records.cold(id).home.is_empty() {
             for piece in self.view_block_freed(id, &uses) {
@@ -622,6 +634,7 @@ impl State {
         let (space, records) = self.parts(SpaceId::Pages(stream));
         space.remove_region(records, piece);
         if let Some(id) = self.page_ids.remove(&addr) {
+            self.records.cold_mut(id).freed = self.frees;
             let (small, records) = self.parts(SpaceId::Small);
             small.release(records, id, Uses::One(u));
             if self.streams.complete(&u) && !self.small.merge_own {
@@ -736,6 +749,14 @@ impl State {
         due
     }
 
+    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
+    pub(crate) fn ask_again(&mut self) {
+        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+        for stream in streams {
+            self.streams[stream].backoff = 0;
+        }
+    }
+
     pub(crate) fn not_ready(&mut self, stream: u32) {
         self.streams[stream].backoff = BACKOFF;
     }
@@ -748,6 +769,9 @@ impl State {
                 stream,
                 ticket: bound,
             })
+            // Gone already if another marker's completion implied this one; what comes next in
+            // line says nothing yet.
+            .filter(|m| m.bound == bound)
             .map(|m| m.row.clone());
         let events = self
             .streams

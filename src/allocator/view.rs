@@ -285,10 +285,12 @@ impl State {
             view.uses = view.uses.union(uses);
         }
         self.records.retire(id);
+        let frees = self.frees;
         let mut pieces = Vec::with_capacity(parts.len());
         for part in parts {
             let (space, records) = self.parts(SpaceId::Large);
             records.cold_mut(part).owner = owner;
+            records.cold_mut(part).freed = frees;
             pieces.push(space.release(records, part, uses.clone()));
         }
         pieces

@@ -157,6 +157,11 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Err(FromBlockError { block, error })
     }
 
+    /// A buffer without elements.
+    pub(crate) fn empty() -> Self {
+        Self::new(None, 0)
+    }
+
     fn new(memory: Option<Memory>, len: usize) -> Self {
         DeviceBuffer {
             memory,

@@ -11,6 +11,7 @@ use super::table::call;
 use super::vmm::access_list;
 use std::fmt;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What a pool is made like; final at its creation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -43,7 +44,7 @@ impl PoolProperties {
 pub struct MemoryPool {
     context: Context,
     raw: sys::CUmemoryPool,
-    owned: bool,
+    owned: AtomicBool,
 }
 
 // SAFETY: a pool handle may be used from any thread; the driver synchronises.
@@ -132,8 +133,31 @@ impl MemoryPool {
         MemoryPool {
             context: context.clone(),
             raw,
-            owned,
+            owned: AtomicBool::new(owned),
         }
+    }
+
+    /// Destroys the pool now, if it is owned and was not destroyed before; else does nothing. Unlike
+    /// a drop it reports failures, after which the pool is as before.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// Nothing may use the pool afterwards: no other method of this, no allocation from it. Memory
+    /// that is still allocated from it may be used and freed.
+    pub unsafe fn destroy(&self) -> Result<(), DriverError> {
+        if !self.owned.swap(false, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let result = self.context.enter().and_then(|entered| {
+            // SAFETY: the pool is ours, and the flag lets nobody else destroy it.
+            unsafe { call!(entered.driver(), cuMemPoolDestroy(self.raw)) }
+        });
+        if result.is_err() {
+            self.owned.store(true, Ordering::Release);
+        }
+        result
     }
 
     /// The driver's handle.
@@ -214,7 +238,22 @@ impl MemoryPool {
     /// # Errors
     /// The driver's.
     pub fn set_access(&self, devices: &[Device]) -> Result<(), DriverError> {
-        let list = access_list(devices);
+        self.access(&access_list(devices))
+    }
+
+    /// Takes the access of [`MemoryPool::set_access`] back. The pool's own device keeps it.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn revoke_access(&self, devices: &[Device]) -> Result<(), DriverError> {
+        let mut list = access_list(devices);
+        for entry in &mut list {
+            entry.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE;
+        }
+        self.access(&list)
+    }
+
+    fn access(&self, list: &[sys::CUmemAccessDesc]) -> Result<(), DriverError> {
         // SAFETY: the pool is alive, and the list is as long as is said.
         unsafe {
             call!(
@@ -321,14 +360,14 @@ impl fmt::Debug for MemoryPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MemoryPool")
             .field("raw", &self.raw)
-            .field("owned", &self.owned)
+            .field("owned", &self.owned.load(Ordering::Relaxed))
             .finish_non_exhaustive()
     }
 }
 
 impl Drop for MemoryPool {
     fn drop(&mut self) {
-        if !self.owned {
+        if !*self.owned.get_mut() {
             return;
         }
         let raw = self.raw;

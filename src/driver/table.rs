@@ -461,7 +461,7 @@ impl Driver {
     }
 
     /// True where a drop must leave its handle alone.
-    pub(super) fn drops_nothing(&self) -> bool {
+    pub(crate) fn drops_nothing(&self) -> bool {
         process::is_gone() || self.is_lost()
     }
 

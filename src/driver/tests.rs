@@ -47,6 +47,7 @@ fn codes_have_names() {
     );
 }
 
+/// S3.15
 #[test]
 fn codes_are_classified() {
     let numbers = |is: fn(&DriverError) -> bool| -> Vec<u32> {

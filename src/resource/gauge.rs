@@ -71,6 +71,9 @@ impl fmt::Display for Pressure {
 /// Is told the old and the new level. Called without a lock.
 pub type PressureListener = dyn Fn(Pressure, Pressure) + Send + Sync;
 
+/// Listeners with their numbers.
+type Listeners = Vec<(u64, Arc<PressureListener>)>;
+
 /// A limit that no count reaches.
 pub(crate) const UNLIMITED: u64 = u64::MAX;
 
@@ -83,7 +86,7 @@ pub(crate) struct Gauge {
     peak: AtomicU64,
     charges: AtomicU64,
     level: AtomicU8,
-    listeners: RwLock<Arc<Vec<(u64, Arc<PressureListener>)>>>,
+    listeners: RwLock<Arc<Listeners>>,
     next_listener: AtomicU64,
 }
 

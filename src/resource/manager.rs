@@ -346,7 +346,7 @@ impl<T> Slice<T> {
     ///
     /// # Errors
     /// As [`MemoryResource::deallocate`].
-    pub fn free(mut self) -> Result<(), (Slice<T>, ResourceError)> {
+    pub fn free(mut self) -> Result<(), SliceFreeError<T>> {
         let Some(owned) = self.held.block.take() else {
             return Ok(());
         };
@@ -355,10 +355,24 @@ impl<T> Slice<T> {
             Ok(()) => Ok(()),
             Err(DeallocateError { block, error }) => {
                 self.held.block = Some(OwnedBlock::from_parts(resource, *block));
-                Err((self, error))
+                Err(SliceFreeError {
+                    slice: Box::new(self),
+                    error,
+                })
             }
         }
     }
+}
+
+/// A slice that could not be freed, and why. It is still allocated.
+#[derive(Debug, thiserror::Error)]
+#[error("the slice at {:#x} could not be freed", slice.ptr())]
+pub struct SliceFreeError<T> {
+    /// The slice.
+    pub slice: Box<Slice<T>>,
+    /// The reason.
+    #[source]
+    pub error: ResourceError,
 }
 
 impl<T> Recordable for Slice<T> {

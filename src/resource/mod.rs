@@ -54,7 +54,7 @@ pub use error::{DeallocateError, RejectedKind, ResourceError, StreamMisuse};
 pub use gauge::{Pressure, PressureListener};
 pub use guard::{Guard, GuardBuilder, GuardStats, OomPolicy};
 pub use logging::{LogAction, LogRecord, LogSink, Logging, NullSink, RingSink, SinkError};
-pub use manager::{Manager, ManagerConfig, Slice};
+pub use manager::{Manager, ManagerConfig, Slice, SliceFreeError};
 pub use ordered::AsyncResource;
 pub use probe::{Probe, ProbeConfig};
 pub use recorder::{Buffer, LaunchRecorder, RecordMode, Recordable};

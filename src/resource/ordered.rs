@@ -193,24 +193,20 @@ impl<R: MemoryResource> AsyncResource<R> {
         self.events.record(&entry.stream).map(Some)
     }
 
-    fn retire(
-        &self,
-        entry: &Arc<Entry>,
-        mut block: ResourceBlock,
-    ) -> Result<(), (ResourceBlock, ResourceError)> {
+    fn retire(&self, entry: &Arc<Entry>, mut block: ResourceBlock) -> Result<(), DeallocateError> {
         let identity = entry.identity;
         let points = {
             let mut uses = entry.uses();
             if uses.closed {
                 let gone = ResourceError::gone(&block);
-                return Err((block, gone));
+                return Err(DeallocateError::new(block, gone));
             }
             uses.closed = true;
             uses.before(Access::Write).0
         };
-        let reopen = |block, error| {
+        let reopen = |block, error: ResourceError| {
             entry.uses().closed = false;
-            Err((block, error))
+            Err(DeallocateError::new(block, error))
         };
         let newest = self.books().newest(identity.stream);
         let capture = refuse_capture(&entry.stream, identity.stream);
@@ -369,7 +365,6 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             Err(error) => return Err(DeallocateError::new(block, error)),
         };
         self.retire(&entry, block)
-            .map_err(|(block, error)| DeallocateError::new(block, error))
     }
 
     fn context(&self) -> &Context {

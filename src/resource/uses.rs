@@ -138,9 +138,4 @@ impl Uses {
             self.reads.push(before);
         }
     }
-
-    #[cfg(test)]
-    pub(crate) fn reads(&self) -> usize {
-        self.reads.len()
-    }
 }

@@ -15,6 +15,13 @@ impl Clock {
         self.get(queue) >= seq
     }
 
+    /// Whether everything that `other` knows comes before.
+    pub(super) fn includes(&self, other: &Clock) -> bool {
+        (0u32..)
+            .zip(&other.0)
+            .all(|(queue, seq)| self.covers(queue, *seq))
+    }
+
     /// Adds the operation `seq` of `queue`, and so all earlier ones of that queue.
     pub(super) fn raise(&mut self, queue: u32, seq: u64) {
         let index = queue as usize;

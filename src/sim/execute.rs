@@ -21,7 +21,9 @@ impl Op {
     /// The device ranges that the operation touches; unused places are empty ranges.
     pub(super) fn ranges(&self) -> [(u64, u64); 2] {
         match self.work {
-            Work::Fill { address, bytes, .. } => [(address, bytes), (0, 0)],
+            Work::Turn { address, bytes, .. } | Work::Fill { address, bytes, .. } => {
+                [(address, bytes), (0, 0)]
+            }
             Work::Copy {
                 target,
                 source,
@@ -51,6 +53,11 @@ impl State {
         let own = self.ctxs[self.queues[queue as usize].ctx].device;
         match &op.work {
             Work::Record | Work::Wait { .. } | Work::Spin => {}
+            Work::Turn {
+                address,
+                bytes,
+                device,
+            } => self.store(queue, op, *device, *address, *bytes, &[(*bytes, None)]),
             Work::Fill {
                 address,
                 bytes,

@@ -82,6 +82,16 @@ pub struct PendingOp {
     pub ready: bool,
 }
 
+/// How far a stream is, in operations. The operation of a sequence number is complete when `reached` is
+/// at least that number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Operations given to it: the sequence number of the last one.
+    pub submitted: u64,
+    /// Operations complete.
+    pub reached: u64,
+}
+
 impl Drop for Simulator {
     fn drop(&mut self) {
         slots::release(self.slot);
@@ -176,6 +186,18 @@ impl Simulator {
             list
         })
         .unwrap_or_default()
+    }
+
+    /// How far a stream is; `None` for an id that no stream has.
+    pub fn progress(&self, stream: u64) -> Option<Progress> {
+        self.with(|state| {
+            let queue = state.queues.iter().find(|queue| queue.id == stream)?;
+            Some(Progress {
+                submitted: queue.submitted,
+                reached: queue.done,
+            })
+        })
+        .flatten()
     }
 
     /// The ids of the streams whose next operation may complete now: the legal choices.

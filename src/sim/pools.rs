@@ -176,7 +176,22 @@ impl State {
         self.submit_wait(queue, other, seq, &clock);
         // Opportunistic reuse has seen the free complete, so it comes before in fact.
         self.order_after(queue, other, seq, &clock);
+        self.submit_turn(queue, value, start, bytes);
         Ok(start)
+    }
+
+    /// Who uses pool memory must come after its allocation and before its free, by stream or event.
+    fn submit_turn(&mut self, queue: u32, pool: u64, address: u64, bytes: u64) -> u64 {
+        let device = match self.pools.get(&pool) {
+            Some(pool) => pool.device,
+            None => return self.submit(queue, Work::Record, 0),
+        };
+        let turn = Work::Turn {
+            address,
+            bytes,
+            device,
+        };
+        self.submit(queue, turn, 0)
     }
 
     fn pool_grow(&mut self, value: u64, bytes: u64, queue: u32) -> R<u64> {
@@ -222,7 +237,7 @@ impl State {
             self.dead("pool allocation", start, false);
             return fail(INVALID);
         };
-        let seq = self.submit(queue, Work::Record, 0);
+        let seq = self.submit_turn(queue, block.pool, start, block.bytes);
         let clock = self.queues[queue as usize].clock.clone();
         let Some(pool) = self.pools.get_mut(&block.pool) else {
             return Ok(());
@@ -296,9 +311,9 @@ impl State {
                 .retain(|at, _| !(start..start + size).contains(at));
         }
         let empty = pool.destroyed && pool.segments.is_empty();
-        for (start, size) in gone {
+        // The addresses are never given out again, so that a stale one is seen for what it is.
+        for (start, _) in gone {
             self.unmap(start);
-            self.give_plain_range(start, size);
         }
         if empty {
             self.pools.remove(&value);
@@ -408,6 +423,7 @@ impl State {
                 return fail(INVALID);
             }
             pool.destroyed = true;
+            pool.threshold = 0;
             // The pool may go at once, though its queued frees are not seen complete: the driver
             // holds the memory until they are.
         }

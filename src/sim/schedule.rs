@@ -18,6 +18,13 @@ pub(super) enum Work {
     Record,
     /// Waits for an operation of another queue.
     Wait { queue: u32, seq: u64 },
+    /// Pool memory begins or ends in the order of a stream: what is in it is lost, and who uses it must
+    /// be in order with this. Takes no time.
+    Turn {
+        address: u64,
+        bytes: u64,
+        device: usize,
+    },
     /// Fills device memory.
     Fill {
         address: u64,
@@ -229,7 +236,7 @@ impl State {
     fn submit_named(&mut self, queue: u32, work: Work, name: &'static str, nanos: u64) -> u64 {
         let entry = &mut self.queues[queue as usize];
         let instant = match work {
-            Work::Record => self.mode != Mode::Manual,
+            Work::Record | Work::Turn { .. } => self.mode != Mode::Manual,
             Work::Wait { .. } => false,
             _ => matches!(self.mode, Mode::Instant | Mode::Lag(0)),
         };
@@ -320,7 +327,7 @@ impl State {
         };
         match (&op.work, self.mode) {
             (Work::Wait { queue, seq }, _) => self.is_done(*queue, *seq),
-            (Work::Record, _) | (_, Mode::Instant) => true,
+            (Work::Record | Work::Turn { .. }, _) | (_, Mode::Instant) => true,
             (_, Mode::Lag(lag)) => self.row >= op.row.saturating_add(lag),
             (_, Mode::Manual) => false,
         }
@@ -401,7 +408,10 @@ impl State {
                     nanos = op.nanos.saturating_add(nanos);
                     if let (Mode::Lag(lag), false) = (
                         self.mode,
-                        matches!(op.work, Work::Wait { .. } | Work::Record),
+                        matches!(
+                            op.work,
+                            Work::Wait { .. } | Work::Record | Work::Turn { .. }
+                        ),
                     ) {
                         rows = rows.max(op.row.saturating_add(lag).saturating_sub(self.row));
                     }
@@ -458,7 +468,8 @@ impl State {
 
     /// Notes that the host has seen the operation `seq` of `queue` complete.
     pub(super) fn observe(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) {
-        if !self.host.covers(queue, seq) {
+        // A wait for what is done already adds to the clock without an operation of its own.
+        if !self.host.covers(queue, seq) || !self.host.includes(clock) {
             let host = Arc::make_mut(&mut self.host);
             host.merge(clock);
             host.raise(queue, seq);

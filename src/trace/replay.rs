@@ -22,6 +22,8 @@ pub struct Options {
     pub repeat: usize,
     /// The allocator's segment policy.
     pub policy: Policy,
+    /// Whether the packed policy may use second layouts of its memory.
+    pub views: bool,
     /// The most bytes of memory that the allocator may hold.
     pub limit: Option<u64>,
     /// Whether kernels fill each block when it is allocated and check it before it is freed.
@@ -36,6 +38,7 @@ impl Default for Options {
         Options {
             repeat: 1,
             policy: Policy::Auto,
+            views: true,
             limit: None,
             verify: false,
             seed: 1,
@@ -187,6 +190,7 @@ pub fn replay(
     };
     let config = Config::default()
         .policy(options.policy)
+        .views(options.views)
         .limit(options.limit);
     let allocator =
         Allocator::with_config(stage.context(), config).map_err(ReplayError::Allocator)?;

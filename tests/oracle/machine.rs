@@ -56,6 +56,8 @@ struct Held {
     size: u64,
     requested: u64,
     owner: usize,
+    /// Until when its own stream may touch it, if that is over.
+    until: Option<Position>,
     /// Owned, or held by address alone.
     block: Option<Block>,
     /// Streams recorded on the block: until the free, or until a position.
@@ -462,6 +464,7 @@ impl<'a> Machine<'a> {
             size,
             requested: bytes as u64,
             owner,
+            until: None,
             block,
             recorded: Vec::new(),
             writer,
@@ -526,6 +529,9 @@ impl<'a> Machine<'a> {
         let Handle::Owned(stream) = &self.lanes[at].handle else {
             return Ok(());
         };
+        // Its own block would be freed later if a fault hit the free.
+        self.sim.clear_failures();
+        self.armed = false;
         match self.alloc.reserve(bytes, stream) {
             Ok(()) => {
                 self.lanes[at].kept = true;
@@ -545,6 +551,11 @@ impl<'a> Machine<'a> {
             Some(block) if drop_it => {
                 drop(block);
                 if self.armed && self.alloc.usable_size(held.ptr).is_some() {
+                    // The program is done with it, whenever the allocator is.
+                    held.until = Some(shadow(|s| s.position(held.owner)));
+                    for (stream, until) in &mut held.recorded {
+                        until.get_or_insert_with(|| shadow(|s| s.position(*stream)));
+                    }
                     self.deferred.push(held);
                     return Ok(());
                 }
@@ -593,7 +604,7 @@ impl<'a> Machine<'a> {
         self.figures.requested -= held.requested;
         self.freed.push(held.ptr);
         shadow(|s| {
-            let mut uses = vec![s.position(held.owner)];
+            let mut uses = vec![held.until.unwrap_or_else(|| s.position(held.owner))];
             uses.extend(
                 held.recorded
                     .iter()

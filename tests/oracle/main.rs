@@ -1,6 +1,10 @@
 //! Random programs against an independent model: no two live or pending blocks overlap under any
 //! legal completion order, and the books are those of the model after each step.
 //!
+//! A program is plain data made from a seed. One that fails is shrunk and printed as the lines of a
+//! test; the shadow at the function table ([`shadow`]) is the model's only source on the order of
+//! streams.
+//!
 //! More of it, with other programs each time:
 //!
 //! ```text
@@ -12,15 +16,19 @@ mod program;
 mod rng;
 mod shadow;
 mod shrink;
+mod threads;
 
 use std::time::Instant;
 
 use cualloc::Policy;
 
+use cualloc::sim::Mode;
 use program::{Op, Setup, generate};
 use shrink::{attempt, print, shrink};
 
 const LENGTH: usize = 2000;
+/// Operations in all, unless the environment asks for more.
+const OPERATIONS: u64 = 2_400_000;
 const CHECK_EVERY: usize = 50;
 
 fn setting(name: &str, default: u64) -> u64 {
@@ -32,7 +40,7 @@ fn setting(name: &str, default: u64) -> u64 {
 
 /// Runs random programs of one policy: half of all operations.
 fn judge(policy: Policy) {
-    let total = setting("CUALLOC_ORACLE_OPS", 1_200_000) / 2;
+    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 2;
     let seed = setting("CUALLOC_ORACLE_SEED", 1);
     let started = Instant::now();
     let (mut done, mut number) = (0u64, 0u64);
@@ -80,10 +88,164 @@ fn r34_classic_random_programs_agree_with_the_model() {
     judge(Policy::Classic);
 }
 
+/// R34
+#[test]
+fn r34_threads_on_one_packed_allocator() {
+    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 20;
+    threads::judge(Policy::Packed, total, setting("CUALLOC_ORACLE_SEED", 1));
+}
+
+/// R34
+#[test]
+fn r34_threads_on_one_classic_allocator() {
+    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 20;
+    threads::judge(Policy::Classic, total, setting("CUALLOC_ORACLE_SEED", 1));
+}
+
 /// Runs a program that failed once.
-#[allow(dead_code)]
 fn replay(setup: Setup, ops: &[Op]) {
     if let Err(failure) = attempt(&setup, ops, 1) {
         panic!("step {}: {}", failure.step, failure.what);
     }
+}
+
+fn plain(policy: Policy) -> Setup {
+    Setup {
+        policy,
+        mode: Mode::Manual,
+        memory: 64 << 30,
+        limit: None,
+        stream_ids: true,
+        legacy: false,
+        per_thread: false,
+    }
+}
+
+const fn alloc(stream: u8, bytes: usize) -> Op {
+    Op::Alloc {
+        stream,
+        bytes,
+        align: 0,
+        raw: false,
+    }
+}
+
+/// A page that was handed back while the allocator closed was still pending.
+#[test]
+fn a_page_of_an_unused_stream_is_returned_by_close() {
+    replay(plain(Policy::Packed), &[alloc(0, 3)]);
+}
+
+/// An aligned start beyond the first pieces of a run.
+#[test]
+fn an_aligned_block_may_begin_beyond_the_first_piece() {
+    let ops = [
+        Op::Alloc {
+            stream: 0,
+            bytes: 20,
+            align: 0,
+            raw: true,
+        },
+        Op::Free { block: 0 },
+        Op::NewStream { raw: false },
+        alloc(1, 512),
+        Op::Alloc {
+            stream: 0,
+            bytes: 512,
+            align: 0,
+            raw: true,
+        },
+        Op::Free { block: 1 },
+        Op::Alloc {
+            stream: 0,
+            bytes: 59,
+            align: 17,
+            raw: true,
+        },
+    ];
+    replay(plain(Policy::Classic), &ops);
+}
+
+/// Memory that another process held is asked for again once it may be free.
+#[test]
+fn memory_returned_by_another_process_is_found() {
+    for policy in [Policy::Packed, Policy::Classic] {
+        let setup = Setup {
+            memory: 280_250_637,
+            ..plain(policy)
+        };
+        let ops = [
+            Op::Taken { bytes: 455_430_430 },
+            alloc(0, 242),
+            Op::Taken { bytes: 0 },
+            alloc(0, 512),
+        ];
+        replay(setup, &ops);
+    }
+}
+
+/// No more idle memory has to go than the driver lacks.
+#[test]
+fn idle_memory_and_what_the_driver_has_left_add_up() {
+    let setup = Setup {
+        memory: 392_838_640,
+        ..plain(Policy::Classic)
+    };
+    let ops = [
+        alloc(0, 8 << 20),
+        Op::Taken { bytes: 292_687_226 },
+        alloc(0, 16 << 20),
+        Op::Free { block: 1 },
+        alloc(0, 64 << 20),
+    ];
+    replay(setup, &ops);
+}
+
+/// A page that waited for another stream is given back when that is done.
+#[test]
+fn a_page_that_becomes_whole_late_is_no_reason_to_fail() {
+    let setup = Setup {
+        memory: 524_228_577,
+        per_thread: true,
+        ..plain(Policy::Packed)
+    };
+    let ops = [
+        Op::Taken { bytes: 521_563_563 },
+        alloc(1, 512),
+        alloc(0, 3),
+        Op::Free { block: 0 },
+        alloc(1, 23),
+        Op::Free { block: 0 },
+        Op::RecordStream {
+            block: 0,
+            stream: 0,
+            inside: false,
+        },
+        Op::Free { block: 0 },
+        alloc(1, 131_072),
+    ];
+    replay(setup, &ops);
+}
+
+/// The last marker of a stream covers what was freed inside its pages.
+#[test]
+fn small_blocks_of_a_retired_stream_stay_pending() {
+    let ops = [
+        Op::NewStream { raw: false },
+        alloc(0, 60 << 10),
+        Op::Use {
+            block: 0,
+            on: 0,
+            write: true,
+        },
+        Op::Free { block: 0 },
+        Op::Retire { stream: 0 },
+        alloc(0, 60 << 10),
+        Op::Use {
+            block: 0,
+            on: 0,
+            write: true,
+        },
+    ];
+    replay(plain(Policy::Packed), &ops);
 }

@@ -33,11 +33,24 @@ fn covers(clock: &[u64], (stream, position): Position) -> bool {
 /// A stream by its number, and a count of what was submitted to it.
 pub type Position = (usize, u64);
 
-/// Bytes `[start, end)`, and until when streams may touch them.
+/// Physical bytes from a key on, and until when streams may touch them.
 struct Pending {
     end: u64,
+    /// The address under which the first of them was used.
+    address: u64,
     uses: Rc<[Position]>,
 }
+
+/// Memory at an address.
+#[derive(Clone, Copy)]
+struct Mapping {
+    bytes: u64,
+    /// Where it is in the numbering of physical bytes: each handle has numbers of its own.
+    physical: u64,
+}
+
+/// Physical bytes of each handle are numbered from a multiple of this.
+const HANDLE_SPAN: u64 = 1 << 40;
 
 #[derive(Default)]
 pub struct Shadow {
@@ -48,10 +61,15 @@ pub struct Shadow {
     host: Clock,
     /// Live blocks: start to end.
     live: BTreeMap<u64, u64>,
+    /// The same in physical bytes: one memory may be mapped at several addresses.
+    occupied: BTreeMap<u64, u64>,
+    /// By physical bytes.
     pending: BTreeMap<u64, Pending>,
-    /// Mapped or allocated memory: start to bytes.
-    held: BTreeMap<u64, u64>,
-    /// Successful calls that took physical memory.
+    /// Mapped or allocated memory by address.
+    held: BTreeMap<u64, Mapping>,
+    /// The first physical byte of each handle.
+    handles: HashMap<u64, u64>,
+    handles_made: u64,
     pub violations: Vec<String>,
     frees: u32,
 }
@@ -78,8 +96,8 @@ pub fn install(functions: CuFunctions) -> CuFunctions {
     replace! {
         cuStreamCreate cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamWaitEvent
         cuStreamSynchronize cuStreamQuery cuEventRecord cuEventQuery cuEventSynchronize
-        cuCtxSynchronize cuMemsetD8Async cuMemcpyDtoHAsync_v2 cuMemAlloc_v2 cuMemFree_v2 cuMemMap
-        cuMemUnmap
+        cuCtxSynchronize cuMemsetD8Async cuMemcpyDtoHAsync_v2 cuMemAlloc_v2 cuMemFree_v2 cuMemCreate
+        cuMemMap cuMemUnmap
     }
     table
 }
@@ -135,20 +153,22 @@ impl Shadow {
                 "block {start:#x}..{end:#x} overlaps the live block {s:#x}..{e:#x}"
             ));
         }
-        if !self.is_held(start, end) {
+        let Some(parts) = self.translate(start, end) else {
             return Err(format!("block {start:#x}..{end:#x} is not all mapped"));
-        }
-        while let Some(at) = self.pending_at(start, end) {
-            let Some(piece) = self.pending.remove(&at) else {
-                break;
-            };
-            for use_ in piece.uses.iter() {
-                if !self.ordered(stream, *use_) {
+        };
+        for (address, from, to) in parts {
+            if overlapping(&self.occupied, from, to).is_some() {
+                return Err(format!(
+                    "block {start:#x}..{end:#x} shares its memory at {address:#x} with a live block"
+                ));
+            }
+            for piece in self.take_pending(from, to) {
+                if let Some(use_) = piece.uses.iter().find(|u| !self.ordered(stream, **u)) {
                     return Err(format!(
-                        "block {start:#x}..{end:#x} for stream {stream} overlaps {at:#x}..{:#x}, \
-                         which stream {} may use until {} (stream {stream} follows it to {}, the \
-                         host to {})",
-                        piece.end,
+                        "block {start:#x}..{end:#x} for stream {stream} overlaps memory used at \
+                         {:#x}, which stream {} may use until {} (stream {stream} follows it to \
+                         {}, the host to {})",
+                        piece.address,
                         use_.0,
                         use_.1,
                         self.clocks[stream].get(use_.0).unwrap_or(&0),
@@ -156,24 +176,82 @@ impl Shadow {
                     ));
                 }
             }
-            if at < start {
-                let uses = Rc::clone(&piece.uses);
-                self.pending.insert(at, Pending { end: start, uses });
-            }
-            if piece.end > end {
-                let (stop, uses) = (piece.end, piece.uses);
-                self.pending.insert(end, Pending { end: stop, uses });
-            }
+            self.occupied.insert(from, to);
         }
         self.live.insert(start, end);
         Ok(())
     }
 
+    /// Takes what is pending out of a physical range; what sticks out of it stays.
+    fn take_pending(&mut self, from: u64, to: u64) -> Vec<Pending> {
+        let mut taken = Vec::new();
+        while let Some((at, piece)) = self.pending.range(..to).next_back() {
+            let at = *at;
+            if piece.end <= from {
+                break;
+            }
+            let Some(piece) = self.pending.remove(&at) else {
+                break;
+            };
+            if at < from {
+                let uses = Rc::clone(&piece.uses);
+                let address = piece.address;
+                self.pending.insert(
+                    at,
+                    Pending {
+                        end: from,
+                        address,
+                        uses,
+                    },
+                );
+            }
+            if piece.end > to {
+                let (end, uses) = (piece.end, Rc::clone(&piece.uses));
+                let address = piece.address + (to - at);
+                self.pending.insert(to, Pending { end, address, uses });
+            }
+            let cut = from.saturating_sub(at);
+            taken.push(Pending {
+                end: piece.end.min(to),
+                address: piece.address + cut,
+                uses: piece.uses,
+            });
+        }
+        taken
+    }
+
+    /// The physical ranges behind an address range, with their addresses.
+    fn translate(&self, start: u64, end: u64) -> Option<Vec<(u64, u64, u64)>> {
+        let (mut at, mut parts) = (start, Vec::new());
+        while at < end {
+            let (base, mapping) = self.held.range(..=at).next_back()?;
+            let stop = (base + mapping.bytes).min(end);
+            if stop <= at {
+                return None;
+            }
+            let from = mapping.physical + (at - base);
+            parts.push((at, from, from + (stop - at)));
+            at = stop;
+        }
+        Some(parts)
+    }
+
     /// A block was freed, to be touched until the given positions.
     pub fn freed(&mut self, start: u64, uses: Vec<Position>) {
         if let Some(end) = self.live.remove(&start) {
-            let uses = uses.into();
-            self.pending.insert(start, Pending { end, uses });
+            let uses: Rc<[Position]> = uses.into();
+            for (address, from, to) in self.translate(start, end).unwrap_or_default() {
+                self.occupied.remove(&from);
+                let uses = Rc::clone(&uses);
+                self.pending.insert(
+                    from,
+                    Pending {
+                        end: to,
+                        address,
+                        uses,
+                    },
+                );
+            }
         }
         self.frees += 1;
         if self.frees.is_multiple_of(256) {
@@ -183,55 +261,42 @@ impl Shadow {
         }
     }
 
-    fn pending_at(&self, start: u64, end: u64) -> Option<u64> {
-        let (at, piece) = self.pending.range(..end).next_back()?;
-        (piece.end > start).then_some(*at)
-    }
-
-    fn is_held(&self, start: u64, end: u64) -> bool {
-        let mut at = start;
-        while at < end {
-            match self.held.range(..=at).next_back() {
-                Some((base, bytes)) if at < base + bytes => at = base + bytes,
-                _ => return false,
-            }
-        }
-        true
-    }
-
-    /// Held memory in which no block is live, in bytes.
+    /// Physical memory in which no block is live, in bytes, counted once.
     pub fn idle_bytes(&self) -> u64 {
-        let idle = |(base, bytes): &(&u64, &u64)| {
-            overlapping(&self.live, **base, **base + **bytes).is_none()
+        let ranges: BTreeMap<u64, u64> =
+            self.held.values().map(|m| (m.physical, m.bytes)).collect();
+        let idle = |(from, bytes): &(&u64, &u64)| {
+            overlapping(&self.occupied, **from, **from + **bytes).is_none()
         };
-        self.held.iter().filter(idle).map(|(_, bytes)| bytes).sum()
+        ranges.iter().filter(idle).map(|(_, bytes)| bytes).sum()
     }
 
-    fn leaving(&mut self, call: &str, start: u64, end: u64, observed: bool) {
+    /// Memory goes from an address: nobody may use it there any more.
+    fn leaving(&mut self, call: &str, start: u64) {
+        let Some(mapping) = self.held.remove(&start) else {
+            return;
+        };
+        let end = start + mapping.bytes;
         if let Some((s, e)) = overlapping(&self.live, start, end) {
             self.violations.push(format!(
                 "{call} of {start:#x}..{end:#x} under the live block {s:#x}..{e:#x}"
             ));
         }
-        while let Some(at) = self.pending_at(start, end) {
-            let Some(piece) = self.pending.remove(&at) else {
-                break;
-            };
-            if observed && !piece.uses.iter().all(|u| covers(&self.host, *u)) {
+        let range = mapping.physical..mapping.physical + mapping.bytes;
+        for (_, piece) in self.pending.range(range) {
+            let here = (start..end).contains(&piece.address);
+            if here && !piece.uses.iter().all(|u| covers(&self.host, *u)) {
                 self.violations.push(format!(
-                    "{call} of {start:#x}..{end:#x}: {at:#x}..{:#x} was not seen complete",
-                    piece.end
+                    "{call} of {start:#x}..{end:#x}: what was used at {:#x} was not seen complete",
+                    piece.address
                 ));
             }
-            if at < start {
-                let uses = Rc::clone(&piece.uses);
-                self.pending.insert(at, Pending { end: start, uses });
-            }
-            if piece.end > end {
-                let (stop, uses) = (piece.end, piece.uses);
-                self.pending.insert(end, Pending { end: stop, uses });
-            }
         }
+    }
+
+    fn new_handle(&mut self) -> u64 {
+        self.handles_made += 1;
+        self.handles_made * HANDLE_SPAN
     }
 }
 
@@ -332,21 +397,28 @@ between! {
         s.submitted(stream);
     };
     fn cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) |s: &mut Shadow| {
+        let mapping = Mapping { bytes: bytes as u64, physical: s.new_handle() };
         // SAFETY: the call succeeded, so it wrote its result.
-        s.held.insert(unsafe { *out }, bytes as u64);
+        s.held.insert(unsafe { *out }, mapping);
+    };
+    fn cuMemCreate(out: *mut CUmemGenericAllocationHandle, bytes: usize, properties: *const CUmemAllocationProp, flags: u64) |s: &mut Shadow| {
+        let first = s.new_handle();
+        // SAFETY: the call succeeded, so it wrote its result.
+        s.handles.insert(unsafe { *out }, first);
     };
     fn cuMemMap(start: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: u64) |s: &mut Shadow| {
-        s.held.insert(start, bytes as u64);
+        let first = s.handles.get(&handle).copied().unwrap_or(0);
+        let mapping = Mapping { bytes: bytes as u64, physical: first + offset as u64 };
+        s.held.insert(start, mapping);
     };
     fn cuMemUnmap(start: CUdeviceptr, bytes: usize) |s: &mut Shadow| {
-        s.leaving("cuMemUnmap", start, start + bytes as u64, true);
-        s.held.remove(&start);
+        let range = start..start + bytes as u64;
+        let starts: Vec<u64> = s.held.range(range).map(|(at, _)| *at).collect();
+        starts.into_iter().for_each(|at| s.leaving("cuMemUnmap", at));
     };
     fn cuMemFree_v2(start: CUdeviceptr) |s: &mut Shadow| {
         // The call waits for all work of its context.
         (0..s.clocks.len()).for_each(|stream| s.observe(stream));
-        if let Some(bytes) = s.held.remove(&start) {
-            s.leaving("cuMemFree", start, start + bytes, true);
-        }
+        s.leaving("cuMemFree", start);
     };
 }

@@ -1,0 +1,147 @@
+//! Memory at hand: what a cache in front of the allocator asks for.
+//!
+//! Nothing here grows, waits or gives back, so the caller learns whether its request is a hit.
+
+use super::engine::{Engine, Named};
+use super::error::Error;
+use super::fit::Run;
+use super::raw::{Grant, Request};
+use super::records::{NIL, SpaceId, State as Extent};
+use super::size::GRANULE;
+use super::state::{PAGE_GRANULES, State, Want};
+
+impl Engine {
+    /// Allocates from memory that the stream may use without a wait: at the first of the addresses
+    /// `near` that is free, else the best fit. `None` if there is none. Also returns which of the
+    /// addresses lie in free memory still.
+    pub(crate) fn allocate_at_hand(
+        &self,
+        named: &Named<'_>,
+        bytes: usize,
+        alignment: usize,
+        near: &[u64],
+    ) -> Result<(Option<Grant>, Vec<u64>), Error> {
+        let request = Request::new(bytes, alignment)?;
+        drop(self.open()?);
+        self.refuse_capture(named)?;
+        self.free_deferred();
+        let (mut state, stream) = self.slot(self.open()?, named)?;
+        self.same_device(&state, stream)?;
+        let small = state.is_small(request.span_bytes());
+        let space = match (state.packed, small) {
+            (true, true) => SpaceId::Pages(stream),
+            (false, true) => SpaceId::Small,
+            _ => SpaceId::Large,
+        };
+        let want = request.want(space, stream);
+        let mut found = state.take_near(&want, near);
+        if found.is_none() && (!near.is_empty() || state.best(&want).is_none()) {
+            // Memory that other streams used may be free by now.
+            state.ask_again();
+            state = self.poll(state)?;
+            found = state.take_near(&want, near);
+        }
+        let mut found = found.or_else(|| state.take_at_hand(&want));
+        if found.is_none()
+            && let Some(run) = self.view_at_hand(&state, &want)
+        {
+            (state, found) = self.take_in_view(state, &want, run)?;
+        }
+        let free = near.iter().copied();
+        let free = free.filter(|addr| state.piece_around(space, *addr).is_some());
+        let free = free.collect();
+        let Some(id) = found else {
+            return Ok((None, free));
+        };
+        state.stats.hits += 1;
+        state.announce(want.requested);
+        Ok((Some(state.granted(id, stream, want.requested)), free))
+    }
+}
+
+impl State {
+    fn take_near(&mut self, want: &Want, near: &[u64]) -> Option<u32> {
+        let id = near.iter().find_map(|addr| self.take_at(want, *addr))?;
+        self.stats.rungs.ready += 1;
+        Some(id)
+    }
+
+    fn best(&mut self, want: &Want) -> Option<Run> {
+        if !self.streams.several() && !matches!(want.space, SpaceId::Pages(_)) {
+            self.adopt_complete(want.space, want.stream);
+        }
+        self.finder(want.space, want.stream)?.ready_run(want)
+    }
+
+    fn take_at_hand(&mut self, want: &Want) -> Option<u32> {
+        if !matches!(want.space, SpaceId::Pages(_)) {
+            return self.take_best(want);
+        }
+        if let Some(id) = self.fit_in_page(want) {
+            return Some(id);
+        }
+        let page = Want {
+            space: SpaceId::Small,
+            granules: PAGE_GRANULES,
+            align: 1,
+            ..*want
+        };
+        let id = self.take_best(&page)?;
+        self.page_taken(id, want.stream);
+        self.fit_in_page(want)
+    }
+
+    fn take_best(&mut self, want: &Want) -> Option<u32> {
+        let run = self.best(want)?;
+        let id = self.take(want, run)?;
+        self.stats.rungs.ready += 1;
+        Some(id)
+    }
+
+    /// Takes a request at an address, if that lies in a free piece which is ready.
+    fn take_at(&mut self, want: &Want, addr: u64) -> Option<u32> {
+        if want.skip(addr) != 0 {
+            return None;
+        }
+        let first = self.piece_around(want.space, addr)?;
+        if !self.finder(want.space, want.stream)?.ready(first) {
+            return None;
+        }
+        let hot = self.records[first];
+        let skip = ((addr - hot.addr) / GRANULE) as u32;
+        let left = hot.granules - skip;
+        if left < want.granules {
+            return None;
+        }
+        if skip == 0 {
+            let run = Run {
+                first,
+                addr,
+                granules: u64::from(left),
+            };
+            return self.take(want, run);
+        }
+        let granules = self.granules_of(want, u64::from(left));
+        let (id, _) = self.claim(want.space, first, skip, granules)?;
+        Some(id)
+    }
+
+    /// The free piece around an address.
+    fn piece_around(&self, space: SpaceId, addr: u64) -> Option<u32> {
+        let (base, region) = self.space(space)?.regions().range(..=addr).next_back()?;
+        if addr >= base + region.bytes {
+            return None;
+        }
+        // From the live block below, it is a few steps: free pieces are merged.
+        let mut at = match self.lookup.at_or_below(addr) {
+            Some(id) if self.records[id].addr >= *base && self.records.cold(id).space == space => {
+                id
+            }
+            _ => region.first,
+        };
+        while at != NIL && self.records[at].end() <= addr {
+            at = self.records[at].next;
+        }
+        (at != NIL && self.records[at].state == Extent::Free).then_some(at)
+    }
+}

@@ -1,0 +1,186 @@
+//! A typed buffer that goes back to its pool.
+
+use std::fmt;
+use std::mem::{ManuallyDrop, MaybeUninit};
+use std::ops::Deref;
+use std::sync::Arc;
+
+use crate::buffer::{DeviceBuffer, DeviceCopy, DeviceSliceMut};
+use crate::driver::Stream;
+
+use super::error::PoolError;
+use super::threshold;
+use super::typed::Place;
+
+/// Device memory for elements, out of a [`TypedPool`](super::TypedPool) or
+/// [`ThresholdPool`](super::ThresholdPool), to which its drop returns it, in the order of its stream,
+/// without waiting. Everything else is as with a [`DeviceBuffer`], which it can be used as.
+///
+/// `Send` and `Sync`.
+pub struct PooledBuffer<T: DeviceCopy> {
+    buffer: ManuallyDrop<DeviceBuffer<T>>,
+    pool: Option<Arc<threshold::Inner>>,
+    place: Option<Place>,
+}
+
+impl<T: DeviceCopy> PooledBuffer<T> {
+    pub(super) fn new(
+        buffer: DeviceBuffer<T>,
+        pool: Option<Arc<threshold::Inner>>,
+        place: Option<Place>,
+    ) -> Self {
+        PooledBuffer {
+            buffer: ManuallyDrop::new(buffer),
+            pool,
+            place,
+        }
+    }
+
+    fn into_parts(
+        self,
+    ) -> (
+        DeviceBuffer<T>,
+        Option<Arc<threshold::Inner>>,
+        Option<Place>,
+    ) {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is not dropped, and the field is used no more.
+        let buffer = unsafe { ManuallyDrop::take(&mut this.buffer) };
+        (buffer, this.pool.take(), this.place.take())
+    }
+
+    /// All elements, to write to.
+    pub fn as_mut_slice(&mut self) -> DeviceSliceMut<'_, T> {
+        self.buffer.as_mut_slice()
+    }
+
+    /// Says that another stream uses the buffer: it is reused only when everything which that stream
+    /// was given until the return has completed. For work that `unsafe` code launches; the buffer's own
+    /// operations see to themselves.
+    ///
+    /// # Errors
+    /// A stream that is capturing; driver errors.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), PoolError> {
+        match self.buffer.block() {
+            Some(block) => Ok(block.record_stream(stream)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Says that another stream used the buffer and will not again: reuse waits only for what that
+    /// stream was given so far.
+    ///
+    /// # Errors
+    /// As [`record_stream`](Self::record_stream).
+    pub fn record_use(&self, stream: &Stream) -> Result<(), PoolError> {
+        match self.buffer.block() {
+            Some(block) => Ok(block.record_use(stream)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the buffer to its pool; unlike a drop it reports failures, and gives the buffer back
+    /// with them.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::free`].
+    pub fn free(self) -> Result<(), Box<PooledFreeError<T>>> {
+        let (buffer, pool, place) = self.into_parts();
+        if let Some(place) = &place {
+            place.leave(&buffer);
+        }
+        match buffer.free() {
+            Ok(()) => {
+                returned(pool, place);
+                Ok(())
+            }
+            Err(failed) => {
+                if let Some(place) = &place {
+                    place.enter(&failed.buffer);
+                }
+                Err(Box::new(PooledFreeError {
+                    buffer: Self::new(failed.buffer, pool, place),
+                    error: failed.error.into(),
+                }))
+            }
+        }
+    }
+
+    pub(super) fn place_mut(&mut self) -> Option<&mut Place> {
+        self.place.as_mut()
+    }
+}
+
+impl<T: DeviceCopy> PooledBuffer<MaybeUninit<T>> {
+    /// Declares that everything is initialised.
+    ///
+    /// # Safety
+    /// Work that writes values to all elements was given to the buffer's stream, or that stream waits
+    /// for it.
+    pub unsafe fn assume_init(self) -> PooledBuffer<T> {
+        let (buffer, pool, place) = self.into_parts();
+        // SAFETY: the caller's contract.
+        PooledBuffer::new(unsafe { buffer.assume_init() }, pool, place)
+    }
+
+    pub(super) fn zeroed(self, stream: &Stream) -> Result<PooledBuffer<T>, PoolError> {
+        // SAFETY: zeroed in the order of the stream before anything else can be done to it.
+        let mut buffer = unsafe { self.assume_init() };
+        buffer.as_mut_slice().set_zero(stream)?;
+        Ok(buffer)
+    }
+}
+
+fn returned(pool: Option<Arc<threshold::Inner>>, place: Option<Place>) {
+    if let Some(place) = place {
+        place.returned();
+    }
+    if let Some(pool) = pool {
+        pool.release_surplus(false);
+    }
+}
+
+impl<T: DeviceCopy> Deref for PooledBuffer<T> {
+    type Target = DeviceBuffer<T>;
+
+    fn deref(&self) -> &DeviceBuffer<T> {
+        &self.buffer
+    }
+}
+
+impl<T: DeviceCopy> Drop for PooledBuffer<T> {
+    fn drop(&mut self) {
+        if let Some(place) = &self.place {
+            place.leave(&self.buffer);
+        }
+        // SAFETY: this is the drop, so the field is used no more.
+        drop(unsafe { ManuallyDrop::take(&mut self.buffer) });
+        returned(self.pool.take(), self.place.take());
+    }
+}
+
+impl<T: DeviceCopy> fmt::Debug for PooledBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&*self.buffer, f)
+    }
+}
+
+/// A buffer that could not be returned, and why.
+#[derive(thiserror::Error)]
+#[error("the buffer at {:#x} could not be returned", buffer.as_device_ptr())]
+pub struct PooledFreeError<T: DeviceCopy> {
+    /// The buffer, still allocated.
+    pub buffer: PooledBuffer<T>,
+    /// The reason.
+    #[source]
+    pub error: PoolError,
+}
+
+impl<T: DeviceCopy> fmt::Debug for PooledFreeError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PooledFreeError")
+            .field("buffer", &self.buffer)
+            .field("error", &self.error)
+            .finish()
+    }
+}

@@ -1,0 +1,106 @@
+//! Pools: front ends over the allocator, and the driver's own for comparison.
+//!
+//! | pool | hands out | for |
+//! |---|---|---|
+//! | [`TypedPool`] | [`PooledBuffer`] | typed buffers over several devices, last returned first |
+//! | [`ThresholdPool`] | [`PooledBuffer`], [`PoolBlock`] | one device, with a release threshold |
+//! | [`WorkspacePool`] | [`Lease`] | scratch memory of kernels, by size class or exact |
+//! | [`PinnedPool`] | [`PinnedLease`] | page-locked host memory with copies in flight |
+//! | [`NativePool`] | [`PoolBlock`] | the driver's `cuMemPool*` |
+//!
+//! All of them but the last stand on one [`Allocator`](crate::Allocator) for each device, which alone
+//! keeps the books of device memory: what a pool does not use is there for every other one, and memory
+//! moves between streams by the allocator's rules only. [`DevicePool`] is what they have in common.
+//!
+//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, [`PressureMonitor`] says
+//! when it gets tight.
+
+mod block;
+mod buffer;
+mod error;
+mod histogram;
+mod native;
+mod pinned;
+mod pressure;
+mod report;
+mod threshold;
+mod typed;
+mod workspace;
+
+pub use block::{DevicePool, Gauge, PoolBlock, PoolUsage};
+pub use buffer::{PooledBuffer, PooledFreeError};
+pub use error::{PoolError, PoolFreeError};
+pub use histogram::SizeHistogram;
+pub use native::{NativeConfig, NativePool, PoolAttribute};
+pub use pinned::{PinnedConfig, PinnedLease, PinnedPool, PinnedStats};
+pub use pressure::{Pressure, PressureConfig, PressureMonitor};
+pub use report::{Fragmentation, PoolReport};
+pub use threshold::{ThresholdPool, ThresholdStats};
+pub use typed::{TypedPool, TypedStats, round_elements};
+pub use workspace::{
+    Lease, LeaseRef, LeaseView, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats,
+    size_class,
+};
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::allocator;
+use crate::driver::{Device, Driver, Stream, sys};
+
+/// The first of many equal failures is logged, then those whose number is a power of two.
+#[derive(Debug, Default)]
+pub(crate) struct RareLog(AtomicU64);
+
+impl RareLog {
+    /// Whether this one should be logged, and the how-manieth it is.
+    fn due(&self) -> Option<u64> {
+        let count = self.0.fetch_add(1, Ordering::Relaxed) + 1;
+        count.is_power_of_two().then_some(count)
+    }
+}
+
+/// The device of an ordinal; negative and unknown ones are the same error.
+fn device_of(driver: &Driver, ordinal: i64) -> Result<Device, PoolError> {
+    let devices = driver.device_count()?;
+    match usize::try_from(ordinal) {
+        Ok(known) if known < devices => Ok(driver.device(known)?),
+        _ => Err(PoolError::InvalidDevice {
+            ordinal,
+            devices: Some(devices),
+        }),
+    }
+}
+
+/// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
+fn refuse_capture(stream: &Stream) -> Result<(), PoolError> {
+    let capturing = if stream.raw() as usize > 2 {
+        // SAFETY: the stream is alive by the contract under which it was made; one that is not a
+        // default stream can be asked whatever context is current.
+        unsafe { stream.context().driver().is_capturing(stream.raw()) }
+    } else {
+        stream.is_capturing()
+    };
+    match capturing {
+        Ok(false) => Ok(()),
+        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+            Err(error.into())
+        }
+        Ok(true) | Err(_) => Err(allocator::Error::Capturing {
+            stream: stream.raw() as usize,
+        }
+        .into()),
+    }
+}
+
+/// Refuses a stream that is being captured or of another device.
+fn admit(stream: &Stream, device: usize) -> Result<(), PoolError> {
+    let other = stream.context().device().ordinal();
+    if other != device {
+        return Err(allocator::Error::WrongDevice {
+            device,
+            stream_device: other,
+        }
+        .into());
+    }
+    refuse_capture(stream)
+}

@@ -1,0 +1,751 @@
+//! The driver's own stream-ordered pools, as one pool among others.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::allocator::{self, OutOfMemory};
+use crate::driver::{
+    Context, Device, Driver, DriverError, Event, Feature, MemoryPool, PoolProperties, Stream, sys,
+};
+
+use super::block::{DevicePool, Gauge, Owner, PoolBlock, PoolUsage};
+use super::error::PoolError;
+use super::{RareLog, device_of};
+
+/// Opportunistic reuse can hand out memory in use on drivers before this version.
+const SAFE_OPPORTUNISTIC: u32 = 11_050;
+
+/// Settings of a [`NativePool`], final but for the threshold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NativeConfig {
+    /// The device. 0 by default.
+    pub ordinal: i64,
+    /// The most bytes that the pool may hold; 0, the default, for no limit.
+    pub max_bytes: u64,
+    /// Bytes to take from the driver at once.
+    pub initial_bytes: u64,
+    /// Unused bytes above this go back to the driver whenever the host synchronises. `u64::MAX`, the
+    /// default, keeps all; in a pool with a maximum it means that maximum.
+    pub release_threshold: u64,
+    /// Whether other processes may get access by a file descriptor.
+    pub exportable: bool,
+}
+
+impl Default for NativeConfig {
+    fn default() -> Self {
+        NativeConfig {
+            ordinal: 0,
+            max_bytes: 0,
+            initial_bytes: 0,
+            release_threshold: u64::MAX,
+            exportable: false,
+        }
+    }
+}
+
+impl NativeConfig {
+    /// The default settings for a device.
+    pub fn on(ordinal: i64) -> Self {
+        NativeConfig {
+            ordinal,
+            ..Self::default()
+        }
+    }
+
+    /// Bounds the bytes held; 0 lifts the bound.
+    pub fn max_bytes(mut self, bytes: u64) -> Self {
+        self.max_bytes = bytes;
+        self
+    }
+
+    /// Sets the bytes to take from the driver at once.
+    pub fn initial_bytes(mut self, bytes: u64) -> Self {
+        self.initial_bytes = bytes;
+        self
+    }
+
+    /// Sets the release threshold.
+    pub fn release_threshold(mut self, bytes: u64) -> Self {
+        self.release_threshold = bytes;
+        self
+    }
+
+    /// Makes the pool exportable.
+    pub fn exportable(mut self, on: bool) -> Self {
+        self.exportable = on;
+        self
+    }
+
+    /// Checks the settings against each other. Needs no driver.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidDevice`] for a negative ordinal, [`PoolError::Contradiction`].
+    pub fn validate(&self) -> Result<(), PoolError> {
+        if self.ordinal < 0 {
+            return Err(PoolError::InvalidDevice {
+                ordinal: self.ordinal,
+                devices: None,
+            });
+        }
+        if self.max_bytes == 0 {
+            return Ok(());
+        }
+        let threshold = match self.release_threshold {
+            u64::MAX => self.max_bytes,
+            bytes => bytes,
+        };
+        for (larger, value) in [
+            ("initial_bytes", self.initial_bytes),
+            ("release_threshold", threshold),
+        ] {
+            if value > self.max_bytes {
+                return Err(PoolError::Contradiction {
+                    larger,
+                    value,
+                    bound: "max_bytes",
+                    limit: self.max_bytes,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An attribute of a [`NativePool`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PoolAttribute {
+    /// 1 if memory may be reused where an event already orders the reuse.
+    FollowEvents,
+    /// 1 if memory may be reused when its free happens to have completed. Not to be had on drivers
+    /// before CUDA 11.5, which hand out memory in use with it.
+    Opportunistic,
+    /// 1 if the driver may insert waits in order to reuse memory.
+    InternalDependencies,
+    /// Unused bytes above this go back to the driver whenever the host synchronises.
+    ReleaseThreshold,
+    /// Bytes held. Cannot be set.
+    ReservedCurrent,
+    /// The most bytes held. Can be set to 0, which means the current value.
+    ReservedHigh,
+    /// Bytes in live blocks. Cannot be set.
+    UsedCurrent,
+    /// The most bytes in live blocks. Can be set to 0, which means the current value.
+    UsedHigh,
+}
+
+impl PoolAttribute {
+    fn raw(self) -> sys::CUmemPool_attribute {
+        use sys::CUmemPool_attribute as A;
+        match self {
+            PoolAttribute::FollowEvents => A::CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES,
+            PoolAttribute::Opportunistic => A::CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC,
+            PoolAttribute::InternalDependencies => {
+                A::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES
+            }
+            PoolAttribute::ReleaseThreshold => A::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+            PoolAttribute::ReservedCurrent => A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
+            PoolAttribute::ReservedHigh => A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH,
+            PoolAttribute::UsedCurrent => A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT,
+            PoolAttribute::UsedHigh => A::CU_MEMPOOL_ATTR_USED_MEM_HIGH,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            PoolAttribute::FollowEvents => "follow event dependencies",
+            PoolAttribute::Opportunistic => "opportunistic reuse",
+            PoolAttribute::InternalDependencies => "internal dependencies",
+            PoolAttribute::ReleaseThreshold => "release threshold",
+            PoolAttribute::ReservedCurrent => "reserved bytes",
+            PoolAttribute::ReservedHigh => "most reserved bytes",
+            PoolAttribute::UsedCurrent => "used bytes",
+            PoolAttribute::UsedHigh => "most used bytes",
+        }
+    }
+
+    fn takes(self, value: u64) -> bool {
+        match self {
+            PoolAttribute::FollowEvents
+            | PoolAttribute::Opportunistic
+            | PoolAttribute::InternalDependencies => value <= 1,
+            PoolAttribute::ReleaseThreshold => true,
+            PoolAttribute::ReservedHigh | PoolAttribute::UsedHigh => value == 0,
+            PoolAttribute::ReservedCurrent | PoolAttribute::UsedCurrent => false,
+        }
+    }
+}
+
+/// A pool of the driver (`cuMemPool*`), for comparison with ours and for sharing with code that uses
+/// such pools.
+///
+/// Clones are handles to the same pool; `Send` and `Sync`. The last handle or block that goes destroys
+/// it, if it was made here. The addresses are the driver's: a pool on the real driver never gives
+/// simulated ones.
+///
+/// # Destruction
+/// [`destroy`](Self::destroy) refuses while blocks are live. Work in flight on blocks that were freed
+/// is no obstacle: the driver keeps the memory until that work is done.
+#[derive(Clone)]
+pub struct NativePool(Arc<Inner>);
+
+struct Inner {
+    context: Context,
+    pool: MemoryPool,
+    max_bytes: u64,
+    /// Blocks that are live and calls that are under way; [`DESTROYED`] once it is over.
+    users: AtomicU64,
+    /// Events that may be recorded again.
+    events: Mutex<Vec<Event>>,
+    log: RareLog,
+}
+
+const DESTROYED: u64 = u64::MAX;
+
+/// Keeps the pool from being destroyed.
+struct Use<'a>(&'a Inner);
+
+impl Drop for Use<'_> {
+    fn drop(&mut self) {
+        self.0.users.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl Inner {
+    fn enter(&self) -> Result<Use<'_>, PoolError> {
+        let more = |users: u64| (users != DESTROYED).then(|| users + 1);
+        match self
+            .users
+            .fetch_update(Ordering::Acquire, Ordering::Relaxed, more)
+        {
+            Ok(_) => Ok(Use(self)),
+            Err(_) => Err(PoolError::Destroyed),
+        }
+    }
+
+    fn event(&self) -> Result<Event, DriverError> {
+        let kept = self
+            .events
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop();
+        match kept {
+            Some(event) => Ok(event),
+            None => self.context.enter()?.create_event(),
+        }
+    }
+
+    fn keep(&self, event: Event) {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        events.push(event);
+    }
+
+    fn get(&self, attribute: PoolAttribute) -> Result<u64, PoolError> {
+        Ok(self.pool.get(attribute.raw())?)
+    }
+}
+
+impl NativePool {
+    /// A pool on the device's primary context. Loads the driver on first use.
+    ///
+    /// # Errors
+    /// As [`NativeConfig::validate`] and [`with_context`](Self::with_context); a driver that cannot be
+    /// had.
+    pub fn new(config: NativeConfig) -> Result<NativePool, PoolError> {
+        config.validate()?;
+        let driver = Driver::load()?;
+        let device = device_of(&driver, config.ordinal)?;
+        Self::with_context(&Context::primary(&driver, device)?, config)
+    }
+
+    /// A pool on a given context, on whose device the memory is: `ordinal` is not looked at.
+    ///
+    /// # Errors
+    /// As [`NativeConfig::validate`]; [`PoolError::NotSupported`] if driver or device have no pools, or
+    /// cannot export them and that was asked for; driver errors.
+    pub fn with_context(context: &Context, config: NativeConfig) -> Result<NativePool, PoolError> {
+        config.validate()?;
+        supported(context)?;
+        let driver = context.driver();
+        if config.exportable && !driver.has(Feature::PoolExport) {
+            return Err(PoolError::NotSupported {
+                what: "export of memory pools",
+            });
+        }
+        let export = if config.exportable {
+            sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        } else {
+            sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE
+        };
+        let properties = PoolProperties {
+            device: context.device(),
+            export,
+            max_bytes: config.max_bytes as usize,
+        };
+        let pool = MemoryPool::new(context, &properties)?;
+        let pool = Self::wrap(context, pool, config.max_bytes);
+        // The driver's own default, 0, gives everything back at every synchronisation.
+        let threshold = match (config.release_threshold, config.max_bytes) {
+            (u64::MAX, max) if max > 0 => max,
+            (threshold, _) => threshold,
+        };
+        pool.set(PoolAttribute::ReleaseThreshold, threshold)?;
+        if driver.version() < SAFE_OPPORTUNISTIC {
+            pool.set(PoolAttribute::Opportunistic, 0)?;
+        }
+        if config.initial_bytes > 0 {
+            let stream = Stream::new(context)?;
+            pool.obtain(config.initial_bytes as usize, &stream)?
+                .free()?;
+            stream.synchronize()?;
+        }
+        Ok(pool)
+    }
+
+    /// The device's default pool, which everything in the process shares: settings apply to all.
+    /// Never destroyed.
+    ///
+    /// # Errors
+    /// [`PoolError::NotSupported`], driver errors.
+    pub fn default_of(context: &Context) -> Result<NativePool, PoolError> {
+        supported(context)?;
+        Ok(Self::wrap(context, MemoryPool::default_of(context)?, 0))
+    }
+
+    /// The pool that `cuMemAllocAsync` takes from on the device at present. Never destroyed from here;
+    /// whoever owns it must keep it as long as the result is in use.
+    ///
+    /// # Errors
+    /// [`PoolError::NotSupported`], driver errors.
+    pub fn current_of(context: &Context) -> Result<NativePool, PoolError> {
+        supported(context)?;
+        Ok(Self::wrap(context, MemoryPool::current_of(context)?, 0))
+    }
+
+    /// The pool of another process behind a descriptor of [`export`](Self::export).
+    ///
+    /// # Errors
+    /// [`PoolError::NotSupported`], driver errors.
+    #[cfg(unix)]
+    pub fn import(
+        context: &Context,
+        descriptor: std::os::fd::BorrowedFd<'_>,
+    ) -> Result<NativePool, PoolError> {
+        supported(context)?;
+        let pool = MemoryPool::import_fd(context, descriptor).map_err(absent)?;
+        Ok(Self::wrap(context, pool, 0))
+    }
+
+    fn wrap(context: &Context, pool: MemoryPool, max_bytes: u64) -> NativePool {
+        NativePool(Arc::new(Inner {
+            context: context.clone(),
+            pool,
+            max_bytes,
+            users: AtomicU64::new(0),
+            events: Mutex::default(),
+            log: RareLog::default(),
+        }))
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> sys::CUmemoryPool {
+        self.0.pool.raw()
+    }
+
+    /// Ordinal of the device.
+    pub fn ordinal(&self) -> usize {
+        self.0.context.device().ordinal()
+    }
+
+    /// Blocks that are live (and calls under way).
+    pub fn live(&self) -> u64 {
+        match self.0.users.load(Ordering::Acquire) {
+            DESTROYED => 0,
+            users => users,
+        }
+    }
+
+    /// Destroys the pool, with an error if that fails. A pool that was not made here is only let go
+    /// of. A second call does nothing.
+    ///
+    /// # Errors
+    /// [`PoolError::InUse`]; driver errors, after which the pool is as before.
+    pub fn destroy(&self) -> Result<(), PoolError> {
+        let ended =
+            self.0
+                .users
+                .compare_exchange(0, DESTROYED, Ordering::AcqRel, Ordering::Acquire);
+        match ended {
+            Ok(_) => {}
+            Err(DESTROYED) => return Ok(()),
+            Err(users) => return Err(PoolError::InUse { users }),
+        }
+        // SAFETY: no block is live and no call under way, and none begins from now on.
+        let result = unsafe { self.0.pool.destroy() };
+        if result.is_err() {
+            self.0.users.store(0, Ordering::Release);
+        }
+        Ok(result?)
+    }
+
+    /// Reads an attribute.
+    ///
+    /// # Errors
+    /// Driver errors, [`PoolError::Destroyed`].
+    pub fn get(&self, attribute: PoolAttribute) -> Result<u64, PoolError> {
+        let _use = self.0.enter()?;
+        self.0.get(attribute)
+    }
+
+    /// Sets an attribute.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidValue`] for a value that the attribute does not take,
+    /// [`PoolError::NotSupported`] for opportunistic reuse on a driver where it is not safe,
+    /// [`PoolError::Contradiction`] for a threshold above the maximum, driver errors,
+    /// [`PoolError::Destroyed`].
+    pub fn set(&self, attribute: PoolAttribute, value: u64) -> Result<(), PoolError> {
+        let _use = self.0.enter()?;
+        if !attribute.takes(value) {
+            return Err(PoolError::InvalidValue {
+                what: attribute.name(),
+                value,
+            });
+        }
+        let old = self.0.context.driver().version() < SAFE_OPPORTUNISTIC;
+        if attribute == PoolAttribute::Opportunistic && value == 1 && old {
+            return Err(PoolError::NotSupported {
+                what: "opportunistic reuse by a driver before CUDA 11.5",
+            });
+        }
+        if attribute == PoolAttribute::ReleaseThreshold
+            && self.0.max_bytes > 0
+            && value > self.0.max_bytes
+        {
+            return Err(PoolError::Contradiction {
+                larger: "release_threshold",
+                value,
+                bound: "max_bytes",
+                limit: self.0.max_bytes,
+            });
+        }
+        Ok(self.0.pool.set(attribute.raw(), value)?)
+    }
+
+    /// Gives a device access to everything in the pool, or takes it away.
+    ///
+    /// # Errors
+    /// Driver errors, among them that the device cannot have it; [`PoolError::Destroyed`].
+    pub fn set_access(&self, device: Device, on: bool) -> Result<(), PoolError> {
+        let _use = self.0.enter()?;
+        let done = if on {
+            self.0.pool.set_access(&[device])
+        } else {
+            self.0.pool.revoke_access(&[device])
+        };
+        Ok(done?)
+    }
+
+    /// Whether a device may read and write everything in the pool.
+    ///
+    /// # Errors
+    /// Driver errors, [`PoolError::Destroyed`].
+    pub fn has_access(&self, device: Device) -> Result<bool, PoolError> {
+        let _use = self.0.enter()?;
+        Ok(self.0.pool.has_access(device)?)
+    }
+
+    /// Makes this the pool that `cuMemAllocAsync` takes from on the device, for the whole process.
+    ///
+    /// # Errors
+    /// Driver errors, [`PoolError::Destroyed`].
+    pub fn make_current(&self) -> Result<(), PoolError> {
+        let _use = self.0.enter()?;
+        Ok(self.0.pool.make_current()?)
+    }
+
+    /// A descriptor that stands for the pool in other processes.
+    ///
+    /// # Errors
+    /// [`PoolError::NotSupported`], driver errors (a pool that was not made exportable),
+    /// [`PoolError::Destroyed`].
+    #[cfg(unix)]
+    pub fn export(&self) -> Result<std::os::fd::OwnedFd, PoolError> {
+        let _use = self.0.enter()?;
+        self.0.pool.export_fd().map_err(absent)
+    }
+
+    /// What stands for a block of an exported pool in other processes.
+    ///
+    /// # Errors
+    /// Driver errors.
+    pub fn export_block(
+        &self,
+        block: &PoolBlock,
+    ) -> Result<sys::CUmemPoolPtrExportData, PoolError> {
+        let _use = self.0.enter()?;
+        Ok(self.0.pool.export_pointer(block.ptr())?)
+    }
+
+    fn obtain(&self, bytes: usize, stream: &Stream) -> Result<PoolBlock, PoolError> {
+        if bytes == 0 {
+            return Err(PoolError::InvalidSize { requested: 0 });
+        }
+        let used = self.0.enter()?;
+        super::admit(stream, self.ordinal())?;
+        let id = stream.id()?;
+        let ptr = self.take(bytes, stream)?;
+        // The block is the user from here on.
+        std::mem::forget(used);
+        Ok(PoolBlock(Owner::Native(NativeBlock {
+            pool: Arc::clone(&self.0),
+            ptr,
+            requested: bytes,
+            home: (stream.clone(), id),
+            uses: Mutex::default(),
+            freed: false,
+        })))
+    }
+
+    fn take(&self, bytes: usize, stream: &Stream) -> Result<sys::CUdeviceptr, PoolError> {
+        let attempt = || {
+            let entered = stream.context().enter()?;
+            // SAFETY: the stream is alive by the contract under which it was made.
+            unsafe { entered.mem_alloc_from_pool(bytes, &self.0.pool, stream.raw()) }
+        };
+        let refused = match attempt() {
+            Err(error) if error.is_out_of_memory() => error,
+            done => return Ok(done?),
+        };
+        // The driver can be out of memory for being in pieces: what is unused goes back, after the
+        // stream's own frees are seen to be complete, and it is asked once more. The whole context is
+        // left alone: something may be capturing in it. A refusal of either step is no news.
+        let freed = stream.synchronize().and_then(|()| self.0.pool.trim_to(0));
+        let refused = match freed.and_then(|()| attempt()) {
+            Ok(ptr) => return Ok(ptr),
+            Err(error) if error.is_fatal() => return Err(error.into()),
+            Err(error) if error.is_out_of_memory() => error,
+            Err(_) => refused,
+        };
+        Err(self.out_of_memory(bytes, refused))
+    }
+
+    fn out_of_memory(&self, bytes: usize, refused: DriverError) -> PoolError {
+        let usage = self.measure().unwrap_or_default();
+        let info = self.0.context.enter().and_then(|e| e.mem_info()).ok();
+        let picture = OutOfMemory {
+            device: self.ordinal(),
+            requested: bytes as u64,
+            limit: (self.0.max_bytes > 0).then_some(self.0.max_bytes),
+            reserved: usage.reserved.current,
+            allocated: usage.used.current,
+            cached: usage.unused(),
+            driver_free: info.map(|i| i.free),
+            driver_total: info.map(|i| i.total),
+            driver: Some(refused),
+            ..OutOfMemory::default()
+        };
+        allocator::Error::OutOfMemory(Box::new(picture)).into()
+    }
+
+    fn measure(&self) -> Result<PoolUsage, PoolError> {
+        let gauge = |current, peak| {
+            Ok::<_, PoolError>(Gauge {
+                current: self.0.get(current)?,
+                peak: self.0.get(peak)?,
+            })
+        };
+        Ok(PoolUsage {
+            reserved: gauge(PoolAttribute::ReservedCurrent, PoolAttribute::ReservedHigh)?,
+            used: gauge(PoolAttribute::UsedCurrent, PoolAttribute::UsedHigh)?,
+        })
+    }
+}
+
+impl DevicePool for NativePool {
+    fn context(&self) -> Result<Context, PoolError> {
+        Ok(self.0.context.clone())
+    }
+
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<PoolBlock, PoolError> {
+        self.obtain(bytes, stream)
+    }
+
+    /// The driver gives back only what the host has seen to be unused, by a synchronisation.
+    fn trim(&self, keep: u64) -> Result<u64, PoolError> {
+        let _use = self.0.enter()?;
+        let before = self.measure()?;
+        let keep = keep.saturating_add(before.used.current);
+        self.0
+            .pool
+            .trim_to(usize::try_from(keep).unwrap_or(usize::MAX))?;
+        let after = self.0.get(PoolAttribute::ReservedCurrent)?;
+        Ok(before.reserved.current.saturating_sub(after))
+    }
+
+    fn usage(&self) -> Result<PoolUsage, PoolError> {
+        let _use = self.0.enter()?;
+        self.measure()
+    }
+
+    fn reset_peaks(&self) -> Result<(), PoolError> {
+        self.set(PoolAttribute::ReservedHigh, 0)?;
+        self.set(PoolAttribute::UsedHigh, 0)
+    }
+}
+
+impl fmt::Debug for NativePool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NativePool")
+            .field("pool", &self.0.pool)
+            .field("device", &self.ordinal())
+            .field("live", &self.live())
+            .finish()
+    }
+}
+
+fn supported(context: &Context) -> Result<(), PoolError> {
+    if context.driver().supports_pools(context.device())? {
+        return Ok(());
+    }
+    Err(PoolError::NotSupported {
+        what: "stream-ordered memory pools",
+    })
+}
+
+/// A function that the driver does not export is an ability that it does not have.
+#[cfg(unix)]
+fn absent(error: DriverError) -> PoolError {
+    if error.code() == sys::CUresult::CUDA_ERROR_NOT_FOUND {
+        return PoolError::NotSupported {
+            what: "export of memory pools",
+        };
+    }
+    error.into()
+}
+
+/// A use of a block on a stream other than its own.
+struct ForeignUse {
+    stream: Stream,
+    id: u64,
+    /// Marks the last use; none if it may go on until the free.
+    end: Option<Event>,
+}
+
+/// A live allocation of a driver's pool.
+pub(super) struct NativeBlock {
+    pool: Arc<Inner>,
+    ptr: sys::CUdeviceptr,
+    requested: usize,
+    home: (Stream, u64),
+    uses: Mutex<Vec<ForeignUse>>,
+    freed: bool,
+}
+
+impl NativeBlock {
+    pub(super) fn ptr(&self) -> sys::CUdeviceptr {
+        self.ptr
+    }
+
+    pub(super) fn requested(&self) -> usize {
+        self.requested
+    }
+
+    pub(super) fn record(&self, stream: &Stream, over: bool) -> Result<(), PoolError> {
+        super::refuse_capture(stream)?;
+        let id = stream.id()?;
+        if id == self.home.1 {
+            return Ok(());
+        }
+        // An event belongs to the context of its stream, and the pool's are of the pool's context.
+        let ours = stream.context().key() == self.pool.context.key();
+        let end = if over {
+            let event = if ours {
+                self.pool.event()?
+            } else {
+                stream.context().enter()?.create_event()?
+            };
+            stream.record(&event)?;
+            Some(event)
+        } else {
+            None
+        };
+        let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = uses.iter().position(|known| known.id == id);
+        match (known, end) {
+            // "Until the free" covers every earlier use.
+            (Some(at), end) => {
+                if uses[at].end.is_some() {
+                    uses[at].end = end;
+                }
+            }
+            (None, end) => uses.push(ForeignUse {
+                stream: stream.clone(),
+                id,
+                end,
+            }),
+        }
+        Ok(())
+    }
+
+    pub(super) fn free(&mut self) -> Result<(), PoolError> {
+        let (stream, id) = &self.home;
+        super::refuse_capture(stream)?;
+        if stream.id()? != *id {
+            // Another thread's default stream cannot be named here: what it may still do is waited
+            // for instead.
+            self.pool.context.enter()?.synchronize()?;
+        }
+        let uses = self.uses.get_mut().unwrap_or_else(PoisonError::into_inner);
+        while let Some(foreign) = uses.last_mut() {
+            if foreign.end.is_none() && foreign.stream.id()? != foreign.id {
+                // As above.
+                self.pool.context.enter()?.synchronize()?;
+                uses.pop();
+                continue;
+            }
+            if foreign.end.is_none() {
+                super::refuse_capture(&foreign.stream)?;
+                let event = foreign.stream.context().enter()?.create_event()?;
+                foreign.stream.record(&event)?;
+                foreign.end = Some(event);
+            }
+            if let Some(end) = &foreign.end {
+                stream.wait_event(end)?;
+            }
+            // A wait that is queued keeps what the event stood for, so it can be recorded again.
+            if let Some(end) = uses.pop().and_then(|foreign| foreign.end)
+                && end.context().key() == self.pool.context.key()
+            {
+                self.pool.keep(end);
+            }
+        }
+        let entered = stream.context().enter()?;
+        // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
+        // memory come before this, on it or by the waits above.
+        unsafe { entered.mem_free_async(self.ptr, stream.raw()) }?;
+        drop(entered);
+        self.freed = true;
+        self.pool.users.fetch_sub(1, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Drop for NativeBlock {
+    fn drop(&mut self) {
+        if self.freed || self.pool.context.driver().drops_nothing() {
+            return;
+        }
+        if let Err(error) = self.free()
+            && let Some(count) = self.pool.log.due()
+        {
+            // It stays in the pool's books as live.
+            log::warn!(
+                "the block at {:#x} of a driver's pool is leaked ({count} such events): {error}",
+                self.ptr
+            );
+        }
+    }
+}

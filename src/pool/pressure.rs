@@ -1,0 +1,243 @@
+//! When memory gets tight.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::error::PoolError;
+
+/// How tight memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum Pressure {
+    /// Below the warning fraction.
+    #[default]
+    Normal,
+    /// From the warning fraction on.
+    Warning,
+    /// From the critical fraction on.
+    Critical,
+}
+
+/// From which shares of the total on memory counts as tight.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PressureConfig {
+    /// The share in use that is worth a warning.
+    pub warning: f64,
+    /// The share in use that is critical.
+    pub critical: f64,
+}
+
+impl Default for PressureConfig {
+    /// 80 % and 95 %.
+    fn default() -> Self {
+        PressureConfig {
+            warning: 0.80,
+            critical: 0.95,
+        }
+    }
+}
+
+impl PressureConfig {
+    /// Checks that 0 < warning < critical <= 1.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidValue`] with the share in percent.
+    pub fn validate(&self) -> Result<(), PoolError> {
+        let wrong = |what, share: f64| {
+            Err(PoolError::InvalidValue {
+                what,
+                value: (share * 100.0) as u64,
+            })
+        };
+        if !(self.warning > 0.0 && self.warning < self.critical) {
+            return wrong("warning percentage", self.warning);
+        }
+        if self.critical > 1.0 {
+            return wrong("critical percentage", self.critical);
+        }
+        Ok(())
+    }
+
+    /// How tight memory is with `used` of `total` bytes in use. Nothing is tight if there is nothing.
+    pub fn classify(&self, used: u64, total: u64) -> Pressure {
+        if total == 0 {
+            return Pressure::Normal;
+        }
+        let share = used as f64 / total as f64;
+        if share >= self.critical {
+            Pressure::Critical
+        } else if share >= self.warning {
+            Pressure::Warning
+        } else {
+            Pressure::Normal
+        }
+    }
+}
+
+type Transition = dyn Fn(Pressure, Pressure) + Send + Sync;
+type Eviction = dyn Fn(u64) -> u64 + Send + Sync;
+
+#[derive(Default)]
+struct State {
+    level: Pressure,
+    transition: Option<Arc<Transition>>,
+    eviction: Option<Arc<Eviction>>,
+    evicted: u64,
+    evictions: u64,
+}
+
+/// Watches how much of something is in use, tells of changes, and asks for memory back when it is
+/// critical. `Send` and `Sync`; hooks run without any lock held, on the thread that observes.
+///
+/// It has no thread and no clock of its own: somebody calls [`observe`](Self::observe) or
+/// [`poll`](Self::poll).
+///
+/// ```
+/// use cualloc::pool::{Pressure, PressureConfig, PressureMonitor};
+/// let monitor = PressureMonitor::new(PressureConfig { warning: 0.5, critical: 0.9 })?;
+/// monitor.on_eviction(|bytes| bytes);
+/// assert_eq!(monitor.observe(60, 100), Pressure::Warning);
+/// assert_eq!(monitor.observe(95, 100), Pressure::Critical);
+/// // Enough to be below the warning fraction again.
+/// assert_eq!(monitor.evicted(), 46);
+/// # Ok::<(), cualloc::pool::PoolError>(())
+/// ```
+pub struct PressureMonitor {
+    config: PressureConfig,
+    state: Mutex<State>,
+}
+
+impl PressureMonitor {
+    /// A monitor that has seen nothing yet.
+    ///
+    /// # Errors
+    /// As [`PressureConfig::validate`].
+    pub fn new(config: PressureConfig) -> Result<PressureMonitor, PoolError> {
+        config.validate()?;
+        Ok(PressureMonitor {
+            config,
+            state: Mutex::default(),
+        })
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The level last seen.
+    pub fn level(&self) -> Pressure {
+        self.change(|state| state.level)
+    }
+
+    /// Sets what is told of each change of the level, as (old, new). Replaces the one before.
+    pub fn on_transition(&self, hook: impl Fn(Pressure, Pressure) + Send + Sync + 'static) {
+        self.change(|state| state.transition = Some(Arc::new(hook)));
+    }
+
+    /// Sets what is asked for memory at each observation of [`Pressure::Critical`]: it gets the bytes
+    /// that are in use beyond the warning fraction (and one) and returns how many it freed. Replaces
+    /// the one before.
+    pub fn on_eviction(&self, hook: impl Fn(u64) -> u64 + Send + Sync + 'static) {
+        self.change(|state| state.eviction = Some(Arc::new(hook)));
+    }
+
+    /// Bytes that the eviction hook has freed, as it says.
+    pub fn evicted(&self) -> u64 {
+        self.change(|state| state.evicted)
+    }
+
+    /// How often the eviction hook was asked.
+    pub fn evictions(&self) -> u64 {
+        self.change(|state| state.evictions)
+    }
+
+    /// Takes note of `used` of `total` bytes in use.
+    pub fn observe(&self, used: u64, total: u64) -> Pressure {
+        let level = self.config.classify(used, total);
+        let (old, transition, eviction) = self.change(|state| {
+            let old = std::mem::replace(&mut state.level, level);
+            (old, state.transition.clone(), state.eviction.clone())
+        });
+        if old != level
+            && let Some(hook) = transition
+        {
+            hook(old, level);
+        }
+        if level == Pressure::Critical
+            && let Some(hook) = eviction
+        {
+            let calm = (self.config.warning * total as f64).ceil() as u64;
+            let freed = hook((used + 1).saturating_sub(calm));
+            self.change(|state| {
+                state.evicted = state.evicted.saturating_add(freed);
+                state.evictions += 1;
+            });
+        }
+        level
+    }
+
+    /// Asks `source` for (used, total) bytes and takes note of them.
+    ///
+    /// # Errors
+    /// Those of the source; then nothing has changed.
+    pub fn poll<E>(&self, source: impl FnOnce() -> Result<(u64, u64), E>) -> Result<Pressure, E> {
+        let (used, total) = source()?;
+        Ok(self.observe(used, total))
+    }
+}
+
+impl fmt::Debug for PressureMonitor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PressureMonitor")
+            .field("config", &self.config)
+            .field("level", &self.level())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// S3.24
+    #[test]
+    fn s3_24_fractions_are_validated_and_changes_told_once() {
+        for (warning, critical) in [
+            (0.0, 0.5),
+            (0.5, 0.5),
+            (0.9, 0.5),
+            (0.5, 1.1),
+            (f64::NAN, 0.5),
+            (0.5, f64::NAN),
+        ] {
+            let config = PressureConfig { warning, critical };
+            assert!(PressureMonitor::new(config).is_err(), "{config:?}");
+        }
+        let monitor = Arc::new(
+            PressureMonitor::new(PressureConfig {
+                warning: 0.5,
+                critical: 1.0,
+            })
+            .unwrap(),
+        );
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let (log, again) = (Arc::clone(&seen), Arc::clone(&monitor));
+        monitor.on_transition(move |old, new| {
+            // A hook may use the monitor.
+            assert_eq!(again.level(), new);
+            log.lock().unwrap().push((old, new));
+        });
+        monitor.on_eviction(|bytes| bytes / 2);
+        for used in [0, 49, 50, 99, 100, 100, 10] {
+            monitor.observe(used, 100);
+        }
+        use Pressure::{Critical, Normal, Warning};
+        assert_eq!(
+            *seen.lock().unwrap(),
+            [(Normal, Warning), (Warning, Critical), (Critical, Normal)]
+        );
+        assert_eq!((monitor.evictions(), monitor.evicted()), (2, 50));
+        assert_eq!(monitor.poll(|| Err::<(u64, u64), _>("away")), Err("away"));
+        assert_eq!(monitor.poll(|| Ok::<_, ()>((0, 0))), Ok(Normal));
+        assert!(Normal < Warning && Warning < Critical);
+    }
+}

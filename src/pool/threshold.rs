@@ -1,0 +1,326 @@
+//! A pool with a release threshold.
+
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use crate::allocator::{Allocator, Config, Policy, Trimmed};
+use crate::buffer::{DeviceBuffer, DeviceCopy};
+use crate::driver::{Context, Driver, Stream};
+
+use super::block::{DevicePool, PoolBlock, PoolUsage};
+use super::buffer::PooledBuffer;
+use super::error::PoolError;
+use super::{RareLog, device_of};
+
+/// Figures of a [`ThresholdPool`]: those of its allocator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct ThresholdStats {
+    /// Bytes in live blocks, as the allocator rounds them.
+    pub allocated: u64,
+    /// The most of them since the start or the last reset.
+    pub peak: u64,
+    /// Allocations since the start.
+    pub allocations: u64,
+    /// Frees since the start.
+    pub frees: u64,
+    /// Bytes held from the driver.
+    pub reserved: u64,
+    /// Bytes held and not in live blocks.
+    pub cached: u64,
+    /// The release threshold in bytes.
+    pub threshold: u64,
+}
+
+/// Device memory of one device in stream order, of which unused bytes above a threshold go back to the
+/// driver.
+///
+/// A view on an [`Allocator`], which keeps all books. Clones are handles to the same pool; all methods
+/// may be called from any thread.
+///
+/// The threshold, by default none, is honoured whenever memory is freed, by what has been idle
+/// longest; what work in flight may still use goes at a later call. A free never waits for the device:
+/// under the classic policy, whose segments can only be given back by a call that waits for running
+/// work, surplus is left to the next allocation, [`trim`](Self::trim) or
+/// [`set_release_threshold`](Self::set_release_threshold).
+///
+/// ```
+/// # #[cfg(feature = "sim")] {
+/// # use cualloc::sim::{SimConfig, Simulator};
+/// use cualloc::{Config, pool::ThresholdPool};
+///
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let driver = sim.driver()?;
+/// let pool = ThresholdPool::on_driver(&driver, 0, Config::new())?;
+/// let stream = pool.allocator()?.create_stream()?;
+/// let mut buffer = pool.zeroed::<f32>(1000, &stream)?;
+/// buffer.as_mut_slice().fill(1.0, &stream)?;
+/// drop(buffer);
+/// assert!(pool.stats().cached >= 4000);
+/// pool.set_release_threshold(0)?;
+/// stream.synchronize()?;
+/// pool.trim(0)?;
+/// assert_eq!(pool.stats().cached, 0);
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct ThresholdPool(pub(super) Arc<Inner>);
+
+pub(super) struct Inner {
+    ordinal: i64,
+    /// None: the process-wide one.
+    driver: Option<Driver>,
+    config: Config,
+    allocator: OnceLock<Allocator>,
+    threshold: AtomicU64,
+    log: RareLog,
+}
+
+impl ThresholdPool {
+    /// A pool for a device of the process-wide driver, with the settings of `CUALLOC_CONFIG`. Neither
+    /// is needed before memory is.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidDevice`] for a negative ordinal; invalid settings.
+    pub fn new(ordinal: i64) -> Result<ThresholdPool, PoolError> {
+        let config = Config::from_env().map_err(crate::allocator::Error::from)?;
+        Self::make(None, ordinal, config)
+    }
+
+    /// A pool for a device of a given driver, with an allocator of its own.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidDevice`] for a negative ordinal.
+    pub fn on_driver(
+        driver: &Driver,
+        ordinal: i64,
+        config: Config,
+    ) -> Result<ThresholdPool, PoolError> {
+        Self::make(Some(driver.clone()), ordinal, config)
+    }
+
+    /// A pool over an allocator, which others may use as well: the figures are those of the allocator.
+    pub fn over(allocator: &Allocator) -> ThresholdPool {
+        let pool = Inner {
+            ordinal: allocator.context().device().ordinal() as i64,
+            driver: Some(allocator.context().driver().clone()),
+            config: Config::new(),
+            allocator: OnceLock::from(allocator.clone()),
+            threshold: AtomicU64::new(u64::MAX),
+            log: RareLog::default(),
+        };
+        ThresholdPool(Arc::new(pool))
+    }
+
+    fn make(
+        driver: Option<Driver>,
+        ordinal: i64,
+        config: Config,
+    ) -> Result<ThresholdPool, PoolError> {
+        if ordinal < 0 {
+            return Err(PoolError::InvalidDevice {
+                ordinal,
+                devices: None,
+            });
+        }
+        Ok(ThresholdPool(Arc::new(Inner {
+            ordinal,
+            driver,
+            config,
+            allocator: OnceLock::new(),
+            threshold: AtomicU64::new(u64::MAX),
+            log: RareLog::default(),
+        })))
+    }
+
+    /// The allocator, made on first use. A failure is not remembered.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidDevice`], and those of [`Allocator::with_config`].
+    pub fn allocator(&self) -> Result<&Allocator, PoolError> {
+        self.0.allocator()
+    }
+
+    /// Memory for `len` elements (at least 1) that is not initialised.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidSize`], [`PoolError::TooLarge`], and those of [`Allocator::allocate`].
+    pub fn uninit<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
+        if len == 0 {
+            return Err(PoolError::InvalidSize { requested: 0 });
+        }
+        let allocator = self.0.allocator()?;
+        self.0.release_surplus(true);
+        let buffer = DeviceBuffer::<T>::uninit(allocator, len, stream).map_err(too_large)?;
+        Ok(PooledBuffer::new(buffer, Some(Arc::clone(&self.0)), None))
+    }
+
+    /// Elements whose bytes are all zero, in the order of the stream.
+    ///
+    /// # Errors
+    /// As [`uninit`](Self::uninit), and driver errors.
+    pub fn zeroed<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<PooledBuffer<T>, PoolError> {
+        self.uninit::<T>(len, stream)?.zeroed(stream)
+    }
+
+    /// The figures. All 0 while no memory was needed yet.
+    pub fn stats(&self) -> ThresholdStats {
+        let threshold = self.release_threshold();
+        let Some(allocator) = self.0.allocator.get() else {
+            return ThresholdStats {
+                threshold,
+                ..ThresholdStats::default()
+            };
+        };
+        let stats = allocator.stats();
+        ThresholdStats {
+            allocated: stats.all.allocated.current,
+            peak: stats.all.allocated.peak,
+            allocations: stats.all.allocations.total_allocated,
+            frees: stats.all.allocations.total_freed,
+            reserved: stats.all.reserved.current,
+            cached: stats.cached(),
+            threshold,
+        }
+    }
+
+    /// The release threshold in bytes; `u64::MAX`, the default, keeps everything.
+    pub fn release_threshold(&self) -> u64 {
+        self.0.threshold.load(Ordering::Relaxed)
+    }
+
+    /// Sets the release threshold, and gives back at once what is above it.
+    ///
+    /// # Errors
+    /// As [`trim`](Self::trim); the threshold is set all the same.
+    pub fn set_release_threshold(&self, bytes: u64) -> Result<(), PoolError> {
+        self.0.threshold.store(bytes, Ordering::Relaxed);
+        self.trim(bytes).map(drop)
+    }
+
+    /// Gives unused memory back to the driver until at most `keep` bytes of it are held, idle longest
+    /// first. Does not wait for work in flight, whose memory stays; nor can a handle go in which a live
+    /// block lies.
+    ///
+    /// # Errors
+    /// As [`Allocator::trim_cached`].
+    pub fn trim(&self, keep: u64) -> Result<Trimmed, PoolError> {
+        match self.0.allocator.get() {
+            Some(allocator) => Ok(allocator.trim_cached(keep)?),
+            None => Ok(Trimmed::default()),
+        }
+    }
+
+    /// A relief hook for another allocator or program part that runs out of memory: gives up to all
+    /// unused memory of this pool back to the driver.
+    pub fn relief(&self) -> impl Fn(u64) -> u64 + Send + Sync + use<> {
+        let pool = Arc::downgrade(&self.0);
+        move |missing| {
+            let Some(pool) = pool.upgrade() else {
+                return 0;
+            };
+            let Some(allocator) = pool.allocator.get() else {
+                return 0;
+            };
+            let keep = allocator.cached().saturating_sub(missing);
+            allocator.trim_cached(keep).map_or(0, |done| done.released)
+        }
+    }
+}
+
+pub(super) fn too_large(error: crate::buffer::BufferError) -> PoolError {
+    match error {
+        crate::buffer::BufferError::TooLarge { len, element_bytes } => {
+            PoolError::TooLarge { len, element_bytes }
+        }
+        other => other.into(),
+    }
+}
+
+impl Inner {
+    pub(super) fn allocator(&self) -> Result<&Allocator, PoolError> {
+        if let Some(allocator) = self.allocator.get() {
+            return Ok(allocator);
+        }
+        let driver = match &self.driver {
+            Some(driver) => driver.clone(),
+            None => Driver::load()?,
+        };
+        let device = device_of(&driver, self.ordinal)?;
+        let context = Context::primary(&driver, device)?;
+        // Two threads may both get here: one of the two allocators, which holds nothing yet, goes.
+        let made = Allocator::with_config(&context, self.config.clone())?;
+        Ok(self.allocator.get_or_init(|| made))
+    }
+
+    /// Gives back what is above the threshold. `may_wait` says whether that may be by a call which
+    /// waits for running work.
+    pub(super) fn release_surplus(&self, may_wait: bool) {
+        let threshold = self.threshold.load(Ordering::Relaxed);
+        let Some(allocator) = self.allocator.get() else {
+            return;
+        };
+        if threshold == u64::MAX || allocator.cached() <= threshold {
+            return;
+        }
+        if !may_wait && allocator.policy() == Policy::Classic {
+            return;
+        }
+        if let Err(error) = allocator.trim_cached(threshold)
+            && let Some(count) = self.log.due()
+        {
+            log::warn!("surplus could not be given back ({count} such events): {error}");
+        }
+    }
+}
+
+impl DevicePool for ThresholdPool {
+    fn context(&self) -> Result<Context, PoolError> {
+        Ok(self.0.allocator()?.context().clone())
+    }
+
+    /// Surplus of the block goes at the next call of the pool.
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<PoolBlock, PoolError> {
+        let allocator = self.0.allocator()?;
+        self.0.release_surplus(true);
+        DevicePool::allocate(allocator, bytes, stream)
+    }
+
+    fn trim(&self, keep: u64) -> Result<u64, PoolError> {
+        Ok(ThresholdPool::trim(self, keep)?.released)
+    }
+
+    fn usage(&self) -> Result<PoolUsage, PoolError> {
+        match self.0.allocator.get() {
+            Some(allocator) => allocator.usage(),
+            None => Ok(PoolUsage::default()),
+        }
+    }
+
+    fn reset_peaks(&self) -> Result<(), PoolError> {
+        if let Some(allocator) = self.0.allocator.get() {
+            allocator.reset_peaks();
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for ThresholdPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ThresholdPool")
+            .field("device", &self.0.ordinal)
+            .field("stats", &self.stats())
+            .finish()
+    }
+}

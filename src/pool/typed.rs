@@ -1,0 +1,611 @@
+//! Typed buffers over all devices, last returned first.
+
+use std::any::TypeId;
+use std::collections::HashMap;
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use crate::allocator::{Allocator, Block, Config, Error, Trimmed};
+use crate::buffer::{DeviceBuffer, DeviceCopy};
+use crate::driver::{Driver, Stream, sys};
+
+use super::block::zero_is_invalid;
+use super::buffer::PooledBuffer;
+use super::device_of;
+use super::error::PoolError;
+use super::threshold::ThresholdPool;
+
+/// Lengths are rounded to a multiple of this many elements.
+const UNIT: usize = 256;
+/// Returned addresses that are remembered for each stream and size.
+const REMEMBERED: usize = 32;
+/// Stream and size pairs of which addresses are remembered.
+const PAIRS: usize = 256;
+/// Remembered addresses to try for one request.
+const TRIES: usize = 4;
+
+/// Rounds a length up to a multiple of 256 elements; at the top it stays at the largest number.
+///
+/// ```
+/// use cualloc::pool::round_elements;
+/// assert_eq!([0, 1, 256, 257].map(round_elements), [0, 256, 256, 512]);
+/// assert_eq!(round_elements(usize::MAX - 1), usize::MAX);
+/// ```
+pub const fn round_elements(len: usize) -> usize {
+    match len.checked_next_multiple_of(UNIT) {
+        Some(rounded) => rounded,
+        None => usize::MAX,
+    }
+}
+
+/// What a [`TypedPool`] counted since the start or the last reset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TypedStats {
+    /// Requests served from memory at hand.
+    pub hits: u64,
+    /// Requests that were not.
+    pub misses: u64,
+    /// Buffers that came back.
+    pub returns: u64,
+}
+
+/// A pool of typed buffers over all devices of a driver.
+///
+/// A view on one allocator for each device. What is returned is free memory of the allocator, so that
+/// buffers of other types and sizes, and every other user of the allocator, may have it; the pool only
+/// remembers where the last returned ones were, and asks for those first. A buffer comes from memory
+/// that its stream may use without a wait ([`take`](Self::take)) or from wherever the allocator finds
+/// it ([`uninit`](Self::uninit)), never from memory that a recorded use still needs.
+///
+/// The device is that of the stream. Clones are handles to the same pool; all methods may be called
+/// from any thread, and driver calls are made without any lock of the pool.
+///
+/// ```
+/// # #[cfg(feature = "sim")] {
+/// # use cualloc::sim::{SimConfig, Simulator};
+/// # use cualloc::driver::{Context, Stream};
+/// use cualloc::{Config, pool::TypedPool};
+///
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let driver = sim.driver()?;
+/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let stream = Stream::new(&context)?;
+/// let pool = TypedPool::new(&driver, Config::new());
+/// assert!(pool.take::<f32>(1000, &stream)?.is_none());
+/// let buffer = pool.zeroed::<f32>(1000, &stream)?;
+/// let address = buffer.as_device_ptr();
+/// drop(buffer);
+/// let again = pool.take::<u32>(1000, &stream)?.expect("it is free");
+/// assert_eq!(again.as_device_ptr(), address);
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct TypedPool(Arc<Inner>);
+
+struct Inner {
+    driver: Option<Driver>,
+    config: Config,
+    /// By ordinal.
+    devices: Mutex<Vec<Option<Arc<Cache>>>>,
+    cap: AtomicU64,
+}
+
+/// The pool's part for one device.
+struct Cache {
+    pool: ThresholdPool,
+    index: Mutex<Index>,
+    hits: AtomicU64,
+    misses: AtomicU64,
+    returns: AtomicU64,
+}
+
+/// Where buffers are and were. Hints and names, no books: whether memory is free only the allocator
+/// says.
+#[derive(Default)]
+struct Index {
+    /// By stream and bytes: the addresses returned last, the newest at the end.
+    returned: HashMap<(u64, usize), Vec<sys::CUdeviceptr>>,
+    /// Live buffers by rounded length and type.
+    live: HashMap<(usize, TypeId), Vec<sys::CUdeviceptr>>,
+}
+
+impl Cache {
+    fn index<T>(&self, run: impl FnOnce(&mut Index) -> T) -> T {
+        run(&mut self.index.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A live buffer as its cache knows it.
+pub(super) struct Place {
+    cache: Arc<Cache>,
+    capacity: usize,
+    element: TypeId,
+    bytes: usize,
+    stream: u64,
+    address: sys::CUdeviceptr,
+}
+
+impl Place {
+    pub(super) fn enter<T: DeviceCopy>(&self, buffer: &DeviceBuffer<T>) {
+        let address = buffer.as_device_ptr();
+        self.cache.index(|index| {
+            let live = index.live.entry((self.capacity, self.element));
+            live.or_default().push(address);
+        });
+    }
+
+    /// Before the buffer is freed: from then on its address may be somebody else's.
+    pub(super) fn leave<T: DeviceCopy>(&self, buffer: &DeviceBuffer<T>) {
+        let (key, address) = ((self.capacity, self.element), buffer.as_device_ptr());
+        self.cache.index(|index| {
+            if let Some(live) = index.live.get_mut(&key) {
+                if let Some(at) = live.iter().position(|known| *known == address) {
+                    live.swap_remove(at);
+                }
+                if live.is_empty() {
+                    index.live.remove(&key);
+                }
+            }
+        });
+    }
+
+    pub(super) fn returned(self) {
+        self.cache.returns.fetch_add(1, Ordering::Relaxed);
+        self.cache.index(|index| {
+            if index.returned.len() >= PAIRS
+                && !index.returned.contains_key(&(self.stream, self.bytes))
+            {
+                index.returned.clear();
+            }
+            let addresses = index.returned.entry((self.stream, self.bytes)).or_default();
+            if addresses.len() == REMEMBERED {
+                addresses.remove(0);
+            }
+            addresses.push(self.address);
+        });
+    }
+}
+
+impl TypedPool {
+    /// The pool of the process: over the process-wide driver, with the settings of `CUALLOC_CONFIG`
+    /// (the default ones if those are invalid; [`Config::from_env`] tells). Made on first use; needs no
+    /// driver before memory is asked for.
+    pub fn global() -> &'static TypedPool {
+        static GLOBAL: OnceLock<TypedPool> = OnceLock::new();
+        GLOBAL.get_or_init(|| Self::make(None, Config::from_env().unwrap_or_default()))
+    }
+
+    /// A pool of its own, with allocators of its own.
+    pub fn new(driver: &Driver, config: Config) -> TypedPool {
+        Self::make(Some(driver.clone()), config)
+    }
+
+    /// A pool over allocators that others may use as well. On devices without one it cannot allocate.
+    /// Of several for one device the last counts.
+    pub fn over<'a>(allocators: impl IntoIterator<Item = &'a Allocator>) -> TypedPool {
+        let mut driver = None;
+        let mut devices: Vec<Option<Arc<Cache>>> = Vec::new();
+        for allocator in allocators {
+            driver.get_or_insert_with(|| allocator.context().driver().clone());
+            let ordinal = allocator.context().device().ordinal();
+            if devices.len() <= ordinal {
+                devices.resize(ordinal + 1, None);
+            }
+            devices[ordinal] = Some(Cache::new(ThresholdPool::over(allocator)));
+        }
+        TypedPool(Arc::new(Inner {
+            driver,
+            config: Config::new(),
+            devices: Mutex::new(devices),
+            cap: AtomicU64::new(u64::MAX),
+        }))
+    }
+
+    fn make(driver: Option<Driver>, config: Config) -> TypedPool {
+        TypedPool(Arc::new(Inner {
+            driver,
+            config,
+            devices: Mutex::default(),
+            cap: AtomicU64::new(u64::MAX),
+        }))
+    }
+
+    fn known(&self) -> Vec<Arc<Cache>> {
+        let devices = self.0.devices.lock();
+        let devices = devices.unwrap_or_else(PoisonError::into_inner);
+        devices.iter().flatten().cloned().collect()
+    }
+
+    fn find(&self, ordinal: usize) -> Option<Arc<Cache>> {
+        let devices = self.0.devices.lock();
+        let devices = devices.unwrap_or_else(PoisonError::into_inner);
+        devices.get(ordinal).cloned().flatten()
+    }
+
+    fn cache(&self, ordinal: i64) -> Result<Arc<Cache>, PoolError> {
+        let known = usize::try_from(ordinal).ok().and_then(|o| self.find(o));
+        if let Some(cache) = known {
+            return Ok(cache);
+        }
+        let driver = match &self.0.driver {
+            Some(driver) => driver.clone(),
+            None => Driver::load()?,
+        };
+        let device = device_of(&driver, ordinal)?;
+        let pool = ThresholdPool::on_driver(&driver, ordinal, self.0.config.clone())?;
+        pool.allocator()?;
+        pool.set_release_threshold(self.0.cap.load(Ordering::Relaxed))?;
+        let devices = self.0.devices.lock();
+        let mut devices = devices.unwrap_or_else(PoisonError::into_inner);
+        if devices.len() <= device.ordinal() {
+            devices.resize(device.ordinal() + 1, None);
+        }
+        // Another thread may have been quicker; then this one's allocator, which holds nothing, goes.
+        let cache = devices[device.ordinal()].get_or_insert_with(|| Cache::new(pool));
+        Ok(Arc::clone(cache))
+    }
+
+    /// The allocator of a device, made on first use.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidDevice`]; a driver that cannot be had; those of
+    /// [`Allocator::with_config`].
+    pub fn allocator(&self, ordinal: i64) -> Result<Allocator, PoolError> {
+        Ok(self.cache(ordinal)?.pool.allocator()?.clone())
+    }
+
+    /// A buffer of `len` elements from memory at hand that the stream may use without a wait: what was
+    /// returned last on the stream with the same number of bytes, else the best fit. `None`, a miss, if
+    /// there is none. Makes no driver call that takes memory, and creates no event; the memory is as its
+    /// last user left it.
+    ///
+    /// A buffer of no elements has no memory and is neither hit nor miss.
+    ///
+    /// # Errors
+    /// [`PoolError::TooLarge`]; a stream that is capturing; driver errors.
+    pub fn take<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<Option<PooledBuffer<MaybeUninit<T>>>, PoolError> {
+        let Some(wish) = self.wish::<T>(len, stream)? else {
+            return Ok(Some(Self::empty_buffer()));
+        };
+        match wish.at_hand(stream)? {
+            Some(block) => Ok(Some(wish.buffer(block, stream)?)),
+            None => Ok(None),
+        }
+    }
+
+    /// A buffer of `len` elements that is not initialised: one at hand as [`take`](Self::take), else a
+    /// new one.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take) and [`Allocator::allocate`].
+    pub fn uninit<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
+        let Some(wish) = self.wish::<T>(len, stream)? else {
+            return Ok(Self::empty_buffer());
+        };
+        let block = match wish.at_hand(stream)? {
+            Some(block) => block,
+            None => {
+                wish.cache.pool.0.release_surplus(true);
+                let allocator = wish.cache.pool.allocator()?;
+                let made = allocator.allocate_aligned(wish.bytes, wish.alignment, stream);
+                made.map_err(zero_is_invalid)?
+            }
+        };
+        wish.buffer(block, stream)
+    }
+
+    /// A buffer of `len` elements whose bytes are all zero, in the order of the stream.
+    ///
+    /// # Errors
+    /// As [`uninit`](Self::uninit), and driver errors.
+    pub fn zeroed<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<PooledBuffer<T>, PoolError> {
+        self.uninit::<T>(len, stream)?.zeroed(stream)
+    }
+
+    fn empty_buffer<T: DeviceCopy>() -> PooledBuffer<MaybeUninit<T>> {
+        PooledBuffer::new(DeviceBuffer::empty(), None, None)
+    }
+
+    fn wish<T: DeviceCopy>(&self, len: usize, stream: &Stream) -> Result<Option<Wish>, PoolError> {
+        let capacity = round_elements(len);
+        let too_large = PoolError::TooLarge {
+            len,
+            element_bytes: size_of::<T>(),
+        };
+        let Some(bytes) = capacity.checked_mul(size_of::<T>()) else {
+            return Err(too_large);
+        };
+        if isize::try_from(bytes).is_err() {
+            return Err(too_large);
+        }
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let ordinal = stream.context().device().ordinal();
+        Ok(Some(Wish {
+            cache: self.cache(ordinal as i64)?,
+            len,
+            capacity,
+            bytes,
+            alignment: align_of::<T>(),
+            element: TypeId::of::<T>(),
+            stream: stream.id()?,
+        }))
+    }
+
+    /// Returns a buffer on a stream: that stream is to use it next. Without one it is the legacy
+    /// default stream. Work of the buffer's own stream and of recorded ones comes first in any case; a
+    /// drop returns it on its own stream.
+    ///
+    /// # Errors
+    /// A stream that is capturing; driver errors. The buffer is returned all the same, on its own
+    /// stream.
+    pub fn put<T: DeviceCopy>(
+        &self,
+        mut buffer: PooledBuffer<T>,
+        stream: Option<&Stream>,
+    ) -> Result<(), PoolError> {
+        let (Some(home), Some(block)) = (buffer.stream().cloned(), buffer.block()) else {
+            return Ok(());
+        };
+        let next = match stream {
+            Some(stream) => stream.clone(),
+            None => Stream::legacy_default(home.context())?,
+        };
+        let (id, from) = (next.id()?, home.id()?);
+        if id == from {
+            drop(buffer);
+            return Ok(());
+        }
+        block.record_use(&next)?;
+        let allocator = Allocator::of(block);
+        if let Some(place) = buffer.place_mut() {
+            place.stream = id;
+        }
+        drop(buffer);
+        // Without a marker the other stream could not see when the first one is done.
+        // SAFETY: the buffer kept its stream alive, and so does this clone of it.
+        match unsafe { allocator.mark_raw(home.raw()) } {
+            Ok(()) | Err(Error::UnknownStream { .. }) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Records a use by `stream` on all live buffers of a device with the length and type of
+    /// `len` elements of `T`; returns how many there were.
+    ///
+    /// # Errors
+    /// As [`PooledBuffer::record_use`]; some may have been recorded then.
+    pub fn record_use_of<T: DeviceCopy>(
+        &self,
+        ordinal: usize,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<usize, PoolError> {
+        self.record_use_of_type(ordinal, len, TypeId::of::<T>(), stream)
+    }
+
+    /// [`record_use_of`](Self::record_use_of) by the type's id.
+    ///
+    /// # Errors
+    /// As [`record_use_of`](Self::record_use_of).
+    pub fn record_use_of_type(
+        &self,
+        ordinal: usize,
+        len: usize,
+        element: TypeId,
+        stream: &Stream,
+    ) -> Result<usize, PoolError> {
+        let Some(cache) = self.find(ordinal) else {
+            return Ok(0);
+        };
+        let key = (round_elements(len), element);
+        let live = cache.index(|index| index.live.get(&key).cloned().unwrap_or_default());
+        let allocator = cache.pool.allocator()?;
+        let mut recorded = 0;
+        for address in live {
+            match allocator.record_use_at(address, stream) {
+                Ok(()) => recorded += 1,
+                // Returned meanwhile.
+                Err(Error::NotLive { .. } | Error::NotOurs { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(recorded)
+    }
+
+    // ---- memory ----------------------------------------------------------------------------
+
+    /// Bytes held on a device and not in live blocks; 0 for one that was not used.
+    pub fn cached_bytes(&self, ordinal: usize) -> u64 {
+        self.find(ordinal).map_or(0, |c| c.pool.stats().cached)
+    }
+
+    /// [`cached_bytes`](Self::cached_bytes) of all devices together.
+    pub fn cached_bytes_total(&self) -> u64 {
+        self.known().iter().map(|c| c.pool.stats().cached).sum()
+    }
+
+    /// The most bytes to hold on each device beside live blocks; `u64::MAX`, the default, for any
+    /// number.
+    pub fn cap(&self) -> u64 {
+        self.0.cap.load(Ordering::Relaxed)
+    }
+
+    /// Sets the cap, and gives back at once what is above it. It is then honoured as the threshold of
+    /// a [`ThresholdPool`].
+    ///
+    /// # Errors
+    /// As [`ThresholdPool::set_release_threshold`]; the cap is set all the same.
+    pub fn set_cap(&self, bytes: u64) -> Result<(), PoolError> {
+        self.0.cap.store(bytes, Ordering::Relaxed);
+        let results = self.known();
+        let mut results = results
+            .iter()
+            .map(|c| c.pool.set_release_threshold(bytes))
+            .collect::<Vec<_>>()
+            .into_iter();
+        results.try_for_each(|result| result)
+    }
+
+    /// Gives all unused memory of one device back to the driver. Others are not touched.
+    ///
+    /// # Errors
+    /// As [`ThresholdPool::trim`].
+    pub fn empty(&self, ordinal: usize) -> Result<Trimmed, PoolError> {
+        match self.find(ordinal) {
+            Some(cache) => cache.pool.trim(0),
+            None => Ok(Trimmed::default()),
+        }
+    }
+
+    /// Gives all unused memory of all devices back to the driver.
+    ///
+    /// # Errors
+    /// As [`ThresholdPool::trim`]; devices behind the first failure are not reached.
+    pub fn empty_all(&self) -> Result<Trimmed, PoolError> {
+        let mut sum = Trimmed::default();
+        for cache in self.known() {
+            let done = cache.pool.trim(0)?;
+            sum.released += done.released;
+            sum.pending += done.pending;
+        }
+        Ok(sum)
+    }
+
+    /// A relief hook, for an allocator of others that runs out of memory on the device: gives unused
+    /// memory of this pool back.
+    ///
+    /// # Errors
+    /// As [`allocator`](Self::allocator).
+    pub fn relief(
+        &self,
+        ordinal: i64,
+    ) -> Result<impl Fn(u64) -> u64 + Send + Sync + use<>, PoolError> {
+        let cache = self.cache(ordinal)?;
+        Ok(cache.pool.relief())
+    }
+
+    // ---- figures ---------------------------------------------------------------------------
+
+    /// Counts over all devices.
+    pub fn stats(&self) -> TypedStats {
+        let mut sum = TypedStats::default();
+        for cache in self.known() {
+            sum.hits += cache.hits.load(Ordering::Relaxed);
+            sum.misses += cache.misses.load(Ordering::Relaxed);
+            sum.returns += cache.returns.load(Ordering::Relaxed);
+        }
+        sum
+    }
+
+    /// Sets all counts to 0.
+    pub fn reset_stats(&self) {
+        for cache in self.known() {
+            cache.hits.store(0, Ordering::Relaxed);
+            cache.misses.store(0, Ordering::Relaxed);
+            cache.returns.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A request whose numbers are in order.
+struct Wish {
+    cache: Arc<Cache>,
+    len: usize,
+    capacity: usize,
+    bytes: usize,
+    alignment: usize,
+    element: TypeId,
+    stream: u64,
+}
+
+impl Wish {
+    fn at_hand(&self, stream: &Stream) -> Result<Option<Block>, PoolError> {
+        let key = (self.stream, self.bytes);
+        // Taken out: an address that is taken is not free, and one that is not free is no hint.
+        let near: Vec<sys::CUdeviceptr> = self.cache.index(|index| {
+            let Some(addresses) = index.returned.get_mut(&key) else {
+                return Vec::new();
+            };
+            let from = addresses.len().saturating_sub(TRIES);
+            let mut near = addresses.split_off(from);
+            near.reverse();
+            near
+        });
+        let allocator = self.cache.pool.allocator()?;
+        let (found, rest) = allocator.allocate_near(self.bytes, self.alignment, stream, &near)?;
+        let count = if found.is_some() {
+            &self.cache.hits
+        } else {
+            &self.cache.misses
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+        if !rest.is_empty() {
+            self.cache.index(|index| {
+                let addresses = index.returned.entry(key).or_default();
+                addresses.extend(rest.iter().rev());
+            });
+        }
+        Ok(found)
+    }
+
+    fn buffer<T: DeviceCopy>(
+        self,
+        block: Block,
+        stream: &Stream,
+    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
+        let address = block.ptr();
+        // SAFETY: the block was allocated on the stream just now, and its elements need no
+        // initialisation.
+        let made = unsafe { DeviceBuffer::<MaybeUninit<T>>::from_block(block, self.len, stream) };
+        let buffer = made.map_err(|failed| PoolError::from(failed.error))?;
+        let pool = Arc::clone(&self.cache.pool.0);
+        let place = Place {
+            cache: self.cache,
+            capacity: self.capacity,
+            element: self.element,
+            bytes: self.bytes,
+            stream: self.stream,
+            address,
+        };
+        place.enter(&buffer);
+        Ok(PooledBuffer::new(buffer, Some(pool), Some(place)))
+    }
+}
+
+impl Cache {
+    fn new(pool: ThresholdPool) -> Arc<Cache> {
+        Arc::new(Cache {
+            pool,
+            index: Mutex::default(),
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+            returns: AtomicU64::new(0),
+        })
+    }
+}
+
+impl fmt::Debug for TypedPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TypedPool")
+            .field("stats", &self.stats())
+            .field("cached_bytes", &self.cached_bytes_total())
+            .finish_non_exhaustive()
+    }
+}

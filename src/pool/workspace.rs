@@ -1,0 +1,555 @@
+//! Scratch memory on lease.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::allocator::{Allocator, Block, Error, size};
+use crate::driver::{Context, Stream, sys};
+
+use super::block::{DevicePool, Owner, PoolBlock, PoolUsage, zero_is_invalid};
+use super::error::PoolError;
+
+/// The smallest class in bytes.
+const SMALLEST: usize = 1024;
+
+/// The size class of a request in bytes: the next power of two, at least 1024. `None` where there is
+/// none.
+///
+/// ```
+/// use cualloc::pool::size_class;
+/// assert_eq!([0, 1024, 1025].map(size_class), [Some(1024), Some(1024), Some(2048)]);
+/// assert_eq!(size_class((1 << 63) + 1), None);
+/// ```
+pub const fn size_class(bytes: usize) -> Option<usize> {
+    let bytes = if bytes < SMALLEST { SMALLEST } else { bytes };
+    bytes.checked_next_power_of_two()
+}
+
+/// How large the slab for a request is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WorkspaceSizing {
+    /// The request's [`size_class`]: few sizes, so that a slab fits again; up to twice the request.
+    #[default]
+    Classes,
+    /// The request rounded up to 512 bytes.
+    Exact,
+}
+
+/// Settings of a [`WorkspacePool`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkspaceConfig {
+    /// How large slabs are.
+    pub sizing: WorkspaceSizing,
+    /// Idle slabs to keep of each size; 0 counts as 1.
+    pub cap: usize,
+}
+
+impl Default for WorkspaceConfig {
+    fn default() -> Self {
+        WorkspaceConfig {
+            sizing: WorkspaceSizing::Classes,
+            cap: 4,
+        }
+    }
+}
+
+/// Figures of a [`WorkspacePool`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct WorkspaceStats {
+    /// Idle slabs.
+    pub free_slabs: usize,
+    /// Their bytes.
+    pub free_bytes: u64,
+    /// Leases out.
+    pub leases: usize,
+    /// Bytes that they were asked for with.
+    pub requested_bytes: u64,
+    /// Bytes of their slabs.
+    pub leased_bytes: u64,
+    /// Leases served by an idle slab since the start.
+    pub hits: u64,
+    /// Leases that were not.
+    pub misses: u64,
+}
+
+struct Slab {
+    block: Block,
+    bytes: usize,
+    /// How often it was returned.
+    life: Arc<AtomicU64>,
+}
+
+#[derive(Default)]
+struct State {
+    /// By stream and size; the last returned at the end.
+    idle: HashMap<(u64, usize), Vec<Slab>>,
+    /// Idle slabs of each size, all streams together.
+    counts: HashMap<usize, usize>,
+    stats: WorkspaceStats,
+}
+
+struct Inner {
+    allocator: Allocator,
+    config: WorkspaceConfig,
+    name: String,
+    state: Mutex<State>,
+}
+
+/// Scratch memory for kernels that need it for one launch, such as a matrix product's workspace: one
+/// lease for each, dropped when the launch is queued.
+///
+/// A slab belongs to the stream it was leased on, so a lease that is dropped while its kernel is queued
+/// or running may be leased again on that stream at once, and on no other one: there the allocator
+/// decides, as with all memory. A few slabs of each size are kept (4, 32 and 256 MiB are common ones);
+/// what is beyond the cap goes back to the allocator, and all of them do when it runs out of memory.
+///
+/// Handles are cheap to clone and share the pool. Idle slabs count as live blocks of the allocator:
+/// drop the pool, or [`trim`](Self::trim) it, before [`Allocator::close`].
+///
+/// ```
+/// # #[cfg(feature = "sim")] {
+/// # use cualloc::sim::{SimConfig, Simulator};
+/// # use cualloc::driver::Context;
+/// use cualloc::{Allocator, Config, pool::{WorkspaceConfig, WorkspacePool}};
+///
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let driver = sim.driver()?;
+/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// let allocator = Allocator::with_config(&context, Config::new())?;
+/// let stream = allocator.create_stream()?;
+/// let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+/// for _ in 0..3 {
+///     let lease = pool.lease(&stream, 3 << 20)?;
+///     assert_eq!(lease.size(), 4 << 20);
+///     // Launch something with lease.ptr() on the stream here.
+/// }
+/// assert_eq!(pool.stats().misses, 1);
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct WorkspacePool(Arc<Inner>);
+
+impl WorkspacePool {
+    /// A pool over an allocator.
+    pub fn new(allocator: &Allocator, config: WorkspaceConfig) -> WorkspacePool {
+        let config = WorkspaceConfig {
+            cap: config.cap.max(1),
+            ..config
+        };
+        let inner = Arc::new_cyclic(|weak: &std::sync::Weak<Inner>| {
+            // Names of hooks tell them apart, and an address does for as long as the pool lives.
+            let name = format!("workspaces at {:p}", weak.as_ptr());
+            Inner {
+                allocator: allocator.clone(),
+                config,
+                name,
+                state: Mutex::default(),
+            }
+        });
+        let weak = Arc::downgrade(&inner);
+        allocator.add_relief_hook(inner.name.clone(), move |missing| {
+            weak.upgrade().map_or(0, |pool| pool.shrink_by(missing))
+        });
+        WorkspacePool(inner)
+    }
+
+    /// The allocator under the pool.
+    pub fn allocator(&self) -> &Allocator {
+        &self.0.allocator
+    }
+
+    /// Leases at least `bytes` for use on a stream.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidSize`] for a request without a class, and those of [`Allocator::allocate`].
+    pub fn lease(&self, stream: &Stream, bytes: usize) -> Result<Lease, PoolError> {
+        let slab_bytes = match self.0.config.sizing {
+            WorkspaceSizing::Classes => size_class(bytes),
+            WorkspaceSizing::Exact => size::round_size(bytes).map(|rounded| rounded as usize),
+        };
+        let Some(slab_bytes) = slab_bytes else {
+            return Err(PoolError::InvalidSize {
+                requested: bytes as u64,
+            });
+        };
+        let device = self.0.allocator.context().device().ordinal();
+        super::admit(stream, device)?;
+        let id = stream.id()?;
+        let idle = self.0.change(|state| {
+            let slab = state.take(id, slab_bytes);
+            if slab.is_some() {
+                state.stats.hits += 1;
+                state.leased(bytes, slab_bytes);
+            }
+            slab
+        });
+        let slab = match idle {
+            Some(slab) => slab,
+            None => {
+                let allocated = self.0.allocator.allocate(slab_bytes, stream);
+                let block = allocated.map_err(zero_is_invalid)?;
+                self.0.change(|state| {
+                    state.stats.misses += 1;
+                    state.leased(bytes, slab_bytes);
+                });
+                Slab {
+                    block,
+                    bytes: slab_bytes,
+                    life: Arc::default(),
+                }
+            }
+        };
+        Ok(Lease {
+            slab: Some(slab),
+            pool: Arc::clone(&self.0),
+            stream: id,
+            requested: bytes,
+            shared: Mutex::new(false),
+        })
+    }
+
+    /// Gives idle slabs back to the allocator until at most `keep` bytes of them are left, the largest
+    /// first; returns their bytes. The memory stays with the allocator, for all to use;
+    /// [`Allocator::trim`] gives it back to the driver.
+    pub fn trim(&self, keep: u64) -> u64 {
+        self.0.shrink_to(keep)
+    }
+
+    /// The figures, all of one instant.
+    pub fn stats(&self) -> WorkspaceStats {
+        self.0.change(|state| state.stats)
+    }
+}
+
+impl State {
+    fn take(&mut self, stream: u64, bytes: usize) -> Option<Slab> {
+        let slabs = self.idle.get_mut(&(stream, bytes))?;
+        let slab = slabs.pop()?;
+        if slabs.is_empty() {
+            self.idle.remove(&(stream, bytes));
+        }
+        self.gone(bytes);
+        Some(slab)
+    }
+
+    fn gone(&mut self, bytes: usize) {
+        if let Some(count) = self.counts.get_mut(&bytes) {
+            *count -= 1;
+            if *count == 0 {
+                self.counts.remove(&bytes);
+            }
+        }
+        self.stats.free_slabs -= 1;
+        self.stats.free_bytes -= bytes as u64;
+    }
+
+    fn leased(&mut self, requested: usize, bytes: usize) {
+        self.stats.leases += 1;
+        self.stats.requested_bytes += requested as u64;
+        self.stats.leased_bytes += bytes as u64;
+    }
+
+    /// Takes a slab back; the one that is too many, if there is one.
+    fn give(&mut self, slab: Slab, stream: u64, cap: usize) -> Option<Slab> {
+        let bytes = slab.bytes;
+        let count = self.counts.get(&bytes).copied().unwrap_or(0);
+        if count >= cap {
+            return Some(slab);
+        }
+        self.counts.insert(bytes, count + 1);
+        self.stats.free_slabs += 1;
+        self.stats.free_bytes += bytes as u64;
+        self.idle.entry((stream, bytes)).or_default().push(slab);
+        None
+    }
+}
+
+impl Inner {
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn shrink_by(&self, bytes: u64) -> u64 {
+        let idle = self.change(|state| state.stats.free_bytes);
+        self.shrink_to(idle.saturating_sub(bytes))
+    }
+
+    fn shrink_to(&self, keep: u64) -> u64 {
+        let gone = self.change(|state| {
+            let mut keys: Vec<(u64, usize)> = state.idle.keys().copied().collect();
+            // Of equal ones the streams in order, so that equal states shrink equally.
+            keys.sort_unstable_by_key(|(stream, bytes)| (std::cmp::Reverse(*bytes), *stream));
+            let mut gone = Vec::new();
+            for (stream, bytes) in keys {
+                while state.stats.free_bytes > keep
+                    && let Some(slab) = state.take(stream, bytes)
+                {
+                    gone.push(slab);
+                }
+            }
+            gone
+        });
+        // Freed without the lock.
+        gone.into_iter().map(|slab| slab.bytes as u64).sum()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.allocator.remove_relief_hook(&self.name);
+    }
+}
+
+impl DevicePool for WorkspacePool {
+    fn context(&self) -> Result<Context, PoolError> {
+        Ok(self.0.allocator.context().clone())
+    }
+
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<PoolBlock, PoolError> {
+        if bytes == 0 {
+            return Err(PoolError::InvalidSize { requested: 0 });
+        }
+        Ok(PoolBlock(Owner::Lease(self.lease(stream, bytes)?)))
+    }
+
+    /// Idle slabs first, then the allocator's own unused memory.
+    fn trim(&self, keep: u64) -> Result<u64, PoolError> {
+        self.0.shrink_to(keep);
+        DevicePool::trim(&self.0.allocator, keep)
+    }
+
+    /// Of the allocator: idle slabs count as used.
+    fn usage(&self) -> Result<PoolUsage, PoolError> {
+        self.0.allocator.usage()
+    }
+
+    fn reset_peaks(&self) -> Result<(), PoolError> {
+        self.0.allocator.reset_peaks();
+        Ok(())
+    }
+}
+
+impl fmt::Debug for WorkspacePool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WorkspacePool")
+            .field("config", &self.0.config)
+            .field("stats", &self.stats())
+            .finish()
+    }
+}
+
+/// Scratch memory until it is dropped. Work that was queued before on the stream of the lease, and on
+/// recorded ones, may still use it then: nobody else gets it before that is done.
+///
+/// It has one owner and cannot be used after it is returned:
+/// ```compile_fail,E0382
+/// # use cualloc::pool::Lease;
+/// fn use_after_return(lease: Lease) {
+///     drop(lease);
+///     lease.ptr();
+/// }
+/// ```
+/// ```compile_fail,E0505
+/// # use cualloc::pool::Lease;
+/// fn view_after_return(lease: Lease) {
+///     let view = lease.view();
+///     drop(lease);
+///     view.ptr();
+/// }
+/// ```
+/// ```compile_fail,E0599
+/// # use cualloc::pool::Lease;
+/// fn second_owner(lease: Lease) -> Lease {
+///     lease.clone()
+/// }
+/// ```
+///
+/// A lease that a captured graph uses must live as long as the graph. `Send` and `Sync`.
+#[must_use = "a lease that is dropped at once is of no use"]
+pub struct Lease {
+    slab: Option<Slab>,
+    pool: Arc<Inner>,
+    stream: u64,
+    requested: usize,
+    /// Whether other streams were recorded on it.
+    shared: Mutex<bool>,
+}
+
+impl Lease {
+    /// The first byte's address. Using it is for `unsafe` code, which answers for doing so while the
+    /// lease lives, or by work queued before its drop.
+    pub fn ptr(&self) -> sys::CUdeviceptr {
+        self.slab.as_ref().map_or(0, |slab| slab.block.ptr())
+    }
+
+    /// Bytes: those of the class, or of the request rounded up.
+    pub fn size(&self) -> u64 {
+        self.slab.as_ref().map_or(0, |slab| slab.bytes as u64)
+    }
+
+    /// Bytes as they were asked for.
+    pub fn requested(&self) -> usize {
+        self.requested
+    }
+
+    /// Address and size for as long as the lease is borrowed.
+    pub fn view(&self) -> LeaseView<'_> {
+        LeaseView {
+            ptr: self.ptr(),
+            size: self.size(),
+            lease: PhantomData,
+        }
+    }
+
+    /// What stands for the lease where it may be over.
+    pub fn reference(&self) -> LeaseRef {
+        let life = match &self.slab {
+            Some(slab) => Arc::clone(&slab.life),
+            None => Arc::default(),
+        };
+        LeaseRef {
+            generation: life.load(Ordering::Acquire),
+            life,
+            ptr: self.ptr(),
+        }
+    }
+
+    /// Says that another stream uses the lease, until it is dropped. The slab then goes back to the
+    /// allocator, which knows when that stream is done.
+    ///
+    /// # Errors
+    /// As [`Block::record_stream`].
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), PoolError> {
+        self.share(stream, |block| block.record_stream(stream))
+    }
+
+    /// Says that another stream used the lease and will not again.
+    ///
+    /// # Errors
+    /// As [`Block::record_use`].
+    pub fn record_use(&self, stream: &Stream) -> Result<(), PoolError> {
+        self.share(stream, |block| block.record_use(stream))
+    }
+
+    fn share(
+        &self,
+        stream: &Stream,
+        record: impl FnOnce(&Block) -> Result<(), Error>,
+    ) -> Result<(), PoolError> {
+        if let Some(slab) = &self.slab {
+            if stream.id()? != self.stream {
+                *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = true;
+            }
+            record(&slab.block)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let Some(slab) = self.slab.take() else {
+            return;
+        };
+        slab.life.fetch_add(1, Ordering::Release);
+        let shared = *self
+            .shared
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
+        let surplus = self.pool.change(|state| {
+            state.stats.leases -= 1;
+            state.stats.requested_bytes -= self.requested as u64;
+            state.stats.leased_bytes -= slab.bytes as u64;
+            if shared {
+                return Some(slab);
+            }
+            state.give(slab, self.stream, self.pool.config.cap)
+        });
+        // Freed without the lock.
+        drop(surplus);
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease")
+            .field("ptr", &format_args!("{:#x}", self.ptr()))
+            .field("size", &self.size())
+            .field("requested", &self.requested)
+            .finish()
+    }
+}
+
+/// The memory of a [`Lease`], borrowed.
+#[derive(Debug, Clone, Copy)]
+pub struct LeaseView<'a> {
+    ptr: sys::CUdeviceptr,
+    size: u64,
+    lease: PhantomData<&'a Lease>,
+}
+
+impl LeaseView<'_> {
+    /// The first byte's address.
+    pub fn ptr(&self) -> sys::CUdeviceptr {
+        self.ptr
+    }
+
+    /// Bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+}
+
+/// Stands for the memory of a [`Lease`] without keeping it. Cheap to clone; `Send` and `Sync`.
+#[derive(Debug, Clone)]
+pub struct LeaseRef {
+    life: Arc<AtomicU64>,
+    generation: u64,
+    ptr: sys::CUdeviceptr,
+}
+
+impl LeaseRef {
+    /// The address, if the lease lives.
+    ///
+    /// # Errors
+    /// [`PoolError::Stale`] if it was returned, also if its memory is on lease again.
+    pub fn resolve(&self) -> Result<sys::CUdeviceptr, PoolError> {
+        let current = self.life.load(Ordering::Acquire);
+        if current == self.generation {
+            return Ok(self.ptr);
+        }
+        Err(PoolError::Stale {
+            have: self.generation,
+            current,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// S4.1, S4.16
+    #[test]
+    fn s4_1_s4_16_classes_are_powers_of_two_and_do_not_overflow() {
+        for (bytes, class) in [
+            (0, 1024),
+            (1, 1024),
+            (1024, 1024),
+            (1025, 2048),
+            (4 << 20, 4 << 20),
+            ((4 << 20) + 1, 8 << 20),
+            (1 << 63, 1 << 63),
+        ] {
+            assert_eq!(size_class(bytes), Some(class), "{bytes}");
+        }
+        for bytes in [(1 << 63) + 1, usize::MAX] {
+            assert_eq!(size_class(bytes), None);
+        }
+    }
+}

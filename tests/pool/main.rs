@@ -1,0 +1,22 @@
+//! Pools: one suite over all of them, and what each is for.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod diagnostics;
+mod model;
+mod native;
+mod pinned;
+mod suite;
+mod threshold;
+mod typed;
+mod workspace;
+
+use cualloc::driver::{Context, Stream};
+
+/// Fills memory in the order of a stream.
+fn fill(context: &Context, ptr: u64, bytes: usize, stream: &Stream) {
+    let entered = context.enter().unwrap();
+    // SAFETY: the tests pass live memory of that many bytes, and live streams.
+    unsafe { entered.memset_d8(ptr, 0x5a, bytes, stream.raw()) }.unwrap();
+}

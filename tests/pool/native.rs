@@ -1,0 +1,290 @@
+//! The driver's own pools.
+
+use cualloc::driver::sys::CUresult;
+use cualloc::pool::{DevicePool, NativeConfig, NativePool, PoolAttribute, PoolError, TypedPool};
+use cualloc::sim::{FailPlan, SimConfig};
+use cualloc::{Config, Policy};
+
+use crate::common::{MIB, Rig, only, only_on};
+use crate::fill;
+
+fn with_pool(config: NativeConfig, test: impl Fn(&Rig, &NativePool)) {
+    only(Policy::Packed, |rig| {
+        test(
+            rig,
+            &NativePool::with_context(&rig.context, config).unwrap(),
+        );
+    });
+}
+
+/// S3.8
+#[test]
+fn s3_8_pools_are_made_and_destroyed() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        assert_eq!(pool.ordinal(), 0);
+        assert!(!pool.raw().is_null());
+        let stream = rig.stream();
+        let block = pool.allocate(1000, &stream).unwrap();
+        fill(&rig.context, block.ptr(), 1000, &stream);
+        block.free().unwrap();
+        pool.destroy().unwrap();
+        pool.destroy().unwrap();
+        assert!(matches!(
+            pool.allocate(1, &stream),
+            Err(PoolError::Destroyed)
+        ));
+        assert!(matches!(pool.usage(), Err(PoolError::Destroyed)));
+        assert_eq!(rig.calls("cuMemPoolDestroy"), 1);
+        // A drop destroys too, and keeps its troubles to itself.
+        drop(NativePool::with_context(&rig.context, NativeConfig::on(0)).unwrap());
+        assert_eq!(rig.calls("cuMemPoolDestroy"), 2);
+    });
+}
+
+/// S3.8: a destroy that fails says so and can be repeated.
+#[test]
+fn s3_8_a_failed_destroy_is_an_error() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        let Some(sim) = rig.sim() else { return };
+        let code = CUresult::CUDA_ERROR_SYSTEM_NOT_READY;
+        sim.fail(FailPlan::call("cuMemPoolDestroy", code).unwrap());
+        assert_eq!(pool.destroy().unwrap_err().code(), code);
+        drop(pool.allocate(1, &rig.stream()).unwrap());
+        pool.destroy().unwrap();
+    });
+}
+
+/// S3.9
+#[test]
+fn s3_9_zero_and_absent_are_errors_of_their_own() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        let error = pool.allocate(0, &rig.stream()).unwrap_err();
+        assert!(matches!(error, PoolError::InvalidSize { requested: 0 }));
+        assert_eq!(error.code(), CUresult::CUDA_ERROR_INVALID_VALUE);
+    });
+    if crate::common::on_cuda() {
+        eprintln!("SKIPPED on cuda: needs a driver without pools");
+        return;
+    }
+    let missing = SimConfig {
+        missing: vec!["cuMemPoolCreate".into()],
+        ..SimConfig::default()
+    };
+    let mut unable = SimConfig::default();
+    unable.devices[0].pools = false;
+    for config in [missing, unable] {
+        only_on(Policy::Packed, config, |rig| {
+            let made = NativePool::with_context(&rig.context, NativeConfig::default());
+            let error = made.unwrap_err();
+            assert!(matches!(error, PoolError::NotSupported { .. }), "{error:?}");
+            assert_eq!(error.code(), CUresult::CUDA_ERROR_NOT_SUPPORTED);
+            assert!(NativePool::default_of(&rig.context).is_err());
+        });
+    }
+}
+
+/// S3.10
+#[test]
+fn s3_10_attributes_are_read_and_set() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        use PoolAttribute::*;
+        for rule in [FollowEvents, Opportunistic, InternalDependencies] {
+            assert_eq!(pool.get(rule).unwrap(), 1, "{rule:?}");
+            for value in [0, 1] {
+                pool.set(rule, value).unwrap();
+                assert_eq!(pool.get(rule).unwrap(), value);
+            }
+            assert!(pool.set(rule, 2).is_err());
+        }
+        // Not the driver's default, which keeps nothing.
+        assert_eq!(pool.get(ReleaseThreshold).unwrap(), u64::MAX);
+        pool.set(ReleaseThreshold, 5 << 20).unwrap();
+        assert_eq!(pool.get(ReleaseThreshold).unwrap(), 5 << 20);
+        let stream = rig.stream();
+        drop(pool.allocate(MIB, &stream).unwrap());
+        assert!(pool.get(ReservedHigh).unwrap() >= MIB as u64);
+        assert!(pool.get(UsedHigh).unwrap() >= MIB as u64);
+        for (attribute, value) in [
+            (ReservedCurrent, 0),
+            (UsedCurrent, 0),
+            (UsedHigh, 1),
+            (ReservedHigh, 7),
+        ] {
+            let error = pool.set(attribute, value).unwrap_err();
+            assert!(matches!(error, PoolError::InvalidValue { .. }), "{error:?}");
+        }
+        pool.set(UsedHigh, 0).unwrap();
+        assert_eq!(pool.get(UsedHigh).unwrap(), 0);
+        let own = rig.context.device();
+        assert!(pool.has_access(own).unwrap());
+        let default = NativePool::default_of(&rig.context).unwrap();
+        assert_eq!(
+            NativePool::current_of(&rig.context).unwrap().raw(),
+            default.raw()
+        );
+        pool.make_current().unwrap();
+        assert_eq!(
+            NativePool::current_of(&rig.context).unwrap().raw(),
+            pool.raw()
+        );
+        default.make_current().unwrap();
+        // Somebody else's is let go of, not destroyed.
+        default.destroy().unwrap();
+        assert_eq!(rig.calls("cuMemPoolDestroy"), 0);
+    });
+}
+
+/// S3.10: peers.
+#[test]
+fn s3_10_access_of_peers_is_given_and_taken() {
+    if crate::common::on_cuda() {
+        eprintln!("SKIPPED on cuda: needs two devices");
+        return;
+    }
+    only_on(Policy::Packed, SimConfig::with_devices(2, 1 << 30), |rig| {
+        let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+        let peer = rig.driver.device(1).unwrap();
+        for on in [true, false] {
+            pool.set_access(peer, on).unwrap();
+            assert_eq!(pool.has_access(peer).unwrap(), on);
+        }
+        assert!(pool.set_access(rig.context.device(), false).is_err());
+    });
+}
+
+/// S3.10: export.
+#[cfg(unix)]
+#[test]
+fn s3_10_only_an_exportable_pool_has_a_descriptor() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        assert!(pool.export().is_err());
+        let shared = NativeConfig::default().exportable(true);
+        let shared = NativePool::with_context(&rig.context, shared).unwrap();
+        let descriptor = shared.export().unwrap();
+        let block = shared.allocate(1000, &rig.stream()).unwrap();
+        shared.export_block(&block).unwrap();
+        if rig.maybe_sim().is_some() {
+            // The simulator's descriptors are numbers, not files.
+            std::mem::forget(descriptor);
+        }
+    });
+    if crate::common::on_cuda() {
+        return;
+    }
+    let config = SimConfig {
+        missing: vec!["cuMemPoolExportToShareableHandle".into()],
+        ..SimConfig::default()
+    };
+    only_on(Policy::Packed, config, |rig| {
+        let config = NativeConfig::default().exportable(true);
+        let error = NativePool::with_context(&rig.context, config).unwrap_err();
+        assert!(matches!(error, PoolError::NotSupported { .. }), "{error:?}");
+    });
+}
+
+/// S3.11
+#[test]
+fn s3_11_usage_and_settings() {
+    let bad = [
+        NativeConfig::on(-1),
+        NativeConfig::default().max_bytes(10).initial_bytes(11),
+        NativeConfig::default().max_bytes(10).release_threshold(11),
+    ];
+    for config in bad {
+        assert!(config.validate().is_err(), "{config:?}");
+        assert!(NativePool::new(config).is_err());
+    }
+    NativeConfig::default()
+        .initial_bytes(11)
+        .release_threshold(12)
+        .validate()
+        .unwrap();
+    let config = NativeConfig::default()
+        .max_bytes(64 << 20)
+        .initial_bytes(32 << 20);
+    with_pool(config, |rig, pool| {
+        let usage = pool.usage().unwrap();
+        assert!(usage.reserved.current >= 32 << 20, "{usage:?}");
+        assert_eq!(usage.used.current, 0);
+        let block = pool.allocate(8 * MIB, &rig.stream()).unwrap();
+        let usage = pool.usage().unwrap();
+        assert_eq!(usage.used.current, 8 << 20);
+        assert!(usage.used.peak >= 8 << 20 && usage.reserved.peak >= 32 << 20);
+        assert!(matches!(
+            pool.set(PoolAttribute::ReleaseThreshold, 65 << 20),
+            Err(PoolError::Contradiction { .. })
+        ));
+        drop(block);
+    });
+}
+
+/// S3.40
+#[test]
+fn s3_40_live_blocks_keep_a_pool() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        let stream = rig.stream();
+        let block = pool.allocate(MIB, &stream).unwrap();
+        let error = pool.destroy().unwrap_err();
+        assert!(matches!(error, PoolError::InUse { users: 1 }), "{error:?}");
+        let hold = rig.busy(&stream);
+        fill(&rig.context, block.ptr(), MIB, &stream);
+        block.free().unwrap();
+        assert_eq!(pool.live(), 0);
+        // Work in flight is no obstacle.
+        pool.destroy().unwrap();
+        hold.release();
+        stream.synchronize().unwrap();
+    });
+}
+
+/// A free that fails gives the block back.
+#[test]
+fn a_failed_free_gives_the_block_back() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        let Some(sim) = rig.sim() else { return };
+        let block = pool.allocate(MIB, &rig.stream()).unwrap();
+        let code = CUresult::CUDA_ERROR_SYSTEM_NOT_READY;
+        sim.fail(FailPlan::call("cuMemFreeAsync", code).unwrap());
+        let failed = block.free().unwrap_err();
+        assert_eq!(failed.error.code(), code);
+        assert_eq!(pool.live(), 1);
+        failed.block.free().unwrap();
+        assert_eq!(pool.live(), 0);
+    });
+}
+
+/// R39
+#[test]
+fn r39_old_drivers_do_not_reuse_opportunistically() {
+    if crate::common::on_cuda() {
+        eprintln!("SKIPPED on cuda: needs an old driver");
+        return;
+    }
+    for (version, on) in [(11_040, 0), (11_050, 1)] {
+        let config = SimConfig {
+            driver_version: version,
+            ..SimConfig::default()
+        };
+        only_on(Policy::Packed, config, |rig| {
+            let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+            assert_eq!(pool.get(PoolAttribute::Opportunistic).unwrap(), on);
+            let set = pool.set(PoolAttribute::Opportunistic, 1);
+            assert_eq!(set.is_ok(), on == 1);
+        });
+    }
+}
+
+/// No pool but the driver's uses its calls, and a typed pool runs beside it.
+#[test]
+fn pools_run_side_by_side() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        let typed = TypedPool::new(&rig.driver, Config::new());
+        let stream = rig.stream();
+        let native = pool.allocate(MIB, &stream).unwrap();
+        let calls = rig.calls("cuMemAllocFromPoolAsync");
+        let ours = typed.uninit::<u8>(MIB, &stream).unwrap();
+        assert_eq!(rig.calls("cuMemAllocFromPoolAsync"), calls);
+        fill(&rig.context, native.ptr(), MIB, &stream);
+        fill(&rig.context, ours.as_device_ptr(), MIB, &stream);
+    });
+}

@@ -1,0 +1,443 @@
+//! The typed pool.
+
+use std::any::TypeId;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+
+use cualloc::driver::{Context, Driver, Stream, sys};
+use cualloc::pool::{PoolError, TypedPool, TypedStats, round_elements};
+use cualloc::sim::{SimConfig, Simulator};
+use cualloc::{Config, Policy};
+
+use crate::common::{GIB, MIB, Rig, each, only, only_on};
+use crate::fill;
+
+fn pool_of(rig: &Rig) -> TypedPool {
+    TypedPool::new(&rig.driver, Config::new().policy(rig.policy))
+}
+
+/// S2.1
+#[test]
+fn s2_1_lengths_are_rounded() {
+    for (len, rounded) in [
+        (0, 0),
+        (1, 256),
+        (255, 256),
+        (256, 256),
+        (257, 512),
+        (usize::MAX, usize::MAX),
+        (usize::MAX - 255, usize::MAX - 255),
+        (usize::MAX - 254, usize::MAX),
+    ] {
+        assert_eq!(round_elements(len), rounded, "{len}");
+    }
+}
+
+/// S2.2
+#[test]
+fn s2_2_the_last_returned_comes_first() {
+    each(|rig| {
+        let (pool, stream) = (pool_of(rig), rig.stream());
+        for len in [1000, 300_000, 5_000_000] {
+            let buffers: Vec<_> = (0..4)
+                .map(|_| pool.uninit::<f32>(len, &stream).unwrap())
+                .collect();
+            // Neighbours, so that the free memory is one piece in the end.
+            let mut addresses: Vec<_> = buffers.iter().map(|b| b.as_device_ptr()).collect();
+            let mut order: Vec<_> = buffers.into_iter().collect();
+            order.swap(0, 2);
+            addresses.swap(0, 2);
+            for buffer in order {
+                drop(buffer);
+            }
+            let mut taken = Vec::new();
+            for _ in 0..4 {
+                // Rounded to the same length.
+                let found = pool.take::<f32>(round_elements(len), &stream).unwrap();
+                taken.push(found.expect("a hit"));
+            }
+            let got: Vec<_> = taken.iter().map(|b| b.as_device_ptr()).collect();
+            addresses.reverse();
+            assert_eq!(got, addresses, "len {len}");
+        }
+        pool.allocator(0).unwrap().check().unwrap();
+    });
+}
+
+/// S2.3, S2.4, S2.12
+#[test]
+fn s2_3_s2_4_s2_12_hits_and_misses_are_plain() {
+    each(|rig| {
+        let (pool, stream) = (pool_of(rig), rig.stream());
+        for misses in 1..=5 {
+            assert!(pool.take::<u8>(1000, &stream).unwrap().is_none());
+            assert_eq!(pool.stats().misses, misses);
+        }
+        drop(pool.uninit::<u8>(1000, &stream).unwrap());
+        assert_eq!(
+            pool.stats(),
+            TypedStats {
+                hits: 0,
+                misses: 6,
+                returns: 1
+            }
+        );
+        let before = rig.driver.calls();
+        drop(pool.take::<u8>(1000, &stream).unwrap().expect("a hit"));
+        drop(pool.uninit::<u8>(1000, &stream).unwrap());
+        assert_eq!(rig.driver.calls().since(&before).total(), 0);
+        assert_eq!(
+            pool.stats(),
+            TypedStats {
+                hits: 2,
+                misses: 6,
+                returns: 3
+            }
+        );
+        pool.reset_stats();
+        assert_eq!(pool.stats(), TypedStats::default());
+    });
+}
+
+/// S2.5, S2.14
+#[test]
+fn s2_5_s2_14_a_take_never_crosses_to_a_stream_that_would_have_to_wait() {
+    each(|rig| {
+        let (pool, [a, b]) = (pool_of(rig), rig.streams());
+        for bytes in [4096, 8 * MIB] {
+            let buffer = pool.uninit::<u8>(bytes, &b).unwrap();
+            let address = buffer.as_device_ptr();
+            let hold = rig.busy(&b);
+            fill(&rig.context, address, bytes, &b);
+            drop(buffer);
+            let other = pool.take::<u8>(bytes, &a).unwrap();
+            if let Some(other) = &other {
+                // Memory of its own, as the segment is larger than the buffer.
+                assert_ne!(other.as_device_ptr(), address);
+                fill(&rig.context, other.as_device_ptr(), bytes, &a);
+            }
+            // B's entry is still there.
+            let again = pool.take::<u8>(bytes, &b).unwrap().expect("a hit");
+            assert_eq!(again.as_device_ptr(), address);
+            drop(other);
+            hold.release();
+            drop(again);
+            a.synchronize().unwrap();
+            b.synchronize().unwrap();
+        }
+    });
+}
+
+/// S2.6
+#[test]
+fn s2_6_a_return_may_name_the_next_stream() {
+    each(|rig| {
+        let (pool, [a, b]) = (pool_of(rig), rig.streams());
+        let legacy = Stream::legacy_default(&rig.context).unwrap();
+        for (target, next) in [(Some(&b), &b), (None, &legacy)] {
+            let buffer = pool.uninit::<u8>(8 * MIB, &a).unwrap();
+            let address = buffer.as_device_ptr();
+            fill(&rig.context, address, 8 * MIB, &a);
+            pool.put(buffer, target).unwrap();
+            a.synchronize().unwrap();
+            next.synchronize().unwrap();
+            let again = pool.take::<u8>(8 * MIB, next).unwrap().expect("a hit");
+            assert_eq!(again.as_device_ptr(), address);
+            fill(&rig.context, address, 8 * MIB, next);
+            drop(again);
+            next.synchronize().unwrap();
+            pool.empty_all().unwrap();
+        }
+        assert_eq!(pool.stats().returns, 4);
+    });
+}
+
+/// S2.7, S2.13
+#[test]
+fn s2_7_s2_13_recorded_uses_are_over_when_the_stream_is() {
+    each(|rig| {
+        let (pool, [a, b]) = (pool_of(rig), rig.streams());
+        for how in 0..3 {
+            let buffer = pool.uninit::<f32>(1000, &a).unwrap();
+            let other = pool.uninit::<f32>(5000, &a).unwrap();
+            let address = buffer.as_device_ptr();
+            fill(&rig.context, address, 4000, &a);
+            a.synchronize().unwrap();
+            let hold = rig.busy(&b);
+            fill(&rig.context, address, 4000, &b);
+            match how {
+                0 => buffer.record_use(&b).unwrap(),
+                1 => assert_eq!(pool.record_use_of::<f32>(0, 1000, &b).unwrap(), 1),
+                _ => {
+                    let element = TypeId::of::<f32>();
+                    assert_eq!(pool.record_use_of_type(0, 1000, element, &b).unwrap(), 1);
+                    assert_eq!(pool.record_use_of::<u32>(0, 1000, &b).unwrap(), 0);
+                }
+            }
+            drop(buffer);
+            let found = pool.take::<f32>(1000, &a).unwrap();
+            if let Some(found) = &found {
+                assert_ne!(found.as_device_ptr(), address, "B is not done");
+                fill(&rig.context, found.as_device_ptr(), 4000, &a);
+            }
+            hold.release();
+            b.synchronize().unwrap();
+            pool.allocator(0).unwrap().synchronize().unwrap();
+            let again = pool.take::<f32>(1000, &a).unwrap().expect("a hit");
+            assert_eq!(again.as_device_ptr(), address);
+            drop((again, other, found));
+        }
+    });
+}
+
+/// S2.8, S2.9
+#[test]
+fn s2_8_s2_9_devices_are_counted_and_emptied_apart() {
+    two_devices(|driver| {
+        let pool = TypedPool::new(driver, Config::new());
+        let streams = [0, 1].map(|ordinal| {
+            let device = driver.device(ordinal).unwrap();
+            Stream::new(&Context::primary(driver, device).unwrap()).unwrap()
+        });
+        for stream in &streams {
+            drop(pool.uninit::<u8>(4 * MIB, stream).unwrap());
+            stream.synchronize().unwrap();
+        }
+        let cached = [pool.cached_bytes(0), pool.cached_bytes(1)];
+        assert!(cached.iter().all(|bytes| *bytes >= 4 << 20));
+        assert_eq!(pool.cached_bytes_total(), cached[0] + cached[1]);
+        assert_eq!(pool.cached_bytes(2), 0);
+        pool.empty(0).unwrap();
+        assert_eq!([pool.cached_bytes(0), pool.cached_bytes(1)], [0, cached[1]]);
+        assert_eq!(pool.stats().returns, 2);
+        assert!(pool.take::<u8>(4 * MIB, &streams[1]).unwrap().is_some());
+        assert_eq!(pool.empty_all().unwrap().released, cached[1]);
+        assert_eq!(pool.cached_bytes_total(), 0);
+    });
+}
+
+fn two_devices(test: impl Fn(&Driver)) {
+    if crate::common::on_cuda() {
+        let driver = Driver::load().unwrap();
+        if driver.device_count().unwrap() < 2 {
+            eprintln!("SKIPPED: needs two devices");
+            return;
+        }
+        return test(&driver);
+    }
+    let sim = Simulator::new(SimConfig::with_devices(2, 4 << 30)).unwrap();
+    test(&sim.driver().unwrap());
+    assert!(sim.reports().is_empty());
+}
+
+/// S2.15, S2.16: emptying one device leaves the books of the other, and the sum is exact.
+#[test]
+fn s2_15_s2_16_cached_bytes_are_by_device() {
+    two_devices(|driver| {
+        let pool = TypedPool::new(driver, Config::new());
+        let allocators = [0, 1].map(|ordinal| pool.allocator(ordinal).unwrap());
+        let stream = allocators[1].create_stream().unwrap();
+        drop(pool.uninit::<u8>(4 * MIB, &stream).unwrap());
+        let cached = pool.cached_bytes(1);
+        assert_eq!(cached, allocators[1].stats().cached());
+        assert_eq!(
+            (pool.cached_bytes(0), pool.cached_bytes_total()),
+            (0, cached)
+        );
+        pool.empty(0).unwrap();
+        assert_eq!(
+            (pool.cached_bytes(1), pool.cached_bytes_total()),
+            (cached, cached)
+        );
+        assert!(matches!(
+            pool.allocator(-1),
+            Err(PoolError::InvalidDevice { ordinal: -1, .. })
+        ));
+    });
+}
+
+/// S2.10, S2.11
+#[test]
+fn s2_10_s2_11_buffers_return_by_themselves() {
+    each(|rig| {
+        let stream = rig.stream();
+        let buffer = {
+            let pool = pool_of(rig);
+            pool.zeroed::<u32>(10, &stream).unwrap()
+            // The pool's last handle goes; the buffer still knows where it belongs.
+        };
+        assert_eq!(buffer.to_vec().unwrap(), vec![0; 10]);
+        drop(buffer);
+        assert!(std::ptr::eq(TypedPool::global(), TypedPool::global()));
+        let allocator = rig.allocator();
+        let shared = TypedPool::over([&allocator]);
+        drop(shared.uninit::<u8>(MIB, &stream).unwrap());
+        assert_eq!(allocator.stats().all.allocations.total_freed, 1);
+        assert_eq!(shared.stats().returns, 1);
+        rig.close(&allocator);
+    });
+}
+
+static GATE: (Mutex<u8>, Condvar) = (Mutex::new(0), Condvar::new());
+static RELEASE: AtomicUsize = AtomicUsize::new(0);
+
+/// Holds up the first release until the gate is opened.
+unsafe extern "C" fn slow_release(handle: u64) -> sys::CUresult {
+    let mut phase = GATE.0.lock().unwrap_or_else(PoisonError::into_inner);
+    if *phase == 0 {
+        *phase = 1;
+        GATE.1.notify_all();
+        while *phase < 2 {
+            phase = GATE.1.wait(phase).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+    drop(phase);
+    let address = RELEASE.load(Ordering::Acquire);
+    // SAFETY: the address of the simulator's function of this type, stored before the driver was made.
+    let release: unsafe extern "C" fn(u64) -> sys::CUresult =
+        unsafe { std::mem::transmute(address) };
+    // SAFETY: passed on.
+    unsafe { release(handle) }
+}
+
+/// S2.17
+#[test]
+fn s2_17_a_release_does_not_hold_up_hits() {
+    if crate::common::on_cuda() {
+        eprintln!("SKIPPED on cuda: needs the simulator");
+        return;
+    }
+    let sim = Simulator::new(SimConfig::with_devices(1, 8 << 30)).unwrap();
+    let mut table = sim.functions();
+    RELEASE.store(table.cuMemRelease.unwrap() as usize, Ordering::Release);
+    table.cuMemRelease = Some(slow_release);
+    // SAFETY: the simulator's functions and one with the same contract.
+    let driver = unsafe { Driver::from_functions(table) }.unwrap();
+    let pool = TypedPool::new(&driver, Config::new());
+    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let stream = Stream::new(&context).unwrap();
+    drop(pool.uninit::<u8>(GIB, &stream).unwrap());
+    let keep = pool.uninit::<u8>(4096, &stream).unwrap();
+    drop(pool.uninit::<u8>(4096, &stream).unwrap());
+    stream.synchronize().unwrap();
+    std::thread::scope(|scope| {
+        let release = scope.spawn(|| pool.empty(0).unwrap());
+        let mut phase = GATE.0.lock().unwrap();
+        while *phase == 0 {
+            phase = GATE.1.wait(phase).unwrap();
+        }
+        drop(phase);
+        // The release is under way and cannot end.
+        let hit = pool.take::<u8>(4096, &stream).unwrap();
+        assert!(hit.is_some());
+        *GATE.0.lock().unwrap() = 2;
+        GATE.1.notify_all();
+        assert!(release.join().unwrap().released > 0);
+    });
+    drop(keep);
+}
+
+/// S2.18, S2.22
+#[test]
+fn s2_18_s2_22_types_and_lengths_share_memory() {
+    each(|rig| {
+        let (pool, stream) = (pool_of(rig), rig.stream());
+        let buffer = pool.uninit::<f32>(1024, &stream).unwrap();
+        let address = buffer.as_device_ptr();
+        drop(buffer);
+        let bytes = pool.take::<u8>(4096, &stream).unwrap().expect("a hit");
+        assert_eq!(bytes.as_device_ptr(), address);
+        drop(bytes);
+        let before = rig.memory_calls();
+        let first = pool.take::<f32>(512, &stream).unwrap().expect("carved");
+        let second = pool.take::<f32>(512, &stream).unwrap().expect("carved");
+        assert_eq!(rig.memory_calls(), before);
+        let mut both = [first.as_device_ptr(), second.as_device_ptr()];
+        both.sort_unstable();
+        assert_eq!(both, [address, address + 2048]);
+    });
+}
+
+/// S2.19
+#[test]
+fn s2_19_the_cap_is_honoured() {
+    each(|rig| {
+        let (pool, stream) = (pool_of(rig), rig.stream());
+        drop(pool.uninit::<u8>(256 * MIB, &stream).unwrap());
+        stream.synchronize().unwrap();
+        pool.allocator(0).unwrap().synchronize().unwrap();
+        pool.set_cap(64 << 20).unwrap();
+        assert!(pool.cached_bytes(0) <= 64 << 20);
+        for _ in 0..4 {
+            drop(pool.uninit::<u8>(256 * MIB, &stream).unwrap());
+            pool.allocator(0).unwrap().synchronize().unwrap();
+        }
+        drop(pool.uninit::<u8>(1, &stream).unwrap());
+        drop(pool.uninit::<u8>(256 * MIB, &stream).unwrap());
+        pool.allocator(0).unwrap().synchronize().unwrap();
+        pool.set_cap(pool.cap()).unwrap();
+        assert!(pool.cached_bytes(0) <= 64 << 20);
+    });
+}
+
+/// S2.19: whoever is out of memory gets what the pool only keeps.
+#[test]
+fn s2_19_want_elsewhere_drains_the_cache() {
+    if crate::common::on_cuda() {
+        eprintln!("SKIPPED on cuda: needs a small device");
+        return;
+    }
+    for policy in [Policy::Packed, Policy::Classic] {
+        only_on(policy, SimConfig::with_devices(1, 1 << 30), |rig| {
+            let (pool, stream) = (pool_of(rig), rig.stream());
+            drop(pool.uninit::<u8>(700 * MIB, &stream).unwrap());
+            pool.allocator(0).unwrap().synchronize().unwrap();
+            let other = rig.allocator();
+            assert!(other.allocate(700 * MIB, &stream).is_err());
+            other.add_relief_hook("typed pool", pool.relief(0).unwrap());
+            drop(other.allocate(700 * MIB, &stream).unwrap());
+            // And who uses the same allocator needs no hook.
+            let shared = TypedPool::over([&other]);
+            drop(shared.uninit::<u8>(700 * MIB, &stream).unwrap());
+            drop(shared.uninit::<u64>(80 * MIB, &stream).unwrap());
+        });
+    }
+}
+
+/// S2.20, S0.1
+#[test]
+fn s2_20_s0_1_overflow_is_an_error_and_nothing_is_a_buffer() {
+    only(Policy::Packed, |rig| {
+        let (pool, stream) = (pool_of(rig), rig.stream());
+        for len in [usize::MAX, usize::MAX / 8 + 1, usize::MAX / 16] {
+            let error = pool.uninit::<u64>(len, &stream).unwrap_err();
+            assert!(matches!(error, PoolError::TooLarge { .. }), "{error:?}");
+            assert!(pool.take::<u64>(len, &stream).is_err());
+        }
+        let before = rig.driver.calls();
+        let empty = pool.uninit::<u64>(0, &stream).unwrap();
+        assert!(empty.is_empty() && pool.take::<u64>(0, &stream).unwrap().is_some());
+        drop(empty);
+        assert_eq!(rig.driver.calls().since(&before).total(), 0);
+        assert_eq!(pool.stats(), TypedStats::default());
+    });
+}
+
+/// S2.21
+#[test]
+fn s2_21_a_panic_does_not_make_the_pool_miss() {
+    each(|rig| {
+        let (pool, stream) = (pool_of(rig), rig.stream());
+        let allocator = pool.allocator(0).unwrap();
+        drop(pool.uninit::<u8>(MIB, &stream).unwrap());
+        allocator.set_limit(Some(allocator.stats().all.reserved.current));
+        allocator.add_relief_hook("panics", |_| panic!("on purpose"));
+        let asked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            pool.uninit::<u8>(GIB, &stream).map(drop)
+        }));
+        assert!(asked.is_err());
+        let returns = pool.stats().returns;
+        drop(pool.take::<u8>(MIB, &stream).unwrap().expect("a hit"));
+        assert_eq!(pool.stats().returns, returns + 1);
+    });
+}

@@ -1,0 +1,275 @@
+//! Workspace leases.
+
+use cualloc::driver::sys::CUresult;
+use cualloc::driver::{Context, Driver, Stream};
+use cualloc::pool::{PoolError, WorkspaceConfig, WorkspacePool, WorkspaceSizing};
+use cualloc::sim::{FailPlan, SimConfig, Simulator};
+use cualloc::{Allocator, Config};
+
+use crate::common::{KIB, MIB, Rig, each, on_cuda};
+use crate::fill;
+
+fn pool_of(rig: &Rig, sizing: WorkspaceSizing, cap: usize) -> WorkspacePool {
+    WorkspacePool::new(&rig.allocator(), WorkspaceConfig { sizing, cap })
+}
+
+/// S4.2, S4.3
+#[test]
+fn s4_2_s4_3_slabs_come_back_up_to_the_cap() {
+    assert_eq!(WorkspaceConfig::default().cap, 4);
+    each(|rig| {
+        for (cap, kept) in [(0, 1), (1, 1), (4, 4)] {
+            let pool = pool_of(rig, WorkspaceSizing::Classes, cap);
+            let stream = rig.stream();
+            let leases: Vec<_> = (0..6).map(|_| pool.lease(&stream, 1500).unwrap()).collect();
+            assert!(
+                leases
+                    .iter()
+                    .all(|l| l.size() == 2048 && l.requested() == 1500)
+            );
+            assert_eq!(pool.stats().free_slabs, 0);
+            drop(leases);
+            let stats = pool.stats();
+            assert_eq!((stats.free_slabs, stats.leases), (kept, 0));
+            assert_eq!(stats.free_bytes, 2048 * kept as u64);
+            // What was beyond the cap is the allocator's again.
+            let live = pool.allocator().stats().all.allocations.current;
+            assert_eq!(live, kept as u64);
+        }
+    });
+}
+
+/// S4.4, S4.5
+#[test]
+fn s4_4_s4_5_threads_share_a_pool_and_repeats_are_hits() {
+    each(|rig| {
+        let pool = pool_of(rig, WorkspaceSizing::Classes, 4);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                let pool = pool.clone();
+                scope.spawn(move || {
+                    let stream = rig_stream(&pool);
+                    for _ in 0..100 {
+                        let lease = pool.lease(&stream, 4 * MIB).unwrap();
+                        fill(pool.allocator().context(), lease.ptr(), 64, &stream);
+                    }
+                    stream.synchronize().unwrap();
+                });
+            }
+        });
+        let stats = pool.stats();
+        assert_eq!(stats.hits + stats.misses, 400);
+        assert_eq!(stats.misses, 4, "one for each stream: {stats:?}");
+        assert_eq!((stats.free_slabs, stats.free_bytes), (4, 16 << 20));
+        let stream = rig.stream();
+        for bytes in [4 * MIB, 32 * MIB, 256 * MIB] {
+            drop(pool.lease(&stream, bytes).unwrap());
+            let before = (rig.driver.calls(), pool.stats().hits);
+            drop(pool.lease(&stream, bytes).unwrap());
+            let missed = pool.stats().hits - before.1;
+            // The cap for 4 MiB is used up by the other streams.
+            if bytes > 4 * MIB {
+                assert_eq!(missed, 1);
+                assert_eq!(rig.driver.calls().since(&before.0).total(), 0);
+            }
+        }
+    });
+}
+
+fn rig_stream(pool: &WorkspacePool) -> Stream {
+    Stream::new(pool.allocator().context()).unwrap()
+}
+
+/// S4.12
+#[test]
+fn s4_12_a_queued_kernel_keeps_its_slab() {
+    each(|rig| {
+        for sizing in [WorkspaceSizing::Classes, WorkspaceSizing::Exact] {
+            let pool = pool_of(rig, sizing, 4);
+            let [a, b] = rig.streams();
+            let lease = pool.lease(&a, 3 * MIB).unwrap();
+            let address = lease.ptr();
+            let hold = rig.hold(&a);
+            fill(&rig.context, address, 3 * MIB, &a);
+            drop(lease);
+            let other = pool.lease(&b, 3 * MIB).unwrap();
+            fill(&rig.context, other.ptr(), 3 * MIB, &b);
+            assert_ne!(other.ptr(), address);
+            // On its own stream it is there at once, behind the kernel.
+            let same = pool.lease(&a, 3 * MIB).unwrap();
+            assert_eq!(same.ptr(), address);
+            fill(&rig.context, address, 3 * MIB, &a);
+            drop((same, other));
+            hold.release();
+        }
+    });
+}
+
+/// S4.12: other streams that were recorded.
+#[test]
+fn s4_12_recorded_streams_keep_their_slab() {
+    each(|rig| {
+        for over in [true, false] {
+            let pool = pool_of(rig, WorkspaceSizing::Classes, 4);
+            let [a, b] = rig.streams();
+            let lease = pool.lease(&a, MIB).unwrap();
+            let hold = rig.busy(&b);
+            fill(&rig.context, lease.ptr(), MIB, &b);
+            if over {
+                lease.record_use(&b).unwrap();
+            } else {
+                lease.record_stream(&b).unwrap();
+            }
+            drop(lease);
+            assert_eq!(pool.stats().free_slabs, 0, "the allocator has it");
+            let again = pool.lease(&a, MIB).unwrap();
+            fill(&rig.context, again.ptr(), MIB, &a);
+            hold.release();
+        }
+    });
+}
+
+/// S4.13
+#[test]
+fn s4_13_devices_never_mix() {
+    if on_cuda() {
+        eprintln!("SKIPPED on cuda: needs two devices");
+        return;
+    }
+    let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
+    let driver = sim.driver().unwrap();
+    let context = |ordinal| Context::primary(&driver, driver.device(ordinal).unwrap()).unwrap();
+    let [first, second] = [context(0), context(1)].map(|context| {
+        let allocator = Allocator::with_config(&context, Config::new()).unwrap();
+        WorkspacePool::new(&allocator, WorkspaceConfig::default())
+    });
+    let [on_first, on_second] = [rig_stream(&first), rig_stream(&second)];
+    let held = first.lease(&on_first, MIB).unwrap();
+    drop(first.lease(&on_first, MIB).unwrap());
+    assert!(matches!(
+        first.lease(&on_second, MIB),
+        Err(PoolError::Allocator(cualloc::Error::WrongDevice { .. }))
+    ));
+    let other = second.lease(&on_second, MIB).unwrap();
+    assert_ne!(other.ptr(), held.ptr());
+    assert_eq!(second.stats().hits, 0);
+}
+
+/// S4.15
+#[test]
+fn s4_15_exact_leases_cost_what_was_asked() {
+    each(|rig| {
+        let stream = rig.stream();
+        let bytes = 4 * MIB + 1;
+        let exact = pool_of(rig, WorkspaceSizing::Exact, 4);
+        let lease = exact.lease(&stream, bytes).unwrap();
+        assert_eq!(lease.size(), (4 * MIB + 512) as u64);
+        assert_eq!(exact.stats().leased_bytes, (4 * MIB + 512) as u64);
+        assert_eq!(exact.stats().requested_bytes, bytes as u64);
+        let classes = pool_of(rig, WorkspaceSizing::Classes, 4);
+        let class = classes.lease(&stream, bytes).unwrap();
+        let stats = classes.stats();
+        assert_eq!(
+            (stats.requested_bytes, stats.leased_bytes),
+            (bytes as u64, 8 << 20)
+        );
+        drop((lease, class));
+        assert_eq!(classes.stats().requested_bytes, 0);
+    });
+}
+
+/// S4.16
+#[test]
+fn s4_16_sizes_above_the_last_class_are_errors() {
+    each(|rig| {
+        for sizing in [WorkspaceSizing::Classes, WorkspaceSizing::Exact] {
+            let (pool, stream) = (pool_of(rig, sizing, 4), rig.stream());
+            let before = rig.memory_calls();
+            for bytes in [(1 << 63) + 1, usize::MAX, 1 << 62] {
+                let error = pool.lease(&stream, bytes).unwrap_err();
+                assert!(matches!(error, PoolError::InvalidSize { .. }), "{error:?}");
+            }
+            assert_eq!(rig.memory_calls(), before);
+            assert_eq!(pool.stats().misses, 0);
+        }
+    });
+}
+
+/// S4.17, S4.20
+#[test]
+fn s4_17_s4_20_failures_are_told_apart() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.limited(64 * MIB);
+        let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+        let stream = rig.stream();
+        let full = pool.lease(&stream, 512 * MIB).unwrap_err();
+        assert!(full.is_out_of_memory());
+        assert_eq!(full.code(), CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        let call = if rig.packed() {
+            "cuMemCreate"
+        } else {
+            "cuMemAlloc_v2"
+        };
+        let code = CUresult::CUDA_ERROR_INVALID_CONTEXT;
+        sim.fail(FailPlan::call(call, code).unwrap());
+        let wrong = pool.lease(&stream, MIB).unwrap_err();
+        assert!(!wrong.is_out_of_memory());
+        assert_eq!(wrong.code(), code);
+    });
+    if Driver::load().is_err() {
+        let error = PoolError::from(Driver::load().unwrap_err());
+        assert_eq!(error.code(), CUresult::CUDA_ERROR_NOT_INITIALIZED);
+        assert!(std::error::Error::source(&error).is_some());
+    }
+}
+
+/// S4.18
+#[test]
+fn s4_18_idle_slabs_go_when_memory_is_needed() {
+    each(|rig| {
+        let allocator = rig.limited(128 * MIB);
+        let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+        let stream = rig.stream();
+        let leases: Vec<_> = (0..3)
+            .map(|_| pool.lease(&stream, 32 * MIB).unwrap())
+            .collect();
+        drop(leases);
+        assert_eq!(pool.stats().free_slabs, 3);
+        // Not to be had beside the slabs.
+        drop(allocator.allocate(100 * MIB, &stream).unwrap());
+        assert!(pool.stats().free_slabs < 3);
+        drop(pool.lease(&stream, 100 * KIB).unwrap());
+        assert!(pool.trim(0) > 0);
+        let stats = pool.stats();
+        assert_eq!((stats.free_slabs, stats.free_bytes), (0, 0));
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+/// S4.14, S4.11: nothing of a lease lives longer, and what stands for it says so.
+#[test]
+fn s4_14_s4_11_references_know_when_the_lease_is_over() {
+    each(|rig| {
+        let (pool, stream) = (pool_of(rig, WorkspaceSizing::Classes, 4), rig.stream());
+        let lease = pool.lease(&stream, MIB).unwrap();
+        let view = lease.view();
+        assert_eq!((view.ptr(), view.size()), (lease.ptr(), lease.size()));
+        let reference = lease.reference();
+        assert_eq!(reference.resolve().unwrap(), lease.ptr());
+        let address = lease.ptr();
+        drop(lease);
+        assert!(matches!(reference.resolve(), Err(PoolError::Stale { .. })));
+        let again = pool.lease(&stream, MIB).unwrap();
+        assert_eq!(again.ptr(), address);
+        assert!(matches!(
+            reference.resolve(),
+            Err(PoolError::Stale {
+                have: 0,
+                current: 1
+            })
+        ));
+        assert_eq!(again.reference().resolve().unwrap(), address);
+    });
+}
