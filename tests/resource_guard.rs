@@ -99,6 +99,7 @@ mod guard {
                 allocator.stats().all.reserved.current < reserved,
                 "caches were kept"
             );
+            assert!(guard.allocate(7 * MIB, &stream, T).is_err());
             assert!(guard.allocate(11 * MIB, &stream, T).is_err());
             assert_eq!(
                 guard.stats().oom_recoveries,

@@ -447,26 +447,27 @@ mod manager {
     fn s5_74_failed_commit_marks_every_block() {
         packed(|rig| {
             let Some(sim) = rig.sim() else { return };
-            let (resource, a, b, one, two) = pair(rig);
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
-            recorder.write(&one).unwrap().write(&two).unwrap();
-            recorder.preflight().unwrap();
-            let hold = rig.busy(&b);
-            rig.stamp(one.ptr(), 4096, 1, &b);
-            rig.stamp(two.ptr(), 4096, 1, &b);
-            sim.fail(refusal("cuEventRecord"));
-            assert!(recorder.commit().is_err());
-            for block in [&one, &two] {
-                resource
-                    .prepare_use(&block.identity(), &a, Access::Write)
-                    .unwrap();
-                rig.stamp(block.ptr(), 4096, 2, &a);
+            // Each of them alone must hold the next user back, whichever is asked for first.
+            for second in [false, true] {
+                let (resource, a, b, one, two) = pair(rig);
+                let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+                recorder.write(&one).unwrap().write(&two).unwrap();
+                recorder.preflight().unwrap();
+                let hold = rig.busy(&b);
+                rig.stamp(one.ptr(), 4096, 1, &b);
+                rig.stamp(two.ptr(), 4096, 1, &b);
+                sim.fail(refusal("cuEventRecord"));
+                assert!(recorder.commit().is_err());
+                let block = if second { &two } else { &one };
+                let id = block.identity();
+                resource.prepare_use(&id, &a, Access::Write).unwrap();
+                rig.stamp(id.ptr, 4096, 2, &a);
+                assert!(!a.is_complete().unwrap());
+                hold.release();
+                // The race detector of the simulator has the last word.
+                assert_eq!(rig.mismatches(id.ptr, 4096, 2, &a), 0);
+                finish(&resource, [one, two]);
             }
-            assert!(!a.is_complete().unwrap());
-            hold.release();
-            // The race detector of the simulator has the last word.
-            assert_eq!(rig.mismatches(one.ptr(), 4096, 2, &a), 0);
-            finish(&resource, [one, two]);
         });
     }
 }
