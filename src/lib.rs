@@ -13,6 +13,7 @@ pub mod allocator;
 pub mod buffer;
 pub mod driver;
 pub mod pool;
+pub mod resource;
 #[cfg(feature = "sim")]
 pub mod sim;
 pub mod trace;

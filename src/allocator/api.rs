@@ -60,6 +60,16 @@ impl Allocator {
         })
     }
 
+    /// A number that tells this allocator from every other one of the process; starts at 1 and is
+    /// never used again.
+    pub fn id(&self) -> u64 {
+        self.engine.id
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
     /// The context that the memory belongs to.
     pub fn context(&self) -> &Context {
         &self.engine.context

@@ -35,6 +35,8 @@ pub(crate) struct Named<'a> {
 
 #[derive(Debug)]
 pub(crate) struct Engine {
+    /// Tells this allocator from every other one of the process; starts at 1.
+    pub id: u64,
     pub context: Context,
     pub device: Device,
     pub packed: bool,
@@ -95,7 +97,9 @@ impl Engine {
         } else {
             MemoryProperties::plain(device)
         };
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         Ok(Engine {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
             context: context.clone(),
             device,
             packed,

@@ -77,7 +77,29 @@ impl Engine {
         self.free_deferred();
         let (mut state, stream) = self.slot(self.open()?, named)?;
         self.same_device(&state, stream)?;
-        state.announce(request.requested);
+        // The slot must stay this stream's while the lock is let go.
+        state.streams[stream].calls += 1;
+        let peak = state.announce(request.requested);
+        match self.allocate_on(state, stream, &request) {
+            Ok((mut state, grant)) => {
+                state.streams[stream].calls -= 1;
+                Ok(grant)
+            }
+            Err(error) => {
+                let mut state = self.lock();
+                state.streams[stream].calls -= 1;
+                state.withdraw(peak);
+                Err(error)
+            }
+        }
+    }
+
+    fn allocate_on<'a>(
+        &'a self,
+        state: Guard<'a>,
+        stream: u32,
+        request: &Request,
+    ) -> Result<(Guard<'a>, Grant), Error> {
         let span = request.span_bytes();
         let (mut state, id, missed) = if state.packed && state.is_small(span) {
             self.obtain_in_page(state, &request.want(SpaceId::Pages(stream), stream))?
@@ -94,7 +116,8 @@ impl Engine {
         } else {
             state.stats.hits += 1;
         }
-        Ok(state.granted(id, stream, request.requested))
+        let grant = state.granted(id, stream, request.requested);
+        Ok((state, grant))
     }
 
     /// Finds room in the pages of a stream, with another page if need be.
@@ -177,6 +200,13 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether a block's life, by its identity, is going on.
+    pub(crate) fn is_live(&self, id: u32, generation: u32) -> bool {
+        let state = self.lock();
+        let current = state.records.get(id);
+        current.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
+    }
+
     /// Frees a block by its identity.
     pub(crate) fn free_block(
         &self,
@@ -184,11 +214,9 @@ impl Engine {
         generation: u32,
         ptr: sys::CUdeviceptr,
     ) -> Result<(), Error> {
-        {
-            let state = self.open()?;
-            if !state.is_live((id, generation)) {
-                return Err(Error::NotLive { ptr });
-            }
+        drop(self.open()?);
+        if !self.is_live(id, generation) {
+            return Err(Error::NotLive { ptr });
         }
         self.free_ptr(ptr)
     }
@@ -281,12 +309,6 @@ impl Engine {
 }
 
 impl State {
-    /// Whether a block with this identity is live.
-    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
-        let hot = self.records.get(id);
-        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
-    }
-
     /// Makes a taken extent a live block, and says what it is.
     pub(crate) fn granted(&mut self, id: u32, stream: u32, requested: u64) -> Grant {
         self.born(id, stream, requested);

@@ -322,8 +322,8 @@ impl State {
             return;
         }
         let slot = &mut self.streams[stream];
-        let idle =
-            slot.in_use && slot.live == 0 && slot.open_uses == 0 && slot.completed + 1 >= slot.open;
+        let quiet = slot.live == 0 && slot.calls == 0 && slot.open_uses == 0;
+        let idle = slot.in_use && quiet && slot.completed + 1 >= slot.open;
         if !idle {
             return;
         }
@@ -357,11 +357,18 @@ impl State {
 
     // ---- blocks ----------------------------------------------------------------------------
 
-    /// Counts a request in the peak that the soft cap follows.
-    pub(crate) fn announce(&mut self, requested: u64) {
-        self.peak_live = self
-            .peak_live
-            .max(self.stats.all.requested.current + requested);
+    /// Counts a request in the peak that the soft cap follows. Returns the peak before and with it.
+    pub(crate) fn announce(&mut self, requested: u64) -> (u64, u64) {
+        let before = self.peak_live;
+        self.peak_live = before.max(self.stats.all.requested.current + requested);
+        (before, self.peak_live)
+    }
+
+    /// A request failed: it does not raise the peak, unless others have raised it since.
+    pub(crate) fn withdraw(&mut self, (before, with): (u64, u64)) {
+        if self.peak_live == with {
+            self.peak_live = before.max(self.stats.all.requested.current);
+        }
     }
 
     /// Takes a request from a ready run.

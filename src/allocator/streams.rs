@@ -71,6 +71,8 @@ pub(crate) struct Slot {
     pub in_use: bool,
     /// Live blocks allocated on the stream or recorded on it.
     pub live: u64,
+    /// Calls under way that name the stream.
+    pub calls: u32,
     /// The ticket of the next free.
     pub open: u64,
     /// Tickets up to here are complete as observed by the host.
@@ -144,6 +146,7 @@ impl Streams {
             holder,
             in_use: true,
             live: 0,
+            calls: 0,
             open,
             completed,
             row: Vec::new(),

@@ -1,0 +1,241 @@
+//! Blocks of a resource: plain values with an identity.
+
+use std::fmt;
+
+use crate::driver::sys;
+
+use super::gauge::Charge;
+
+/// A short static label of an allocation, for logs and statistics. "untagged" by default.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Tag(&'static str);
+
+impl Tag {
+    /// A label.
+    pub const fn new(label: &'static str) -> Tag {
+        Tag(label)
+    }
+
+    /// The label's text.
+    pub const fn as_str(self) -> &'static str {
+        self.0
+    }
+}
+
+impl Default for Tag {
+    fn default() -> Tag {
+        Tag("untagged")
+    }
+}
+
+impl From<&'static str> for Tag {
+    fn from(label: &'static str) -> Tag {
+        Tag(label)
+    }
+}
+
+impl fmt::Debug for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self.0, f)
+    }
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+/// What work does with a block.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Access {
+    /// Reads only.
+    Read,
+    /// Writes, and does not depend on what was there.
+    Write,
+    /// Reads and writes.
+    ReadWrite,
+}
+
+impl Access {
+    /// Whether the block's contents may change.
+    pub fn writes(self) -> bool {
+        self != Access::Read
+    }
+
+    /// The access that covers both.
+    pub fn merge(self, other: Access) -> Access {
+        if self == other {
+            self
+        } else {
+            Access::ReadWrite
+        }
+    }
+}
+
+/// Tells a block's life from every other one of the process, also where an address or a record is
+/// used again: the resource that made it, its record there, and the record's generation. Resources
+/// and generations are counted from 1 and never used again.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct BlockKey {
+    /// The allocator, or the other source of memory, that made the block.
+    pub source: u64,
+    /// The block's record there.
+    pub id: u32,
+    /// How often the record was in use, this time included.
+    pub generation: u64,
+}
+
+/// The identity of a block: a copy that is checked at each use, and refused when the block it was
+/// taken from is gone.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct BlockIdentity {
+    /// Who it is.
+    pub key: BlockKey,
+    /// Its first byte.
+    pub ptr: sys::CUdeviceptr,
+    /// Its size in bytes, as it was asked for.
+    pub bytes: usize,
+    /// The driver's id of the stream that it was allocated on.
+    pub stream: u64,
+    /// The ordinal of its device.
+    pub device: usize,
+}
+
+impl BlockIdentity {
+    /// The address of a byte range, if it lies inside the block.
+    ///
+    /// # Errors
+    /// [`ResourceError::OutOfBounds`](super::ResourceError::OutOfBounds).
+    pub fn range(
+        &self,
+        offset: usize,
+        bytes: usize,
+    ) -> Result<sys::CUdeviceptr, super::ResourceError> {
+        match offset.checked_add(bytes) {
+            Some(end) if end <= self.bytes => Ok(self.ptr + offset as u64),
+            _ => Err(super::ResourceError::OutOfBounds {
+                generation: self.key.generation,
+                offset,
+                bytes,
+                size: self.bytes,
+            }),
+        }
+    }
+}
+
+/// Where a block is in its life, as [`MemoryResource::state`](super::MemoryResource::state) sees it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum BlockState {
+    /// Allocated.
+    Live,
+    /// Deallocated; its bytes count as pending until a reap has seen its stream get there.
+    Retired,
+    /// Deallocated; a reap failed to find out whether its stream got there, and will try again.
+    Quarantined,
+    /// Gone, or never known.
+    Freed,
+}
+
+/// Memory as a [`MemoryResource`](super::MemoryResource) hands it out: a value that names it. It
+/// does not free itself, so that the one who holds it decides through which stack it goes back;
+/// [`OwnedBlock`](super::OwnedBlock) does. It cannot be copied: its [`identity`](Self::identity)
+/// can.
+///
+/// `Send` and `Sync`. Losing it leaks the memory and what budgets charged for it.
+#[derive(Debug)]
+#[must_use = "a lost block is leaked memory"]
+pub struct ResourceBlock {
+    identity: BlockIdentity,
+    size: u64,
+    alignment: usize,
+    tag: Tag,
+    charges: Vec<Charge>,
+    first: Option<Charge>,
+}
+
+impl ResourceBlock {
+    /// Names memory. For those who write a source of memory: `size` is what may be used of it, and
+    /// the key must be new.
+    pub fn new(identity: BlockIdentity, size: u64, alignment: usize, tag: Tag) -> ResourceBlock {
+        ResourceBlock {
+            identity,
+            size,
+            alignment,
+            tag,
+            charges: Vec::new(),
+            first: None,
+        }
+    }
+
+    /// Who it is.
+    pub fn identity(&self) -> BlockIdentity {
+        self.identity
+    }
+
+    /// Its first byte.
+    pub fn ptr(&self) -> sys::CUdeviceptr {
+        self.identity.ptr
+    }
+
+    /// Its size in bytes, as it was asked for.
+    pub fn bytes(&self) -> usize {
+        self.identity.bytes
+    }
+
+    /// Usable bytes: [`bytes`](Self::bytes), rounded up.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The alignment in bytes that was asked for.
+    pub fn alignment(&self) -> usize {
+        self.alignment
+    }
+
+    /// Its label.
+    pub fn tag(&self) -> Tag {
+        self.tag
+    }
+
+    /// The ordinal of its device.
+    pub fn device(&self) -> usize {
+        self.identity.device
+    }
+
+    /// The driver's id of the stream that it was allocated on.
+    pub fn stream_id(&self) -> u64 {
+        self.identity.stream
+    }
+
+    /// The generation of its record.
+    pub fn generation(&self) -> u64 {
+        self.identity.key.generation
+    }
+
+    /// Ties a charge to the memory: it ends when the memory has really left.
+    pub(crate) fn attach(&mut self, charge: Charge) {
+        // Mostly there is one, which needs no allocation.
+        if self.first.is_none() && self.charges.is_empty() {
+            self.first = Some(charge);
+        } else {
+            self.charges.push(charge);
+        }
+    }
+
+    pub(crate) fn charges(&self) -> impl Iterator<Item = &Charge> {
+        self.first.iter().chain(&self.charges)
+    }
+
+    /// Takes the charges above the first `keep`, in their order.
+    pub(crate) fn split_charges(&mut self, keep: usize) -> Vec<Charge> {
+        if keep == 0 {
+            let first = self.first.take();
+            let rest = std::mem::take(&mut self.charges);
+            return first.into_iter().chain(rest).collect();
+        }
+        let at = (keep - usize::from(self.first.is_some())).min(self.charges.len());
+        self.charges.split_off(at)
+    }
+}

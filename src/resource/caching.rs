@@ -1,0 +1,133 @@
+//! The caching resource: the allocator itself.
+
+use crate::allocator::{Allocator, Error, Trimmed};
+use crate::driver::{Context, Stream};
+
+use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
+use super::error::{DeallocateError, ResourceError};
+use super::traits::{MemoryResource, Outstanding, Tracking, not_tracked};
+
+/// The record and generation of a block that came from here.
+fn parts(allocator: &Allocator, block: &BlockIdentity) -> Result<(u32, u32), ResourceError> {
+    let key = block.key;
+    match u32::try_from(key.generation) {
+        Ok(generation) if key.source == allocator.id() => Ok((key.id, generation)),
+        _ => Err(gone(block)),
+    }
+}
+
+fn gone(block: &BlockIdentity) -> ResourceError {
+    ResourceError::UseAfterFree {
+        ptr: block.ptr,
+        key: block.key,
+    }
+}
+
+fn live(allocator: &Allocator, block: &BlockIdentity) -> Result<(), ResourceError> {
+    let (id, generation) = parts(allocator, block)?;
+    if allocator.engine().is_live(id, generation) {
+        Ok(())
+    } else {
+        Err(gone(block))
+    }
+}
+
+/// The caching resource. Deallocated memory goes to the cache at once, which keeps it from other
+/// streams until every recorded use is complete; so nothing is ever pending here, and the
+/// allocator's own limit bounds what is held from the driver.
+///
+/// Uses are tracked for reuse: [`record_use`](MemoryResource::record_use) on any stream;
+/// preparing and finishing a use on the block's own stream, where there is nothing to do, and on no
+/// other. Put an [`AsyncResource`](super::AsyncResource) on top to have the order of streams kept.
+impl MemoryResource for Allocator {
+    #[inline]
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        let engine = self.engine();
+        let named = engine.named(stream)?;
+        let grant = engine.allocate(&named, bytes, alignment)?;
+        let identity = BlockIdentity {
+            key: BlockKey {
+                source: engine.id,
+                id: grant.id,
+                generation: u64::from(grant.generation),
+            },
+            ptr: grant.ptr,
+            bytes,
+            stream: stream.id()?,
+            device: engine.device.ordinal(),
+        };
+        Ok(ResourceBlock::new(identity, grant.bytes, alignment, tag))
+    }
+
+    #[inline]
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let identity = block.identity();
+        let freed = parts(self, &identity).and_then(|(id, generation)| {
+            match self.engine().free_block(id, generation, identity.ptr) {
+                Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(gone(&identity)),
+                other => other.map_err(Into::into),
+            }
+        });
+        freed.map_err(|error| DeallocateError::new(block, error))
+    }
+
+    fn context(&self) -> &Context {
+        Allocator::context(self)
+    }
+
+    fn outstanding(&self) -> Outstanding {
+        Outstanding {
+            live: self.stats().all.requested.current,
+            pending: 0,
+        }
+    }
+
+    fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+        Ok(Allocator::trim(self, keep)?)
+    }
+
+    fn state(&self, block: &BlockIdentity) -> BlockState {
+        match live(self, block) {
+            Ok(()) => BlockState::Live,
+            Err(_) => BlockState::Freed,
+        }
+    }
+
+    fn tracking(&self) -> Tracking {
+        Tracking::Reuse
+    }
+
+    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        live(self, block)?;
+        let engine = self.engine();
+        Ok(engine.record(block.ptr, &engine.named(stream)?, true)?)
+    }
+
+    fn prepare_use(
+        &self,
+        block: &BlockIdentity,
+        stream: &Stream,
+        _access: Access,
+    ) -> Result<(), ResourceError> {
+        live(self, block)?;
+        if stream.id()? == block.stream {
+            return Ok(());
+        }
+        Err(not_tracked("preparing a use", stream))
+    }
+
+    fn finish_use(
+        &self,
+        block: &BlockIdentity,
+        stream: &Stream,
+        _access: Access,
+    ) -> Result<(), ResourceError> {
+        self.record_use(block, stream)
+    }
+}

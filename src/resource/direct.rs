@@ -1,0 +1,156 @@
+//! The direct resource: one driver allocation per block.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::allocator::size::round_size;
+use crate::driver::{Context, Stream};
+
+use super::block::{BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
+use super::error::{DeallocateError, ResourceError};
+use super::traits::{MemoryResource, Outstanding};
+
+/// What `cuMemAlloc` aligns to.
+const ALIGNMENT: usize = 256;
+
+/// Memory straight from the driver, one call per block. Both calls are synchronous and the stream
+/// plays no part: a block may be used on every stream of the context as soon as it is there, and
+/// [`deallocate`](MemoryResource::deallocate) blocks the calling thread until all work of the
+/// context is complete, so that no use needs to be recorded; its bytes leave at once.
+///
+/// Work on streams of other contexts is not waited for: uses there must be complete before.
+///
+/// ```
+/// use cualloc::resource::{DirectResource, MemoryResource};
+/// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}};
+/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+/// # let driver = sim.driver()?;
+/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let stream = Stream::new(&context)?;
+/// let direct = DirectResource::new(&context);
+/// let block = direct.allocate(1 << 20, &stream, "scratch".into())?;
+/// assert_eq!(direct.outstanding().live, 1 << 20);
+/// direct.deallocate(block)?;
+/// assert_eq!(direct.outstanding().total(), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct DirectResource {
+    context: Context,
+    source: u64,
+    generation: AtomicU64,
+    live: AtomicU64,
+    blocks: Mutex<HashMap<u64, BlockKey>>,
+}
+
+impl DirectResource {
+    /// A resource of a context.
+    pub fn new(context: &Context) -> DirectResource {
+        DirectResource {
+            context: context.clone(),
+            source: super::next_source(),
+            generation: AtomicU64::new(0),
+            live: AtomicU64::new(0),
+            blocks: Mutex::default(),
+        }
+    }
+
+    fn blocks(&self) -> MutexGuard<'_, HashMap<u64, BlockKey>> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn knows(&self, block: &BlockIdentity) -> Result<(), ResourceError> {
+        match self.blocks().get(&block.ptr) {
+            Some(key) if *key == block.key => Ok(()),
+            _ => Err(ResourceError::UseAfterFree {
+                ptr: block.ptr,
+                key: block.key,
+            }),
+        }
+    }
+
+    fn release(&self, block: &BlockIdentity) -> Result<(), ResourceError> {
+        self.knows(block)?;
+        let entered = self.context.enter()?;
+        entered.synchronize()?;
+        // Out of the books before the address can be given to somebody else.
+        self.blocks().remove(&block.ptr);
+        // SAFETY: made by `mem_alloc` here and not yet freed, as the books said; the work of the
+        // context is complete, and that of others is the caller's to have waited for.
+        if let Err(error) = unsafe { entered.mem_free(block.ptr) } {
+            self.blocks().insert(block.ptr, block.key);
+            return Err(error.into());
+        }
+        self.live.fetch_sub(block.bytes as u64, Ordering::AcqRel);
+        Ok(())
+    }
+}
+
+impl MemoryResource for DirectResource {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        if bytes == 0 || round_size(bytes).is_none() {
+            let requested = bytes as u64;
+            return Err(ResourceError::InvalidSize { requested });
+        }
+        if !alignment.is_power_of_two() || alignment > ALIGNMENT {
+            return Err(ResourceError::InvalidAlignment { alignment });
+        }
+        super::ordered::same_place(&self.context, stream)?;
+        let stream = stream.id()?;
+        let ptr = self.context.enter()?.mem_alloc(bytes)?;
+        let key = BlockKey {
+            source: self.source,
+            id: 0,
+            generation: self.generation.fetch_add(1, Ordering::Relaxed) + 1,
+        };
+        self.blocks().insert(ptr, key);
+        self.live.fetch_add(bytes as u64, Ordering::AcqRel);
+        let identity = BlockIdentity {
+            key,
+            ptr,
+            bytes,
+            stream,
+            device: self.context.device().ordinal(),
+        };
+        Ok(ResourceBlock::new(identity, bytes as u64, alignment, tag))
+    }
+
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        self.release(&block.identity())
+            .map_err(|error| DeallocateError::new(block, error))
+    }
+
+    fn context(&self) -> &Context {
+        &self.context
+    }
+
+    fn outstanding(&self) -> Outstanding {
+        Outstanding {
+            live: self.live.load(Ordering::Acquire),
+            pending: 0,
+        }
+    }
+
+    fn state(&self, block: &BlockIdentity) -> BlockState {
+        match self.knows(block) {
+            Ok(()) => BlockState::Live,
+            Err(_) => BlockState::Freed,
+        }
+    }
+}
+
+impl Drop for DirectResource {
+    fn drop(&mut self) {
+        let live = self.blocks().len();
+        if live > 0 {
+            log::warn!("a direct resource goes with {live} live blocks, which leak");
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Pooled events, one pool per context: an event can be recorded on streams of its context only.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::driver::{Context, DriverError, Event, Stream};
+
+/// Events that are not in use, by the key of their context. Cheap to clone.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct EventPools(Arc<Mutex<HashMap<u64, Vec<Event>>>>);
+
+impl EventPools {
+    /// An event of a context: a pooled one, or a new one.
+    pub(crate) fn take(&self, context: &Context) -> Result<Pooled, DriverError> {
+        let pooled = {
+            let mut pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            pools.get_mut(&context.key()).and_then(Vec::pop)
+        };
+        let event = match pooled {
+            Some(event) => event,
+            None => context.enter()?.create_event()?,
+        };
+        Ok(Pooled {
+            event: Some(event),
+            pools: self.clone(),
+        })
+    }
+
+    /// An event that stands for everything given to a stream so far.
+    pub(crate) fn record(&self, stream: &Stream) -> Result<Pooled, DriverError> {
+        let pooled = self.take(stream.context())?;
+        if let Some(event) = &pooled.event {
+            stream.record(event)?;
+        }
+        Ok(pooled)
+    }
+}
+
+/// An event that goes back to its pool when it is dropped. Waits that were submitted on it hold what
+/// it stood for, so it may be recorded anew at once.
+#[derive(Debug)]
+pub(crate) struct Pooled {
+    /// There until the drop.
+    event: Option<Event>,
+    pools: EventPools,
+}
+
+impl Pooled {
+    /// Lets later work of a stream start only after what the event stands for.
+    pub(crate) fn hold_back(&self, stream: &Stream) -> Result<(), DriverError> {
+        match &self.event {
+            Some(event) => stream.wait_event(event),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits on the host.
+    pub(crate) fn wait(&self) -> Result<(), DriverError> {
+        match &self.event {
+            Some(event) => event.context().enter()?.wait(event),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn is_complete(&self) -> Result<bool, DriverError> {
+        match &self.event {
+            Some(event) => event.context().enter()?.query(event),
+            None => Ok(true),
+        }
+    }
+}
+
+impl Drop for Pooled {
+    fn drop(&mut self) {
+        if let Some(event) = self.event.take() {
+            let key = event.context().key();
+            let mut pools = self.pools.0.lock().unwrap_or_else(PoisonError::into_inner);
+            pools.entry(key).or_default().push(event);
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! A budget's meter: reservation by one atomic step, pressure, listeners.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use super::error::ResourceError;
+
+/// How scarce a budget is: by the share of it that is free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[repr(u8)]
+pub enum Pressure {
+    /// More than 30 % are free, or there is no budget.
+    #[default]
+    None,
+    /// More than 10 %.
+    Low,
+    /// More than 5 %.
+    Medium,
+    /// More than nothing.
+    High,
+    /// Nothing is free.
+    Critical,
+}
+
+impl Pressure {
+    /// The level of a budget of `limit` bytes (0: no budget) with `used` bytes in use.
+    pub fn of(used: u64, limit: u64) -> Pressure {
+        if limit == 0 {
+            return Pressure::None;
+        }
+        let free = u128::from(limit.saturating_sub(used)) * 100;
+        let limit = u128::from(limit);
+        match free {
+            0 => Pressure::Critical,
+            _ if free > limit * 30 => Pressure::None,
+            _ if free > limit * 10 => Pressure::Low,
+            _ if free > limit * 5 => Pressure::Medium,
+            _ => Pressure::High,
+        }
+    }
+
+    /// The level's name in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pressure::None => "none",
+            Pressure::Low => "low",
+            Pressure::Medium => "medium",
+            Pressure::High => "high",
+            Pressure::Critical => "critical",
+        }
+    }
+
+    fn from_number(number: u8) -> Pressure {
+        match number {
+            1 => Pressure::Low,
+            2 => Pressure::Medium,
+            3 => Pressure::High,
+            4 => Pressure::Critical,
+            _ => Pressure::None,
+        }
+    }
+}
+
+impl fmt::Display for Pressure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Is told the old and the new level. Called without a lock.
+pub type PressureListener = dyn Fn(Pressure, Pressure) + Send + Sync;
+
+/// Listeners with their numbers.
+type Listeners = Vec<(u64, Arc<PressureListener>)>;
+
+/// A limit that no count reaches.
+pub(crate) const UNLIMITED: u64 = u64::MAX;
+
+/// Counts bytes against a limit. All methods from any thread; the count never passes the limit.
+pub(crate) struct Gauge {
+    /// Whose it is, for errors.
+    context: &'static str,
+    limit: AtomicU64,
+    used: AtomicU64,
+    peak: AtomicU64,
+    charges: AtomicU64,
+    level: AtomicU8,
+    listeners: RwLock<Arc<Listeners>>,
+    next_listener: AtomicU64,
+}
+
+impl Gauge {
+    pub(crate) fn new(context: &'static str, limit: u64) -> Arc<Gauge> {
+        Arc::new(Gauge {
+            context,
+            limit: AtomicU64::new(limit),
+            used: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+            charges: AtomicU64::new(0),
+            level: AtomicU8::new(0),
+            listeners: RwLock::default(),
+            next_listener: AtomicU64::new(1),
+        })
+    }
+
+    pub(crate) fn limit(&self) -> u64 {
+        self.limit.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_limit(&self, limit: u64) {
+        self.limit.store(limit, Ordering::Release);
+        self.announce();
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        self.used.load(Ordering::Acquire)
+    }
+
+    /// Bytes left.
+    pub(crate) fn remaining(&self) -> u64 {
+        self.limit().saturating_sub(self.used())
+    }
+
+    /// At least the count at this moment, so no observer sees a peak below what is used.
+    pub(crate) fn peak(&self) -> u64 {
+        let peak = self.peak.load(Ordering::Acquire);
+        peak.max(self.used())
+    }
+
+    /// Sets the peak to the count. Whoever adds meanwhile raises either the count that is read here
+    /// or the peak after it was set down: no peak is lost.
+    pub(crate) fn reset_peak(&self) {
+        self.peak.store(0, Ordering::Release);
+        self.peak.fetch_max(self.used(), Ordering::AcqRel);
+    }
+
+    /// Charges there are: live allocations.
+    pub(crate) fn count(&self) -> u64 {
+        self.charges.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn pressure(&self) -> Pressure {
+        match self.limit() {
+            UNLIMITED => Pressure::None,
+            limit => Pressure::of(self.used(), limit),
+        }
+    }
+
+    pub(crate) fn refusal(&self, requested: u64) -> ResourceError {
+        let (limit, used) = (self.limit(), self.used());
+        ResourceError::OutOfBudget {
+            context: self.context,
+            requested,
+            limit,
+            used,
+            remaining: limit.saturating_sub(used),
+        }
+    }
+
+    /// Whether `bytes` would fit now.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        bytes <= self.remaining()
+    }
+
+    /// Whether `bytes` could never fit.
+    pub(crate) fn is_too_small(&self, bytes: u64) -> bool {
+        bytes > self.limit()
+    }
+
+    /// Takes `bytes` out of the budget, all or nothing.
+    pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge, ResourceError> {
+        let taken = self
+            .used
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
+                let used = used.checked_add(bytes)?;
+                (used <= self.limit()).then_some(used)
+            });
+        let Ok(before) = taken else {
+            return Err(self.refusal(bytes));
+        };
+        Ok(self.charged(before, bytes))
+    }
+
+    fn charged(self: &Arc<Self>, before: u64, bytes: u64) -> Charge {
+        self.charges.fetch_add(1, Ordering::Relaxed);
+        self.peak.fetch_max(before + bytes, Ordering::AcqRel);
+        self.announce();
+        Charge {
+            gauge: Arc::clone(self),
+            bytes,
+        }
+    }
+
+    /// Counts bytes that are there anyway, whatever the limit says.
+    pub(crate) fn charge_existing(self: &Arc<Self>, bytes: u64) -> Charge {
+        let before = self.used.fetch_add(bytes, Ordering::AcqRel);
+        self.charged(before, bytes)
+    }
+
+    /// Tells the listeners of a change of level. The swap makes their pairs a chain; the loop makes
+    /// its end the level that holds.
+    fn announce(&self) {
+        loop {
+            let new = self.pressure();
+            if self.level.load(Ordering::Acquire) == new as u8 {
+                return;
+            }
+            let old = Pressure::from_number(self.level.swap(new as u8, Ordering::AcqRel));
+            if old != new {
+                let listeners = Arc::clone(
+                    &self
+                        .listeners
+                        .read()
+                        .unwrap_or_else(PoisonError::into_inner),
+                );
+                for (_, listener) in listeners.iter() {
+                    super::guarded("a pressure listener", || listener(old, new));
+                }
+            }
+        }
+    }
+
+    pub(crate) fn add_listener(&self, listener: Arc<PressureListener>) -> u64 {
+        let id = self.next_listener.fetch_add(1, Ordering::Relaxed);
+        let mut listeners = self
+            .listeners
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        Arc::make_mut(&mut listeners).push((id, listener));
+        id
+    }
+
+    pub(crate) fn remove_listener(&self, id: u64) -> bool {
+        let mut listeners = self
+            .listeners
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        let before = listeners.len();
+        Arc::make_mut(&mut listeners).retain(|(known, _)| *known != id);
+        listeners.len() != before
+    }
+}
+
+impl fmt::Debug for Gauge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gauge")
+            .field("context", &self.context)
+            .field("limit", &self.limit())
+            .field("used", &self.used())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Bytes taken out of a budget, given back on drop. Must not be dropped under a lock: it tells
+/// listeners.
+pub(crate) struct Charge {
+    gauge: Arc<Gauge>,
+    bytes: u64,
+}
+
+impl Charge {
+    pub(crate) fn is_of(&self, gauge: &Arc<Gauge>) -> bool {
+        Arc::ptr_eq(&self.gauge, gauge)
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Takes up to `bytes` of this charge into one of its own.
+    pub(crate) fn split(&mut self, bytes: u64) -> Charge {
+        let bytes = bytes.min(self.bytes);
+        self.bytes -= bytes;
+        self.gauge.charges.fetch_add(1, Ordering::Relaxed);
+        Charge {
+            gauge: Arc::clone(&self.gauge),
+            bytes,
+        }
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.gauge.charges.fetch_sub(1, Ordering::Relaxed);
+        // Exactly what was added, so the count cannot wrap.
+        self.gauge.used.fetch_sub(self.bytes, Ordering::AcqRel);
+        self.gauge.announce();
+    }
+}
+
+impl fmt::Debug for Charge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Charge({}, {})", self.gauge.context, self.bytes)
+    }
+}

@@ -1,0 +1,415 @@
+//! The logging adaptor and its sinks.
+
+use std::collections::VecDeque;
+use std::fmt::{self, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::driver::Stream;
+
+use super::block::{ResourceBlock, Tag};
+use super::clock::{Clock, SystemClock};
+use super::error::{DeallocateError, ResourceError};
+use super::traits::{MemoryResource, forward, forward_uses};
+
+/// Bytes of a message that are kept.
+const MESSAGE: usize = 256;
+
+/// What was asked of a resource.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LogAction {
+    /// A block was asked for.
+    Allocate,
+    /// A block was given back.
+    Deallocate,
+    /// Pending bytes were asked to leave.
+    Reap,
+}
+
+/// One call that went through a [`Logging`] adaptor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LogRecord {
+    /// Its number: increases over all adaptors and threads of the process.
+    pub order: u64,
+    /// What was asked.
+    pub action: LogAction,
+    /// The ordinal of the device.
+    pub device: usize,
+    /// The driver's id of the block's stream; 0 where there is none.
+    pub stream: u64,
+    /// The block's first byte; 0 where there is none.
+    pub ptr: u64,
+    /// Bytes asked for, given back, or left.
+    pub bytes: u64,
+    /// The block's label.
+    pub tag: Tag,
+    /// The generation of the block's record; 0 where there is none.
+    pub generation: u64,
+    /// A number of the calling thread, from 1.
+    pub thread: u64,
+    /// When, by the adaptor's clock.
+    pub time: Duration,
+    /// The kind of error; none if it went well.
+    pub error: Option<&'static str>,
+    message: Message,
+}
+
+impl LogRecord {
+    /// The error's text, at most 256 bytes of it.
+    pub fn message(&self) -> &str {
+        self.message.as_str()
+    }
+}
+
+impl fmt::Debug for LogRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "#{} {:?} device {} stream {} {:#x} {} bytes {:?} generation {} thread {} at {:?}",
+            self.order,
+            self.action,
+            self.device,
+            self.stream,
+            self.ptr,
+            self.bytes,
+            self.tag,
+            self.generation,
+            self.thread,
+            self.time,
+        )?;
+        match self.error {
+            None => Ok(()),
+            Some(kind) => write!(f, ": {kind}: {}", self.message()),
+        }
+    }
+}
+
+/// Text cut at a character's border, without an allocation.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Message {
+    bytes: [u8; MESSAGE],
+    length: usize,
+    cut: bool,
+}
+
+impl Message {
+    const EMPTY: Message = Message {
+        bytes: [0; MESSAGE],
+        length: 0,
+        cut: false,
+    };
+
+    fn of(text: &dyn fmt::Display) -> Message {
+        let mut message = Message::EMPTY;
+        // Cutting is no failure.
+        let _ = write!(message, "{text}");
+        message
+    }
+
+    fn as_str(&self) -> &str {
+        // Always whole characters.
+        std::str::from_utf8(&self.bytes[..self.length]).unwrap_or_default()
+    }
+}
+
+impl Write for Message {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        if self.cut {
+            return Ok(());
+        }
+        let room = MESSAGE - self.length;
+        let mut end = text.len().min(room);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        self.cut = end < text.len();
+        self.bytes[self.length..self.length + end].copy_from_slice(&text.as_bytes()[..end]);
+        self.length += end;
+        Ok(())
+    }
+}
+
+/// A sink could not take a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the sink did not take the record")]
+pub struct SinkError;
+
+/// Where records go. Called by many threads, without a lock of the adaptor's.
+pub trait LogSink: Send + Sync {
+    /// Whether records are wanted at all: if not, none is made.
+    fn is_enabled(&self) -> bool {
+        true
+    }
+
+    /// Takes a record.
+    ///
+    /// # Errors
+    /// [`SinkError`]: the adaptor counts it as dropped, and its caller does not notice.
+    fn write(&self, record: &LogRecord) -> Result<(), SinkError>;
+}
+
+impl<S: LogSink + ?Sized> LogSink for Arc<S> {
+    fn is_enabled(&self) -> bool {
+        (**self).is_enabled()
+    }
+
+    fn write(&self, record: &LogRecord) -> Result<(), SinkError> {
+        (**self).write(record)
+    }
+}
+
+/// Takes nothing, and costs nothing: no record is made, no memory allocated.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NullSink;
+
+impl LogSink for NullSink {
+    #[inline]
+    fn is_enabled(&self) -> bool {
+        false
+    }
+
+    fn write(&self, _record: &LogRecord) -> Result<(), SinkError> {
+        Ok(())
+    }
+}
+
+/// Keeps the newest records in memory; older ones are dropped and counted.
+///
+/// ```
+/// use cualloc::resource::{Logging, MemoryResource, RingSink};
+/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+/// # let driver = sim.driver()?;
+/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// # let stream = allocator.create_stream()?;
+/// use std::sync::Arc;
+/// let ring = Arc::new(RingSink::default());
+/// let logged = Logging::new(allocator, ring.clone());
+/// let block = logged.allocate(1000, &stream, "x".into())?;
+/// logged.deallocate(block)?;
+/// assert_eq!(ring.len(), 2);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct RingSink {
+    capacity: usize,
+    records: Mutex<VecDeque<LogRecord>>,
+    dropped: AtomicU64,
+}
+
+impl Default for RingSink {
+    fn default() -> RingSink {
+        RingSink::new(4096)
+    }
+}
+
+impl RingSink {
+    /// Keeps at most `capacity` records, at least 1.
+    pub fn new(capacity: usize) -> RingSink {
+        let capacity = capacity.max(1);
+        RingSink {
+            capacity,
+            records: Mutex::default(),
+            dropped: AtomicU64::new(0),
+        }
+    }
+
+    fn records(&self) -> MutexGuard<'_, VecDeque<LogRecord>> {
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A copy of the records, in the order in which they came.
+    pub fn snapshot(&self) -> Vec<LogRecord> {
+        self.records().iter().copied().collect()
+    }
+
+    /// Records kept.
+    pub fn len(&self) -> usize {
+        self.records().len()
+    }
+
+    /// Whether none are kept.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Forgets all records.
+    pub fn clear(&self) {
+        self.records().clear();
+    }
+
+    /// Records that made room for newer ones.
+    pub fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+}
+
+impl LogSink for RingSink {
+    fn write(&self, record: &LogRecord) -> Result<(), SinkError> {
+        let mut records = self.records();
+        if records.len() == self.capacity {
+            records.pop_front();
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+        records.push_back(*record);
+        Ok(())
+    }
+}
+
+fn thread_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local! {
+        static MINE: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    // A thread that ends has no number left.
+    MINE.try_with(|mine| *mine).unwrap_or(0)
+}
+
+fn next_order() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// Writes one record per allocation, deallocation and reap to a sink. See [`RingSink`].
+pub struct Logging<R, S> {
+    inner: R,
+    sink: S,
+    clock: Arc<dyn Clock>,
+    dropped: AtomicU64,
+}
+
+impl<R: MemoryResource, S: LogSink> Logging<R, S> {
+    /// Over another resource.
+    pub fn new(inner: R, sink: S) -> Self {
+        Self::with_clock(inner, sink, Arc::new(SystemClock::default()))
+    }
+
+    /// With a clock for the records' times.
+    pub fn with_clock(inner: R, sink: S, clock: Arc<dyn Clock>) -> Self {
+        Logging {
+            inner,
+            sink,
+            clock,
+            dropped: AtomicU64::new(0),
+        }
+    }
+
+    /// Records that the sink did not take.
+    pub fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+
+    /// The sink.
+    pub fn sink(&self) -> &S {
+        &self.sink
+    }
+
+    /// The resource below.
+    pub fn inner(&self) -> &R {
+        &self.inner
+    }
+
+    fn record(&self, action: LogAction, error: Option<&ResourceError>) -> LogRecord {
+        LogRecord {
+            order: next_order(),
+            action,
+            device: self.inner.device(),
+            stream: 0,
+            ptr: 0,
+            bytes: 0,
+            tag: Tag::default(),
+            generation: 0,
+            thread: thread_number(),
+            time: self.clock.now(),
+            error: error.map(ResourceError::kind),
+            message: error.map_or(Message::EMPTY, |error| Message::of(error)),
+        }
+    }
+
+    fn write(&self, record: &LogRecord) {
+        if self.sink.write(record).is_err() {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
+    #[inline]
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        let result = self.inner.allocate_aligned(bytes, alignment, stream, tag);
+        if self.sink.is_enabled() {
+            let mut record = self.record(LogAction::Allocate, result.as_ref().err());
+            record.bytes = bytes as u64;
+            record.tag = tag;
+            record.stream = stream.id().unwrap_or(0);
+            if let Ok(block) = &result {
+                record.ptr = block.ptr();
+                record.generation = block.generation();
+            }
+            self.write(&record);
+        }
+        result
+    }
+
+    #[inline]
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let (identity, tag) = (block.identity(), block.tag());
+        let result = self.inner.deallocate(block);
+        if self.sink.is_enabled() {
+            let error = result.as_ref().err().map(|failure| &failure.error);
+            let mut record = self.record(LogAction::Deallocate, error);
+            record.bytes = identity.bytes as u64;
+            record.tag = tag;
+            record.stream = identity.stream;
+            record.ptr = identity.ptr;
+            record.generation = identity.key.generation;
+            self.write(&record);
+        }
+        result
+    }
+
+    fn reap(&self) -> Result<u64, ResourceError> {
+        let result = self.inner.reap();
+        if self.sink.is_enabled() {
+            let mut record = self.record(LogAction::Reap, result.as_ref().err());
+            record.bytes = *result.as_ref().unwrap_or(&0);
+            self.write(&record);
+        }
+        result
+    }
+
+    forward!(inner);
+    forward_uses!(inner);
+}
+
+impl<R: fmt::Debug, S> fmt::Debug for Logging<R, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Logging")
+            .field("inner", &self.inner)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// S5.31: the message is cut at a character's border, at 256 bytes at most.
+    #[test]
+    fn s5_31_messages_are_cut_at_a_character() {
+        let text = format!("{}é{}", "a".repeat(MESSAGE - 1), "b".repeat(9));
+        let message = Message::of(&text);
+        assert_eq!(message.as_str(), "a".repeat(MESSAGE - 1));
+        assert_eq!(Message::of(&"é".repeat(128)).as_str(), "é".repeat(128));
+        assert_eq!(Message::of(&"short").as_str(), "short");
+    }
+}

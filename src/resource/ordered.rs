@@ -1,0 +1,497 @@
+//! The async resource: stream order with reads and writes told apart.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::allocator::{Allocator, Trimmed};
+use crate::driver::{Context, DriverError, Stream, StreamKind};
+
+use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
+use super::error::{DeallocateError, ResourceError, StreamMisuse};
+use super::events::{EventPools, Pooled};
+use super::gauge::Charge;
+use super::traits::{MemoryResource, Outstanding, Tracking};
+use super::uses::Uses;
+
+/// Deallocations that share a marker at most.
+const BATCH: usize = 256;
+
+/// Memory in the order of streams, with the use of each block tracked by access.
+///
+/// Allocating records a ready point on the stream, which counts as the first write.
+/// [`prepare_use`](MemoryResource::prepare_use) makes a stream wait for the last write, and before a
+/// write also for all reads since; [`finish_use`](MemoryResource::finish_use) records the new use.
+/// Deallocating makes the block's own stream wait for all uses on others and then gives the block
+/// back in the order of that stream; its bytes count as pending until a
+/// [`reap`](MemoryResource::reap) has seen the stream get there. (With several hundred of them
+/// pending on a stream, a deallocation also asks, without waiting, for the oldest.)
+///
+/// Events come from a pool per context, so steady work creates none. No lock is held during a driver
+/// call. A stream that is borrowed must live until the blocks allocated on it are deallocated; what
+/// is pending on it then is known by events and needs the stream no more.
+///
+/// ```
+/// use cualloc::resource::{Access, AsyncResource, MemoryResource};
+/// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+/// # let driver = sim.driver()?;
+/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// let resource = AsyncResource::new(allocator);
+/// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
+/// let block = resource.allocate(4096, &a, "pair".into())?;
+/// let id = block.identity();
+/// resource.prepare_use(&id, &b, Access::Write)?; // b waits for the allocation on a
+/// // ... launch on b ...
+/// resource.finish_use(&id, &b, Access::Write)?;
+/// resource.deallocate(block)?; // a waits for b
+/// assert_eq!(resource.outstanding().pending, 4096);
+/// assert_eq!(resource.reap()?, 4096);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct AsyncResource<R: MemoryResource = Allocator> {
+    inner: R,
+    events: EventPools,
+    books: Mutex<Books>,
+}
+
+#[derive(Debug, Default)]
+struct Books {
+    blocks: HashMap<u64, Arc<Entry>>,
+    live: u64,
+    pending: HashMap<u64, Queue>,
+    next_batch: u64,
+    /// Deallocations so far, of all streams.
+    pushes: u64,
+}
+
+/// A live block.
+#[derive(Debug)]
+struct Entry {
+    identity: BlockIdentity,
+    stream: Stream,
+    /// Charges that belong to what is below this resource, and leave with the block.
+    charges_below: usize,
+    uses: Mutex<Uses>,
+}
+
+impl Entry {
+    fn uses(&self) -> MutexGuard<'_, Uses> {
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The pending deallocations of one stream.
+#[derive(Debug, Default)]
+struct Queue {
+    /// The number of the newest deallocation.
+    newest: u64,
+    batches: VecDeque<Batch>,
+}
+
+/// Deallocations that one marker covers.
+#[derive(Debug)]
+struct Batch {
+    id: u64,
+    marker: Arc<Pooled>,
+    retired: Vec<Retired>,
+    /// Somebody waits for this marker: it must not be replaced.
+    closed: bool,
+    quarantined: bool,
+}
+
+#[derive(Debug)]
+struct Retired {
+    key: BlockKey,
+    bytes: u64,
+    /// End when the bytes leave.
+    #[expect(dead_code, reason = "held for its drop")]
+    charges: Vec<Charge>,
+}
+
+/// Whether a stream can be used with memory of a context: the same driver and device.
+pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), ResourceError> {
+    let library = |context: &Context| context.driver().functions().cuInit.map(|f| f as usize);
+    if library(context) != library(stream.context()) {
+        return Err(StreamMisuse::ForeignDriver.into());
+    }
+    let (expected, found) = (context.device(), stream.context().device());
+    if expected != found {
+        return Err(ResourceError::WrongDevice {
+            expected: expected.ordinal(),
+            found: found.ordinal(),
+        });
+    }
+    Ok(())
+}
+
+/// Recording into somebody's graph would leave an event that nothing outside may wait for.
+fn refuse_capture(stream: &Stream, id: u64) -> Result<(), ResourceError> {
+    if stream.is_capturing()? {
+        return Err(StreamMisuse::Capturing(id).into());
+    }
+    Ok(())
+}
+
+impl<R: MemoryResource> AsyncResource<R> {
+    /// Over another resource, whose memory must be in the order of streams.
+    pub fn new(inner: R) -> AsyncResource<R> {
+        AsyncResource {
+            inner,
+            events: EventPools::default(),
+            books: Mutex::default(),
+        }
+    }
+
+    /// The resource below.
+    pub fn inner(&self) -> &R {
+        &self.inner
+    }
+
+    /// Bytes that are pending on a stream, by the driver's id of it.
+    pub fn pending_on(&self, stream: u64) -> u64 {
+        let books = self.books();
+        books.pending.get(&stream).map_or(0, Queue::bytes)
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn entry(&self, block: &BlockIdentity) -> Result<Arc<Entry>, ResourceError> {
+        match self.books().blocks.get(&block.ptr) {
+            Some(entry) if entry.identity.key == block.key => Ok(Arc::clone(entry)),
+            _ => Err(ResourceError::UseAfterFree {
+                ptr: block.ptr,
+                key: block.key,
+            }),
+        }
+    }
+
+    /// Makes the block's stream wait for all uses on others, and marks the place; no marker if all
+    /// of it is already complete.
+    fn settle(
+        &self,
+        entry: &Entry,
+        points: &[super::uses::Point],
+    ) -> Result<Option<Pooled>, DriverError> {
+        let home = entry.identity.stream;
+        if entry.stream.kind() == StreamKind::PerThreadDefault && entry.stream.id()? != home {
+            // On this thread the handle means another stream. What other contexts do is waited for
+            // by this thread's stream, and that with all others of its context.
+            let here = entry.stream.id()?;
+            for point in points {
+                point.hold_back(&entry.stream, here, &self.events)?;
+            }
+            entry.stream.context().enter()?.synchronize()?;
+            return Ok(None);
+        }
+        for point in points {
+            point.hold_back(&entry.stream, home, &self.events)?;
+        }
+        self.events.record(&entry.stream).map(Some)
+    }
+
+    fn retire(&self, entry: &Arc<Entry>, mut block: ResourceBlock) -> Result<(), DeallocateError> {
+        let identity = entry.identity;
+        let points = {
+            let mut uses = entry.uses();
+            if uses.closed {
+                let gone = ResourceError::gone(&block);
+                return Err(DeallocateError::new(block, gone));
+            }
+            uses.closed = true;
+            uses.before(Access::Write).0
+        };
+        let reopen = |block, error: ResourceError| {
+            entry.uses().closed = false;
+            Err(DeallocateError::new(block, error))
+        };
+        let newest = self.books().newest(identity.stream);
+        let capture = refuse_capture(&entry.stream, identity.stream);
+        let marker = match capture.and_then(|()| Ok(self.settle(entry, &points)?)) {
+            Ok(marker) => marker,
+            Err(error) => return reopen(block, error),
+        };
+        // Out of the table before the address can be given to somebody else.
+        self.books().blocks.remove(&identity.ptr);
+        let charges = block.split_charges(entry.charges_below);
+        if let Err(failure) = self.inner.deallocate(block) {
+            self.books().blocks.insert(identity.ptr, Arc::clone(entry));
+            let mut block = *failure.block;
+            charges.into_iter().for_each(|charge| block.attach(charge));
+            return reopen(block, failure.error);
+        }
+        let retired = Retired {
+            key: identity.key,
+            bytes: identity.bytes as u64,
+            charges,
+        };
+        self.push(identity.stream, retired, marker, newest);
+        Ok(())
+    }
+
+    /// Puts a deallocation into the queue of its stream.
+    fn push(&self, stream: u64, retired: Retired, marker: Option<Pooled>, newest: u64) {
+        let mut guard = self.books();
+        let books = &mut *guard;
+        books.live -= retired.bytes;
+        let Some(marker) = marker else {
+            drop(guard);
+            drop(retired);
+            return;
+        };
+        books.pushes += 1;
+        let queue = books.pending.entry(stream).or_default();
+        let alone = queue.newest == newest;
+        queue.newest = books.pushes;
+        let mut replaced = None;
+        let oldest = match queue.batches.back_mut() {
+            // The new marker was recorded after everything in the batch.
+            Some(batch) if alone && !batch.closed && batch.retired.len() < BATCH => {
+                replaced = Some(std::mem::replace(&mut batch.marker, Arc::new(marker)));
+                batch.retired.push(retired);
+                None
+            }
+            _ => {
+                queue.batches.push_back(Batch {
+                    id: books.next_batch,
+                    marker: Arc::new(marker),
+                    retired: vec![retired],
+                    closed: false,
+                    quarantined: false,
+                });
+                let many = queue.batches.len() > 2;
+                let oldest = queue.batches.front_mut().filter(|_| many);
+                let oldest = oldest.map(|batch| {
+                    batch.closed = true;
+                    (batch.id, Arc::clone(&batch.marker))
+                });
+                books.next_batch += 1;
+                oldest
+            }
+        };
+        drop(guard);
+        drop(replaced);
+        if let Some((batch, marker)) = oldest
+            && matches!(marker.is_complete(), Ok(true))
+        {
+            self.complete(stream, batch);
+        }
+    }
+
+    /// A batch's marker was seen complete: its bytes leave. How many.
+    fn complete(&self, stream: u64, batch: u64) -> u64 {
+        let done = {
+            let mut books = self.books();
+            let Some(queue) = books.pending.get_mut(&stream) else {
+                return 0;
+            };
+            let at = queue.batches.iter().position(|b| b.id == batch);
+            let done = at.and_then(|at| queue.batches.remove(at));
+            if queue.batches.is_empty() {
+                books.pending.remove(&stream);
+            }
+            done
+        };
+        // Charges end outside the lock.
+        done.map_or(0, |batch| batch.bytes())
+    }
+}
+
+impl Batch {
+    fn bytes(&self) -> u64 {
+        self.retired.iter().map(|retired| retired.bytes).sum()
+    }
+}
+
+impl Queue {
+    fn bytes(&self) -> u64 {
+        self.batches.iter().map(Batch::bytes).sum()
+    }
+}
+
+impl Books {
+    fn newest(&self, stream: u64) -> u64 {
+        self.pending.get(&stream).map_or(0, |queue| queue.newest)
+    }
+}
+
+impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        same_place(self.inner.context(), stream)?;
+        let id = stream.id()?;
+        refuse_capture(stream, id)?;
+        let block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        let ptr = block.ptr();
+        let ready = match self.events.record(stream) {
+            Ok(ready) => ready,
+            Err(error) => {
+                if let Err(failure) = self.inner.deallocate(block) {
+                    super::log_rarely(&failure.error, "a block leaks");
+                }
+                return Err(error.into());
+            }
+        };
+        let entry = Entry {
+            identity: block.identity(),
+            stream: stream.clone(),
+            charges_below: block.charges().count(),
+            uses: Mutex::new(Uses::new(id, ready)),
+        };
+        let mut books = self.books();
+        if books.blocks.contains_key(&ptr) {
+            drop(books);
+            // Giving it back below would free the memory of the block that is there.
+            log::error!("memory at {ptr:#x} was handed out twice; the second block leaks");
+            return Err(ResourceError::Collision { ptr });
+        }
+        books.live += bytes as u64;
+        books.blocks.insert(ptr, Arc::new(entry));
+        drop(books);
+        Ok(block)
+    }
+
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let entry = match self.entry(&block.identity()) {
+            Ok(entry) => entry,
+            Err(error) => return Err(DeallocateError::new(block, error)),
+        };
+        self.retire(&entry, block)
+    }
+
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    fn outstanding(&self) -> Outstanding {
+        let books = self.books();
+        Outstanding {
+            live: books.live,
+            pending: books.pending.values().map(Queue::bytes).sum(),
+        }
+    }
+
+    fn reap(&self) -> Result<u64, ResourceError> {
+        let mut waits: Vec<(u64, u64, Arc<Pooled>)> = {
+            let mut books = self.books();
+            let queues = books.pending.iter_mut();
+            queues
+                .flat_map(|(stream, queue)| {
+                    queue.batches.iter_mut().map(|batch| {
+                        batch.closed = true;
+                        (*stream, batch.id, Arc::clone(&batch.marker))
+                    })
+                })
+                .collect()
+        };
+        waits.sort_by_key(|(_, batch, _)| *batch);
+        let mut left = 0;
+        for (stream, batch, marker) in waits {
+            let waited = marker.wait();
+            drop(marker);
+            if let Err(error) = waited {
+                let mut books = self.books();
+                let queue = books.pending.get_mut(&stream);
+                for batch in queue.into_iter().flat_map(|queue| &mut queue.batches) {
+                    batch.quarantined = true;
+                }
+                return Err(error.into());
+            }
+            left += self.complete(stream, batch);
+        }
+        self.inner.reap()?;
+        Ok(left)
+    }
+
+    fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+        self.inner.trim(keep)
+    }
+
+    fn state(&self, block: &BlockIdentity) -> BlockState {
+        let books = self.books();
+        if let Some(entry) = books.blocks.get(&block.ptr)
+            && entry.identity.key == block.key
+        {
+            return BlockState::Live;
+        }
+        let mut batches = books.pending.values().flat_map(|queue| &queue.batches);
+        let found = batches.find(|batch| batch.retired.iter().any(|r| r.key == block.key));
+        match found {
+            Some(batch) if batch.quarantined => BlockState::Quarantined,
+            Some(_) => BlockState::Retired,
+            None => BlockState::Freed,
+        }
+    }
+
+    fn tracking(&self) -> Tracking {
+        Tracking::Access
+    }
+
+    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        self.finish_use(block, stream, Access::Read)
+    }
+
+    fn prepare_use(
+        &self,
+        block: &BlockIdentity,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), ResourceError> {
+        let entry = self.entry(block)?;
+        let id = stream.id()?;
+        refuse_capture(stream, id)?;
+        let (points, tick) = {
+            let uses = entry.uses();
+            if uses.closed {
+                return Err(ResourceError::UseAfterFree {
+                    ptr: block.ptr,
+                    key: block.key,
+                });
+            }
+            uses.before(access)
+        };
+        for point in &points {
+            point.hold_back(stream, id, &self.events)?;
+        }
+        if access.writes() {
+            entry.uses().ordered(id, tick);
+        }
+        Ok(())
+    }
+
+    fn finish_use(
+        &self,
+        block: &BlockIdentity,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), ResourceError> {
+        let entry = self.entry(block)?;
+        let id = stream.id()?;
+        refuse_capture(stream, id)?;
+        let begin = {
+            let mut uses = entry.uses();
+            if uses.closed {
+                return Err(ResourceError::UseAfterFree {
+                    ptr: block.ptr,
+                    key: block.key,
+                });
+            }
+            uses.begin()
+        };
+        let recorded = self.events.record(stream);
+        let (event, result) = match recorded {
+            Ok(event) => (Some(event), Ok(())),
+            Err(error) => (None, Err(error.into())),
+        };
+        entry.uses().done(stream, id, access, begin, event);
+        result
+    }
+}

@@ -1,0 +1,303 @@
+//! Probes for debugging: poison, and a guard against overlapping blocks.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::driver::Stream;
+
+use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
+use super::error::{DeallocateError, ResourceError};
+use super::events::{EventPools, Pooled};
+use super::traits::{MemoryResource, Tracking, forward, forward_reap};
+
+/// What a [`Probe`] does. Everything is off by default.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct ProbeConfig {
+    /// The byte that new blocks are filled with.
+    pub poison_allocated: Option<u8>,
+    /// The byte that blocks are filled with before they go back.
+    pub poison_freed: Option<u8>,
+    /// Check that no two live blocks overlap.
+    pub overlap: bool,
+    /// Panic on an overlap, instead of only reporting it.
+    pub panic: bool,
+}
+
+impl ProbeConfig {
+    /// By the environment: `CUALLOC_POISON_ALLOC` (fills with 0xCD), `CUALLOC_POISON_FREE` (fills
+    /// with 0xDD) and `CUALLOC_OVERLAP_GUARD`, each on if set to anything but nothing or 0. Each is
+    /// read once in the life of the process.
+    pub fn from_env() -> ProbeConfig {
+        static READ: OnceLock<ProbeConfig> = OnceLock::new();
+        *READ.get_or_init(|| Self::from_settings(|name| std::env::var(name).ok()))
+    }
+
+    /// By settings that a function gives for the names of [`from_env`](Self::from_env).
+    pub fn from_settings(get: impl Fn(&str) -> Option<String>) -> ProbeConfig {
+        let on = |name| get(name).is_some_and(|value| !matches!(value.trim(), "" | "0"));
+        ProbeConfig {
+            poison_allocated: on("CUALLOC_POISON_ALLOC").then_some(0xCD),
+            poison_freed: on("CUALLOC_POISON_FREE").then_some(0xDD),
+            overlap: on("CUALLOC_OVERLAP_GUARD"),
+            panic: false,
+        }
+    }
+
+    fn is_on(&self) -> bool {
+        *self != ProbeConfig::default()
+    }
+}
+
+/// Finds errors of a program, or of a resource: fills memory with a pattern when it comes and when it
+/// goes, and reports blocks that overlap.
+///
+/// Fills are queued on the block's stream: the first before the block is handed out, the last after
+/// all recorded uses. With everything off it only passes through.
+///
+/// ```
+/// use cualloc::resource::{MemoryResource, Probe, ProbeConfig};
+/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+/// # let driver = sim.driver()?;
+/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// # let stream = allocator.create_stream()?;
+/// let mut config = ProbeConfig::from_env();
+/// config.poison_freed = Some(0xDD);
+/// let probe = Probe::new(allocator, config);
+/// let block = probe.allocate(64, &stream, "x".into())?;
+/// let ptr = block.ptr();
+/// probe.deallocate(block)?;
+/// assert_eq!(sim.read_memory(ptr, 64), Some(vec![0xDD; 64]));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Probe<R> {
+    inner: R,
+    config: ProbeConfig,
+    events: EventPools,
+    live: Mutex<BTreeMap<u64, Live>>,
+}
+
+#[derive(Debug)]
+struct Live {
+    identity: BlockIdentity,
+    size: u64,
+    stream: Stream,
+    /// Uses on other streams, where the resource below does not put them in order.
+    uses: Vec<(u64, Pooled)>,
+}
+
+impl<R: MemoryResource> Probe<R> {
+    /// Over another resource.
+    pub fn new(inner: R, config: ProbeConfig) -> Self {
+        Probe {
+            inner,
+            config,
+            events: EventPools::default(),
+            live: Mutex::default(),
+        }
+    }
+
+    /// The resource below.
+    pub fn inner(&self) -> &R {
+        &self.inner
+    }
+
+    fn live(&self) -> MutexGuard<'_, BTreeMap<u64, Live>> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enters a block, unless it overlaps another one.
+    fn enter(&self, block: &ResourceBlock, stream: &Stream) -> Result<(), ResourceError> {
+        let identity = block.identity();
+        let (ptr, size) = (identity.ptr, block.size().max(identity.bytes as u64));
+        let overlap = {
+            let mut live = self.live();
+            let below = live.range(..ptr + size).next_back();
+            let other = below.filter(|(start, other)| *start + other.size > ptr);
+            match other {
+                Some((start, other)) if self.config.overlap => Some((*start, other.size)),
+                _ => {
+                    let entry = Live {
+                        identity,
+                        size,
+                        stream: stream.clone(),
+                        uses: Vec::new(),
+                    };
+                    live.insert(ptr, entry);
+                    None
+                }
+            }
+        };
+        let Some((old_ptr, old_bytes)) = overlap else {
+            return Ok(());
+        };
+        let error = ResourceError::Overlap {
+            new_ptr: ptr,
+            new_bytes: size,
+            old_ptr,
+            old_bytes,
+        };
+        log::error!("{error}; the new block leaks");
+        assert!(!self.config.panic, "{error}");
+        Err(error)
+    }
+
+    fn fill(&self, block: &BlockIdentity, byte: u8, stream: &Stream) -> Result<(), ResourceError> {
+        let entered = self.inner.context().enter()?;
+        // SAFETY: the block is live, and its stream is alive.
+        unsafe { entered.memset_d8(block.ptr, byte, block.bytes, stream.raw()) }?;
+        Ok(())
+    }
+
+    fn poison_new(
+        &self,
+        block: &BlockIdentity,
+        byte: u8,
+        stream: &Stream,
+    ) -> Result<(), ResourceError> {
+        self.fill(block, byte, stream)?;
+        match self.inner.tracking() {
+            // The first write, for uses on other streams.
+            Tracking::Access => self.inner.finish_use(block, stream, Access::Write),
+            Tracking::Reuse => Ok(()),
+            // The block may be used on any stream at once.
+            Tracking::None => Ok(stream.synchronize()?),
+        }
+    }
+
+    fn poison_old(&self, live: &Live, byte: u8) -> Result<(), ResourceError> {
+        let (block, stream) = (&live.identity, &live.stream);
+        match self.inner.tracking() {
+            Tracking::Access => {
+                self.inner.prepare_use(block, stream, Access::Write)?;
+                self.fill(block, byte, stream)?;
+                self.inner.finish_use(block, stream, Access::Write)
+            }
+            Tracking::Reuse => {
+                for (_, event) in &live.uses {
+                    event.hold_back(stream)?;
+                }
+                self.fill(block, byte, stream)
+            }
+            Tracking::None => {
+                self.inner.context().enter()?.synchronize()?;
+                self.fill(block, byte, stream)
+            }
+        }
+    }
+
+    /// A use went through: the last fill has to come after it.
+    fn used(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        let watched = self.config.poison_freed.is_some();
+        let id = stream.id()?;
+        if !watched || self.inner.tracking() != Tracking::Reuse || id == block.stream {
+            return Ok(());
+        }
+        let event = self.events.record(stream)?;
+        let mut live = self.live();
+        let entry = live.get_mut(&block.ptr);
+        let Some(entry) = entry.filter(|entry| entry.identity.key == block.key) else {
+            return Ok(());
+        };
+        // Two threads may record in either order, so no use is replaced while it is not complete.
+        entry.uses.push((id, event));
+        let many = entry.uses.len() > 16;
+        let old = if many {
+            std::mem::take(&mut entry.uses)
+        } else {
+            Vec::new()
+        };
+        drop(live);
+        if many {
+            let pending: Vec<_> = old
+                .into_iter()
+                .filter(|(_, event)| !matches!(event.is_complete(), Ok(true)))
+                .collect();
+            let mut live = self.live();
+            if let Some(entry) = live.get_mut(&block.ptr)
+                && entry.identity.key == block.key
+            {
+                entry.uses.extend(pending);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<R: MemoryResource> MemoryResource for Probe<R> {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        let block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        if !self.config.is_on() {
+            return Ok(block);
+        }
+        self.enter(&block, stream)?;
+        if let Some(byte) = self.config.poison_allocated
+            && let Err(error) = self.poison_new(&block.identity(), byte, stream)
+        {
+            self.live().remove(&block.ptr());
+            if let Err(failure) = self.inner.deallocate(block) {
+                super::log_rarely(&failure.error, "a block leaks");
+            }
+            return Err(error);
+        }
+        Ok(block)
+    }
+
+    /// As [`MemoryResource::deallocate`]; where it fails after the fill was queued, the contents
+    /// are gone.
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        if !self.config.is_on() {
+            return self.inner.deallocate(block);
+        }
+        let identity = block.identity();
+        let entry = {
+            let mut live = self.live();
+            match live.get(&identity.ptr) {
+                Some(known) if known.identity.key == identity.key => live.remove(&identity.ptr),
+                _ => None,
+            }
+        };
+        let Some(entry) = entry else {
+            return self.inner.deallocate(block);
+        };
+        let poisoned = match self.config.poison_freed {
+            Some(byte) => self.poison_old(&entry, byte),
+            None => Ok(()),
+        };
+        let result = match poisoned {
+            Ok(()) => self.inner.deallocate(block),
+            Err(error) => Err(DeallocateError::new(block, error)),
+        };
+        if result.is_err() {
+            self.live().insert(identity.ptr, entry);
+        }
+        result
+    }
+
+    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        self.inner.record_use(block, stream)?;
+        self.used(block, stream)
+    }
+
+    fn finish_use(
+        &self,
+        block: &BlockIdentity,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), ResourceError> {
+        self.inner.finish_use(block, stream, access)?;
+        self.used(block, stream)
+    }
+
+    forward!(inner);
+    forward_reap!(inner);
+}

@@ -1,0 +1,288 @@
+//! What a launch reads and writes.
+
+use crate::driver::Stream;
+
+use super::block::{Access, BlockIdentity, BlockState};
+use super::error::{RejectedKind, ResourceError, StreamMisuse};
+use super::traits::{MemoryResource, Tracking};
+
+/// How a launch recorder takes buffers that nobody tracks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RecordMode {
+    /// They are refused, with a reason, before anything is queued.
+    Strict,
+    /// They are passed over.
+    Permissive,
+}
+
+/// What a buffer is to a recorder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Buffer {
+    /// A block of a resource.
+    Block(BlockIdentity),
+    /// No bytes: there is nothing to track.
+    Empty,
+    /// Memory of ours that belongs to no resource.
+    Untracked,
+    /// Memory that somebody else owns.
+    External,
+}
+
+/// Something that a launch can use: a block, a slice, a column.
+pub trait Recordable {
+    /// What it is; identities are kept, not borrows.
+    fn buffer(&self) -> Buffer;
+}
+
+impl Recordable for Buffer {
+    fn buffer(&self) -> Buffer {
+        *self
+    }
+}
+
+impl Recordable for BlockIdentity {
+    fn buffer(&self) -> Buffer {
+        Buffer::Block(*self)
+    }
+}
+
+impl Recordable for super::ResourceBlock {
+    fn buffer(&self) -> Buffer {
+        Buffer::Block(self.identity())
+    }
+}
+
+impl<R: MemoryResource> Recordable for super::OwnedBlock<R> {
+    fn buffer(&self) -> Buffer {
+        self.identity().map_or(Buffer::Untracked, Buffer::Block)
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Recording,
+    Ready,
+    Committed,
+}
+
+/// Puts one launch in order with all other uses of its buffers: record what it reads and writes,
+/// [`preflight`](Self::preflight), launch, [`commit`](Self::commit).
+///
+/// ```
+/// use cualloc::resource::{AsyncResource, LaunchRecorder, MemoryResource, RecordMode};
+/// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+/// # let driver = sim.driver()?;
+/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// let resource = AsyncResource::new(allocator);
+/// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
+/// let (input, output) =
+///     (resource.allocate(64, &a, "in".into())?, resource.allocate(64, &a, "out".into())?);
+/// let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+/// recorder.read(&input)?.write(&output)?;
+/// recorder.preflight()?;
+/// // ... launch on b ...
+/// recorder.commit()?;
+/// resource.deallocate(input)?;
+/// resource.deallocate(output)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "a launch that is not committed is not tracked"]
+pub struct LaunchRecorder<R: MemoryResource> {
+    resource: R,
+    stream: Stream,
+    mode: RecordMode,
+    phase: Phase,
+    blocks: Vec<Entry>,
+    /// Buffers that are not blocks, by their place in the order of recording.
+    others: Vec<(usize, RejectedKind)>,
+    recorded: usize,
+}
+
+#[derive(Debug)]
+struct Entry {
+    block: BlockIdentity,
+    access: Access,
+    /// Its place in the order of recording.
+    index: usize,
+}
+
+impl<R: MemoryResource> LaunchRecorder<R> {
+    /// For one launch on a stream, with blocks of a resource (or a handle to it).
+    pub fn new(resource: R, stream: &Stream, mode: RecordMode) -> Self {
+        LaunchRecorder {
+            resource,
+            stream: stream.clone(),
+            mode,
+            phase: Phase::Recording,
+            blocks: Vec::new(),
+            others: Vec::new(),
+            recorded: 0,
+        }
+    }
+
+    /// The launch reads a buffer.
+    ///
+    /// # Errors
+    /// [`StreamMisuse::RecorderOrder`] after the preflight.
+    pub fn read(&mut self, buffer: &impl Recordable) -> Result<&mut Self, ResourceError> {
+        self.record(buffer, Access::Read)
+    }
+
+    /// The launch writes a buffer.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, ResourceError> {
+        self.record(buffer, Access::Write)
+    }
+
+    /// The launch reads and writes a buffer.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, ResourceError> {
+        self.record(buffer, Access::ReadWrite)
+    }
+
+    /// The launch uses a buffer.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn record(
+        &mut self,
+        buffer: &impl Recordable,
+        access: Access,
+    ) -> Result<&mut Self, ResourceError> {
+        if self.phase != Phase::Recording {
+            return Err(StreamMisuse::RecorderOrder {
+                asked: "recording a buffer",
+                because: "the preflight is over",
+            }
+            .into());
+        }
+        let index = self.recorded;
+        self.recorded += 1;
+        match buffer.buffer() {
+            Buffer::Empty => {}
+            Buffer::External => self.others.push((index, RejectedKind::External)),
+            Buffer::Untracked => self.others.push((index, RejectedKind::Untracked)),
+            Buffer::Block(identity) => {
+                let same = |other: &BlockIdentity| {
+                    (other.key, other.ptr, other.device)
+                        == (identity.key, identity.ptr, identity.device)
+                };
+                match self.blocks.iter_mut().find(|entry| same(&entry.block)) {
+                    Some(known) => known.access = known.access.merge(access),
+                    None => self.blocks.push(Entry {
+                        block: identity,
+                        access,
+                        index,
+                    }),
+                }
+            }
+        }
+        Ok(self)
+    }
+
+    /// The blocks recorded so far, each once, with what is done to it.
+    pub fn blocks(&self) -> impl Iterator<Item = (BlockIdentity, Access)> + '_ {
+        self.blocks.iter().map(|entry| (entry.block, entry.access))
+    }
+
+    /// Queues all waits of the launch on its stream. After an error nothing of the launch is
+    /// recorded, and it may be called again: waits that were queued already are only repeated.
+    ///
+    /// # Errors
+    /// [`ResourceError::RejectedBuffer`] in strict mode, before any wait; those of
+    /// [`MemoryResource::prepare_use`]; [`StreamMisuse::RecorderOrder`] the second time.
+    pub fn preflight(&mut self) -> Result<(), ResourceError> {
+        if self.phase != Phase::Recording {
+            return Err(StreamMisuse::RecorderOrder {
+                asked: "a preflight",
+                because: "it is over",
+            }
+            .into());
+        }
+        let (stream, device) = (self.stream.id()?, self.resource.device());
+        let tracking = self.resource.tracking();
+        // Where only reuse is tracked, a stream is in order with itself and no other.
+        let in_order = |block: &BlockIdentity| match tracking {
+            Tracking::Access => true,
+            Tracking::Reuse => block.stream == stream,
+            Tracking::None => false,
+        };
+        if self.mode == RecordMode::Strict {
+            let untracked = self.blocks.iter().filter(|entry| !in_order(&entry.block));
+            let untracked = untracked.map(|entry| (entry.index, RejectedKind::Untracked));
+            let others = self.others.iter().copied();
+            if let Some((index, kind)) = others.chain(untracked).min_by_key(|(index, _)| *index) {
+                return Err(ResourceError::RejectedBuffer { index, kind });
+            }
+        }
+        for Entry { block, .. } in &self.blocks {
+            if block.device != device {
+                return Err(ResourceError::WrongDevice {
+                    expected: device,
+                    found: block.device,
+                });
+            }
+            if self.resource.state(block) != BlockState::Live {
+                return Err(ResourceError::UseAfterFree {
+                    ptr: block.ptr,
+                    key: block.key,
+                });
+            }
+        }
+        for entry in self.blocks.iter().filter(|entry| in_order(&entry.block)) {
+            self.resource
+                .prepare_use(&entry.block, &self.stream, entry.access)?;
+        }
+        self.phase = Phase::Ready;
+        Ok(())
+    }
+
+    /// Records the uses, after the launch.
+    ///
+    /// # Errors
+    /// [`StreamMisuse::RecorderOrder`] without a preflight, except for a recorder without
+    /// buffers. The first of [`MemoryResource::finish_use`], after which every block of the launch
+    /// counts as used on its stream all the same.
+    pub fn commit(mut self) -> Result<(), ResourceError> {
+        if self.phase != Phase::Ready && self.recorded > 0 {
+            return Err(StreamMisuse::RecorderOrder {
+                asked: "a commit",
+                because: "there was no preflight",
+            }
+            .into());
+        }
+        self.phase = Phase::Committed;
+        if self.resource.tracking() == Tracking::None {
+            return Ok(());
+        }
+        let mut first = Ok(());
+        for entry in &self.blocks {
+            let finished = self
+                .resource
+                .finish_use(&entry.block, &self.stream, entry.access);
+            first = first.and(finished);
+        }
+        first
+    }
+}
+
+impl<R: MemoryResource> Drop for LaunchRecorder<R> {
+    fn drop(&mut self) {
+        if cfg!(debug_assertions) && self.phase != Phase::Committed && self.recorded > 0 {
+            log::warn!(
+                "a launch recorder of {} buffers on stream {:?} ({:?}) goes without a commit",
+                self.recorded,
+                self.stream.raw(),
+                self.mode
+            );
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The uses of one block: its last write and the reads since.
+
+use std::sync::Arc;
+
+use crate::driver::{DriverError, Stream, StreamKind};
+
+use super::block::Access;
+use super::events::{EventPools, Pooled};
+
+/// A moment in the work of a stream.
+#[derive(Debug, Clone)]
+pub(crate) struct Point {
+    stream: u64,
+    /// Ticks of the block's clock before and after the moment: two moments of one stream are known
+    /// to be in order if the first ended before the second began.
+    begin: u64,
+    end: u64,
+    how: How,
+}
+
+#[derive(Debug, Clone)]
+enum How {
+    Event(Arc<Pooled>),
+    /// No event could be recorded: everything the stream was given until it is asked for.
+    Late(Stream),
+}
+
+impl Point {
+    /// Lets later work of a stream start only after this moment. Nothing to do on its own stream.
+    pub(crate) fn hold_back(
+        &self,
+        stream: &Stream,
+        id: u64,
+        events: &EventPools,
+    ) -> Result<(), DriverError> {
+        if self.stream == id {
+            return Ok(());
+        }
+        match &self.how {
+            How::Event(event) => event.hold_back(stream),
+            How::Late(late) if late.kind() == StreamKind::PerThreadDefault => {
+                // The handle means another stream on this thread.
+                late.context().enter()?.synchronize()
+            }
+            How::Late(late) => events.record(late)?.hold_back(stream),
+        }
+    }
+}
+
+/// What is to be waited for before, or was done with, a block.
+#[derive(Debug)]
+pub(crate) struct Uses {
+    last_write: Point,
+    reads: Vec<Point>,
+    /// Streams that were made to wait for all uses up to a tick.
+    ordered: Vec<(u64, u64)>,
+    clock: u64,
+    /// A deallocation is under way, or done.
+    pub(crate) closed: bool,
+}
+
+impl Uses {
+    /// The allocation is the first write.
+    pub(crate) fn new(stream: u64, ready: Pooled) -> Uses {
+        let how = How::Event(Arc::new(ready));
+        Uses {
+            last_write: Point {
+                stream,
+                begin: 0,
+                end: 0,
+                how,
+            },
+            reads: Vec::new(),
+            ordered: Vec::new(),
+            clock: 0,
+            closed: false,
+        }
+    }
+
+    /// What an access has to wait for, and the tick that stands for having done so.
+    pub(crate) fn before(&self, access: Access) -> (Vec<Point>, u64) {
+        let mut points = vec![self.last_write.clone()];
+        if access.writes() {
+            points.extend(self.reads.iter().cloned());
+        }
+        (points, self.clock)
+    }
+
+    /// A stream was made to wait for all uses up to a tick.
+    pub(crate) fn ordered(&mut self, stream: u64, tick: u64) {
+        match self.ordered.iter_mut().find(|(known, _)| *known == stream) {
+            Some((_, known)) => *known = tick.max(*known),
+            None => self.ordered.push((stream, tick)),
+        }
+    }
+
+    /// The tick at which a use begins to be recorded.
+    pub(crate) fn begin(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    /// A use was recorded; without an event, everything the stream was given counts.
+    pub(crate) fn done(
+        &mut self,
+        stream: &Stream,
+        id: u64,
+        access: Access,
+        begin: u64,
+        event: Option<Pooled>,
+    ) {
+        self.clock += 1;
+        let point = Point {
+            stream: id,
+            begin,
+            end: self.clock,
+            how: match event {
+                Some(event) => How::Event(Arc::new(event)),
+                None => How::Late(stream.clone()),
+            },
+        };
+        let follows = |old: &Point| old.stream == id && old.end < point.begin;
+        if !access.writes() {
+            // One read per stream, but for reads recorded at the same time.
+            self.reads.retain(|old| !follows(old));
+            self.reads.push(point);
+            return;
+        }
+        let waited = self.ordered.iter().find(|(stream, _)| *stream == id);
+        let waited = waited.map_or(0, |(_, tick)| *tick);
+        self.ordered.clear();
+        // Uses that this write did not wait for are not forgotten: the memory must outlive them.
+        let covered = |old: &Point| follows(old) || (old.end <= waited && old.begin <= waited);
+        self.reads.retain(|old| !covered(old));
+        let before = std::mem::replace(&mut self.last_write, point.clone());
+        let unwaited = before.end > waited && !follows(&before);
+        if unwaited {
+            self.reads.push(before);
+        }
+    }
+}

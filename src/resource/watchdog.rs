@@ -1,0 +1,219 @@
+//! A thread that watches the device's free memory.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::clock::{Clock, SystemClock, Wakeup};
+
+/// Settings of a [`Watchdog`].
+#[derive(Clone)]
+pub struct WatchdogConfig {
+    /// Fewer free bytes than this pause.
+    pub threshold: u64,
+    /// Time between two looks.
+    pub interval: Duration,
+    /// Where time comes from.
+    pub clock: Arc<dyn Clock>,
+}
+
+impl Default for WatchdogConfig {
+    fn default() -> WatchdogConfig {
+        WatchdogConfig {
+            threshold: 512 << 20,
+            interval: Duration::from_secs(1),
+            clock: Arc::new(SystemClock::default()),
+        }
+    }
+}
+
+impl std::fmt::Debug for WatchdogConfig {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WatchdogConfig")
+            .field("threshold", &self.threshold)
+            .field("interval", &self.interval)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Looks at the device's free bytes at an interval, and pauses whoever asks while they are below a
+/// threshold. Stops when it is dropped.
+///
+/// It works without a device: where the free bytes cannot be had, nothing is paused.
+///
+/// ```
+/// use cualloc::resource::{ManualClock, Watchdog, WatchdogConfig};
+/// use std::{sync::Arc, time::Duration};
+/// let clock = ManualClock::default();
+/// let config = WatchdogConfig { threshold: 100, clock: Arc::new(clock), ..Default::default() };
+/// let watchdog = Watchdog::start(config, || Some(99))?;
+/// assert!(watchdog.wait_for_first_check(Duration::from_secs(5)) || !watchdog.is_paused());
+/// watchdog.stop();
+/// watchdog.wait_if_paused(); // stopped: nobody waits
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Watchdog {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    config: WatchdogConfig,
+    state: Mutex<State>,
+    /// Wakes the thread.
+    thread: Arc<Wakeup>,
+    /// Wakes those who wait for the thread.
+    waiters: Arc<Wakeup>,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared")
+            .field("config", &self.config)
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    paused: bool,
+    checks: u64,
+    stopped: bool,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, probe: impl Fn() -> Option<u64>) {
+        loop {
+            let seen = self.thread.count();
+            if self.state().stopped {
+                return;
+            }
+            let free = super::guarded("a watchdog's probe", &probe).flatten();
+            {
+                let mut state = self.state();
+                state.paused = !state.stopped && free.is_some_and(|f| f < self.config.threshold);
+                state.checks += 1;
+            }
+            self.waiters.wake();
+            let clock = &self.config.clock;
+            let next = clock.now().saturating_add(self.config.interval);
+            clock.wait(next, &self.thread, seen);
+        }
+    }
+}
+
+impl Watchdog {
+    /// Starts the thread. `probe` says how many bytes are free, or none if that is not known; see
+    /// [`free_bytes_of`](Self::free_bytes_of) for the device's.
+    ///
+    /// # Errors
+    /// The system's, if it gives no thread.
+    pub fn start(
+        config: WatchdogConfig,
+        probe: impl Fn() -> Option<u64> + Send + 'static,
+    ) -> std::io::Result<Watchdog> {
+        let shared = Arc::new(Shared {
+            config,
+            state: Mutex::default(),
+            thread: Wakeup::new(),
+            waiters: Wakeup::new(),
+        });
+        let inside = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("cualloc-watchdog".into())
+            .spawn(move || inside.run(probe))?;
+        Ok(Watchdog {
+            shared,
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// A probe that asks the driver for a context's device.
+    pub fn free_bytes_of(
+        context: &crate::driver::Context,
+    ) -> impl Fn() -> Option<u64> + Send + use<> {
+        let context = context.clone();
+        move || Some(context.enter().ok()?.mem_info().ok()?.free)
+    }
+
+    /// Whether the last look found too little.
+    pub fn is_paused(&self) -> bool {
+        self.shared.state().paused
+    }
+
+    /// Looks so far.
+    pub fn checks(&self) -> u64 {
+        self.shared.state().checks
+    }
+
+    /// Blocks while it is paused and not stopped.
+    pub fn wait_if_paused(&self) {
+        loop {
+            let seen = self.shared.waiters.count();
+            {
+                let state = self.shared.state();
+                if !state.paused || state.stopped {
+                    return;
+                }
+            }
+            // Woken by the next look, or by the stop.
+            self.shared
+                .config
+                .clock
+                .wait(Duration::MAX, &self.shared.waiters, seen);
+        }
+    }
+
+    /// Blocks until the first look, for at most `timeout`; whether there was one.
+    pub fn wait_for_first_check(&self, timeout: Duration) -> bool {
+        let clock = &self.shared.config.clock;
+        let end = clock.now().saturating_add(timeout);
+        loop {
+            let seen = self.shared.waiters.count();
+            {
+                let state = self.shared.state();
+                if state.checks > 0 {
+                    return true;
+                }
+                if state.stopped || clock.now() >= end {
+                    return false;
+                }
+            }
+            clock.wait(end, &self.shared.waiters, seen);
+        }
+    }
+
+    /// Stops the thread and lets everybody go who waits. Again does nothing.
+    pub fn stop(&self) {
+        {
+            let mut state = self.shared.state();
+            state.stopped = true;
+            state.paused = false;
+        }
+        self.shared.thread.wake();
+        self.shared.waiters.wake();
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            // Its own panics are caught.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
