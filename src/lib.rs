@@ -11,6 +11,7 @@ compile_error!("cualloc supports 64-bit targets only: the driver's API differs o
 
 pub mod allocator;
 pub mod buffer;
+pub mod column;
 pub mod driver;
 pub mod pool;
 pub mod resource;

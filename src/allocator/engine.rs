@@ -274,7 +274,7 @@ impl Engine {
 
     /// Lets go of streams that only we still hold: records their last marker and drops them.
     fn prune(&self) {
-        let alone: Vec<u32> = {
+        let alone: Vec<(u32, StreamKey)> = {
             let state = self.lock();
             let kept = state
                 .streams
@@ -283,33 +283,49 @@ impl Engine {
                     Holder::Kept(stream)
                         if stream.kind() == StreamKind::Owned && stream.holders() == 1 =>
                     {
-                        Some(at)
+                        Some((at, slot.key))
                     }
                     _ => None,
                 });
             kept.collect()
         };
-        for stream in alone {
-            if let Err(error) = self.retire_slot(stream) {
+        for (stream, key) in alone {
+            if let Err(error) = self.retire_slot(stream, key) {
                 self.log_marker_failure(&error);
             }
         }
     }
 
     /// Records the last marker of a stream and forgets its handle.
-    pub(crate) fn retire_slot(&self, stream: u32) -> Result<(), Error> {
-        self.lock().prepare_last_marker(stream);
+    ///
+    /// The key tells whether the slot is still that stream's: without the lock another thread may
+    /// have retired it, and a new stream moved in.
+    pub(crate) fn retire_slot(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
+        let gone = |state: &State| {
+            let slot = &state.streams[stream];
+            !slot.in_use || slot.key != key || matches!(slot.holder, Holder::Retired)
+        };
+        {
+            let mut state = self.lock();
+            if gone(&state) {
+                return Ok(());
+            }
+            state.prepare_last_marker(stream);
+        }
         self.mark(stream)?;
         let mut state = self.lock();
-        if !state.streams[stream].covered() {
+        if !gone(&state) && !state.streams[stream].covered() {
             // Somebody freed on the stream meanwhile, or began to capture it.
             drop(state);
             self.mark(stream)?;
             state = self.lock();
             let slot = &state.streams[stream];
-            if !slot.covered() {
+            if !gone(&state) && !slot.covered() {
                 return Err(Error::Capturing { stream: slot.raw });
             }
+        }
+        if gone(&state) {
+            return Ok(());
         }
         state.streams.forget_key(stream);
         let former = std::mem::replace(&mut state.streams[stream].holder, Holder::Retired);

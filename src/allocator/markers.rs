@@ -13,19 +13,27 @@ use super::streams::{Batch, Holder, StreamKey};
 impl Engine {
     /// Records a marker on a stream, if it is one on which that may be done here and now.
     pub(crate) fn mark(&self, stream: u32) -> Result<(), Error> {
-        let (batch, raw, context, pooled, key) = {
+        let (batch, raw, context, pooled, key, kept) = {
             let mut state = self.lock();
             let slot = &state.streams[stream];
             if !slot.in_use || matches!(slot.holder, Holder::Retired) || slot.covered() {
                 return Ok(());
             }
             let (raw, context, key) = (slot.raw, slot.context.clone(), slot.key);
+            // Another thread may let go of the stream while its marker is recorded.
+            let kept = match &slot.holder {
+                Holder::Kept(stream) => Some(stream.clone()),
+                _ => None,
+            };
             let pooled = state.events.get_mut(&context.key()).and_then(Vec::pop);
             // The bound is taken before the event is recorded, and frees from here on get a later
             // ticket: so the event covers every ticket up to the bound, and no other.
-            (state.streams.close_batch(stream), raw, context, pooled, key)
+            let batch = state.streams.close_batch(stream);
+            (batch, raw, context, pooled, key, kept)
         };
-        self.record_batch(batch, raw, &context, pooled, key)
+        let result = self.record_batch(batch, raw, &context, pooled, key);
+        drop(kept);
+        result
     }
 
     fn record_batch(

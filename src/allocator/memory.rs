@@ -8,6 +8,7 @@ use super::plan::{Growth, Release};
 use super::records::{COMPLETE, SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::state::{State, Stray, Want};
+use super::uses::Uses;
 
 /// A span of address space for large blocks is as long as the device's memory, but at most this;
 /// more is reserved when it is used up.
@@ -151,6 +152,13 @@ impl Engine {
         let mut first: Option<DriverError> = None;
         let mut released = 0;
         for release in plan {
+            if release.handle.is_none() {
+                match self.release_segment(&entered, release) {
+                    Ok(bytes) => released += bytes,
+                    Err(error) => first = first.or(Some(error)),
+                }
+                continue;
+            }
             let (unmapped, freed) = give_back(&entered, &release);
             let mut state = self.lock();
             if unmapped.is_ok() {
@@ -181,6 +189,26 @@ impl Engine {
             Some(error) => Err(self.error(error)),
             None => Ok(released),
         }
+    }
+
+    /// Frees a plain segment. It leaves the books first: as soon as the driver has it, another thread
+    /// may be given its address again.
+    fn release_segment(&self, entered: &Entered<'_>, release: Release) -> Result<u64, DriverError> {
+        let bytes = release.bytes;
+        {
+            let mut state = self.lock();
+            state.gone(&release);
+            state.unhold(bytes, release.space);
+            state.planned += bytes;
+        }
+        let (freed, _) = give_back(entered, &release);
+        let mut state = self.lock();
+        state.planned -= bytes;
+        if let Err(error) = freed {
+            state.readmit(release);
+            return Err(error);
+        }
+        Ok(bytes)
     }
 
     /// Tries again to release what an earlier failure left behind.
@@ -370,6 +398,20 @@ impl State {
             pool.reserved.add(bytes);
             pool.segments.add(1);
         });
+    }
+
+    /// Takes a segment into the books again that the driver would not free.
+    fn readmit(&mut self, release: Release) {
+        let Ok(granules) = u32::try_from(release.bytes / GRANULE) else {
+            return;
+        };
+        self.hold(release.addr, release.bytes, None, release.space);
+        let (space, records) = self.parts(release.space);
+        let id = space.add_region(records, release.addr, granules, Uses::None);
+        let busy = space.claim(records, id, 0, granules, Extent::Busy, &mut Vec::new());
+        if let Some(id) = busy {
+            self.restore(release.space, id, release.shards);
+        }
     }
 
     /// Whether an earlier failure left memory behind that nobody can use.

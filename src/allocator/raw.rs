@@ -202,9 +202,7 @@ impl Engine {
 
     /// Whether a block's life, by its identity, is going on.
     pub(crate) fn is_live(&self, id: u32, generation: u32) -> bool {
-        let state = self.lock();
-        let current = state.records.get(id);
-        current.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
+        self.lock().is_live((id, generation))
     }
 
     /// Frees a block by its identity.
@@ -304,7 +302,7 @@ impl Engine {
             });
         };
         self.refuse_capture(named)?;
-        self.retire_slot(stream)
+        self.retire_slot(stream, named.key)
     }
 }
 

@@ -1,6 +1,10 @@
 //! Random programs against an independent model: no two live or pending blocks overlap under any
 //! legal completion order, and the books are those of the model after each step.
 //!
+//! A program is plain data made from a seed. One that fails is shrunk and printed as the lines of a
+//! test; the shadow at the function table ([`shadow`]) is the model's only source on the order of
+//! streams.
+//!
 //! More of it, with other programs each time:
 //!
 //! ```text

@@ -1,0 +1,495 @@
+//! Arrow C Device arrays.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use arrow_buffer::Buffer;
+use arrow_data::ArrayData;
+pub use arrow_data::ffi::FFI_ArrowArray;
+pub use arrow_schema::ffi::FFI_ArrowSchema;
+use arrow_schema::{DataType, Field};
+
+use crate::driver::{Device, Event, Stream, sys};
+
+use super::columns::Column;
+use super::dlpack::{Described, place};
+use super::element::ElementType;
+use super::error::{ColumnError, ImportError, Invalid};
+use super::memory::{Foreign, Memory};
+use super::order::{Consumer, Producer, refuse_capture};
+
+/// The device type of CUDA device memory.
+const CUDA: i32 = 2;
+
+/// The extension type whose storage is one byte per truth value.
+const BOOL8: &str = "arrow.bool8";
+const EXTENSION_NAME: &str = "ARROW:extension:name";
+const EXTENSION_METADATA: &str = "ARROW:extension:metadata";
+
+/// An array in device memory, as the Arrow C Device data interface lays it out. Released on drop, by its
+/// own callback, exactly once, unless it was released or moved away before.
+///
+/// `Send` and `Sync`: the interface lets arrays be released from any thread, and shared access only reads.
+///
+/// ```
+/// # #[cfg(feature = "sim")] {
+/// # use cualloc::sim::{SimConfig, Simulator};
+/// # use cualloc::driver::Context;
+/// use cualloc::{Allocator, Config};
+/// use cualloc::column::{ArrowDeviceArray, Column, Consumer, ElementType, Producer};
+///
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let driver = sim.driver()?;
+/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// let alloc = Allocator::with_config(&context, Config::new())?;
+/// let (ours, theirs) = (alloc.create_stream()?, alloc.create_stream()?);
+/// let column = Column::from_slice(&alloc, &[1.5f64, 2.5], &ours)?;
+///
+/// // A structure of the consumer's, filled by us.
+/// let mut shared = ArrowDeviceArray::empty();
+/// column.to_arrow(&Consumer::Tracked(theirs.clone()))?.move_to(&mut shared);
+///
+/// // The consumer takes the array out of it.
+/// let array = shared.take();
+/// assert_eq!((array.device_type(), array.device_id()), (2, 0));
+/// let seen = Column::from_arrow(array, ElementType::F64, &theirs, Producer::Ordered)?;
+/// assert_eq!(seen.to_vec::<f64>()?, [1.5, 2.5]);
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[repr(C)]
+pub struct ArrowDeviceArray {
+    array: FFI_ArrowArray,
+    device_id: i64,
+    device_type: i32,
+    sync_event: *mut c_void,
+    reserved: [i64; 3],
+}
+
+const _: () = {
+    use std::mem::offset_of;
+    assert!(size_of::<FFI_ArrowArray>() == 80);
+    assert!(size_of::<ArrowDeviceArray>() == 128 && align_of::<ArrowDeviceArray>() == 8);
+    assert!(offset_of!(ArrowDeviceArray, array) == 0);
+    assert!(offset_of!(ArrowDeviceArray, device_id) == 80);
+    assert!(offset_of!(ArrowDeviceArray, device_type) == 88);
+    assert!(offset_of!(ArrowDeviceArray, sync_event) == 96);
+    assert!(offset_of!(ArrowDeviceArray, reserved) == 104);
+    assert!(size_of::<Fields>() == size_of::<FFI_ArrowArray>());
+};
+
+// SAFETY: by the contract of whoever filled it any thread may read it and release it.
+unsafe impl Send for ArrowDeviceArray {}
+// SAFETY: shared access only reads.
+unsafe impl Sync for ArrowDeviceArray {}
+
+/// What an [`ArrowDeviceArray`] is made of.
+#[derive(Debug)]
+pub struct ArrowParts {
+    /// The array, which is released on drop.
+    pub array: FFI_ArrowArray,
+    /// Ordinal of the device.
+    pub device_id: i64,
+    /// 2 is CUDA device memory.
+    pub device_type: i32,
+    /// Null, or where the handle of an event (`CUevent`) stands that is recorded behind the work which
+    /// fills the array. Owned by the array.
+    pub sync_event: *mut c_void,
+}
+
+/// The fields of an array, by the interface's definition: the accessors of [`FFI_ArrowArray`] panic on
+/// structures that are not as they should be.
+#[repr(C)]
+struct Fields {
+    length: i64,
+    null_count: i64,
+    offset: i64,
+    n_buffers: i64,
+    n_children: i64,
+    buffers: *const *const c_void,
+    children: *const c_void,
+    dictionary: *const c_void,
+    release: Option<unsafe extern "C" fn(*mut FFI_ArrowArray)>,
+    private_data: *mut c_void,
+}
+
+/// What an export keeps.
+struct Export {
+    release: Option<unsafe extern "C" fn(*mut FFI_ArrowArray)>,
+    private_data: *mut c_void,
+    /// What the consumer's pointer leads to.
+    handle: sys::CUevent,
+    event: Option<Event>,
+    memory: Arc<Memory>,
+}
+
+/// The callback of exports: never unwinds, any thread may call it.
+///
+/// # Safety
+/// `array` is null or an export of [`Column::to_arrow`] that is not released.
+unsafe extern "C" fn release(array: *mut FFI_ArrowArray) {
+    // SAFETY: the caller's contract.
+    let Some(array) = (unsafe { array.as_mut() }) else {
+        return;
+    };
+    let export = array.private_data().cast::<Export>();
+    if export.is_null() {
+        return;
+    }
+    // SAFETY: the box of `to_arrow`, given up there and taken back once by the caller's contract.
+    let mut export = unsafe { Box::from_raw(export) };
+    let done = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: the pair is the one that the array was made with.
+        unsafe {
+            array.set_private_data(export.private_data);
+            array.set_release(export.release);
+        }
+        if let Some(inner) = export.release {
+            // SAFETY: the array is as it was made; its own callback marks it as released.
+            unsafe { inner(array) }
+        }
+        drop(export.event.take());
+        drop(export);
+    }));
+    if done.is_err() {
+        log::error!("releasing an exported array panicked");
+    }
+    // SAFETY: whatever happened, it is not to be called again.
+    unsafe {
+        array.set_release(None);
+        array.set_private_data(ptr::null_mut());
+    }
+}
+
+impl ArrowDeviceArray {
+    /// A structure without an array: to be filled by a producer.
+    pub fn empty() -> Self {
+        ArrowDeviceArray {
+            array: FFI_ArrowArray::empty(),
+            device_id: -1,
+            device_type: 0,
+            sync_event: ptr::null_mut(),
+            reserved: [0; 3],
+        }
+    }
+
+    /// Puts a device array together.
+    ///
+    /// # Safety
+    /// What the parts say about the memory and the event is true until the array is released, which any
+    /// thread may do.
+    pub unsafe fn from_parts(parts: ArrowParts) -> Self {
+        ArrowDeviceArray {
+            array: parts.array,
+            device_id: parts.device_id,
+            device_type: parts.device_type,
+            sync_event: parts.sync_event,
+            reserved: [0; 3],
+        }
+    }
+
+    /// Takes it apart. The event lives as long as the array is not released.
+    pub fn into_parts(self) -> ArrowParts {
+        ArrowParts {
+            array: self.array,
+            device_id: self.device_id,
+            device_type: self.device_type,
+            sync_event: self.sync_event,
+        }
+    }
+
+    /// Moves an array out of a structure of C's, which is marked as released.
+    ///
+    /// # Safety
+    /// `raw` points to a structure that is initialised and writable, and fulfils the contract of
+    /// [`from_parts`](Self::from_parts).
+    pub unsafe fn from_raw(raw: *mut ArrowDeviceArray) -> Self {
+        // SAFETY: the caller's contract.
+        unsafe { raw.replace(ArrowDeviceArray::empty()) }
+    }
+
+    /// Moves the array into a structure of C's, whose former contents are overwritten without being
+    /// released. Whoever has the structure calls its release callback once.
+    ///
+    /// # Safety
+    /// `raw` is aligned and writable.
+    pub unsafe fn write_to(self, raw: *mut ArrowDeviceArray) {
+        // SAFETY: the caller's contract.
+        unsafe { raw.write(self) }
+    }
+
+    /// Moves the array into another structure, whose former array is released.
+    pub fn move_to(self, target: &mut ArrowDeviceArray) {
+        *target = self;
+    }
+
+    /// Moves the array out and leaves an empty structure.
+    pub fn take(&mut self) -> Self {
+        std::mem::replace(self, ArrowDeviceArray::empty())
+    }
+
+    /// Whether there is no array in it.
+    pub fn is_released(&self) -> bool {
+        self.array.is_released()
+    }
+
+    /// The array.
+    pub fn array(&self) -> &FFI_ArrowArray {
+        &self.array
+    }
+
+    /// The device's type: 2 is CUDA device memory.
+    pub fn device_type(&self) -> i32 {
+        self.device_type
+    }
+
+    /// The device's ordinal.
+    pub fn device_id(&self) -> i64 {
+        self.device_id
+    }
+
+    /// See [`ArrowParts::sync_event`].
+    pub fn sync_event(&self) -> *mut c_void {
+        self.sync_event
+    }
+
+    fn fields(&self) -> &Fields {
+        // SAFETY: both structures are laid out as the interface defines it.
+        unsafe { &*ptr::from_ref(&self.array).cast::<Fields>() }
+    }
+
+    /// The memory under it, if it is an export of this crate (of this copy of it in the process).
+    fn own_memory(&self) -> Option<Arc<Memory>> {
+        let fields = self.fields();
+        let ours: unsafe extern "C" fn(*mut FFI_ArrowArray) = release;
+        if !fields.release.is_some_and(|r| ptr::fn_addr_eq(r, ours)) {
+            return None;
+        }
+        // SAFETY: the callback is ours, so the private data is the box of an export, alive as the array
+        // is.
+        NonNull::new(fields.private_data.cast::<Export>())
+            .map(|export| Arc::clone(unsafe { &(*export.as_ptr()).memory }))
+    }
+
+    /// Checks everything that a column needs.
+    fn describe(&self, element: ElementType, device: Device) -> Result<Described, Invalid> {
+        let fields = self.fields();
+        if fields.release.is_none() {
+            return Err(Invalid::Released);
+        }
+        if self.device_type != CUDA {
+            return Err(Invalid::DeviceType {
+                device_type: self.device_type,
+            });
+        }
+        if self.device_id != i64::from(device.raw()) {
+            return Err(Invalid::Device {
+                expected: device.ordinal(),
+                actual: self.device_id,
+            });
+        }
+        if fields.n_children != 0 || !fields.dictionary.is_null() {
+            return Err(Invalid::Nested);
+        }
+        if fields.n_buffers != 2 || fields.buffers.is_null() {
+            return Err(Invalid::Buffers {
+                buffers: fields.n_buffers,
+            });
+        }
+        // SAFETY: two pointers by the contract of `from_parts`.
+        let (validity, data) = unsafe {
+            (
+                fields.buffers.read_unaligned(),
+                fields.buffers.add(1).read_unaligned(),
+            )
+        };
+        if fields.null_count > 0 || (fields.null_count < 0 && !validity.is_null()) {
+            return Err(Invalid::Nulls {
+                nulls: fields.null_count,
+            });
+        }
+        let size = element.bytes() as u64;
+        let shown = fields.offset as u64;
+        let offset = u64::try_from(fields.offset)
+            .ok()
+            .and_then(|offset| offset.checked_mul(size));
+        let (rows, ptr) = if fields.length == 0 {
+            // What the buffer of an empty array points to means nothing.
+            (0, 0)
+        } else {
+            place(element, fields.length, data as u64, shown, offset)?
+        };
+        Ok(Described {
+            ptr,
+            rows,
+            bytes: rows * element.bytes(),
+            element,
+            read_only: true,
+        })
+    }
+
+    /// Lets a stream wait for the array's event.
+    fn wait(&self, stream: &Stream) -> Result<(), ColumnError> {
+        let at = self.sync_event.cast::<sys::CUevent>();
+        if at.is_null() {
+            return Ok(());
+        }
+        // SAFETY: by the contract of `from_parts` a handle stands there, that of a live event.
+        let event = unsafe { Event::from_raw(stream.context(), at.read_unaligned()) };
+        refuse_capture(stream)?;
+        Ok(stream.wait_event(&event)?)
+    }
+}
+
+impl fmt::Debug for ArrowDeviceArray {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ArrowDeviceArray")
+            .field("array", &self.array)
+            .field("device_id", &self.device_id)
+            .field("device_type", &self.device_type)
+            .field("sync_event", &self.sync_event)
+            .field("reserved", &self.reserved)
+            .finish()
+    }
+}
+
+impl Column {
+    /// Exports the column as an Arrow array without nulls, with an event that stands for everything the
+    /// column's stream was given so far. Consumers wait for the event in any case; `consumer` says how
+    /// the end of their use is found out. Does not wait.
+    ///
+    /// The array's type is [`ElementType::arrow_field`]'s.
+    ///
+    /// # Errors
+    /// [`ColumnError::Capturing`]; driver errors.
+    pub fn to_arrow(&self, consumer: &Consumer) -> Result<ArrowDeviceArray, ColumnError> {
+        self.memory.lend(consumer)?;
+        let event = if self.byte_len() == 0 {
+            None
+        } else {
+            refuse_capture(self.stream())?;
+            let event = self.stream().context().enter()?.create_event()?;
+            self.stream().record(&event)?;
+            Some(event)
+        };
+        let buffer = match NonNull::new(ptr::with_exposed_provenance_mut::<u8>(self.ptr() as usize))
+        {
+            // SAFETY: nobody reads a device's buffer on the host; the export below keeps the memory.
+            Some(start) => unsafe {
+                Buffer::from_custom_allocation(start, self.byte_len(), Arc::new(()))
+            },
+            None => Buffer::from(Vec::<u64>::new()),
+        };
+        let kind = self.element_type().arrow_type();
+        // SAFETY: one buffer of so many elements and no nulls is what a primitive array has; nothing
+        // of it is read.
+        let data = unsafe {
+            ArrayData::new_unchecked(kind, self.rows(), Some(0), None, 0, vec![buffer], vec![])
+        };
+        let mut array = FFI_ArrowArray::new(&data);
+        let has_event = event.is_some();
+        let export = Box::into_raw(Box::new(Export {
+            release: array.release(),
+            private_data: array.private_data(),
+            handle: event.as_ref().map_or(ptr::null_mut(), Event::raw),
+            event,
+            memory: Arc::clone(&self.memory),
+        }));
+        // SAFETY: the box was made above. The callback fits it, and hands on to the pair that it
+        // replaces.
+        let handle = unsafe {
+            array.set_private_data(export.cast());
+            array.set_release(Some(release));
+            &raw mut (*export).handle
+        };
+        let sync_event = if has_event {
+            handle.cast()
+        } else {
+            ptr::null_mut()
+        };
+        Ok(ArrowDeviceArray {
+            array,
+            device_id: self.device().raw().into(),
+            device_type: CUDA,
+            sync_event,
+            reserved: [0; 3],
+        })
+    }
+
+    /// Makes a column of an array of a given type ([`ElementType::from_arrow_field`]), for use on a stream
+    /// of the array's device, which waits for the array's event. The column is read-only, as arrays are.
+    /// Does not wait on the host.
+    ///
+    /// # Errors
+    /// [`ColumnError::Invalid`] for an array that is not what a column needs, before any driver call;
+    /// [`ColumnError::Capturing`]; driver errors. With the array.
+    pub fn from_arrow(
+        array: ArrowDeviceArray,
+        element: ElementType,
+        stream: &Stream,
+        producer: Producer,
+    ) -> Result<Column, ImportError<ArrowDeviceArray>> {
+        let returned = array.own_memory();
+        let ready = || {
+            let described = array.describe(element, stream.context().device())?;
+            array.wait(stream)?;
+            Memory::expect(returned.as_deref(), stream, &producer)?;
+            Ok(described)
+        };
+        let described = match ready() {
+            Ok(described) => described,
+            Err(error) => {
+                return Err(ImportError {
+                    offered: Box::new(array),
+                    error,
+                });
+            }
+        };
+        let Described {
+            ptr, rows, bytes, ..
+        } = described;
+        let source = Foreign::Arrow(array);
+        let memory = Memory::import(source, returned, ptr, bytes, stream, producer);
+        Ok(Column::new(memory, element, rows, described.read_only))
+    }
+}
+
+impl ElementType {
+    /// How Arrow stores the type: truth values in a byte each.
+    fn arrow_type(self) -> DataType {
+        match self {
+            ElementType::I32 => DataType::Int32,
+            ElementType::I64 => DataType::Int64,
+            ElementType::U32 => DataType::UInt32,
+            ElementType::U64 => DataType::UInt64,
+            ElementType::F32 => DataType::Float32,
+            ElementType::F64 => DataType::Float64,
+            ElementType::Bool => DataType::Int8,
+        }
+    }
+
+    /// A field of this type, without nulls; [`FFI_ArrowSchema`] can be made of it. Truth values, which
+    /// Arrow's own type would pack into bits, are of the canonical extension type `arrow.bool8`.
+    pub fn arrow_field(self, name: impl Into<String>) -> Field {
+        let field = Field::new(name, self.arrow_type(), false);
+        if self != ElementType::Bool {
+            return field;
+        }
+        field.with_metadata(HashMap::from(
+            [(EXTENSION_NAME, BOOL8), (EXTENSION_METADATA, "")]
+                .map(|(key, value)| (key.to_owned(), value.to_owned())),
+        ))
+    }
+
+    /// The type of a field; none if columns do not have it.
+    pub fn from_arrow_field(field: &Field) -> Option<ElementType> {
+        let bool8 = field.metadata().get(EXTENSION_NAME).map(String::as_str) == Some(BOOL8);
+        ElementType::ALL.into_iter().find(|element| {
+            element.arrow_type() == *field.data_type() && bool8 == (*element == ElementType::Bool)
+        })
+    }
+}

@@ -1,0 +1,279 @@
+//! The memory under a column, whoever it belongs to, and the end of its life.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::allocator::Block;
+use crate::driver::{DriverError, Stream, StreamKind, sys};
+use crate::resource::{BlockIdentity, BlockKey, Buffer};
+
+use super::dlpack::DlpackTensor;
+use super::error::ColumnError;
+use super::order::{Consumer, Producer, order, refuse_capture, settle, settle_context};
+
+/// What was imported: dropping it releases it.
+#[derive(Debug)]
+pub(super) enum Foreign {
+    Dlpack(#[expect(dead_code, reason = "kept for its drop")] DlpackTensor),
+    #[cfg(feature = "arrow")]
+    Arrow(#[expect(dead_code, reason = "kept for its drop")] super::arrow::ArrowDeviceArray),
+}
+
+/// Whose the memory is.
+#[derive(Debug)]
+enum Owner {
+    /// No bytes, no memory.
+    Nobody,
+    Block(Block, BlockIdentity),
+    /// Our own memory come back through an export: the export, then the memory it keeps.
+    Returned(Foreign, Arc<Memory>),
+    Foreign {
+        source: Foreign,
+        producer: Option<Stream>,
+        /// Streams that use the memory beside the column's own.
+        uses: Mutex<Vec<Stream>>,
+    },
+}
+
+/// Memory with the stream in whose order it is used. Columns and their exports share it; the last one
+/// frees it.
+#[derive(Debug)]
+pub(super) struct Memory {
+    owner: Option<Owner>,
+    stream: Stream,
+    ptr: sys::CUdeviceptr,
+    bytes: usize,
+    /// Some consumer's streams are not known: freeing waits for the context.
+    untracked: AtomicBool,
+}
+
+impl Memory {
+    fn new(owner: Owner, stream: &Stream, ptr: sys::CUdeviceptr, bytes: usize) -> Arc<Memory> {
+        Arc::new(Memory {
+            owner: Some(owner),
+            stream: stream.clone(),
+            ptr,
+            bytes,
+            untracked: AtomicBool::new(false),
+        })
+    }
+
+    pub(super) fn empty(stream: &Stream) -> Arc<Memory> {
+        Memory::new(Owner::Nobody, stream, 0, 0)
+    }
+
+    /// The first `bytes` of a block.
+    pub(super) fn block(
+        block: Block,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<Arc<Memory>, (Block, DriverError)> {
+        let stream_id = match stream.id() {
+            Ok(id) => id,
+            Err(error) => return Err((block, error)),
+        };
+        let ptr = block.ptr();
+        let (id, generation) = block.generation();
+        let identity = BlockIdentity {
+            key: BlockKey {
+                source: block.engine().id,
+                id,
+                generation: generation.into(),
+            },
+            ptr,
+            bytes: block.requested(),
+            stream: stream_id,
+            device: block.engine().device.ordinal(),
+        };
+        Ok(Memory::new(
+            Owner::Block(block, identity),
+            stream,
+            ptr,
+            bytes,
+        ))
+    }
+
+    /// Gets a stream ready for memory that is about to be imported: orders it after the producer, and
+    /// tells the owner of our own memory come back (`returned`) of the new user.
+    pub(super) fn expect(
+        returned: Option<&Memory>,
+        stream: &Stream,
+        producer: &Producer,
+    ) -> Result<(), ColumnError> {
+        if let Producer::Stream(earlier) = producer {
+            order(earlier, stream)?;
+        }
+        match returned {
+            Some(memory) => memory.record(stream),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes over what was imported, after [`expect`](Self::expect).
+    pub(super) fn import(
+        source: Foreign,
+        returned: Option<Arc<Memory>>,
+        ptr: sys::CUdeviceptr,
+        bytes: usize,
+        stream: &Stream,
+        producer: Producer,
+    ) -> Arc<Memory> {
+        let owner = match returned {
+            Some(memory) => Owner::Returned(source, memory),
+            None => Owner::Foreign {
+                source,
+                producer: match producer {
+                    Producer::Ordered => None,
+                    Producer::Stream(stream) => Some(stream),
+                },
+                uses: Mutex::default(),
+            },
+        };
+        Memory::new(owner, stream, ptr, bytes)
+    }
+
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    pub(super) fn ptr(&self) -> sys::CUdeviceptr {
+        self.ptr
+    }
+
+    /// What the memory is to a launch recorder.
+    pub(super) fn buffer(&self) -> Buffer {
+        match &self.owner {
+            Some(Owner::Block(_, identity)) => Buffer::Block(*identity),
+            Some(Owner::Returned(_, memory)) => memory.buffer(),
+            Some(Owner::Foreign { .. }) => Buffer::External,
+            Some(Owner::Nobody) | None => Buffer::Empty,
+        }
+    }
+
+    pub(super) fn source(&self) -> Option<&Foreign> {
+        match self.owner.as_ref()? {
+            Owner::Returned(source, _) | Owner::Foreign { source, .. } => Some(source),
+            Owner::Nobody | Owner::Block(..) => None,
+        }
+    }
+
+    /// Notes that a stream uses the memory until it is freed.
+    pub(super) fn record(&self, stream: &Stream) -> Result<(), ColumnError> {
+        match &self.owner {
+            Some(Owner::Block(block, _)) => Ok(block.record_stream(stream)?),
+            Some(Owner::Returned(_, memory)) => memory.record(stream),
+            Some(Owner::Foreign { uses, .. }) => {
+                refuse_capture(stream)?;
+                let id = stream.id()?;
+                if id == self.stream.id()? {
+                    return Ok(());
+                }
+                let mut uses = uses.lock().unwrap_or_else(PoisonError::into_inner);
+                for known in uses.iter() {
+                    if known.id()? == id {
+                        return Ok(());
+                    }
+                }
+                uses.push(stream.clone());
+                Ok(())
+            }
+            Some(Owner::Nobody) | None => Ok(()),
+        }
+    }
+
+    /// Hands the memory to a consumer: orders its stream after ours, and notes its use.
+    pub(super) fn lend(&self, consumer: &Consumer) -> Result<(), ColumnError> {
+        if self.bytes == 0 {
+            return Ok(());
+        }
+        match consumer {
+            Consumer::Tracked(stream) => {
+                order(&self.stream, stream)?;
+                self.record(stream)
+            }
+            Consumer::Untracked(stream) => {
+                order(&self.stream, stream)?;
+                self.lend_untracked();
+                Ok(())
+            }
+            Consumer::Unordered => {
+                self.lend_untracked();
+                Ok(())
+            }
+        }
+    }
+
+    fn lend_untracked(&self) {
+        self.untracked.store(true, Ordering::Release);
+    }
+
+    /// The block alone, if nobody else has a part in it.
+    pub(super) fn into_block(self: Arc<Memory>) -> Result<Block, Arc<Memory>> {
+        let whole = matches!(&self.owner, Some(Owner::Block(..)));
+        if !whole || self.untracked.load(Ordering::Acquire) {
+            return Err(self);
+        }
+        let mut memory = Arc::try_unwrap(self)?;
+        match memory.owner.take() {
+            Some(Owner::Block(block, _)) => Ok(block),
+            owner => {
+                memory.owner = owner;
+                Err(Arc::new(memory))
+            }
+        }
+    }
+
+    /// Whether nothing uses foreign memory any more, by host waits or because its producer's stream
+    /// waits in our place.
+    fn quiesce(&self, producer: Option<&Stream>, uses: &[Stream]) -> Result<(), ColumnError> {
+        for stream in std::iter::once(&self.stream).chain(uses) {
+            if stream.kind() == StreamKind::PerThreadDefault {
+                // Here the handle means this thread's stream, not the one that was meant.
+                settle_context(stream.context())?;
+                continue;
+            }
+            let ordered = producer.is_some_and(|producer| order(stream, producer).is_ok());
+            if !ordered {
+                settle(stream)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let Some(mut owner) = self.owner.take() else {
+            return;
+        };
+        let context = self.stream.context();
+        if context.driver().is_forked_child() {
+            // Neither the driver nor whoever made the memory can be called here.
+            std::mem::forget(owner);
+            return;
+        }
+        let mut result = Ok(());
+        if self.bytes > 0 && *self.untracked.get_mut() {
+            result = settle_context(context).map_err(ColumnError::from);
+        }
+        if let (Ok(()), 1.., Owner::Foreign { producer, uses, .. }) =
+            (&result, self.bytes, &mut owner)
+        {
+            let uses = std::mem::take(uses.get_mut().unwrap_or_else(PoisonError::into_inner));
+            result = self.quiesce(producer.as_ref(), &uses);
+        }
+        if let Err(error) = result {
+            log::error!(
+                "{} bytes at {:#x} are never freed: their last use cannot be waited for: {error}",
+                self.bytes,
+                self.ptr
+            );
+            match owner {
+                Owner::Block(block, _) => {
+                    block.into_raw();
+                }
+                other => std::mem::forget(other),
+            }
+        }
+    }
+}

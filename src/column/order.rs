@@ -1,0 +1,128 @@
+//! Order between streams: who waits for whom when memory changes hands.
+
+use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
+
+use super::error::ColumnError;
+
+/// What the consumer of an export says about itself.
+///
+/// The consumer's work must come after what the producer gave to the column's stream before the
+/// export, and the memory must not be reused before the consumer's work is done, though the consumer
+/// may release the export while that work is still queued. Each variant sees to both.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Consumer {
+    /// The consumer works on this stream alone. The stream waits for the column's; once everything is
+    /// released, the memory is reused only when the stream is done with what it was given until then.
+    /// Nothing ever waits on the host.
+    ///
+    /// A borrowed stream must outlive the export or be retired
+    /// ([`Allocator::retire`](crate::Allocator::retire)) before it is destroyed.
+    Tracked(Stream),
+    /// The consumer starts on this stream, which waits for the column's. The stream may be gone when
+    /// the export is released, and others may be in use by then, so the last release waits on the host
+    /// for all work of the context.
+    Untracked(Stream),
+    /// The consumer sees to the order by itself when it starts. The last release waits as in
+    /// [`Untracked`](Self::Untracked).
+    Unordered,
+}
+
+impl Consumer {
+    /// What the `stream` argument of Python's `__dlpack__` says: none and 1 are the legacy default
+    /// stream, 2 the calling thread's own, -1 asks for no order, anything else is a handle, which is
+    /// used in this export only.
+    ///
+    /// # Errors
+    /// [`ColumnError::InvalidStream`] for 0 and other negative numbers; driver errors.
+    ///
+    /// # Safety
+    /// A handle must be a live stream of a context of the device until the export has been made.
+    pub unsafe fn from_protocol(
+        context: &Context,
+        stream: Option<i64>,
+    ) -> Result<Consumer, ColumnError> {
+        let raw = match stream {
+            Some(-1) => return Ok(Consumer::Unordered),
+            Some(value @ ..=0) => return Err(ColumnError::InvalidStream { value }),
+            None => 1,
+            Some(value) => value as usize,
+        };
+        let raw: sys::CUstream = std::ptr::with_exposed_provenance_mut(raw);
+        // SAFETY: the caller vouches for the handle.
+        let stream = unsafe { Stream::from_raw(context, raw) }?;
+        Ok(match stream.kind() {
+            StreamKind::Borrowed => Consumer::Untracked(stream),
+            // These are never destroyed.
+            _ => Consumer::Tracked(stream),
+        })
+    }
+}
+
+/// What is known about the producer of an import.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Producer {
+    /// The producer was told the importing stream and let it wait: so asks the exchange protocol, and
+    /// so does the event of an Arrow array. When the column is dropped while its streams still work,
+    /// the drop waits for them on the host before it releases the memory.
+    Ordered,
+    /// The producer works on this stream: the importing stream waits for it. When the column is
+    /// dropped, this stream waits for the column's streams, and nothing waits on the host. A borrowed
+    /// stream must outlive the column.
+    Stream(Stream),
+}
+
+/// Lets everything that `later` is given from now on come after everything that `earlier` was given
+/// so far.
+pub(super) fn order(earlier: &Stream, later: &Stream) -> Result<(), ColumnError> {
+    if earlier.id()? == later.id()? {
+        return Ok(());
+    }
+    refuse_capture(earlier)?;
+    refuse_capture(later)?;
+    let event = earlier.context().enter()?.create_event()?;
+    earlier.record(&event)?;
+    later.wait_event(&event)?;
+    Ok(())
+}
+
+/// A capturing stream would take the exchange into its graph, or be invalidated by it.
+pub(super) fn refuse_capture(stream: &Stream) -> Result<(), ColumnError> {
+    if stream.is_capturing()? {
+        return Err(ColumnError::Capturing {
+            stream: stream.raw() as usize,
+        });
+    }
+    Ok(())
+}
+
+/// Waits on the host until everything that the stream was given is done.
+///
+/// # Errors
+/// Those of the work and of the wait; the work is over nevertheless, unless the stream is capturing or
+/// the context can neither be waited for nor is lost.
+pub(super) fn wait(stream: &Stream) -> Result<(), ColumnError> {
+    refuse_capture(stream)?;
+    stream.synchronize().map_err(|error| {
+        let _ = settle_context(stream.context());
+        error.into()
+    })
+}
+
+/// As [`wait`], but whether the work is over is all that counts.
+pub(super) fn settle(stream: &Stream) -> Result<(), ColumnError> {
+    refuse_capture(stream)?;
+    if stream.synchronize().is_err() {
+        settle_context(stream.context())?;
+    }
+    Ok(())
+}
+
+/// Waits on the host for all work of a context. One that is lost runs nothing any more.
+pub(super) fn settle_context(context: &Context) -> Result<(), DriverError> {
+    match context.enter().and_then(|entered| entered.synchronize()) {
+        Err(error) if error.is_fatal() => Ok(()),
+        result => result,
+    }
+}
