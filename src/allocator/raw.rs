@@ -307,6 +307,12 @@ impl Engine {
 }
 
 impl State {
+    /// Whether a block with this identity is live.
+    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
+        let hot = self.records.get(id);
+        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
+    }
+
     /// Makes a taken extent a live block, and says what it is.
     pub(crate) fn granted(&mut self, id: u32, stream: u32, requested: u64) -> Grant {
         self.born(id, stream, requested);
