@@ -2,7 +2,7 @@
 //!
 //! Nothing here grows, waits or gives back, so the caller learns whether its request is a hit.
 
-use super::engine::{Engine, Named};
+use super::engine::{Engine, Guard, Named};
 use super::error::Error;
 use super::fit::Run;
 use super::raw::{Grant, Request};
@@ -27,6 +27,27 @@ impl Engine {
         self.free_deferred();
         let (mut state, stream) = self.slot(self.open()?, named)?;
         self.same_device(&state, stream)?;
+        // The slot must stay this stream's while the lock is let go.
+        state.streams[stream].calls += 1;
+        match self.take_on(state, stream, &request, near) {
+            Ok((mut state, found, free)) => {
+                state.streams[stream].calls -= 1;
+                Ok((found, free))
+            }
+            Err(error) => {
+                self.lock().streams[stream].calls -= 1;
+                Err(error)
+            }
+        }
+    }
+
+    fn take_on<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: u32,
+        request: &Request,
+        near: &[u64],
+    ) -> Result<(Guard<'a>, Option<Grant>, Vec<u64>), Error> {
         let small = state.is_small(request.span_bytes());
         let space = match (state.packed, small) {
             (true, true) => SpaceId::Pages(stream),
@@ -51,11 +72,12 @@ impl Engine {
         let free = free.filter(|addr| state.piece_around(space, *addr).is_some());
         let free = free.collect();
         let Some(id) = found else {
-            return Ok((None, free));
+            return Ok((state, None, free));
         };
         state.stats.hits += 1;
         state.announce(want.requested);
-        Ok((Some(state.granted(id, stream, want.requested)), free))
+        let grant = state.granted(id, stream, want.requested);
+        Ok((state, Some(grant), free))
     }
 }
 
