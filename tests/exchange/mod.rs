@@ -5,8 +5,8 @@ use std::ffi::c_void;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cualloc::column::{DLManagedTensor, DLManagedTensorVersioned};
-use cualloc::driver::{Context, sys};
+use cualloc::column::*;
+use cualloc::driver::{Context, Stream, sys};
 use libloading::Library;
 
 use crate::common::{Folder, compile, compiler};
@@ -223,4 +223,28 @@ impl Drop for Plain<'_> {
         // SAFETY: allocated above, freed once.
         unsafe { entered.mem_free(self.ptr) }.unwrap();
     }
+}
+
+/// An import of foreign memory, with a count of its releases.
+pub fn foreign_tensor(
+    other: &Other,
+    seen: &Seen,
+    versioned: bool,
+    stream: &Stream,
+    producer: Producer,
+) -> (
+    Result<Column, ImportError<DlpackTensor>>,
+    &'static AtomicU64,
+) {
+    let counter = counter();
+    // SAFETY: the other side makes valid structures, which are taken over once.
+    let tensor = unsafe {
+        if versioned {
+            DlpackTensor::from_raw_versioned(other.make_versioned(seen, count, with(counter)))
+        } else {
+            DlpackTensor::from_raw(other.make(seen, count, with(counter)))
+        }
+    };
+    let column = Column::from_dlpack(tensor.unwrap(), stream, producer);
+    (column, counter)
 }
