@@ -437,7 +437,8 @@ impl Allocator {
     }
 
     /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
-    /// cost grows with the number of blocks.
+    /// cost grows with the number of blocks. Safe at any time, but while other threads are inside
+    /// calls that map or release memory, what they have under way can show as a difference.
     ///
     /// # Errors
     /// The first thing that does not agree.

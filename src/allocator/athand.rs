@@ -27,6 +27,9 @@ impl Engine {
         self.free_deferred();
         let (mut state, stream) = self.slot(self.open()?, named)?;
         self.same_device(&state, stream)?;
+        if state.closed {
+            return Err(Error::Closed);
+        }
         // The slot must stay this stream's while the lock is let go.
         state.streams[stream].calls += 1;
         match self.take_on(state, stream, &request, near) {
@@ -122,7 +125,7 @@ impl State {
 
     /// Takes a request at an address, if that lies in a free piece which is ready.
     fn take_at(&mut self, want: &Want, addr: u64) -> Option<u32> {
-        if want.skip(addr) != 0 {
+        if !addr.is_multiple_of(u64::from(want.align) * GRANULE) {
             return None;
         }
         let first = self.piece_around(want.space, addr)?;

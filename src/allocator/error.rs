@@ -94,6 +94,12 @@ pub enum Error {
         /// Their bytes, after rounding.
         bytes: u64,
     },
+    /// Not everything could be given back, because work that may use it is not known to be over.
+    #[error("{bytes} bytes are still held")]
+    StillHeld {
+        /// Bytes held from the driver.
+        bytes: u64,
+    },
     /// Settings that are unknown or contradict each other.
     #[error("invalid configuration")]
     InvalidConfig(#[from] ConfigError),

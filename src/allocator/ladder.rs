@@ -89,6 +89,7 @@ impl Engine {
                     };
                     drop(state);
                     let waited = self.queue_waits(want.stream, &waits);
+                    drop(waits);
                     state = self.lock();
                     if let Err(error) = waited {
                         state.restore(want.space, id, shards);
@@ -205,7 +206,11 @@ impl Engine {
                     climb.synchronised = true;
                     state.stats.rungs.synchronised += 1;
                     drop(state);
-                    self.synchronise()?;
+                    match self.synchronise_uncaptured() {
+                        // The rung is not there while something captures.
+                        Err(Error::Capturing { .. }) => {}
+                        done => done?,
+                    }
                     state = self.lock();
                     climb.flushed = false;
                 }
@@ -530,7 +535,9 @@ impl State {
 
     /// Makes what a growth brought free memory: a wait for what lay beside it failed.
     fn ungrow(&mut self, want: &Want, growth: &Growth, id: u32) {
-        let mut uses = super::uses::Uses::one(want.stream, self.streams[want.stream].open);
+        let slot = &mut self.streams[want.stream];
+        slot.open_uses += 1;
+        let mut uses = super::uses::Uses::one(want.stream, slot.open);
         for shard in &growth.shards {
             uses = uses.union(&shard.uses);
         }

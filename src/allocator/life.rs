@@ -97,7 +97,13 @@ impl Engine {
         self.free_deferred();
         {
             let mut state = self.open()?;
-            let live = state.stats.all.allocations.current;
+            // An allocation under way is as good as a block.
+            let calls: u64 = state
+                .streams
+                .iter()
+                .map(|(_, slot)| u64::from(slot.calls))
+                .sum();
+            let live = state.stats.all.allocations.current + calls;
             if live > 0 {
                 return Err(Error::LiveBlocks {
                     blocks: live,
@@ -181,6 +187,10 @@ impl Engine {
     fn return_spans(&self) -> Result<(), Error> {
         let spans = {
             let mut state = self.lock();
+            let held = state.stats.all.reserved.current;
+            if held > 0 || !state.views.is_empty() {
+                return Err(Error::StillHeld { bytes: held });
+            }
             for space in [SpaceId::Large, SpaceId::Small, SpaceId::Views] {
                 let (at, records) = state.parts(space);
                 let firsts: Vec<u32> = at.regions().values().map(|r| r.first).collect();

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::driver::Event;
 use crate::driver::sys::CUresult;
+use crate::driver::{Event, Stream};
 
 use super::engine::{Engine, Guard, is_per_thread};
 use super::error::Error;
@@ -177,6 +177,29 @@ impl Engine {
         Ok(())
     }
 
+    /// [`synchronise`](Self::synchronise), unless a capture would suffer from it.
+    pub(crate) fn synchronise_uncaptured(&self) -> Result<(), Error> {
+        let kept: Vec<Stream> = {
+            let state = self.lock();
+            let slots = state.streams.iter();
+            slots
+                .filter_map(|(_, slot)| match &slot.holder {
+                    Holder::Kept(stream) => Some(stream.clone()),
+                    _ => None,
+                })
+                .collect()
+        };
+        for stream in kept {
+            self.refuse_capture(&self.named(&stream)?)?;
+        }
+        match self.synchronise() {
+            Err(Error::Driver(error)) if is_capture_refusal(error.code()) => {
+                Err(Error::Capturing { stream: 0 })
+            }
+            done => done,
+        }
+    }
+
     /// Waits until everything that was submitted to the streams' contexts so far is complete.
     pub(crate) fn synchronise(&self) -> Result<(), Error> {
         let (bounds, contexts) = {
@@ -207,4 +230,10 @@ impl Engine {
         state.settle();
         Ok(())
     }
+}
+
+/// Whether the driver refused a call because a stream somewhere is being captured.
+fn is_capture_refusal(code: CUresult) -> bool {
+    code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        || code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 }

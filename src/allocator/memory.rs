@@ -151,11 +151,15 @@ impl Engine {
         };
         let mut first: Option<DriverError> = None;
         let mut released = 0;
-        for release in plan {
+        let mut plan = plan.into_iter();
+        for release in plan.by_ref() {
             if release.handle.is_none() {
                 match self.release_segment(&entered, release) {
                     Ok(bytes) => released += bytes,
                     Err(error) => first = first.or(Some(error)),
+                }
+                if first.is_some_and(|e| e.is_fatal()) {
+                    break;
                 }
                 continue;
             }
@@ -182,8 +186,12 @@ impl Engine {
             first = first.or(unmapped.err()).or(freed.err());
             if first.is_some_and(|e| e.is_fatal()) {
                 // Nothing more can be done in this context; what is left stays as it is.
-                continue;
+                break;
             }
+        }
+        for release in plan {
+            let mut state = self.lock();
+            state.restore(release.space, release.id, release.shards);
         }
         match first {
             Some(error) => Err(self.error(error)),

@@ -77,6 +77,9 @@ impl Engine {
         self.free_deferred();
         let (mut state, stream) = self.slot(self.open()?, named)?;
         self.same_device(&state, stream)?;
+        if state.closed {
+            return Err(Error::Closed);
+        }
         // The slot must stay this stream's while the lock is let go.
         state.streams[stream].calls += 1;
         let peak = state.announce(request.requested);
@@ -221,6 +224,11 @@ impl Engine {
 
     /// Frees a block whose owner went out of scope: what cannot be done now is done later.
     pub(crate) fn drop_block(&self, id: u32, generation: u32) {
+        // In a child, after a loss or at exit there is nothing to give back to, and in a child the
+        // lock may be held by a thread that does not exist there.
+        if self.usable().is_err() {
+            return;
+        }
         let ptr = match self.lock().records.get(id) {
             Some(hot) if hot.generation == generation => hot.addr,
             _ => return,

@@ -35,14 +35,16 @@ impl Engine {
             return Ok((state, None));
         };
         let parts = view.home_parts(run.offset, want.granules);
-        let Some(lent) = state.lend(want.space, want.stream, &parts) else {
+        let Some(mut lent) = state.lend(want.space, want.stream, &parts) else {
             return Ok((state, None));
         };
         if !lent.waits.is_empty() {
             // The view must not go while the waits are made.
             state.hold_view(run.base, true);
             drop(state);
-            let waited = self.queue_waits(want.stream, &lent.waits);
+            let waits = std::mem::take(&mut lent.waits);
+            let waited = self.queue_waits(want.stream, &waits);
+            drop(waits);
             state = self.lock();
             state.hold_view(run.base, false);
             if let Err(error) = waited {
@@ -222,10 +224,10 @@ impl Engine {
             match unmapped {
                 Ok(()) => {
                     state.lookup.forget(*base, bytes);
-                    state.range_freed(view.range);
+                    state.view_gone(&view);
                 }
                 Err(error) => {
-                    state.return_view(*base, view);
+                    state.views.insert(*base, view);
                     first = first.or(Some(error));
                 }
             }

@@ -317,26 +317,21 @@ impl State {
         if !self.view_over(view) {
             return None;
         }
-        let view = self.views.remove(&base)?;
+        // Its handles stay counted until it is unmapped: none of them may be released before.
+        self.views.remove(&base)
+    }
+
+    /// A view was unmapped: its handles and its range are free of it.
+    pub(crate) fn view_gone(&mut self, view: &View) {
         for seg in &view.segs {
             if let Some(holding) = self.holdings.get_mut(&seg.home) {
                 holding.views -= 1;
             }
         }
-        Some(view)
+        self.range_freed(view.range);
     }
 
-    /// Puts a view back that could not be unmapped.
-    pub(crate) fn return_view(&mut self, base: u64, view: View) {
-        for seg in &view.segs {
-            if let Some(holding) = self.holdings.get_mut(&seg.home) {
-                holding.views += 1;
-            }
-        }
-        self.views.insert(base, view);
-    }
-
-    /// The range of a view that is unmapped can be used by another.
+    /// The range of a view can be used by another.
     pub(crate) fn range_freed(&mut self, range: u32) {
         self.view_space
             .release(&mut self.records, range, Uses::None);
