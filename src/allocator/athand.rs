@@ -5,7 +5,7 @@
 use super::engine::{Engine, Guard, Named};
 use super::error::Error;
 use super::fit::Run;
-use super::raw::{Grant, Request};
+use super::raw::{Call, Grant, Request};
 use super::records::{NIL, SpaceId, State as Extent};
 use super::size::GRANULE;
 use super::state::{PAGE_GRANULES, State, Want};
@@ -30,18 +30,11 @@ impl Engine {
         if state.closed {
             return Err(Error::Closed);
         }
-        // The slot must stay this stream's while the lock is let go.
-        state.streams[stream].calls += 1;
-        match self.take_on(state, stream, &request, near) {
-            Ok((mut state, found, free)) => {
-                state.streams[stream].calls -= 1;
-                Ok((found, free))
-            }
-            Err(error) => {
-                self.lock().streams[stream].calls -= 1;
-                Err(error)
-            }
-        }
+        // Nothing is announced before there is a block: a request for what is at hand may find none.
+        let call = Call::begin(self, &mut state, stream, 0);
+        let (mut state, found, free) = self.take_on(state, stream, &request, near)?;
+        call.end(&mut state);
+        Ok((found, free))
     }
 
     fn take_on<'a>(

@@ -18,6 +18,45 @@ pub(crate) struct Grant {
     pub bytes: u64,
 }
 
+/// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
+/// call announced is withdrawn if it fails, or if a hook of the user panics in it.
+pub(crate) struct Call<'a> {
+    engine: &'a Engine,
+    stream: u32,
+    peak: (u64, u64),
+}
+
+impl<'a> Call<'a> {
+    pub(crate) fn begin(
+        engine: &'a Engine,
+        state: &mut State,
+        stream: u32,
+        requested: u64,
+    ) -> Self {
+        state.streams[stream].calls += 1;
+        let peak = state.announce(requested);
+        Call {
+            engine,
+            stream,
+            peak,
+        }
+    }
+
+    /// The call got its block.
+    pub(crate) fn end(self, state: &mut State) {
+        state.streams[self.stream].calls -= 1;
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        let mut state = self.engine.lock();
+        state.streams[self.stream].calls -= 1;
+        state.withdraw(self.peak);
+    }
+}
+
 /// A request whose numbers are in order.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Request {
@@ -80,21 +119,10 @@ impl Engine {
         if state.closed {
             return Err(Error::Closed);
         }
-        // The slot must stay this stream's while the lock is let go.
-        state.streams[stream].calls += 1;
-        let peak = state.announce(request.requested);
-        match self.allocate_on(state, stream, &request) {
-            Ok((mut state, grant)) => {
-                state.streams[stream].calls -= 1;
-                Ok(grant)
-            }
-            Err(error) => {
-                let mut state = self.lock();
-                state.streams[stream].calls -= 1;
-                state.withdraw(peak);
-                Err(error)
-            }
-        }
+        let call = Call::begin(self, &mut state, stream, request.requested);
+        let (mut state, grant) = self.allocate_on(state, stream, &request)?;
+        call.end(&mut state);
+        Ok(grant)
     }
 
     fn allocate_on<'a>(
