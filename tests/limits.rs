@@ -4,7 +4,7 @@
 mod common;
 
 use common::*;
-use cualloc::allocator::{Block, Error, OutOfMemory, Policy};
+use cualloc::allocator::{Allocator, Block, Error, OutOfMemory, Policy};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::{FailPlan, SimConfig};
 
@@ -244,5 +244,77 @@ fn r14_error_names_the_streams_that_hold_memory() {
         drop(busy);
         drop(keep);
         rig.close(&allocator);
+    });
+}
+
+/// R1: after the waits for what holds up all memory that fits, that memory is found and serves the
+/// request as it is.
+#[test]
+fn r1_memory_that_waits_made_free_is_found() {
+    each(|rig| {
+        // Too little for a marker of its own when it is freed, and half of what there is.
+        const BLOCK: usize = MIB - 512;
+        let allocator = rig.limited(2 * MIB);
+        let [a, b] = rig.streams();
+        let kept = allocator.allocate(MIB, &a).unwrap();
+        let block = allocator.allocate(BLOCK, &b).unwrap();
+        let ptr = block.ptr();
+        let busy = rig.busy(&b);
+        // An older marker of the stream, which the free comes after.
+        kept.record_use(&b).unwrap();
+        rig.stamp(ptr, BLOCK, 1, &b);
+        drop(block);
+        // Address space is no memory: a view may be thought of.
+        let calls = || rig.memory_calls() - rig.calls("cuMemAddressReserve");
+        let (made, before) = (calls(), allocator.stats());
+        assert_eq!(before.markers, 1);
+        let again = allocator.allocate(BLOCK, &a).unwrap();
+        assert_eq!((again.ptr(), calls()), (ptr, made));
+        let stats = allocator.stats();
+        let released = before.rungs.released;
+        assert_eq!((stats.ooms, stats.rungs.released), (0, released));
+        // A GPU may be done by itself.
+        if rig.maybe_sim().is_some() {
+            assert_eq!((stats.rungs.host_waits, stats.rungs.synchronised), (1, 1));
+            assert_eq!(stats.stream_waits, before.stream_waits);
+        }
+        rig.stamp(ptr, BLOCK, 2, &a);
+        drop(busy);
+        assert_eq!(rig.mismatches(ptr, BLOCK, 2, &a), 0);
+        drop((again, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// S1.22
+#[test]
+fn s1_22_debug_text_names_the_figures() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let figures = |allocator: &Allocator| {
+            let text = format!("{allocator:?}");
+            ["device", "allocated", "peak", "cached"].map(|name| {
+                let found = text
+                    .split([' ', '{', '}'])
+                    .skip_while(|word| *word != format!("{name}:"));
+                let value = found.skip(1).find(|word| !word.is_empty());
+                let value = value.unwrap_or_else(|| panic!("no {name} in {text}"));
+                value.trim_end_matches(',').parse::<u64>().unwrap()
+            })
+        };
+        assert_eq!(figures(&allocator), [0; 4]);
+        let large = allocator.allocate(12 * MIB, &stream).unwrap();
+        let small = allocator.allocate(1024, &stream).unwrap();
+        let live = 12 * MIB as u64 + 1024;
+        let reserved = allocator.stats().all.reserved.current;
+        assert_eq!(figures(&allocator), [0, live, live, reserved - live]);
+        drop(large);
+        let cached = allocator.stats().all.reserved.current - 1024;
+        assert!(cached >= 12 * MIB as u64);
+        assert_eq!(figures(&allocator), [0, 1024, live, cached]);
+        drop(small);
+        rig.close(&allocator);
+        assert_eq!(figures(&allocator), [0, 0, live, 0]);
     });
 }
