@@ -1,0 +1,82 @@
+//! What the front ends add to an allocation and its free, on the simulator: all pairs are of the same
+//! size, so the bare allocator's is the part that they share.
+
+mod common;
+
+use std::hint::black_box;
+use std::sync::Arc;
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use cualloc::pool::{TypedPool, WorkspaceConfig, WorkspacePool};
+use cualloc::resource::{AsyncResource, Budget, Logging, MemoryResource, NullSink, Tag};
+
+use common::{KIB, Rig, quick};
+
+const BYTES: usize = 64 * KIB;
+const TAG: Tag = Tag::new("benchmark");
+
+fn resource_pair(rig: &Rig, resource: &impl MemoryResource) {
+    let block = resource
+        .allocate(black_box(BYTES), &rig.stream, TAG)
+        .unwrap();
+    resource.deallocate(block).unwrap();
+}
+
+fn front_ends(criterion: &mut Criterion) {
+    // One rig each, so that none meets the memory of another.
+    let mut group = criterion.benchmark_group("front end pair");
+    group.bench_function("allocator", |bencher| {
+        let rig = Rig::new();
+        bencher.iter(|| {
+            drop(
+                rig.allocator
+                    .allocate(black_box(BYTES), &rig.stream)
+                    .unwrap(),
+            )
+        });
+    });
+    group.bench_function("caching resource", |bencher| {
+        let rig = Rig::new();
+        bencher.iter(|| resource_pair(&rig, &rig.allocator));
+    });
+    group.bench_function("pooled, budget, logging", |bencher| {
+        let rig = Rig::new();
+        let stack = Logging::new(Budget::new(rig.allocator.clone(), 1 << 30), NullSink);
+        bencher.iter(|| resource_pair(&rig, &stack));
+    });
+    group.bench_function("stack of stacks", |bencher| {
+        let rig = Rig::new();
+        let inner = Logging::new(Budget::new(rig.allocator.clone(), 1 << 30), NullSink);
+        let inner: Arc<dyn MemoryResource> = Arc::new(inner);
+        let stack = Logging::new(Budget::new(inner, 1 << 29), NullSink);
+        bencher.iter(|| resource_pair(&rig, &stack));
+    });
+    group.bench_function("asynchronous resource", |bencher| {
+        let rig = Rig::new();
+        let resource = AsyncResource::new(rig.allocator.clone());
+        bencher.iter(|| resource_pair(&rig, &resource));
+    });
+    group.bench_function("workspace lease", |bencher| {
+        let rig = Rig::new();
+        let pool = WorkspacePool::new(&rig.allocator, WorkspaceConfig::default());
+        bencher.iter(|| drop(pool.lease(&rig.stream, black_box(BYTES)).unwrap()));
+    });
+    group.bench_function("typed pool", |bencher| {
+        let rig = Rig::new();
+        let pool = TypedPool::over([&rig.allocator]);
+        bencher.iter(|| {
+            drop(
+                pool.uninit::<f32>(black_box(BYTES / 4), &rig.stream)
+                    .unwrap(),
+            )
+        });
+    });
+    group.finish();
+}
+
+criterion_group! {
+    name = benches;
+    config = quick();
+    targets = front_ends
+}
+criterion_main!(benches);
