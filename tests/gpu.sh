@@ -154,10 +154,12 @@ if wanted sanitizer; then
             sanitized "memcheck replay $policy" "$gpu/cualloc" replay --device cuda \
                 --policy "$policy" --verify tests/data/serve_streams.csv.gz
         done
-        # The first of these that exists. Its calls fail on purpose now and then.
+        # The first of these that exists. Its calls fail on purpose now and then. Under the sanitizer a
+        # stream's destruction waits for its work, and in r25 that work waits for the destruction.
         for name in reuse trace_replay; do
             [ -x "$scratch/tests/$name" ] || continue
-            sanitized "memcheck $name" --report-api-errors no "$scratch/tests/$name" --test-threads=1
+            sanitized "memcheck $name" --report-api-errors no "$scratch/tests/$name" \
+                --test-threads=1 --skip r25_
             break
         done
     fi
