@@ -37,6 +37,15 @@ pub(crate) struct Climb {
     refusal: Option<crate::driver::DriverError>,
 }
 
+impl Climb {
+    /// Memory became complete: pages may be whole now, views idle, and handles free to stitch.
+    fn look_again(&mut self) {
+        self.flushed = false;
+        self.evicted = false;
+        self.unstitched = false;
+    }
+}
+
 /// The next rung.
 enum Step {
     Take(Run),
@@ -186,8 +195,7 @@ impl Engine {
                     drop(state);
                     self.host_wait(stream, bound, event)?;
                     state = self.lock();
-                    // What became complete may have left pages whole.
-                    climb.flushed = false;
+                    climb.look_again();
                 }
                 Step::Hook(hook, bytes) => {
                     climb.missed = true;
@@ -198,7 +206,7 @@ impl Engine {
                     // What it freed may be the driver's again, without having been ours.
                     state.full_at = None;
                     // What the hook freed may itself be flushed and marked.
-                    climb.flushed = false;
+                    climb.look_again();
                     climb.marked = false;
                 }
                 Step::Synchronise => {
@@ -212,7 +220,7 @@ impl Engine {
                         done => done?,
                     }
                     state = self.lock();
-                    climb.flushed = false;
+                    climb.look_again();
                 }
                 Step::Fail => {
                     climb.missed = true;
