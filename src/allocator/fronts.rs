@@ -95,6 +95,7 @@ impl State {
             inner.allocator = self.id;
             inner.key = slot.key.number();
             inner.slot = stream;
+            inner.heap.set_ticket(slot.open);
             inner.fast = !self.closed
                 && matches!(slot.key, StreamKey::Id(_))
                 && !matches!(slot.holder, Holder::Retired);
@@ -251,10 +252,10 @@ impl State {
     ) -> bool {
         let (mut inner, mut any) = (front.lock(), false);
         let stream = inner.slot;
-        while let Some(info) = inner.heap.remove_page(keep) {
+        while let Some((info, ticket)) = inner.heap.remove_page(keep) {
             self.table.clear(info);
             any = true;
-            let u = self.ticket(stream, None);
+            let u = self.ticket(stream, Some(ticket));
             self.streams[stream].pages -= 1;
             if let Some(id) = self.page_ids.remove(&info.base) {
                 self.records.cold_mut(id).freed = self.frees;
@@ -421,8 +422,9 @@ impl State {
         for held in &done {
             {
                 let mut inner = held.front.lock();
+                let over = held.uses.as_slice().iter().all(|u| self.streams.complete(u));
                 for node in &held.nodes {
-                    inner.heap.let_go(*node);
+                    inner.heap.let_go(*node, over);
                 }
                 inner.waiting -= 1;
             }

@@ -229,6 +229,10 @@ impl Streams {
         let slot = &mut self.slots[stream as usize];
         let bound = slot.open;
         slot.open += 1;
+        // Before any event is recorded for the batch.
+        for front in &slot.fronts {
+            front.lock().heap.set_ticket(slot.open);
+        }
         slot.open_uses = 0;
         slot.open_bytes = 0;
         Batch {

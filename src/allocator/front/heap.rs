@@ -121,6 +121,8 @@ pub(crate) struct PageInfo {
 struct Page {
     info: PageInfo,
     present: bool,
+    /// Of the newest free in it.
+    ticket: u64,
     grains: [Grain; GRAINS],
 }
 
@@ -177,6 +179,8 @@ pub(crate) struct Heap {
     whole: u32,
     free_grains: u64,
     pending_grains: u64,
+    /// The stream's ticket for frees from now on.
+    ticket: u64,
 }
 
 impl Default for Heap {
@@ -193,6 +197,7 @@ impl Default for Heap {
             whole: 0,
             free_grains: 0,
             pending_grains: 0,
+            ticket: 0,
         }
     }
 }
@@ -331,6 +336,7 @@ impl Heap {
     #[inline]
     pub(crate) fn put(&mut self, node: Node, granules: u32) {
         let length = granules as usize - 1;
+        self.pages[node.page()].ticket = self.ticket;
         if granules + self.quick_grains > self.cap {
             return self.put_over(node, granules);
         }
@@ -358,13 +364,19 @@ impl Heap {
 
     /// Takes back a live block that other streams may still use.
     pub(crate) fn hold_back(&mut self, node: Node) {
-        let grain = &mut self.pages[node.page()].grains[node.place()];
+        let page = &mut self.pages[node.page()];
+        page.ticket = self.ticket;
+        let grain = &mut page.grains[node.place()];
         grain.kind = Kind::Pending;
         self.pending_grains += u64::from(grain.len);
     }
 
-    /// The other streams are done with a block that was held back.
-    pub(crate) fn let_go(&mut self, node: Node) {
+    /// The other streams are done with a block that was held back; or, not `over` yet, its own
+    /// stream has come to follow them.
+    pub(crate) fn let_go(&mut self, node: Node, over: bool) {
+        if !over {
+            self.pages[node.page()].ticket = self.ticket;
+        }
         let grain = &self.pages[node.page()].grains[node.place()];
         self.pending_grains -= u64::from(grain.len);
         self.merge(node);
@@ -497,6 +509,8 @@ impl Heap {
         let page = Page {
             info,
             present: true,
+            // The stream may be using it still, or follow who is.
+            ticket: self.ticket,
             grains: [Grain::default(); GRAINS],
         };
         let at = match self.vacant.pop() {
@@ -513,8 +527,9 @@ impl Heap {
         at
     }
 
-    /// Takes out a page that is one free run, if more than `keep` are.
-    pub(crate) fn remove_page(&mut self, keep: u32) -> Option<PageInfo> {
+    /// Takes out a page that is one free run, if more than `keep` are, with the ticket of the newest
+    /// free in it.
+    pub(crate) fn remove_page(&mut self, keep: u32) -> Option<(PageInfo, u64)> {
         if self.whole <= keep {
             return None;
         }
@@ -522,9 +537,14 @@ impl Heap {
         self.unlist(node, PAGE_GRAINS);
         let page = &mut self.pages[node.page()];
         page.present = false;
-        let info = page.info;
+        let gone = (page.info, page.ticket);
         self.vacant.push(node.page() as u32);
-        Some(info)
+        Some(gone)
+    }
+
+    /// Frees from now on get this ticket.
+    pub(crate) fn set_ticket(&mut self, ticket: u64) {
+        self.ticket = ticket;
     }
 
     /// Pages that are one free run.
