@@ -8,7 +8,7 @@ use crate::driver::{CallCounts, Context, Driver, Stream, sys};
 use super::block::Block;
 use super::check::CheckError;
 use super::config::{Config, Policy};
-use super::engine::{Engine, Shared};
+use super::engine::{Engine, Shared, is_special};
 use super::error::Error;
 use super::life::{Keep, Trimmed};
 use super::size;
@@ -115,7 +115,13 @@ impl Allocator {
     /// # Errors
     /// [`Error::InvalidSize`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`],
     /// [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
+    #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
+        if let Some(key) = stream.known_id()
+            && let Some(grant) = self.engine.allocate_at_once(key, bytes)
+        {
+            return Ok(Block::new(&self.engine, grant, bytes));
+        }
         self.allocate_aligned(bytes, 1, stream)
     }
 
@@ -186,6 +192,13 @@ impl Allocator {
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
+        if !is_special(stream)
+            // SAFETY: the caller's contract.
+            && let Ok(Some(key)) = unsafe { self.engine.driver().stream_id(stream) }
+            && let Some(grant) = self.engine.allocate_at_once(key, bytes)
+        {
+            return Ok(grant.ptr);
+        }
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         Ok(self.engine.allocate(&named, bytes, 1)?.ptr)

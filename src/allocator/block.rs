@@ -7,7 +7,7 @@ use crate::driver::{Stream, process, sys};
 
 use super::engine::Engine;
 use super::error::Error;
-use super::front::Freed;
+use super::front::{Freed, Held, Inner, Node};
 use super::raw::{Grant, Lifetime};
 use super::streams::Holder;
 
@@ -130,6 +130,21 @@ impl Block {
         }
     }
 
+    /// Frees a small block when its front cannot do it at once.
+    #[cold]
+    fn drop_small(&self, mut inner: Held<'_, Inner<Engine>>, node: Node) {
+        let freed = inner.free(node, self.grant.ptr, Some(self.grant.generation));
+        if freed == Freed::Done {
+            return;
+        }
+        // From here on only this keeps the engine, if the block was the last one.
+        let engine = inner.owner.clone();
+        drop(inner);
+        if let Some(engine) = engine {
+            engine.small_dropped(self.grant.home, self.lifetime(), node, freed);
+        }
+    }
+
     /// Gives up ownership: the memory stays allocated until
     /// [`Allocator::free_raw`](super::Allocator::free_raw) gets its address.
     pub fn into_raw(self) -> sys::CUdeviceptr {
@@ -145,18 +160,10 @@ impl Drop for Block {
         if let Some(node) = self.grant.node
             && process::is_quiet()
         {
-            let (home, ptr) = (self.grant.home, self.grant.ptr);
+            let mut inner = self.grant.home.lock();
             let generation = Some(self.grant.generation);
-            let mut inner = home.lock();
-            // With the books the free comes first: what stands in them keeps the engine.
-            let freed = inner.free(node, ptr, generation);
-            if freed == Freed::Done {
-                return;
-            }
-            let engine = inner.owner.clone();
-            drop(inner);
-            if let Some(engine) = engine {
-                engine.small_dropped(home, self.lifetime(), node, freed);
+            if !inner.free_at_once(node, self.grant.ptr, generation) {
+                self.drop_small(inner, node);
             }
             return;
         }

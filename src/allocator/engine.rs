@@ -166,6 +166,12 @@ impl Engine {
         }
     }
 
+    /// Whether fronts may serve a call without a look at anything else.
+    #[inline]
+    pub(crate) fn unwatched(&self) -> bool {
+        self.packed && !self.watchful() && self.lost.get().is_none()
+    }
+
     /// Whether a call has to look at more than its front: the process forked or ends, or somebody
     /// captures streams.
     #[inline]

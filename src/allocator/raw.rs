@@ -4,7 +4,7 @@ use crate::driver::sys;
 
 use super::engine::{Engine, Guard, Named, is_per_thread};
 use super::error::Error;
-use super::front::{self, Node, PAGE_GRAINS, SMALL_ID, Small};
+use super::front::{self, Freed, Node, PAGE_GRAINS, SMALL_ID, Small};
 use super::fronts::EngineFront;
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, MAX_ALIGNMENT, round_size};
@@ -137,9 +137,9 @@ impl Engine {
         alignment: usize,
     ) -> Result<Grant, Error> {
         let request = Request::new(bytes, alignment)?;
-        if let Some(small) = self.small_request(&request)
+        if alignment as u64 <= GRANULE
             && let StreamKey::Id(key) = named.key
-            && let Some(grant) = self.allocate_at_once(key, small)
+            && let Some(grant) = self.allocate_at_once(key, bytes)
         {
             return Ok(grant);
         }
@@ -211,6 +211,25 @@ impl Engine {
     /// Frees the block that starts at a pointer.
     #[inline]
     pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        if self.unwatched()
+            && let Some((front, node)) = self.small_at(ptr)
+        {
+            let mut inner = front.lock();
+            if inner.free_at_once(node, ptr, None) {
+                return Ok(());
+            }
+            let freed = inner.free(node, ptr, None);
+            drop(inner);
+            if freed == Freed::Done {
+                return Ok(());
+            }
+            return self.small_freed(front, (node, ptr), None, freed);
+        }
+        self.free_watched(ptr)
+    }
+
+    #[inline(never)]
+    fn free_watched(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
         if let Some((front, node)) = self.small_at(ptr) {
             return self.free_small(front, node, ptr, None);

@@ -3,15 +3,16 @@
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::front::{
-    Allocated, Freed, Inner, Node, PAGE_GRAINS, Run, Small, Taken, Using, cache,
+    Allocated, Freed, Held, Inner, Node, PAGE_GRAINS, Run, Small, Taken, Using, cache,
 };
 use super::fronts::EngineFront;
 use super::raw::{Grant, Lifetime, Request};
 use super::records::{Recorded, SpaceId};
-use super::size::GRANULE;
+use super::size::{GRANULE, PACKED_SMALL_LIMIT};
 use super::state::{AfterFree, PAGE_GRANULES, State, Want};
 use super::streams::StreamKey;
 
+#[inline(always)]
 fn granted(home: &'static EngineFront, taken: Taken, granules: u32) -> Grant {
     Grant {
         id: taken.id,
@@ -34,25 +35,41 @@ impl Engine {
 
     /// Allocates from the front that the thread used last for the stream, if that can be done
     /// without a look at anything else.
-    #[inline]
-    pub(crate) fn allocate_at_once(&self, key: u64, request: Small) -> Option<Grant> {
-        if self.watchful() {
+    #[inline(always)]
+    pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Option<Grant> {
+        let last = bytes.wrapping_sub(1);
+        if last >= PACKED_SMALL_LIMIT as usize || !self.unwatched() {
             return None;
         }
+        let granules = (last as u64 / GRANULE) as u32 + 1;
         let front = cache::find(self.id, key)?;
         let mut inner = front.lock();
         if !inner.serves(self.id, key) {
             return None;
         }
-        let Allocated::Taken(taken) = inner.take(request) else {
-            return None;
-        };
+        let taken = inner.take_at_once(granules, bytes as u32)?;
+        if inner.contended {
+            return Some(self.granted_in_a_crowd(key, front, inner, taken, granules));
+        }
+        drop(inner);
+        Some(granted(front, taken, granules))
+    }
+
+    #[cold]
+    fn granted_in_a_crowd(
+        &self,
+        key: u64,
+        front: &'static EngineFront,
+        mut inner: Held<'_, Inner<Engine>>,
+        taken: Taken,
+        granules: u32,
+    ) -> Grant {
         let crowded = inner.crowded();
         drop(inner);
         if crowded {
             self.crowded(key, front);
         }
-        Some(granted(front, taken, request.granules))
+        granted(front, taken, granules)
     }
 
     /// Threads keep meeting at a front: its stream gets more of them, and this thread chooses anew.
@@ -102,7 +119,7 @@ impl Engine {
                 }
                 return Ok((state, granted(front, taken, request.granules)));
             }
-            if front.lock().heap.flush_quick() {
+            if front.lock().heap.flush_if_many() {
                 continue;
             }
             if !polled && state.waits_in(front) {

@@ -166,6 +166,12 @@ impl Stream {
         }
     }
 
+    /// The stream's id, if it is known without a question to the driver.
+    #[inline]
+    pub(crate) fn known_id(&self) -> Option<u64> {
+        self.0.id
+    }
+
     /// The context that the stream belongs to.
     pub fn context(&self) -> &Context {
         &self.0.context

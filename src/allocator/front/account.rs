@@ -6,37 +6,44 @@
 //! peak raised if it is one, and the room below the peak shared out again.
 
 /// One quantity of one front.
+///
+/// What may still be added is the bound less the total: an addition touches one of the two words,
+/// a removal the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Account {
-    /// What may still be added.
-    room: u64,
-    /// What may be there.
-    limit: u64,
     /// Everything that was ever added.
     total: u64,
+    /// What the total may come to: everything that was ever taken away, and the limit.
+    bound: u64,
+    /// What may be there.
+    limit: u64,
 }
 
 impl Account {
-    #[inline]
+    #[inline(always)]
     pub(crate) fn fits(&self, amount: u64) -> bool {
-        amount <= self.room
+        self.total + amount <= self.bound
     }
 
     /// Adds what fits.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn add(&mut self, amount: u64) {
-        self.room -= amount;
         self.total += amount;
     }
 
     /// Takes away what was added.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn sub(&mut self, amount: u64) {
-        self.room += amount;
+        self.bound += amount;
     }
 
     pub(crate) fn current(&self) -> u64 {
-        self.limit - self.room
+        self.limit - self.room()
+    }
+
+    /// What may still be added.
+    fn room(&self) -> u64 {
+        self.bound - self.total
     }
 
     pub(crate) fn limit(&self) -> u64 {
@@ -50,31 +57,31 @@ impl Account {
     /// Makes room for an amount beyond the limit. The peak must be looked at before any lock that
     /// was held for this is let go.
     pub(crate) fn extend(&mut self, amount: u64) {
-        let more = amount.saturating_sub(self.room);
-        self.room += more;
+        let more = amount.saturating_sub(self.room());
+        self.bound += more;
         self.limit += more;
     }
 
     /// Sets the room above the present value.
     pub(crate) fn set_room(&mut self, room: u64) {
         self.limit = self.current() + room;
-        self.room = room;
+        self.bound = self.total + room;
     }
 
     /// Moves room to another front that lacks it for `amount`: what it needs, and half of the rest.
     /// False, with nothing changed, if there is not enough.
     pub(crate) fn lend(&mut self, other: &mut Account, amount: u64) -> bool {
-        let needed = amount.saturating_sub(other.room);
-        if needed > self.room {
+        let (needed, room) = (amount.saturating_sub(other.room()), self.room());
+        if needed > room {
             return false;
         }
         let given = if needed == 0 {
             0
         } else {
-            needed + (self.room - needed) / 2
+            needed + (room - needed) / 2
         };
-        self.set_room(self.room - given);
-        other.set_room(other.room + given);
+        self.set_room(room - given);
+        other.set_room(other.room() + given);
         true
     }
 }
@@ -91,19 +98,19 @@ pub(crate) struct Accounts {
 pub(crate) const QUANTITIES: usize = 3;
 
 impl Accounts {
-    #[inline]
+    #[inline(always)]
     pub(crate) fn fit(&self, bytes: u64, requested: u64) -> bool {
         self.allocated.fits(bytes) && self.requested.fits(requested) && self.blocks.fits(1)
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn add(&mut self, bytes: u64, requested: u64) {
         self.allocated.add(bytes);
         self.requested.add(requested);
         self.blocks.add(1);
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn sub(&mut self, bytes: u64, requested: u64) {
         self.allocated.sub(bytes);
         self.requested.sub(requested);
@@ -119,7 +126,7 @@ impl Accounts {
     /// Moves room to another front, see [`Account::lend`].
     pub(crate) fn lend(&mut self, other: &mut Accounts, bytes: u64, requested: u64) -> bool {
         let enough = |mine: &Account, theirs: &Account, amount: u64| {
-            amount.saturating_sub(theirs.room) <= mine.room
+            amount.saturating_sub(theirs.room()) <= mine.room()
         };
         enough(&self.allocated, &other.allocated, bytes)
             && enough(&self.requested, &other.requested, requested)

@@ -30,7 +30,7 @@ thread_local! {
 }
 
 /// The front that this thread last used for a stream of an allocator.
-#[inline]
+#[inline(always)]
 pub(crate) fn find(allocator: u64, key: u64) -> Option<&'static Front<Engine>> {
     let entry = SEEN.with(|seen| seen[key as usize % ENTRIES].get());
     if entry.allocator == allocator && entry.key == key {

@@ -6,8 +6,6 @@
 //! for the *quick* runs: the last ones that were freed, kept apart by length and handed out again as
 //! they are, the latest first.
 
-use std::fmt;
-
 use super::super::size::GRANULE;
 
 /// Granules of a page, and the longest run.
@@ -20,6 +18,8 @@ const PLACE_MASK: u32 = PAGE_GRAINS - 1;
 const NIL: u32 = u32::MAX;
 /// Quick runs of one length are kept up to this many granules together, but at least one.
 const QUICK_GRAINS: u32 = 64;
+/// They are many if they are more than this part of all pages.
+const QUICK_PART: u64 = 16;
 
 /// What a granule that begins a run says about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -102,6 +102,11 @@ impl Node {
     }
 
     #[inline]
+    fn at(self) -> usize {
+        self.0 as usize
+    }
+
+    #[inline]
     fn place(self) -> usize {
         (self.0 & PLACE_MASK) as usize
     }
@@ -118,17 +123,44 @@ pub(crate) struct PageInfo {
     pub generation: u32,
 }
 
+#[derive(Debug)]
 struct Page {
     info: PageInfo,
     present: bool,
     /// Of the newest free in it.
     ticket: u64,
-    grains: [Grain; GRAINS],
 }
 
-impl fmt::Debug for Page {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Page").field(&self.info).finish()
+/// One bit per length: which lists hold something.
+#[derive(Debug, Clone, Copy, Default)]
+struct Bits([u64; 2]);
+
+impl Bits {
+    #[inline]
+    fn set(&mut self, at: usize) {
+        self.0[at >> 6 & 1] |= 1 << (at & 63);
+    }
+
+    #[inline]
+    fn clear(&mut self, at: usize) {
+        self.0[at >> 6 & 1] &= !(1 << (at & 63));
+    }
+
+    fn has(&self, at: usize) -> bool {
+        self.0[at >> 6 & 1] >> (at & 63) & 1 == 1
+    }
+
+    /// The first one from `at` on.
+    #[inline]
+    fn first_from(&self, at: usize) -> Option<usize> {
+        let word = self.0[at >> 6 & 1] & u64::MAX << (at & 63);
+        if word != 0 {
+            return Some((at & 64) + word.trailing_zeros() as usize);
+        }
+        if at < 64 && self.0[1] != 0 {
+            return Some(64 + self.0[1].trailing_zeros() as usize);
+        }
+        None
     }
 }
 
@@ -166,11 +198,14 @@ pub(crate) struct Run {
 #[derive(Debug)]
 pub(crate) struct Heap {
     pages: Vec<Page>,
+    /// All granules of all pages, by node.
+    grains: Vec<Grain>,
     vacant: Vec<u32>,
     /// Lists of free runs by length less one, and a bit for each that is not empty.
     free: [u32; GRAINS],
-    filled: u128,
+    filled: Bits,
     quick: [u32; GRAINS],
+    quick_filled: Bits,
     quick_runs: [u8; GRAINS],
     quick_grains: u32,
     /// Granules that quick runs may hold together.
@@ -187,10 +222,12 @@ impl Default for Heap {
     fn default() -> Self {
         Heap {
             pages: Vec::new(),
+            grains: Vec::new(),
             vacant: Vec::new(),
             free: [NIL; GRAINS],
-            filled: 0,
+            filled: Bits::default(),
             quick: [NIL; GRAINS],
+            quick_filled: Bits::default(),
             quick_runs: [0; GRAINS],
             quick_grains: 0,
             cap: 0,
@@ -206,17 +243,16 @@ impl Heap {
     // ---- blocks ----------------------------------------------------------------------------
 
     /// Takes a run of `granules` (1 to 128) for a block that leaves `slack` bytes of it unused.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn take(&mut self, granules: u32, slack: u16) -> Option<Taken> {
-        let list = self.quick.get_mut(granules as usize - 1)?;
-        let head = *list;
-        if head == NIL {
+        let length = granules as usize - 1;
+        let node = Node(self.quick[length % GRAINS]);
+        if node.0 == NIL {
             let node = self.carve(granules)?;
             return Some(self.hand_out(node, slack));
         }
-        let node = Node(head);
-        *list = self.pages[node.page()].grains[node.place()].a;
-        self.quick_runs[granules as usize - 1] -= 1;
+        self.quick[length % GRAINS] = self.grains[node.at()].a;
+        self.quick_runs[length % GRAINS] -= 1;
         self.quick_grains -= granules;
         Some(self.hand_out(node, slack))
     }
@@ -226,10 +262,10 @@ impl Heap {
         if align <= 1 {
             return self.take(granules, slack);
         }
-        let mut lengths = self.filled >> (granules - 1) << (granules - 1);
-        while lengths != 0 {
-            let length = lengths.trailing_zeros() + 1;
-            let mut at = self.free[length as usize - 1];
+        let mut list = granules as usize - 1;
+        while let Some(found) = self.filled.first_from(list) {
+            let length = found as u32 + 1;
+            let mut at = self.free[found % GRAINS];
             while at != NIL {
                 let node = Node(at);
                 let page = &self.pages[node.page()];
@@ -239,9 +275,12 @@ impl Heap {
                     self.cut(node, skip, granules);
                     return Some(self.hand_out(Node(at + skip), slack));
                 }
-                at = page.grains[node.place()].a;
+                at = self.grains[node.at()].a;
             }
-            lengths &= lengths - 1;
+            list = found + 1;
+            if list >= GRAINS {
+                break;
+            }
         }
         None
     }
@@ -267,7 +306,7 @@ impl Heap {
     /// Takes a run out of the quick ones.
     fn unquick(&mut self, node: Node, granules: u32) {
         let length = granules as usize - 1;
-        let next = self.pages[node.page()].grains[node.place()].a;
+        let next = self.grains[node.at()].a;
         let mut at = self.quick[length];
         if at == node.0 {
             self.quick[length] = next;
@@ -275,7 +314,7 @@ impl Heap {
             // Not many: a list is bounded in granules.
             while at != NIL {
                 let before = Node(at);
-                let grain = &mut self.pages[before.page()].grains[before.place()];
+                let grain = &mut self.grains[before.at()];
                 at = grain.a;
                 if at == node.0 {
                     grain.a = next;
@@ -293,12 +332,12 @@ impl Heap {
         run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
     }
 
-    #[inline]
+    #[inline(always)]
     fn hand_out(&mut self, node: Node, slack: u16) -> Taken {
+        let grain = &mut self.grains[node.at()];
         let page = &mut self.pages[node.page()];
         let generation = page.info.generation.wrapping_add(2);
         page.info.generation = generation;
-        let grain = &mut page.grains[node.place()];
         grain.kind = Kind::Used;
         grain.a = generation;
         grain.b = slack;
@@ -313,12 +352,12 @@ impl Heap {
     }
 
     /// The live block at a node, if its first byte is at `ptr`.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn live(&self, node: Node, ptr: u64) -> Option<Live> {
+        let grain = self.grains.get(node.at())?;
         let page = self.pages.get(node.page())?;
-        let grain = &page.grains[node.place()];
         let at = page.info.base + node.place() as u64 * GRANULE;
-        (grain.kind == Kind::Used && at == ptr && page.present).then_some(Live {
+        (grain.kind == Kind::Used && at == ptr).then_some(Live {
             granules: u32::from(grain.len),
             generation: grain.a,
             slack: grain.b,
@@ -328,45 +367,44 @@ impl Heap {
 
     /// Says which other streams use a live block.
     pub(crate) fn set_using(&mut self, node: Node, using: Using) {
-        self.pages[node.page()].grains[node.place()].c = using.0;
+        self.grains[node.at()].c = using.0;
     }
 
     /// Takes back a live block of `granules` that nobody else uses: kept as it is if there is room
     /// for it at hand, else merged with what is free beside it.
-    #[inline]
     pub(crate) fn put(&mut self, node: Node, granules: u32) {
-        let length = granules as usize - 1;
-        self.pages[node.page()].ticket = self.ticket;
-        if granules + self.quick_grains > self.cap {
-            return self.put_over(node, granules);
+        if !self.put_quick(node, granules) {
+            self.put_merged(node);
         }
-        let runs = &mut self.quick_runs[length];
+    }
+
+    /// Takes back a live block and keeps it as it is; false, and it is still live, if that would be
+    /// too much.
+    #[inline(always)]
+    pub(crate) fn put_quick(&mut self, node: Node, granules: u32) -> bool {
+        let length = granules as usize - 1;
+        if granules + self.quick_grains > self.cap {
+            return false;
+        }
+        let runs = &mut self.quick_runs[length % GRAINS];
         if *runs > 0 && (u32::from(*runs) + 1) * granules > QUICK_GRAINS {
-            return self.merge(node);
+            return false;
         }
         *runs += 1;
         self.quick_grains += granules;
-        let grain = &mut self.pages[node.page()].grains[node.place()];
+        self.pages[node.page()].ticket = self.ticket;
+        let grain = &mut self.grains[node.at()];
         grain.kind = Kind::Quick;
-        grain.a = self.quick[length];
-        self.quick[length] = node.0;
-    }
-
-    /// The quick runs are as many as they may be: they make room.
-    #[cold]
-    fn put_over(&mut self, node: Node, granules: u32) {
-        self.flush_quick();
-        if granules > self.cap {
-            return self.merge(node);
-        }
-        self.put(node, granules);
+        grain.a = std::mem::replace(&mut self.quick[length % GRAINS], node.0);
+        // Stays set when the list runs empty, until the next flush: that costs less.
+        self.quick_filled.set(length);
+        true
     }
 
     /// Takes back a live block that other streams may still use.
     pub(crate) fn hold_back(&mut self, node: Node) {
-        let page = &mut self.pages[node.page()];
-        page.ticket = self.ticket;
-        let grain = &mut page.grains[node.place()];
+        self.pages[node.page()].ticket = self.ticket;
+        let grain = &mut self.grains[node.at()];
         grain.kind = Kind::Pending;
         self.pending_grains += u64::from(grain.len);
     }
@@ -377,7 +415,7 @@ impl Heap {
         if !over {
             self.pages[node.page()].ticket = self.ticket;
         }
-        let grain = &self.pages[node.page()].grains[node.place()];
+        let grain = &self.grains[node.at()];
         self.pending_grains -= u64::from(grain.len);
         self.merge(node);
     }
@@ -385,20 +423,22 @@ impl Heap {
     // ---- runs ------------------------------------------------------------------------------
 
     /// Takes the shortest free run that is long enough, from its low end.
+    #[inline(never)]
     fn carve(&mut self, granules: u32) -> Option<Node> {
-        let lengths = self.filled >> (granules - 1);
-        if lengths == 0 {
-            return None;
+        let found = self.filled.first_from(granules as usize - 1)?;
+        let node = Node(self.free[found % GRAINS]);
+        let length = found as u32 + 1;
+        self.unlist(node, length);
+        if length > granules {
+            self.shape(node, granules);
+            self.list(Node(node.0 + granules), length - granules);
         }
-        let length = granules + lengths.trailing_zeros();
-        let node = Node(self.free[length as usize - 1]);
-        self.cut(node, 0, granules);
         Some(node)
     }
 
     /// Takes `granules` out of a free run; what is left on either side stays free.
     fn cut(&mut self, node: Node, skip: u32, granules: u32) {
-        let length = u32::from(self.pages[node.page()].grains[node.place()].len);
+        let length = u32::from(self.grains[node.at()].len);
         self.unlist(node, length);
         if skip > 0 {
             self.list(node, skip);
@@ -413,64 +453,68 @@ impl Heap {
     /// Writes a run's length where it begins and where it ends.
     #[inline]
     fn shape(&mut self, node: Node, granules: u32) {
-        let grains = &mut self.pages[node.page()].grains;
-        grains[node.place()].len = granules as u8;
-        grains[(node.place() + granules as usize - 1) & PLACE_MASK as usize].back = granules as u8;
+        self.grains[node.at()].len = granules as u8;
+        self.grains[node.at() + granules as usize - 1].back = granules as u8;
     }
 
     /// Makes a range a free run of its list.
     fn list(&mut self, node: Node, granules: u32) {
-        self.shape(node, granules);
-        let head = std::mem::replace(&mut self.free[granules as usize - 1], node.0);
-        let grain = &mut self.pages[node.page()].grains[node.place()];
+        let length = granules as usize - 1;
+        let head = std::mem::replace(&mut self.free[length % GRAINS], node.0);
+        self.grains[node.at() + length].back = granules as u8;
+        let grain = &mut self.grains[node.at()];
+        grain.len = granules as u8;
         grain.kind = Kind::Free;
         grain.a = head;
         set_before(grain, NIL);
         if head != NIL {
             let next = Node(head);
-            set_before(
-                &mut self.pages[next.page()].grains[next.place()],
-                node.0,
-            );
+            set_before(&mut self.grains[next.at()], node.0);
         }
-        self.filled |= 1 << (granules - 1);
+        self.filled.set(length);
         self.free_grains += u64::from(granules);
         self.whole += u32::from(granules == PAGE_GRAINS);
     }
 
     fn unlist(&mut self, node: Node, granules: u32) {
-        let grain = self.pages[node.page()].grains[node.place()];
+        let grain = self.grains[node.at()];
         let (next, before) = (grain.a, before(&grain));
         if before == NIL {
-            self.free[granules as usize - 1] = next;
+            let length = granules as usize - 1;
+            self.free[length % GRAINS] = next;
             if next == NIL {
-                self.filled &= !(1 << (granules - 1));
+                self.filled.clear(length);
             }
         } else {
-            let node = Node(before);
-            self.pages[node.page()].grains[node.place()].a = next;
+            self.grains[before as usize].a = next;
         }
         if next != NIL {
-            let node = Node(next);
-            set_before(&mut self.pages[node.page()].grains[node.place()], before);
+            set_before(&mut self.grains[next as usize], before);
         }
         self.free_grains -= u64::from(granules);
         self.whole -= u32::from(granules == PAGE_GRAINS);
     }
 
+    /// Takes back a live block together with the free runs beside it.
+    #[inline(never)]
+    pub(crate) fn put_merged(&mut self, node: Node) {
+        self.pages[node.page()].ticket = self.ticket;
+        self.merge(node);
+    }
+
     /// Makes a run free, together with the free runs beside it.
     fn merge(&mut self, node: Node) {
-        let grains = &self.pages[node.page()].grains;
-        let place = node.place();
-        let (mut start, mut length) = (node, u32::from(grains[place].len));
-        let right = place + length as usize;
-        let right = (right < GRAINS && grains[right].kind == Kind::Free)
-            .then(|| (Node(node.0 + length), u32::from(grains[right].len)));
-        let left = place.checked_sub(1).and_then(|end| {
-            let length = u32::from(grains[end].back);
-            let first = place - length as usize;
-            (grains[first].kind == Kind::Free).then(|| (Node(node.0 - length), length))
-        });
+        let (at, place) = (node.at(), node.place());
+        let (mut start, mut length) = (node, u32::from(self.grains[at].len));
+        let end = place + length as usize;
+        let right = (end < GRAINS)
+            .then(|| (Node(node.0 + length), self.grains[at + length as usize]))
+            .filter(|(_, grain)| grain.kind == Kind::Free)
+            .map(|(node, grain)| (node, u32::from(grain.len)));
+        let left = (place > 0).then(|| u32::from(self.grains[at - 1].back));
+        let left = left
+            .map(|length| (Node(node.0 - length), length))
+            .filter(|(left, _)| self.grains[left.at()].kind == Kind::Free);
         if let Some((right, more)) = right {
             self.unlist(right, more);
             length += more;
@@ -483,18 +527,25 @@ impl Heap {
         self.list(start, length);
     }
 
+    /// Merges the quick runs if they are a good part of the pages, so that a request which found no
+    /// run may find one; true if that was done. Else another page is worth more: kept apart they
+    /// serve the requests to come at a fraction of the cost.
+    pub(crate) fn flush_if_many(&mut self) -> bool {
+        let many = u64::from(self.quick_grains) * QUICK_PART
+            > self.page_count() as u64 * u64::from(PAGE_GRAINS);
+        many && self.flush_quick()
+    }
+
     /// Merges all quick runs; true if there were any.
     pub(crate) fn flush_quick(&mut self) -> bool {
         let any = self.quick_grains > 0;
-        for length in 0..GRAINS {
-            if self.quick_runs[length] == 0 {
-                continue;
-            }
-            let mut at = std::mem::replace(&mut self.quick[length], NIL);
-            self.quick_runs[length] = 0;
+        while let Some(length) = self.quick_filled.first_from(0) {
+            self.quick_filled.clear(length);
+            self.quick_runs[length % GRAINS] = 0;
+            let mut at = std::mem::replace(&mut self.quick[length % GRAINS], NIL);
             while at != NIL {
                 let node = Node(at);
-                at = self.pages[node.page()].grains[node.place()].a;
+                at = self.grains[node.at()].a;
                 self.merge(node);
             }
         }
@@ -511,7 +562,6 @@ impl Heap {
             present: true,
             // The stream may be using it still, or follow who is.
             ticket: self.ticket,
-            grains: [Grain::default(); GRAINS],
         };
         let at = match self.vacant.pop() {
             Some(at) => {
@@ -520,6 +570,7 @@ impl Heap {
             }
             None => {
                 self.pages.push(page);
+                self.grains.resize(self.pages.len() * GRAINS, Grain::default());
                 self.pages.len() as u32 - 1
             }
         };
@@ -595,7 +646,10 @@ impl Heap {
         let mut place = 0;
         std::iter::from_fn(move || {
             let held = self.pages.get(page as usize).filter(|p| p.present)?;
-            let grain = held.grains.get(place as usize)?;
+            if place >= PAGE_GRAINS {
+                return None;
+            }
+            let grain = self.grains.get(Node::new(page, place).at())?;
             let node = Node::new(page, place);
             let ptr = held.info.base + u64::from(place) * GRANULE;
             // A length of zero would never end; the check reports it.
@@ -630,7 +684,7 @@ impl Heap {
                     return Err("runs of a page lie side by side");
                 }
                 end = place + length;
-                let last = self.pages[at as usize].grains[end as usize - 1];
+                let last = self.grains[Node::new(at, end - 1).at()];
                 if u32::from(last.back) != length {
                     return Err("a run's length stands at both of its ends");
                 }
@@ -660,7 +714,7 @@ impl Heap {
                 let (mut at, mut count) = (*head, 0);
                 while at != NIL {
                     let node = Node(at);
-                    let grain = &self.pages[node.page()].grains[node.place()];
+                    let grain = &self.grains[node.at()];
                     if grain.kind != kind || usize::from(grain.len) != length + 1 {
                         return Err("a listed run is what its list says");
                     }
@@ -672,7 +726,7 @@ impl Heap {
                 if count != counts[length] {
                     return Err("every run is in the list of its length");
                 }
-                if kind == Kind::Free && (self.filled >> length & 1 == 1) != (count > 0) {
+                if kind == Kind::Free && self.filled.has(length) != (count > 0) {
                     return Err("the bits say which lists hold runs");
                 }
                 if kind == Kind::Quick && u64::from(self.quick_runs[length]) != count {

@@ -39,7 +39,7 @@ impl<T> Lock<T> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn lock(&self) -> Held<'_, T> {
         let contended = self.taken.swap(true, Ordering::Acquire);
         if contended {

@@ -228,11 +228,7 @@ impl<E> Front<E> {
 
 impl<E> Held<'_, Inner<E>> {
     /// Whether the stream should get another front, because threads keep meeting here.
-    #[inline]
     pub(crate) fn crowded(&mut self) -> bool {
-        if !self.contended {
-            return false;
-        }
         self.contentions += 1;
         let crowded = self.contentions >= CONTENTIONS;
         if crowded {
@@ -244,13 +240,25 @@ impl<E> Held<'_, Inner<E>> {
 
 impl<E> Inner<E> {
     /// Whether the front is this stream's, and open to it.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn serves(&self, allocator: u64, key: u64) -> bool {
         self.allocator == allocator && self.key == key && self.fast
     }
 
+    /// Takes an unaligned request if nothing stands in the way.
+    #[inline(always)]
+    pub(crate) fn take_at_once(&mut self, granules: u32, requested: u32) -> Option<Taken> {
+        let bytes = u64::from(granules) * GRANULE;
+        if !self.accounts.fit(bytes, u64::from(requested)) {
+            return None;
+        }
+        let slack = (bytes as u32).wrapping_sub(requested) as u16;
+        let taken = self.heap.take(granules, slack)?;
+        self.accounts.add(bytes, u64::from(requested));
+        Some(taken)
+    }
+
     /// Takes a request.
-    #[inline]
     pub(crate) fn take(&mut self, request: Small) -> Allocated {
         let (bytes, requested) = (request.bytes(), u64::from(request.requested));
         if !self.accounts.fit(bytes, requested) {
@@ -297,14 +305,33 @@ impl<E> Inner<E> {
     }
 
     /// The live block that begins at an address.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn live(&self, node: Node, ptr: u64, generation: Option<u32>) -> Option<Live> {
         let live = self.heap.live(node, ptr)?;
         generation.is_none_or(|g| g == live.generation).then_some(live)
     }
 
+    /// Frees a block if nothing stands in the way; with a generation only that life of it.
+    #[inline(always)]
+    pub(crate) fn free_at_once(&mut self, node: Node, ptr: u64, generation: Option<u32>) -> bool {
+        let Some(live) = self.live(node, ptr, generation) else {
+            return false;
+        };
+        if !self.fast || live.using != Using::NONE {
+            return false;
+        }
+        if !self.heap.put_quick(node, live.granules) {
+            if self.heap.whole_pages() > 0 {
+                // There may be a page to hand back then.
+                return false;
+            }
+            self.heap.put_merged(node);
+        }
+        self.account_free(live);
+        true
+    }
+
     /// Frees a block that begins at an address; with a generation only that life of it.
-    #[inline]
     pub(crate) fn free(&mut self, node: Node, ptr: u64, generation: Option<u32>) -> Freed {
         let Some(live) = self.live(node, ptr, generation) else {
             return Freed::NotLive;
@@ -321,7 +348,7 @@ impl<E> Inner<E> {
     }
 
     /// Takes a block out of the sums.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn account_free(&mut self, live: Live) {
         let bytes = u64::from(live.granules) * GRANULE;
         self.accounts.sub(bytes, bytes - u64::from(live.slack));
