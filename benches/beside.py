@@ -4,7 +4,7 @@
     cualloc bench >ours.txt; OTHER_HARNESS >theirs.txt; benches/beside.py ours.txt theirs.txt
 
 Reads lines `WORK NAME CASE: VALUE UNIT` (such as `pair malloc 4096 B: 20.1 ns`) and the objects of
-`cualloc bench --json`, from files or from stdin, and writes a table in Markdown: a row for each work
+`cualloc bench --json`, from files or from stdin (`-`), and writes a table in Markdown: a row for each work
 and case in the order in which they first come, a column for each name, the best of a row in bold.
 Other lines are ignored, and of two figures for the same thing the last counts. The exit code is 1 if
 there was none at all.
@@ -79,11 +79,12 @@ def table(lines):
 
 def main(paths):
     lines = []
-    for path in paths:
+    for path in paths or ["-"]:
+        if path == "-":
+            lines += sys.stdin.readlines()
+            continue
         with open(path, encoding="utf-8") as file:
             lines += file.readlines()
-    if not paths:
-        lines = sys.stdin.readlines()
     rows, text = table(lines)
     if not rows:
         print("no figures", file=sys.stderr)

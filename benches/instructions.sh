@@ -59,8 +59,9 @@ cargo build -q --release -p cualloc --example hot >&2
 # count NAME ITERATIONS: runs under callgrind; prints the instructions of the whole run.
 count() {
     local file=$folder/callgrind.$1.$2.out
-    if ! valgrind --tool=callgrind --callgrind-out-file="$file" --collect-atstart=yes \
-        --toggle-collect='cualloc::sim::table::shims::*' \
+    # In this order: the switch alone would begin with collection off, and count the driver only.
+    if ! valgrind --tool=callgrind --callgrind-out-file="$file" \
+        --toggle-collect='cualloc::sim::table::shims::*' --collect-atstart=yes \
         "$target/release/examples/hot" "$1" "$2" >"$folder/log" 2>&1; then
         cat "$folder/log" >&2
         return 1

@@ -69,12 +69,12 @@ fn pair(source: &impl Source, count: usize) -> Result<(), Failure> {
     pairs(source, BYTES, &source.stream(0), WARM_PAIRS + count)
 }
 
-fn churn(source: &impl Source, count: usize) -> Result<(), Failure> {
+fn churn<S: Source>(source: &S, count: usize) -> Result<(), Failure> {
     if count > MOST_CHURN {
         return Err("so many operations are not drawn".into());
     }
     let work = Churn::log_uniform(4096, WARM_CHURN + MOST_CHURN, 1, 512, 64 << 10);
-    let mut slots = work.slots();
+    let mut slots = work.slots::<S>();
     work.run(source, &source.stream(0), &mut slots, WARM_CHURN + count)?;
     // How many blocks live at the end depends on the count: their frees must not be part of it.
     std::mem::forget(slots);

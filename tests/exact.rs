@@ -220,7 +220,7 @@ impl Worker<'_, '_> {
 /// Counts of what lives, and of bytes asked for and given, equal the threads' own sums at every
 /// barrier. An observer beside them never sees a peak below anything that it saw live before.
 #[test]
-fn current_figures_are_the_sums_of_what_lives() {
+fn s1_19_current_figures_are_the_sums_of_what_lives() {
     let observed = AtomicU64::new(0);
     each(|rig| {
         let allocator = rig.allocator();
@@ -267,7 +267,7 @@ fn observe(allocator: &Allocator, done: &AtomicBool, observed: &AtomicU64) {
 /// Phases in which all threads only allocate, or only free, reach their most at a barrier: the peak is
 /// the largest of the sums there, to the byte.
 #[test]
-fn peaks_of_rising_and_falling_phases_are_exact() {
+fn s1_19_peaks_of_rising_and_falling_phases_are_exact() {
     each(|rig| {
         let allocator = rig.allocator();
         let common = Common::new(rig, &allocator);
@@ -305,7 +305,7 @@ fn peaks_of_rising_and_falling_phases_are_exact() {
 /// Threads that free a block before each allocation of the same size never pass what lived at the
 /// start.
 #[test]
-fn peaks_of_exchanged_blocks_are_exact() {
+fn s1_19_peaks_of_exchanged_blocks_are_exact() {
     each(|rig| {
         let allocator = rig.allocator();
         let common = Common::new(rig, &allocator);
