@@ -125,13 +125,14 @@ pub fn threads<S: Source>(
             let stream = source.stream(stream(thread));
             let work = work(thread, operations);
             let mut slots = work.slots::<S>();
-            let mut done = work.run(source, &stream, &mut slots, operations / 10);
-            gates.start.wait();
-            if done.is_ok() {
-                done = work.run(source, &stream, &mut slots, operations);
-            }
-            gates.end.wait();
-            done.and(empty(source, slots))
+            let warm = work.run(source, &stream, &mut slots, operations / 10);
+            let done = gates.measure(|| {
+                warm?;
+                work.run(source, &stream, &mut slots, operations)
+            });
+            let emptied = empty(source, slots);
+            let ((), time) = done?;
+            emptied.and(Ok(time))
         };
         let time = timed(count, body)?;
         figures.push((count * operations) as f64 / time.as_secs_f64() / 1e6);
@@ -139,20 +140,36 @@ pub fn threads<S: Source>(
     Ok(median(figures))
 }
 
+/// When a thread began and ended what is measured.
+type Span = (Instant, Instant);
+
 /// Where threads wait for each other. Every thread passes both, whatever fails.
 struct Gates {
     start: Barrier,
     end: Barrier,
 }
 
-/// The time between both gates.
+impl Gates {
+    /// Runs a thread's part between both gates.
+    fn measure<T>(&self, run: impl FnOnce() -> Result<T, Failure>) -> Result<(T, Span), Failure> {
+        self.start.wait();
+        let start = Instant::now();
+        let done = run();
+        let end = Instant::now();
+        self.end.wait();
+        Ok((done?, (start, end)))
+    }
+}
+
+/// The time from the first thread's start to the last one's end: by their own clocks, for a thread that
+/// only waited for both might come late where there are more threads than processors.
 fn timed(
     count: usize,
-    body: impl Fn(usize, &Gates) -> Result<(), Failure> + Sync,
+    body: impl Fn(usize, &Gates) -> Result<Span, Failure> + Sync,
 ) -> Result<Duration, Failure> {
     let gates = Gates {
-        start: Barrier::new(count + 1),
-        end: Barrier::new(count + 1),
+        start: Barrier::new(count),
+        end: Barrier::new(count),
     };
     thread::scope(|scope| {
         let threads: Vec<_> = (0..count)
@@ -161,14 +178,16 @@ fn timed(
                 scope.spawn(move || body(thread, gates))
             })
             .collect();
-        gates.start.wait();
-        let start = Instant::now();
-        gates.end.wait();
-        let time = start.elapsed();
+        let mut spans = Vec::new();
         for thread in threads {
-            thread.join().map_err(|_| "a thread panicked")??;
+            spans.push(thread.join().map_err(|_| "a thread panicked")??);
         }
-        Ok(time)
+        let start = spans.iter().map(|(start, _)| *start).min();
+        let end = spans.iter().map(|(_, end)| *end).max();
+        match (start, end) {
+            (Some(start), Some(end)) => Ok(end - start),
+            _ => Err("no threads were asked for".into()),
+        }
     })
 }
 
@@ -197,11 +216,9 @@ pub fn crossing(source: &Handles<'_>, count: usize, scale: &Scale) -> Result<Cro
     let (per_thread, all) = (rounds * TOGETHER, count * rounds * TOGETHER);
     let frees = AtomicU64::new(0);
     let body = |thread: usize, gates: &Gates| {
-        gates.start.wait();
-        let done = cross(source, thread, rounds);
-        gates.end.wait();
-        frees.fetch_add(done?.as_nanos() as u64, Ordering::Relaxed);
-        Ok(())
+        let (time, span) = gates.measure(|| cross(source, thread, rounds))?;
+        frees.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+        Ok(span)
     };
     timed(count, body)?;
     let mut figures = Vec::new();

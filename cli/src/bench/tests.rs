@@ -1,6 +1,6 @@
 use super::measure::{Scale, churn, crossing, median, pair, threads};
 use super::source::{Handles, Malloc, Pointers, Stack, Typed, Workspaces};
-use super::workload::{Churn, Source};
+use super::workload::{Churn, Source, Twister};
 use crate::machine::Machine;
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Config};
@@ -98,3 +98,32 @@ fn blocks_of_other_streams_cost_markers() {
         assert_eq!(allocator.stats().all.allocations.current, 0);
     });
 }
+
+/// The C++ standard gives the ten thousandth number of the default seed.
+#[test]
+fn the_twister_is_that_of_the_standard() {
+    let mut twister = Twister::new(5489);
+    let last = (0..10_000).map(|_| twister.next()).last();
+    assert_eq!(last, Some(9_981_545_732_273_789_042));
+}
+
+/// Numbers that a C++ program (GCC 12) printed for the same seeds.
+#[test]
+fn sequences_are_those_of_a_cpp_program() {
+    let churn = Churn::log_uniform(4096, 400_000, 1, 512, 65536);
+    assert_eq!(churn.sizes[..4], SMALL.0);
+    assert_eq!(churn.picks[..4], SMALL.1);
+    let churn = Churn::log_uniform(2048, 200_000, 2, 512, 32 << 20);
+    assert_eq!(churn.sizes[..4], WIDE.0);
+    assert_eq!(churn.picks[..4], WIDE.1);
+    let churn = Churn::of_thread(3, 200_000);
+    assert_eq!(churn.sizes[..4], THREAD.0);
+    assert_eq!(churn.picks[..4], THREAD.1);
+}
+
+const SMALL: ([usize; 4], [u32; 4]) = ([980, 992, 4571, 566], [2110, 1755, 2520, 2800]);
+const WIDE: ([usize; 4], [u32; 4]) = (
+    [11_520_215, 6_374_047, 3_051_585, 14_656_868],
+    [1350, 1640, 873, 1624],
+);
+const THREAD: ([usize; 4], [u32; 4]) = ([4096, 65536, 4096, 16384], [21, 6, 63, 51]);
