@@ -7,7 +7,7 @@ use crate::driver::{Stream, process, sys};
 
 use super::engine::Engine;
 use super::error::Error;
-use super::front::{Freed, Held, Inner, Node};
+use super::front::{Freed, Held, Inner, Life, Node};
 use super::raw::{Grant, Lifetime};
 use super::streams::Holder;
 
@@ -161,8 +161,7 @@ impl Drop for Block {
             && process::is_quiet()
         {
             let mut inner = self.grant.home.lock();
-            let generation = Some(self.grant.generation);
-            if !inner.free_at_once(node, self.grant.ptr, generation) {
+            if !inner.free_at_once(node, Life::Generation(self.grant.generation)) {
                 self.drop_small(inner, node);
             }
             return;

@@ -1,6 +1,6 @@
 //! The allocator's inside: one lock around the books, driver calls outside it.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::driver::process;
@@ -58,6 +58,8 @@ pub(crate) struct Engine {
     ask_captures: bool,
     state: Mutex<State>,
     lost: OnceLock<DriverError>,
+    /// Fronts serve here, and the context is not lost.
+    at_once: AtomicBool,
 }
 
 pub(crate) type Guard<'a> = MutexGuard<'a, State>;
@@ -130,6 +132,7 @@ impl Engine {
             )),
             pages,
             lost: OnceLock::new(),
+            at_once: AtomicBool::new(packed && !config.capture_checks),
         }))
     }
 
@@ -169,7 +172,7 @@ impl Engine {
     /// Whether fronts may serve a call without a look at anything else.
     #[inline]
     pub(crate) fn unwatched(&self) -> bool {
-        self.packed && !self.watchful() && self.lost.get().is_none()
+        self.at_once.load(Ordering::Relaxed) && process::is_quiet()
     }
 
     /// Whether a call has to look at more than its front: the process forked or ends, or somebody
@@ -193,6 +196,7 @@ impl Engine {
     /// Turns a driver's error into ours, and remembers a lost context.
     pub(crate) fn error(&self, error: DriverError) -> Error {
         if error.is_fatal() {
+            self.at_once.store(false, Ordering::Relaxed);
             return Error::ContextLost(*self.lost.get_or_init(|| error));
         }
         Error::Driver(error)

@@ -96,9 +96,11 @@ impl State {
             inner.key = slot.key.number();
             inner.slot = stream;
             inner.heap.set_ticket(slot.open);
-            inner.fast = !self.closed
-                && matches!(slot.key, StreamKey::Id(_))
-                && !matches!(slot.holder, Holder::Retired);
+            inner.set_fast(
+                !self.closed
+                    && matches!(slot.key, StreamKey::Id(_))
+                    && !matches!(slot.holder, Holder::Retired),
+            );
         }
         self.streams[stream].fronts.push(front);
         let at = self.fronts.all.partition_point(|f| f.rank < front.rank);
@@ -131,7 +133,7 @@ impl State {
     /// Lets the fronts of a stream work without a look at the books, or stops them.
     pub(crate) fn set_fast(&mut self, stream: u32, fast: bool) {
         for front in &self.streams[stream].fronts {
-            front.lock().fast = fast;
+            front.lock().set_fast(fast);
         }
     }
 
@@ -166,7 +168,7 @@ impl State {
         let blocks = all.allocations.current + small[2] + calls;
         if blocks == 0 {
             for inner in &mut locked {
-                inner.fast = false;
+                inner.set_fast(false);
             }
         }
         (blocks, all.allocated.current + small[0])

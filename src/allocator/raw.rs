@@ -4,7 +4,7 @@ use crate::driver::sys;
 
 use super::engine::{Engine, Guard, Named, is_per_thread};
 use super::error::Error;
-use super::front::{self, Freed, Node, PAGE_GRAINS, SMALL_ID, Small};
+use super::front::{self, Freed, Life, Node, PAGE_GRAINS, SMALL_ID, Small};
 use super::fronts::EngineFront;
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, MAX_ALIGNMENT, round_size};
@@ -215,7 +215,7 @@ impl Engine {
             && let Some((front, node)) = self.small_at(ptr)
         {
             let mut inner = front.lock();
-            if inner.free_at_once(node, ptr, None) {
+            if inner.free_at_once(node, Life::At(ptr)) {
                 return Ok(());
             }
             let freed = inner.free(node, ptr, None);

@@ -42,12 +42,9 @@ impl Engine {
             return None;
         }
         let granules = (last as u64 / GRANULE) as u32 + 1;
-        let front = cache::find(self.id, key)?;
+        let (front, pass) = cache::find(self.id, key)?;
         let mut inner = front.lock();
-        if !inner.serves(self.id, key) {
-            return None;
-        }
-        let taken = inner.take_at_once(granules, bytes as u32)?;
+        let taken = inner.take_at_once(pass, granules, bytes as u32)?;
         if inner.contended {
             return Some(self.granted_in_a_crowd(key, front, inner, taken, granules));
         }
@@ -182,12 +179,12 @@ impl Engine {
         request: Small,
         near: &[u64],
     ) -> Option<(Option<Grant>, Vec<u64>)> {
-        if self.watchful() || near.is_empty() {
+        if !self.unwatched() || near.is_empty() {
             return None;
         }
-        let front = cache::find(self.id, key)?;
+        let (front, pass) = cache::find(self.id, key)?;
         let mut inner = front.lock();
-        if !inner.serves(self.id, key) {
+        if inner.pass() != Some(pass) {
             return None;
         }
         let Allocated::Taken(taken) = self.take_near(front, &mut inner, request, near) else {
@@ -411,14 +408,14 @@ impl Engine {
         let StreamKey::Id(key) = key else {
             return None;
         };
-        if self.watchful() {
+        if !self.unwatched() {
             return None;
         }
         let (front, node) = self.small_at(ptr)?;
-        let user = cache::find(self.id, key)?;
+        let (user, pass) = cache::find(self.id, key)?;
         let using = {
             let mut inner = user.lock();
-            if !inner.serves(self.id, key) {
+            if inner.pass() != Some(pass) {
                 return None;
             }
             let using = Using::one(inner.slot)?;

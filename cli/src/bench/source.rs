@@ -12,6 +12,13 @@ use cualloc::{Allocator, Block};
 use std::alloc::{Layout, alloc, dealloc};
 use std::mem::MaybeUninit;
 
+/// Out of line, so that what is measured is the call and not the boxing of its errors.
+#[cold]
+#[inline(never)]
+fn failed(error: cualloc::Error) -> Failure {
+    error.into()
+}
+
 /// Blocks that free themselves, on streams that are passed as objects.
 pub struct Handles<'a> {
     pub allocator: &'a Allocator,
@@ -28,7 +35,7 @@ impl Source for Handles<'_> {
 
     #[inline]
     fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Failure> {
-        Ok(self.allocator.allocate(bytes, stream)?)
+        self.allocator.allocate(bytes, stream).map_err(failed)
     }
 
     #[inline]
@@ -55,13 +62,13 @@ impl Source for Pointers<'_> {
     #[inline]
     fn allocate(&self, bytes: usize, stream: &sys::CUstream) -> Result<sys::CUdeviceptr, Failure> {
         // SAFETY: the streams live as long as the allocator is used.
-        Ok(unsafe { self.allocator.allocate_raw(bytes, *stream) }?)
+        unsafe { self.allocator.allocate_raw(bytes, *stream) }.map_err(failed)
     }
 
     #[inline]
     fn free(&self, block: sys::CUdeviceptr) -> Result<(), Failure> {
         // SAFETY: the block came from above, has no other owner, and no work uses it.
-        Ok(unsafe { self.allocator.free_raw(block) }?)
+        unsafe { self.allocator.free_raw(block) }.map_err(failed)
     }
 }
 

@@ -16,12 +16,14 @@ struct Entry {
     allocator: u64,
     key: u64,
     front: Option<&'static Front<Engine>>,
+    pass: u64,
 }
 
 const EMPTY: Entry = Entry {
     allocator: 0,
     key: 0,
     front: None,
+    pass: 0,
 };
 
 thread_local! {
@@ -29,22 +31,26 @@ thread_local! {
     static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// The front that this thread last used for a stream of an allocator.
+/// The front that this thread last used for a stream of an allocator, and its pass at that time.
 #[inline(always)]
-pub(crate) fn find(allocator: u64, key: u64) -> Option<&'static Front<Engine>> {
+pub(crate) fn find(allocator: u64, key: u64) -> Option<(&'static Front<Engine>, u64)> {
     let entry = SEEN.with(|seen| seen[key as usize % ENTRIES].get());
     if entry.allocator == allocator && entry.key == key {
-        entry.front
+        entry.front.map(|front| (front, entry.pass))
     } else {
         None
     }
 }
 
 pub(crate) fn remember(allocator: u64, key: u64, front: &'static Front<Engine>) {
+    let Some(pass) = front.lock().pass() else {
+        return;
+    };
     let entry = Entry {
         allocator,
         key,
         front: Some(front),
+        pass,
     };
     SEEN.with(|seen| seen[key as usize % ENTRIES].set(entry));
 }

@@ -17,7 +17,16 @@ const PLACE_MASK: u32 = PAGE_GRAINS - 1;
 /// No run.
 const NIL: u32 = u32::MAX;
 /// Quick runs of one length are kept up to this many granules together, but at least one.
-const QUICK_GRAINS: u32 = 64;
+const QUICK_GRAINS: usize = 64;
+/// That in runs, by length less one.
+const QUICK_RUNS: [u8; GRAINS] = {
+    let (mut runs, mut length) = ([1; GRAINS], 1);
+    while length < QUICK_GRAINS {
+        runs[length - 1] = (QUICK_GRAINS / length) as u8;
+        length += 1;
+    }
+    runs
+};
 /// They are many if they are more than this part of all pages.
 const QUICK_PART: u64 = 16;
 
@@ -127,7 +136,7 @@ pub(crate) struct PageInfo {
 struct Page {
     info: PageInfo,
     present: bool,
-    /// Of the newest free in it.
+    /// Of the newest free in it; of quick runs, when they were merged.
     ticket: u64,
 }
 
@@ -354,10 +363,16 @@ impl Heap {
     /// The live block at a node, if its first byte is at `ptr`.
     #[inline(always)]
     pub(crate) fn live(&self, node: Node, ptr: u64) -> Option<Live> {
-        let grain = self.grains.get(node.at())?;
         let page = self.pages.get(node.page())?;
         let at = page.info.base + node.place() as u64 * GRANULE;
-        (grain.kind == Kind::Used && at == ptr).then_some(Live {
+        self.live_at(node).filter(|_| at == ptr)
+    }
+
+    /// The live block at a node.
+    #[inline(always)]
+    pub(crate) fn live_at(&self, node: Node) -> Option<Live> {
+        let grain = self.grains.get(node.at())?;
+        (grain.kind == Kind::Used).then_some(Live {
             granules: u32::from(grain.len),
             generation: grain.a,
             slack: grain.b,
@@ -387,12 +402,11 @@ impl Heap {
             return false;
         }
         let runs = &mut self.quick_runs[length % GRAINS];
-        if *runs > 0 && (u32::from(*runs) + 1) * granules > QUICK_GRAINS {
+        if *runs >= QUICK_RUNS[length % GRAINS] {
             return false;
         }
         *runs += 1;
         self.quick_grains += granules;
-        self.pages[node.page()].ticket = self.ticket;
         let grain = &mut self.grains[node.at()];
         grain.kind = Kind::Quick;
         grain.a = std::mem::replace(&mut self.quick[length % GRAINS], node.0);
@@ -546,7 +560,7 @@ impl Heap {
             while at != NIL {
                 let node = Node(at);
                 at = self.grains[node.at()].a;
-                self.merge(node);
+                self.put_merged(node);
             }
         }
         self.quick_grains = 0;

@@ -55,6 +55,7 @@ impl<T> Lock<T> {
     }
 
     #[cold]
+    #[inline(never)]
     fn wait(&self) {
         let mut round = 0;
         loop {

@@ -24,6 +24,8 @@ pub(crate) use pages::{PageTable, SMALL_ID};
 use super::size::GRANULE;
 use std::sync::atomic::Ordering;
 
+/// No pass: every call needs the books.
+const NO_PASS: u64 = 0;
 /// Most fronts of a stream.
 pub(crate) const MOST_FRONTS: usize = 16;
 /// Granules that the quick runs of all fronts of an allocator hold together at most: 1 MiB.
@@ -100,8 +102,9 @@ pub(crate) struct Inner<E: 'static> {
     pub key: u64,
     /// The stream's slot.
     pub slot: u32,
-    /// Allocations and frees may go on without a look at the books.
-    pub fast: bool,
+    /// Who shows this number is of the stream that the front serves now, and may go on without a look
+    /// at the books. Never used again after the front was stopped.
+    pass: u64,
     pub heap: Heap,
     pub accounts: Accounts,
     pub batches: Vec<Batch>,
@@ -128,7 +131,7 @@ impl<E> Default for Inner<E> {
             allocator: 0,
             key: 0,
             slot: 0,
-            fast: false,
+            pass: NO_PASS,
             heap: Heap::default(),
             accounts: Accounts::default(),
             batches: Vec::new(),
@@ -172,6 +175,15 @@ pub(crate) enum Allocated {
     NoRoom,
     /// The front is another stream's by now, or its stream needs a closer look.
     Stranger,
+}
+
+/// Which life of a block is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Life {
+    /// The one with this generation, which has an owner.
+    Generation(u32),
+    /// The present one of the block that begins at an address.
+    At(u64),
 }
 
 /// How a free ended.
@@ -239,15 +251,33 @@ impl<E> Held<'_, Inner<E>> {
 }
 
 impl<E> Inner<E> {
-    /// Whether the front is this stream's, and open to it.
+    /// Lets the front work without a look at the books, or stops it.
+    pub(crate) fn set_fast(&mut self, fast: bool) {
+        static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
+        match (fast, self.pass) {
+            (true, NO_PASS) => self.pass = NEXT.fetch_add(1, Ordering::Relaxed),
+            (true, _) => {}
+            (false, _) => self.pass = NO_PASS,
+        }
+    }
+
+    /// Whether allocations and frees may go on without a look at the books.
     #[inline(always)]
-    pub(crate) fn serves(&self, allocator: u64, key: u64) -> bool {
-        self.allocator == allocator && self.key == key && self.fast
+    pub(crate) fn is_fast(&self) -> bool {
+        self.pass != NO_PASS
     }
 
     /// Takes an unaligned request if nothing stands in the way.
     #[inline(always)]
-    pub(crate) fn take_at_once(&mut self, granules: u32, requested: u32) -> Option<Taken> {
+    pub(crate) fn take_at_once(
+        &mut self,
+        pass: u64,
+        granules: u32,
+        requested: u32,
+    ) -> Option<Taken> {
+        if pass != self.pass {
+            return None;
+        }
         let bytes = u64::from(granules) * GRANULE;
         if !self.accounts.fit(bytes, u64::from(requested)) {
             return None;
@@ -304,8 +334,12 @@ impl<E> Inner<E> {
         self.take(request)
     }
 
+    /// What allows a thread to allocate here without a look at the books.
+    pub(crate) fn pass(&self) -> Option<u64> {
+        self.is_fast().then_some(self.pass)
+    }
+
     /// The live block that begins at an address.
-    #[inline(always)]
     pub(crate) fn live(&self, node: Node, ptr: u64, generation: Option<u32>) -> Option<Live> {
         let live = self.heap.live(node, ptr)?;
         generation.is_none_or(|g| g == live.generation).then_some(live)
@@ -313,11 +347,19 @@ impl<E> Inner<E> {
 
     /// Frees a block if nothing stands in the way; with a generation only that life of it.
     #[inline(always)]
-    pub(crate) fn free_at_once(&mut self, node: Node, ptr: u64, generation: Option<u32>) -> bool {
-        let Some(live) = self.live(node, ptr, generation) else {
+    pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
+        let live = match life {
+            // The page of a block that somebody owns cannot have gone.
+            Life::Generation(generation) => {
+                let live = self.heap.live_at(node);
+                live.filter(|live| live.generation == generation)
+            }
+            Life::At(ptr) => self.heap.live(node, ptr),
+        };
+        let Some(live) = live else {
             return false;
         };
-        if !self.fast || live.using != Using::NONE {
+        if !self.is_fast() || live.using != Using::NONE {
             return false;
         }
         if !self.heap.put_quick(node, live.granules) {
@@ -336,7 +378,7 @@ impl<E> Inner<E> {
         let Some(live) = self.live(node, ptr, generation) else {
             return Freed::NotLive;
         };
-        if !self.fast || live.using != Using::NONE {
+        if !self.is_fast() || live.using != Using::NONE {
             return self.free_shared(node, live);
         }
         self.account_free(live);
@@ -355,7 +397,7 @@ impl<E> Inner<E> {
     }
 
     fn free_shared(&mut self, node: Node, live: Live) -> Freed {
-        let (true, Some(stream)) = (self.fast, live.using.slot()) else {
+        let (true, Some(stream)) = (self.is_fast(), live.using.slot()) else {
             return Freed::Books;
         };
         self.account_free(live);
