@@ -192,12 +192,17 @@ impl Allocator {
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if !is_special(stream)
+        if !is_special(stream) {
             // SAFETY: the caller's contract.
-            && let Ok(Some(key)) = unsafe { self.engine.driver().stream_id(stream) }
-            && let Some(grant) = self.engine.allocate_at_once(key, bytes)
-        {
-            return Ok(grant.ptr);
+            match unsafe { self.engine.driver().stream_id(stream) } {
+                Ok(Some(key)) => {
+                    if let Some(grant) = self.engine.allocate_at_once(key, bytes) {
+                        return Ok(grant.ptr);
+                    }
+                }
+                Ok(None) => {}
+                Err(error) => return Err(self.engine.error(error)),
+            }
         }
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
