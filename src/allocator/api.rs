@@ -192,7 +192,7 @@ impl Allocator {
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if !is_special(stream) {
+        if !is_special(stream) && self.engine.unwatched() {
             // SAFETY: the caller's contract.
             match unsafe { self.engine.driver().stream_id(stream) } {
                 Ok(Some(key)) => {
