@@ -507,4 +507,33 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn stitching_beyond_the_budget_raises_the_level() {
+        let mut state = State::new(0, true, None);
+        let want = Want {
+            space: SpaceId::Large,
+            stream: 0,
+            granules: (960 << 20 >> 9) as u32,
+            align: 1,
+            requested: 960 << 20,
+        };
+        state.peak_live = 10_000 << 20;
+        let figures = |state: &State| {
+            let slack = (state.soft_cap() - state.peak_live) >> 20;
+            (slack, state.handle_size(&want, want.requested) >> 20)
+        };
+        let levels = [(100, 30), (200, 60), (300, 80), (400, 120), (500, 120)];
+        for (level, expected) in levels.into_iter().enumerate() {
+            assert_eq!((state.level, figures(&state)), (level, expected));
+            state.spent(LEVEL_MAPS as usize);
+            assert_eq!(state.level, level, "the budget is just spent");
+            // As many requests make up for one map, so one more is still within it.
+            (0..REQUESTS_PER_MAP).for_each(|_| state.large_request(&want));
+            state.spent(1);
+            assert_eq!(state.level, level);
+            state.spent(1);
+        }
+        assert_eq!(state.level, LEVELS - 1, "the last level stays");
+    }
 }

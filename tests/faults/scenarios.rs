@@ -1,8 +1,7 @@
 //! Paths through the allocator.
 
+use cualloc::Error;
 use cualloc::driver::{Context, Stream};
-use cualloc::sim::Mode;
-use cualloc::{Error, Policy};
 
 use crate::world::{CLASSIC, MIB, PACKED, PLAIN, Scenario, World};
 

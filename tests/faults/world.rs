@@ -1,7 +1,7 @@
 //! The world in which a fault happens, and what holds in it at any time.
 
-use cualloc::driver::{Context, Driver, Stream, sys};
-use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
+use cualloc::driver::{Context, Driver, Stream};
+use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy};
 
 pub const MIB: usize = 1 << 20;
