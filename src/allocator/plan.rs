@@ -256,10 +256,16 @@ impl State {
         })
     }
 
-    /// Claims what to release so that there is room for `missing` bytes: the smallest that is enough,
-    /// else the largest first. Empty, with nothing changed, if that cannot be enough. What a refusal
-    /// of the driver told is a guess on the safe side, so it stops nothing: all goes then.
-    pub(crate) fn plan_release(&mut self, missing: u64, context: u64) -> Vec<Release> {
+    /// Claims what of some arenas to release so that there is room for `missing` bytes: the smallest
+    /// that is enough, else the largest first. Empty, with nothing changed, if that cannot be enough.
+    /// What a refusal of the driver told is a guess on the safe side, so it stops nothing: all goes
+    /// then.
+    pub(crate) fn plan_release(
+        &mut self,
+        arenas: &[SpaceId],
+        missing: u64,
+        context: u64,
+    ) -> Vec<Release> {
         let excess = missing.saturating_sub(self.room());
         let held = self.stats.all.reserved.current + self.planned;
         let certain = match self.limit {
@@ -267,7 +273,7 @@ impl State {
             None => 0,
         };
         let mut found: Vec<(SpaceId, u64, u64)> = Vec::new();
-        for space in [SpaceId::Large, SpaceId::Small] {
+        for space in arenas.iter().copied() {
             let releasable = self.releasable(space, |id| self.over(id, context));
             found.extend(
                 releasable

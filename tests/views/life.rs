@@ -120,6 +120,38 @@ fn a_view_goes_for_memory_of_another_arena() {
     });
 }
 
+/// What the arena of small blocks has left over goes to a stitch that lacks it.
+#[test]
+fn r8_another_arena_goes_for_a_stitch() {
+    packed(|rig| {
+        let a = rig.stream();
+        let limit = 8 * PART + 2 * MIB;
+        let allocator = rig.limited(limit);
+        drop(allocator.allocate(KIB, &a).unwrap());
+        let mut parts: Vec<_> = (0..8)
+            .map(|_| Some(allocator.allocate(PART, &a).unwrap()))
+            .collect();
+        parts
+            .iter_mut()
+            .skip(1)
+            .step_by(2)
+            .for_each(|part| *part = None);
+        // All free handles are in one view, where a block keeps them from being given back.
+        drop(allocator.allocate(17 * MIB, &a).unwrap());
+        let front = allocator.allocate(6 * MIB, &a).unwrap();
+        rig.stamp(front.ptr(), 6 * MIB, 1, &a);
+        let block = allocator.allocate(12 * MIB, &a).unwrap();
+        assert_eq!(view_of(&allocator, &block), view_of(&allocator, &front));
+        let stats = allocator.stats();
+        assert_eq!(stats.all.reserved.current, limit as u64);
+        assert_eq!(stats.small.reserved.current, 0);
+        rig.stamp(block.ptr(), 12 * MIB, 2, &a);
+        assert_eq!(rig.mismatches(front.ptr(), 6 * MIB, 1, &a), 0);
+        drop((front, block, parts));
+        rig.close(&allocator);
+    });
+}
+
 /// A view in use does not go for others: with nothing else to give back the request fails, and
 /// changes nothing.
 #[test]
