@@ -6,13 +6,17 @@
 #![cfg(feature = "sim")]
 
 mod scenarios;
+mod views;
 mod world;
 
 use cualloc::Error;
 use cualloc::driver::sys;
 use cualloc::sim::FailPlan;
-use scenarios::scenarios;
-use world::{Act, World};
+use world::{Act, Scenario, World};
+
+fn all() -> impl Iterator<Item = Scenario> {
+    scenarios::scenarios().into_iter().chain(views::scenarios())
+}
 
 /// Queries that counts leave out, and which a plan for "any call" leaves alone.
 const UNCOUNTED: [&str; 3] = ["cuStreamGetId", "cuStreamIsCapturing", "cuCtxGetCurrent"];
@@ -24,14 +28,15 @@ fn plan(name: Option<&str>, code: sys::CUresult) -> FailPlan {
     }
 }
 
-/// Runs every scenario with every call failing; returns how many faults were placed.
+/// Runs every scenario with every call failing; returns how many faults were placed, and how many
+/// of them failed a transaction as a whole.
 fn sweep(
     code: sys::CUresult,
     times: u64,
     check: impl Fn(World, Option<Act>, &str, &[&str]),
-) -> u64 {
-    let mut faults = 0;
-    for scenario in scenarios() {
+) -> (u64, u64) {
+    let (mut faults, mut whole) = (0, 0);
+    for scenario in all() {
         for policy in scenario.policies {
             for name in std::iter::once(None).chain(UNCOUNTED.into_iter().map(Some)) {
                 for nth in 1.. {
@@ -42,6 +47,7 @@ fn sweep(
                         name.unwrap_or("any"),
                         code.0
                     );
+                    let before = scenario.atomic.then(|| world.picture());
                     world.sim.record_log(true);
                     world.sim.fail(plan(name, code).nth(nth).times(times));
                     let mut world = world;
@@ -64,6 +70,7 @@ fn sweep(
                             result.is_ok() != scenario.hopeless,
                             "{at}: {result:?} without a fault"
                         );
+                        assert!((scenario.proof)(&world), "{at}: not what it is about");
                         world.judge(&at);
                         world.end(&at, false);
                         break;
@@ -80,6 +87,10 @@ fn sweep(
                         };
                         assert!(explained, "{at} ({hit:?}): {error:?}");
                     }
+                    if let (Some(before), Err(Error::Driver(_)), 1) = (before, &result, times) {
+                        assert_eq!(world.picture(), before, "{at} ({hit:?})");
+                        whole += 1;
+                    }
                     let again = result.is_err().then_some(scenario.act);
                     let at = format!("{at} ({})", hit.join(", "));
                     check(world, again, &at, &hit);
@@ -87,7 +98,7 @@ fn sweep(
             }
         }
     }
-    faults
+    (faults, whole)
 }
 
 /// What holds after a fault that is over: nothing is lost, and the same request goes through.
@@ -109,16 +120,18 @@ fn recovers(mut world: World, again: Option<Act>, at: &str, hit: &[&str]) {
 }
 
 fn sweep_usual(times: u64) {
-    let mut faults = 0;
+    let (mut faults, mut whole) = (0, 0);
     for code in [
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
         sys::CUresult::CUDA_ERROR_INVALID_VALUE,
         sys::CUresult::CUDA_ERROR_NOT_PERMITTED,
     ] {
-        faults += sweep(code, times, recovers);
+        let placed = sweep(code, times, recovers);
+        faults += placed.0;
+        whole += placed.1;
     }
-    eprintln!("{faults} faults");
-    assert!(faults > 1000);
+    eprintln!("{faults} faults, {whole} failed a transaction");
+    assert!(faults > 1000 && (times > 1 || whole > 100));
 }
 
 /// R2, R15
@@ -148,6 +161,7 @@ fn fatal_codes_end_all_driver_calls() {
                 alloc,
                 streams,
                 blocks,
+                ..
             } = world;
             alloc.check().unwrap_or_else(|e| panic!("{at}: {e}"));
             // A failure while something is put back as it was is told to nobody: the next call

@@ -47,6 +47,7 @@ pub fn scenarios() -> Vec<Scenario> {
         Scenario {
             name: "growth behind free memory",
             policies: PACKED,
+            atomic: true,
             prepare: |w| {
                 w.put(3 * MIB, 0);
                 w.put(3 * MIB, 0);
@@ -58,6 +59,7 @@ pub fn scenarios() -> Vec<Scenario> {
         Scenario {
             name: "growth into a hole",
             policies: PACKED,
+            atomic: true,
             prepare: hole,
             act: |w| w.take(12 * MIB, 0),
             ..PLAIN

@@ -1,5 +1,6 @@
 //! The world in which a fault happens, and what holds in it at any time.
 
+use cualloc::allocator::SegmentInfo;
 use cualloc::driver::{Context, Driver, Stream};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy};
@@ -14,6 +15,8 @@ pub struct World {
     pub context: Context,
     pub driver: Driver,
     pub sim: Simulator,
+    /// Live blocks whose contents are known: address, bytes, value of each byte.
+    pub known: Vec<(u64, u64, u8)>,
 }
 
 pub type Act = fn(&mut World) -> Result<(), Error>;
@@ -29,6 +32,11 @@ pub struct Scenario {
     pub act: Act,
     /// The act runs out of memory by itself.
     pub hopeless: bool,
+    /// The act is one transaction: if the driver's refusal of one call fails it, nothing at all has
+    /// changed.
+    pub atomic: bool,
+    /// What the act has done if nothing failed.
+    pub proof: fn(&World) -> bool,
 }
 
 pub const BOTH: &[Policy] = &[Policy::Packed, Policy::Classic];
@@ -44,6 +52,8 @@ pub const PLAIN: Scenario = Scenario {
     prepare: |_| {},
     act: |_| Ok(()),
     hopeless: false,
+    atomic: false,
+    proof: |_| true,
 };
 
 impl World {
@@ -62,6 +72,7 @@ impl World {
             context,
             driver,
             sim,
+            known: Vec::new(),
         };
         world.stream();
         (scenario.prepare)(&mut world);
@@ -89,7 +100,34 @@ impl World {
         let entered = self.context.enter().unwrap();
         let stream = self.streams[stream].raw();
         // SAFETY: the block and the stream are alive.
-        unsafe { entered.memset_d8(block.ptr(), 1, block.requested(), stream) }.unwrap();
+        unsafe { entered.memset_d8(block.ptr(), value(block), block.requested(), stream) }.unwrap();
+    }
+
+    /// Completes all work. The contents of what is live now are known from here on.
+    pub fn settle(&mut self) {
+        self.sim.complete_all();
+        self.alloc.synchronize().unwrap();
+        let known = |b: &Block| (b.ptr(), b.requested() as u64, value(b));
+        self.known = self.blocks.iter().flatten().map(known).collect();
+    }
+
+    /// What was written is still there.
+    fn contents(&self, at: &str) {
+        let live = |ptr: u64| self.blocks.iter().flatten().any(|b| b.ptr() == ptr);
+        for (ptr, bytes, value) in self.known.iter().copied().filter(|k| live(k.0)) {
+            let samples = (0..bytes).step_by(MIB / 2).chain([bytes - 8]);
+            for offset in samples {
+                let found = self.sim.read_memory(ptr + offset, 8);
+                assert_eq!(found, Some(vec![value; 8]), "{at}: {ptr:#x}+{offset:#x}");
+            }
+        }
+    }
+
+    /// Everything about the memory that a failed transaction must leave.
+    pub fn picture(&self) -> (Vec<SegmentInfo>, [u64; 3]) {
+        let leaks = self.sim.leaks();
+        let held = [leaks.mappings as u64, leaks.handles as u64, leaks.bytes];
+        (self.alloc.snapshot(), held)
     }
 
     pub fn free(&mut self, block: usize) -> Result<(), Error> {
@@ -134,6 +172,7 @@ impl World {
             all.reserved.current,
             "{at}: reserved bytes"
         );
+        self.contents(at);
         let reports = self.sim.reports();
         assert!(reports.is_empty(), "{at}: {}", reports[0]);
     }
@@ -155,6 +194,7 @@ impl World {
             alloc,
             streams,
             blocks,
+            ..
         } = self;
         sim.complete_all();
         drop((blocks, streams, alloc, context, driver));
@@ -165,4 +205,9 @@ impl World {
         }
         assert!(leaks.is_empty(), "{at}: {leaks:?}");
     }
+}
+
+/// What is written into a block: its own value for each place.
+fn value(block: &Block) -> u8 {
+    (block.ptr() >> 19) as u8 | 1
 }
