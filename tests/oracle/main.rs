@@ -122,11 +122,11 @@ fn r34_classic_random_programs_agree_with_the_model() {
 /// so do they when views are evicted, memory is trimmed, and calls are made to fail.
 #[test]
 fn r34_crowded_programs_agree_with_the_model() {
-    let sums = judge(Policy::Packed, crowded, 24);
+    let sums = judge(Policy::Packed, crowded, 20);
     assert!(sums.in_views * 5 >= sums.allocations * 2, "{sums:?}");
     assert!(sums.beside_views * 2 >= sums.steps, "{sums:?}");
     let hit = [sums.trims_beside, sums.faults_beside, sums.evictions_beside];
-    assert!(hit.into_iter().all(|count| count > 20), "{sums:?}");
+    assert!(hit.into_iter().all(|count| count * 5000 > sums.steps), "{sums:?}");
 }
 
 /// R34

@@ -191,8 +191,9 @@ impl Machine<'_> {
                     return self.tolerate(Err::<(), _>(error)).map(drop);
                 }
             }
-            // SAFETY: allocated here, held by its address alone; its streams live or are retired.
             None => {
+                // SAFETY: allocated here, held by its address alone; its streams live or are
+                // retired.
                 if let Err(error) = unsafe { self.alloc.free_raw(held.ptr) } {
                     self.blocks.push(held);
                     return self.tolerate(Err::<(), _>(error)).map(drop);
