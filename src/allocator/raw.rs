@@ -175,10 +175,16 @@ impl Engine {
             align: 1,
             requested: want.requested,
         };
-        let missed;
-        let id;
-        (state, id, missed) = self.obtain(state, &page)?;
-        state.page_taken(id, want.stream);
+        let (mut state, page, missed) = match self.obtain(state, &page) {
+            Ok(obtained) => obtained,
+            // At a limit memory of the other arena is better than none.
+            Err(Error::OutOfMemory(refusal)) => {
+                let (state, id) = self.left_over(want).ok_or(Error::OutOfMemory(refusal))?;
+                return Ok((state, id, true));
+            }
+            Err(error) => return Err(error),
+        };
+        state.page_taken(page, want.stream);
         match state.fit_in_page(want) {
             Some(id) => Ok((state, id, missed)),
             // A whole page holds every request that comes here.
@@ -186,6 +192,21 @@ impl Engine {
                 requested: want.requested,
             }),
         }
+    }
+
+    /// Room for a small request in the arena of large ones, when no page could be had for it.
+    fn left_over(&self, want: &Want) -> Option<(Guard<'_>, u32)> {
+        let want = Want {
+            space: SpaceId::Large,
+            ..*want
+        };
+        let mut state = self.lock();
+        let run = state.finder(want.space, want.stream)?.ready_run(&want)?;
+        let id = state.take(&want, run)?;
+        // It did not run out after all.
+        state.stats.ooms -= 1;
+        state.stats.misses -= 1;
+        Some((state, id))
     }
 
     /// The live block that starts at a pointer.

@@ -126,7 +126,10 @@ fn r34_crowded_programs_agree_with_the_model() {
     assert!(sums.in_views * 5 >= sums.allocations * 2, "{sums:?}");
     assert!(sums.beside_views * 2 >= sums.steps, "{sums:?}");
     let hit = [sums.trims_beside, sums.faults_beside, sums.evictions_beside];
-    assert!(hit.into_iter().all(|count| count * 5000 > sums.steps), "{sums:?}");
+    assert!(
+        hit.into_iter().all(|count| count * 5000 > sums.steps),
+        "{sums:?}"
+    );
 }
 
 /// R34

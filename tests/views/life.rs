@@ -152,10 +152,10 @@ fn r8_another_arena_goes_for_a_stitch() {
     });
 }
 
-/// A view in use does not go for others: with nothing else to give back the request fails, and
-/// changes nothing.
+/// R8: a view in use does not go for others, but what is free beside it serves small blocks too, to
+/// the last byte. Then a request fails and changes nothing.
 #[test]
-fn a_view_in_use_does_not_go_at_a_limit() {
+fn r8_a_view_in_use_stays_at_a_limit() {
     packed(|rig| {
         let a = rig.stream();
         let (allocator, kept) = scattered(rig, 2, &a);
@@ -163,11 +163,25 @@ fn a_view_in_use_does_not_go_at_a_limit() {
         rig.stamp(block.ptr(), TWO, 7, &a);
         a.synchronize().unwrap();
         let before = unmapped(rig);
-        allocator.allocate(KIB, &a).unwrap_err();
+        let left = 2 * PART - TWO;
+        let small: Vec<_> = (0..left / (32 * KIB))
+            .map(|_| allocator.allocate(32 * KIB, &a).unwrap())
+            .collect();
+        for (word, block) in (0..).zip(&small) {
+            rig.stamp(block.ptr(), 32 * KIB, word, &a);
+        }
+        let all = allocator.stats().all;
+        assert_eq!(all.allocated.current, all.reserved.current);
+        assert_eq!(allocator.stats().ooms, 0);
+        allocator.allocate(1, &a).unwrap_err();
+        assert_eq!(allocator.stats().ooms, 1);
         assert_eq!(unmapped(rig), before);
+        for (word, block) in (0..).zip(&small) {
+            assert_eq!(rig.mismatches(block.ptr(), 32 * KIB, word, &a), 0);
+        }
         assert_eq!(rig.mismatches(block.ptr(), TWO, 7, &a), 0);
         kept.assert_intact(rig);
-        drop((block, kept));
+        drop((small, block, kept));
         rig.close(&allocator);
     });
 }
