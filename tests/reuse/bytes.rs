@@ -102,7 +102,7 @@ fn r60_small_survivors_pin_little() {
         let allocator = rig.allocator();
         let stream = rig.stream();
         let survivors = fill(&allocator, &stream);
-        let large = allocator.allocate(1536 * MIB, &stream).unwrap();
+        let large = allocator.allocate(160 * MIB, &stream).unwrap();
         assert!(allocator.stats().all.reserved.peak <= bound(rig, &allocator));
         drop(large);
         allocator.synchronize().unwrap();
