@@ -178,6 +178,8 @@ impl Engine {
                     let done = self.release(plan);
                     state = self.lock();
                     done?;
+                    // What the driver refused to a stitch it may have now.
+                    climb.unstitched = false;
                 }
                 Step::Mark => {
                     climb.marked = true;
@@ -351,6 +353,20 @@ impl Engine {
             .map(|stitch| Step::Stitch(Box::new(stitch)))
     }
 
+    /// What the other arena has to give back so that a stitch can take the rest that it lacks from
+    /// the driver.
+    fn plan_for_stitch(&self, state: &mut State, want: &Want, climb: &Climb) -> Vec<Release> {
+        if !self.views_for(want) || climb.unstitched {
+            return Vec::new();
+        }
+        match state.stitch_missing(want) {
+            Some(missing) if missing > state.room() => {
+                state.plan_release(&[SpaceId::Small], missing, self.context.key())
+            }
+            _ => Vec::new(),
+        }
+    }
+
     /// The rungs that make room below a limit.
     fn make_room(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
         if !climb.flushed {
@@ -369,7 +385,12 @@ impl Engine {
             }
         }
         if let Some(missing) = state.missing(want) {
-            let plan = state.plan_release(missing, self.context.key());
+            let arenas = [SpaceId::Large, SpaceId::Small];
+            let plan = state.plan_release(&arenas, missing, self.context.key());
+            if !plan.is_empty() {
+                return Step::Release(plan);
+            }
+            let plan = self.plan_for_stitch(state, want, climb);
             if !plan.is_empty() {
                 return Step::Release(plan);
             }

@@ -207,9 +207,9 @@ impl Engine {
         let entered = self.context.enter();
         let mut first = None;
         for (base, bytes) in spans {
-            // SAFETY: reserved by this allocator with this base and size; every mapping in it was
-            // released just before, or that release would have failed.
             let freed = match &entered {
+                // SAFETY: reserved by this allocator with this base and size; every mapping in it
+                // was released just before, or that release would have failed.
                 Ok(entered) => unsafe { entered.address_free(base, bytes as usize) },
                 Err(error) => Err(*error),
             };

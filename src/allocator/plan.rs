@@ -256,10 +256,16 @@ impl State {
         })
     }
 
-    /// Claims what to release so that there is room for `missing` bytes: the smallest that is enough,
-    /// else the largest first. Empty, with nothing changed, if that cannot be enough. What a refusal
-    /// of the driver told is a guess on the safe side, so it stops nothing: all goes then.
-    pub(crate) fn plan_release(&mut self, missing: u64, context: u64) -> Vec<Release> {
+    /// Claims what of some arenas to release so that there is room for `missing` bytes: the smallest
+    /// that is enough, else the largest first. Empty, with nothing changed, if that cannot be enough.
+    /// What a refusal of the driver told is a guess on the safe side, so it stops nothing: all goes
+    /// then.
+    pub(crate) fn plan_release(
+        &mut self,
+        arenas: &[SpaceId],
+        missing: u64,
+        context: u64,
+    ) -> Vec<Release> {
         let excess = missing.saturating_sub(self.room());
         let held = self.stats.all.reserved.current + self.planned;
         let certain = match self.limit {
@@ -267,7 +273,7 @@ impl State {
             None => 0,
         };
         let mut found: Vec<(SpaceId, u64, u64)> = Vec::new();
-        for space in [SpaceId::Large, SpaceId::Small] {
+        for space in arenas.iter().copied() {
             let releasable = self.releasable(space, |id| self.over(id, context));
             found.extend(
                 releasable
@@ -506,5 +512,34 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn stitching_beyond_the_budget_raises_the_level() {
+        let mut state = State::new(0, true, None);
+        let want = Want {
+            space: SpaceId::Large,
+            stream: 0,
+            granules: (960 << 20 >> 9) as u32,
+            align: 1,
+            requested: 960 << 20,
+        };
+        state.peak_live = 10_000 << 20;
+        let figures = |state: &State| {
+            let slack = (state.soft_cap() - state.peak_live) >> 20;
+            (slack, state.handle_size(&want, want.requested) >> 20)
+        };
+        let levels = [(100, 30), (200, 60), (300, 80), (400, 120), (500, 120)];
+        for (level, expected) in levels.into_iter().enumerate() {
+            assert_eq!((state.level, figures(&state)), (level, expected));
+            state.spent(LEVEL_MAPS as usize);
+            assert_eq!(state.level, level, "the budget is just spent");
+            // As many requests make up for one map, so one more is still within it.
+            (0..REQUESTS_PER_MAP).for_each(|_| state.large_request(&want));
+            state.spent(1);
+            assert_eq!(state.level, level);
+            state.spent(1);
+        }
+        assert_eq!(state.level, LEVELS - 1, "the last level stays");
     }
 }

@@ -140,6 +140,13 @@ impl State {
         self.claim_layout(want, layout)
     }
 
+    /// Bytes that a stitch for this request would have to create at least.
+    pub(crate) fn stitch_missing(&self, want: &Want) -> Option<u64> {
+        let finder = self.finder(want.space, want.stream)?;
+        let reachable = Openings::collect(&finder, |id| finder.reachable(id));
+        Some(self.best_layout(want, &reachable)?.fresh)
+    }
+
     /// The handles of the large arena that are open, wholly or at an end, by address.
     fn sources(&self, open: &Openings) -> Vec<Source> {
         let mut sources = Vec::new();
