@@ -282,7 +282,7 @@ impl Allocator {
         self.engine.refuse_capture(&named)?;
         let known = self.engine.open()?.streams.find(named.key);
         match known {
-            Some(stream) => self.engine.mark(stream),
+            Some(stream) => self.engine.mark(stream, named.key),
             None => Err(Error::UnknownStream {
                 stream: stream as usize,
             }),
@@ -356,7 +356,8 @@ impl Allocator {
     /// by every stream, or trimmed.
     ///
     /// # Errors
-    /// Driver errors, among them those of the work itself.
+    /// [`Error::Capturing`] while a stream there is being captured; driver errors, among them those
+    /// of the work itself.
     pub fn synchronize(&self) -> Result<(), Error> {
         drop(self.engine.open()?);
         self.engine.synchronise()
@@ -397,7 +398,8 @@ impl Allocator {
     /// After a lost context, in a forked child and while the process exits nothing is touched.
     ///
     /// # Errors
-    /// [`Error::LiveBlocks`], [`Error::Closed`], a lost context, driver errors.
+    /// [`Error::LiveBlocks`], [`Error::Closed`], a lost context, driver errors; [`Error::Capturing`]
+    /// if the context has to be waited for while a stream of it is being captured.
     pub fn close(&self) -> Result<(), Error> {
         self.engine.close()
     }

@@ -206,9 +206,15 @@ impl Engine {
         };
         match capturing {
             Ok(false) => Ok(()),
-            Ok(true) => Err(Error::Capturing {
-                stream: named.raw as usize,
-            }),
+            Ok(true) => {
+                let mut state = self.lock();
+                if let Some(stream) = state.streams.find(named.key) {
+                    state.streams[stream].capturing = true;
+                }
+                Err(Error::Capturing {
+                    stream: named.raw as usize,
+                })
+            }
             Err(error) if error.code() == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
                 Err(Error::Capturing {
                     stream: named.raw as usize,
@@ -225,6 +231,8 @@ impl Engine {
         named: &Named<'_>,
     ) -> Result<(Guard<'a>, u32), Error> {
         if let Some(stream) = state.streams.find(named.key) {
+            // Asked a moment ago, by the call under way.
+            state.streams[stream].capturing = false;
             return Ok((state, stream));
         }
         drop(state);
@@ -312,12 +320,12 @@ impl Engine {
             }
             state.prepare_last_marker(stream);
         }
-        self.mark(stream)?;
+        self.mark(stream, key)?;
         let mut state = self.lock();
         if !gone(&state) && !state.streams[stream].covered() {
             // Somebody freed on the stream meanwhile, or began to capture it.
             drop(state);
-            self.mark(stream)?;
+            self.mark(stream, key)?;
             state = self.lock();
             let slot = &state.streams[stream];
             if !gone(&state) && !slot.covered() {

@@ -181,8 +181,9 @@ impl Engine {
                 }
                 Step::Mark => {
                     climb.marked = true;
+                    let key = state.streams[want.stream].key;
                     drop(state);
-                    self.mark(want.stream)?;
+                    self.mark(want.stream, key)?;
                     state = self.lock();
                 }
                 Step::AskAgain => {
@@ -214,7 +215,7 @@ impl Engine {
                     climb.synchronised = true;
                     state.stats.rungs.synchronised += 1;
                     drop(state);
-                    match self.synchronise_uncaptured() {
+                    match self.synchronise() {
                         // The rung is not there while something captures.
                         Err(Error::Capturing { .. }) => {}
                         done => done?,
@@ -416,16 +417,19 @@ impl Engine {
         &'a self,
         state: Guard<'a>,
         want: &Want,
-        growth: Growth,
+        mut growth: Growth,
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
         drop(state);
         if !self.packed {
             return self.grow_segment(want, growth, climb);
         }
+        // Their events may have no other holder by the end, and are not destroyed under the lock.
+        let waits = std::mem::take(&mut growth.waits);
         match self.map(growth.addr, &growth.sizes) {
             Ok(handles) => {
-                let waited = self.queue_waits(want.stream, &growth.waits);
+                let waited = self.queue_waits(want.stream, &waits);
+                drop(waits);
                 let mut state = self.lock();
                 let id = state.grown(want, &growth, &handles);
                 if let Err(error) = waited {
@@ -438,6 +442,7 @@ impl Engine {
             Err(failure) => {
                 let (error, asked) = (failure.error, growth.bytes());
                 let free = self.driver_free(error);
+                drop(waits);
                 let mut state = self.lock();
                 state.growth_failed(growth, failure);
                 self.refused(&mut state, error, free.min(asked - 1), climb)?;

@@ -5,7 +5,7 @@ use crate::driver::StreamKind;
 use super::engine::Engine;
 use super::error::Error;
 use super::records::SpaceId;
-use super::streams::Holder;
+use super::streams::{Holder, StreamKey};
 
 /// What a trim did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -39,13 +39,13 @@ impl Engine {
     /// Gives unused memory back until no more than `keep` is left. Never waits.
     pub(crate) fn trim(&self, keep: Keep) -> Result<Trimmed, Error> {
         self.free_deferred();
-        let ours: Vec<u32> = {
+        let ours: Vec<(u32, StreamKey)> = {
             let mut state = self.open()?;
             state.flush_pages();
             let slots = state.streams.iter();
             slots
                 .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
-                .map(|(stream, _)| stream)
+                .map(|(stream, slot)| (stream, slot.key))
                 .collect()
         };
         self.mark_all(&ours);
@@ -147,7 +147,7 @@ impl Engine {
 
     /// Waits until every free is complete: by markers where they can be had, else by the context.
     fn settle_all(&self) -> Result<(), Error> {
-        let ours: Vec<u32> = {
+        let ours: Vec<(u32, StreamKey)> = {
             let state = self.lock();
             let slots = state.streams.iter();
             slots
@@ -157,7 +157,7 @@ impl Engine {
                     }
                     _ => false,
                 })
-                .map(|(stream, _)| stream)
+                .map(|(stream, slot)| (stream, slot.key))
                 .collect()
         };
         self.mark_all(&ours);

@@ -20,6 +20,8 @@ mod plan;
 mod raw;
 mod records;
 mod remap;
+mod roster;
+mod settle;
 pub mod size;
 mod snapshot;
 mod space;

@@ -326,7 +326,7 @@ impl Engine {
         state.streams[stream].open_uses += 1;
         state.record(id, stream, Some(ticket));
         drop(state);
-        self.mark(stream)
+        self.mark(stream, named.key)
     }
 
     /// Records the last marker of a stream whose owner is about to destroy it.

@@ -63,12 +63,16 @@ impl Engine {
         &'a self,
         state: Guard<'a>,
         want: &Want,
-        stitch: Stitch,
+        mut stitch: Stitch,
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
         drop(state);
         let new = stitch.fresh.as_ref().map_or(0, |f| f.bytes());
-        if let Err(error) = self.queue_waits(want.stream, &stitch.lent.waits) {
+        // Their events may have no other holder by then, and are not destroyed under the lock.
+        let waits = std::mem::take(&mut stitch.lent.waits);
+        let waited = self.queue_waits(want.stream, &waits);
+        drop(waits);
+        if let Err(error) = waited {
             self.lock().not_stitched(want, stitch, 0, &[]);
             return Err(error);
         }

@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use crate::driver::{Context, Event};
+use crate::driver::Event;
 
 use super::fit::{Finder, Run};
 use super::lookup::Lookup;
-use super::records::{COMPLETE, MIXED, Recorded, Records, SpaceId, State as Extent};
+use super::records::{MIXED, Recorded, Records, SpaceId, State as Extent};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
 use super::space::{Shard, Space};
 use super::stats::Stats;
@@ -22,10 +22,6 @@ pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
 const BATCH_FREES: u32 = 32;
 /// bytes after which it is.
 const BATCH_BYTES: u64 = 1 << 20;
-/// Large allocations to let pass before a marker that was not ready is asked again.
-const BACKOFF: u32 = 8;
-/// Idle streams of the caller are forgotten above this number of known streams.
-const MANY_STREAMS: usize = 64;
 
 /// Memory held from the driver: a segment, or a physical handle at its home address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,7 +80,7 @@ pub(crate) struct PendingWait {
 #[derive(Debug, Default)]
 pub(crate) struct AfterFree {
     /// Streams whose batch is full.
-    pub mark: Vec<u32>,
+    pub mark: Vec<(u32, StreamKey)>,
 }
 
 /// Bytes of pieces that streams other than their own may still use.
@@ -231,128 +227,6 @@ impl State {
             .unwrap_or(u64::MAX)
             .min(self.full_at.unwrap_or(u64::MAX));
         bound.saturating_sub(held)
-    }
-
-    // ---- streams ---------------------------------------------------------------------------
-
-    pub(crate) fn adopt(
-        &mut self,
-        key: StreamKey,
-        raw: usize,
-        context: Context,
-        holder: Holder,
-    ) -> u32 {
-        if let Some(stream) = self.streams.find(key) {
-            return stream;
-        }
-        let stream = self.streams.add(key, raw, context, holder);
-        self.streams_changed();
-        stream
-    }
-
-    /// With one stream, memory needs no tags to be told apart and merges freely; with several it
-    /// must not.
-    pub(crate) fn streams_changed(&mut self) {
-        self.stats.streams = self.streams.len() as u64;
-        if !self.packed {
-            return;
-        }
-        let single = !self.streams.several();
-        for space in [SpaceId::Large, SpaceId::Small] {
-            let (space, records) = self.parts(space);
-            if space.merge_own != single {
-                space.merge_own = single;
-                if single {
-                    let classes: Vec<u32> = space.pending_streams().collect();
-                    for class in classes {
-                        space.recoalesce(records, class);
-                    }
-                }
-            }
-        }
-        if !single {
-            // Memory that was never used, or not for long, is everybody's from now on.
-            for space in [SpaceId::Large, SpaceId::Small] {
-                let classes: Vec<u32> = self
-                    .space(space)
-                    .into_iter()
-                    .flat_map(Space::pending_streams)
-                    .collect();
-                for class in classes {
-                    self.settle_class(space, class);
-                }
-            }
-        }
-    }
-
-    /// While one stream exists, complete memory is as good as its own, and merges with it.
-    pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
-        let (space, records) = self.parts(space);
-        if !space.merge_own {
-            return;
-        }
-        while let Some(entry) = space.index(COMPLETE).and_then(|i| i.largest()) {
-            space.retag(records, entry.id, Uses::one(stream, 0));
-        }
-    }
-
-    /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
-    /// what was freed inside its pages, which no batch counts.
-    pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
-        self.flush_pages_of(stream);
-        let pages = self.has_pages(stream);
-        let slot = &mut self.streams[stream];
-        if slot.live > 0 || pages {
-            slot.open_uses += 1;
-        }
-    }
-
-    fn has_pages(&self, stream: u32) -> bool {
-        self.space(SpaceId::Pages(stream))
-            .is_some_and(|s| !s.regions().is_empty())
-    }
-
-    /// Gives back the slot of a stream that nothing refers to.
-    pub(crate) fn recycle(&mut self, stream: u32) {
-        let many = self.streams.len() > MANY_STREAMS;
-        let forgettable = matches!(self.streams[stream].holder, Holder::Foreign) && many;
-        if forgettable && self.has_pages(stream) {
-            // What was freed in its pages is counted from here on: later, when it is complete.
-            self.flush_pages_of(stream);
-            return;
-        }
-        let slot = &mut self.streams[stream];
-        let quiet = slot.live == 0 && slot.calls == 0 && slot.open_uses == 0;
-        let idle = slot.in_use && quiet && slot.completed + 1 >= slot.open;
-        if !idle {
-            return;
-        }
-        match slot.holder {
-            Holder::Retired => {}
-            // A caller's stream that comes again is simply registered again.
-            Holder::Foreign if many => slot.holder = Holder::Retired,
-            _ => return,
-        }
-        self.flush_pages_of(stream);
-        self.release_class(stream);
-        if self.streams.recycle(stream) {
-            self.streams_changed();
-        }
-    }
-
-    /// Everything that was tagged with a drained stream is complete.
-    fn release_class(&mut self, stream: u32) {
-        for space in [SpaceId::Large, SpaceId::Small] {
-            let (space, records) = self.parts(space);
-            while let Some(entry) = space.index(stream).and_then(|i| i.largest()) {
-                space.retag(records, entry.id, Uses::None);
-            }
-        }
-        if let Some(pages) = self.pages.get_mut(stream as usize)
-            && pages.as_ref().is_some_and(|p| p.regions().is_empty())
-        {
-            *pages = None;
-        }
     }
 
     // ---- blocks ----------------------------------------------------------------------------
@@ -589,7 +463,7 @@ impl State {
         slot.open_uses += 1;
         slot.open_bytes += bytes;
         if several && (slot.open_uses >= BATCH_FREES || slot.open_bytes >= BATCH_BYTES) {
-            after.mark.push(u.stream);
+            after.mark.push((u.stream, slot.key));
         }
     }
 
@@ -609,7 +483,7 @@ impl State {
     }
 
     /// Hands a wholly free page back, unless it is the stream's only one.
-    fn page_freed(&mut self, stream: u32, piece: u32, after: &mut AfterFree) {
+    pub(crate) fn page_freed(&mut self, stream: u32, piece: u32, after: &mut AfterFree) {
         let hot = self.records[piece];
         if hot.granules != PAGE_GRANULES || hot.stream != stream {
             return;
@@ -665,128 +539,5 @@ impl State {
         streams
             .into_iter()
             .fold(false, |any, stream| self.flush_pages_of(stream) | any)
-    }
-
-    // ---- completion ---------------------------------------------------------------------------
-
-    /// Drops from all pieces what is complete now.
-    pub(crate) fn settle(&mut self) {
-        let ids: Vec<SpaceId> = self.spaces().map(|s| s.id).collect();
-        for id in ids {
-            let Some(space) = self.space(id) else {
-                continue;
-            };
-            let mut classes: Vec<u32> = vec![MIXED];
-            if !space.merge_own {
-                classes.extend(space.pending_streams());
-            }
-            for class in classes {
-                self.settle_class(id, class);
-            }
-        }
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        for stream in streams {
-            self.recycle(stream);
-        }
-    }
-
-    fn settle_class(&mut self, space: SpaceId, class: u32) {
-        let Some(index) = self.space(space).and_then(|s| s.index(class)) else {
-            return;
-        };
-        // By address, so that equal states settle equally.
-        let mut pieces: Vec<_> = index.iter().collect();
-        pieces.sort_unstable_by_key(|e| e.addr);
-        for entry in pieces {
-            let hot = &self.records[entry.id];
-            if hot.is_free() && hot.addr == entry.addr && hot.stream == class {
-                self.settle_piece(space, entry.id);
-            }
-        }
-    }
-
-    fn settle_piece(&mut self, space: SpaceId, id: u32) {
-        let cold = self.records.cold(id);
-        let (owner, was_mixed) = (cold.owner, self.records[id].stream == MIXED);
-        // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
-        let keep_owner = self.space(space).is_some_and(|s| s.merge_own);
-        let streams = &self.streams;
-        let Some(uses) = cold
-            .uses
-            .without(|u| streams.complete(u) && !(keep_owner && u.stream == owner))
-        else {
-            return;
-        };
-        if was_mixed && uses.as_slice().len() <= 1 {
-            let bytes = self.records[id].bytes();
-            self.stats
-                .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
-        }
-        let (at, records) = self.parts(space);
-        let piece = at.retag(records, id, uses);
-        if let SpaceId::Pages(stream) = space {
-            self.page_freed(stream, piece, &mut AfterFree::default());
-        }
-    }
-
-    // ---- polling ------------------------------------------------------------------------------
-
-    /// The oldest marker of each stream that is due to be asked.
-    pub(crate) fn due_markers(&mut self) -> Vec<(u32, u64, Arc<Event>)> {
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        let mut due = Vec::new();
-        for stream in streams {
-            let slot = &mut self.streams[stream];
-            let Some(marker) = slot.markers.front() else {
-                continue;
-            };
-            if slot.backoff > 0 {
-                slot.backoff -= 1;
-                continue;
-            }
-            due.push((stream, marker.bound, Arc::clone(&marker.event)));
-        }
-        due
-    }
-
-    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
-    pub(crate) fn ask_again(&mut self) {
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        for stream in streams {
-            self.streams[stream].backoff = 0;
-        }
-    }
-
-    pub(crate) fn not_ready(&mut self, stream: u32) {
-        self.streams[stream].backoff = BACKOFF;
-    }
-
-    /// A marker was seen complete.
-    pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
-        let row = self
-            .streams
-            .marker(&Use {
-                stream,
-                ticket: bound,
-            })
-            // Gone already if another marker's completion implied this one; what comes next in
-            // line says nothing yet.
-            .filter(|m| m.bound == bound)
-            .map(|m| m.row.clone());
-        let events = self
-            .streams
-            .completed(stream, bound, row.as_deref().unwrap_or(&[]));
-        self.pool_events(events);
-    }
-
-    /// Keeps events for the next markers of the same context.
-    pub(crate) fn pool_events(&mut self, events: Vec<(u32, Arc<Event>)>) {
-        for (stream, event) in events {
-            // One that a wait under way still holds is destroyed by its last holder instead.
-            if let Some(event) = Arc::into_inner(event) {
-                let key = self.streams[stream].context.key();
-                self.events.entry(key).or_default().push(event);
-            }
-        }
     }
 }
