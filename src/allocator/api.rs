@@ -10,6 +10,7 @@ use super::check::CheckError;
 use super::config::{Config, Policy};
 use super::engine::{Engine, Shared};
 use super::error::Error;
+use super::figures::{Fragmentation, SelfTest};
 use super::life::{Keep, Trimmed};
 use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
@@ -70,6 +71,10 @@ impl Allocator {
         &self.engine
     }
 
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.engine
+    }
+
     /// The context that the memory belongs to.
     pub fn context(&self) -> &Context {
         &self.engine.context
@@ -82,6 +87,17 @@ impl Allocator {
         } else {
             Policy::Classic
         }
+    }
+
+    /// Tests whether the device keeps memory the same through two addresses, if views are allowed
+    /// and nobody has tested it in this process, and says what is known then. Else the test is made
+    /// before the first view is built. Takes a few milliseconds, 2 MiB and a stream of its own for
+    /// that time, and waits for its own work.
+    ///
+    /// # Errors
+    /// Driver errors.
+    pub fn test_views(&self) -> Result<SelfTest, Error> {
+        self.engine.test_views()
     }
 
     /// Makes a stream on the allocator's context.
@@ -398,7 +414,7 @@ impl Allocator {
     /// After a lost context, in a forked child and while the process exits nothing is touched.
     ///
     /// # Errors
-    /// [`Error::LiveBlocks`], [`Error::Closed`], a lost context, driver errors; [`Error::Capturing`]
+    /// [`Error::LiveBlocks`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors; [`Error::Capturing`]
     /// if the context has to be waited for while a stream of it is being captured.
     pub fn close(&self) -> Result<(), Error> {
         self.engine.close()
@@ -409,6 +425,11 @@ impl Allocator {
     /// All figures, at one instant.
     pub fn stats(&self) -> Stats {
         self.engine.lock().statistics()
+    }
+
+    /// How far the free memory could serve: a walk over all of it.
+    pub fn fragmentation(&self) -> Fragmentation {
+        self.engine.lock().fragmentation()
     }
 
     /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
@@ -471,6 +492,7 @@ impl super::state::State {
         stats.largest_free = self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0);
         stats.nodes = self.records.len() as u64;
         stats.limit = self.limit;
+        stats.packing = self.packing();
         stats
     }
 

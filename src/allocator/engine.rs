@@ -1,6 +1,6 @@
 //! The allocator's inside: one lock around the books, driver calls outside it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::driver::{
@@ -40,8 +40,12 @@ pub(crate) struct Engine {
     pub context: Context,
     pub device: Device,
     pub packed: bool,
-    /// Whether memory may be used through second layouts.
+    /// Whether memory may be used through second layouts, as far as the settings say,
     pub views: bool,
+    /// whether the device is tested before that,
+    pub self_test: bool,
+    /// and whether it failed.
+    pub views_failed: AtomicBool,
     pub properties: MemoryProperties,
     /// Devices that may access the memory: its own first.
     pub access: Vec<Device>,
@@ -98,20 +102,24 @@ impl Engine {
             MemoryProperties::plain(device)
         };
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        Ok(Engine {
+        let engine = Engine {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             context: context.clone(),
             device,
             packed,
             views: packed && config.views,
+            self_test: config.self_test,
+            views_failed: AtomicBool::new(false),
             properties,
             access,
             total_memory,
             hooks: Hooks::default(),
             log: RareLog::default(),
-            state: Mutex::new(State::new(device.ordinal(), packed, limit)),
+            state: Mutex::new(State::new(device.ordinal(), packed, limit, config.tuning())),
             lost: OnceLock::new(),
-        })
+        };
+        engine.recall_aliasing();
+        Ok(engine)
     }
 
     pub(crate) fn driver(&self) -> &Driver {

@@ -97,6 +97,12 @@ impl Engine {
         self.free_deferred();
         {
             let mut state = self.open()?;
+            if state.guards.count() > 0 {
+                return Err(Error::Guarded {
+                    guards: state.guards.count(),
+                    bytes: state.guards.bytes(),
+                });
+            }
             // An allocation under way is as good as a block.
             let calls: u64 = state
                 .streams

@@ -267,3 +267,33 @@ fn is_capture_refusal(code: CUresult) -> bool {
     code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
         || code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 }
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::allocator::{Allocator, Config};
+    use crate::sim::{SimConfig, Simulator};
+
+    /// R25: between the moment that a slot was named and its marker, another stream may have got it.
+    #[test]
+    fn r25_a_slot_that_is_another_streams_by_now_gets_no_marker()
+    -> Result<(), Box<dyn std::error::Error>> {
+        let simulator = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+        let driver = simulator.driver()?;
+        let context = Context::primary(&driver, driver.device(0)?)?;
+        let allocator = Allocator::with_config(&context, Config::new())?;
+        let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
+        for stream in [&a, &b] {
+            drop(allocator.allocate(512 << 10, stream)?);
+        }
+        let engine = allocator.engine();
+        let (key_a, key_b) = (StreamKey::Id(a.id()?), StreamKey::Id(b.id()?));
+        let slot = engine.lock().streams.find(key_a).ok_or("no slot")?;
+        let markers = allocator.stats().markers;
+        engine.mark(slot, key_b)?;
+        assert_eq!(allocator.stats().markers, markers);
+        engine.mark(slot, key_a)?;
+        assert_eq!(allocator.stats().markers, markers + 1);
+        Ok(())
+    }
+}

@@ -469,6 +469,9 @@ impl State {
             allocated: self.stats.all.allocated.current,
             cached: self.stats.cached(),
             largest_free: self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0),
+            largest_run: self.largest_run(),
+            in_views: self.lent_bytes,
+            guarded: self.guards.bytes(),
             pending: self.pending_bytes(),
             pinned: self.pinned(),
             ..OutOfMemory::default()

@@ -63,6 +63,9 @@ pub(crate) struct Request {
     requested: u64,
     granules: u32,
     align: u32,
+    /// See [`Placement`](super::Placement).
+    pub single: bool,
+    pub views: bool,
 }
 
 impl Request {
@@ -83,6 +86,8 @@ impl Request {
             requested: bytes as u64,
             granules: granules(rounded),
             align: granules((alignment as u64).max(GRANULE)),
+            single: false,
+            views: true,
         })
     }
 
@@ -98,6 +103,8 @@ impl Request {
             granules: self.granules,
             align: self.align,
             requested: self.requested,
+            single: self.single,
+            views: self.views,
         }
     }
 }
@@ -110,7 +117,15 @@ impl Engine {
         bytes: usize,
         alignment: usize,
     ) -> Result<Grant, Error> {
-        let request = Request::new(bytes, alignment)?;
+        self.allocate_request(named, &Request::new(bytes, alignment)?)
+    }
+
+    /// [`allocate`](Self::allocate) of a request with wishes.
+    pub(crate) fn allocate_request(
+        &self,
+        named: &Named<'_>,
+        request: &Request,
+    ) -> Result<Grant, Error> {
         drop(self.open()?);
         self.refuse_capture(named)?;
         self.free_deferred();
@@ -120,8 +135,9 @@ impl Engine {
             return Err(Error::Closed);
         }
         let call = Call::begin(self, &mut state, stream, request.requested);
-        let (mut state, grant) = self.allocate_on(state, stream, &request)?;
+        let (mut state, grant) = self.allocate_on(state, stream, request)?;
         call.end(&mut state);
+        self.repay(state, stream, grant.bytes);
         Ok(grant)
     }
 
@@ -174,6 +190,8 @@ impl Engine {
             // Everything in the arena of pages is a multiple of a page.
             align: 1,
             requested: want.requested,
+            single: false,
+            views: true,
         };
         let missed;
         let id;

@@ -5,7 +5,11 @@ use std::sync::Arc;
 
 use crate::driver::Event;
 
+use super::burst::Account;
+use super::config::Tuning;
+use super::figures::{GrowthInfo, SelfTest};
 use super::fit::{Finder, Run};
+use super::guards::Guards;
 use super::lookup::Lookup;
 use super::records::{MIXED, Recorded, Records, SpaceId, State as Extent};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
@@ -52,6 +56,10 @@ pub(crate) struct Want {
     pub align: u32,
     /// Bytes as the user asked for.
     pub requested: u64,
+    /// The block lies inside one physical handle.
+    pub single: bool,
+    /// The block may lie in a view.
+    pub views: bool,
 }
 
 impl Want {
@@ -116,6 +124,17 @@ pub(crate) struct State {
     /// Level of the stitching budget, and what was spent on it.
     pub level: usize,
     pub work: u64,
+    /// What the configuration says of cap, budget and handles.
+    pub tuning: Tuning,
+    /// Allocations that map very many handles, and what they owe.
+    pub bursts: Account,
+    /// Blocks that guards keep.
+    pub guards: Guards,
+    /// Bytes of blocks in views.
+    pub lent_bytes: u64,
+    /// Why memory was last added.
+    pub last_growth: Option<GrowthInfo>,
+    pub self_test: SelfTest,
     /// Reserved address ranges: base to bytes.
     pub spans: BTreeMap<u64, u64>,
     pub stats: Stats,
@@ -135,7 +154,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn new(device: usize, packed: bool, limit: Option<u64>) -> Self {
+    pub(crate) fn new(device: usize, packed: bool, limit: Option<u64>, tuning: Tuning) -> Self {
         State {
             device,
             packed,
@@ -154,6 +173,12 @@ impl State {
             clock: 0,
             level: 0,
             work: 0,
+            tuning,
+            bursts: Account::default(),
+            guards: Guards::default(),
+            lent_bytes: 0,
+            last_growth: None,
+            self_test: SelfTest::NotRun,
             spans: BTreeMap::new(),
             stats: Stats::default(),
             limit,
@@ -419,7 +444,9 @@ impl State {
         }
         self.frees += 1;
         self.records.cold_mut(id).freed = self.frees;
-        let uses = Uses::collect(uses);
+        let Some(uses) = self.unless_guarded(id, Uses::collect(uses)) else {
+            return after;
+        };
         if !self.records.cold(id).home.is_empty() {
             for piece in self.view_block_freed(id, &uses) {
                 if shared {
