@@ -49,7 +49,11 @@ impl Engine {
                 }
                 let (state, found) = self.take_small(state, front, small, near)?;
                 let free = near.iter().copied();
-                (state, found, free.filter(|at| self.is_free_small(*at)).collect())
+                (
+                    state,
+                    found,
+                    free.filter(|at| self.is_free_small(*at)).collect(),
+                )
             }
             None => self.take_on(state, front, &request, near)?,
         };

@@ -42,8 +42,12 @@ pub(crate) struct Engine {
     pub context: Context,
     pub device: Device,
     pub packed: bool,
-    /// Whether memory may be used through second layouts.
+    /// Whether memory may be used through second layouts, as far as the settings say,
     pub views: bool,
+    /// whether the device is tested before that,
+    pub self_test: bool,
+    /// and whether it failed.
+    pub views_failed: AtomicBool,
     pub properties: MemoryProperties,
     /// Devices that may access the memory: its own first.
     pub access: Vec<Device>,
@@ -110,12 +114,14 @@ impl Engine {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let pages = Arc::new(PageTable::new());
-        Ok(Arc::new_cyclic(|me| Engine {
+        let engine = Arc::new_cyclic(|me| Engine {
             id,
             context: context.clone(),
             device,
             packed,
             views: packed && config.views,
+            self_test: config.self_test,
+            views_failed: AtomicBool::new(false),
             properties,
             access,
             total_memory,
@@ -129,11 +135,14 @@ impl Engine {
                 device.ordinal(),
                 packed,
                 limit,
+                config.tuning(),
             )),
             pages,
             lost: OnceLock::new(),
             at_once: AtomicBool::new(packed && !config.capture_checks),
-        }))
+        });
+        engine.recall_aliasing();
+        Ok(engine)
     }
 
     /// Another [`Allocator`](super::Allocator) stands for this engine.
@@ -161,7 +170,7 @@ impl Engine {
             state.set_orphaned(true);
         }
         match self.close() {
-            Ok(()) | Err(Error::LiveBlocks { .. } | Error::Closed) => {}
+            Ok(()) | Err(Error::LiveBlocks { .. } | Error::Guarded { .. } | Error::Closed) => {}
             Err(error) => log::warn!(
                 "an allocator on device {} leaks its memory: {error}",
                 self.device.ordinal()
@@ -181,7 +190,6 @@ impl Engine {
     pub(crate) fn watchful(&self) -> bool {
         !process::is_quiet() || self.ask_captures
     }
-
 
     pub(crate) fn driver(&self) -> &Driver {
         self.context.driver()
@@ -276,9 +284,15 @@ impl Engine {
         };
         match capturing {
             Ok(false) => Ok(()),
-            Ok(true) => Err(Error::Capturing {
-                stream: named.raw as usize,
-            }),
+            Ok(true) => {
+                let mut state = self.lock();
+                if let Some(stream) = state.streams.find(named.key) {
+                    state.streams[stream].capturing = true;
+                }
+                Err(Error::Capturing {
+                    stream: named.raw as usize,
+                })
+            }
             Err(error) if error.code() == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
                 Err(Error::Capturing {
                     stream: named.raw as usize,
@@ -295,6 +309,8 @@ impl Engine {
         named: &Named<'_>,
     ) -> Result<(Guard<'a>, u32), Error> {
         if let Some(stream) = state.streams.find(named.key) {
+            // Asked a moment ago, by the call under way.
+            state.streams[stream].capturing = false;
             return Ok((state, stream));
         }
         drop(state);
@@ -382,12 +398,12 @@ impl Engine {
             }
             state.prepare_last_marker(stream);
         }
-        self.mark(stream)?;
+        self.mark(stream, key)?;
         let mut state = self.lock();
         if !gone(&state) && !state.streams[stream].covered() {
             // Somebody freed on the stream meanwhile, or began to capture it.
             drop(state);
-            self.mark(stream)?;
+            self.mark(stream, key)?;
             state = self.lock();
             let slot = &state.streams[stream];
             if !gone(&state) && !slot.covered() {

@@ -7,7 +7,7 @@ use super::engine::Engine;
 use super::error::Error;
 use super::front::{
     Allocated, Batch, Front, FrontPool, Held, Inner, Live, MOST_FRONTS, Node, QUANTITIES,
-    QUICK_GRANULES, Small, Using,
+    QUICK_GRANULES, Run, Small, Using,
 };
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, PAGE};
@@ -74,11 +74,7 @@ impl State {
     // ---- fronts and their streams --------------------------------------------------------------
 
     /// The front of a stream that the calling thread should use. Makes the first one.
-    pub(crate) fn front_of(
-        &mut self,
-        stream: u32,
-        thread: usize,
-    ) -> &'static EngineFront {
+    pub(crate) fn front_of(&mut self, stream: u32, thread: usize) -> &'static EngineFront {
         let known = &self.streams[stream].fronts;
         match known.len() {
             0 => self.add_front(stream),
@@ -175,11 +171,11 @@ impl State {
     }
 
     /// Streams that we keep alive and whose frees no marker covers yet.
-    pub(crate) fn kept_uncovered(&self) -> Vec<u32> {
+    pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
         let slots = self.streams.iter();
         slots
             .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
-            .map(|(stream, _)| stream)
+            .map(|(stream, slot)| (stream, slot.key))
             .collect()
     }
 
@@ -220,11 +216,7 @@ impl State {
     // ---- pages ---------------------------------------------------------------------------------
 
     /// Gives a claimed page of the small arena to a front.
-    pub(crate) fn page_taken(
-        &mut self,
-        id: u32,
-        front: &'static EngineFront,
-    ) -> Result<(), Error> {
+    pub(crate) fn page_taken(&mut self, id: u32, front: &'static EngineFront) -> Result<(), Error> {
         let base = self.records[id].addr;
         let Some(info) = self.table.info(base) else {
             let (small, records) = self.parts(SpaceId::Small);
@@ -309,6 +301,32 @@ impl State {
         Using::MANY
     }
 
+    /// The live small block around an address, with its front and the slot of its stream.
+    pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static EngineFront, Run, u32)> {
+        let (front, page) = self.table.find(ptr)?;
+        let inner = front.lock();
+        if inner.allocator != self.id {
+            return None;
+        }
+        let run = inner.heap.around(page, ptr)?;
+        run.live?;
+        Some((front, run, inner.slot))
+    }
+
+    /// Moves what is noted on a live small block into the books, so that its free comes there.
+    pub(crate) fn note_in_books(&mut self, ptr: u64) {
+        let Some((front, run, _)) = self.small_around(ptr) else {
+            return;
+        };
+        let Some(live) = run.live else { return };
+        let known = self.recorded_uses(run.ptr, live.using);
+        for one in &known {
+            self.streams[one.stream].live += 1;
+        }
+        self.fronts.recorded.insert(run.ptr, known);
+        front.lock().heap.set_using(run.node, Using::MANY);
+    }
+
     /// Takes the uses of a live small block out of where they are noted.
     fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
         if let Some(stream) = using.slot() {
@@ -332,7 +350,11 @@ impl State {
     }
 
     /// Closes the open batches of a front, or those of one other stream in it.
-    pub(crate) fn close_batches(&mut self, front: &'static EngineFront, stream: Option<u32>) -> bool {
+    pub(crate) fn close_batches(
+        &mut self,
+        front: &'static EngineFront,
+        stream: Option<u32>,
+    ) -> bool {
         let (owner, batches) = {
             let mut inner = front.lock();
             (inner.slot, inner.close_batches(stream))
@@ -396,12 +418,14 @@ impl State {
             for u in &uses {
                 self.count_free(u, bytes, after);
             }
-            self.fronts.held_back.push(HeldBack {
+            let held = HeldBack {
                 front,
                 owner,
                 uses: Uses::collect(uses),
                 nodes: vec![node],
-            });
+            };
+            let held = self.unless_guarded_small(ptr, bytes, held);
+            self.fronts.held_back.extend(held);
             self.settle_held_back();
         }
         let retired = matches!(self.streams[owner].holder, Holder::Retired);
@@ -424,7 +448,11 @@ impl State {
         for held in &done {
             {
                 let mut inner = held.front.lock();
-                let over = held.uses.as_slice().iter().all(|u| self.streams.complete(u));
+                let over = held
+                    .uses
+                    .as_slice()
+                    .iter()
+                    .all(|u| self.streams.complete(u));
                 for node in &held.nodes {
                     inner.heap.let_go(*node, over);
                 }
@@ -444,7 +472,11 @@ impl State {
     }
 
     /// Takes a small request that may be a new peak.
-    pub(crate) fn take_at_peak(&mut self, front: &'static EngineFront, request: Small) -> Allocated {
+    pub(crate) fn take_at_peak(
+        &mut self,
+        front: &'static EngineFront,
+        request: Small,
+    ) -> Allocated {
         let mut locked = self.lock_fronts();
         let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
         let outcome = match at.and_then(|at| locked.get_mut(at)) {
@@ -557,6 +589,16 @@ impl State {
         stats.fronts = locked.len() as u64;
     }
 
+    /// Free bytes in the pages of each stream that has any, by its slot.
+    pub(crate) fn free_in_fronts(&self) -> Vec<(u32, u64)> {
+        let free = self.fronts.all.iter().map(|front| {
+            let inner = front.lock();
+            let granules = inner.heap.free_granules() + inner.heap.pending_granules();
+            (inner.slot, granules * GRANULE)
+        });
+        free.filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
     /// Sets the peaks to what is there.
     pub(crate) fn reset_peaks(&mut self) {
         let mut locked = self.lock_fronts();
@@ -583,7 +625,10 @@ impl State {
             quantities.zip(limits.into_iter().zip(self.fronts.limits))
         {
             same("limits of fronts are known", limit, known)?;
-            holds("fronts stay below the peak", limit <= small.peak && all.current + limit <= all.peak)?;
+            holds(
+                "fronts stay below the peak",
+                limit <= small.peak && all.current + limit <= all.peak,
+            )?;
         }
         Ok(())
     }

@@ -8,9 +8,11 @@ use std::sync::Arc;
 
 use super::engine::{Engine, Guard};
 use super::error::Error;
+use super::figures::{GrowthReason, free_among};
 use super::fit::Run;
 use super::plan::{Growth, LEVELS, Release};
 use super::records::{SpaceId, State as Extent};
+use super::single::{Next, Place};
 use super::state::{State, Want};
 use super::stitch::{STITCH_MIN, Stitch};
 use super::view::{Openings, ViewRun};
@@ -50,6 +52,7 @@ impl Climb {
 enum Step {
     Take(Run),
     Wait(Run),
+    Place(Place),
     View(ViewRun),
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
@@ -105,6 +108,13 @@ impl Engine {
                         return Err(error);
                     }
                     return Ok((state, id, climb.missed));
+                }
+                Step::Place(place) => {
+                    let taken;
+                    (state, taken) = self.take_place(state, want, place)?;
+                    if let Some(id) = taken {
+                        return Ok((state, id, climb.missed));
+                    }
                 }
                 Step::Reserve(space, bytes) => {
                     drop(state);
@@ -183,8 +193,9 @@ impl Engine {
                 }
                 Step::Mark => {
                     climb.marked = true;
+                    let key = state.streams[want.stream].key;
                     drop(state);
-                    self.mark(want.stream)?;
+                    self.mark(want.stream, key)?;
                     state = self.lock();
                 }
                 Step::AskAgain => {
@@ -216,7 +227,7 @@ impl Engine {
                     climb.synchronised = true;
                     state.stats.rungs.synchronised += 1;
                     drop(state);
-                    match self.synchronise_uncaptured() {
+                    match self.synchronise() {
                         // The rung is not there while something captures.
                         Err(Error::Capturing { .. }) => {}
                         done => done?,
@@ -237,6 +248,14 @@ impl Engine {
     }
 
     fn next_step(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
+        if self.packed && want.in_one_handle() {
+            return match state.next_in_one_handle(want) {
+                Next::Take(place) => Step::Place(place),
+                Next::Reserve(bytes) => Step::Reserve(want.space, bytes),
+                Next::Grow(growth) => Step::Grow(growth),
+                Next::MakeRoom => self.make_room(state, want, climb),
+            };
+        }
         if let Some(step) = self.fitting(state, want) {
             return step;
         }
@@ -311,7 +330,7 @@ impl Engine {
     /// Whether a view could serve a request at all.
     fn views_for(&self, want: &Want) -> bool {
         let bytes = u64::from(want.granules) * super::size::GRANULE;
-        self.views && want.space == SpaceId::Large && bytes <= self.total_memory
+        self.views_allowed() && want.may_view() && bytes <= self.total_memory
     }
 
     /// Whether a request is worth a view before the limit is reached.
@@ -437,18 +456,23 @@ impl Engine {
         &'a self,
         state: Guard<'a>,
         want: &Want,
-        growth: Growth,
+        mut growth: Growth,
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
+        let reason = state.growth_reason(want, free_among(&growth.shards));
         drop(state);
         if !self.packed {
-            return self.grow_segment(want, growth, climb);
+            return self.grow_segment(want, growth, reason, climb);
         }
+        // Their events may have no other holder by the end, and are not destroyed under the lock.
+        let waits = std::mem::take(&mut growth.waits);
         match self.map(growth.addr, &growth.sizes) {
             Ok(handles) => {
-                let waited = self.queue_waits(want.stream, &growth.waits);
+                let waited = self.queue_waits(want.stream, &waits);
+                drop(waits);
                 let mut state = self.lock();
                 let id = state.grown(want, &growth, &handles);
+                state.note_growth(reason, want, growth.bytes());
                 if let Err(error) = waited {
                     // The new memory stays, as free memory; so do the tags of what was free before.
                     state.ungrow(want, &growth, id);
@@ -459,6 +483,7 @@ impl Engine {
             Err(failure) => {
                 let (error, asked) = (failure.error, growth.bytes());
                 let free = self.driver_free(error);
+                drop(waits);
                 let mut state = self.lock();
                 state.growth_failed(growth, failure);
                 self.refused(&mut state, error, free.min(asked - 1), climb)?;
@@ -471,6 +496,7 @@ impl Engine {
         &'a self,
         want: &Want,
         growth: Growth,
+        reason: GrowthReason,
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
         let bytes = growth.bytes();
@@ -487,6 +513,7 @@ impl Engine {
         match made {
             Ok(addr) => {
                 let id = state.segment(want, addr, bytes);
+                state.note_growth(reason, want, bytes);
                 Ok((state, id))
             }
             Err(error) => {

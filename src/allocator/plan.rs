@@ -83,21 +83,27 @@ const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 impl State {
     /// Bytes that growth should not pass while anything else helps.
     pub(crate) fn soft_cap(&self) -> u64 {
-        let slack = (self.peak_live / 100 * CAP_SHARES[self.level]).max(CAP_SLACK);
-        self.peak_live.saturating_add(slack)
+        let share = match self.tuning.slack {
+            Some(share) => (self.peak_live as f64 * share) as u64,
+            None => self.peak_live / 100 * CAP_SHARES[self.level],
+        };
+        self.peak_live.saturating_add(share.max(CAP_SLACK))
     }
 
     /// Counts a large request, which makes up for a part of a map.
     pub(crate) fn large_request(&mut self, want: &Want) {
         if want.space == SpaceId::Large {
             self.work = self.work.saturating_sub(1);
+            self.bursts.request();
         }
     }
 
     /// Counts handles that a stitch mapped.
     pub(crate) fn spent(&mut self, maps: usize) {
+        self.bursts.mapped(maps);
         self.work += maps as u64 * REQUESTS_PER_MAP;
-        if self.work > LEVEL_MAPS * REQUESTS_PER_MAP && self.level + 1 < LEVELS {
+        let budget = self.tuning.budget.unwrap_or(LEVEL_MAPS);
+        if self.work > budget.saturating_mul(REQUESTS_PER_MAP) && self.level + 1 < LEVELS {
             self.level += 1;
             self.work = 0;
         }
@@ -121,7 +127,7 @@ impl State {
         }
         let request = u64::from(want.granules) * GRANULE;
         let part = request / HANDLE_PARTS[self.level] / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
-        let size = share.max(part);
+        let size = self.tuning.handle.unwrap_or(share.max(part));
         match self.limit {
             Some(limit) if held + missing > limit / 2 => {
                 let scarce = limit / SCARCE_PART / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
@@ -177,6 +183,9 @@ impl State {
         if !self.packed {
             return Some(classic_segment_for(u64::from(want.span()) * GRANULE));
         }
+        if want.in_one_handle() {
+            return self.hole_for_handle(want).map(|_| want.handle_bytes());
+        }
         let opening = self.opening(want, |finder, id| finder.ready(id))?;
         Some(opening.mapped * GRANULE)
     }
@@ -219,7 +228,7 @@ impl State {
 
     /// Memory that can be given back now: whole handles or segments in free memory that `over` says
     /// nobody uses. By address.
-    fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
+    pub(crate) fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
         let Some(at) = self.space(space) else {
             return Vec::new();
         };
@@ -249,7 +258,7 @@ impl State {
 
     /// Whether nobody can touch a free piece any more. The classic policy gives memory back with a
     /// call that itself waits for the work of its context.
-    fn over(&self, id: u32, context: u64) -> bool {
+    pub(crate) fn over(&self, id: u32, context: u64) -> bool {
         self.records.cold(id).uses.as_slice().iter().all(|u| {
             self.streams.complete(u)
                 || (!self.packed && self.streams[u.stream].context.key() == context)
@@ -348,7 +357,7 @@ impl State {
         freed.max().unwrap_or(0)
     }
 
-    fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
+    pub(crate) fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
         let holding = *self.holdings.get(&addr)?;
         // The piece that the holding begins in.
         let first = self

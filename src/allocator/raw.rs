@@ -77,6 +77,9 @@ pub(crate) struct Request {
     requested: u64,
     granules: u32,
     align: u32,
+    /// See [`Placement`](super::Placement).
+    pub single: bool,
+    pub views: bool,
 }
 
 impl Request {
@@ -97,6 +100,8 @@ impl Request {
             requested: bytes as u64,
             granules: granules(rounded),
             align: granules((alignment as u64).max(GRANULE)),
+            single: false,
+            views: true,
         })
     }
 
@@ -123,6 +128,8 @@ impl Request {
             granules: self.granules,
             align: self.align,
             requested: self.requested,
+            single: self.single,
+            views: self.views,
         }
     }
 }
@@ -143,11 +150,16 @@ impl Engine {
         {
             return Ok(grant);
         }
-        self.allocate_in_books(named, &request)
+        self.allocate_request(named, &request)
     }
 
+    /// [`allocate`](Self::allocate) of a request with wishes, with a look at the books.
     #[inline(never)]
-    fn allocate_in_books(&self, named: &Named<'_>, request: &Request) -> Result<Grant, Error> {
+    pub(crate) fn allocate_request(
+        &self,
+        named: &Named<'_>,
+        request: &Request,
+    ) -> Result<Grant, Error> {
         drop(self.open()?);
         self.refuse_capture(named)?;
         self.free_deferred();
@@ -163,6 +175,7 @@ impl Engine {
             None => self.allocate_large(state, stream, front, request)?,
         };
         call.end(&mut state);
+        self.repay(state, stream, grant.bytes);
         Ok(grant)
     }
 
@@ -192,7 +205,7 @@ impl Engine {
         let interior = |base| Error::InteriorPointer { ptr, base };
         Err(match self.around(state, ptr) {
             Some(id) => interior(state.records[id].addr),
-            None => match self.small_around(ptr) {
+            None => match state.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
                 None if state.ours(ptr) => Error::NotLive { ptr },
                 None => Error::NotOurs { ptr },
@@ -263,7 +276,9 @@ impl Engine {
         }
         self.small_at(block.ptr).is_some_and(|(front, node)| {
             let inner = front.lock();
-            inner.live(node, block.ptr, Some(block.generation)).is_some()
+            inner
+                .live(node, block.ptr, Some(block.generation))
+                .is_some()
         })
     }
 
@@ -362,7 +377,7 @@ impl Engine {
     ) -> Result<(), Error> {
         {
             let state = self.open()?;
-            if self.around(&state, ptr).is_none() && self.small_around(ptr).is_none() {
+            if self.around(&state, ptr).is_none() && state.small_around(ptr).is_none() {
                 return Err(if state.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
@@ -379,7 +394,7 @@ impl Engine {
         let block = self.around(&state, ptr);
         let owner = match block {
             Some(id) => Some(state.records[id].stream),
-            None => self.small_around(ptr).map(|(front, _, _)| front.lock().slot),
+            None => state.small_around(ptr).map(|(_, _, owner)| owner),
         };
         let Some(owner) = owner else {
             return Err(Error::NotLive { ptr });
@@ -401,7 +416,7 @@ impl Engine {
         }
         drop(state);
         if now {
-            return self.mark(stream);
+            return self.mark(stream, named.key);
         }
         Ok(())
     }

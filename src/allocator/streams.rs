@@ -89,6 +89,8 @@ pub(crate) struct Slot {
     pub open_bytes: u64,
     /// Allocations to let pass before the oldest marker is asked again.
     pub backoff: u32,
+    /// The last call that named the stream found it capturing.
+    pub capturing: bool,
 }
 
 impl Slot {
@@ -160,6 +162,7 @@ impl Streams {
             open_uses: 0,
             open_bytes: 0,
             backoff: 0,
+            capturing: false,
         };
         let at = match at {
             Some(at) => {
@@ -242,21 +245,24 @@ impl Streams {
         }
     }
 
-    /// A marker was recorded after the batch had been closed.
-    pub(crate) fn publish(&mut self, batch: Batch, event: Arc<Event>) {
+    /// A marker was recorded after the batch had been closed. Gives the event back if nobody needs
+    /// it any more.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn publish(&mut self, batch: Batch, event: Event) -> Option<Event> {
         self.orders += 1;
         let slot = &mut self.slots[batch.stream as usize];
         if batch.bound <= slot.completed {
-            return;
+            return Some(event);
         }
         let marker = Marker {
             bound: batch.bound,
-            event,
+            event: Arc::new(event),
             order: self.orders,
             row: batch.row,
         };
         let at = slot.markers.partition_point(|m| m.bound < marker.bound);
         slot.markers.insert(at, marker);
+        None
     }
 
     /// The host saw a marker complete: so are all tickets up to its bound, and all that the stream

@@ -71,11 +71,9 @@ impl MemoryResource for Allocator {
     #[inline]
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
         let identity = block.identity();
-        let freed = parts(self, &identity).and_then(|life| {
-            match self.engine().free_block(&life) {
-                Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(gone(&identity)),
-                other => other.map_err(Into::into),
-            }
+        let freed = parts(self, &identity).and_then(|life| match self.engine().free_block(&life) {
+            Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(gone(&identity)),
+            other => other.map_err(Into::into),
         });
         freed.map_err(|error| DeallocateError::new(block, error))
     }

@@ -346,12 +346,21 @@ fn s2_18_s2_22_types_and_lengths_share_memory() {
         let buffer = pool.uninit::<f32>(1024 * 256, &stream).unwrap();
         let address = buffer.as_device_ptr();
         drop(buffer);
-        let bytes = pool.take::<u8>(4096 * 256, &stream).unwrap().expect("a hit");
+        let bytes = pool
+            .take::<u8>(4096 * 256, &stream)
+            .unwrap()
+            .expect("a hit");
         assert_eq!(bytes.as_device_ptr(), address);
         drop(bytes);
         let before = rig.memory_calls();
-        let first = pool.take::<f32>(512 * 256, &stream).unwrap().expect("carved");
-        let second = pool.take::<f32>(512 * 256, &stream).unwrap().expect("carved");
+        let first = pool
+            .take::<f32>(512 * 256, &stream)
+            .unwrap()
+            .expect("carved");
+        let second = pool
+            .take::<f32>(512 * 256, &stream)
+            .unwrap()
+            .expect("carved");
         assert_eq!(rig.memory_calls(), before);
         let mut both = [first.as_device_ptr(), second.as_device_ptr()];
         both.sort_unstable();

@@ -305,7 +305,9 @@ impl Heap {
         let run = self.around(page, ptr)?;
         let skip = ((ptr - run.ptr) / GRANULE) as u32;
         match run.kind {
-            Kind::Quick if skip == 0 && run.granules == granules => self.unquick(run.node, granules),
+            Kind::Quick if skip == 0 && run.granules == granules => {
+                self.unquick(run.node, granules)
+            }
             Kind::Free if skip + granules <= run.granules => self.cut(run.node, skip, granules),
             _ => return None,
         }
@@ -584,7 +586,8 @@ impl Heap {
             }
             None => {
                 self.pages.push(page);
-                self.grains.resize(self.pages.len() * GRAINS, Grain::default());
+                self.grains
+                    .resize(self.pages.len() * GRAINS, Grain::default());
                 self.pages.len() as u32 - 1
             }
         };
@@ -680,9 +683,8 @@ impl Heap {
 
     /// The run around an address in a page.
     pub(crate) fn around(&self, page: u32, ptr: u64) -> Option<Run> {
-        self.runs(page).find(|run| {
-            ptr >= run.ptr && ptr < run.ptr + u64::from(run.granules) * GRANULE
-        })
+        self.runs(page)
+            .find(|run| ptr >= run.ptr && ptr < run.ptr + u64::from(run.granules) * GRANULE)
     }
 
     /// Compares the lists with what stands in the pages. The first thing that does not agree.
@@ -749,7 +751,11 @@ impl Heap {
             }
         }
         let sum = |counts: &[u64; GRAINS]| -> u64 {
-            counts.iter().zip(1u64..).map(|(count, length)| count * length).sum()
+            counts
+                .iter()
+                .zip(1u64..)
+                .map(|(count, length)| count * length)
+                .sum()
         };
         if sum(&counts[0]) != self.free_grains
             || sum(&counts[1]) != u64::from(self.quick_grains)

@@ -62,7 +62,11 @@ impl<E> FrontPool<E> {
 
     /// A front without a stream.
     pub(crate) fn take(&self) -> &'static Front<E> {
-        let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let waiting = self
+            .waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop();
         waiting.unwrap_or_else(|| {
             Box::leak(Box::new(Front {
                 lock: Lock::new(Inner::default()),
@@ -342,7 +346,9 @@ impl<E> Inner<E> {
     /// The live block that begins at an address.
     pub(crate) fn live(&self, node: Node, ptr: u64, generation: Option<u32>) -> Option<Live> {
         let live = self.heap.live(node, ptr)?;
-        generation.is_none_or(|g| g == live.generation).then_some(live)
+        generation
+            .is_none_or(|g| g == live.generation)
+            .then_some(live)
     }
 
     /// Frees a block if nothing stands in the way; with a generation only that life of it.
@@ -447,7 +453,12 @@ impl<E> Inner<E> {
     /// may count to.
     pub(crate) fn share(&mut self, room: [u64; QUANTITIES]) -> [u64; QUANTITIES] {
         let mut limits = [0; QUANTITIES];
-        for ((account, room), limit) in self.accounts.each_mut().into_iter().zip(room).zip(&mut limits)
+        for ((account, room), limit) in self
+            .accounts
+            .each_mut()
+            .into_iter()
+            .zip(room)
+            .zip(&mut limits)
         {
             account.set_room(room);
             *limit = account.limit();

@@ -75,8 +75,16 @@ impl<E> PageTable<E> {
             return None;
         }
         let [top, middle, low] = Self::places(ptr);
-        let leaf = self.top.get(top)?.get()?.get(middle)?.get()?.get(low)?.get()?;
-        leaf.entries.get((ptr >> PAGE_BITS) as usize & (LEAF_PAGES - 1))
+        let leaf = self
+            .top
+            .get(top)?
+            .get()?
+            .get(middle)?
+            .get()?
+            .get(low)?
+            .get()?;
+        leaf.entries
+            .get((ptr >> PAGE_BITS) as usize & (LEAF_PAGES - 1))
     }
 
     /// The front that owns the page around an address, and the page's place in it. Another thread
