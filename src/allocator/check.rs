@@ -348,7 +348,7 @@ impl State {
     fn check_fronts(&self, sums: &Sums) -> Result<(), CheckError> {
         let (mut pages, mut fronts) = (0, 0);
         let mut waiting: HashMap<u32, u64> = HashMap::new();
-        for held in &self.fronts.held_back {
+        for held in self.fronts.held_back.iter().chain(self.guards.held_back()) {
             *waiting.entry(held.front.rank).or_default() += 1;
         }
         for (stream, slot) in self.streams.iter() {

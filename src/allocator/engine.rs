@@ -1,7 +1,7 @@
 //! The allocator's inside: one lock around the books, driver calls outside it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use crate::driver::process;
 use crate::driver::{
@@ -10,7 +10,7 @@ use crate::driver::{
 
 use super::config::{Config, Limit, Policy};
 use super::error::Error;
-use super::front::PageTable;
+use super::front::{Held, Lock, PageTable};
 use super::hooks::Hooks;
 use super::state::State;
 use super::streams::{Holder, StreamKey};
@@ -60,13 +60,15 @@ pub(crate) struct Engine {
     handles: AtomicUsize,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
     ask_captures: bool,
-    state: Mutex<State>,
+    state: Lock<State>,
     lost: OnceLock<DriverError>,
     /// Fronts serve here, and the context is not lost.
     at_once: AtomicBool,
+    /// Blocks wait in the books to be freed by a call that may.
+    pub deferred: AtomicBool,
 }
 
-pub(crate) type Guard<'a> = MutexGuard<'a, State>;
+pub(crate) type Guard<'a> = Held<'a, State>;
 
 impl Engine {
     pub(crate) fn new(context: &Context, config: &Config) -> Result<Shared, Error> {
@@ -129,7 +131,7 @@ impl Engine {
             log: RareLog::default(),
             handles: AtomicUsize::new(1),
             ask_captures: config.capture_checks,
-            state: Mutex::new(State::new(
+            state: Lock::new(State::new(
                 (me.clone(), id),
                 Arc::clone(&pages),
                 device.ordinal(),
@@ -140,6 +142,7 @@ impl Engine {
             pages,
             lost: OnceLock::new(),
             at_once: AtomicBool::new(packed && !config.capture_checks),
+            deferred: AtomicBool::new(false),
         });
         engine.recall_aliasing();
         Ok(engine)
@@ -198,7 +201,7 @@ impl Engine {
     /// The books. They are consistent whenever the lock is free, also after a panic elsewhere: no
     /// foreign code runs under the lock.
     pub(crate) fn lock(&self) -> Guard<'_> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Turns a driver's error into ours, and remembers a lost context.

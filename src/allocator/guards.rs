@@ -155,6 +155,15 @@ impl Guards {
         self.bytes
     }
 
+    /// Small blocks that were freed and wait for their guards.
+    pub(crate) fn held_back(&self) -> impl Iterator<Item = &HeldBack> {
+        let freed = self
+            .small
+            .values()
+            .filter_map(|guarded| guarded.freed.as_ref());
+        freed.map(|(held, _)| held)
+    }
+
     /// Guards that live.
     pub(crate) fn count(&self) -> u64 {
         let small: u64 = self.small.values().map(|g| g.guards).sum();

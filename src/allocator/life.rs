@@ -1,5 +1,7 @@
 //! Giving memory back, and the end.
 
+use std::sync::atomic::Ordering;
+
 use crate::driver::StreamKind;
 
 use super::engine::Engine;
@@ -75,13 +77,10 @@ impl Engine {
 
     /// Frees what was dropped while its stream was capturing.
     pub(crate) fn free_deferred(&self) {
-        let deferred = {
-            let mut state = self.lock();
-            if state.deferred.is_empty() {
-                return;
-            }
-            std::mem::take(&mut state.deferred)
-        };
+        if !self.deferred.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        let deferred = std::mem::take(&mut self.lock().deferred);
         for block in deferred {
             // One that is still capturing is deferred again in there.
             self.drop_block(block);

@@ -525,13 +525,18 @@ mod tests {
 
     #[test]
     fn stitching_beyond_the_budget_raises_the_level() {
-        let mut state = State::new(0, true, None);
+        let nobody = (std::sync::Weak::new(), 0);
+        let table = std::sync::Arc::new(crate::allocator::front::PageTable::new());
+        let tuning = crate::allocator::Config::new().tuning();
+        let mut state = State::new(nobody, table, 0, true, None, tuning);
         let want = Want {
             space: SpaceId::Large,
             stream: 0,
             granules: (960 << 20 >> 9) as u32,
             align: 1,
             requested: 960 << 20,
+            single: false,
+            views: true,
         };
         state.peak_live = 10_000 << 20;
         let figures = |state: &State| {

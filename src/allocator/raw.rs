@@ -1,5 +1,7 @@
 //! Allocation, free and recording by handle and by pointer: what every front end stands on.
 
+use std::sync::atomic::Ordering;
+
 use crate::driver::sys;
 
 use super::engine::{Engine, Guard, Named, is_per_thread};
@@ -160,9 +162,11 @@ impl Engine {
         named: &Named<'_>,
         request: &Request,
     ) -> Result<Grant, Error> {
-        drop(self.open()?);
+        self.usable()?;
         self.refuse_capture(named)?;
-        self.free_deferred();
+        if self.deferred.load(Ordering::Relaxed) {
+            self.free_deferred();
+        }
         let (mut state, stream) = self.slot(self.open()?, named)?;
         self.same_device(&state, stream)?;
         if state.closed {
@@ -252,19 +256,34 @@ impl Engine {
 
     #[inline(never)]
     fn free_large(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        let mut state = self.open()?;
+        let state = self.open()?;
         let id = self.live(&state, ptr)?;
-        let stream = state.records[id].stream;
-        if let Some((key, raw)) = state.capture_suspect(stream) {
-            let generation = state.records[id].generation;
+        let generation = state.records[id].generation;
+        self.free_record(state, (id, generation), ptr)
+    }
+
+    /// Frees the large block of a record.
+    fn free_record<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        block: (u32, u32),
+        ptr: sys::CUdeviceptr,
+    ) -> Result<(), Error> {
+        if !state.is_live(block) {
+            return Err(Error::NotLive { ptr });
+        }
+        let stream = state.records[block.0].stream;
+        if self.watchful()
+            && let Some((key, raw)) = state.capture_suspect(stream)
+        {
             drop(state);
             self.refuse_if_capturing(key, raw)?;
             state = self.open()?;
-            if state.lookup.exact(ptr) != Some(id) || state.records[id].generation != generation {
+            if !state.is_live(block) {
                 return Err(Error::NotLive { ptr });
             }
         }
-        let after = state.free(id);
+        let after = state.free(block.0);
         self.finish_free(state, &after);
         Ok(())
     }
@@ -290,11 +309,8 @@ impl Engine {
             let (front, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
             return self.free_small(front, node, ptr, Some(block.generation));
         }
-        drop(self.open()?);
-        if !self.is_live(block) {
-            return Err(Error::NotLive { ptr });
-        }
-        self.free_large(ptr)
+        let state = self.open()?;
+        self.free_record(state, (block.id, block.generation), ptr)
     }
 
     /// Frees a block whose owner went out of scope: what cannot be done now is done later.
@@ -325,6 +341,7 @@ impl Engine {
 
     fn defer(&self, block: Lifetime) {
         self.lock().deferred.push(block);
+        self.deferred.store(true, Ordering::Relaxed);
     }
 
     /// What a free leaves to do without the lock: markers, and the end of an allocator whose last

@@ -468,13 +468,18 @@ impl State {
                 pool.active.sub(bytes);
             }
         });
-        let mut uses = vec![self.ticket(owner, None)];
-        uses.extend(recorded.iter().map(|r| self.ticket(r.stream, r.ticket)));
-        for u in &uses {
+        let own = self.ticket(owner, None);
+        let uses = if shared {
+            let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
+            Uses::collect(std::iter::once(own).chain(others).collect())
+        } else {
+            Uses::One(own)
+        };
+        for u in uses.as_slice() {
             self.streams[u.stream].live -= 1;
         }
         let mut after = AfterFree::default();
-        for u in &uses {
+        for u in uses.as_slice() {
             self.count_free(u, bytes, &mut after);
         }
         if shared {
@@ -484,7 +489,7 @@ impl State {
         }
         self.frees += 1;
         self.records.cold_mut(id).freed = self.frees;
-        let Some(uses) = self.unless_guarded(id, Uses::collect(uses)) else {
+        let Some(uses) = self.unless_guarded(id, uses) else {
             return after;
         };
         if !self.records.cold(id).home.is_empty() {
