@@ -10,7 +10,7 @@ use crate::driver::Stream;
 
 use super::error::PoolError;
 use super::threshold;
-use super::typed::Place;
+use super::typed_cache::Place;
 
 /// Device memory for elements, out of a [`TypedPool`](super::TypedPool) or
 /// [`ThresholdPool`](super::ThresholdPool), to which its drop returns it, in the order of its stream,

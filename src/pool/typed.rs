@@ -1,7 +1,6 @@
 //! Typed buffers over all devices, last returned first.
 
 use std::any::TypeId;
-use std::collections::HashMap;
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,21 +10,14 @@ use crate::allocator::{Allocator, Block, Config, Error, Trimmed};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Driver, Stream, sys};
 
-use super::block::zero_is_invalid;
 use super::buffer::PooledBuffer;
 use super::device_of;
 use super::error::PoolError;
 use super::threshold::ThresholdPool;
+use super::typed_cache::{Cache, Wish};
 
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
-/// Returned addresses that are remembered for each stream and size.
-const REMEMBERED: usize = 32;
-/// Stream and size pairs of which addresses are remembered.
-const PAIRS: usize = 256;
-/// Remembered addresses to try for one request.
-const TRIES: usize = 4;
-
 /// Rounds a length up to a multiple of 256 elements; at the top it stays at the largest number.
 ///
 /// ```
@@ -91,82 +83,6 @@ struct Inner {
     /// By ordinal.
     devices: Mutex<Vec<Option<Arc<Cache>>>>,
     cap: AtomicU64,
-}
-
-/// The pool's part for one device.
-struct Cache {
-    pool: ThresholdPool,
-    index: Mutex<Index>,
-    hits: AtomicU64,
-    misses: AtomicU64,
-    returns: AtomicU64,
-}
-
-/// Where buffers are and were. Hints and names, no books: whether memory is free only the allocator
-/// says.
-#[derive(Default)]
-struct Index {
-    /// By stream and bytes: the addresses returned last, the newest at the end.
-    returned: HashMap<(u64, usize), Vec<sys::CUdeviceptr>>,
-    /// Live buffers by rounded length and type.
-    live: HashMap<(usize, TypeId), Vec<sys::CUdeviceptr>>,
-}
-
-impl Cache {
-    fn index<T>(&self, run: impl FnOnce(&mut Index) -> T) -> T {
-        run(&mut self.index.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
-
-/// A live buffer as its cache knows it.
-pub(super) struct Place {
-    cache: Arc<Cache>,
-    capacity: usize,
-    element: TypeId,
-    bytes: usize,
-    stream: u64,
-    address: sys::CUdeviceptr,
-}
-
-impl Place {
-    pub(super) fn enter<T: DeviceCopy>(&self, buffer: &DeviceBuffer<T>) {
-        let address = buffer.as_device_ptr();
-        self.cache.index(|index| {
-            let live = index.live.entry((self.capacity, self.element));
-            live.or_default().push(address);
-        });
-    }
-
-    /// Before the buffer is freed: from then on its address may be somebody else's.
-    pub(super) fn leave<T: DeviceCopy>(&self, buffer: &DeviceBuffer<T>) {
-        let (key, address) = ((self.capacity, self.element), buffer.as_device_ptr());
-        self.cache.index(|index| {
-            if let Some(live) = index.live.get_mut(&key) {
-                if let Some(at) = live.iter().position(|known| *known == address) {
-                    live.swap_remove(at);
-                }
-                if live.is_empty() {
-                    index.live.remove(&key);
-                }
-            }
-        });
-    }
-
-    pub(super) fn returned(self) {
-        self.cache.returns.fetch_add(1, Ordering::Relaxed);
-        self.cache.index(|index| {
-            if index.returned.len() >= PAIRS
-                && !index.returned.contains_key(&(self.stream, self.bytes))
-            {
-                index.returned.clear();
-            }
-            let addresses = index.returned.entry((self.stream, self.bytes)).or_default();
-            if addresses.len() == REMEMBERED {
-                addresses.remove(0);
-            }
-            addresses.push(self.address);
-        });
-    }
 }
 
 impl TypedPool {
@@ -257,6 +173,17 @@ impl TypedPool {
         Ok(self.cache(ordinal)?.pool.allocator()?.clone())
     }
 
+    /// The pool's part for one device, as a source of memory without a type; its allocator is made if
+    /// there is none yet.
+    ///
+    /// # Errors
+    /// As [`allocator`](Self::allocator).
+    pub fn on_device(&self, ordinal: i64) -> Result<DeviceTypedPool, PoolError> {
+        let cache = self.cache(ordinal)?;
+        let allocator = cache.pool.allocator()?.clone();
+        Ok(DeviceTypedPool { cache, allocator })
+    }
+
     /// A buffer of `len` elements from memory at hand that the stream may use without a wait: what was
     /// returned last on the stream with the same number of bytes, else the best fit. `None`, a miss, if
     /// there is none. Makes no driver call that takes memory, and creates no event; the memory is as its
@@ -293,15 +220,7 @@ impl TypedPool {
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Self::empty_buffer());
         };
-        let block = match wish.at_hand(stream)? {
-            Some(block) => block,
-            None => {
-                wish.cache.pool.0.release_surplus(true);
-                let allocator = wish.cache.pool.allocator()?;
-                let made = allocator.allocate_aligned(wish.bytes, wish.alignment, stream);
-                made.map_err(zero_is_invalid)?
-            }
-        };
+        let block = wish.block(stream)?;
         wish.buffer(block, stream)
     }
 
@@ -375,7 +294,7 @@ impl TypedPool {
         block.record_use(&next)?;
         let allocator = Allocator::of(block);
         if let Some(place) = buffer.place_mut() {
-            place.stream = id;
+            place.redirect(id);
         }
         drop(buffer);
         // Without a marker the other stream could not see when the first one is done.
@@ -414,8 +333,7 @@ impl TypedPool {
         let Some(cache) = self.find(ordinal) else {
             return Ok(0);
         };
-        let key = (round_elements(len), element);
-        let live = cache.index(|index| index.live.get(&key).cloned().unwrap_or_default());
+        let live = cache.live(round_elements(len), element);
         let allocator = cache.pool.allocator()?;
         let mut recorded = 0;
         for address in live {
@@ -524,88 +442,50 @@ impl TypedPool {
     }
 }
 
-/// A request whose numbers are in order.
-struct Wish {
-    cache: Arc<Cache>,
-    len: usize,
-    capacity: usize,
-    bytes: usize,
-    alignment: usize,
-    element: TypeId,
-    stream: u64,
-}
-
-impl Wish {
-    fn at_hand(&self, stream: &Stream) -> Result<Option<Block>, PoolError> {
-        let key = (self.stream, self.bytes);
-        // Taken out: an address that is taken is not free, and one that is not free is no hint.
-        let near: Vec<sys::CUdeviceptr> = self.cache.index(|index| {
-            let Some(addresses) = index.returned.get_mut(&key) else {
-                return Vec::new();
-            };
-            let from = addresses.len().saturating_sub(TRIES);
-            let mut near = addresses.split_off(from);
-            near.reverse();
-            near
-        });
-        let allocator = self.cache.pool.allocator()?;
-        let (found, rest) = allocator.allocate_near(self.bytes, self.alignment, stream, &near)?;
-        let count = if found.is_some() {
-            &self.cache.hits
-        } else {
-            &self.cache.misses
-        };
-        count.fetch_add(1, Ordering::Relaxed);
-        if !rest.is_empty() {
-            self.cache.index(|index| {
-                let addresses = index.returned.entry(key).or_default();
-                addresses.extend(rest.iter().rev());
-            });
-        }
-        Ok(found)
-    }
-
-    fn buffer<T: DeviceCopy>(
-        self,
-        block: Block,
-        stream: &Stream,
-    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
-        let address = block.ptr();
-        // SAFETY: the block was allocated on the stream just now, and its elements need no
-        // initialisation.
-        let made = unsafe { DeviceBuffer::<MaybeUninit<T>>::from_block(block, self.len, stream) };
-        let buffer = made.map_err(|failed| PoolError::from(failed.error))?;
-        let pool = Arc::clone(&self.cache.pool.0);
-        let place = Place {
-            cache: self.cache,
-            capacity: self.capacity,
-            element: self.element,
-            bytes: self.bytes,
-            stream: self.stream,
-            address,
-        };
-        place.enter(&buffer);
-        Ok(PooledBuffer::new(buffer, Some(pool), Some(place)))
-    }
-}
-
-impl Cache {
-    fn new(pool: ThresholdPool) -> Arc<Cache> {
-        Arc::new(Cache {
-            pool,
-            index: Mutex::default(),
-            hits: AtomicU64::new(0),
-            misses: AtomicU64::new(0),
-            returns: AtomicU64::new(0),
-        })
-    }
-}
-
 impl fmt::Debug for TypedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TypedPool")
             .field("stats", &self.stats())
             .field("cached_bytes", &self.cached_bytes_total())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A [`TypedPool`] on one device, as a [`MemoryResource`](crate::resource::MemoryResource): bytes come
+/// from what the stream returned last with the same size, else from the best fit at hand, else from
+/// wherever the allocator finds them. Shares memory and figures with the pool; cheap to clone.
+#[derive(Clone)]
+pub struct DeviceTypedPool {
+    cache: Arc<Cache>,
+    allocator: Allocator,
+}
+
+impl DeviceTypedPool {
+    /// The device's allocator, under the pool.
+    pub fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
+    pub(crate) fn block(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Block, PoolError> {
+        self.cache.block(bytes, alignment, stream)
+    }
+
+    /// A block of `bytes` of a stream was freed.
+    pub(crate) fn returned(&self, stream: u64, bytes: usize, address: sys::CUdeviceptr) {
+        self.cache.returned(stream, bytes, address);
+        self.cache.pool.0.release_surplus(false);
+    }
+}
+
+impl fmt::Debug for DeviceTypedPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceTypedPool")
+            .field("allocator", &self.allocator)
             .finish_non_exhaustive()
     }
 }
