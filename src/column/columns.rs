@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, Block};
+use crate::buffer::{BufferError, CHUNK, Staging, end_of, keep};
 use crate::driver::{Device, Stream, sys};
 use crate::resource::{BlockIdentity, Buffer, Recordable};
 
@@ -11,7 +12,7 @@ use super::dlpack::{Described, DlpackTensor};
 use super::element::{Element, ElementType};
 use super::error::{ColumnError, ImportError};
 use super::memory::{Foreign, Memory};
-use super::order::{Consumer, Producer, wait};
+use super::order::{Consumer, Producer};
 
 /// Where a column's memory came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -264,7 +265,7 @@ impl Column {
     ///
     /// # Errors
     /// [`ColumnError::WrongType`], [`ColumnError::WrongLength`], [`ColumnError::ReadOnly`],
-    /// [`ColumnError::Capturing`], driver errors.
+    /// [`ColumnError::Capturing`], [`ColumnError::Buffer`], driver errors.
     pub fn copy_from_slice<T: Element>(&mut self, values: &[T]) -> Result<(), ColumnError> {
         self.expect::<T>(values.len())?;
         if self.read_only {
@@ -275,27 +276,31 @@ impl Column {
         }
         let stream = self.stream();
         super::order::refuse_capture(stream)?;
-        let entered = stream.context().enter()?;
-        // SAFETY: both ranges have the bytes of all elements, which have no padding. The host's is
-        // borrowed until the wait below is over.
-        let copied = unsafe {
-            entered.copy_host_to_device(
-                self.ptr(),
-                values.as_ptr().cast(),
-                self.byte_len(),
-                stream.raw(),
-            )
-        };
-        // Also after a failure: the driver may have taken a part.
-        let waited = wait(stream);
-        copied?;
-        waited
+        let bytes = self.byte_len();
+        let mut staging = Staging::new(bytes.min(CHUNK))?;
+        for start in (0..bytes).step_by(CHUNK) {
+            let part = CHUNK.min(bytes - start);
+            let (from, to) = (staging.ptr(), self.ptr() + start as u64);
+            // SAFETY: so many bytes of the slice, whose elements have no padding, and room for them.
+            unsafe {
+                let source = values.as_ptr().cast::<u8>().add(start);
+                from.copy_from_nonoverlapping(source, part);
+            }
+            let entered = stream.context().enter()?;
+            // SAFETY: the bytes lie in the column's memory; the staging memory is kept until the copy
+            // is over.
+            let copied =
+                unsafe { entered.copy_host_to_device(to, from.cast(), part, stream.raw()) };
+            // Also after a failure: the driver may have taken a part.
+            staging = keep(staging, end_of(stream, copied.map_err(BufferError::from)))?;
+        }
+        Ok(())
     }
 
     /// All elements, after everything that the column's stream was given so far. Waits.
     ///
     /// # Errors
-    /// [`ColumnError::WrongType`], [`ColumnError::Capturing`], driver errors.
+    /// [`ColumnError::WrongType`], [`ColumnError::Capturing`], [`ColumnError::Buffer`], driver errors.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>, ColumnError> {
         self.expect::<T>(self.rows)?;
         let mut bytes = vec![0u8; self.byte_len()];
@@ -305,7 +310,7 @@ impl Column {
         let stream = self.stream();
         super::order::refuse_capture(stream)?;
         let entered = stream.context().enter()?;
-        // SAFETY: both ranges have so many bytes; the host's is ours until the wait below is over.
+        // SAFETY: both ranges have so many bytes; the host's is ours, and kept until the copy is over.
         let copied = unsafe {
             entered.copy_device_to_host(
                 bytes.as_mut_ptr().cast(),
@@ -314,9 +319,7 @@ impl Column {
                 stream.raw(),
             )
         };
-        let waited = wait(stream);
-        copied?;
-        waited?;
+        bytes = keep(bytes, end_of(stream, copied.map_err(BufferError::from)))?;
         Ok(bytes
             .chunks_exact(size_of::<T>())
             .map(T::from_device)

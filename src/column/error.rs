@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::allocator;
+use crate::buffer::BufferError;
 use crate::driver::DriverError;
 
 use super::element::ElementType;
@@ -14,6 +15,9 @@ pub enum ColumnError {
     /// The allocator refused.
     #[error(transparent)]
     Allocator(#[from] allocator::Error),
+    /// A copy from or to the host failed. What it was to write is undefined then.
+    #[error(transparent)]
+    Buffer(#[from] BufferError),
     /// A driver call failed. What a copy was to write is undefined then.
     #[error("a driver call failed")]
     Driver(#[from] DriverError),
@@ -118,6 +122,7 @@ impl ColumnError {
         match self {
             ColumnError::Allocator(error) => error.driver_error(),
             ColumnError::Driver(error) => Some(*error),
+            ColumnError::Buffer(error) => error.driver_error(),
             _ => None,
         }
     }
