@@ -5,6 +5,7 @@ use std::fmt;
 use crate::allocator;
 use crate::buffer::BufferError;
 use crate::driver::DriverError;
+use crate::resource::ResourceError;
 
 use super::element::ElementType;
 
@@ -15,6 +16,12 @@ pub enum ColumnError {
     /// The allocator refused.
     #[error(transparent)]
     Allocator(#[from] allocator::Error),
+    /// The resource refused.
+    #[error(transparent)]
+    Resource(#[from] ResourceError),
+    /// An owned block that was given up already.
+    #[error("there is no block")]
+    NoBlock,
     /// A copy from or to the host failed. What it was to write is undefined then.
     #[error(transparent)]
     Buffer(#[from] BufferError),
@@ -123,6 +130,7 @@ impl ColumnError {
             ColumnError::Allocator(error) => error.driver_error(),
             ColumnError::Driver(error) => Some(*error),
             ColumnError::Buffer(error) => error.driver_error(),
+            ColumnError::Resource(error) => error.driver_error(),
             _ => None,
         }
     }
