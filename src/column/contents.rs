@@ -17,9 +17,10 @@ impl Column {
         self.memory.prepare(Access::Write)?;
         let entered = stream.context().enter()?;
         // SAFETY: the memory is the column's, and the stream its home.
-        unsafe { entered.memset_d8(self.ptr(), 0, self.byte_len(), stream.raw()) }?;
+        let filled = unsafe { entered.memset_d8(self.ptr(), 0, self.byte_len(), stream.raw()) };
         drop(entered);
-        self.memory.finish(Access::Write)
+        let finished = self.memory.finish(Access::Write);
+        filled.map_err(ColumnError::from).and(finished)
     }
 
     /// Overwrites all elements, in the order of the column's stream. Waits until that is done.
@@ -35,10 +36,17 @@ impl Column {
         if values.is_empty() {
             return Ok(());
         }
-        let stream = self.stream();
-        refuse_capture(stream)?;
+        refuse_capture(self.stream())?;
         self.memory.prepare(Access::Write)?;
-        let bytes = self.byte_len();
+        let copied = self.copy_in(values);
+        // Also after a failure: the driver may have taken a part.
+        let finished = self.memory.finish(Access::Write);
+        copied.and(finished)
+    }
+
+    /// Copies as many values as the column has rows.
+    fn copy_in<T: Element>(&self, values: &[T]) -> Result<(), ColumnError> {
+        let (bytes, stream) = (self.byte_len(), self.stream());
         let mut staging = Staging::new(bytes.min(CHUNK))?;
         for start in (0..bytes).step_by(CHUNK) {
             let part = CHUNK.min(bytes - start);
@@ -53,10 +61,9 @@ impl Column {
             // is over.
             let copied =
                 unsafe { entered.copy_host_to_device(to, from.cast(), part, stream.raw()) };
-            // Also after a failure: the driver may have taken a part.
             staging = keep(staging, end_of(stream, copied.map_err(BufferError::from)))?;
         }
-        self.memory.finish(Access::Write)
+        Ok(())
     }
 
     /// All elements, after everything that the column's stream was given so far. Waits.

@@ -238,14 +238,13 @@ impl Memory {
         if self.bytes == 0 {
             return Ok(());
         }
-        self.prepare(Access::ReadWrite)?;
         match consumer {
             Consumer::Tracked(stream) => {
-                order(&self.stream, stream)?;
+                self.follow(stream)?;
                 self.record(stream)
             }
             Consumer::Untracked(stream) => {
-                order(&self.stream, stream)?;
+                self.follow(stream)?;
                 self.lend_untracked();
                 Ok(())
             }
@@ -254,6 +253,12 @@ impl Memory {
                 Ok(())
             }
         }
+    }
+
+    /// Orders a stream after everything that was done to the memory.
+    fn follow(&self, stream: &Stream) -> Result<(), ColumnError> {
+        self.prepare(Access::ReadWrite)?;
+        order(&self.stream, stream)
     }
 
     fn lend_untracked(&self) {

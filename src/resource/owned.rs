@@ -10,7 +10,7 @@ use super::traits::MemoryResource;
 
 /// A block that goes back to its resource when it is dropped.
 ///
-/// `R` is a handle to the resource: a reference, an [`Arc`], or a resource that is cheap to clone.
+/// `R` is a handle to the resource: a reference, an [`Arc`](std::sync::Arc), or a resource that is cheap to clone.
 pub struct OwnedBlock<R: MemoryResource> {
     resource: R,
     block: Option<ResourceBlock>,
