@@ -27,7 +27,10 @@ fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
         let id = block.identity();
         let busy = rig.busy(&stream);
         rig.stamp(block.ptr(), 4096, 9, &stream);
+        // The driver does not promise that its free waits: this is asked for.
+        let waits = rig.calls("cuCtxSynchronize");
         direct.deallocate(block).unwrap();
+        assert_eq!(rig.calls("cuCtxSynchronize"), waits + 1);
         assert!(stream.is_complete().unwrap(), "the work is done");
         assert_eq!(direct.outstanding(), Outstanding::default());
         assert_eq!(direct.state(&id), BlockState::Freed);
