@@ -123,19 +123,23 @@ fn s1_44_pools_refuse_blocks_of_others() {
             Arc::new(workspaces(rig, WorkspaceSizing::Exact)),
         ];
         let stream = rig.stream();
-        for (at, mine) in pools.iter().enumerate() {
-            let mut block = mine.allocate(1000, &stream, Tag::default()).unwrap();
+        // All of them are at their first block.
+        let blocks: Vec<_> = pools
+            .iter()
+            .map(|pool| pool.allocate(1000, &stream, Tag::default()).unwrap())
+            .collect();
+        for (at, (mine, mut block)) in pools.iter().zip(blocks).enumerate() {
             let id = block.identity();
-            for other in pools
-                .iter()
-                .enumerate()
-                .filter(|(n, _)| *n != at)
-                .map(|(_, p)| p)
-            {
+            let others = pools.iter().enumerate().filter(|(n, _)| *n != at);
+            for (_, other) in others {
+                let live = other.outstanding();
                 let refused = other.deallocate(block).unwrap_err();
                 assert!(matches!(refused.error, ResourceError::UseAfterFree { .. }));
                 block = *refused.block;
-                assert_eq!(other.state(&id), BlockState::Freed);
+                assert_eq!(
+                    (other.state(&id), other.outstanding()),
+                    (BlockState::Freed, live)
+                );
                 assert!(other.record_use(&id, &stream).is_err());
             }
             assert_eq!(mine.state(&id), BlockState::Live);
