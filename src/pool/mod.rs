@@ -23,17 +23,18 @@
 mod buffer;
 mod error;
 mod histogram;
+mod mix;
 mod native;
 mod native_block;
 mod native_config;
 mod pinned;
 mod pinned_lease;
+mod places;
 mod pressure;
 mod report;
 mod table;
 mod threshold;
 mod typed;
-mod typed_cache;
 mod usage;
 mod workspace;
 

@@ -4,20 +4,22 @@ use std::any::TypeId;
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use crate::allocator::{Allocator, Block, Config, Error, Trimmed};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
-use crate::driver::{Driver, Stream, sys};
+use crate::driver::{Driver, Stream};
 
 use super::buffer::PooledBuffer;
 use super::device_of;
 use super::error::PoolError;
+use super::places::{Cache, Place, Sought};
 use super::threshold::ThresholdPool;
-use super::typed_cache::{Cache, Wish};
+use super::usage::zero_is_invalid;
 
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
+
 /// Rounds a length up to a multiple of 256 elements; at the top it stays at the largest number.
 ///
 /// ```
@@ -80,9 +82,48 @@ pub struct TypedPool(Arc<Inner>);
 struct Inner {
     driver: Option<Driver>,
     config: Config,
-    /// By ordinal.
-    devices: Mutex<Vec<Option<Arc<Cache>>>>,
+    devices: Devices,
     cap: AtomicU64,
+}
+
+/// The caches of all devices that were used. Only ever added to, so that they are found without a lock.
+#[derive(Default)]
+struct Devices(OnceLock<Box<Device>>);
+
+struct Device {
+    ordinal: usize,
+    cache: Arc<Cache>,
+    next: Devices,
+}
+
+impl Devices {
+    fn iter(&self) -> impl Iterator<Item = &Device> {
+        std::iter::successors(self.0.get(), |device| device.next.0.get()).map(|device| &**device)
+    }
+
+    fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
+        let mut devices = self.iter();
+        let device = devices.find(|device| device.ordinal == ordinal)?;
+        Some(&device.cache)
+    }
+
+    /// The cache of a device: the given one, unless there is one already.
+    fn add(&self, ordinal: usize, cache: Arc<Cache>) -> &Arc<Cache> {
+        let mut at = self;
+        loop {
+            let device = at.0.get_or_init(|| {
+                Box::new(Device {
+                    ordinal,
+                    cache: Arc::clone(&cache),
+                    next: Devices::default(),
+                })
+            });
+            if device.ordinal == ordinal {
+                return &device.cache;
+            }
+            at = &device.next;
+        }
+    }
 }
 
 impl TypedPool {
@@ -102,20 +143,18 @@ impl TypedPool {
     /// A pool over allocators that others may use as well. On devices without one it cannot allocate.
     /// Of several for one device the last counts.
     pub fn over<'a>(allocators: impl IntoIterator<Item = &'a Allocator>) -> TypedPool {
-        let mut driver = None;
-        let mut devices: Vec<Option<Arc<Cache>>> = Vec::new();
-        for allocator in allocators {
-            driver.get_or_insert_with(|| allocator.context().driver().clone());
+        let allocators: Vec<&Allocator> = allocators.into_iter().collect();
+        let devices = Devices::default();
+        // The first one that is added for a device stays.
+        for allocator in allocators.iter().rev() {
             let ordinal = allocator.context().device().ordinal();
-            if devices.len() <= ordinal {
-                devices.resize(ordinal + 1, None);
-            }
-            devices[ordinal] = Some(Cache::new(ThresholdPool::over(allocator)));
+            devices.add(ordinal, Cache::new(ThresholdPool::over(allocator)));
         }
+        let first = allocators.first();
         TypedPool(Arc::new(Inner {
-            driver,
+            driver: first.map(|allocator| allocator.context().driver().clone()),
             config: Config::new(),
-            devices: Mutex::new(devices),
+            devices,
             cap: AtomicU64::new(u64::MAX),
         }))
     }
@@ -124,24 +163,23 @@ impl TypedPool {
         TypedPool(Arc::new(Inner {
             driver,
             config,
-            devices: Mutex::default(),
+            devices: Devices::default(),
             cap: AtomicU64::new(u64::MAX),
         }))
     }
 
-    fn known(&self) -> Vec<Arc<Cache>> {
-        let devices = self.0.devices.lock();
-        let devices = devices.unwrap_or_else(PoisonError::into_inner);
-        devices.iter().flatten().cloned().collect()
+    /// By ordinal.
+    fn known(&self) -> Vec<&Arc<Cache>> {
+        let mut devices: Vec<_> = self.0.devices.iter().collect();
+        devices.sort_unstable_by_key(|device| device.ordinal);
+        devices.into_iter().map(|device| &device.cache).collect()
     }
 
-    fn find(&self, ordinal: usize) -> Option<Arc<Cache>> {
-        let devices = self.0.devices.lock();
-        let devices = devices.unwrap_or_else(PoisonError::into_inner);
-        devices.get(ordinal).cloned().flatten()
+    fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
+        self.0.devices.find(ordinal)
     }
 
-    fn cache(&self, ordinal: i64) -> Result<Arc<Cache>, PoolError> {
+    fn cache(&self, ordinal: i64) -> Result<&Arc<Cache>, PoolError> {
         let known = usize::try_from(ordinal).ok().and_then(|o| self.find(o));
         if let Some(cache) = known {
             return Ok(cache);
@@ -154,14 +192,8 @@ impl TypedPool {
         let pool = ThresholdPool::on_driver(&driver, ordinal, self.0.config.clone())?;
         pool.allocator()?;
         pool.set_release_threshold(self.0.cap.load(Ordering::Relaxed))?;
-        let devices = self.0.devices.lock();
-        let mut devices = devices.unwrap_or_else(PoisonError::into_inner);
-        if devices.len() <= device.ordinal() {
-            devices.resize(device.ordinal() + 1, None);
-        }
         // Another thread may have been quicker; then this one's allocator, which holds nothing, goes.
-        let cache = devices[device.ordinal()].get_or_insert_with(|| Cache::new(pool));
-        Ok(Arc::clone(cache))
+        Ok(self.0.devices.add(device.ordinal(), Cache::new(pool)))
     }
 
     /// The allocator of a device, made on first use.
@@ -179,7 +211,7 @@ impl TypedPool {
     /// # Errors
     /// As [`allocator`](Self::allocator).
     pub fn on_device(&self, ordinal: i64) -> Result<DeviceTypedPool, PoolError> {
-        let cache = self.cache(ordinal)?;
+        let cache = Arc::clone(self.cache(ordinal)?);
         let allocator = cache.pool.allocator()?.clone();
         Ok(DeviceTypedPool { cache, allocator })
     }
@@ -202,7 +234,7 @@ impl TypedPool {
             return Ok(Some(Self::empty_buffer()));
         };
         match wish.at_hand(stream)? {
-            Some(block) => Ok(Some(wish.buffer(block, stream)?)),
+            Some((block, slot)) => Ok(Some(wish.buffer(block, slot, stream)?)),
             None => Ok(None),
         }
     }
@@ -220,8 +252,8 @@ impl TypedPool {
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Self::empty_buffer());
         };
-        let block = wish.block(stream)?;
-        wish.buffer(block, stream)
+        let (block, slot) = wish.obtain(stream)?;
+        wish.buffer(block, slot, stream)
     }
 
     /// A buffer of `len` elements whose bytes are all zero, in the order of the stream.
@@ -240,7 +272,11 @@ impl TypedPool {
         PooledBuffer::new(DeviceBuffer::empty(), None, None)
     }
 
-    fn wish<T: DeviceCopy>(&self, len: usize, stream: &Stream) -> Result<Option<Wish>, PoolError> {
+    fn wish<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<Option<Wish<'_>>, PoolError> {
         let capacity = round_elements(len);
         let too_large = PoolError::TooLarge {
             len,
@@ -259,11 +295,13 @@ impl TypedPool {
         Ok(Some(Wish {
             cache: self.cache(ordinal as i64)?,
             len,
-            capacity,
-            bytes,
             alignment: align_of::<T>(),
-            element: TypeId::of::<T>(),
-            stream: stream.id()?,
+            sought: Sought {
+                stream: stream.id()?,
+                bytes,
+                capacity,
+                element: TypeId::of::<T>(),
+            },
         }))
     }
 
@@ -294,7 +332,7 @@ impl TypedPool {
         block.record_use(&next)?;
         let allocator = Allocator::of(block);
         if let Some(place) = buffer.place_mut() {
-            place.redirect(id);
+            place.move_to(id);
         }
         drop(buffer);
         // Without a marker the other stream could not see when the first one is done.
@@ -415,8 +453,7 @@ impl TypedPool {
         &self,
         ordinal: i64,
     ) -> Result<impl Fn(u64) -> u64 + Send + Sync + use<>, PoolError> {
-        let cache = self.cache(ordinal)?;
-        Ok(cache.pool.relief())
+        Ok(self.cache(ordinal)?.pool.relief())
     }
 
     // ---- figures ---------------------------------------------------------------------------
@@ -425,9 +462,10 @@ impl TypedPool {
     pub fn stats(&self) -> TypedStats {
         let mut sum = TypedStats::default();
         for cache in self.known() {
-            sum.hits += cache.hits.load(Ordering::Relaxed);
-            sum.misses += cache.misses.load(Ordering::Relaxed);
-            sum.returns += cache.returns.load(Ordering::Relaxed);
+            let stats = cache.stats();
+            sum.hits += stats.hits;
+            sum.misses += stats.misses;
+            sum.returns += stats.returns;
         }
         sum
     }
@@ -435,9 +473,72 @@ impl TypedPool {
     /// Sets all counts to 0.
     pub fn reset_stats(&self) {
         for cache in self.known() {
-            cache.hits.store(0, Ordering::Relaxed);
-            cache.misses.store(0, Ordering::Relaxed);
-            cache.returns.store(0, Ordering::Relaxed);
+            cache.reset_stats();
+        }
+    }
+}
+
+/// A request whose numbers are in order.
+struct Wish<'a> {
+    cache: &'a Arc<Cache>,
+    len: usize,
+    alignment: usize,
+    sought: Sought,
+}
+
+impl Wish<'_> {
+    /// A block from memory at hand, else a new one, and its place.
+    fn obtain(&self, stream: &Stream) -> Result<(Block, u32), PoolError> {
+        if let Some(found) = self.at_hand(stream)? {
+            return Ok(found);
+        }
+        self.cache.pool.0.release_surplus(true);
+        let allocator = self.cache.pool.allocator()?;
+        let made = allocator.allocate_aligned(self.sought.bytes, self.alignment, stream);
+        let block = made.map_err(zero_is_invalid)?;
+        let slot = self.cache.enter(&self.sought, block.ptr());
+        Ok((block, slot))
+    }
+
+    /// A block from memory at hand, and its place.
+    fn at_hand(&self, stream: &Stream) -> Result<Option<(Block, u32)>, PoolError> {
+        let (cache, sought) = (self.cache, &self.sought);
+        let allocator = cache.pool.allocator()?;
+        let asked = cache.ask(sought);
+        let found = allocator.allocate_near(sought.bytes, self.alignment, stream, asked.hints());
+        match found {
+            Ok((Some(block), free)) => {
+                let slot = cache.found(sought, &asked, block.ptr(), &free);
+                Ok(Some((block, slot)))
+            }
+            Ok((None, free)) => {
+                cache.missed(sought, &asked, &free);
+                Ok(None)
+            }
+            Err(error) => {
+                cache.failed(&asked);
+                Err(error.into())
+            }
+        }
+    }
+
+    fn buffer<T: DeviceCopy>(
+        self,
+        block: Block,
+        slot: u32,
+        stream: &Stream,
+    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
+        let address = block.ptr();
+        // SAFETY: the block was allocated on the stream just now, and its elements need no
+        // initialisation.
+        let made = unsafe { DeviceBuffer::<MaybeUninit<T>>::from_block(block, self.len, stream) };
+        let place = Place::new(self.cache, self.sought, slot, address);
+        match made {
+            Ok(buffer) => Ok(PooledBuffer::new(buffer, None, Some(place))),
+            Err(failed) => {
+                place.leave();
+                Err(failed.error.into())
+            }
         }
     }
 }
@@ -460,6 +561,9 @@ pub struct DeviceTypedPool {
     allocator: Allocator,
 }
 
+/// The element type of what has none, so that no buffer's is the same.
+struct Untyped;
+
 impl DeviceTypedPool {
     /// The device's allocator, under the pool.
     pub fn allocator(&self) -> &Allocator {
@@ -472,11 +576,24 @@ impl DeviceTypedPool {
         alignment: usize,
         stream: &Stream,
     ) -> Result<Block, PoolError> {
-        self.cache.block(bytes, alignment, stream)
+        let wish = Wish {
+            cache: &self.cache,
+            len: bytes,
+            alignment,
+            sought: Sought {
+                stream: stream.id()?,
+                bytes,
+                capacity: bytes,
+                element: TypeId::of::<Untyped>(),
+            },
+        };
+        let (block, slot) = wish.obtain(stream)?;
+        self.cache.unname(slot);
+        Ok(block)
     }
 
     /// A block of `bytes` of a stream was freed.
-    pub(crate) fn returned(&self, stream: u64, bytes: usize, address: sys::CUdeviceptr) {
+    pub(crate) fn returned(&self, stream: u64, bytes: usize, address: u64) {
         self.cache.returned(stream, bytes, address);
         self.cache.pool.0.release_surplus(false);
     }
