@@ -1,10 +1,11 @@
-//! The `cualloc` command: what the machine has, replays of recorded allocations, and the smallest
-//! limits they run under.
+//! The `cualloc` command: what the machine has, replays of recorded allocations, the smallest
+//! limits they run under, and traces made up by rules.
 //!
 //! Results go to stdout, everything else to stderr. The exit code is 0 only if all went well, 2 if
 //! the command line makes no sense, else 1.
 
 mod capacity;
+mod generate;
 mod info;
 mod input;
 mod machine;
@@ -42,6 +43,8 @@ fn main() -> ExitCode {
         Command::Info(options) => info::run(options, &mut output),
         Command::Replay(options) => replay::run(options, &mut output),
         Command::Capacity(options) => capacity::run(options, &mut output),
+        Command::Generate(options) => generate::run(options),
+        Command::Vary(options) => generate::vary(options),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
