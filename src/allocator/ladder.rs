@@ -13,7 +13,7 @@ use super::plan::{Growth, LEVELS, Release};
 use super::records::{SpaceId, State as Extent};
 use super::state::{State, Want};
 use super::stitch::{STITCH_MIN, Stitch};
-use super::view::{Openings, ViewRun};
+use super::view::ViewRun;
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
 /// other (plus a page), by level of the stitching budget.
@@ -283,10 +283,13 @@ impl Engine {
     fn fitting(&self, state: &mut State, want: &Want) -> Option<Step> {
         let finder = state.finder(want.space, want.stream)?;
         let ready = finder.ready_run(want)?;
-        if self.packed && state.streams.several() {
+        let loose =
+            |tight: u64| ready.granules > (1 + TOLERANCES[state.level]) * tight + TOLERANCE_SLACK;
+        // No run is tighter than the request itself.
+        if self.packed && state.streams.several() && loose(u64::from(want.granules)) {
             let (tightest, _) = finder.reachable_runs(want);
             if let Some(tight) = tightest
-                && ready.granules > (1 + TOLERANCES[state.level]) * tight.granules + TOLERANCE_SLACK
+                && loose(tight.granules)
             {
                 state.stats.rungs.tighter += 1;
                 return Some(Step::Wait(tight));
@@ -328,17 +331,15 @@ impl Engine {
         if !self.views_for(want) || state.views.is_empty() {
             return None;
         }
-        let finder = state.finder(want.space, want.stream)?;
-        let open = Openings::collect(&finder, |id| finder.ready(id));
-        state.find_in_views(want, &open)
+        let fronts = state.fronts(want, |finder, id| finder.ready(id))?;
+        state.find_in_views(want, &fronts)
     }
 
     /// A place in a view behind waits, or a stitch.
     fn stitch_step(&self, state: &mut State, want: &Want) -> Option<Step> {
         if state.streams.several() && !state.views.is_empty() {
-            let finder = state.finder(want.space, want.stream)?;
-            let open = Openings::collect(&finder, |id| finder.reachable(id));
-            if let Some(run) = state.find_in_views(want, &open) {
+            let fronts = state.fronts(want, |finder, id| finder.reachable(id))?;
+            if let Some(run) = state.find_in_views(want, &fronts) {
                 return Some(Step::View(run));
             }
         }

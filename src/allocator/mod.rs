@@ -10,6 +10,7 @@ mod config;
 mod engine;
 mod error;
 mod fit;
+mod handles;
 mod hooks;
 mod ladder;
 mod life;

@@ -345,12 +345,9 @@ impl State {
     fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
         let holding = *self.holdings.get(&addr)?;
         // The piece that the holding begins in.
-        let first = self
-            .space(space)?
-            .pieces()
-            .find(|e| e.addr <= addr && addr < e.addr + u64::from(e.granules) * GRANULE)?;
-        let skip = ((addr - first.addr) / GRANULE) as u32;
-        let (id, shards) = self.claim(space, first.id, skip, (holding.bytes / GRANULE) as u32)?;
+        let first = self.piece_around(space, addr)?;
+        let skip = ((addr - self.records[first].addr) / GRANULE) as u32;
+        let (id, shards) = self.claim(space, first, skip, (holding.bytes / GRANULE) as u32)?;
         Some(Release {
             space,
             id,
@@ -413,6 +410,10 @@ impl State {
 
     /// Enters memory into the books.
     pub(crate) fn hold(&mut self, addr: u64, bytes: u64, handle: Option<u64>, space: SpaceId) {
+        let number = match handle {
+            Some(_) if space == SpaceId::Large => self.handles.add(addr, (bytes / GRANULE) as u32),
+            _ => 0,
+        };
         self.holdings.insert(
             addr,
             super::state::Holding {
@@ -420,6 +421,7 @@ impl State {
                 handle,
                 space,
                 views: 0,
+                number,
             },
         );
         self.stats.on_pool(space == SpaceId::Small, |pool| {
@@ -440,6 +442,9 @@ impl State {
     /// Memory was unmapped, or a segment freed.
     pub(crate) fn gone(&mut self, release: &Release) {
         self.holdings.remove(&release.addr);
+        if release.space == SpaceId::Large {
+            self.handles.remove(release.addr);
+        }
         self.lookup.forget(release.addr, release.bytes);
         let (space, records) = self.parts(release.space);
         if release.handle.is_some() {

@@ -98,6 +98,13 @@ impl Space {
         }
     }
 
+    /// Gives up what the index of a stream's pieces keeps, if it has none.
+    pub(crate) fn forget_stream(&mut self, stream: u32) {
+        if let Some(index) = self.pending.get_mut(stream as usize) {
+            index.shrink();
+        }
+    }
+
     /// Streams that have pieces pending on them alone.
     pub(crate) fn pending_streams(&self) -> impl Iterator<Item = u32> + '_ {
         (0u32..)

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use crate::driver::{Context, Event};
 
 use super::fit::{Finder, Run};
+use super::handles::Handles;
 use super::lookup::Lookup;
 use super::records::{COMPLETE, MIXED, Recorded, Records, SpaceId, State as Extent};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
 use super::space::{Shard, Space};
 use super::stats::Stats;
-use super::streams::{Holder, StreamKey, Streams};
+use super::streams::{Holder, Probe, StreamKey, Streams};
 use super::uses::{Use, Uses};
 use super::view::View;
 
@@ -36,6 +37,8 @@ pub(crate) struct Holding {
     pub space: SpaceId,
     /// Views that map the handle.
     pub views: u32,
+    /// The handle's number in [`State::handles`]; 0 if it has none.
+    pub number: u32,
 }
 
 /// A physical handle that is mapped nowhere but could not be released yet.
@@ -111,6 +114,8 @@ pub(crate) struct State {
     /// Events that may be recorded again, by context.
     pub events: HashMap<u64, Vec<Event>>,
     pub holdings: BTreeMap<u64, Holding>,
+    /// The handles of the large arena by number.
+    pub handles: Handles,
     pub strays: Vec<Stray>,
     /// Packed: views by their base address, and the address space for them.
     pub views: BTreeMap<u64, View>,
@@ -152,6 +157,7 @@ impl State {
             streams: Streams::default(),
             events: HashMap::new(),
             holdings: BTreeMap::new(),
+            handles: Handles::default(),
             strays: Vec::new(),
             views: BTreeMap::new(),
             view_space: Space::new(SpaceId::Views, true),
@@ -347,6 +353,7 @@ impl State {
             while let Some(entry) = space.index(stream).and_then(|i| i.largest()) {
                 space.retag(records, entry.id, Uses::None);
             }
+            space.forget_stream(stream);
         }
         if let Some(pages) = self.pages.get_mut(stream as usize)
             && pages.as_ref().is_some_and(|p| p.regions().is_empty())
@@ -554,10 +561,11 @@ impl State {
             }
             return after;
         }
+        let over = uses.as_slice().iter().all(|u| self.streams.complete(u));
         let (at, records) = self.parts(space);
         let piece = at.release(records, id, uses);
-        if shared {
-            // A recorded use may be over already.
+        if shared || (over && space == SpaceId::Large) {
+            // A recorded use may be over already, and so is everything of a retired stream.
             self.settle_piece(space, piece);
         } else if let SpaceId::Pages(stream) = space {
             self.page_freed(stream, piece, &mut after);
@@ -671,16 +679,36 @@ impl State {
 
     /// Drops from all pieces what is complete now.
     pub(crate) fn settle(&mut self) {
+        self.streams.take_advanced();
+        self.settle_streams(None);
+    }
+
+    /// [`settle`](Self::settle) for the streams of which more is complete than when this was last
+    /// done.
+    pub(crate) fn settle_advanced(&mut self) {
+        let advanced = self.streams.take_advanced();
+        self.settle_streams(Some(&advanced));
+    }
+
+    /// Settles what is pending on several streams and on each of `classes` (or on any, if there are
+    /// none), then gives up the streams of which nothing is left.
+    fn settle_streams(&mut self, classes: Option<&[u32]>) {
         let ids: Vec<SpaceId> = self.spaces().map(|s| s.id).collect();
         for id in ids {
             let Some(space) = self.space(id) else {
                 continue;
             };
-            let mut classes: Vec<u32> = vec![MIXED];
-            if !space.merge_own {
-                classes.extend(space.pending_streams());
+            let mut pending: Vec<u32> = Vec::new();
+            if space.index(MIXED).is_some_and(|index| !index.is_empty()) {
+                pending.push(MIXED);
             }
-            for class in classes {
+            if !space.merge_own {
+                match classes {
+                    Some(classes) => pending.extend(classes),
+                    None => pending.extend(space.pending_streams()),
+                }
+            }
+            for class in pending {
                 self.settle_class(id, class);
             }
         }
@@ -731,20 +759,18 @@ impl State {
 
     // ---- polling ------------------------------------------------------------------------------
 
-    /// The oldest marker of each stream that is due to be asked.
-    pub(crate) fn due_markers(&mut self) -> Vec<(u32, u64, Arc<Event>)> {
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+    /// The streams that are due to be asked for completed markers, each with a marker to begin with.
+    pub(crate) fn due_markers(&mut self) -> Vec<Probe> {
         let mut due = Vec::new();
-        for stream in streams {
-            let slot = &mut self.streams[stream];
-            let Some(marker) = slot.markers.front() else {
+        for (stream, slot) in self.streams.iter_mut() {
+            if slot.markers.is_empty() {
                 continue;
-            };
+            }
             if slot.backoff > 0 {
                 slot.backoff -= 1;
                 continue;
             }
-            due.push((stream, marker.bound, Arc::clone(&marker.event)));
+            due.push(Probe::new(stream, slot));
         }
         due
     }
@@ -757,8 +783,17 @@ impl State {
         }
     }
 
-    pub(crate) fn not_ready(&mut self, stream: u32) {
-        self.streams[stream].backoff = BACKOFF;
+    /// What asking a stream came to: the newest marker seen complete, how many were, and whether one
+    /// was not.
+    pub(crate) fn asked(&mut self, stream: u32, done: Option<u64>, count: usize, late: bool) {
+        if let Some(bound) = done {
+            self.observed(stream, bound);
+        }
+        let slot = &mut self.streams[stream];
+        slot.stride = count.max(1) as u32;
+        if late {
+            slot.backoff = BACKOFF;
+        }
     }
 
     /// A marker was seen complete.

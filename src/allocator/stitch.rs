@@ -336,6 +336,15 @@ impl State {
         })
     }
 
+    /// A held handle as a part of a view.
+    fn seg(&self, home: u64, bytes: u64) -> Seg {
+        Seg {
+            home,
+            granules: (bytes / GRANULE) as u32,
+            handle: self.holdings.get(&home).map_or(0, |h| h.number),
+        }
+    }
+
     /// Claims a home for new memory: the lowest hole that takes it.
     fn claim_fresh(&mut self, want: &Want, bytes: u64) -> Option<Fresh> {
         let granules = (bytes / GRANULE) as u32;
@@ -362,10 +371,7 @@ impl State {
         let mut segs: Vec<Seg> = stitch
             .adds
             .iter()
-            .map(|(home, bytes, _)| Seg {
-                home: *home,
-                granules: (bytes / GRANULE) as u32,
-            })
+            .map(|(home, bytes, _)| self.seg(*home, *bytes))
             .collect();
         let mut parts: Vec<u32> = stitch.lent.parts.iter().map(|(id, _)| *id).collect();
         if let Some(fresh) = stitch.fresh {
@@ -376,10 +382,7 @@ impl State {
                 if let Some(holding) = self.holdings.get_mut(&home) {
                     holding.views += 1;
                 }
-                segs.push(Seg {
-                    home,
-                    granules: (bytes / GRANULE) as u32,
-                });
+                segs.push(self.seg(home, *bytes));
                 home += bytes;
             }
             let taken: u32 = parts.iter().map(|id| self.records[*id].granules).sum();
@@ -446,10 +449,7 @@ impl State {
         }
         let kept: Vec<Seg> = stitch.adds[..still_mapped.min(stitch.adds.len())]
             .iter()
-            .map(|(home, bytes, _)| Seg {
-                home: *home,
-                granules: (bytes / GRANULE) as u32,
-            })
+            .map(|(home, bytes, _)| self.seg(*home, *bytes))
             .collect();
         for (home, _, _) in &stitch.adds[kept.len()..] {
             if let Some(holding) = self.holdings.get_mut(home) {
