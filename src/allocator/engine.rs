@@ -7,6 +7,7 @@ use crate::driver::{
     Context, Device, Driver, DriverError, MemoryProperties, Stream, StreamKind, sys,
 };
 
+use super::addresses::Addresses;
 use super::config::{Config, Limit, Policy};
 use super::error::Error;
 use super::hooks::Hooks;
@@ -46,6 +47,8 @@ pub(crate) struct Engine {
     /// Devices that may access the memory: its own first.
     pub access: Vec<Device>,
     pub total_memory: u64,
+    /// Address space of the device.
+    pub addresses: Arc<Addresses>,
     pub hooks: Hooks,
     pub log: RareLog,
     state: Mutex<State>,
@@ -107,6 +110,7 @@ impl Engine {
             properties,
             access,
             total_memory,
+            addresses: Addresses::of(driver, device, total_memory),
             hooks: Hooks::default(),
             log: RareLog::default(),
             state: Mutex::new(State::new(device.ordinal(), packed, limit)),

@@ -66,8 +66,9 @@ impl Handles {
         }
     }
 
-    pub(crate) fn granules(&self, number: u32) -> u32 {
-        self.by_number[number as usize].granules
+    /// No handle marked yet.
+    pub(crate) fn marks(&self) -> Marks {
+        Marks(vec![0; self.by_number.len().div_ceil(64)])
     }
 
     /// Numbers and home addresses, ascending by address.
@@ -77,6 +78,20 @@ impl Handles {
         homes
             .map(|number| (self.by_number[*number as usize].home, *number))
             .collect()
+    }
+}
+
+/// A set of handles.
+#[derive(Debug, Clone)]
+pub(crate) struct Marks(Vec<u64>);
+
+impl Marks {
+    pub(crate) fn set(&mut self, number: u32) {
+        self.0[number as usize / 64] |= 1 << (number % 64);
+    }
+
+    pub(crate) fn has(&self, number: u32) -> bool {
+        self.0[number as usize / 64] >> (number % 64) & 1 == 1
     }
 }
 
@@ -172,7 +187,9 @@ mod tests {
             [(3 * HANDLE, numbers[2]), (5 * HANDLE, numbers[0])]
         );
         assert_eq!(handles.add(9 * HANDLE, 2 * GRANULES), numbers[1]);
-        assert_eq!(handles.granules(numbers[1]), 2 * GRANULES);
+        let mut marks = handles.marks();
+        marks.set(numbers[1]);
+        assert!(marks.has(numbers[1]) && !marks.has(numbers[0]));
     }
 
     #[test]

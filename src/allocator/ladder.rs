@@ -17,8 +17,12 @@ use super::view::ViewRun;
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
 /// other (plus a page), by level of the stitching budget.
-const TOLERANCES: [u64; LEVELS] = [16, 16, 8, 4, 1];
+const TOLERANCES: [u64; LEVELS] = [16, 8, 2, 1, 0, 0];
 const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
+
+/// Views that stand idle go before there is more address space for views than so many times the
+/// device's memory.
+const VIEW_ADDRESSES: u64 = 8;
 
 /// What a climb has done already.
 #[derive(Default)]
@@ -30,6 +34,8 @@ pub(crate) struct Climb {
     unstitched: bool,
     marked: bool,
     asked_again: bool,
+    /// No more address space can be had; what there is may do.
+    cramped: bool,
     hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
     synchronised: bool,
     missed: bool,
@@ -53,6 +59,8 @@ enum Step {
     View(ViewRun),
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
+    /// Lets idle views go for their addresses.
+    MakeWay(Vec<u64>),
     Reserve(SpaceId, u64),
     Grow(Growth),
     Flush,
@@ -114,6 +122,9 @@ impl Engine {
                         Ok(()) => {}
                         // Without addresses for a view there is always growth.
                         Err(Error::Driver(_)) if space == SpaceId::Views => climb.unstitched = true,
+                        Err(Error::Driver(_)) if state.missing(want).is_some() => {
+                            climb.cramped = true;
+                        }
                         Err(error) => match error.driver_error() {
                             // No address space: as good as no memory.
                             Some(refusal) if refusal.is_out_of_memory() => {
@@ -145,6 +156,16 @@ impl Engine {
                     climb.evicted = true;
                     drop(state);
                     self.evict(&idle)?;
+                    state = self.lock();
+                }
+                Step::MakeWay(idle) => {
+                    drop(state);
+                    match self.evict(&idle) {
+                        Ok(()) => {}
+                        // Without addresses for a view there is always growth.
+                        Err(Error::Driver(_)) => climb.unstitched = true,
+                        Err(error) => return Err(error),
+                    }
                     state = self.lock();
                 }
                 Step::Grow(growth) => {
@@ -239,7 +260,7 @@ impl Engine {
             return step;
         }
         if self.packed {
-            if state.missing(want).is_none() {
+            if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {
                 return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
             }
             if self.stitches(want)
@@ -344,6 +365,13 @@ impl Engine {
             }
         }
         if let Some(bytes) = state.view_room_missing(want) {
+            let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
+            if state.view_addresses().saturating_add(bytes) > most {
+                let idle = state.idle_addresses(bytes);
+                if !idle.is_empty() {
+                    return Some(Step::MakeWay(idle));
+                }
+            }
             return Some(Step::Reserve(SpaceId::Views, bytes));
         }
         let room = state.room();

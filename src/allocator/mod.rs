@@ -1,5 +1,6 @@
 //! The caching allocator.
 
+mod addresses;
 mod api;
 mod athand;
 mod bins;

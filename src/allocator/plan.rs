@@ -11,17 +11,24 @@ use super::uses::Uses;
 
 /// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
 /// larger handles, more willingness to wait.
-pub(crate) const LEVELS: usize = 5;
-/// Handles that may be mapped into views on one level,
-const LEVEL_MAPS: u64 = 1500;
+pub(crate) const LEVELS: usize = 6;
+/// Handles that may be mapped into views on each level,
+const LEVEL_MAPS: [u64; LEVELS] = [1500, 1500, 1500, 1500, 12_000, u64::MAX];
 /// less one for so many large requests.
 pub(crate) const REQUESTS_PER_MAP: u64 = 50;
+/// A handle counts so many times if it is mapped while streams have work under way: what is free
+/// then depends on what happens to be complete, layouts come back less often, and room or a wait is
+/// the better remedy.
+const IN_FLIGHT: u64 = 6;
+/// The last level is for work that never comes to rest, whatever it waits for: none counts more on
+/// the way there.
+const LAST_STEP: usize = LEVELS - 2;
 /// Slack of the soft cap over the peak of live requested bytes, by level: a share in 1/100, or an
 /// amount, whichever is more. Values from simulation over recorded work.
-const CAP_SHARES: [u64; LEVELS] = [1, 2, 3, 4, 5];
+const CAP_SHARES: [u64; LEVELS] = [1, 2, 3, 4, 5, 6];
 const CAP_SLACK: u64 = 16 << 20;
 /// A new handle is at least this part of the request that it is made for, by level.
-const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 12, 8, 8];
+const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 12, 8, 8, 8];
 /// The share of a handle in the pool grows until the pool has about this many.
 const POOL_HANDLES: u64 = 1024;
 const POOL_HANDLE_MAX: u64 = 32 << 20;
@@ -96,8 +103,13 @@ impl State {
 
     /// Counts handles that a stitch mapped.
     pub(crate) fn spent(&mut self, maps: usize) {
-        self.work += maps as u64 * REQUESTS_PER_MAP;
-        if self.work > LEVEL_MAPS * REQUESTS_PER_MAP && self.level + 1 < LEVELS {
+        let weight = match self.level < LAST_STEP && self.streams.in_flight() {
+            true => IN_FLIGHT,
+            false => 1,
+        };
+        self.work += maps as u64 * REQUESTS_PER_MAP * weight;
+        let spent = self.work / REQUESTS_PER_MAP > LEVEL_MAPS[self.level];
+        if spent && self.level + 1 < LEVELS {
             self.level += 1;
             self.work = 0;
         }
@@ -170,6 +182,16 @@ impl State {
             }
         }
         best
+    }
+
+    /// Whether all of a request could be made new in one hole.
+    pub(crate) fn has_hole(&self, want: &Want) -> bool {
+        let holes = self
+            .space(want.space)
+            .into_iter()
+            .flat_map(|s| s.holes().values());
+        let mut sizes = holes.map(|id| self.records[*id].granules);
+        sizes.any(|granules| granules >= want.span())
     }
 
     /// Bytes that a growth for this request would add at least, if there is address space for it.

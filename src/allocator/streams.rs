@@ -206,6 +206,11 @@ impl Streams {
         self.in_use > 1
     }
 
+    /// Whether a marker was not seen complete yet.
+    pub(crate) fn in_flight(&self) -> bool {
+        self.several() && self.iter().any(|(_, slot)| !slot.markers.is_empty())
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.in_use
     }

@@ -92,14 +92,19 @@ pub(crate) struct ViewRun {
 }
 
 impl View {
-    /// The smallest run of at least `least` granules that goes over more than one handle, or fills
-    /// one, and is open at home: offset and length in granules.
-    fn tightest(&self, fronts: &Fronts, least: u32) -> Option<(u32, u32)> {
+    /// The smallest run that holds a request, goes over more than one handle or touches an end of
+    /// one, and is open at home: where the request begins in it, and its length, in granules.
+    fn tightest(&self, base: u64, fronts: &Fronts, want: &Want) -> Option<(u32, u32)> {
         let mut best: Option<(u32, u32)> = None;
         let (mut offset, mut run) = (0u32, 0u32);
         let mut found = |end: u32, run: u32| {
-            if run >= least && best.is_none_or(|(_, length)| run < length) {
-                best = Some((end - run, run));
+            if run < want.granules || best.is_some_and(|(_, length)| run >= length) {
+                return;
+            }
+            let start = end - run;
+            let skip = want.skip(base + u64::from(start) * GRANULE);
+            if run - want.granules >= skip {
+                best = Some((start + skip, run));
             }
         };
         for seg in &self.segs {
@@ -176,15 +181,12 @@ impl State {
             if view.dead || view.granules < want.granules {
                 continue;
             }
-            // Where the run begins is known only when it is found; so it has room for any start.
-            let Some((offset, granules)) = view.tightest(fronts, want.span()) else {
-                continue;
-            };
-            if best.is_none_or(|b| granules < b.granules) {
-                let skip = want.skip(base + u64::from(offset) * GRANULE);
+            if let Some((offset, granules)) = view.tightest(*base, fronts, want)
+                && best.is_none_or(|b| granules < b.granules)
+            {
                 best = Some(ViewRun {
                     base: *base,
-                    offset: offset + skip,
+                    offset,
                     granules,
                 });
             }
@@ -370,6 +372,31 @@ impl State {
             })
             .map(|(_, base, _)| base)
             .collect()
+    }
+
+    /// Idle views, longest unused first, of which the address space comes to at least `bytes` if there
+    /// are enough.
+    pub(crate) fn idle_addresses(&self, bytes: u64) -> Vec<u64> {
+        let idle = self.views.iter().filter(|(_, view)| self.view_over(view));
+        let mut idle: Vec<(u64, u64, u64)> = idle
+            .map(|(base, view)| (view.stamp, *base, u64::from(view.room) * GRANULE))
+            .collect();
+        idle.sort_unstable();
+        let mut found = 0;
+        idle.into_iter()
+            .take_while(|(_, _, room)| {
+                let more = found < bytes;
+                found += room;
+                more
+            })
+            .map(|(_, base, _)| base)
+            .collect()
+    }
+
+    /// Bytes of address space that views have.
+    pub(crate) fn view_addresses(&self) -> u64 {
+        let regions = self.view_space.regions().values();
+        regions.map(|region| region.bytes).sum()
     }
 
     /// The view around an address.
