@@ -13,8 +13,9 @@ fn sizes(round: usize) -> impl Iterator<Item = usize> {
     (0..6).map(move |i| MIB + (round * 7919 + i * 104_729) % 63 * MIB + (round * 31 + i) % 97 * 512)
 }
 
+/// R3: neither memory nor address space grows from round to round.
 #[test]
-fn filling_and_emptying_for_ever_beside_a_survivor_reserves_once() {
+fn r3_filling_and_emptying_for_ever_beside_a_survivor_stays_bounded() {
     only(Policy::Packed, |rig| {
         let allocator = rig.allocator();
         let stream = rig.stream();
@@ -37,6 +38,8 @@ fn filling_and_emptying_for_ever_beside_a_survivor_reserves_once() {
         }
         assert_eq!(after_warm_up, 1);
         assert_eq!(rig.calls("cuMemAddressReserve"), after_warm_up);
+        let all = allocator.stats().all;
+        assert!(all.reserved.peak <= all.requested.peak * 105 / 100 + (16 << 20));
         allocator.check().unwrap();
         drop(survivor);
         rig.close(&allocator);

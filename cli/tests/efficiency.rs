@@ -170,8 +170,9 @@ fn packed_bears_large_blocks_that_never_repeat() {
     }
 }
 
+/// R36: a pipeline over three streams.
 #[test]
-fn packed_settles_in_sharded_training() {
+fn r36_packed_settles_in_sharded_training() {
     let kind = ["sharded", "--seed", "2"];
     let instant = made_up(&kind, 2428, &["replay", "--repeat", "6"]);
     let (ratio, ops) = (number(&instant, "ratio_max"), handle_ops(&instant));
