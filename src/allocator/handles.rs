@@ -97,16 +97,16 @@ impl Marks {
 
 /// Granules of each handle that are open from its start on, and up to its end.
 #[derive(Debug)]
-pub(crate) struct Fronts(Vec<(u32, u32)>);
+pub(crate) struct Borders(Vec<(u32, u32)>);
 
-impl Fronts {
+impl Borders {
     /// What is open for a search, by the pieces that it may use.
     pub(crate) fn collect(
         handles: &Handles,
         finder: &Finder<'_>,
         usable: impl Fn(u32) -> bool,
     ) -> Self {
-        let mut fronts = Fronts(vec![(0, 0); handles.by_number.len()]);
+        let mut borders = Borders(vec![(0, 0); handles.by_number.len()]);
         let mut place = 0;
         for (base, region) in finder.space.regions() {
             let (mut at, mut start, mut end) = (region.first, *base, *base);
@@ -118,16 +118,16 @@ impl Fronts {
                     }
                     end = hot.end();
                 } else if start < end {
-                    fronts.open(handles, &mut place, start, end);
+                    borders.open(handles, &mut place, start, end);
                     start = end;
                 }
                 at = hot.next;
             }
             if start < end {
-                fronts.open(handles, &mut place, start, end);
+                borders.open(handles, &mut place, start, end);
             }
         }
-        fronts
+        borders
     }
 
     /// Enters an open range; ranges come in ascending order.
@@ -198,15 +198,15 @@ mod tests {
         for n in 0..5 {
             handles.add(n * HANDLE, GRANULES);
         }
-        let mut fronts = Fronts(vec![(0, 0); 5]);
+        let mut borders = Borders(vec![(0, 0); 5]);
         let mut place = 0;
-        let mut open = |start, end| fronts.open(&handles, &mut place, start, end);
+        let mut open = |start, end| borders.open(&handles, &mut place, start, end);
         open(0, 1024);
         // Inside the first handle.
         open(4096, 8192);
         open(HANDLE - 512, 2 * HANDLE + 512);
         open(4 * HANDLE + 512, 5 * HANDLE);
-        let found: Vec<_> = (0..5).map(|n| fronts.of(n)).collect();
+        let found: Vec<_> = (0..5).map(|n| borders.of(n)).collect();
         assert_eq!(
             found,
             [

@@ -178,7 +178,7 @@ impl Engine {
                 }
                 Step::Flush => {
                     climb.flushed = true;
-                    if state.flush_pages() {
+                    if state.flush_fronts() {
                         state.stats.rungs.flushed += 1;
                     }
                 }
@@ -352,15 +352,15 @@ impl Engine {
         if !self.views_for(want) || state.views.is_empty() {
             return None;
         }
-        let fronts = state.fronts(want, |finder, id| finder.ready(id))?;
-        state.find_in_views(want, &fronts)
+        let borders = state.borders(want, |finder, id| finder.ready(id))?;
+        state.find_in_views(want, &borders)
     }
 
     /// A place in a view behind waits, or a stitch.
     fn stitch_step(&self, state: &mut State, want: &Want) -> Option<Step> {
         if state.streams.several() && !state.views.is_empty() {
-            let fronts = state.fronts(want, |finder, id| finder.reachable(id))?;
-            if let Some(run) = state.find_in_views(want, &fronts) {
+            let borders = state.borders(want, |finder, id| finder.reachable(id))?;
+            if let Some(run) = state.find_in_views(want, &borders) {
                 return Some(Step::View(run));
             }
         }
@@ -580,8 +580,7 @@ impl State {
         }
         if matches!(uses, super::uses::Uses::Many(_)) {
             let bytes = self.records[id].bytes();
-            self.stats
-                .on_pool(want.space == SpaceId::Small, |pool| pool.active.add(bytes));
+            self.mixed_added(want.space, bytes);
         }
         let (space, records) = self.parts(want.space);
         records.cold_mut(id).owner = want.stream;

@@ -10,7 +10,7 @@
 //! without a driver call.
 
 use super::fit::Finder;
-use super::handles::Fronts;
+use super::handles::Borders;
 use super::records::{NIL, SpaceId, State as Extent};
 use super::size::GRANULE;
 use super::space::Shard;
@@ -94,7 +94,7 @@ pub(crate) struct ViewRun {
 impl View {
     /// The smallest run that holds a request, goes over more than one handle or touches an end of
     /// one, and is open at home: where the request begins in it, and its length, in granules.
-    fn tightest(&self, base: u64, fronts: &Fronts, want: &Want) -> Option<(u32, u32)> {
+    fn tightest(&self, base: u64, borders: &Borders, want: &Want) -> Option<(u32, u32)> {
         let mut best: Option<(u32, u32)> = None;
         let (mut offset, mut run) = (0u32, 0u32);
         let mut found = |end: u32, run: u32| {
@@ -108,7 +108,7 @@ impl View {
             }
         };
         for seg in &self.segs {
-            let (front, back) = fronts.of(seg.handle);
+            let (front, back) = borders.of(seg.handle);
             if front < seg.granules {
                 found(offset + front, run + front);
                 run = back;
@@ -175,13 +175,13 @@ pub(crate) struct Lent {
 
 impl State {
     /// The smallest run over all views that holds a request, given what is open at home.
-    pub(crate) fn find_in_views(&self, want: &Want, fronts: &Fronts) -> Option<ViewRun> {
+    pub(crate) fn find_in_views(&self, want: &Want, borders: &Borders) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;
         for (base, view) in &self.views {
             if view.dead || view.granules < want.granules {
                 continue;
             }
-            if let Some((offset, granules)) = view.tightest(*base, fronts, want)
+            if let Some((offset, granules)) = view.tightest(*base, borders, want)
                 && best.is_none_or(|b| granules < b.granules)
             {
                 best = Some(ViewRun {
@@ -195,14 +195,14 @@ impl State {
     }
 
     /// What is open at home in each handle, by the pieces that a request may use.
-    pub(crate) fn fronts(
+    pub(crate) fn borders(
         &self,
         want: &Want,
         usable: impl Fn(&Finder<'_>, u32) -> bool,
-    ) -> Option<Fronts> {
+    ) -> Option<Borders> {
         let finder = self.finder(want.space, want.stream)?;
         let usable = |id| usable(&finder, id);
-        Some(Fronts::collect(&self.handles, &finder, usable))
+        Some(Borders::collect(&self.handles, &finder, usable))
     }
 
     /// Claims home memory, part by part; nothing is claimed if one part cannot be.
