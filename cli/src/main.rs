@@ -1,11 +1,12 @@
 //! The `cualloc` command: what the machine has, replays of recorded allocations, the smallest limits
-//! they run under, and what an allocation costs.
+//! they run under, traces made up by rules, and what an allocation costs.
 //!
 //! Results go to stdout, everything else to stderr. The exit code is 0 only if all went well, 2 if
 //! the command line makes no sense, else 1.
 
 mod bench;
 mod capacity;
+mod generate;
 mod info;
 mod input;
 mod machine;
@@ -43,6 +44,8 @@ fn main() -> ExitCode {
         Command::Info(options) => info::run(options, &mut output),
         Command::Replay(options) => replay::run(options, &mut output),
         Command::Capacity(options) => capacity::run(options, &mut output),
+        Command::Generate(options) => generate::run(options),
+        Command::Vary(options) => generate::vary(options),
         Command::Bench(options) => bench::run(options, &mut output),
     };
     match outcome {

@@ -21,8 +21,65 @@ pub enum Command {
     Replay(ReplayOptions),
     /// Find the smallest memory limit that recorded allocations run under.
     Capacity(TraceOptions),
+    /// Make up a trace by rules and write it to a file.
+    Generate(GenerateOptions),
+    /// Write a trace several times over, each time with all its sizes changed at random.
+    Vary(VaryOptions),
     /// Measure what an allocation costs, alone and with many threads.
     Bench(BenchOptions),
+}
+
+#[derive(Args, Debug)]
+pub struct GenerateOptions {
+    /// What the program does.
+    #[arg(value_enum)]
+    pub kind: KindChoice,
+    /// Programs of different seeds differ; the same seed gives the same trace everywhere.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+    /// Rows to write, instead of as many as usual.
+    #[arg(long, value_name = "N")]
+    pub rows: Option<usize>,
+    /// Streams of a random program, instead of what the seed says.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub streams: Option<u16>,
+    /// Most bytes live in a random program, instead of 8 GiB.
+    #[arg(long, value_name = "BYTES")]
+    pub live: Option<u64>,
+    /// File to write, compressed if it ends in `.gz`.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum KindChoice {
+    /// Few, very large blocks that never repeat.
+    Large,
+    /// Training with sharded parameters, on three streams.
+    Sharded,
+    /// Random blocks on random streams; what is live wanders between a bound and a 32nd of it.
+    Random,
+    /// The same, with memory always full.
+    Churn,
+}
+
+#[derive(Args, Debug)]
+pub struct VaryOptions {
+    /// Trace file, plain or gzip.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// How many copies to write, one after another.
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+    pub copies: u32,
+    /// By how much of itself a size may change.
+    #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..100))]
+    pub percent: u8,
+    /// Different seeds change the sizes differently.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+    /// File to write, compressed if it ends in `.gz`.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
 }
 
 #[derive(Args, Debug)]
@@ -83,6 +140,12 @@ pub struct ReplayOptions {
     /// The most memory to hold: bytes, or a multiple of the requested peak like `1.02x`.
     #[arg(long, value_name = "BYTES|R")]
     pub limit: Option<Limit>,
+    /// Show each replay in so many parts of equal length (with --json).
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub parts: u32,
+    /// Walk over the allocator's structures after each so many rows.
+    #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub check_every: Option<u32>,
     #[command(flatten)]
     pub traces: TraceOptions,
 }

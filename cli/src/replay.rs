@@ -5,7 +5,8 @@ use crate::options::ReplayOptions;
 use crate::output::{self, Output, Table, note};
 use crate::{Failure, Outcome, input};
 use cualloc::allocator::{Fragmentation, Policy};
-use cualloc::trace::{self, Figures, Options, Report, Trace};
+use cualloc::driver::CallCounts;
+use cualloc::trace::{self, Figures, Options, Part, Report, Trace};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -90,19 +91,50 @@ struct ReplayLine {
     handle_ops: u64,
     driver_ns: u64,
     ns_per_row: f64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    parts: Vec<PartLine>,
+}
+
+#[derive(Serialize)]
+struct PartLine {
+    rows: usize,
+    driver_calls: BTreeMap<String, u64>,
+    handle_ops: u64,
+    driver_ns: u64,
+}
+
+impl PartLine {
+    fn new(part: &Part) -> PartLine {
+        PartLine {
+            rows: part.rows,
+            driver_calls: by_name(&part.driver_calls),
+            handle_ops: part.driver_calls.handle_ops(),
+            driver_ns: part.driver_ns,
+        }
+    }
+}
+
+fn by_name(calls: &CallCounts) -> BTreeMap<String, u64> {
+    calls
+        .iter()
+        .map(|(name, count)| (name.to_owned(), count))
+        .collect()
 }
 
 impl ReplayLine {
     fn new(figures: &Figures) -> ReplayLine {
-        let calls = figures.driver_calls.iter();
+        let several = figures.parts.len() > 1;
         ReplayLine {
             reserved_peak_bytes: figures.reserved_peak,
-            driver_calls: calls
-                .map(|(name, count)| (name.to_owned(), count))
-                .collect(),
+            driver_calls: by_name(&figures.driver_calls),
             handle_ops: figures.driver_calls.handle_ops(),
             driver_ns: figures.driver_ns,
             ns_per_row: figures.ns_per_row,
+            parts: if several {
+                figures.parts.iter().map(PartLine::new).collect()
+            } else {
+                Vec::new()
+            },
         }
     }
 }
@@ -157,6 +189,8 @@ fn replay(
         .map(|limit| limit.bytes(trace.requested_peak()));
     replay.verify = options.traces.verify;
     replay.seed = options.traces.seed;
+    replay.parts = options.parts as usize;
+    replay.check_every = options.check_every.map(|rows| rows as usize);
     let rows = trace.rows().len() as u64 * u64::from(options.repeat);
     let bar = output::progress(rows, trace.name());
     let report = trace::replay(&stage, trace, &replay, &mut |done| bar.set_position(done));

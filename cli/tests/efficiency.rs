@@ -3,6 +3,7 @@
 
 use serde_json::Value;
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const ONE_STREAM: [&str; 3] = ["dataframe", "gpt2_varlen", "resnet50"];
 
@@ -10,6 +11,29 @@ const ONE_STREAM: [&str; 3] = ["dataframe", "gpt2_varlen", "resnet50"];
 fn figures(arguments: &[&str], traces: &[&str]) -> Vec<Value> {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data");
     let files = traces.iter().map(|name| format!("{root}/{name}.csv.gz"));
+    objects(arguments, files.collect())
+}
+
+/// The object that a command writes for a made-up program of some rows.
+fn made_up(kind: &[&str], rows: usize, arguments: &[&str]) -> Value {
+    // Tests run at the same time, and may make up the same program.
+    static FILES: AtomicUsize = AtomicUsize::new(0);
+    let number = FILES.fetch_add(1, Ordering::Relaxed);
+    let file = format!("{}/made_up_{number}.csv", env!("CARGO_TARGET_TMPDIR"));
+    let made = Command::new(env!("CARGO_BIN_EXE_cualloc"))
+        .arg("generate")
+        .args(kind)
+        .args(["--rows", &rows.to_string(), "--out", &file])
+        .status()
+        .unwrap();
+    assert!(made.success());
+    let value = objects(arguments, vec![file.clone()]).remove(0);
+    std::fs::remove_file(file).unwrap();
+    value
+}
+
+fn objects(arguments: &[&str], files: Vec<String>) -> Vec<Value> {
+    let traces = files.len();
     let output = Command::new(env!("CARGO_BIN_EXE_cualloc"))
         .args(arguments)
         .args(["--device", "sim", "--json"])
@@ -26,7 +50,7 @@ fn figures(arguments: &[&str], traces: &[&str]) -> Vec<Value> {
         .lines()
         .map(|line| serde_json::from_str(line).unwrap())
         .collect();
-    assert_eq!(objects.len(), traces.len());
+    assert_eq!(objects.len(), traces);
     objects
 }
 
@@ -113,15 +137,62 @@ fn packed_on_several_streams_shares_what_is_complete() {
         instant[0]["ratio_max"]
     );
     assert!(handle_ops(&instant[0])[4..].iter().all(|ops| *ops == 0));
-    let late = [
-        "replay", "--policy", "packed", "--repeat", "6", "--lag", "200",
-    ];
-    let late = figures(&late, &["serve_streams"]);
-    assert!(
-        number(&late[0], "ratio_max") <= 1.05,
-        "{}",
-        late[0]["ratio_max"]
-    );
+    for lag in ["50", "200", "1000"] {
+        let late = [
+            "replay", "--policy", "packed", "--repeat", "10", "--lag", lag,
+        ];
+        let late = &figures(&late, &["serve_streams"])[0];
+        assert!(number(late, "ratio_max") <= 1.05, "{}", late["ratio_max"]);
+        // Of 6000 rows, so at most 10 for each 1000.
+        let last = handle_ops(late)[9];
+        assert!(last <= 60, "lag {lag}: {:?}", handle_ops(late));
+    }
+}
+
+/// Handle operations of each part of the first replay.
+fn ops_by_part(value: &Value) -> Vec<u64> {
+    let parts = value["replays"][0]["parts"].as_array().unwrap().iter();
+    parts
+        .map(|part| part["handle_ops"].as_u64().unwrap())
+        .collect()
+}
+
+#[test]
+fn packed_bears_large_blocks_that_never_repeat() {
+    for seed in ["1", "2"] {
+        let kind = ["large", "--seed", seed];
+        let value = made_up(&kind, 8000, &["replay", "--parts", "2"]);
+        assert!(number(&value, "ratio") <= 1.05, "{}", value["ratio"]);
+        let ops = ops_by_part(&value);
+        assert!(ops[1] <= 4 * 150, "seed {seed}: {ops:?}");
+        let limited = made_up(&kind, 4000, &["replay", "--limit", "1.05x"]);
+        assert_eq!(limited["completed"], true);
+    }
+}
+
+/// R36: a pipeline over three streams.
+#[test]
+fn r36_packed_settles_in_sharded_training() {
+    let kind = ["sharded", "--seed", "2"];
+    let instant = made_up(&kind, 2428, &["replay", "--repeat", "6"]);
+    let (ratio, ops) = (number(&instant, "ratio_max"), handle_ops(&instant));
+    assert!(ratio <= 1.03, "{ratio}");
+    assert!(ops[4..].iter().all(|ops| *ops == 0), "{ops:?}");
+    let late = made_up(&kind, 2428, &["replay", "--repeat", "6", "--lag", "200"]);
+    let (ratio, ops) = (number(&late, "ratio_max"), handle_ops(&late));
+    assert!(ratio <= 1.05, "{ratio}");
+    assert!(ops[5] * 1000 <= 10 * 2428, "{ops:?}");
+}
+
+#[test]
+fn packed_bears_random_programs() {
+    for (seed, streams) in [("1", "1"), ("2", "4")] {
+        let kind = ["random", "--seed", seed, "--streams", streams];
+        let value = made_up(&kind, 20_000, &["replay", "--check-every", "1000"]);
+        assert!(number(&value, "ratio") <= 1.07, "{}", value["ratio"]);
+        let limited = made_up(&kind, 20_000, &["replay", "--limit", "1.05x"]);
+        assert_eq!(limited["completed"], true);
+    }
 }
 
 #[test]

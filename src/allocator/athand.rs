@@ -147,7 +147,7 @@ impl State {
     }
 
     /// The free piece around an address.
-    fn piece_around(&self, space: SpaceId, addr: u64) -> Option<u32> {
+    pub(crate) fn piece_around(&self, space: SpaceId, addr: u64) -> Option<u32> {
         let (base, region) = self.space(space)?.regions().range(..=addr).next_back()?;
         if addr >= base + region.bytes {
             return None;

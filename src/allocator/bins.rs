@@ -80,6 +80,18 @@ impl Bin {
         }
     }
 
+    /// All entries in order.
+    fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
+        let (list, tree) = match self {
+            Bin::List(list) => (Some(list), None),
+            Bin::Tree(tree) => (None, Some(tree)),
+        };
+        list.into_iter()
+            .flatten()
+            .chain(tree.into_iter().flatten())
+            .copied()
+    }
+
     fn last(&self) -> Option<Entry> {
         match self {
             Bin::List(list) => list.last().copied(),
@@ -97,6 +109,16 @@ pub(crate) struct FreeIndex {
     bins: Vec<Bin>,
     len: usize,
     granules: u64,
+}
+
+/// The positions of the bits that are set, ascending.
+fn set_bits(mut bits: u32) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let at = bits.trailing_zeros();
+        // Clears the lowest bit.
+        bits &= bits.checked_sub(1)?;
+        Some(at as usize)
+    })
 }
 
 const fn bin_of(granules: u32) -> (usize, usize) {
@@ -155,11 +177,14 @@ impl FreeIndex {
         }
         self.len -= 1;
         self.granules -= u64::from(entry.granules);
+        true
+    }
+
+    /// Gives up the bins of an empty index: a stream that is gone must not keep them.
+    pub(crate) fn shrink(&mut self) {
         if self.len == 0 {
-            // A stream that is gone must not keep its empty bins.
             self.bins = Vec::new();
         }
-        true
     }
 
     /// The smallest entry of at least `granules`, the lowest address among equals.
@@ -186,7 +211,11 @@ impl FreeIndex {
 
     /// All entries in the order of the index.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
-        self.iter_from(0)
+        set_bits(self.summary)
+            .flat_map(|group| {
+                set_bits(u32::from(self.groups[group])).map(move |sub| group * BINS_PER_GROUP + sub)
+            })
+            .flat_map(|bin| self.bins[bin].iter())
     }
 
     /// The largest entry.

@@ -8,6 +8,7 @@ use crate::driver::{
     Context, Device, Driver, DriverError, MemoryProperties, Stream, StreamKind, sys,
 };
 
+use super::addresses::Addresses;
 use super::config::{Config, Limit, Policy};
 use super::error::Error;
 use super::front::{Held, Lock, PageTable};
@@ -52,6 +53,8 @@ pub(crate) struct Engine {
     /// Devices that may access the memory: its own first.
     pub access: Vec<Device>,
     pub total_memory: u64,
+    /// Address space of the device.
+    pub addresses: Arc<Addresses>,
     pub hooks: Hooks,
     pub log: RareLog,
     /// Which front has which page.
@@ -127,6 +130,7 @@ impl Engine {
             properties,
             access,
             total_memory,
+            addresses: Addresses::of(driver, device, total_memory),
             hooks: Hooks::default(),
             log: RareLog::default(),
             handles: AtomicUsize::new(1),

@@ -15,12 +15,16 @@ use super::records::{SpaceId, State as Extent};
 use super::single::{Next, Place};
 use super::state::{State, Want};
 use super::stitch::{STITCH_MIN, Stitch};
-use super::view::{Openings, ViewRun};
+use super::view::ViewRun;
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
 /// other (plus a page), by level of the stitching budget.
-const TOLERANCES: [u64; LEVELS] = [16, 16, 8, 4, 1];
+const TOLERANCES: [u64; LEVELS] = [16, 8, 2, 1, 0, 0];
 const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
+
+/// Views that stand idle go before there is more address space for views than so many times the
+/// device's memory.
+const VIEW_ADDRESSES: u64 = 8;
 
 /// What a climb has done already.
 #[derive(Default)]
@@ -32,6 +36,8 @@ pub(crate) struct Climb {
     unstitched: bool,
     marked: bool,
     asked_again: bool,
+    /// No more address space can be had; what there is may do.
+    cramped: bool,
     hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
     synchronised: bool,
     missed: bool,
@@ -56,6 +62,8 @@ enum Step {
     View(ViewRun),
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
+    /// Lets idle views go for their addresses.
+    MakeWay(Vec<u64>),
     Reserve(SpaceId, u64),
     Grow(Growth),
     Flush,
@@ -124,6 +132,9 @@ impl Engine {
                         Ok(()) => {}
                         // Without addresses for a view there is always growth.
                         Err(Error::Driver(_)) if space == SpaceId::Views => climb.unstitched = true,
+                        Err(Error::Driver(_)) if state.missing(want).is_some() => {
+                            climb.cramped = true;
+                        }
                         Err(error) => match error.driver_error() {
                             // No address space: as good as no memory.
                             Some(refusal) if refusal.is_out_of_memory() => {
@@ -155,6 +166,16 @@ impl Engine {
                     climb.evicted = true;
                     drop(state);
                     self.evict(&idle)?;
+                    state = self.lock();
+                }
+                Step::MakeWay(idle) => {
+                    drop(state);
+                    match self.evict(&idle) {
+                        Ok(()) => {}
+                        // Without addresses for a view there is always growth.
+                        Err(Error::Driver(_)) => climb.unstitched = true,
+                        Err(error) => return Err(error),
+                    }
                     state = self.lock();
                 }
                 Step::Grow(growth) => {
@@ -260,7 +281,7 @@ impl Engine {
             return step;
         }
         if self.packed {
-            if state.missing(want).is_none() {
+            if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {
                 return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
             }
             if self.stitches(want)
@@ -304,10 +325,13 @@ impl Engine {
     fn fitting(&self, state: &mut State, want: &Want) -> Option<Step> {
         let finder = state.finder(want.space, want.stream)?;
         let ready = finder.ready_run(want)?;
-        if self.packed && state.streams.several() {
+        let loose =
+            |tight: u64| ready.granules > (1 + TOLERANCES[state.level]) * tight + TOLERANCE_SLACK;
+        // No run is tighter than the request itself.
+        if self.packed && state.streams.several() && loose(u64::from(want.granules)) {
             let (tightest, _) = finder.reachable_runs(want);
             if let Some(tight) = tightest
-                && ready.granules > (1 + TOLERANCES[state.level]) * tight.granules + TOLERANCE_SLACK
+                && loose(tight.granules)
             {
                 state.stats.rungs.tighter += 1;
                 return Some(Step::Wait(tight));
@@ -349,21 +373,26 @@ impl Engine {
         if !self.views_for(want) || state.views.is_empty() {
             return None;
         }
-        let finder = state.finder(want.space, want.stream)?;
-        let open = Openings::collect(&finder, |id| finder.ready(id));
-        state.find_in_views(want, &open)
+        let borders = state.borders(want, |finder, id| finder.ready(id))?;
+        state.find_in_views(want, &borders)
     }
 
     /// A place in a view behind waits, or a stitch.
     fn stitch_step(&self, state: &mut State, want: &Want) -> Option<Step> {
         if state.streams.several() && !state.views.is_empty() {
-            let finder = state.finder(want.space, want.stream)?;
-            let open = Openings::collect(&finder, |id| finder.reachable(id));
-            if let Some(run) = state.find_in_views(want, &open) {
+            let borders = state.borders(want, |finder, id| finder.reachable(id))?;
+            if let Some(run) = state.find_in_views(want, &borders) {
                 return Some(Step::View(run));
             }
         }
         if let Some(bytes) = state.view_room_missing(want) {
+            let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
+            if state.view_addresses().saturating_add(bytes) > most {
+                let idle = state.idle_addresses(bytes);
+                if !idle.is_empty() {
+                    return Some(Step::MakeWay(idle));
+                }
+            }
             return Some(Step::Reserve(SpaceId::Views, bytes));
         }
         let room = state.room();

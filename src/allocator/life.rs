@@ -206,27 +206,13 @@ impl Engine {
             }
             std::mem::take(&mut state.spans)
         };
-        if spans.is_empty() {
+        for (base, bytes) in spans {
+            self.addresses.give_back(base, bytes);
+        }
+        if !self.addresses.is_idle() {
             return Ok(());
         }
-        let entered = self.context.enter();
-        let mut first = None;
-        for (base, bytes) in spans {
-            let freed = match &entered {
-                // SAFETY: reserved by this allocator with this base and size; every mapping in it
-                // was released just before, or that release would have failed.
-                Ok(entered) => unsafe { entered.address_free(base, bytes as usize) },
-                Err(error) => Err(*error),
-            };
-            if let Err(error) = freed {
-                // Kept, to be freed by the next close.
-                self.lock().spans.insert(base, bytes);
-                first = first.or(Some(error));
-            }
-        }
-        match first {
-            Some(error) => Err(self.error(error)),
-            None => Ok(()),
-        }
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        self.addresses.settle(&entered).map_err(|e| self.error(e))
     }
 }

@@ -8,7 +8,7 @@ use crate::driver::{Context, Event, Stream};
 use super::engine::{Engine, Guard, is_per_thread};
 use super::error::Error;
 use super::state::PendingWait;
-use super::streams::{Batch, Holder, StreamKey};
+use super::streams::{Batch, Holder, Probe, StreamKey};
 
 impl Engine {
     /// Records a marker on a stream, if it is one on which that may be done here and now.
@@ -49,7 +49,7 @@ impl Engine {
         key: StreamKey,
     ) -> Result<(), Error> {
         let stream = std::ptr::with_exposed_provenance_mut(raw);
-        let entered = context.enter().map_err(|e| self.error(e))?;
+        let current = context.make_current().map_err(|e| self.error(e))?;
         // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
         // of it, before which its owner may not destroy it.
         let capturing = unsafe { self.driver().is_capturing(stream) };
@@ -71,10 +71,14 @@ impl Engine {
         }
         let event = match pooled {
             Some(event) => event,
-            None => entered.create_event().map_err(|e| self.error(e))?,
+            None => {
+                let entered = context.enter().map_err(|e| self.error(e))?;
+                entered.create_event().map_err(|e| self.error(e))?
+            }
         };
         // SAFETY: as above; the event is of the stream's context and in no marker.
-        let recorded = unsafe { entered.record(&event, stream) };
+        let recorded = unsafe { current.record(&event, stream) };
+        drop(current);
         let mut state = self.lock();
         match recorded {
             Ok(()) => {
@@ -103,42 +107,47 @@ impl Engine {
         }
     }
 
-    /// Asks the oldest marker of each stream whether it is complete.
+    /// Finds out which markers of each stream are complete.
     pub(crate) fn poll<'a>(&'a self, mut state: Guard<'a>) -> Result<Guard<'a>, Error> {
         loop {
-            let due = state.due_markers();
+            let mut due = state.due_markers();
             if due.is_empty() {
                 return Ok(state);
             }
             drop(state);
-            let mut answers = Vec::with_capacity(due.len());
-            let asked: Result<(), Error> = (|| {
-                let entered = self.context.enter().map_err(|e| self.error(e))?;
-                for (stream, bound, event) in &due {
-                    let done = entered.query(event).map_err(|e| self.error(e))?;
-                    answers.push((*stream, *bound, done));
-                }
-                Ok(())
-            })();
-            let events: Vec<Arc<Event>> = due.into_iter().map(|(_, _, event)| event).collect();
-            drop(events);
+            let mut queries = 0;
+            let asked = self.ask(&mut due, &mut queries);
+            let outcomes: Vec<_> = due.iter().map(|p| (p.stream, p.outcome())).collect();
+            let goes_on = due.iter().any(Probe::goes_on);
+            // Events go back to their pool only from the books' own hand.
+            drop(due);
             state = self.lock();
+            state.stats.queries += queries;
             let mut progress = false;
-            for (stream, bound, done) in answers {
-                state.stats.queries += 1;
-                if done {
-                    state.observed(stream, bound);
-                    progress = true;
-                } else {
-                    state.not_ready(stream);
-                }
+            for (stream, (newest, count, late)) in outcomes {
+                progress |= newest.is_some();
+                state.asked(stream, newest, count, late);
             }
             asked?;
-            if !progress {
+            if progress {
+                state.settle_advanced();
+            }
+            if !goes_on {
                 return Ok(state);
             }
-            state.settle();
         }
+    }
+
+    fn ask(&self, due: &mut [Probe], queries: &mut u64) -> Result<(), Error> {
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        for probe in due {
+            while let Some(event) = probe.next() {
+                *queries += 1;
+                let done = entered.query(event).map_err(|e| self.error(e))?;
+                probe.answer(done);
+            }
+        }
+        Ok(())
     }
 
     /// Queues waits on a stream.
@@ -154,11 +163,11 @@ impl Engine {
             )
         };
         let handle = std::ptr::with_exposed_provenance_mut(raw);
-        let entered = context.enter().map_err(|e| self.error(e))?;
+        let current = context.make_current().map_err(|e| self.error(e))?;
         for wait in waits {
             // SAFETY: the stream is the one that the call under way names; the event is recorded
             // and kept alive by the wait.
-            unsafe { entered.stream_wait(handle, &wait.event) }.map_err(|e| self.error(e))?;
+            unsafe { current.stream_wait(handle, &wait.event) }.map_err(|e| self.error(e))?;
             let mut state = self.lock();
             state.stats.stream_waits += 1;
             state

@@ -10,11 +10,9 @@ use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::state::{State, Stray, Want};
 use super::uses::Uses;
 
-/// A span of address space for large blocks is as long as the device's memory, but at most this;
-/// more is reserved when it is used up.
-const SPAN_MAX: u64 = 64 << 30;
-/// The span of the small arena is this part of the other.
-const SMALL_SPAN_PART: u64 = 16;
+/// Address space that an arena leases first; then as much again as it has, while that is less than
+/// the device's memory.
+const FIRST_LEASE: u64 = 8 << 20;
 
 /// How many pinned segments an out-of-memory error names.
 const PINNED_NAMED: usize = 3;
@@ -97,42 +95,31 @@ impl Engine {
         }
     }
 
-    /// Reserves address space for an arena.
+    /// Leases address space for an arena: as much as it has already, behind its last if that is free.
     pub(crate) fn reserve_span(&self, space: SpaceId, at_least: u64) -> Result<(), Error> {
-        let part = if space == SpaceId::Small {
-            SMALL_SPAN_PART
-        } else {
-            1
-        };
-        let usual = (self.total_memory.min(SPAN_MAX) / part).max(PHYSICAL_GRANULE);
-        let bytes = usual.max(at_least).next_multiple_of(PHYSICAL_GRANULE);
-        // Behind the last span of the arena, so that the two are one if the driver agrees.
-        let hint = {
-            let state = self.lock();
-            let regions = state.space(space).map(|s| s.regions());
-            regions
-                .and_then(|r| r.iter().next_back())
-                .map_or(0, |(base, region)| base + region.bytes)
-        };
+        let at_least = at_least.next_multiple_of(PHYSICAL_GRANULE);
+        let (end, held) = self.lock().addresses_of(space);
+        let usual = held
+            .clamp(FIRST_LEASE, self.total_memory.max(FIRST_LEASE))
+            .max(at_least)
+            .next_multiple_of(PHYSICAL_GRANULE);
+        for bytes in [usual, at_least] {
+            if let Some(end) = end
+                && self.addresses.extend(end, bytes)
+            {
+                self.lock().add_addresses(space, end, bytes, true);
+                return Ok(());
+            }
+        }
         let entered = self.context.enter().map_err(|e| self.error(e))?;
-        let align = PHYSICAL_GRANULE as usize;
-        let mut made = entered.address_reserve(bytes as usize, align, hint);
-        let mut got = bytes;
-        if made.is_err_and(|e| !e.is_fatal()) && at_least < usual {
-            // Address space is short: take what the request needs.
-            got = at_least.next_multiple_of(PHYSICAL_GRANULE);
-            made = entered.address_reserve(got as usize, align, 0);
+        let mut bytes = usual;
+        let mut leased = self.addresses.lease(&entered, bytes);
+        if leased.is_err_and(|e| !e.is_fatal()) && at_least < usual {
+            bytes = at_least;
+            leased = self.addresses.lease(&entered, bytes);
         }
-        let base = made.map_err(|e| self.error(e))?;
-        let mut state = self.lock();
-        state.spans.insert(base, got);
-        let (at, records) = state.parts(space);
-        let granules = (got / GRANULE) as u32;
-        if space == SpaceId::Views {
-            at.add_region(records, base, granules, super::uses::Uses::None);
-        } else {
-            at.add_hole(records, base, granules);
-        }
+        let base = leased.map_err(|e| self.error(e))?;
+        self.lock().add_addresses(space, base, bytes, false);
         Ok(())
     }
 
@@ -338,6 +325,32 @@ fn undo(
 }
 
 impl State {
+    /// Where the last address space of an arena ends, and how much it has.
+    fn addresses_of(&self, space: SpaceId) -> (Option<u64>, u64) {
+        let regions = self.space(space).into_iter().flat_map(|s| s.regions());
+        regions.fold((None, 0), |(_, held), (base, region)| {
+            (Some(base + region.bytes), held + region.bytes)
+        })
+    }
+
+    /// Enters address space that was leased for an arena; `grown`: it lengthens the lease before it.
+    fn add_addresses(&mut self, space: SpaceId, base: u64, bytes: u64, grown: bool) {
+        match self.spans.range_mut(..base).next_back() {
+            Some((_, span)) if grown => *span += bytes,
+            _ => {
+                self.spans.insert(base, bytes);
+            }
+        }
+        let (at, records) = self.parts(space);
+        let granules = (bytes / GRANULE) as u32;
+        if space == SpaceId::Views {
+            // No view may lie in two reservations.
+            at.add_range(records, base, granules, grown);
+        } else {
+            at.add_hole(records, base, granules);
+        }
+    }
+
     /// A growth failed: the books as before, and what could not be undone set apart.
     pub(crate) fn growth_failed(&mut self, growth: Growth, failure: GrowthFailure) {
         let space = growth.space;

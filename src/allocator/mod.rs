@@ -1,5 +1,6 @@
 //! The caching allocator.
 
+mod addresses;
 mod aliasing;
 mod api;
 mod athand;
@@ -16,6 +17,7 @@ mod fit;
 pub(crate) mod front;
 mod fronts;
 mod guards;
+mod handles;
 mod hooks;
 mod ladder;
 mod life;

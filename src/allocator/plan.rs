@@ -11,17 +11,24 @@ use super::uses::Uses;
 
 /// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
 /// larger handles, more willingness to wait.
-pub(crate) const LEVELS: usize = 5;
-/// Handles that may be mapped into views on one level,
-const LEVEL_MAPS: u64 = 1500;
+pub(crate) const LEVELS: usize = 6;
+/// Handles that may be mapped into views on each level,
+const LEVEL_MAPS: [u64; LEVELS] = [1500, 1500, 1500, 1500, 12_000, u64::MAX];
 /// less one for so many large requests.
 pub(crate) const REQUESTS_PER_MAP: u64 = 50;
+/// A handle counts so many times if it is mapped while streams have work under way: what is free
+/// then depends on what happens to be complete, layouts come back less often, and room or a wait is
+/// the better remedy.
+const IN_FLIGHT: u64 = 6;
+/// The last level is for work that never comes to rest, whatever it waits for: none counts more on
+/// the way there.
+const LAST_STEP: usize = LEVELS - 2;
 /// Slack of the soft cap over the peak of live requested bytes, by level: a share in 1/100, or an
 /// amount, whichever is more. Values from simulation over recorded work.
-const CAP_SHARES: [u64; LEVELS] = [1, 2, 3, 4, 5];
+const CAP_SHARES: [u64; LEVELS] = [1, 2, 3, 4, 5, 6];
 const CAP_SLACK: u64 = 16 << 20;
 /// A new handle is at least this part of the request that it is made for, by level.
-const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 12, 8, 8];
+const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 12, 8, 8, 8];
 /// The share of a handle in the pool grows until the pool has about this many.
 const POOL_HANDLES: u64 = 1024;
 const POOL_HANDLE_MAX: u64 = 32 << 20;
@@ -101,9 +108,14 @@ impl State {
     /// Counts handles that a stitch mapped.
     pub(crate) fn spent(&mut self, maps: usize) {
         self.bursts.mapped(maps);
-        self.work += maps as u64 * REQUESTS_PER_MAP;
-        let budget = self.tuning.budget.unwrap_or(LEVEL_MAPS);
-        if self.work > budget.saturating_mul(REQUESTS_PER_MAP) && self.level + 1 < LEVELS {
+        let weight = match self.level < LAST_STEP && self.streams.in_flight() {
+            true => IN_FLIGHT,
+            false => 1,
+        };
+        self.work += maps as u64 * REQUESTS_PER_MAP * weight;
+        let budget = self.tuning.budget.unwrap_or(LEVEL_MAPS[self.level]);
+        let spent = self.work / REQUESTS_PER_MAP > budget;
+        if spent && self.level + 1 < LEVELS {
             self.level += 1;
             self.work = 0;
         }
@@ -176,6 +188,16 @@ impl State {
             }
         }
         best
+    }
+
+    /// Whether all of a request could be made new in one hole.
+    pub(crate) fn has_hole(&self, want: &Want) -> bool {
+        let holes = self
+            .space(want.space)
+            .into_iter()
+            .flat_map(|s| s.holes().values());
+        let mut sizes = holes.map(|id| self.records[*id].granules);
+        sizes.any(|granules| granules >= want.span())
     }
 
     /// Bytes that a growth for this request would add at least, if there is address space for it.
@@ -360,12 +382,9 @@ impl State {
     pub(crate) fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
         let holding = *self.holdings.get(&addr)?;
         // The piece that the holding begins in.
-        let first = self
-            .space(space)?
-            .pieces()
-            .find(|e| e.addr <= addr && addr < e.addr + u64::from(e.granules) * GRANULE)?;
-        let skip = ((addr - first.addr) / GRANULE) as u32;
-        let (id, shards) = self.claim(space, first.id, skip, (holding.bytes / GRANULE) as u32)?;
+        let first = self.piece_around(space, addr)?;
+        let skip = ((addr - self.records[first].addr) / GRANULE) as u32;
+        let (id, shards) = self.claim(space, first, skip, (holding.bytes / GRANULE) as u32)?;
         Some(Release {
             space,
             id,
@@ -428,6 +447,10 @@ impl State {
 
     /// Enters memory into the books.
     pub(crate) fn hold(&mut self, addr: u64, bytes: u64, handle: Option<u64>, space: SpaceId) {
+        let number = match handle {
+            Some(_) if space == SpaceId::Large => self.handles.add(addr, (bytes / GRANULE) as u32),
+            _ => 0,
+        };
         self.holdings.insert(
             addr,
             super::state::Holding {
@@ -435,6 +458,7 @@ impl State {
                 handle,
                 space,
                 views: 0,
+                number,
             },
         );
         self.stats.on_pool(space == SpaceId::Small, |pool| {
@@ -455,6 +479,9 @@ impl State {
     /// Memory was unmapped, or a segment freed.
     pub(crate) fn gone(&mut self, release: &Release) {
         self.holdings.remove(&release.addr);
+        if release.space == SpaceId::Large {
+            self.handles.remove(release.addr);
+        }
         self.lookup.forget(release.addr, release.bytes);
         let (space, records) = self.parts(release.space);
         if release.handle.is_some() {

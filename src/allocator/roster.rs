@@ -135,6 +135,7 @@ impl State {
             while let Some(entry) = space.index(stream).and_then(|i| i.largest()) {
                 space.retag(records, entry.id, Uses::None);
             }
+            space.forget_stream(stream);
         }
     }
 }

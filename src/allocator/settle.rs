@@ -6,6 +6,7 @@ use crate::driver::Event;
 
 use super::records::{MIXED, SpaceId};
 use super::state::State;
+use super::streams::Probe;
 use super::uses::Use;
 
 /// Large allocations to let pass before a marker that was not ready is asked again.
@@ -14,16 +15,36 @@ const BACKOFF: u32 = 8;
 impl State {
     /// Drops from all pieces what is complete now.
     pub(crate) fn settle(&mut self) {
+        self.streams.take_advanced();
+        self.settle_streams(None);
+    }
+
+    /// [`settle`](Self::settle) for the streams of which more is complete than when this was last
+    /// done.
+    pub(crate) fn settle_advanced(&mut self) {
+        let advanced = self.streams.take_advanced();
+        self.settle_streams(Some(&advanced));
+    }
+
+    /// Settles what is pending on several streams and on each of `classes` (or on any, if there are
+    /// none), then gives up the streams of which nothing is left.
+    fn settle_streams(&mut self, classes: Option<&[u32]>) {
         let ids: Vec<SpaceId> = self.spaces().map(|s| s.id).collect();
         for id in ids {
             let Some(space) = self.space(id) else {
                 continue;
             };
-            let mut classes: Vec<u32> = vec![MIXED];
-            if !space.merge_own {
-                classes.extend(space.pending_streams());
+            let mut pending: Vec<u32> = Vec::new();
+            if space.index(MIXED).is_some_and(|index| !index.is_empty()) {
+                pending.push(MIXED);
             }
-            for class in classes {
+            if !space.merge_own {
+                match classes {
+                    Some(classes) => pending.extend(classes),
+                    None => pending.extend(space.pending_streams()),
+                }
+            }
+            for class in pending {
                 self.settle_class(id, class);
             }
         }
@@ -70,20 +91,18 @@ impl State {
         at.retag(records, id, uses);
     }
 
-    /// The oldest marker of each stream that is due to be asked.
-    pub(crate) fn due_markers(&mut self) -> Vec<(u32, u64, Arc<Event>)> {
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+    /// The streams that are due to be asked for completed markers, each with a marker to begin with.
+    pub(crate) fn due_markers(&mut self) -> Vec<Probe> {
         let mut due = Vec::new();
-        for stream in streams {
-            let slot = &mut self.streams[stream];
-            let Some(marker) = slot.markers.front() else {
+        for (stream, slot) in self.streams.iter_mut() {
+            if slot.markers.is_empty() {
                 continue;
-            };
+            }
             if slot.backoff > 0 {
                 slot.backoff -= 1;
                 continue;
             }
-            due.push((stream, marker.bound, Arc::clone(&marker.event)));
+            due.push(Probe::new(stream, slot));
         }
         due
     }
@@ -96,8 +115,17 @@ impl State {
         }
     }
 
-    pub(crate) fn not_ready(&mut self, stream: u32) {
-        self.streams[stream].backoff = BACKOFF;
+    /// What asking a stream came to: the newest marker seen complete, how many were, and whether one
+    /// was not.
+    pub(crate) fn asked(&mut self, stream: u32, done: Option<u64>, count: usize, late: bool) {
+        if let Some(bound) = done {
+            self.observed(stream, bound);
+        }
+        let slot = &mut self.streams[stream];
+        slot.stride = count.max(1) as u32;
+        if late {
+            slot.backoff = BACKOFF;
+        }
     }
 
     /// A marker was seen complete.

@@ -98,6 +98,13 @@ impl Space {
         }
     }
 
+    /// Gives up what the index of a stream's pieces keeps, if it has none.
+    pub(crate) fn forget_stream(&mut self, stream: u32) {
+        if let Some(index) = self.pending.get_mut(stream as usize) {
+            index.shrink();
+        }
+    }
+
     /// Streams that have pieces pending on them alone.
     pub(crate) fn pending_streams(&self) -> impl Iterator<Item = u32> + '_ {
         (0u32..)
@@ -183,30 +190,52 @@ impl Space {
         id
     }
 
-    /// Adds a region without memory. A region that begins where the last one ends extends it.
+    /// Adds a region without memory. A region that begins where another one ends extends it.
     pub(crate) fn add_hole(&mut self, records: &mut Records, base: u64, granules: u32) {
-        let before = self
-            .regions
-            .range(..base)
-            .next_back()
-            .map(|(b, r)| (*b, *r));
         let id = self.new_region(records, base, granules, State::Unmapped);
         self.holes.insert(base, id);
-        if let Some((before_base, before)) = before
-            && before_base + before.bytes == base
-        {
-            let mut last = before.first;
-            while records[last].next != NIL {
-                last = records[last].next;
-            }
-            records[last].next = id;
-            records[id].prev = last;
-            self.regions.remove(&base);
-            if let Some(region) = self.regions.get_mut(&before_base) {
-                region.bytes += u64::from(granules) * GRANULE;
-            }
+        if self.join(records, base) {
             self.merge_hole(records, id);
         }
+    }
+
+    /// Adds a region as one piece that nobody uses; `grown`: it extends the one that ends at its base.
+    pub(crate) fn add_range(
+        &mut self,
+        records: &mut Records,
+        base: u64,
+        granules: u32,
+        grown: bool,
+    ) {
+        let id = self.add_region(records, base, granules, Uses::None);
+        if grown && self.join(records, base) {
+            self.delist(records, id);
+            self.coalesce(records, id);
+        }
+    }
+
+    /// Makes a region one with the region that ends at its base, if there is one.
+    fn join(&mut self, records: &mut Records, base: u64) -> bool {
+        let before = self.regions.range(..base).next_back();
+        let Some((before, first)) = before
+            .filter(|(start, region)| *start + region.bytes == base)
+            .map(|(start, region)| (*start, region.first))
+        else {
+            return false;
+        };
+        let Some(joined) = self.regions.remove(&base) else {
+            return false;
+        };
+        let mut last = first;
+        while records[last].next != NIL {
+            last = records[last].next;
+        }
+        records[last].next = joined.first;
+        records[joined.first].prev = last;
+        if let Some(region) = self.regions.get_mut(&before) {
+            region.bytes += joined.bytes;
+        }
+        true
     }
 
     fn new_region(&mut self, records: &mut Records, base: u64, granules: u32, state: State) -> u32 {

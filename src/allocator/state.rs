@@ -13,6 +13,7 @@ use super::fit::{Finder, Run};
 use super::front::PageTable;
 use super::fronts::Fronts;
 use super::guards::Guards;
+use super::handles::Handles;
 use super::lookup::Lookup;
 use super::raw::Lifetime;
 use super::records::{MIXED, Recorded, Records, SpaceId, State as Extent};
@@ -40,6 +41,8 @@ pub(crate) struct Holding {
     pub space: SpaceId,
     /// Views that map the handle.
     pub views: u32,
+    /// The handle's number in [`State::handles`]; 0 if it has none.
+    pub number: u32,
 }
 
 /// A physical handle that is mapped nowhere but could not be released yet.
@@ -143,6 +146,8 @@ pub(crate) struct State {
     /// Events that may be recorded again, by context.
     pub events: HashMap<u64, Vec<Event>>,
     pub holdings: BTreeMap<u64, Holding>,
+    /// The handles of the large arena by number.
+    pub handles: Handles,
     pub strays: Vec<Stray>,
     /// Packed: views by their base address, and the address space for them.
     pub views: BTreeMap<u64, View>,
@@ -210,6 +215,7 @@ impl State {
             streams: Streams::default(),
             events: HashMap::new(),
             holdings: BTreeMap::new(),
+            handles: Handles::default(),
             strays: Vec::new(),
             views: BTreeMap::new(),
             view_space: Space::new(SpaceId::Views, true),
@@ -500,10 +506,11 @@ impl State {
             }
             return after;
         }
+        let over = uses.as_slice().iter().all(|u| self.streams.complete(u));
         let (at, records) = self.parts(space);
         let piece = at.release(records, id, uses);
-        if shared {
-            // A recorded use may be over already.
+        if shared || (over && space == SpaceId::Large) {
+            // A recorded use may be over already, and so is everything of a retired stream.
             self.settle_piece(space, piece);
         }
         after

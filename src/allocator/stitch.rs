@@ -3,6 +3,7 @@
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
+use super::handles::Marks;
 use super::records::SpaceId;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use super::state::{State, Want};
@@ -21,8 +22,8 @@ const VIEW_ROOM: u64 = 4;
 /// but not more than this.
 const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
 /// Mappings in views, at least and per handle held.
-const VIEW_MAPS_MIN: usize = 8192;
-const VIEW_MAPS_PER_HANDLE: usize = 16;
+const VIEW_MAPS_MIN: usize = 32_768;
+const VIEW_MAPS_PER_HANDLE: usize = 32;
 
 /// One handle that a stitch may use, as far as it is open.
 #[derive(Debug, Clone, Copy)]
@@ -31,6 +32,8 @@ pub(crate) struct Source {
     pub bytes: u64,
     /// First open byte and end of the open part.
     pub open: (u64, u64),
+    /// The handle's number.
+    number: u32,
 }
 
 impl Source {
@@ -167,6 +170,7 @@ impl State {
                         home: *home,
                         bytes: holding.bytes,
                         open: (from, to),
+                        number: holding.number,
                     });
                 }
             }
@@ -201,12 +205,17 @@ impl State {
             }
             _ => (0, 0, Vec::new(), need),
         };
-        let lead: Vec<Source> = head.map_or(Vec::new(), |run| {
-            run.into_iter().filter(Source::whole).collect()
-        });
-        let (more, fresh) = gather(sources, &lead, left, |home| {
-            first.iter().any(|(h, _)| *h == home)
-        });
+        let lead: Vec<Source> = head
+            .iter()
+            .flatten()
+            .filter(|s| s.whole())
+            .copied()
+            .collect();
+        let mut used = self.handles.marks();
+        if let (Some(run), false) = (&head, first.is_empty()) {
+            used.set(run[0].number);
+        }
+        let (more, fresh) = gather(sources, &lead, left, &used);
         let mut adds = first;
         adds.extend(more);
         if adds.is_empty() {
@@ -247,8 +256,9 @@ impl State {
             if skip > 0 {
                 continue;
             }
-            let inside = |home: u64| view.segs.iter().any(|seg| seg.home == home);
-            let (adds, fresh) = gather(sources, &[], need - back, inside);
+            let mut used = self.handles.marks();
+            view.segs.iter().for_each(|seg| used.set(seg.handle));
+            let (adds, fresh) = gather(sources, &[], need - back, &used);
             let added = adds.iter().map(|(_, bytes)| bytes).sum::<u64>() + fresh;
             if u64::from(view.granules) * GRANULE + added <= u64::from(view.room) * GRANULE {
                 layouts.push(Layout {
@@ -349,6 +359,15 @@ impl State {
         })
     }
 
+    /// A held handle as a part of a view.
+    fn seg(&self, home: u64, bytes: u64) -> Seg {
+        Seg {
+            home,
+            granules: (bytes / GRANULE) as u32,
+            handle: self.holdings.get(&home).map_or(0, |h| h.number),
+        }
+    }
+
     /// Claims a home for new memory, in handles of at least so many bytes: the lowest hole that takes
     /// it.
     pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64, least: u64) -> Option<Fresh> {
@@ -376,10 +395,7 @@ impl State {
         let mut segs: Vec<Seg> = stitch
             .adds
             .iter()
-            .map(|(home, bytes, _)| Seg {
-                home: *home,
-                granules: (bytes / GRANULE) as u32,
-            })
+            .map(|(home, bytes, _)| self.seg(*home, *bytes))
             .collect();
         let mut parts: Vec<u32> = stitch.lent.parts.iter().map(|(id, _)| *id).collect();
         if let Some(fresh) = stitch.fresh {
@@ -390,10 +406,7 @@ impl State {
                 if let Some(holding) = self.holdings.get_mut(&home) {
                     holding.views += 1;
                 }
-                segs.push(Seg {
-                    home,
-                    granules: (bytes / GRANULE) as u32,
-                });
+                segs.push(self.seg(home, *bytes));
                 home += bytes;
             }
             let taken: u32 = parts.iter().map(|id| self.records[*id].granules).sum();
@@ -460,10 +473,7 @@ impl State {
         }
         let kept: Vec<Seg> = stitch.adds[..still_mapped.min(stitch.adds.len())]
             .iter()
-            .map(|(home, bytes, _)| Seg {
-                home: *home,
-                granules: (bytes / GRANULE) as u32,
-            })
+            .map(|(home, bytes, _)| self.seg(*home, *bytes))
             .collect();
         for (home, _, _) in &stitch.adds[kept.len()..] {
             if let Some(holding) = self.holdings.get_mut(home) {
@@ -553,16 +563,11 @@ fn runs_of(sources: &[Source], head: impl Fn(&Source) -> bool) -> Vec<Vec<Source
 
 /// Chooses handles for `need` bytes: those of `lead` first, then whole runs by length, and as the
 /// last one the smallest open front that is enough. Returns them with the bytes that are missing,
-/// in whole granules.
-fn gather(
-    sources: &[Source],
-    lead: &[Source],
-    need: u64,
-    excluded: impl Fn(u64) -> bool,
-) -> (Vec<(u64, u64)>, u64) {
+/// in whole granules. Handles that are `used` have their place already.
+fn gather(sources: &[Source], lead: &[Source], need: u64, used: &Marks) -> (Vec<(u64, u64)>, u64) {
     let usable: Vec<Source> = sources
         .iter()
-        .filter(|s| !excluded(s.home))
+        .filter(|s| !used.has(s.number))
         .copied()
         .collect();
     let mut runs = runs_of(&usable, |_| false);
@@ -572,13 +577,18 @@ fn gather(
             run[0].home,
         )
     });
-    let by_runs = fill(&usable, lead.iter().chain(runs.iter().flatten()), need);
+    let by_runs = fill(
+        &usable,
+        lead.iter().chain(runs.iter().flatten()),
+        need,
+        used,
+    );
     if by_runs.0.len() <= MANY_HANDLES {
         return by_runs;
     }
     let mut by_size: Vec<Source> = usable.iter().filter(|s| s.whole()).copied().collect();
     by_size.sort_by_key(|s| (std::cmp::Reverse(s.bytes), s.home));
-    let by_size = fill(&usable, lead.iter().chain(&by_size), need);
+    let by_size = fill(&usable, lead.iter().chain(&by_size), need, used);
     if by_size.1 <= by_runs.1 && by_size.0.len() * FEWER_TENTHS <= by_runs.0.len() * 10 {
         by_size
     } else {
@@ -590,14 +600,16 @@ fn fill<'a>(
     usable: &[Source],
     order: impl Iterator<Item = &'a Source>,
     need: u64,
+    used: &Marks,
 ) -> (Vec<(u64, u64)>, u64) {
     let (mut adds, mut left): (Vec<(u64, u64)>, u64) = (Vec::new(), need);
-    let mut taken = std::collections::HashSet::new();
+    let mut taken = used.clone();
     for source in order {
         if left == 0 {
             break;
         }
-        if source.bytes <= left && taken.insert(source.home) {
+        if source.bytes <= left && !taken.has(source.number) {
+            taken.set(source.number);
             adds.push((source.home, source.bytes));
             left -= source.bytes;
         }
@@ -605,7 +617,7 @@ fn fill<'a>(
     if left > 0 {
         let last = usable
             .iter()
-            .filter(|s| !taken.contains(&s.home) && s.prefix() >= left)
+            .filter(|s| !taken.has(s.number) && s.prefix() >= left)
             .min_by_key(|s| (s.prefix(), s.home));
         if let Some(last) = last {
             adds.push((last.home, last.bytes));

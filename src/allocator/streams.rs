@@ -88,10 +88,92 @@ pub(crate) struct Slot {
     /// Uses (frees, mostly) and bytes under the open ticket.
     pub open_uses: u32,
     pub open_bytes: u64,
-    /// Allocations to let pass before the oldest marker is asked again.
+    /// Allocations to let pass before markers are asked again.
     pub backoff: u32,
     /// The last call that named the stream found it capturing.
     pub capturing: bool,
+    /// How many markers were found complete when they were last asked.
+    pub stride: u32,
+}
+
+/// One stream's markers on the way to finding out how many of them are complete. Markers of a stream
+/// complete in order, so not every one has to be asked.
+#[derive(Debug)]
+pub(crate) struct Probe {
+    pub stream: u32,
+    markers: Vec<(u64, Arc<Event>)>,
+    /// So many are complete,
+    done: usize,
+    /// and this one (an index) is not, or does not exist.
+    late: usize,
+    /// How many to go ahead.
+    stride: usize,
+    /// The stream has more markers than are looked at.
+    more: bool,
+}
+
+impl Probe {
+    pub(crate) fn new(stream: u32, slot: &Slot) -> Self {
+        let stride = slot.stride.max(1) as usize;
+        let markers: Vec<_> = slot
+            .markers
+            .iter()
+            .take(4 * stride)
+            .map(|m| (m.bound, Arc::clone(&m.event)))
+            .collect();
+        Probe {
+            stream,
+            done: 0,
+            late: markers.len(),
+            stride,
+            more: markers.len() < slot.markers.len(),
+            markers,
+        }
+    }
+
+    /// The event to ask next; `None` once it is known how many markers are complete.
+    ///
+    /// As far ahead as went well the last time, farther while that goes well, then by halves.
+    pub(crate) fn next(&self) -> Option<&Event> {
+        Some(&self.markers.get(self.at()?)?.1)
+    }
+
+    fn at(&self) -> Option<usize> {
+        let left = self.late - self.done;
+        if left == 0 {
+            return None;
+        }
+        let ahead = if self.late == self.markers.len() {
+            self.stride.min(left)
+        } else {
+            left.div_ceil(2).min(self.stride)
+        };
+        Some(self.done + ahead - 1)
+    }
+
+    /// What the event that was asked said.
+    pub(crate) fn answer(&mut self, complete: bool) {
+        let Some(at) = self.at() else {
+            return;
+        };
+        if complete {
+            self.stride = 2 * (at + 1 - self.done);
+            self.done = at + 1;
+        } else {
+            self.late = at;
+        }
+    }
+
+    /// Whether all that were looked at are complete, and there are more.
+    pub(crate) fn goes_on(&self) -> bool {
+        self.more && self.done == self.markers.len()
+    }
+
+    /// The bound of the newest marker known to be complete, how many are, and whether one is not.
+    pub(crate) fn outcome(&self) -> (Option<u64>, usize, bool) {
+        let newest = self.done.checked_sub(1).map(|at| self.markers[at].0);
+        (newest, self.done, self.late < self.markers.len())
+    }
 }
 
 impl Slot {
@@ -146,6 +228,8 @@ pub(crate) struct Streams {
     vacant: Vec<u32>,
     in_use: usize,
     orders: u64,
+    /// Streams of which more is complete than when this was last taken.
+    advanced: Vec<u32>,
 }
 
 impl Streams {
@@ -156,6 +240,11 @@ impl Streams {
     /// More than one stream may hold or ask for memory.
     pub(crate) fn several(&self) -> bool {
         self.in_use > 1
+    }
+
+    /// Whether a marker was not seen complete yet.
+    pub(crate) fn in_flight(&self) -> bool {
+        self.several() && self.iter().any(|(_, slot)| !slot.markers.is_empty())
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -193,6 +282,7 @@ impl Streams {
             open_bytes: 0,
             backoff: 0,
             capturing: false,
+            stride: 1,
         };
         let at = match at {
             Some(at) => {
@@ -233,6 +323,17 @@ impl Streams {
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
         (0u32..).zip(&self.slots).filter(|(_, s)| s.in_use)
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut Slot)> {
+        (0u32..).zip(&mut self.slots).filter(|(_, s)| s.in_use)
+    }
+
+    /// Streams of which more is complete than when this was last asked, ascending.
+    pub(crate) fn take_advanced(&mut self) -> Vec<u32> {
+        let mut advanced = std::mem::take(&mut self.advanced);
+        advanced.sort_unstable();
+        advanced
     }
 
     /// Complete as observed by the host.
@@ -313,6 +414,9 @@ impl Streams {
                 continue;
             }
             slot.completed = ticket;
+            if !self.advanced.contains(&(other as u32)) {
+                self.advanced.push(other as u32);
+            }
             while slot.markers.front().is_some_and(|m| m.bound <= ticket) {
                 events.extend(slot.markers.pop_front().map(|m| (other as u32, m.event)));
             }

@@ -10,7 +10,8 @@
 //! without a driver call.
 
 use super::fit::Finder;
-use super::records::{SpaceId, State as Extent};
+use super::handles::Borders;
+use super::records::{NIL, SpaceId, State as Extent};
 use super::size::GRANULE;
 use super::space::Shard;
 use super::state::{PendingWait, State, Want};
@@ -22,6 +23,8 @@ pub(crate) struct Seg {
     /// Home address of the handle.
     pub home: u64,
     pub granules: u32,
+    /// Number of the handle.
+    pub handle: u32,
 }
 
 /// See the module's text.
@@ -53,18 +56,18 @@ pub(crate) struct Openings(pub Vec<(u64, u64)>);
 
 impl Openings {
     pub(crate) fn collect(finder: &Finder<'_>, usable: impl Fn(u32) -> bool) -> Self {
-        let mut pieces: Vec<(u64, u64)> = finder
-            .space
-            .pieces()
-            .filter(|e| usable(e.id))
-            .map(|e| (e.addr, e.addr + u64::from(e.granules) * GRANULE))
-            .collect();
-        pieces.sort_unstable();
-        let mut open: Vec<(u64, u64)> = Vec::with_capacity(pieces.len());
-        for (start, end) in pieces {
-            match open.last_mut() {
-                Some(last) if last.1 == start => last.1 = end,
-                _ => open.push((start, end)),
+        let mut open: Vec<(u64, u64)> = Vec::new();
+        for region in finder.space.regions().values() {
+            let mut at = region.first;
+            while at != NIL {
+                let hot = &finder.records[at];
+                if usable(at) {
+                    match open.last_mut() {
+                        Some(last) if last.1 == hot.addr => last.1 = hot.end(),
+                        _ => open.push((hot.addr, hot.end())),
+                    }
+                }
+                at = hot.next;
             }
         }
         Openings(open)
@@ -89,28 +92,33 @@ pub(crate) struct ViewRun {
 }
 
 impl View {
-    /// The maximal runs of the view that are open at home.
-    fn runs(&self, base: u64, open: &Openings, mut found: impl FnMut(ViewRun)) {
-        let mut run: Option<(u64, u64)> = None;
-        let mut offset = 0u64;
-        for seg in &self.segs {
-            let bytes = u64::from(seg.granules) * GRANULE;
-            for (start, end) in open.within(seg.home, seg.home + bytes) {
-                let (start, end) = (offset + (start - seg.home), offset + (end - seg.home));
-                run = match run {
-                    Some((first, last)) if last == start => Some((first, end)),
-                    Some((first, last)) => {
-                        found(view_run(base, first, last));
-                        Some((start, end))
-                    }
-                    None => Some((start, end)),
-                };
+    /// The smallest run that holds a request, goes over more than one handle or touches an end of
+    /// one, and is open at home: where the request begins in it, and its length, in granules.
+    fn tightest(&self, base: u64, borders: &Borders, want: &Want) -> Option<(u32, u32)> {
+        let mut best: Option<(u32, u32)> = None;
+        let (mut offset, mut run) = (0u32, 0u32);
+        let mut found = |end: u32, run: u32| {
+            if run < want.granules || best.is_some_and(|(_, length)| run >= length) {
+                return;
             }
-            offset += bytes;
+            let start = end - run;
+            let skip = want.skip(base + u64::from(start) * GRANULE);
+            if run - want.granules >= skip {
+                best = Some((start + skip, run));
+            }
+        };
+        for seg in &self.segs {
+            let (front, back) = borders.of(seg.handle);
+            if front < seg.granules {
+                found(offset + front, run + front);
+                run = back;
+            } else {
+                run += seg.granules;
+            }
+            offset += seg.granules;
         }
-        if let Some((first, last)) = run {
-            found(view_run(base, first, last));
-        }
+        found(offset, run);
+        best
     }
 
     /// Open bytes at the view's end.
@@ -157,14 +165,6 @@ pub(crate) fn push_part(parts: &mut Vec<(u64, u32)>, (addr, granules): (u64, u32
     }
 }
 
-fn view_run(base: u64, first: u64, last: u64) -> ViewRun {
-    ViewRun {
-        base,
-        offset: (first / GRANULE) as u32,
-        granules: ((last - first) / GRANULE) as u32,
-    }
-}
-
 /// A claim on home memory for a block in a view.
 #[derive(Debug, Default)]
 pub(crate) struct Lent {
@@ -175,25 +175,34 @@ pub(crate) struct Lent {
 
 impl State {
     /// The smallest run over all views that holds a request, given what is open at home.
-    pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
+    pub(crate) fn find_in_views(&self, want: &Want, borders: &Borders) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;
         for (base, view) in &self.views {
             if view.dead || view.granules < want.granules {
                 continue;
             }
-            view.runs(*base, open, |run| {
-                let skip = want.skip(run.base + u64::from(run.offset) * GRANULE);
-                if run.granules >= want.granules + skip
-                    && best.is_none_or(|b| run.granules < b.granules)
-                {
-                    best = Some(ViewRun {
-                        offset: run.offset + skip,
-                        ..run
-                    });
-                }
-            });
+            if let Some((offset, granules)) = view.tightest(*base, borders, want)
+                && best.is_none_or(|b| granules < b.granules)
+            {
+                best = Some(ViewRun {
+                    base: *base,
+                    offset,
+                    granules,
+                });
+            }
         }
         best
+    }
+
+    /// What is open at home in each handle, by the pieces that a request may use.
+    pub(crate) fn borders(
+        &self,
+        want: &Want,
+        usable: impl Fn(&Finder<'_>, u32) -> bool,
+    ) -> Option<Borders> {
+        let finder = self.finder(want.space, want.stream)?;
+        let usable = |id| usable(&finder, id);
+        Some(Borders::collect(&self.handles, &finder, usable))
     }
 
     /// Claims home memory, part by part; nothing is claimed if one part cannot be.
@@ -228,18 +237,16 @@ impl State {
 
     /// The free piece or hole that an address lies in, and where it starts.
     pub(crate) fn piece_at(&self, space: SpaceId, addr: u64) -> Option<(u32, u64)> {
-        let at = self.space(space)?;
-        let hole = at
-            .holes()
+        let holes = self.space(space)?.holes();
+        let hole = holes
             .range(..=addr)
             .next_back()
             .filter(|(_, id)| addr < self.records[**id].end());
         if let Some((start, id)) = hole {
             return Some((*id, *start));
         }
-        at.pieces()
-            .find(|e| e.addr <= addr && addr < e.addr + u64::from(e.granules) * GRANULE)
-            .map(|e| (e.id, e.addr))
+        let id = self.piece_around(space, addr)?;
+        Some((id, self.records[id].addr))
     }
 
     /// Puts a claim back.
@@ -367,6 +374,31 @@ impl State {
             })
             .map(|(_, base, _)| base)
             .collect()
+    }
+
+    /// Idle views, longest unused first, of which the address space comes to at least `bytes` if there
+    /// are enough.
+    pub(crate) fn idle_addresses(&self, bytes: u64) -> Vec<u64> {
+        let idle = self.views.iter().filter(|(_, view)| self.view_over(view));
+        let mut idle: Vec<(u64, u64, u64)> = idle
+            .map(|(base, view)| (view.stamp, *base, u64::from(view.room) * GRANULE))
+            .collect();
+        idle.sort_unstable();
+        let mut found = 0;
+        idle.into_iter()
+            .take_while(|(_, _, room)| {
+                let more = found < bytes;
+                found += room;
+                more
+            })
+            .map(|(_, base, _)| base)
+            .collect()
+    }
+
+    /// Bytes of address space that views have.
+    pub(crate) fn view_addresses(&self) -> u64 {
+        let regions = self.view_space.regions().values();
+        regions.map(|region| region.bytes).sum()
     }
 
     /// The view around an address.

@@ -2,6 +2,7 @@
 
 use super::device::Device;
 use super::error::DriverError;
+use super::event::Event;
 use super::process;
 use super::sys::{self, CUresult, CUstreamCaptureMode};
 use super::table::{Driver, Feature, call, query};
@@ -188,6 +189,19 @@ impl Context {
         })
     }
 
+    /// Makes this context current on the calling thread and leaves its stream capture mode alone:
+    /// enough for what is queued on a stream, which no capture forbids, and cheaper than
+    /// [`enter`](Self::enter).
+    ///
+    /// # Errors
+    /// The driver's; then nothing has changed.
+    pub(crate) fn make_current(&self) -> Result<Current<'_>, DriverError> {
+        Ok(Current {
+            driver: self.driver(),
+            _switched: self.switch()?,
+        })
+    }
+
     /// Makes this context current and leaves the capture mode alone: for the cheap queries.
     pub(super) fn switch(&self) -> Result<Switched<'_>, DriverError> {
         Switched::to(self.driver(), self.raw())
@@ -318,6 +332,46 @@ impl Drop for Switched<'_> {
             self.driver
                 .drop_failed("the caller's current context", error);
         }
+    }
+}
+
+/// A context that is current on this thread, whatever the thread's stream capture mode.
+pub(crate) struct Current<'a> {
+    driver: &'a Driver,
+    _switched: Switched<'a>,
+}
+
+impl Current<'_> {
+    /// As [`Entered::record`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn record(
+        &self,
+        event: &Event,
+        stream: sys::CUstream,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the event is alive, and the caller vouches for the stream.
+        unsafe { call!(self.driver, cuEventRecord(event.raw(), stream)) }
+    }
+
+    /// As [`Entered::stream_wait`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn stream_wait(
+        &self,
+        stream: sys::CUstream,
+        event: &Event,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the event is alive, and the caller vouches for the stream.
+        unsafe { call!(self.driver, cuStreamWaitEvent(stream, event.raw(), 0)) }
     }
 }
 

@@ -479,6 +479,11 @@ impl Driver {
         }
     }
 
+    /// Whether two drivers are clones, and so share their table and its counters.
+    pub(crate) fn same_table(&self, other: &Driver) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     pub(super) fn add_handle_op(&self) {
         self.0.counters.add_handle_ops(1);
     }

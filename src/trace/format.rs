@@ -2,7 +2,7 @@
 
 use std::error::Error;
 use std::fmt;
-use std::io::{self, BufRead, Read};
+use std::io::{self, BufRead, Read, Write};
 
 /// The first line of every trace.
 pub const HEADER: &str = "op,id,bytes,stream";
@@ -91,18 +91,63 @@ impl Trace {
             });
             rows.push(row.map_err(|fault| parser.error(fault))?);
         }
+        Trace::finish(name.into(), rows, blocks)
+    }
+
+    /// Makes a trace of rows that did not come from a file. What the format does not say of a row
+    /// (the bytes of a free) is ignored.
+    ///
+    /// # Errors
+    /// The first violation of the format, with the line that it would stand in.
+    pub fn from_rows(
+        name: impl Into<String>,
+        rows: impl IntoIterator<Item = Row>,
+    ) -> Result<Trace, TraceError> {
+        let mut checked = Vec::new();
+        let mut blocks: Vec<Block> = Vec::new();
+        for mut row in rows {
+            if row.op != Op::Allocate {
+                row.bytes = 0;
+            }
+            note(&mut blocks, checked.len(), row).map_err(|fault| TraceError {
+                line: Trace::line_of(checked.len()),
+                fault,
+            })?;
+            checked.push(row);
+        }
+        Trace::finish(name.into(), checked, blocks)
+    }
+
+    fn finish(name: String, rows: Vec<Row>, blocks: Vec<Block>) -> Result<Trace, TraceError> {
         let allocations: Vec<Allocation> = blocks.into_iter().map(|block| block.outline).collect();
         let requested_peak = requested_peak(&rows, &allocations)?;
         let mut streams: Vec<u16> = allocations.iter().map(|block| block.stream).collect();
         streams.sort_unstable();
         streams.dedup();
         Ok(Trace {
-            name: name.into(),
+            name,
             rows,
             allocations,
             streams,
             requested_peak,
         })
+    }
+
+    /// Writes the trace as text; reading that gives an equal trace.
+    ///
+    /// # Errors
+    /// The writer's.
+    pub fn write(&self, mut writer: impl Write) -> io::Result<()> {
+        writeln!(writer, "{HEADER}")?;
+        for row in &self.rows {
+            let op = match row.op {
+                Op::Allocate => 'a',
+                Op::Free => 'f',
+                Op::Complete => 'c',
+            };
+            writeln!(writer, "{op},{},{},{}", row.id, row.bytes, row.stream)?;
+        }
+        writer.flush()
     }
 
     /// The name given when it was read.

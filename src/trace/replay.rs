@@ -32,6 +32,12 @@ pub struct Options {
     pub verify: bool,
     /// Decides which checks are delayed, when verifying over several streams.
     pub seed: u64,
+    /// In how many parts of equal length the rows of each replay are reported on their own, from 1
+    /// on.
+    pub parts: usize,
+    /// The allocator's structures are walked each time so many rows are done, and after the last
+    /// replay in any case; the clock stands still meanwhile.
+    pub check_every: Option<usize>,
 }
 
 impl Default for Options {
@@ -44,6 +50,8 @@ impl Default for Options {
             limit: None,
             verify: false,
             seed: 1,
+            parts: 1,
+            check_every: None,
         }
     }
 }
@@ -61,6 +69,20 @@ pub struct Figures {
     pub driver_ns: u64,
     /// Nanoseconds of wall time per row, the work given to the device included.
     pub ns_per_row: f64,
+    /// The same by parts of the rows. What is freed after the last row is in none of them.
+    pub parts: Vec<Part>,
+}
+
+/// What a part of a replay cost.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Part {
+    /// Rows of the part.
+    pub rows: usize,
+    /// The driver calls that the allocator made, by name.
+    pub driver_calls: CallCounts,
+    /// Nanoseconds that the allocator spent in the driver, as in [`Figures`].
+    pub driver_ns: u64,
 }
 
 /// What became of a trace.
@@ -150,6 +172,9 @@ pub enum RowError {
     /// The replayer's own work failed.
     #[error("the device could not be given work")]
     Work(#[from] DriverError),
+    /// A walk over the allocator's structures found something wrong.
+    #[error(transparent)]
+    Books(#[from] CheckError),
 }
 
 /// A trace could not be replayed at all.
@@ -303,7 +328,8 @@ impl Run<'_> {
             }
             let calls_before = driver.calls();
             let nanos_before = self.driver_nanos(&calls_before, work);
-            let outcome = self.once(work);
+            let mut parts = Vec::with_capacity(options.parts);
+            let outcome = self.once(options, work, &mut parts);
             if index == 0 {
                 report.at_peak = self.at_peak.take();
             }
@@ -322,6 +348,7 @@ impl Run<'_> {
                         0 => 0.0,
                         rows => wall.as_nanos() as f64 / rows as f64,
                     },
+                    parts,
                 }),
                 Err((row, source)) => {
                     report.failure = Some(Failure {
@@ -346,25 +373,50 @@ impl Run<'_> {
     }
 
     /// One replay: how long it took, or the index of the row that failed.
-    fn once(&mut self, work: &mut impl Work) -> Result<Duration, (usize, RowError)> {
+    fn once(
+        &mut self,
+        options: &Options,
+        work: &mut impl Work,
+        parts: &mut Vec<Part>,
+    ) -> Result<Duration, (usize, RowError)> {
         let mut wall = Duration::ZERO;
-        let mut at = 0;
-        while at < self.steps.len() {
-            let mut end = self.steps.len().min(at + PROGRESS_ROWS);
-            if (at..end).contains(&self.peak_row) {
-                end = self.peak_row + 1;
+        let (rows, count) = (self.steps.len(), options.parts.max(1));
+        let mut done = 0;
+        for part in 1..=count {
+            let end = (rows as u128 * part as u128 / count as u128) as usize;
+            let first = done;
+            let calls_before = self.stage.context().driver().calls();
+            let nanos_before = self.driver_nanos(&calls_before, work);
+            while done < end {
+                let next = stop(done, PROGRESS_ROWS).min(end);
+                let next = options
+                    .check_every
+                    .map_or(next, |every| next.min(stop(done, every)));
+                let next = match (done..next).contains(&self.peak_row) {
+                    true => self.peak_row + 1,
+                    false => next,
+                };
+                wall += self.stretch(done, next, work)?;
+                if next == self.peak_row + 1 && self.rows_done <= rows as u64 {
+                    self.at_peak = Some(self.allocator.fragmentation());
+                }
+                done = next;
+                if options
+                    .check_every
+                    .is_some_and(|every| done.is_multiple_of(every))
+                {
+                    self.allocator
+                        .check()
+                        .map_err(|error| (done - 1, error.into()))?;
+                }
+                (self.progress)(self.rows_done);
             }
-            let steps = &self.steps[at..end];
-            let start = Instant::now();
-            rows(steps, &mut self.slots, &self.streams, self.allocator, work)
-                .map_err(|(row, error)| (at + row, error))?;
-            wall += start.elapsed();
-            if end == self.peak_row + 1 && self.rows_done < self.steps.len() as u64 {
-                self.at_peak = Some(self.allocator.fragmentation());
-            }
-            self.rows_done += (end - at) as u64;
-            (self.progress)(self.rows_done);
-            at = end;
+            let calls = self.stage.context().driver().calls();
+            parts.push(Part {
+                rows: end - first,
+                driver_ns: self.driver_nanos(&calls, work).saturating_sub(nanos_before),
+                driver_calls: calls.since(&calls_before),
+            });
         }
         let start = Instant::now();
         for step in &self.steps {
@@ -378,6 +430,27 @@ impl Run<'_> {
         }
         Ok(wall + start.elapsed())
     }
+
+    /// Rows from one to before another.
+    fn stretch(
+        &mut self,
+        from: usize,
+        to: usize,
+        work: &mut impl Work,
+    ) -> Result<Duration, (usize, RowError)> {
+        let start = Instant::now();
+        let steps = &self.steps[from..to];
+        rows(steps, &mut self.slots, &self.streams, self.allocator, work)
+            .map_err(|(row, error)| (from + row, error))?;
+        self.rows_done += steps.len() as u64;
+        Ok(start.elapsed())
+    }
+}
+
+/// The first multiple of `every` behind a row.
+fn stop(row: usize, every: usize) -> usize {
+    let every = every.max(1);
+    (row / every + 1).saturating_mul(every)
 }
 
 impl Step {

@@ -1,0 +1,163 @@
+//! Training with sharded parameters, as one of the devices sees it.
+
+use super::{Draft, Program, Random};
+use crate::trace::format::{Op, Row};
+
+const COMPUTE: u16 = 0;
+const GATHER: u16 = 1;
+const REDUCE: u16 = 2;
+
+const LAYERS: usize = 24;
+/// Training steps of the usual program.
+const STEPS: usize = 4;
+/// Devices that share the parameters.
+const SHARDS: u64 = 8;
+/// Bytes of a parameter, of its gradient, and of its optimizer's state.
+const PARAMETER: u64 = 2;
+const STATE: u64 = 12;
+/// Rows until another stream has done what it does with a block that its owner gave up.
+const LATE: usize = 7;
+
+struct Model {
+    /// Parameters of each layer; the first is the table of words.
+    layers: Vec<u64>,
+    width: u64,
+    hidden: u64,
+}
+
+/// The draft, and blocks given up by their owner that another stream still uses.
+struct Writer {
+    draft: Draft,
+    /// Row from which on the use is over, and position.
+    late: Vec<(usize, usize, u16)>,
+}
+
+impl Writer {
+    fn allocate(&mut self, bytes: u64, stream: u16) -> (usize, u16) {
+        self.complete();
+        (self.draft.allocate(bytes, stream), stream)
+    }
+
+    fn free(&mut self, block: (usize, u16)) {
+        self.complete();
+        self.draft.row(Op::Free, block.0, block.1);
+    }
+
+    /// Frees a block that another stream was just given work with.
+    fn free_late(&mut self, block: (usize, u16)) {
+        self.free(block);
+        let due = self.draft.rows.len() + LATE;
+        self.late.push((due, block.0, block.1));
+    }
+
+    fn complete(&mut self) {
+        while let Some((due, id, stream)) = self.late.first().copied()
+            && due <= self.draft.rows.len()
+        {
+            self.late.remove(0);
+            self.draft.row(Op::Complete, id, stream);
+        }
+    }
+}
+
+pub(super) fn rows(program: &Program) -> Vec<Row> {
+    let mut random = Random::new(program.seed);
+    let width = 256 * random.between(6, 12);
+    let hidden = 256 * random.between(12, 40);
+    let layer = 4 * width * width + 3 * width * hidden;
+    let mut layers = vec![width * 1024 * random.between(24, 64)];
+    layers.extend(std::iter::repeat_n(layer, LAYERS));
+    let model = Model {
+        layers,
+        width,
+        hidden,
+    };
+    let mut writer = Writer {
+        draft: Draft::default(),
+        late: Vec::new(),
+    };
+    for parameters in &model.layers {
+        writer.allocate(parameters / SHARDS * PARAMETER, COMPUTE);
+        writer.allocate(parameters / SHARDS * STATE, COMPUTE);
+    }
+    let mut steps = 0;
+    while program
+        .rows
+        .map_or(steps < STEPS, |rows| writer.draft.rows.len() < rows)
+    {
+        step(&mut writer, &model, &mut random);
+        steps += 1;
+    }
+    let mut rows = writer.draft.rows;
+    rows.truncate(program.rows.unwrap_or(usize::MAX));
+    rows
+}
+
+/// A forward and a backward pass, and the update.
+fn step(writer: &mut Writer, model: &Model, random: &mut Random) {
+    // Batches differ in their number of tokens.
+    let tokens = 64 * random.between(24, 160);
+    let mut saved: Vec<Vec<(usize, u16)>> = Vec::new();
+    let mut next = Some(writer.allocate(model.layers[0] * PARAMETER, GATHER));
+    for layer in 0..model.layers.len() {
+        let gathered = next.take();
+        // The next layer is gathered while this one computes.
+        if let Some(parameters) = model.layers.get(layer + 1) {
+            next = Some(writer.allocate(parameters * PARAMETER, GATHER));
+        }
+        saved.push(forward(writer, model, tokens));
+        if let Some(block) = gathered {
+            writer.free_late(block);
+        }
+    }
+    let mut shards = Vec::new();
+    let mut upstream = writer.allocate(tokens * model.width * 2, COMPUTE);
+    for layer in (0..model.layers.len()).rev() {
+        let gathered = next
+            .take()
+            .unwrap_or_else(|| writer.allocate(model.layers[layer] * PARAMETER, GATHER));
+        if layer > 0 {
+            next = Some(writer.allocate(model.layers[layer - 1] * PARAMETER, GATHER));
+        }
+        let full = writer.allocate(model.layers[layer] * PARAMETER, COMPUTE);
+        let down = writer.allocate(tokens * model.width * 2, COMPUTE);
+        for block in saved.pop().unwrap_or_default().into_iter().rev() {
+            let gradient = writer.allocate(tokens * model.width * 2, COMPUTE);
+            writer.free(block);
+            writer.free(gradient);
+        }
+        writer.free(upstream);
+        upstream = down;
+        writer.free_late(gathered);
+        // The gradient goes to the reducing stream, which keeps this device's part of it.
+        let wire = writer.allocate(model.layers[layer] * PARAMETER, REDUCE);
+        shards.push(writer.allocate(model.layers[layer] / SHARDS * PARAMETER, REDUCE));
+        writer.free_late(full);
+        writer.free(wire);
+    }
+    writer.free(upstream);
+    for (shard, parameters) in shards.into_iter().zip(model.layers.iter().rev()) {
+        let update = writer.allocate(parameters / SHARDS * 4, COMPUTE);
+        writer.free_late(shard);
+        writer.free(update);
+    }
+}
+
+/// One layer forward; what it keeps for the way back.
+fn forward(writer: &mut Writer, model: &Model, tokens: u64) -> Vec<(usize, u16)> {
+    let narrow = tokens * model.width * 2;
+    let wide = tokens * model.hidden * 2;
+    let norm = writer.allocate(narrow, COMPUTE);
+    let scale = writer.allocate(tokens * 4, COMPUTE);
+    let projected = writer.allocate(3 * narrow, COMPUTE);
+    let scratch = writer.allocate(narrow + tokens * 512, COMPUTE);
+    let mixed = writer.allocate(narrow, COMPUTE);
+    writer.free(scratch);
+    let gate = writer.allocate(wide, COMPUTE);
+    let up = writer.allocate(wide, COMPUTE);
+    let product = writer.allocate(wide, COMPUTE);
+    let out = writer.allocate(narrow, COMPUTE);
+    writer.free(product);
+    writer.free(norm);
+    vec![scale, projected, mixed, gate, up, out]
+}

@@ -1,0 +1,202 @@
+//! Traces made up by rules.
+
+use cualloc::trace::generate::{Kind, Program, vary};
+use cualloc::trace::{Op, Trace};
+
+const KINDS: [Kind; 4] = [Kind::Large, Kind::Sharded, Kind::Random, Kind::Churn];
+
+fn program(kind: Kind, seed: u64, rows: usize) -> Program {
+    let mut program = Program::new(kind, seed);
+    program.rows = Some(rows);
+    program
+}
+
+fn trace(kind: Kind, seed: u64, rows: usize) -> Trace {
+    program(kind, seed, rows).trace("made up").unwrap()
+}
+
+/// Depends on every field of every row (FNV-1a).
+fn fingerprint(trace: &Trace) -> u64 {
+    trace
+        .rows()
+        .iter()
+        .flat_map(|row| {
+            [
+                row.op as u64,
+                row.id as u64,
+                row.bytes,
+                u64::from(row.stream),
+            ]
+        })
+        .flat_map(u64::to_le_bytes)
+        .fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+        })
+}
+
+/// The most and the fewest blocks live at once, the latter after the first `warm` rows.
+fn live(trace: &Trace, warm: usize) -> (usize, usize) {
+    let (mut now, mut most, mut fewest) = (0usize, 0, usize::MAX);
+    for (index, row) in trace.rows().iter().enumerate() {
+        match row.op {
+            Op::Allocate => now += 1,
+            _ if trace.allocations()[row.id].released == Some(index) => now -= 1,
+            _ => {}
+        }
+        most = most.max(now);
+        if index >= warm {
+            fewest = fewest.min(now);
+        }
+    }
+    (most, fewest)
+}
+
+#[test]
+fn equal_programs_give_equal_traces_and_other_seeds_others() {
+    for kind in KINDS {
+        let one = fingerprint(&trace(kind, 1, 3000));
+        assert_eq!(one, fingerprint(&trace(kind, 1, 3000)), "{kind:?}");
+        assert_ne!(one, fingerprint(&trace(kind, 2, 3000)), "{kind:?}");
+    }
+}
+
+#[test]
+fn a_short_program_is_the_beginning_of_a_long_one() {
+    for kind in KINDS {
+        let (short, long) = (trace(kind, 5, 500), trace(kind, 5, 900));
+        assert!(short.rows().len() >= 500, "{kind:?}");
+        assert_eq!(short.rows()[..500], long.rows()[..500], "{kind:?}");
+    }
+}
+
+#[test]
+fn large_programs_have_few_large_blocks_of_sizes_that_do_not_repeat() {
+    let trace = Program::new(Kind::Large, 3).trace("large").unwrap();
+    assert_eq!(trace.rows().len(), 12_000);
+    assert_eq!(live(&trace, 100), (12, 4));
+    let mut sizes: Vec<u64> = trace
+        .allocations()
+        .iter()
+        .map(|block| block.bytes)
+        .collect();
+    assert!(
+        sizes
+            .iter()
+            .all(|bytes| (64 << 20..2 << 30).contains(bytes))
+    );
+    sizes.sort_unstable();
+    let blocks = sizes.len();
+    sizes.dedup();
+    assert!(
+        sizes.len() * 1000 >= blocks * 999,
+        "{} of {blocks}",
+        sizes.len()
+    );
+    // The middle of the logarithms, within a tenth.
+    let median = sizes[sizes.len() / 2] as f64 / f64::from(64 << 20);
+    assert!((5.1..6.3).contains(&median), "{median}");
+}
+
+/// What is live at each row.
+fn live_bytes(trace: &Trace) -> Vec<u64> {
+    let rows = trace.rows().iter();
+    let live = rows.scan(0, |live, row| {
+        match row.op {
+            Op::Allocate => *live += row.bytes,
+            _ => *live -= trace.allocations()[row.id].bytes,
+        }
+        Some(*live)
+    });
+    live.collect()
+}
+
+#[test]
+fn random_programs_keep_to_their_bounds() {
+    for (streams, bound) in [(1, 256 << 20), (3, 1 << 30), (8, 8 << 30)] {
+        let mean = [Kind::Random, Kind::Churn].map(|kind| {
+            let mut program = program(kind, 7, 20_000);
+            (program.streams, program.live) = (Some(streams), Some(bound));
+            let trace = program.trace("random").unwrap();
+            assert_eq!(trace.streams().len(), usize::from(streams));
+            let peak = trace.requested_peak();
+            assert!(peak <= bound && peak * 10 >= bound * 9, "{peak} of {bound}");
+            let blocks = trace.allocations();
+            assert!(
+                blocks
+                    .iter()
+                    .all(|block| (512..512 << 20).contains(&block.bytes))
+            );
+            live_bytes(&trace).iter().sum::<u64>() / 20_000
+        });
+        // One wanders, the other stays near its bound.
+        assert!(mean[0] * 5 < mean[1] * 4, "{mean:?} of {bound}");
+    }
+}
+
+#[test]
+fn sharded_programs_gather_and_reduce_on_streams_of_their_own() {
+    let trace = Program::new(Kind::Sharded, 1).trace("sharded").unwrap();
+    assert_eq!(trace.streams(), [0, 1, 2]);
+    let of = |stream: u16| {
+        trace
+            .allocations()
+            .iter()
+            .filter(move |b| b.stream == stream)
+    };
+    // What is gathered is used elsewhere, and so all of it completes late.
+    let late = trace
+        .rows()
+        .iter()
+        .filter(|row| row.op == Op::Complete && row.stream == 1);
+    let gathered = of(1).count();
+    assert!(gathered >= 4 * 48, "{gathered}");
+    assert!(late.count() + 2 >= gathered);
+    assert!(of(2).count() >= 4 * 48);
+    // Only what is gathered for the next layer and what is kept through is live between the steps.
+    assert!(of(1).all(|block| block.released.is_some()));
+}
+
+#[test]
+fn changed_sizes_stay_within_their_share() {
+    let first = trace(Kind::Sharded, 2, 1500);
+    let varied = vary(&first, "varied", 3, 20, 9).unwrap();
+    let blocks = first.allocations().len();
+    assert_eq!(varied.allocations().len(), 3 * blocks);
+    let mut same = 0;
+    for (index, block) in varied.allocations().iter().enumerate() {
+        let was = first.allocations()[index % blocks].bytes;
+        assert!(block.released.is_some());
+        assert!(block.bytes * 100 >= was * 79 && block.bytes * 100 <= was * 121);
+        same += u32::from(block.bytes == was);
+    }
+    assert!((same as usize) < blocks / 5, "{same} of {blocks}");
+    assert_eq!(
+        fingerprint(&vary(&first, "same", 1, 0, 1).unwrap()) == fingerprint(&first),
+        {
+            first
+                .allocations()
+                .iter()
+                .all(|block| block.released.is_some())
+        }
+    );
+}
+
+#[test]
+fn what_is_written_reads_the_same() {
+    for kind in KINDS {
+        let trace = trace(kind, 4, 700);
+        let mut text = Vec::new();
+        trace.write(&mut text).unwrap();
+        let read = Trace::read("again", text.as_slice()).unwrap();
+        assert_eq!(fingerprint(&read), fingerprint(&trace), "{kind:?}");
+        assert_eq!(read.requested_peak(), trace.requested_peak());
+    }
+}
+
+#[test]
+fn rows_that_break_the_format_make_no_trace() {
+    let mut rows = trace(Kind::Large, 1, 50).rows().to_vec();
+    rows[10].id += 1000;
+    let error = Trace::from_rows("broken", rows).unwrap_err();
+    assert_eq!(error.line(), Trace::line_of(10));
+}
