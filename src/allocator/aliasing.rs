@@ -7,7 +7,7 @@
 use std::ffi::{CStr, c_void};
 use std::sync::atomic::Ordering;
 
-use crate::driver::{DriverError, Entered, Function, Stream, sys};
+use crate::driver::{DriverError, Entered, Function, Stream, StreamKind, sys};
 
 use super::engine::Engine;
 use super::error::Error;
@@ -17,6 +17,7 @@ use super::records::SpaceId;
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::state::{State, Want};
 use super::stitch::Stitch;
+use super::streams::Holder;
 use super::uses::Uses;
 use super::view::Lent;
 
@@ -52,6 +53,9 @@ struct Bench<'a> {
 impl Bench<'_> {
     /// Whether every word that was written through one side was read through the other.
     fn run(&self) -> Result<bool, DriverError> {
+        let all = (PHYSICAL_GRANULE / 4) as usize;
+        // SAFETY: the memory is the test's, and that large.
+        unsafe { self.entered.memset_d32(self.sides[0], 0, all, self.stream) }?;
         let mut good = true;
         let mut word = 0x5eed_0000;
         for _ in 0..ROUNDS {
@@ -59,7 +63,7 @@ impl Bench<'_> {
                 word += 1;
                 let (write, read) = (self.sides[write], self.sides[read]);
                 good &= self.copies(write, read, word)?;
-                good &= self.uploads(write, read, word ^ 0xffff)?;
+                good &= self.moves(write, read, word ^ 0xffff)?;
                 if let Some((fill, check)) = &self.kernels {
                     good &= self.launches(fill, check, write, read, word)?;
                 }
@@ -97,7 +101,7 @@ impl Bench<'_> {
         Ok(self.read(read)?.iter().all(|found| *found == word))
     }
 
-    fn uploads(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
+    fn moves(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
         let half = WORDS / 2;
         // SAFETY: the memory is the test's; the halves do not overlap.
         unsafe {
@@ -207,14 +211,39 @@ impl Engine {
                     self.reserve_span(space, PHYSICAL_GRANULE)?;
                 }
             }
-            self.aliasing_verdict()?;
+            self.aliasing_verdict(true)?;
         }
         Ok(self.lock().self_test)
     }
 
+    /// Whether nothing runs on any stream that is known.
+    fn is_quiet(&self) -> Result<bool, Error> {
+        let holders: Vec<Holder> = {
+            let state = self.lock();
+            state
+                .streams
+                .iter()
+                .map(|(_, s)| s.holder.clone())
+                .collect()
+        };
+        for holder in holders {
+            let idle = match holder {
+                Holder::Kept(stream) if stream.kind() != StreamKind::PerThreadDefault => {
+                    stream.is_complete().map_err(|e| self.error(e))?
+                }
+                Holder::Retired => true,
+                _ => false,
+            };
+            if !idle {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Whether a stitch may go on, or what failed.
     pub(crate) fn may_stitch(&self) -> Result<bool, Error> {
-        match self.aliasing_verdict() {
+        match self.aliasing_verdict(false) {
             Ok(usable) => Ok(usable),
             // For the test; growth may still find some.
             Err(Error::Driver(error)) if error.is_out_of_memory() => Ok(false),
@@ -225,7 +254,7 @@ impl Engine {
     /// Whether a stitch may go on: tests the device if nobody has. A few milliseconds, once for a
     /// device and a process. Without memory for the test the stitch goes on untested, and the next
     /// one asks again; while something captures nothing is stitched.
-    fn aliasing_verdict(&self) -> Result<bool, Error> {
+    fn aliasing_verdict(&self, asked: bool) -> Result<bool, Error> {
         if !self.self_test {
             return Ok(true);
         }
@@ -238,7 +267,8 @@ impl Engine {
             Err(Error::Capturing { .. }) => return Ok(false),
             Err(error) => return Err(error),
         }
-        let Some(good) = self.test_aliasing()? else {
+        let with_kernels = asked || self.is_quiet()?;
+        let Some(good) = self.test_aliasing(with_kernels)? else {
             return Ok(true);
         };
         self.driver().set_aliasing(self.device, good);
@@ -253,7 +283,7 @@ impl Engine {
     }
 
     /// Runs the test on memory of its own. `None` if there is no memory for it.
-    fn test_aliasing(&self) -> Result<Option<bool>, Error> {
+    fn test_aliasing(&self, with_kernels: bool) -> Result<Option<bool>, Error> {
         let want = Want {
             space: SpaceId::Large,
             // The memory is no stream's before and after.
@@ -274,7 +304,7 @@ impl Engine {
                     let mut state = self.lock();
                     state.planned_test_done(&want, stitch, &handles)
                 };
-                let result = self.try_both_sides(sides);
+                let result = self.try_both_sides(sides, with_kernels);
                 match result {
                     Ok(done) => {
                         self.end_test(block, sides)?;
@@ -297,7 +327,11 @@ impl Engine {
     }
 
     /// The test proper, on a stream of its own. The outer error: the stream could not be waited for.
-    fn try_both_sides(&self, sides: [u64; 2]) -> Result<Result<bool, DriverError>, DriverError> {
+    fn try_both_sides(
+        &self,
+        sides: [u64; 2],
+        with_kernels: bool,
+    ) -> Result<Result<bool, DriverError>, DriverError> {
         let stream = match Stream::new(&self.context) {
             Ok(stream) => stream,
             Err(error) => return Ok(Err(error)),
@@ -306,7 +340,8 @@ impl Engine {
             Ok(entered) => entered,
             Err(error) => return Ok(Err(error)),
         };
-        // A device that cannot load them is tested without kernels.
+        // Loading may wait for everything that runs in the context, which this thread may have to
+        // end. A device that cannot load them is tested without kernels as well.
         let load = || {
             let module = entered.load_module(KERNELS)?;
             Ok::<_, DriverError>((
@@ -314,10 +349,10 @@ impl Engine {
                 module.function(c"cualloc_check")?,
             ))
         };
-        let kernels = match load() {
-            Ok(kernels) => Some(kernels),
-            Err(error) if error.is_fatal() => return Ok(Err(error)),
-            Err(_) => None,
+        let kernels = match with_kernels.then(load) {
+            Some(Ok(kernels)) => Some(kernels),
+            Some(Err(error)) if error.is_fatal() => return Ok(Err(error)),
+            _ => None,
         };
         let bench = Bench {
             entered: &entered,

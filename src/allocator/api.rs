@@ -107,7 +107,8 @@ impl Allocator {
     /// Tests whether the device keeps memory the same through two addresses, if views are allowed
     /// and nobody has tested it in this process, and says what is known then. Else the test is made
     /// before the first view is built. Takes a few milliseconds, 2 MiB and a stream of its own for
-    /// that time, and waits for its own work.
+    /// that time, and waits for its own work; loading its kernels may wait for everything in the context.
+    /// The test before the first view does without kernels unless all known streams stand idle.
     ///
     /// # Errors
     /// Driver errors.

@@ -3,8 +3,8 @@
 //! Mapping costs the driver's time per handle, so a stitch of hundreds of small handles would make
 //! one allocation wait for milliseconds. A stitch of many handles spends a token; without one, or
 //! beyond what a token allows, it maps the largest free handles only and creates the rest, beyond the
-//! soft cap if it must be. Later large allocations give that back, a few handles each. Near a hard
-//! limit none of this holds: there memory always wins. Nothing here reads a clock: times are counted
+//! soft cap if it must be. Later large allocations give that back, a few handles each. Above half of
+//! a hard limit none of this holds: there memory always wins. Nothing here reads a clock: times are counted
 //! in handles.
 
 use super::engine::{Engine, Guard};
@@ -30,8 +30,12 @@ const CUT_CREATED: u64 = 10;
 /// Handles that one allocation gives back: 0.3 ms at the 33.5 us that unmapping and releasing one
 /// costs on an H200.
 const REPAID: usize = 8;
-/// Above this many tenths of the limit the bounds do not hold.
-const NEAR_TENTHS: u64 = 8;
+/// They are not larger than this, because one small block keeps a whole handle.
+const CREATED_MAX: u64 = 32 << 20;
+/// Above this part of the limit the bounds do not hold. New handles are small there
+/// ([`State::handle_size`]); with larger ones, and bounds up to 0.8 of the limit, the smallest limit
+/// of recorded work rose by 1.5 points.
+const NEAR_PART: u64 = 2;
 
 /// How often one allocation had to map many handles, and what became of it (numbers, since the
 /// start).
@@ -88,7 +92,7 @@ impl State {
         let limit = self.limit.unwrap_or(u64::MAX);
         let bound = limit.min(self.full_at.unwrap_or(u64::MAX));
         let held = self.stats.all.reserved.current + self.planned;
-        held.saturating_add(more) <= bound / 10 * NEAR_TENTHS
+        held.saturating_add(more) <= bound / NEAR_PART
     }
 
     /// The layout itself if its number of handles is bearable, else one that maps fewer of the open
@@ -162,7 +166,7 @@ fn cut(want: &Want, sources: &[Source]) -> Layout {
         skip: 0,
         adds,
         fresh,
-        fresh_handle: part.next_multiple_of(PHYSICAL_GRANULE),
+        fresh_handle: part.next_multiple_of(PHYSICAL_GRANULE).min(CREATED_MAX),
     }
 }
 

@@ -62,18 +62,28 @@ fn more_than_three_hundred_maps_are_never_made_at_once() {
 #[test]
 fn near_the_limit_memory_wins_over_the_number_of_maps() {
     only_on(Policy::Packed, large_device(), |rig| {
-        let limit = 1300 * MIB as u64;
-        let allocator = rig.allocator_with(small_handles().limit(Some(limit)));
-        let stream = rig.stream();
-        let kept = scatter(&allocator, &stream, 320);
-        let held = allocator.stats().all.reserved.current;
-        let block = take(&allocator, 320, &stream);
-        let stats = allocator.stats();
-        let bursts = stats.packing.bursts;
-        assert_eq!((bursts.unbounded, bursts.cut, bursts.spent), (1, 0, 0));
-        assert_eq!((bursts.largest, stats.all.reserved.current), (320, held));
-        drop((kept, block));
-        rig.close(&allocator);
+        // Twice as much as would be held is far from the limit.
+        for (limit, near) in [
+            (1300 * MIB, true),
+            (2 * 1740 * MIB, true),
+            (2 * 1744 * MIB, false),
+        ] {
+            let allocator = rig.allocator_with(small_handles().limit(Some(limit as u64)));
+            let stream = rig.stream();
+            let kept = scatter(&allocator, &stream, 320);
+            let held = allocator.stats().all.reserved.current;
+            let block = take(&allocator, 320, &stream);
+            let stats = allocator.stats();
+            let bursts = stats.packing.bursts;
+            if near {
+                assert_eq!((bursts.unbounded, bursts.cut, bursts.spent), (1, 0, 0));
+                assert_eq!((bursts.largest, stats.all.reserved.current), (320, held));
+            } else {
+                assert_eq!((bursts.unbounded, bursts.cut, bursts.spent), (0, 1, 0));
+            }
+            drop((kept, block));
+            rig.close(&allocator);
+        }
     });
 }
 
