@@ -362,6 +362,13 @@ mod guard {
                             let stream = rig_free_stream(&guard);
                             for size in 1..400 {
                                 let block = guard.allocate(size * 100, &stream, T).unwrap();
+                                // Whoever resets has a turn while the block is there.
+                                for _ in 0..3 {
+                                    let stats = guard.stats();
+                                    assert!(stats.peak >= stats.used, "{stats:?}");
+                                    assert!(stats.peak >= block.bytes() as u64, "{stats:?}");
+                                    std::thread::yield_now();
+                                }
                                 guard.deallocate(block).unwrap();
                             }
                         })

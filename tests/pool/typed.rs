@@ -183,6 +183,7 @@ fn s2_7_s2_13_recorded_uses_are_over_when_the_stream_is() {
             }
             hold.release();
             b.synchronize().unwrap();
+            pool.allocator(0).unwrap().synchronize().unwrap();
             let again = pool.take::<f32>(1000, &a).unwrap().expect("a hit");
             assert_eq!(again.as_device_ptr(), address);
             drop((again, other, found));
