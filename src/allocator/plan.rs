@@ -573,7 +573,7 @@ mod tests {
         let levels = [(100, 30), (200, 60), (300, 80), (400, 120), (500, 120)];
         for (level, expected) in levels.into_iter().enumerate() {
             assert_eq!((state.level, figures(&state)), (level, expected));
-            state.spent(LEVEL_MAPS as usize);
+            state.spent(LEVEL_MAPS[level] as usize);
             assert_eq!(state.level, level, "the budget is just spent");
             // As many requests make up for one map, so one more is still within it.
             (0..REQUESTS_PER_MAP).for_each(|_| state.large_request(&want));
@@ -581,6 +581,7 @@ mod tests {
             assert_eq!(state.level, level);
             state.spent(1);
         }
-        assert_eq!(state.level, LEVELS - 1, "the last level stays");
+        state.spent(1 << 40);
+        assert_eq!((state.level, figures(&state)), (LEVELS - 1, (600, 120)));
     }
 }
