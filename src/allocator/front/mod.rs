@@ -11,6 +11,8 @@
 mod account;
 pub(crate) mod cache;
 mod heap;
+#[cfg(all(loom, test))]
+mod interleavings;
 mod lock;
 mod pages;
 
