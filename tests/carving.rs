@@ -111,7 +111,7 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
     each(|rig| {
         // Small pool, then large pool. What the packed policy keeps in fronts is handed out latest
         // first, so its smaller unit is one of the large arena, too.
-        let small = if rig.packed() { 128 * KIB } else { 1024 };
+        let small = if rig.packed() { 512 * KIB } else { 1024 };
         for unit in [small, 4 * MIB] {
             let allocator = rig.allocator();
             let stream = rig.stream();
@@ -231,6 +231,7 @@ fn s1_10_split_hands_out_the_head_and_keeps_the_tail() {
             let allocator = rig.allocator();
             let stream = rig.stream();
             allocator.reserve(first + end, &stream).unwrap();
+            merge(&allocator);
             let [whole, separator] = row(&allocator, &stream, [first, end]);
             let ptr = whole.ptr();
             drop(whole);
@@ -265,6 +266,7 @@ fn s1_11_free_merges_with_both_neighbours() {
             let allocator = rig.allocator();
             let stream = rig.stream();
             allocator.reserve(9 * unit, &stream).unwrap();
+            merge(&allocator);
             let [left, middle, right, separator] =
                 row(&allocator, &stream, [2 * unit, 2 * unit, 4 * unit, unit]);
             let ptr = left.ptr();
@@ -293,6 +295,7 @@ fn s1_12_pending_neighbour_is_not_merged() {
             let allocator = rig.allocator();
             let [stream, other] = rig.streams();
             allocator.reserve(9 * unit, &stream).unwrap();
+            merge(&allocator);
             let [left, middle, right, separator] =
                 row(&allocator, &stream, [2 * unit, 2 * unit, 4 * unit, unit]);
             let (first, second) = (left.ptr(), middle.ptr());

@@ -8,9 +8,13 @@ use common::*;
 use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::column::*;
 use cualloc::driver::{Context, Stream};
-use cualloc::resource::{LaunchRecorder, RecordMode};
+use cualloc::resource::{
+    AsyncResource, BlockState, Budget, DirectResource, LaunchRecorder, MemoryResource, Outstanding,
+    RecordMode,
+};
 use cualloc::sim::SimConfig;
 use exchange::*;
+use std::sync::Arc;
 
 fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Column {
     let values: Vec<f32> = (0..rows).map(|row| row as f32).collect();
@@ -425,4 +429,111 @@ fn r53_access_is_granted_on_demand() {
     let granted = growth(8, &[5, 1]);
     assert_eq!(granted.0, alone.0);
     assert_eq!(granted.2, [0, 1, 5]);
+}
+
+/// What `make` puts over an allocator, to be shared.
+fn shared<R: MemoryResource + 'static>(
+    rig: &Rig,
+    make: impl FnOnce(Allocator) -> R,
+) -> Arc<dyn MemoryResource> {
+    Arc::new(make(rig.allocator()))
+}
+
+/// S5.45, S5.9: a column over any resource, whose block the resource knows.
+#[test]
+fn s5_45_s5_9_columns_are_made_of_any_resource() {
+    each(|rig| {
+        let stream = rig.stream();
+        let stacks = [
+            shared(rig, |allocator| allocator),
+            shared(rig, AsyncResource::new),
+            shared(rig, |allocator| {
+                Budget::new(AsyncResource::new(allocator), 1 << 20)
+            }),
+            Arc::new(DirectResource::new(&rig.context)),
+        ];
+        for resource in stacks {
+            let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &stream);
+            let column = column.unwrap();
+            let id = column.block().unwrap();
+            assert_eq!(
+                (id.ptr, id.bytes, column.is_external()),
+                (column.ptr(), 24, false)
+            );
+            assert_eq!(resource.state(&id), BlockState::Live);
+            assert_eq!(resource.outstanding().live, 24);
+            column.record_stream(&rig.stream()).unwrap();
+            assert_eq!(column.to_vec::<i64>().unwrap(), [3, 5, 8]);
+            // Neither is it an allocator's.
+            let column = column.into_block().expect_err("a resource's");
+            let owned = column.into_owned().unwrap();
+            assert_eq!(owned.identity(), Some(id));
+            // SAFETY: the block's own stream, and nothing else uses it.
+            let refused = unsafe { Column::from_owned(owned, ElementType::I64, 1000, &stream) };
+            let refused = refused.unwrap_err();
+            assert!(matches!(refused.error, ColumnError::BlockTooSmall { .. }));
+            // SAFETY: as above.
+            let again =
+                unsafe { Column::from_owned(*refused.offered, ElementType::I64, 2, &stream) };
+            let again = again.unwrap();
+            assert_eq!(
+                (again.block(), again.to_vec::<i64>().unwrap()),
+                (Some(id), vec![3, 5])
+            );
+            drop(again);
+            assert_eq!(resource.outstanding().live, 0);
+            resource.reap().unwrap();
+            assert_eq!(resource.state(&id), BlockState::Freed);
+            let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::F32, 7, &stream);
+            assert_eq!(zeros.unwrap().to_vec::<f32>().unwrap(), [0.0; 7]);
+            let empty = Column::uninit_in(Arc::clone(&resource), ElementType::F32, 0, &stream);
+            assert_eq!(empty.unwrap().block(), None);
+            resource.reap().unwrap();
+        }
+    });
+}
+
+/// S5.47, S5.37: a launch on another stream comes between the column's own copies, by its block alone.
+#[test]
+fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
+    each(|rig| {
+        let resource = shared(rig, AsyncResource::new);
+        let [a, b] = rig.streams();
+        let mut column = Column::from_slice_in(Arc::clone(&resource), &[1u32; 1024], &a).unwrap();
+        for round in 2..5u32 {
+            let busy = rig.busy(&a);
+            column.copy_from_slice(&[round; 1024]).unwrap();
+            let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            launch.read_write(&column).unwrap();
+            assert_eq!(launch.blocks().count(), 1);
+            launch.preflight().unwrap();
+            rig.stamp(column.ptr(), 4096, 10 * round, &b);
+            launch.commit().unwrap();
+            assert_eq!(column.to_vec::<u32>().unwrap(), [10 * round; 1024]);
+            busy.release();
+        }
+        // An export comes after the launch, the end of the column after the consumer.
+        let busy = rig.busy(&b);
+        let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+        launch.write(&column).unwrap();
+        launch.preflight().unwrap();
+        rig.stamp(column.ptr(), 4096, 99, &b);
+        launch.commit().unwrap();
+        let consumer = rig.stream();
+        let (ptr, id) = (column.ptr(), column.block().unwrap());
+        let tensor = column
+            .to_dlpack_versioned(&Consumer::Tracked(consumer.clone()))
+            .unwrap();
+        drop(column);
+        rig.stamp(ptr, 4096, 100, &consumer);
+        assert_eq!(resource.state(&id), BlockState::Live);
+        drop(tensor);
+        assert_ne!(resource.state(&id), BlockState::Live);
+        let next = Column::from_slice_in(Arc::clone(&resource), &[5u32; 1024], &a).unwrap();
+        busy.release();
+        assert_eq!(next.to_vec::<u32>().unwrap(), [5; 1024]);
+        drop(next);
+        resource.reap().unwrap();
+        assert_eq!(resource.outstanding(), Outstanding::default());
+    });
 }

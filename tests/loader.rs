@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Fake, Folder, chain, compiler};
-use cualloc::driver::{Context, Driver, Feature, LoadError, Stream, sys};
+use cualloc::driver::{Context, Driver, Feature, LoadError, Stream, Symbol, sys};
 use std::env;
 use std::error::Error;
 use std::fs;
@@ -48,6 +48,21 @@ fn s3_34_loads_without_any_optional_symbol() {
         ..Default::default()
     };
     fake.build(&cc, &path);
+    // What came after the oldest driver is never required.
+    for young in [
+        "cuMemPool",
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemAddress",
+        "cuStreamGetId",
+    ] {
+        let required = |symbol: &Symbol| symbol.feature().is_none();
+        let mut symbols = Driver::symbols().filter(required);
+        assert!(
+            symbols.all(|symbol| !symbol.name().starts_with(young)),
+            "{young}"
+        );
+    }
     let driver = Driver::open(&path).unwrap();
     for feature in Feature::ALL {
         assert!(!driver.has(*feature), "{feature:?}");
@@ -83,6 +98,21 @@ fn missing_optional_symbol_disables_its_feature_only() {
         ..Default::default()
     };
     fake.build(&cc, &path);
+    // What came after the oldest driver is never required.
+    for young in [
+        "cuMemPool",
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemAddress",
+        "cuStreamGetId",
+    ] {
+        let required = |symbol: &Symbol| symbol.feature().is_none();
+        let mut symbols = Driver::symbols().filter(required);
+        assert!(
+            symbols.all(|symbol| !symbol.name().starts_with(young)),
+            "{young}"
+        );
+    }
     let driver = Driver::open(&path).unwrap();
     for feature in Feature::ALL {
         assert_eq!(

@@ -65,9 +65,14 @@ tests_of() {
 run() {
     binaries=
     filters=
+    features=
     while read -r binary one; do
         case $binary in
         lib) option=--lib ;;
+        column_arrow)
+            option="--test=$binary"
+            features="--features arrow"
+            ;;
         *) option="--test=$binary" ;;
         esac
         case " $binaries " in
@@ -77,10 +82,10 @@ run() {
         filters="$filters $one"
     done
     # shellcheck disable=SC2086
-    (cd "$tree" && cargo test -q -p cualloc --no-run $binaries) >"$log" 2>&1 || return 1
+    (cd "$tree" && cargo test -q -p cualloc $features --no-run $binaries) >"$log" 2>&1 || return 1
     # A mutant may hang.
     # shellcheck disable=SC2086
-    (cd "$tree" && timeout 300 cargo test -p cualloc --no-fail-fast $binaries -- \
+    (cd "$tree" && timeout 300 cargo test -p cualloc $features --no-fail-fast $binaries -- \
         --exact $filters) >"$log" 2>&1 && return 0
     [ $? -ne 124 ] || echo "error: test failed: it hangs" >>"$log"
     return 0

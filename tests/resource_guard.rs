@@ -362,6 +362,13 @@ mod guard {
                             let stream = rig_free_stream(&guard);
                             for size in 1..400 {
                                 let block = guard.allocate(size * 100, &stream, T).unwrap();
+                                // Whoever resets has a turn while the block is there.
+                                for _ in 0..3 {
+                                    let stats = guard.stats();
+                                    assert!(stats.peak >= stats.used, "{stats:?}");
+                                    assert!(stats.peak >= block.bytes() as u64, "{stats:?}");
+                                    std::thread::yield_now();
+                                }
                                 guard.deallocate(block).unwrap();
                             }
                         })
@@ -429,16 +436,28 @@ mod guard {
             clock.advance(Duration::from_secs(1));
             std::thread::yield_now();
         }
-        std::thread::scope(|scope| {
-            let waiters: Vec<_> = (0..4)
-                .map(|_| scope.spawn(|| watchdog.wait_if_paused()))
-                .collect();
-            // The clock stands still from here on: the stop alone lets them go.
-            watchdog.stop();
-            waiters
-                .into_iter()
-                .for_each(|waiter| waiter.join().unwrap());
-        });
+        // Not joined before they said that they are through: one that waits for ever must fail the
+        // test, not hold it up.
+        let watchdog = Arc::new(watchdog);
+        let (through, done) = std::sync::mpsc::channel();
+        let before = clock.waits();
+        for _ in 0..4 {
+            let (watchdog, through) = (Arc::clone(&watchdog), through.clone());
+            std::thread::spawn(move || {
+                watchdog.wait_if_paused();
+                through.send(()).unwrap();
+            });
+        }
+        // The watchdog's own thread may have begun a wait as well.
+        for waits in before..before + 4 {
+            clock.await_waiter(waits);
+        }
+        // The clock stands still from here on: the stop alone lets them go.
+        watchdog.stop();
+        for _ in 0..4 {
+            let limit = Duration::from_secs(30);
+            done.recv_timeout(limit).expect("a waiter is let go");
+        }
         watchdog.stop();
         let blind = Watchdog::start(config(), || None).unwrap();
         assert!(blind.wait_for_first_check(Duration::from_secs(1)));
@@ -469,6 +488,85 @@ mod guard {
                 assert_eq!(error.is_out_of_memory(), expected == 1);
                 assert_eq!(runs.load(Ordering::SeqCst), expected);
                 sim.clear_failures();
+            }
+            assert_eq!(guard.stats().used, 0);
+            // And no text does.
+            let loud = Guard::builder()
+                .build(Arc::new(Loud(rig.allocator())))
+                .unwrap();
+            loud.set_policy(OomPolicy::Checkpoint);
+            let counted = Arc::clone(&runs);
+            loud.set_checkpoint(move |_| {
+                counted.fetch_add(1, Ordering::SeqCst);
+            });
+            let error = loud.allocate(64, &stream, T).unwrap_err();
+            assert!(error.to_string().contains("out of memory"), "{error}");
+            assert!(!error.is_out_of_memory());
+            assert_eq!(runs.load(Ordering::SeqCst), 1);
+        });
+    }
+
+    /// Refuses everything, in words that mean something else.
+    struct Loud(Allocator);
+
+    impl MemoryResource for Loud {
+        fn allocate_aligned(
+            &self,
+            _bytes: usize,
+            _alignment: usize,
+            _stream: &cualloc::driver::Stream,
+            _tag: Tag,
+        ) -> Result<ResourceBlock, ResourceError> {
+            Err(ResourceError::from(StreamMisuse::RecorderOrder {
+                asked: "out of memory",
+                because: "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+            }))
+        }
+        fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+            self.0.deallocate(block)
+        }
+        fn context(&self) -> &cualloc::driver::Context {
+            self.0.context()
+        }
+        fn outstanding(&self) -> Outstanding {
+            self.0.outstanding()
+        }
+        fn state(&self, block: &BlockIdentity) -> BlockState {
+            self.0.state(block)
+        }
+    }
+
+    /// S1.52: what a hook frees through the guard counts once, whatever it says that it freed.
+    #[test]
+    fn s1_52_bytes_freed_by_a_hook_count_once() {
+        packed(|rig| {
+            let stream = rig.stream();
+            let guard = Arc::new(guard(rig, 10_000));
+            let kept: Arc<std::sync::Mutex<Vec<ResourceBlock>>> = Arc::default();
+            for _ in 0..3 {
+                kept.lock()
+                    .unwrap()
+                    .push(guard.allocate(3000, &stream, T).unwrap());
+            }
+            let (weak, list) = (Arc::downgrade(&guard), Arc::clone(&kept));
+            guard.add_hook(ReliefHook::new("frees two", move |_| {
+                let guard = weak.upgrade().unwrap();
+                for _ in 0..2 {
+                    let block = list.lock().unwrap().pop().unwrap();
+                    guard.deallocate(block).unwrap();
+                }
+                6000
+            }));
+            let block = guard.allocate(5000, &stream, T).unwrap();
+            assert_eq!(guard.stats().used, 8000);
+            assert_eq!(guard.inner().outstanding().live, 8000);
+            guard.remove_hook("frees two");
+            assert!(guard.allocate(2001, &stream, T).is_err());
+            let rest = guard.allocate(2000, &stream, T).unwrap();
+            guard.deallocate(rest).unwrap();
+            guard.deallocate(block).unwrap();
+            for block in kept.lock().unwrap().drain(..) {
+                guard.deallocate(block).unwrap();
             }
             assert_eq!(guard.stats().used, 0);
         });

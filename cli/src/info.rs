@@ -2,8 +2,9 @@
 
 use crate::machine::{self, MachineError};
 use crate::options::{DeviceChoice, InfoOptions};
-use crate::output::{self, Output};
+use crate::output::{self, Output, note};
 use crate::{Failure, Outcome};
+use cualloc::allocator::{Allocator, Config, Error as AllocatorError};
 use cualloc::driver::{Context, Device, Driver, DriverError, MemoryProperties, sys};
 use serde::Serialize;
 use std::error::Error;
@@ -41,6 +42,8 @@ struct DeviceInfo {
     memory_pools: bool,
     exports: Vec<&'static str>,
     gpu_direct_rdma: bool,
+    /// Whether memory is the same through two addresses, as tested now: passed, failed or not run.
+    views_test: &'static str,
     peers: Vec<usize>,
 }
 
@@ -136,6 +139,7 @@ fn device(driver: &Driver, device: Device, count: usize) -> Result<DeviceInfo, D
         memory_pools: driver.supports_pools(device)?,
         exports,
         gpu_direct_rdma: yes(GPU_DIRECT_RDMA),
+        views_test: views_test(driver, device),
         peers,
     })
 }
@@ -144,6 +148,20 @@ fn granularity(driver: &Driver, device: Device) -> Result<usize, DriverError> {
     let properties = MemoryProperties::for_device(driver, device)?;
     let context = Context::primary(driver, device)?;
     context.enter()?.granularity(&properties)
+}
+
+fn views_test(driver: &Driver, device: Device) -> &'static str {
+    let tested = Context::primary(driver, device)
+        .map_err(AllocatorError::from)
+        .and_then(|context| Allocator::with_config(&context, Config::default()))
+        .and_then(|allocator| allocator.test_views());
+    match tested {
+        Ok(result) => result.name(),
+        Err(error) => {
+            note!("error: the test of views: {}", output::chain(&error));
+            "not run"
+        }
+    }
 }
 
 fn uuid(bytes: [u8; 16]) -> String {
@@ -208,6 +226,7 @@ fn write_driver(name: &str, driver: &DriverInfo, output: &mut Output) -> std::io
                 list(device.exports.iter().map(ToString::to_string).collect()),
             ),
             ("GPUDirect RDMA", able(device.gpu_direct_rdma).to_owned()),
+            ("test of views", device.views_test.to_owned()),
             (
                 "peers",
                 list(device.peers.iter().map(ToString::to_string).collect()),

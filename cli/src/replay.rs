@@ -4,7 +4,7 @@ use crate::machine::Machine;
 use crate::options::ReplayOptions;
 use crate::output::{self, Output, Table, note};
 use crate::{Failure, Outcome, input};
-use cualloc::allocator::Policy;
+use cualloc::allocator::{Fragmentation, Policy};
 use cualloc::driver::CallCounts;
 use cualloc::trace::{self, Figures, Options, Part, Report, Trace};
 use serde::Serialize;
@@ -31,7 +31,57 @@ struct Line<'a> {
     completed: bool,
     /// Counted from 1; the header is not a row.
     failed_row: Option<usize>,
+    memory: MemoryLine,
     replays: Vec<ReplayLine>,
+}
+
+/// How the memory lay, and why there was as much of it.
+#[derive(Serialize)]
+struct MemoryLine {
+    /// At the first replay's peak of requested bytes: free bytes, those of the largest run of them,
+    /// the share outside of it, and what streams keep from each other. Null if it was not reached.
+    free_bytes: Option<u64>,
+    largest_free_bytes: Option<u64>,
+    fragmentation: Option<f64>,
+    stranded_bytes: Option<u64>,
+    view_live_bytes: Option<u64>,
+    /// After the last replay.
+    soft_cap_bytes: u64,
+    level: u32,
+    views: u64,
+    view_bytes: u64,
+    last_growth: Option<&'static str>,
+    largest_maps: u64,
+    bursts: u64,
+    cut: u64,
+    unbounded: u64,
+    repaid_handles: u64,
+    self_test: &'static str,
+}
+
+impl MemoryLine {
+    fn new(report: &Report) -> MemoryLine {
+        let (peak, packing) = (report.at_peak.as_ref(), &report.packing);
+        let stranded = |f: &Fragmentation| f.stranded.iter().map(|s| s.bytes).sum();
+        MemoryLine {
+            free_bytes: peak.map(|f| f.free),
+            largest_free_bytes: peak.map(|f| f.largest),
+            fragmentation: peak.map(Fragmentation::ratio),
+            stranded_bytes: peak.map(stranded),
+            view_live_bytes: peak.map(|f| f.view_live),
+            soft_cap_bytes: packing.soft_cap,
+            level: packing.level,
+            views: packing.views,
+            view_bytes: packing.view_bytes,
+            last_growth: packing.last_growth.map(|growth| growth.reason.name()),
+            largest_maps: packing.bursts.largest,
+            bursts: packing.bursts.spent,
+            cut: packing.bursts.cut,
+            unbounded: packing.bursts.unbounded,
+            repaid_handles: packing.bursts.repaid,
+            self_test: packing.self_test.name(),
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -170,6 +220,7 @@ fn line<'a>(machine: &'a Machine, trace: &'a Trace, report: &Report) -> Line<'a>
         ratio_max: output::ratio_of(report.reserved_peak_max(), peak),
         completed: report.completed(),
         failed_row: report.failure.as_ref().map(|failure| failure.row),
+        memory: MemoryLine::new(report),
         replays: report.replays.iter().map(ReplayLine::new).collect(),
     }
 }

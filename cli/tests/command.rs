@@ -103,9 +103,16 @@ fn replay_writes_one_object_per_trace_with_these_fields() {
                 "ratio_max",
                 "completed",
                 "failed_row",
+                "memory",
                 "replays"
             ])
         );
+        let memory = &line["memory"];
+        let (free, largest) = (&memory["free_bytes"], &memory["largest_free_bytes"]);
+        assert!(largest.as_u64().unwrap() <= free.as_u64().unwrap());
+        assert!((0.0..=1.0).contains(&memory["fragmentation"].as_f64().unwrap()));
+        assert!(memory["soft_cap_bytes"].as_u64().unwrap() > 0);
+        assert!(memory["last_growth"].is_string());
         assert_eq!(line["trace"], file.trim_end_matches(".csv.gz"));
         assert_eq!(line["device"], "sim");
         assert_eq!(line["policy"], "packed");

@@ -10,6 +10,7 @@ use super::check::CheckError;
 use super::config::{Config, Policy};
 use super::engine::{Engine, Shared, is_special};
 use super::error::Error;
+use super::figures::{Fragmentation, SelfTest};
 use super::life::{Keep, Trimmed};
 use super::size;
 use super::snapshot::{BlockInfo, SegmentInfo};
@@ -85,6 +86,10 @@ impl Allocator {
         &self.engine
     }
 
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.engine
+    }
+
     /// The context that the memory belongs to.
     pub fn context(&self) -> &Context {
         &self.engine.context
@@ -97,6 +102,18 @@ impl Allocator {
         } else {
             Policy::Classic
         }
+    }
+
+    /// Tests whether the device keeps memory the same through two addresses, if views are allowed
+    /// and nobody has tested it in this process, and says what is known then. Else the test is made
+    /// before the first view is built. Takes a few milliseconds, 2 MiB and a stream of its own for
+    /// that time, and waits for its own work; loading its kernels may wait for everything in the context.
+    /// The test before the first view does without kernels unless all known streams stand idle.
+    ///
+    /// # Errors
+    /// Driver errors.
+    pub fn test_views(&self) -> Result<SelfTest, Error> {
+        self.engine.test_views()
     }
 
     /// Makes a stream on the allocator's context.
@@ -192,7 +209,7 @@ impl Allocator {
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if !is_special(stream) {
+        if !is_special(stream) && self.engine.unwatched() {
             // SAFETY: the caller's contract.
             match unsafe { self.engine.driver().stream_id(stream) } {
                 Ok(Some(key)) => {
@@ -323,7 +340,7 @@ impl Allocator {
         self.engine.refuse_capture(&named)?;
         let known = self.engine.open()?.streams.find(named.key);
         match known {
-            Some(stream) => self.engine.mark(stream),
+            Some(stream) => self.engine.mark(stream, named.key),
             None => Err(Error::UnknownStream {
                 stream: stream as usize,
             }),
@@ -334,14 +351,14 @@ impl Allocator {
 
     /// Whether a live block lies around `ptr`.
     pub fn owns(&self, ptr: sys::CUdeviceptr) -> bool {
-        self.engine.small_around(ptr).is_some()
-            || self.engine.around(&self.engine.lock(), ptr).is_some()
+        let state = self.engine.lock();
+        state.small_around(ptr).is_some() || self.engine.around(&state, ptr).is_some()
     }
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
         let state = self.engine.lock();
-        if let Some((_, run, stream)) = self.engine.small_around(ptr) {
+        if let Some((_, run, stream)) = state.small_around(ptr) {
             return Some(state.run_info(stream, &run, &[]));
         }
         let id = self.engine.around(&state, ptr)?;
@@ -350,10 +367,10 @@ impl Allocator {
 
     /// Usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
-        if let Some((_, run, _)) = self.engine.small_around(ptr) {
+        let state = self.engine.lock();
+        if let Some((_, run, _)) = state.small_around(ptr) {
             return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
         }
-        let state = self.engine.lock();
         let id = state.lookup.exact(ptr)?;
         Some(state.records[id].bytes())
     }
@@ -404,7 +421,8 @@ impl Allocator {
     /// by every stream, or trimmed.
     ///
     /// # Errors
-    /// Driver errors, among them those of the work itself.
+    /// [`Error::Capturing`] while a stream there is being captured; driver errors, among them those
+    /// of the work itself.
     pub fn synchronize(&self) -> Result<(), Error> {
         drop(self.engine.open()?);
         self.engine.synchronise()
@@ -445,7 +463,8 @@ impl Allocator {
     /// After a lost context, in a forked child and while the process exits nothing is touched.
     ///
     /// # Errors
-    /// [`Error::LiveBlocks`], [`Error::Closed`], a lost context, driver errors.
+    /// [`Error::LiveBlocks`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors; [`Error::Capturing`]
+    /// if the context has to be waited for while a stream of it is being captured.
     pub fn close(&self) -> Result<(), Error> {
         self.engine.close()
     }
@@ -455,6 +474,11 @@ impl Allocator {
     /// All figures, at one instant.
     pub fn stats(&self) -> Stats {
         self.engine.lock().statistics()
+    }
+
+    /// How far the free memory could serve: a walk over all of it.
+    pub fn fragmentation(&self) -> Fragmentation {
+        self.engine.lock().fragmentation()
     }
 
     /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
@@ -520,6 +544,7 @@ impl super::state::State {
         stats.nodes = self.records.len() as u64;
         stats.limit = self.limit;
         self.add_fronts(&mut stats);
+        stats.packing = self.packing();
         stats
     }
 

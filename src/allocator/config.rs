@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+use super::size::PHYSICAL_GRANULE;
+
 /// Where segments come from and how they are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
@@ -48,7 +50,32 @@ pub struct Config {
     /// (for larger blocks, for more memory, at markers). For programs that begin captures through
     /// other libraries and want each misuse reported, the first one included.
     pub capture_checks: bool,
+    /// Whether the device is tested, once in a process and before the first view is built, for
+    /// keeping memory the same through two addresses; on by default. If it fails, no views are used.
+    pub self_test: bool,
+    /// Slack of the soft cap on growth over the peak of live requested bytes: a share of that peak,
+    /// from 0 to 1, but at least 16 MiB. By default 1 % to 5 %, as the work needs it. Packed policy
+    /// only.
+    pub slack: Option<f64>,
+    /// Handles that may be mapped into views before the next level of slack, handle size and waits is
+    /// taken; 1500 by default. Packed policy only, with views.
+    pub budget: Option<u64>,
+    /// Bytes of the physical handles that large blocks are made of: a multiple of 2 MiB, up to 1 GiB.
+    /// Smaller ones are made for the rest of a growth and near the limit. By default 2 MiB to 32 MiB,
+    /// as the pool grows, or a part of a very large request. Packed policy only.
+    pub handle: Option<u64>,
 }
+
+/// What the packed policy is told beside its own rules.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Tuning {
+    pub slack: Option<f64>,
+    pub budget: Option<u64>,
+    pub handle: Option<u64>,
+}
+
+/// Largest size of a handle that can be asked for.
+const HANDLE_MAX: u64 = 1 << 30;
 
 impl Default for Config {
     fn default() -> Self {
@@ -58,6 +85,10 @@ impl Default for Config {
             peers: Vec::new(),
             views: true,
             capture_checks: false,
+            self_test: true,
+            slack: None,
+            budget: None,
+            handle: None,
         }
     }
 }
@@ -98,6 +129,38 @@ impl Config {
         self
     }
 
+    /// Switches the test of the device before the first view on or off.
+    pub fn self_test(mut self, on: bool) -> Self {
+        self.self_test = on;
+        self
+    }
+
+    /// Fixes the slack of the soft cap, as a share of the peak of live requested bytes.
+    pub fn slack(mut self, share: f64) -> Self {
+        self.slack = Some(share);
+        self
+    }
+
+    /// Sets how many handles may be mapped into views on one level.
+    pub fn budget(mut self, handles: u64) -> Self {
+        self.budget = Some(handles);
+        self
+    }
+
+    /// Fixes the bytes of the physical handles for large blocks.
+    pub fn handle(mut self, bytes: u64) -> Self {
+        self.handle = Some(bytes);
+        self
+    }
+
+    pub(crate) fn tuning(&self) -> Tuning {
+        Tuning {
+            slack: self.slack,
+            budget: self.budget,
+            handle: self.handle,
+        }
+    }
+
     /// Lets further devices access the memory.
     pub fn peers(mut self, ordinals: impl IntoIterator<Item = usize>) -> Self {
         self.peers = ordinals.into_iter().collect();
@@ -122,11 +185,35 @@ impl Config {
     /// # Errors
     /// [`ConfigError::Contradiction`], [`ConfigError::InvalidValue`].
     pub fn validate(&self) -> Result<(), ConfigError> {
-        if self.policy == Policy::Classic && !self.peers.is_empty() {
-            return Err(ConfigError::Contradiction {
-                first: "policy=classic",
-                second: "peers",
-            });
+        let (classic, no_views) = (self.policy == Policy::Classic, !self.views);
+        let contradictions = [
+            (classic && !self.peers.is_empty(), "policy=classic", "peers"),
+            (classic && self.slack.is_some(), "policy=classic", "slack"),
+            (classic && self.budget.is_some(), "policy=classic", "budget"),
+            (classic && self.handle.is_some(), "policy=classic", "handle"),
+            (no_views && self.budget.is_some(), "views=off", "budget"),
+            (self.handle_above_limit(), "limit", "handle"),
+        ];
+        for (holds, first, second) in contradictions {
+            if holds {
+                return Err(ConfigError::Contradiction { first, second });
+            }
+        }
+        let invalid = |key: &str, value: String| {
+            let key = key.into();
+            Err(ConfigError::InvalidValue { key, value })
+        };
+        match (self.slack, self.budget, self.handle) {
+            (Some(share), ..) if !(0.0..=1.0).contains(&share) => {
+                return invalid("slack", share.to_string());
+            }
+            (_, Some(0), _) => return invalid("budget", "0".into()),
+            (.., Some(bytes))
+                if bytes == 0 || bytes > HANDLE_MAX || !bytes.is_multiple_of(PHYSICAL_GRANULE) =>
+            {
+                return invalid("handle", bytes.to_string());
+            }
+            _ => {}
         }
         match self.limit {
             Some(Limit::Fraction(f)) if !(f > 0.0 && f <= 1.0) => Err(ConfigError::InvalidValue {
@@ -138,6 +225,15 @@ impl Config {
                 value: "0".into(),
             }),
             _ => Ok(()),
+        }
+    }
+}
+
+impl Config {
+    fn handle_above_limit(&self) -> bool {
+        match (self.handle, self.limit) {
+            (Some(handle), Some(Limit::Bytes(limit))) => handle > limit,
+            _ => false,
         }
     }
 }
@@ -178,7 +274,7 @@ pub enum ConfigError {
 
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` (with
 /// an optional suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`,
-/// `capture_checks=on|off`.
+/// `capture_checks=on|off`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`, `handle=BYTES`.
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};
@@ -226,6 +322,16 @@ impl FromStr for Config {
                 "capture_checks" => {
                     config.capture_checks = parse_switch(value).ok_or_else(invalid)?;
                 }
+                "self_test" => config.self_test = parse_switch(value).ok_or_else(invalid)?,
+                "slack" => match parse_limit(value) {
+                    Some(Limit::Fraction(share)) => config.slack = Some(share),
+                    _ => return Err(invalid()),
+                },
+                "budget" => config.budget = Some(value.parse().map_err(|_| invalid())?),
+                "handle" => match parse_limit(value) {
+                    Some(Limit::Bytes(bytes)) => config.handle = Some(bytes),
+                    _ => return Err(invalid()),
+                },
                 _ => return Err(ConfigError::UnknownKey(key.into())),
             }
         }
@@ -274,6 +380,14 @@ mod tests {
         );
         assert_eq!(parse("limit=50%"), Ok(Config::new().limit_fraction(0.5)));
         assert_eq!(parse("peers=1+3"), Ok(Config::new().peers([1, 3])));
+        assert_eq!(
+            parse("slack=2.5%,budget=200,handle=8M,self_test=off"),
+            Ok(Config::new()
+                .slack(0.025)
+                .budget(200)
+                .handle(8 << 20)
+                .self_test(false))
+        );
         assert_eq!(parse("policy"), Err(ConfigError::NotAPair("policy".into())));
         assert_eq!(
             parse("colour=red"),
@@ -291,6 +405,18 @@ mod tests {
             "limit=99999999999T",
             "policy=torch",
             "peers=a",
+            "views=yes",
+            "self_test=1",
+            "slack=2",
+            "slack=-1%",
+            "slack=101%",
+            "slack=NaN%",
+            "budget=0",
+            "budget=1.5",
+            "handle=0",
+            "handle=3M",
+            "handle=2G",
+            "handle=10%",
         ] {
             assert!(
                 matches!(parse(bad), Err(ConfigError::InvalidValue { .. })),
@@ -298,9 +424,19 @@ mod tests {
                 parse(bad)
             );
         }
-        assert!(matches!(
-            parse("policy=classic,peers=1"),
-            Err(ConfigError::Contradiction { .. })
-        ));
+        for bad in [
+            "policy=classic,peers=1",
+            "policy=classic,slack=2%",
+            "policy=classic,budget=100",
+            "policy=classic,handle=4M",
+            "views=off,budget=100",
+            "limit=2M,handle=4M",
+        ] {
+            assert!(
+                matches!(parse(bad), Err(ConfigError::Contradiction { .. })),
+                "{bad}: {:?}",
+                parse(bad)
+            );
+        }
     }
 }

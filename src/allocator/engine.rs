@@ -1,7 +1,7 @@
 //! The allocator's inside: one lock around the books, driver calls outside it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use crate::driver::process;
 use crate::driver::{
@@ -11,7 +11,7 @@ use crate::driver::{
 use super::addresses::Addresses;
 use super::config::{Config, Limit, Policy};
 use super::error::Error;
-use super::front::PageTable;
+use super::front::{Held, Lock, PageTable};
 use super::hooks::Hooks;
 use super::state::State;
 use super::streams::{Holder, StreamKey};
@@ -43,8 +43,12 @@ pub(crate) struct Engine {
     pub context: Context,
     pub device: Device,
     pub packed: bool,
-    /// Whether memory may be used through second layouts.
+    /// Whether memory may be used through second layouts, as far as the settings say,
     pub views: bool,
+    /// whether the device is tested before that,
+    pub self_test: bool,
+    /// and whether it failed.
+    pub views_failed: AtomicBool,
     pub properties: MemoryProperties,
     /// Devices that may access the memory: its own first.
     pub access: Vec<Device>,
@@ -59,13 +63,15 @@ pub(crate) struct Engine {
     handles: AtomicUsize,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
     ask_captures: bool,
-    state: Mutex<State>,
+    state: Lock<State>,
     lost: OnceLock<DriverError>,
     /// Fronts serve here, and the context is not lost.
     at_once: AtomicBool,
+    /// Blocks wait in the books to be freed by a call that may.
+    pub deferred: AtomicBool,
 }
 
-pub(crate) type Guard<'a> = MutexGuard<'a, State>;
+pub(crate) type Guard<'a> = Held<'a, State>;
 
 impl Engine {
     pub(crate) fn new(context: &Context, config: &Config) -> Result<Shared, Error> {
@@ -113,12 +119,14 @@ impl Engine {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let pages = Arc::new(PageTable::new());
-        Ok(Arc::new_cyclic(|me| Engine {
+        let engine = Arc::new_cyclic(|me| Engine {
             id,
             context: context.clone(),
             device,
             packed,
             views: packed && config.views,
+            self_test: config.self_test,
+            views_failed: AtomicBool::new(false),
             properties,
             access,
             total_memory,
@@ -127,17 +135,21 @@ impl Engine {
             log: RareLog::default(),
             handles: AtomicUsize::new(1),
             ask_captures: config.capture_checks,
-            state: Mutex::new(State::new(
+            state: Lock::new(State::new(
                 (me.clone(), id),
                 Arc::clone(&pages),
                 device.ordinal(),
                 packed,
                 limit,
+                config.tuning(),
             )),
             pages,
             lost: OnceLock::new(),
             at_once: AtomicBool::new(packed && !config.capture_checks),
-        }))
+            deferred: AtomicBool::new(false),
+        });
+        engine.recall_aliasing();
+        Ok(engine)
     }
 
     /// Another [`Allocator`](super::Allocator) stands for this engine.
@@ -165,7 +177,7 @@ impl Engine {
             state.set_orphaned(true);
         }
         match self.close() {
-            Ok(()) | Err(Error::LiveBlocks { .. } | Error::Closed) => {}
+            Ok(()) | Err(Error::LiveBlocks { .. } | Error::Guarded { .. } | Error::Closed) => {}
             Err(error) => log::warn!(
                 "an allocator on device {} leaks its memory: {error}",
                 self.device.ordinal()
@@ -193,7 +205,7 @@ impl Engine {
     /// The books. They are consistent whenever the lock is free, also after a panic elsewhere: no
     /// foreign code runs under the lock.
     pub(crate) fn lock(&self) -> Guard<'_> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Turns a driver's error into ours, and remembers a lost context.
@@ -279,9 +291,15 @@ impl Engine {
         };
         match capturing {
             Ok(false) => Ok(()),
-            Ok(true) => Err(Error::Capturing {
-                stream: named.raw as usize,
-            }),
+            Ok(true) => {
+                let mut state = self.lock();
+                if let Some(stream) = state.streams.find(named.key) {
+                    state.streams[stream].capturing = true;
+                }
+                Err(Error::Capturing {
+                    stream: named.raw as usize,
+                })
+            }
             Err(error) if error.code() == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
                 Err(Error::Capturing {
                     stream: named.raw as usize,
@@ -298,6 +316,8 @@ impl Engine {
         named: &Named<'_>,
     ) -> Result<(Guard<'a>, u32), Error> {
         if let Some(stream) = state.streams.find(named.key) {
+            // Asked a moment ago, by the call under way.
+            state.streams[stream].capturing = false;
             return Ok((state, stream));
         }
         drop(state);
@@ -385,12 +405,12 @@ impl Engine {
             }
             state.prepare_last_marker(stream);
         }
-        self.mark(stream)?;
+        self.mark(stream, key)?;
         let mut state = self.lock();
         if !gone(&state) && !state.streams[stream].covered() {
             // Somebody freed on the stream meanwhile, or began to capture it.
             drop(state);
-            self.mark(stream)?;
+            self.mark(stream, key)?;
             state = self.lock();
             let slot = &state.streams[stream];
             if !gone(&state) && !slot.covered() {

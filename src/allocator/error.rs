@@ -66,6 +66,22 @@ pub enum Error {
         /// Start of the block around it.
         base: u64,
     },
+    /// A range that is empty or reaches beyond the block that it begins in.
+    #[error("{bytes} bytes at {ptr:#x} are no part of one block")]
+    InvalidRange {
+        /// First byte.
+        ptr: u64,
+        /// Bytes.
+        bytes: u64,
+    },
+    /// Close was asked for while guards keep memory; nothing was closed.
+    #[error("{guards} guards keep {bytes} bytes of freed blocks")]
+    Guarded {
+        /// Guards that live.
+        guards: u64,
+        /// Bytes of freed blocks that they keep.
+        bytes: u64,
+    },
     /// The stream is being captured into a graph.
     #[error("stream {stream:#x} is capturing")]
     Capturing {
@@ -169,6 +185,12 @@ pub struct OutOfMemory {
     pub cached: u64,
     /// The largest free extent, whatever it is pending on.
     pub largest_free: u64,
+    /// The largest run of adjacent free extents, whatever they are pending on.
+    pub largest_run: u64,
+    /// In live blocks that lie in views; part of `allocated`.
+    pub in_views: u64,
+    /// In freed blocks that guards keep.
+    pub guarded: u64,
     /// Free memory that waits for streams, most first.
     pub pending: Vec<PendingBytes>,
     /// Where live blocks pin the most free memory, most first; a few.

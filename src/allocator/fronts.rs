@@ -7,7 +7,7 @@ use super::engine::Engine;
 use super::error::Error;
 use super::front::{
     Allocated, Batch, Front, FrontPool, Held, Inner, Live, MOST_FRONTS, Node, QUANTITIES,
-    QUICK_GRANULES, Small, Using,
+    QUICK_GRANULES, Run, Small, Using,
 };
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, PAGE};
@@ -171,11 +171,11 @@ impl State {
     }
 
     /// Streams that we keep alive and whose frees no marker covers yet.
-    pub(crate) fn kept_uncovered(&self) -> Vec<u32> {
+    pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
         let slots = self.streams.iter();
         slots
             .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
-            .map(|(stream, _)| stream)
+            .map(|(stream, slot)| (stream, slot.key))
             .collect()
     }
 
@@ -301,6 +301,32 @@ impl State {
         Using::MANY
     }
 
+    /// The live small block around an address, with its front and the slot of its stream.
+    pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static EngineFront, Run, u32)> {
+        let (front, page) = self.table.find(ptr)?;
+        let inner = front.lock();
+        if inner.allocator != self.id {
+            return None;
+        }
+        let run = inner.heap.around(page, ptr)?;
+        run.live?;
+        Some((front, run, inner.slot))
+    }
+
+    /// Moves what is noted on a live small block into the books, so that its free comes there.
+    pub(crate) fn note_in_books(&mut self, ptr: u64) {
+        let Some((front, run, _)) = self.small_around(ptr) else {
+            return;
+        };
+        let Some(live) = run.live else { return };
+        let known = self.recorded_uses(run.ptr, live.using);
+        for one in &known {
+            self.streams[one.stream].live += 1;
+        }
+        self.fronts.recorded.insert(run.ptr, known);
+        front.lock().heap.set_using(run.node, Using::MANY);
+    }
+
     /// Takes the uses of a live small block out of where they are noted.
     fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
         if let Some(stream) = using.slot() {
@@ -392,12 +418,14 @@ impl State {
             for u in &uses {
                 self.count_free(u, bytes, after);
             }
-            self.fronts.held_back.push(HeldBack {
+            let held = HeldBack {
                 front,
                 owner,
                 uses: Uses::collect(uses),
                 nodes: vec![node],
-            });
+            };
+            let held = self.unless_guarded_small(ptr, bytes, held);
+            self.fronts.held_back.extend(held);
             self.settle_held_back();
         }
         let retired = matches!(self.streams[owner].holder, Holder::Retired);
@@ -559,6 +587,16 @@ impl State {
         stats.front_bytes = quick;
         stats.free += free + pending;
         stats.fronts = locked.len() as u64;
+    }
+
+    /// Free bytes in the pages of each stream that has any, by its slot.
+    pub(crate) fn free_in_fronts(&self) -> Vec<(u32, u64)> {
+        let free = self.fronts.all.iter().map(|front| {
+            let inner = front.lock();
+            let granules = inner.heap.free_granules() + inner.heap.pending_granules();
+            (inner.slot, granules * GRANULE)
+        });
+        free.filter(|(_, bytes)| *bytes > 0).collect()
     }
 
     /// Sets the peaks to what is there.

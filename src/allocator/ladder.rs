@@ -8,9 +8,11 @@ use std::sync::Arc;
 
 use super::engine::{Engine, Guard};
 use super::error::Error;
+use super::figures::{GrowthReason, free_among};
 use super::fit::Run;
 use super::plan::{Growth, LEVELS, Release};
 use super::records::{SpaceId, State as Extent};
+use super::single::{Next, Place};
 use super::state::{State, Want};
 use super::stitch::{STITCH_MIN, Stitch};
 use super::view::ViewRun;
@@ -56,6 +58,7 @@ impl Climb {
 enum Step {
     Take(Run),
     Wait(Run),
+    Place(Place),
     View(ViewRun),
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
@@ -113,6 +116,13 @@ impl Engine {
                         return Err(error);
                     }
                     return Ok((state, id, climb.missed));
+                }
+                Step::Place(place) => {
+                    let taken;
+                    (state, taken) = self.take_place(state, want, place)?;
+                    if let Some(id) = taken {
+                        return Ok((state, id, climb.missed));
+                    }
                 }
                 Step::Reserve(space, bytes) => {
                     drop(state);
@@ -199,11 +209,14 @@ impl Engine {
                     let done = self.release(plan);
                     state = self.lock();
                     done?;
+                    // What the driver refused to a stitch it may have now.
+                    climb.unstitched = false;
                 }
                 Step::Mark => {
                     climb.marked = true;
+                    let key = state.streams[want.stream].key;
                     drop(state);
-                    self.mark(want.stream)?;
+                    self.mark(want.stream, key)?;
                     state = self.lock();
                 }
                 Step::AskAgain => {
@@ -235,7 +248,7 @@ impl Engine {
                     climb.synchronised = true;
                     state.stats.rungs.synchronised += 1;
                     drop(state);
-                    match self.synchronise_uncaptured() {
+                    match self.synchronise() {
                         // The rung is not there while something captures.
                         Err(Error::Capturing { .. }) => {}
                         done => done?,
@@ -256,6 +269,14 @@ impl Engine {
     }
 
     fn next_step(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
+        if self.packed && want.in_one_handle() {
+            return match state.next_in_one_handle(want) {
+                Next::Take(place) => Step::Place(place),
+                Next::Reserve(bytes) => Step::Reserve(want.space, bytes),
+                Next::Grow(growth) => Step::Grow(growth),
+                Next::MakeRoom => self.make_room(state, want, climb),
+            };
+        }
         if let Some(step) = self.fitting(state, want) {
             return step;
         }
@@ -333,7 +354,7 @@ impl Engine {
     /// Whether a view could serve a request at all.
     fn views_for(&self, want: &Want) -> bool {
         let bytes = u64::from(want.granules) * super::size::GRANULE;
-        self.views && want.space == SpaceId::Large && bytes <= self.total_memory
+        self.views_allowed() && want.may_view() && bytes <= self.total_memory
     }
 
     /// Whether a request is worth a view before the limit is reached.
@@ -380,6 +401,20 @@ impl Engine {
             .map(|stitch| Step::Stitch(Box::new(stitch)))
     }
 
+    /// What the other arena has to give back so that a stitch can take the rest that it lacks from
+    /// the driver.
+    fn plan_for_stitch(&self, state: &mut State, want: &Want, climb: &Climb) -> Vec<Release> {
+        if !self.views_for(want) || climb.unstitched {
+            return Vec::new();
+        }
+        match state.stitch_missing(want) {
+            Some(missing) if missing > state.room() => {
+                state.plan_release(&[SpaceId::Small], missing, self.context.key())
+            }
+            _ => Vec::new(),
+        }
+    }
+
     /// The rungs that make room below a limit.
     fn make_room(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
         if !climb.flushed {
@@ -398,7 +433,12 @@ impl Engine {
             }
         }
         if let Some(missing) = state.missing(want) {
-            let plan = state.plan_release(missing, self.context.key());
+            let arenas = [SpaceId::Large, SpaceId::Small];
+            let plan = state.plan_release(&arenas, missing, self.context.key());
+            if !plan.is_empty() {
+                return Step::Release(plan);
+            }
+            let plan = self.plan_for_stitch(state, want, climb);
             if !plan.is_empty() {
                 return Step::Release(plan);
             }
@@ -445,18 +485,23 @@ impl Engine {
         &'a self,
         state: Guard<'a>,
         want: &Want,
-        growth: Growth,
+        mut growth: Growth,
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
+        let reason = state.growth_reason(want, free_among(&growth.shards));
         drop(state);
         if !self.packed {
-            return self.grow_segment(want, growth, climb);
+            return self.grow_segment(want, growth, reason, climb);
         }
+        // Their events may have no other holder by the end, and are not destroyed under the lock.
+        let waits = std::mem::take(&mut growth.waits);
         match self.map(growth.addr, &growth.sizes) {
             Ok(handles) => {
-                let waited = self.queue_waits(want.stream, &growth.waits);
+                let waited = self.queue_waits(want.stream, &waits);
+                drop(waits);
                 let mut state = self.lock();
                 let id = state.grown(want, &growth, &handles);
+                state.note_growth(reason, want, growth.bytes());
                 if let Err(error) = waited {
                     // The new memory stays, as free memory; so do the tags of what was free before.
                     state.ungrow(want, &growth, id);
@@ -467,6 +512,7 @@ impl Engine {
             Err(failure) => {
                 let (error, asked) = (failure.error, growth.bytes());
                 let free = self.driver_free(error);
+                drop(waits);
                 let mut state = self.lock();
                 state.growth_failed(growth, failure);
                 self.refused(&mut state, error, free.min(asked - 1), climb)?;
@@ -479,6 +525,7 @@ impl Engine {
         &'a self,
         want: &Want,
         growth: Growth,
+        reason: GrowthReason,
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
         let bytes = growth.bytes();
@@ -495,6 +542,7 @@ impl Engine {
         match made {
             Ok(addr) => {
                 let id = state.segment(want, addr, bytes);
+                state.note_growth(reason, want, bytes);
                 Ok((state, id))
             }
             Err(error) => {

@@ -1,11 +1,13 @@
 //! Giving memory back, and the end.
 
+use std::sync::atomic::Ordering;
+
 use crate::driver::StreamKind;
 
 use super::engine::Engine;
 use super::error::Error;
 use super::records::SpaceId;
-use super::streams::Holder;
+use super::streams::{Holder, StreamKey};
 
 /// What a trim did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -39,7 +41,7 @@ impl Engine {
     /// Gives unused memory back until no more than `keep` is left. Never waits.
     pub(crate) fn trim(&self, keep: Keep) -> Result<Trimmed, Error> {
         self.free_deferred();
-        let ours: Vec<u32> = {
+        let ours: Vec<(u32, StreamKey)> = {
             let mut state = self.open()?;
             state.flush_fronts();
             state.kept_uncovered()
@@ -75,13 +77,10 @@ impl Engine {
 
     /// Frees what was dropped while its stream was capturing.
     pub(crate) fn free_deferred(&self) {
-        let deferred = {
-            let mut state = self.lock();
-            if state.deferred.is_empty() {
-                return;
-            }
-            std::mem::take(&mut state.deferred)
-        };
+        if !self.deferred.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        let deferred = std::mem::take(&mut self.lock().deferred);
         for block in deferred {
             // One that is still capturing is deferred again in there.
             self.drop_block(block);
@@ -94,6 +93,12 @@ impl Engine {
         self.free_deferred();
         {
             let mut state = self.open()?;
+            if state.guards.count() > 0 {
+                return Err(Error::Guarded {
+                    guards: state.guards.count(),
+                    bytes: state.guards.bytes(),
+                });
+            }
             // An allocation under way is as good as a block.
             let calls: u64 = state
                 .streams
@@ -148,7 +153,7 @@ impl Engine {
 
     /// Waits until every free is complete: by markers where they can be had, else by the context.
     fn settle_all(&self) -> Result<(), Error> {
-        let ours: Vec<u32> = {
+        let ours: Vec<(u32, StreamKey)> = {
             let state = self.lock();
             let slots = state.streams.iter();
             slots
@@ -158,7 +163,7 @@ impl Engine {
                     }
                     _ => false,
                 })
-                .map(|(stream, _)| stream)
+                .map(|(stream, slot)| (stream, slot.key))
                 .collect()
         };
         self.mark_all(&ours);

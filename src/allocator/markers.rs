@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::driver::sys::CUresult;
-use crate::driver::{Event, Stream};
+use crate::driver::{Context, Event, Stream};
 
 use super::engine::{Engine, Guard, is_per_thread};
 use super::error::Error;
@@ -12,14 +12,18 @@ use super::streams::{Batch, Holder, Probe, StreamKey};
 
 impl Engine {
     /// Records a marker on a stream, if it is one on which that may be done here and now.
-    pub(crate) fn mark(&self, stream: u32) -> Result<(), Error> {
-        let (batch, raw, context, pooled, key, kept) = {
+    ///
+    /// The key tells whether the slot is still that stream's: whoever names it has let go of the lock
+    /// since, and another stream may have moved in, whose handle this call may not touch.
+    pub(crate) fn mark(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
+        let (batch, raw, context, pooled, kept) = {
             let mut state = self.lock();
             let slot = &state.streams[stream];
-            if !slot.in_use || matches!(slot.holder, Holder::Retired) || slot.covered() {
+            let other = !slot.in_use || slot.key != key;
+            if other || matches!(slot.holder, Holder::Retired) || slot.covered() {
                 return Ok(());
             }
-            let (raw, context, key) = (slot.raw, slot.context.clone(), slot.key);
+            let (raw, context) = (slot.raw, slot.context.clone());
             // Another thread may let go of the stream while its marker is recorded.
             let kept = match &slot.holder {
                 Holder::Kept(stream) => Some(stream.clone()),
@@ -29,7 +33,7 @@ impl Engine {
             // The bound is taken before the event is recorded, and frees from here on get a later
             // ticket: so the event covers every ticket up to the bound, and no other.
             let batch = state.streams.close_batch(stream);
-            (batch, raw, context, pooled, key, kept)
+            (batch, raw, context, pooled, kept)
         };
         let result = self.record_batch(batch, raw, &context, pooled, key);
         drop(kept);
@@ -40,7 +44,7 @@ impl Engine {
         &self,
         batch: Batch,
         raw: usize,
-        context: &crate::driver::Context,
+        context: &Context,
         pooled: Option<Event>,
         key: StreamKey,
     ) -> Result<(), Error> {
@@ -79,7 +83,10 @@ impl Engine {
         match recorded {
             Ok(()) => {
                 state.stats.markers += 1;
-                state.streams.publish(batch, Arc::new(event));
+                state.streams[batch.stream].capturing = false;
+                let unneeded = state.streams.publish(batch, event);
+                let pool = state.events.entry(context.key()).or_default();
+                pool.extend(unneeded);
                 Ok(())
             }
             Err(error) => {
@@ -92,9 +99,9 @@ impl Engine {
 
     /// Records the markers that a free left to record. A failure costs nothing but time: the next
     /// marker covers the batch.
-    pub(crate) fn mark_all(&self, streams: &[u32]) {
-        for stream in streams {
-            if let Err(error) = self.mark(*stream) {
+    pub(crate) fn mark_all(&self, streams: &[(u32, StreamKey)]) {
+        for (stream, key) in streams {
+            if let Err(error) = self.mark(*stream, *key) {
                 self.log_marker_failure(&error);
             }
         }
@@ -186,50 +193,73 @@ impl Engine {
         Ok(())
     }
 
-    /// [`synchronise`](Self::synchronise), unless a capture would suffer from it.
-    pub(crate) fn synchronise_uncaptured(&self) -> Result<(), Error> {
+    /// Refuses while a stream of one of the contexts is being captured, as far as can be known: the
+    /// streams that we keep alive are asked, the legacy stream answers for all blocking streams of
+    /// its context, and of the caller's own streams it counts what the last call that named one found.
+    pub(crate) fn refuse_captures(&self, contexts: &[Context]) -> Result<(), Error> {
         let kept: Vec<Stream> = {
             let state = self.lock();
-            let slots = state.streams.iter();
-            slots
-                .filter_map(|(_, slot)| match &slot.holder {
-                    Holder::Kept(stream) => Some(stream.clone()),
-                    _ => None,
-                })
-                .collect()
+            let mut kept = Vec::new();
+            for (_, slot) in state.streams.iter() {
+                match &slot.holder {
+                    Holder::Kept(stream) => kept.push(stream.clone()),
+                    Holder::Foreign if slot.capturing => {
+                        return Err(Error::Capturing { stream: slot.raw });
+                    }
+                    _ => {}
+                }
+            }
+            kept
         };
         for stream in kept {
             self.refuse_capture(&self.named(&stream)?)?;
         }
-        match self.synchronise() {
-            Err(Error::Driver(error)) if is_capture_refusal(error.code()) => {
-                Err(Error::Capturing { stream: 0 })
+        for context in contexts {
+            let entered = context.enter().map_err(|e| self.error(e))?;
+            let legacy = std::ptr::null_mut();
+            // SAFETY: the null handle is valid while a context is current.
+            match unsafe { entered.driver().is_capturing(legacy) } {
+                Ok(false) => {}
+                Ok(true) => return Err(Error::Capturing { stream: 0 }),
+                Err(error) if is_capture_refusal(error.code()) => {
+                    return Err(Error::Capturing { stream: 0 });
+                }
+                Err(error) => return Err(self.error(error)),
             }
-            done => done,
         }
+        Ok(())
     }
 
-    /// Waits until everything that was submitted to the streams' contexts so far is complete.
+    /// Waits until everything that was submitted to the streams' contexts so far is complete; an
+    /// error, with nothing changed, while something captures there, because that would suffer.
     pub(crate) fn synchronise(&self) -> Result<(), Error> {
-        let (bounds, contexts) = {
-            let mut state = self.lock();
-            let streams: Vec<u32> = state.streams.iter().map(|(stream, _)| stream).collect();
-            let mut contexts = vec![self.context.clone()];
-            for stream in &streams {
-                let context = &state.streams[*stream].context;
-                if !contexts.iter().any(|c| c.key() == context.key()) {
-                    contexts.push(context.clone());
-                }
+        let mut contexts = vec![self.context.clone()];
+        for (_, slot) in self.lock().streams.iter() {
+            if !contexts.iter().any(|c| c.key() == slot.context.key()) {
+                contexts.push(slot.context.clone());
             }
-            let bounds: Vec<Batch> = streams
-                .iter()
-                .map(|s| state.streams.close_batch(*s))
-                .collect();
-            (bounds, contexts)
+        }
+        self.refuse_captures(&contexts)?;
+        let bounds: Vec<Batch> = {
+            let mut state = self.lock();
+            let streams = state.streams.iter();
+            // Only what is waited for below: a stream of yet another context may have come since.
+            let waited = streams
+                .filter(|(_, slot)| contexts.iter().any(|c| c.key() == slot.context.key()))
+                .map(|(stream, _)| stream);
+            let waited: Vec<u32> = waited.collect();
+            let batches = waited.iter().map(|s| state.streams.close_batch(*s));
+            batches.collect()
         };
         for context in contexts {
             let entered = context.enter().map_err(|e| self.error(e))?;
-            entered.synchronize().map_err(|e| self.error(e))?;
+            match entered.synchronize() {
+                Ok(()) => {}
+                Err(error) if is_capture_refusal(error.code()) => {
+                    return Err(Error::Capturing { stream: 0 });
+                }
+                Err(error) => return Err(self.error(error)),
+            }
         }
         let mut state = self.lock();
         for batch in bounds {
@@ -245,4 +275,34 @@ impl Engine {
 fn is_capture_refusal(code: CUresult) -> bool {
     code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
         || code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::allocator::{Allocator, Config};
+    use crate::sim::{SimConfig, Simulator};
+
+    /// R25: between the moment that a slot was named and its marker, another stream may have got it.
+    #[test]
+    fn r25_a_slot_that_is_another_streams_by_now_gets_no_marker()
+    -> Result<(), Box<dyn std::error::Error>> {
+        let simulator = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+        let driver = simulator.driver()?;
+        let context = Context::primary(&driver, driver.device(0)?)?;
+        let allocator = Allocator::with_config(&context, Config::new())?;
+        let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
+        for stream in [&a, &b] {
+            drop(allocator.allocate(512 << 10, stream)?);
+        }
+        let engine = allocator.engine();
+        let (key_a, key_b) = (StreamKey::Id(a.id()?), StreamKey::Id(b.id()?));
+        let slot = engine.lock().streams.find(key_a).ok_or("no slot")?;
+        let markers = allocator.stats().markers;
+        engine.mark(slot, key_b)?;
+        assert_eq!(allocator.stats().markers, markers);
+        engine.mark(slot, key_a)?;
+        assert_eq!(allocator.stats().markers, markers + 1);
+        Ok(())
+    }
 }

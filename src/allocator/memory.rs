@@ -150,27 +150,14 @@ impl Engine {
                 }
                 continue;
             }
-            let (unmapped, freed) = give_back(&entered, &release);
-            let mut state = self.lock();
-            if unmapped.is_ok() {
-                state.gone(&release);
-                match (freed, release.handle) {
-                    (Err(_), Some(handle)) => {
-                        state.strays.push(Stray {
-                            handle,
-                            bytes: release.bytes,
-                            space: release.space,
-                        });
-                    }
-                    _ => {
-                        state.unhold(release.bytes, release.space);
-                        released += release.bytes;
-                    }
-                }
-            } else {
-                state.restore(release.space, release.id, release.shards);
+            let done = give_back(&entered, &release);
+            match self
+                .lock()
+                .given_back(release, done, State::give_home_again)
+            {
+                (bytes, None) => released += bytes,
+                (_, failed) => first = first.or(failed),
             }
-            first = first.or(unmapped.err()).or(freed.err());
             if first.is_some_and(|e| e.is_fatal()) {
                 // Nothing more can be done in this context; what is left stays as it is.
                 break;
@@ -243,30 +230,14 @@ impl Engine {
             }
         }
         for release in quarantined {
-            let (unmapped, freed) = match &entered {
+            let done = match &entered {
                 Ok(entered) => give_back(entered, &release),
                 Err(error) => (Err(*error), Ok(())),
             };
-            let mut state = self.lock();
-            if unmapped.is_ok() {
-                state.gone(&release);
-                match (freed, release.handle) {
-                    (Err(_), Some(handle)) => {
-                        state.strays.push(Stray {
-                            handle,
-                            bytes: release.bytes,
-                            space: release.space,
-                        });
-                    }
-                    _ => {
-                        state.unhold(release.bytes, release.space);
-                        released += release.bytes;
-                    }
-                }
-            } else {
-                state.records[release.id].state = Extent::Quarantined;
+            match self.lock().given_back(release, done, State::quarantine) {
+                (bytes, None) => released += bytes,
+                (_, failed) => first = first.or(failed),
             }
-            first = first.or(unmapped.err()).or(freed.err());
         }
         match first {
             Some(error) => Err(self.error(error)),
@@ -303,12 +274,12 @@ impl GrowthFailure {
     }
 }
 
-/// Unmaps and releases a handle, or frees a segment. The second result counts only if the first is
-/// good.
-fn give_back(
-    entered: &Entered<'_>,
-    release: &Release,
-) -> (Result<(), DriverError>, Result<(), DriverError>) {
+/// How the two calls went that give a handle back: the unmapping, and the release. The second counts
+/// only if the first is good.
+type GivenBack = (Result<(), DriverError>, Result<(), DriverError>);
+
+/// Unmaps and releases a handle, or frees a segment.
+fn give_back(entered: &Entered<'_>, release: &Release) -> GivenBack {
     match release.handle {
         // SAFETY: the segment is the allocator's, wholly free, and claimed for this release; the
         // call waits for the work of its context, and streams of other contexts are done with it.
@@ -421,6 +392,46 @@ impl State {
         });
     }
 
+    /// Books what became of a mapped handle that was to be given back. One that is still mapped goes
+    /// where `still_mapped` puts it; one that is unmapped and could not be released is a stray.
+    /// Returns the bytes that are the driver's again, and what failed.
+    fn given_back(
+        &mut self,
+        release: Release,
+        (unmapped, freed): GivenBack,
+        still_mapped: impl FnOnce(&mut State, Release),
+    ) -> (u64, Option<DriverError>) {
+        if let Err(error) = unmapped {
+            still_mapped(self, release);
+            return (0, Some(error));
+        }
+        self.gone(&release);
+        match (freed, release.handle) {
+            (Err(error), Some(handle)) => {
+                self.strays.push(Stray {
+                    handle,
+                    bytes: release.bytes,
+                    space: release.space,
+                });
+                (0, Some(error))
+            }
+            _ => {
+                self.unhold(release.bytes, release.space);
+                (release.bytes, None)
+            }
+        }
+    }
+
+    /// A handle that could not be unmapped is free memory again.
+    fn give_home_again(&mut self, release: Release) {
+        self.restore(release.space, release.id, release.shards);
+    }
+
+    /// A handle that could not be unmapped stays apart.
+    fn quarantine(&mut self, release: Release) {
+        self.records[release.id].state = Extent::Quarantined;
+    }
+
     /// Takes a segment into the books again that the driver would not free.
     fn readmit(&mut self, release: Release) {
         let Ok(granules) = u32::try_from(release.bytes / GRANULE) else {
@@ -472,6 +483,9 @@ impl State {
             allocated,
             cached: self.stats.all.reserved.current.saturating_sub(allocated),
             largest_free: self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0),
+            largest_run: self.largest_run(),
+            in_views: self.lent_bytes,
+            guarded: self.guards.bytes(),
             pending: self.pending_bytes(),
             pinned: self.pinned(),
             ..OutOfMemory::default()

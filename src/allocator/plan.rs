@@ -90,25 +90,31 @@ const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 impl State {
     /// Bytes that growth should not pass while anything else helps.
     pub(crate) fn soft_cap(&self) -> u64 {
-        let slack = (self.peak_live / 100 * CAP_SHARES[self.level]).max(CAP_SLACK);
-        self.peak_live.saturating_add(slack)
+        let share = match self.tuning.slack {
+            Some(share) => (self.peak_live as f64 * share) as u64,
+            None => self.peak_live / 100 * CAP_SHARES[self.level],
+        };
+        self.peak_live.saturating_add(share.max(CAP_SLACK))
     }
 
     /// Counts a large request, which makes up for a part of a map.
     pub(crate) fn large_request(&mut self, want: &Want) {
         if want.space == SpaceId::Large {
             self.work = self.work.saturating_sub(1);
+            self.bursts.request();
         }
     }
 
     /// Counts handles that a stitch mapped.
     pub(crate) fn spent(&mut self, maps: usize) {
+        self.bursts.mapped(maps);
         let weight = match self.level < LAST_STEP && self.streams.in_flight() {
             true => IN_FLIGHT,
             false => 1,
         };
         self.work += maps as u64 * REQUESTS_PER_MAP * weight;
-        let spent = self.work / REQUESTS_PER_MAP > LEVEL_MAPS[self.level];
+        let budget = self.tuning.budget.unwrap_or(LEVEL_MAPS[self.level]);
+        let spent = self.work / REQUESTS_PER_MAP > budget;
         if spent && self.level + 1 < LEVELS {
             self.level += 1;
             self.work = 0;
@@ -133,7 +139,7 @@ impl State {
         }
         let request = u64::from(want.granules) * GRANULE;
         let part = request / HANDLE_PARTS[self.level] / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
-        let size = share.max(part);
+        let size = self.tuning.handle.unwrap_or(share.max(part));
         match self.limit {
             Some(limit) if held + missing > limit / 2 => {
                 let scarce = limit / SCARCE_PART / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
@@ -199,6 +205,9 @@ impl State {
         if !self.packed {
             return Some(classic_segment_for(u64::from(want.span()) * GRANULE));
         }
+        if want.in_one_handle() {
+            return self.hole_for_handle(want).map(|_| want.handle_bytes());
+        }
         let opening = self.opening(want, |finder, id| finder.ready(id))?;
         Some(opening.mapped * GRANULE)
     }
@@ -241,7 +250,7 @@ impl State {
 
     /// Memory that can be given back now: whole handles or segments in free memory that `over` says
     /// nobody uses. By address.
-    fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
+    pub(crate) fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
         let Some(at) = self.space(space) else {
             return Vec::new();
         };
@@ -271,17 +280,23 @@ impl State {
 
     /// Whether nobody can touch a free piece any more. The classic policy gives memory back with a
     /// call that itself waits for the work of its context.
-    fn over(&self, id: u32, context: u64) -> bool {
+    pub(crate) fn over(&self, id: u32, context: u64) -> bool {
         self.records.cold(id).uses.as_slice().iter().all(|u| {
             self.streams.complete(u)
                 || (!self.packed && self.streams[u.stream].context.key() == context)
         })
     }
 
-    /// Claims what to release so that there is room for `missing` bytes: the smallest that is enough,
-    /// else the largest first. Empty, with nothing changed, if that cannot be enough. What a refusal
-    /// of the driver told is a guess on the safe side, so it stops nothing: all goes then.
-    pub(crate) fn plan_release(&mut self, missing: u64, context: u64) -> Vec<Release> {
+    /// Claims what of some arenas to release so that there is room for `missing` bytes: the smallest
+    /// that is enough, else the largest first. Empty, with nothing changed, if that cannot be enough.
+    /// What a refusal of the driver told is a guess on the safe side, so it stops nothing: all goes
+    /// then.
+    pub(crate) fn plan_release(
+        &mut self,
+        arenas: &[SpaceId],
+        missing: u64,
+        context: u64,
+    ) -> Vec<Release> {
         let excess = missing.saturating_sub(self.room());
         let held = self.stats.all.reserved.current + self.planned;
         let certain = match self.limit {
@@ -289,7 +304,7 @@ impl State {
             None => 0,
         };
         let mut found: Vec<(SpaceId, u64, u64)> = Vec::new();
-        for space in [SpaceId::Large, SpaceId::Small] {
+        for space in arenas.iter().copied() {
             let releasable = self.releasable(space, |id| self.over(id, context));
             found.extend(
                 releasable
@@ -364,7 +379,7 @@ impl State {
         freed.max().unwrap_or(0)
     }
 
-    fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
+    pub(crate) fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
         let holding = *self.holdings.get(&addr)?;
         // The piece that the holding begins in.
         let first = self.piece_around(space, addr)?;
@@ -533,5 +548,40 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn stitching_beyond_the_budget_raises_the_level() {
+        let nobody = (std::sync::Weak::new(), 0);
+        let table = std::sync::Arc::new(crate::allocator::front::PageTable::new());
+        let tuning = crate::allocator::Config::new().tuning();
+        let mut state = State::new(nobody, table, 0, true, None, tuning);
+        let want = Want {
+            space: SpaceId::Large,
+            stream: 0,
+            granules: (960 << 20 >> 9) as u32,
+            align: 1,
+            requested: 960 << 20,
+            single: false,
+            views: true,
+        };
+        state.peak_live = 10_000 << 20;
+        let figures = |state: &State| {
+            let slack = (state.soft_cap() - state.peak_live) >> 20;
+            (slack, state.handle_size(&want, want.requested) >> 20)
+        };
+        let levels = [(100, 30), (200, 60), (300, 80), (400, 120), (500, 120)];
+        for (level, expected) in levels.into_iter().enumerate() {
+            assert_eq!((state.level, figures(&state)), (level, expected));
+            state.spent(LEVEL_MAPS[level] as usize);
+            assert_eq!(state.level, level, "the budget is just spent");
+            // As many requests make up for one map, so one more is still within it.
+            (0..REQUESTS_PER_MAP).for_each(|_| state.large_request(&want));
+            state.spent(1);
+            assert_eq!(state.level, level);
+            state.spent(1);
+        }
+        state.spent(1 << 40);
+        assert_eq!((state.level, figures(&state)), (LEVELS - 1, (600, 120)));
     }
 }

@@ -1,5 +1,7 @@
 //! Allocation, free and recording by handle and by pointer: what every front end stands on.
 
+use std::sync::atomic::Ordering;
+
 use crate::driver::sys;
 
 use super::engine::{Engine, Guard, Named, is_per_thread};
@@ -77,6 +79,9 @@ pub(crate) struct Request {
     requested: u64,
     granules: u32,
     align: u32,
+    /// See [`Placement`](super::Placement).
+    pub single: bool,
+    pub views: bool,
 }
 
 impl Request {
@@ -97,6 +102,8 @@ impl Request {
             requested: bytes as u64,
             granules: granules(rounded),
             align: granules((alignment as u64).max(GRANULE)),
+            single: false,
+            views: true,
         })
     }
 
@@ -123,6 +130,8 @@ impl Request {
             granules: self.granules,
             align: self.align,
             requested: self.requested,
+            single: self.single,
+            views: self.views,
         }
     }
 }
@@ -143,14 +152,21 @@ impl Engine {
         {
             return Ok(grant);
         }
-        self.allocate_in_books(named, &request)
+        self.allocate_request(named, &request)
     }
 
+    /// [`allocate`](Self::allocate) of a request with wishes, with a look at the books.
     #[inline(never)]
-    fn allocate_in_books(&self, named: &Named<'_>, request: &Request) -> Result<Grant, Error> {
-        drop(self.open()?);
+    pub(crate) fn allocate_request(
+        &self,
+        named: &Named<'_>,
+        request: &Request,
+    ) -> Result<Grant, Error> {
+        self.usable()?;
         self.refuse_capture(named)?;
-        self.free_deferred();
+        if self.deferred.load(Ordering::Relaxed) {
+            self.free_deferred();
+        }
         let (mut state, stream) = self.slot(self.open()?, named)?;
         self.same_device(&state, stream)?;
         if state.closed {
@@ -163,6 +179,7 @@ impl Engine {
             None => self.allocate_large(state, stream, front, request)?,
         };
         call.end(&mut state);
+        self.repay(state, stream, grant.bytes);
         Ok(grant)
     }
 
@@ -192,7 +209,7 @@ impl Engine {
         let interior = |base| Error::InteriorPointer { ptr, base };
         Err(match self.around(state, ptr) {
             Some(id) => interior(state.records[id].addr),
-            None => match self.small_around(ptr) {
+            None => match state.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
                 None if state.ours(ptr) => Error::NotLive { ptr },
                 None => Error::NotOurs { ptr },
@@ -239,19 +256,34 @@ impl Engine {
 
     #[inline(never)]
     fn free_large(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        let mut state = self.open()?;
+        let state = self.open()?;
         let id = self.live(&state, ptr)?;
-        let stream = state.records[id].stream;
-        if let Some((key, raw)) = state.capture_suspect(stream) {
-            let generation = state.records[id].generation;
+        let generation = state.records[id].generation;
+        self.free_record(state, (id, generation), ptr)
+    }
+
+    /// Frees the large block of a record.
+    fn free_record<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        block: (u32, u32),
+        ptr: sys::CUdeviceptr,
+    ) -> Result<(), Error> {
+        if !state.is_live(block) {
+            return Err(Error::NotLive { ptr });
+        }
+        let stream = state.records[block.0].stream;
+        if self.watchful()
+            && let Some((key, raw)) = state.capture_suspect(stream)
+        {
             drop(state);
             self.refuse_if_capturing(key, raw)?;
             state = self.open()?;
-            if state.lookup.exact(ptr) != Some(id) || state.records[id].generation != generation {
+            if !state.is_live(block) {
                 return Err(Error::NotLive { ptr });
             }
         }
-        let after = state.free(id);
+        let after = state.free(block.0);
         self.finish_free(state, &after);
         Ok(())
     }
@@ -277,11 +309,8 @@ impl Engine {
             let (front, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
             return self.free_small(front, node, ptr, Some(block.generation));
         }
-        drop(self.open()?);
-        if !self.is_live(block) {
-            return Err(Error::NotLive { ptr });
-        }
-        self.free_large(ptr)
+        let state = self.open()?;
+        self.free_record(state, (block.id, block.generation), ptr)
     }
 
     /// Frees a block whose owner went out of scope: what cannot be done now is done later.
@@ -312,6 +341,7 @@ impl Engine {
 
     fn defer(&self, block: Lifetime) {
         self.lock().deferred.push(block);
+        self.deferred.store(true, Ordering::Relaxed);
     }
 
     /// What a free leaves to do without the lock: markers, and the end of an allocator whose last
@@ -364,7 +394,7 @@ impl Engine {
     ) -> Result<(), Error> {
         {
             let state = self.open()?;
-            if self.around(&state, ptr).is_none() && self.small_around(ptr).is_none() {
+            if self.around(&state, ptr).is_none() && state.small_around(ptr).is_none() {
                 return Err(if state.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
@@ -381,9 +411,7 @@ impl Engine {
         let block = self.around(&state, ptr);
         let owner = match block {
             Some(id) => Some(state.records[id].stream),
-            None => self
-                .small_around(ptr)
-                .map(|(front, _, _)| front.lock().slot),
+            None => state.small_around(ptr).map(|(_, _, owner)| owner),
         };
         let Some(owner) = owner else {
             return Err(Error::NotLive { ptr });
@@ -405,7 +433,7 @@ impl Engine {
         }
         drop(state);
         if now {
-            return self.mark(stream);
+            return self.mark(stream, named.key);
         }
         Ok(())
     }

@@ -11,10 +11,8 @@ use super::state::{State, Want};
 use super::stitch::Stitch;
 use super::view::ViewRun;
 
-/// How a stitch ended in the driver.
-enum Outcome {
-    /// Mapped; the handles of new memory.
-    Done(Vec<u64>),
+/// How a stitch failed in the driver.
+pub(crate) enum Unmapped {
     /// Undone: nothing is left of it.
     Undone(DriverError),
     /// New memory could not be made; what is left of that.
@@ -63,25 +61,41 @@ impl Engine {
         &'a self,
         state: Guard<'a>,
         want: &Want,
-        stitch: Stitch,
+        mut stitch: Stitch,
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
+        let reason = state.growth_reason(want, 0);
         drop(state);
         let new = stitch.fresh.as_ref().map_or(0, |f| f.bytes());
-        if let Err(error) = self.queue_waits(want.stream, &stitch.lent.waits) {
+        // Their events may have no other holder by then, and are not destroyed under the lock.
+        let waits = std::mem::take(&mut stitch.lent.waits);
+        match self.may_stitch() {
+            Ok(true) => {}
+            refused => {
+                drop(waits);
+                let mut state = self.lock();
+                state.not_stitched(want, stitch, 0, &[]);
+                return refused.map(|_| (state, None));
+            }
+        }
+        let waited = self.queue_waits(want.stream, &waits);
+        drop(waits);
+        if let Err(error) = waited {
             self.lock().not_stitched(want, stitch, 0, &[]);
             return Err(error);
         }
         let outcome = self.map_stitch(&stitch);
-        let free = match &outcome {
-            Outcome::Done(_) => 0,
-            Outcome::Undone(error) | Outcome::Stuck(error, ..) => self.driver_free(*error),
-            Outcome::NotMade(failure) => self.driver_free(failure.error),
-        };
+        let free = outcome
+            .as_ref()
+            .err()
+            .map_or(0, |failed| self.driver_free(failed.error()));
         let mut state = self.lock();
         let error = match outcome {
-            Outcome::Done(handles) => {
+            Ok(handles) => {
                 let maps = stitch.maps();
+                if new > 0 {
+                    state.note_growth(reason, want, new);
+                }
                 state.stats.rungs.stitched += 1;
                 state.spent(maps);
                 self.driver().add_view_maps(maps as u64);
@@ -98,36 +112,23 @@ impl Engine {
                 }
                 return Ok((state, Some(id)));
             }
-            Outcome::Undone(error) => {
-                state.not_stitched(want, stitch, 0, &[]);
-                error
-            }
-            Outcome::NotMade(failure) => {
-                let error = failure.error;
-                state.not_stitched(want, stitch, 0, &[]);
-                state.set_apart(SpaceId::Large, failure);
-                error
-            }
-            Outcome::Stuck(error, mapped, handles) => {
-                state.not_stitched(want, stitch, mapped, &handles);
-                error
-            }
+            Err(failed) => state.not_mapped(want, stitch, failed),
         };
         self.refused(&mut state, error, free.min(new.saturating_sub(1)), climb)?;
         Ok((state, None))
     }
 
-    fn map_stitch(&self, stitch: &Stitch) -> Outcome {
+    pub(crate) fn map_stitch(&self, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {
         let fresh = match &stitch.fresh {
             None => Vec::new(),
             Some(fresh) => match self.map(fresh.addr, &fresh.sizes) {
                 Ok(handles) => handles,
-                Err(failure) => return Outcome::NotMade(failure),
+                Err(failure) => return Err(Unmapped::NotMade(failure)),
             },
         };
         let entered = match self.context.enter() {
             Ok(entered) => entered,
-            Err(error) => return self.unstitch(stitch, 0, fresh, error),
+            Err(error) => return Err(self.unstitch(stitch, 0, fresh, error)),
         };
         let new = stitch.fresh.iter().flat_map(|f| &f.sizes).zip(&fresh);
         let all = stitch
@@ -139,15 +140,15 @@ impl Engine {
             // SAFETY: the range is this view's, holds no mapping there, and no one else extends the
             // view; the handle is alive and of this size.
             if let Err(error) = unsafe { entered.mem_map(addr, bytes as usize, handle) } {
-                return self.unstitch(stitch, mapped, fresh, error);
+                return Err(self.unstitch(stitch, mapped, fresh, error));
             }
             mapped += 1;
             addr += bytes;
         }
         // SAFETY: mapped just now by whole handles.
         match unsafe { entered.set_access(stitch.at, (addr - stitch.at) as usize, &self.access) } {
-            Ok(()) => Outcome::Done(fresh),
-            Err(error) => self.unstitch(stitch, mapped, fresh, error),
+            Ok(()) => Ok(fresh),
+            Err(error) => Err(self.unstitch(stitch, mapped, fresh, error)),
         }
     }
 
@@ -158,7 +159,7 @@ impl Engine {
         mapped: usize,
         fresh: Vec<u64>,
         error: DriverError,
-    ) -> Outcome {
+    ) -> Unmapped {
         let new = stitch.fresh.iter().flat_map(|f| &f.sizes);
         let sizes: Vec<u64> = stitch
             .adds
@@ -169,7 +170,7 @@ impl Engine {
             .collect();
         let mut end = stitch.at + sizes[..mapped].iter().sum::<u64>();
         let Ok(entered) = self.context.enter() else {
-            return Outcome::Stuck(error, mapped, fresh);
+            return Unmapped::Stuck(error, mapped, fresh);
         };
         for (left, bytes) in sizes[..mapped].iter().enumerate().rev() {
             end -= bytes;
@@ -180,7 +181,7 @@ impl Engine {
                 } else {
                     return self.unmake_fresh(stitch, left + 1, fresh, error);
                 };
-                return Outcome::Stuck(error, left + 1, keep);
+                return Unmapped::Stuck(error, left + 1, keep);
             }
         }
         drop(entered);
@@ -193,15 +194,15 @@ impl Engine {
         mapped: usize,
         fresh: Vec<u64>,
         error: DriverError,
-    ) -> Outcome {
+    ) -> Unmapped {
         match &stitch.fresh {
             Some(new) if !fresh.is_empty() && mapped == 0 => {
-                Outcome::NotMade(self.unmake(new.addr, &new.sizes, &fresh, error))
+                Unmapped::NotMade(self.unmake(new.addr, &new.sizes, &fresh, error))
             }
             // What is new is held from now on: the view keeps mappings all the same.
-            Some(_) if mapped > 0 => Outcome::Stuck(error, mapped, fresh),
-            _ if mapped > 0 => Outcome::Stuck(error, mapped, Vec::new()),
-            _ => Outcome::Undone(error),
+            Some(_) if mapped > 0 => Unmapped::Stuck(error, mapped, fresh),
+            _ if mapped > 0 => Unmapped::Stuck(error, mapped, Vec::new()),
+            _ => Unmapped::Undone(error),
         }
     }
 
@@ -239,7 +240,37 @@ impl Engine {
     }
 }
 
+impl Unmapped {
+    pub(crate) fn error(&self) -> DriverError {
+        match self {
+            Unmapped::Undone(error) | Unmapped::Stuck(error, ..) => *error,
+            Unmapped::NotMade(failure) => failure.error,
+        }
+    }
+}
+
 impl State {
+    /// Books what is left of a stitch that failed.
+    pub(crate) fn not_mapped(
+        &mut self,
+        want: &Want,
+        stitch: Stitch,
+        failed: Unmapped,
+    ) -> DriverError {
+        let error = failed.error();
+        match failed {
+            Unmapped::Undone(_) => self.not_stitched(want, stitch, 0, &[]),
+            Unmapped::NotMade(failure) => {
+                self.not_stitched(want, stitch, 0, &[]);
+                self.set_apart(SpaceId::Large, failure);
+            }
+            Unmapped::Stuck(_, mapped, handles) => {
+                self.not_stitched(want, stitch, mapped, &handles);
+            }
+        }
+        error
+    }
+
     /// Keeps a view from going, or lets it go again.
     fn hold_view(&mut self, base: u64, on: bool) {
         if let Some(view) = self.views.get_mut(&base) {

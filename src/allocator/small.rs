@@ -2,9 +2,7 @@
 
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::front::{
-    Allocated, Freed, Held, Inner, Node, PAGE_GRAINS, Run, Small, Taken, Using, cache,
-};
+use super::front::{Allocated, Freed, Held, Inner, Node, PAGE_GRAINS, Small, Taken, Using, cache};
 use super::fronts::EngineFront;
 use super::raw::{Grant, Lifetime, Request};
 use super::records::{Recorded, SpaceId};
@@ -126,9 +124,42 @@ impl Engine {
                 continue;
             }
             let grown;
-            (state, grown) = self.obtain_page(state, stream, front, request)?;
+            (state, grown) = match self.obtain_page(state, stream, front, request) {
+                Ok(page) => page,
+                // At a limit memory of the other arena is better than none.
+                Err(Error::OutOfMemory(refusal)) => {
+                    let found = self.left_over(stream, front, request);
+                    return found.ok_or(Error::OutOfMemory(refusal));
+                }
+                Err(error) => return Err(error),
+            };
             missed |= grown;
         }
+    }
+
+    /// Room for a small request in the arena of large ones, when no page could be had for it.
+    fn left_over(
+        &self,
+        stream: u32,
+        front: &'static EngineFront,
+        request: Small,
+    ) -> Option<(Guard<'_>, Grant)> {
+        let want = Want {
+            space: SpaceId::Large,
+            stream,
+            granules: request.granules,
+            align: request.align,
+            requested: u64::from(request.requested),
+            single: false,
+            views: true,
+        };
+        let mut state = self.lock();
+        let run = state.finder(want.space, want.stream)?.ready_run(&want)?;
+        let id = state.take(&want, run)?;
+        // It did not run out after all.
+        state.stats.ooms -= 1;
+        let grant = state.granted(id, stream, want.requested, front);
+        Some((state, grant))
     }
 
     /// Brings another page to a front. Returns whether memory was added for it.
@@ -146,6 +177,8 @@ impl Engine {
             // Everything in the arena of pages is a multiple of a page.
             align: 1,
             requested: u64::from(request.requested),
+            single: false,
+            views: true,
         };
         let (mut state, id, missed) = self.obtain(state, &page)?;
         state.page_taken(id, front)?;
@@ -259,6 +292,8 @@ impl Engine {
                 granules: PAGE_GRANULES,
                 align: 1,
                 requested: u64::from(request.requested),
+                single: false,
+                views: true,
             };
             let page = if paged { None } else { state.take_best(&page) };
             let Some(id) = page else {
@@ -288,18 +323,6 @@ impl Engine {
         let (front, page) = self.pages.find(ptr)?;
         let place = (ptr / GRANULE) as u32 & (PAGE_GRAINS - 1);
         Some((front, Node::new(page, place)))
-    }
-
-    /// The live small block around an address, with its front and the slot of its stream.
-    pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static EngineFront, Run, u32)> {
-        let (front, page) = self.pages.find(ptr)?;
-        let inner = front.lock();
-        if inner.allocator != self.id {
-            return None;
-        }
-        let run = inner.heap.around(page, ptr)?;
-        run.live?;
-        Some((front, run, inner.slot))
     }
 
     // ---- free --------------------------------------------------------------------------------
@@ -346,7 +369,8 @@ impl Engine {
                 state.return_pages(front, 1, &mut after);
             }
             Freed::Full(batch) => {
-                after.mark.push(batch.stream);
+                let stream = batch.stream;
+                after.mark.push((stream, state.streams[stream].key));
                 state.batch_closed(front, owner, batch, &mut after);
             }
             Freed::Books if state.closed => return Err(Error::Closed),
@@ -357,8 +381,7 @@ impl Engine {
             }
             Freed::NotLive => {
                 let (_, ptr) = block;
-                drop(state);
-                return Err(match self.small_around(ptr) {
+                return Err(match state.small_around(ptr) {
                     Some((_, run, _)) if generation.is_none() && run.ptr != ptr => {
                         Error::InteriorPointer { ptr, base: run.ptr }
                     }
@@ -442,7 +465,7 @@ impl Engine {
 
     /// Records a use of a small block in the books. False if no live block is there.
     pub(crate) fn record_small(&self, state: &mut State, ptr: u64, new: Recorded) -> bool {
-        let Some((front, run, owner)) = self.small_around(ptr) else {
+        let Some((front, run, owner)) = state.small_around(ptr) else {
             return false;
         };
         let Some(live) = run.live else {

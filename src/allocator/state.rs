@@ -3,20 +3,24 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 
-use crate::driver::{Context, Event};
+use crate::driver::Event;
 
+use super::burst::Account;
+use super::config::Tuning;
 use super::engine::Engine;
+use super::figures::{GrowthInfo, SelfTest};
 use super::fit::{Finder, Run};
 use super::front::PageTable;
 use super::fronts::Fronts;
+use super::guards::Guards;
 use super::handles::Handles;
 use super::lookup::Lookup;
 use super::raw::Lifetime;
-use super::records::{COMPLETE, MIXED, Recorded, Records, SpaceId, State as Extent};
+use super::records::{MIXED, Recorded, Records, SpaceId, State as Extent};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
 use super::space::{Shard, Space};
 use super::stats::Stats;
-use super::streams::{Holder, Probe, StreamKey, Streams};
+use super::streams::{Holder, StreamKey, Streams};
 use super::uses::{Use, Uses};
 use super::view::View;
 
@@ -27,10 +31,6 @@ pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
 const BATCH_FREES: u32 = 32;
 /// bytes after which it is.
 const BATCH_BYTES: u64 = 1 << 20;
-/// Large allocations to let pass before a marker that was not ready is asked again.
-const BACKOFF: u32 = 8;
-/// Idle streams of the caller are forgotten above this number of known streams.
-const MANY_STREAMS: usize = 64;
 
 /// Memory held from the driver: a segment, or a physical handle at its home address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,6 +63,10 @@ pub(crate) struct Want {
     pub align: u32,
     /// Bytes as the user asked for.
     pub requested: u64,
+    /// The block lies inside one physical handle.
+    pub single: bool,
+    /// The block may lie in a view.
+    pub views: bool,
 }
 
 impl Want {
@@ -109,7 +113,7 @@ pub(crate) fn add_recorded(recorded: &mut Vec<Recorded>, new: Recorded) -> bool 
 #[derive(Debug, Default)]
 pub(crate) struct AfterFree {
     /// Streams whose batch is full.
-    pub mark: Vec<u32>,
+    pub mark: Vec<(u32, StreamKey)>,
 }
 
 /// Bytes of pieces that streams other than their own may still use.
@@ -153,6 +157,17 @@ pub(crate) struct State {
     /// Level of the stitching budget, and what was spent on it.
     pub level: usize,
     pub work: u64,
+    /// What the configuration says of cap, budget and handles.
+    pub tuning: Tuning,
+    /// Allocations that map very many handles, and what they owe.
+    pub bursts: Account,
+    /// Blocks that guards keep.
+    pub guards: Guards,
+    /// Bytes of blocks in views.
+    pub lent_bytes: u64,
+    /// Why memory was last added.
+    pub last_growth: Option<GrowthInfo>,
+    pub self_test: SelfTest,
     /// Reserved address ranges: base to bytes.
     pub spans: BTreeMap<u64, u64>,
     pub stats: Stats,
@@ -182,6 +197,7 @@ impl State {
         device: usize,
         packed: bool,
         limit: Option<u64>,
+        tuning: Tuning,
     ) -> Self {
         State {
             device,
@@ -206,6 +222,12 @@ impl State {
             clock: 0,
             level: 0,
             work: 0,
+            tuning,
+            bursts: Account::default(),
+            guards: Guards::default(),
+            lent_bytes: 0,
+            last_growth: None,
+            self_test: SelfTest::NotRun,
             spans: BTreeMap::new(),
             stats: Stats::default(),
             mixed_peak: 0,
@@ -271,137 +293,6 @@ impl State {
             .unwrap_or(u64::MAX)
             .min(self.full_at.unwrap_or(u64::MAX));
         bound.saturating_sub(held)
-    }
-
-    // ---- streams ---------------------------------------------------------------------------
-
-    pub(crate) fn adopt(
-        &mut self,
-        key: StreamKey,
-        raw: usize,
-        context: Context,
-        holder: Holder,
-    ) -> u32 {
-        if let Some(stream) = self.streams.find(key) {
-            return stream;
-        }
-        let stream = self.streams.add(key, raw, context, holder);
-        self.streams_changed();
-        stream
-    }
-
-    /// With one stream, memory needs no tags to be told apart and merges freely; with several it
-    /// must not.
-    pub(crate) fn streams_changed(&mut self) {
-        self.stats.streams = self.streams.len() as u64;
-        if !self.packed {
-            return;
-        }
-        let single = !self.streams.several();
-        for space in [SpaceId::Large, SpaceId::Small] {
-            let (space, records) = self.parts(space);
-            if space.merge_own != single {
-                space.merge_own = single;
-                if single {
-                    let classes: Vec<u32> = space.pending_streams().collect();
-                    for class in classes {
-                        space.recoalesce(records, class);
-                    }
-                }
-            }
-        }
-        if !single {
-            // Memory that was never used, or not for long, is everybody's from now on.
-            for space in [SpaceId::Large, SpaceId::Small] {
-                let classes: Vec<u32> = self
-                    .space(space)
-                    .into_iter()
-                    .flat_map(Space::pending_streams)
-                    .collect();
-                for class in classes {
-                    self.settle_class(space, class);
-                }
-            }
-        }
-    }
-
-    /// While one stream exists, complete memory is as good as its own, and merges with it.
-    pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
-        let (space, records) = self.parts(space);
-        if !space.merge_own {
-            return;
-        }
-        while let Some(entry) = space.index(COMPLETE).and_then(|i| i.largest()) {
-            space.retag(records, entry.id, Uses::one(stream, 0));
-        }
-    }
-
-    /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
-    /// what was freed inside its pages, which no batch counts.
-    pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
-        for front in self.fronts.all().to_vec() {
-            self.close_batches(front, Some(stream));
-        }
-        self.flush_fronts_of(stream);
-        let busy = self.front_uses(stream) > 0;
-        let slot = &mut self.streams[stream];
-        if slot.live > 0 || busy {
-            slot.open_uses += 1;
-        }
-    }
-
-    /// Gives back the slot of a stream that nothing refers to.
-    pub(crate) fn recycle(&mut self, stream: u32) {
-        let many = self.streams.len() > MANY_STREAMS;
-        let forgettable = matches!(self.streams[stream].holder, Holder::Foreign) && many;
-        if forgettable && self.streams[stream].pages > 0 {
-            // What was freed in its pages is counted from here on: later, when it is complete.
-            self.flush_fronts_of(stream);
-            return;
-        }
-        let slot = &self.streams[stream];
-        let quiet = slot.live == 0 && slot.calls == 0 && slot.open_uses == 0;
-        let idle = slot.in_use && quiet && slot.completed + 1 >= slot.open;
-        if !idle {
-            return;
-        }
-        let forget = match slot.holder {
-            Holder::Retired => true,
-            // A caller's stream that comes again is simply registered again.
-            Holder::Foreign => many,
-            Holder::Kept(_) => false,
-        };
-        if !forget {
-            return;
-        }
-        // From here on nobody allocates on it without a look at the books.
-        self.set_fast(stream, false);
-        self.flush_fronts_of(stream);
-        let slot = &self.streams[stream];
-        let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
-        if !drained || self.front_uses(stream) > 0 {
-            let slot = &self.streams[stream];
-            let fast = !self.closed && !matches!(slot.holder, Holder::Retired);
-            self.set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
-            return;
-        }
-        self.streams[stream].holder = Holder::Retired;
-        self.drop_fronts(stream);
-        self.release_class(stream);
-        if self.streams.recycle(stream) {
-            self.streams_changed();
-        }
-    }
-
-    /// Everything that was tagged with a drained stream is complete.
-    fn release_class(&mut self, stream: u32) {
-        for space in [SpaceId::Large, SpaceId::Small] {
-            let (space, records) = self.parts(space);
-            while let Some(entry) = space.index(stream).and_then(|i| i.largest()) {
-                space.retag(records, entry.id, Uses::None);
-            }
-            space.forget_stream(stream);
-        }
     }
 
     // ---- blocks ----------------------------------------------------------------------------
@@ -583,13 +474,18 @@ impl State {
                 pool.active.sub(bytes);
             }
         });
-        let mut uses = vec![self.ticket(owner, None)];
-        uses.extend(recorded.iter().map(|r| self.ticket(r.stream, r.ticket)));
-        for u in &uses {
+        let own = self.ticket(owner, None);
+        let uses = if shared {
+            let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
+            Uses::collect(std::iter::once(own).chain(others).collect())
+        } else {
+            Uses::One(own)
+        };
+        for u in uses.as_slice() {
             self.streams[u.stream].live -= 1;
         }
         let mut after = AfterFree::default();
-        for u in &uses {
+        for u in uses.as_slice() {
             self.count_free(u, bytes, &mut after);
         }
         if shared {
@@ -599,7 +495,9 @@ impl State {
         }
         self.frees += 1;
         self.records.cold_mut(id).freed = self.frees;
-        let uses = Uses::collect(uses);
+        let Some(uses) = self.unless_guarded(id, uses) else {
+            return after;
+        };
         if !self.records.cold(id).home.is_empty() {
             for piece in self.view_block_freed(id, &uses) {
                 if shared {
@@ -642,155 +540,7 @@ impl State {
         slot.open_uses += 1;
         slot.open_bytes += bytes;
         if several && (slot.open_uses >= BATCH_FREES || slot.open_bytes >= BATCH_BYTES) {
-            after.mark.push(u.stream);
-        }
-    }
-
-    // ---- completion ---------------------------------------------------------------------------
-
-    /// Drops from all pieces what is complete now.
-    pub(crate) fn settle(&mut self) {
-        self.streams.take_advanced();
-        self.settle_streams(None);
-    }
-
-    /// [`settle`](Self::settle) for the streams of which more is complete than when this was last
-    /// done.
-    pub(crate) fn settle_advanced(&mut self) {
-        let advanced = self.streams.take_advanced();
-        self.settle_streams(Some(&advanced));
-    }
-
-    /// Settles what is pending on several streams and on each of `classes` (or on any, if there are
-    /// none), then gives up the streams of which nothing is left.
-    fn settle_streams(&mut self, classes: Option<&[u32]>) {
-        let ids: Vec<SpaceId> = self.spaces().map(|s| s.id).collect();
-        for id in ids {
-            let Some(space) = self.space(id) else {
-                continue;
-            };
-            let mut pending: Vec<u32> = Vec::new();
-            if space.index(MIXED).is_some_and(|index| !index.is_empty()) {
-                pending.push(MIXED);
-            }
-            if !space.merge_own {
-                match classes {
-                    Some(classes) => pending.extend(classes),
-                    None => pending.extend(space.pending_streams()),
-                }
-            }
-            for class in pending {
-                self.settle_class(id, class);
-            }
-        }
-        self.settle_held_back();
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        for stream in streams {
-            self.recycle(stream);
-        }
-    }
-
-    pub(crate) fn settle_class(&mut self, space: SpaceId, class: u32) {
-        let Some(index) = self.space(space).and_then(|s| s.index(class)) else {
-            return;
-        };
-        // By address, so that equal states settle equally.
-        let mut pieces: Vec<_> = index.iter().collect();
-        pieces.sort_unstable_by_key(|e| e.addr);
-        for entry in pieces {
-            let hot = &self.records[entry.id];
-            if hot.is_free() && hot.addr == entry.addr && hot.stream == class {
-                self.settle_piece(space, entry.id);
-            }
-        }
-    }
-
-    fn settle_piece(&mut self, space: SpaceId, id: u32) {
-        let cold = self.records.cold(id);
-        let (owner, was_mixed) = (cold.owner, self.records[id].stream == MIXED);
-        // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
-        let keep_owner = self.space(space).is_some_and(|s| s.merge_own);
-        let streams = &self.streams;
-        let Some(uses) = cold
-            .uses
-            .without(|u| streams.complete(u) && !(keep_owner && u.stream == owner))
-        else {
-            return;
-        };
-        if was_mixed && uses.as_slice().len() <= 1 {
-            let bytes = self.records[id].bytes();
-            self.stats
-                .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
-        }
-        let (at, records) = self.parts(space);
-        at.retag(records, id, uses);
-    }
-
-    // ---- polling ------------------------------------------------------------------------------
-
-    /// The streams that are due to be asked for completed markers, each with a marker to begin with.
-    pub(crate) fn due_markers(&mut self) -> Vec<Probe> {
-        let mut due = Vec::new();
-        for (stream, slot) in self.streams.iter_mut() {
-            if slot.markers.is_empty() {
-                continue;
-            }
-            if slot.backoff > 0 {
-                slot.backoff -= 1;
-                continue;
-            }
-            due.push(Probe::new(stream, slot));
-        }
-        due
-    }
-
-    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
-    pub(crate) fn ask_again(&mut self) {
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        for stream in streams {
-            self.streams[stream].backoff = 0;
-        }
-    }
-
-    /// What asking a stream came to: the newest marker seen complete, how many were, and whether one
-    /// was not.
-    pub(crate) fn asked(&mut self, stream: u32, done: Option<u64>, count: usize, late: bool) {
-        if let Some(bound) = done {
-            self.observed(stream, bound);
-        }
-        let slot = &mut self.streams[stream];
-        slot.stride = count.max(1) as u32;
-        if late {
-            slot.backoff = BACKOFF;
-        }
-    }
-
-    /// A marker was seen complete.
-    pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
-        let row = self
-            .streams
-            .marker(&Use {
-                stream,
-                ticket: bound,
-            })
-            // Gone already if another marker's completion implied this one; what comes next in
-            // line says nothing yet.
-            .filter(|m| m.bound == bound)
-            .map(|m| m.row.clone());
-        let events = self
-            .streams
-            .completed(stream, bound, row.as_deref().unwrap_or(&[]));
-        self.pool_events(events);
-    }
-
-    /// Keeps events for the next markers of the same context.
-    pub(crate) fn pool_events(&mut self, events: Vec<(u32, Arc<Event>)>) {
-        for (stream, event) in events {
-            // One that a wait under way still holds is destroyed by its last holder instead.
-            if let Some(event) = Arc::into_inner(event) {
-                let key = self.streams[stream].context.key();
-                self.events.entry(key).or_default().push(event);
-            }
+            after.mark.push((u.stream, slot.key));
         }
     }
 }

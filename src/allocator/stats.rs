@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::figures::Packing;
+
 /// A quantity over time. Bytes or numbers, as the field that holds it says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counter {
@@ -149,6 +151,8 @@ pub struct Stats {
     pub nodes: u64,
     /// The memory limit in bytes, if one is set.
     pub limit: Option<u64>,
+    /// How the packed policy stands.
+    pub packing: Packing,
 }
 
 impl Stats {

@@ -27,17 +27,17 @@ const VIEW_MAPS_PER_HANDLE: usize = 32;
 
 /// One handle that a stitch may use, as far as it is open.
 #[derive(Debug, Clone, Copy)]
-struct Source {
-    home: u64,
-    bytes: u64,
+pub(crate) struct Source {
+    pub home: u64,
+    pub bytes: u64,
     /// First open byte and end of the open part.
-    open: (u64, u64),
+    pub open: (u64, u64),
     /// The handle's number.
     number: u32,
 }
 
 impl Source {
-    fn whole(&self) -> bool {
+    pub(crate) fn whole(&self) -> bool {
         self.open == (self.home, self.home + self.bytes)
     }
 
@@ -53,16 +53,18 @@ impl Source {
 
 /// A layout that would hold the request.
 #[derive(Debug, Clone)]
-struct Layout {
+pub(crate) struct Layout {
     /// The view to extend, or none for a new one.
-    base: Option<u64>,
+    pub base: Option<u64>,
     /// Bytes between the end of the view's handles and the block's start: of an extended view the
     /// open suffix (counted backwards), of a new one what its first handle has before its open part.
-    back: u64,
-    skip: u64,
-    adds: Vec<(u64, u64)>,
+    pub back: u64,
+    pub skip: u64,
+    pub adds: Vec<(u64, u64)>,
     /// Bytes to create.
-    fresh: u64,
+    pub fresh: u64,
+    /// They are created in handles of this many bytes at least.
+    pub fresh_handle: u64,
 }
 
 impl Layout {
@@ -128,8 +130,8 @@ impl State {
     /// only if that saves new memory.
     pub(crate) fn plan_stitch(&mut self, want: &Want, room: u64) -> Option<Stitch> {
         let finder = self.finder(want.space, want.stream)?;
-        let ready = Openings::collect(&finder, |id| finder.ready(id));
-        let mut layout = self.best_layout(want, &ready);
+        let mut open = Openings::collect(&finder, |id| finder.ready(id));
+        let mut layout = self.best_layout(want, &open);
         if self.streams.several() && layout.as_ref().is_none_or(|l| l.fresh > 0) {
             let reachable = Openings::collect(&finder, |id| finder.reachable(id));
             let behind = self.best_layout(want, &reachable);
@@ -137,14 +139,23 @@ impl State {
                 && layout.as_ref().is_none_or(|l| behind.fresh < l.fresh)
             {
                 layout = Some(behind);
+                open = reachable;
             }
         }
         let layout = layout.filter(|l| l.fresh <= room)?;
+        let layout = self.bounded(want, layout, &open);
         self.claim_layout(want, layout)
     }
 
+    /// Bytes that a stitch for this request would have to create at least.
+    pub(crate) fn stitch_missing(&self, want: &Want) -> Option<u64> {
+        let finder = self.finder(want.space, want.stream)?;
+        let reachable = Openings::collect(&finder, |id| finder.reachable(id));
+        Some(self.best_layout(want, &reachable)?.fresh)
+    }
+
     /// The handles of the large arena that are open, wholly or at an end, by address.
-    fn sources(&self, open: &Openings) -> Vec<Source> {
+    pub(crate) fn sources(&self, open: &Openings) -> Vec<Source> {
         let mut sources = Vec::new();
         for (start, end) in &open.0 {
             let first = self
@@ -217,6 +228,7 @@ impl State {
             skip,
             adds,
             fresh,
+            fresh_handle: 0,
         })
     }
 
@@ -255,6 +267,7 @@ impl State {
                     skip,
                     adds,
                     fresh,
+                    fresh_handle: 0,
                 });
             }
         }
@@ -310,7 +323,7 @@ impl State {
             return None;
         };
         let fresh = if layout.fresh > 0 {
-            let Some(fresh) = self.claim_fresh(want, layout.fresh) else {
+            let Some(fresh) = self.claim_fresh(want, layout.fresh, layout.fresh_handle) else {
                 self.give_home(SpaceId::Large, lent);
                 give_up(self);
                 return None;
@@ -355,8 +368,9 @@ impl State {
         }
     }
 
-    /// Claims a home for new memory: the lowest hole that takes it.
-    fn claim_fresh(&mut self, want: &Want, bytes: u64) -> Option<Fresh> {
+    /// Claims a home for new memory, in handles of at least so many bytes: the lowest hole that takes
+    /// it.
+    pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64, least: u64) -> Option<Fresh> {
         let granules = (bytes / GRANULE) as u32;
         let hole = self
             .large
@@ -367,7 +381,7 @@ impl State {
         let addr = self.records[hole].addr;
         let (id, shards) = self.claim(SpaceId::Large, hole, 0, granules)?;
         self.planned += bytes;
-        let size = self.handle_size(want, bytes);
+        let size = self.handle_size(want, bytes).max(least);
         Some(Fresh {
             id,
             shards,

@@ -4,6 +4,7 @@
 //! is known about an old ticket can be mistaken for knowledge about a new one.
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream};
@@ -89,6 +90,8 @@ pub(crate) struct Slot {
     pub open_bytes: u64,
     /// Allocations to let pass before markers are asked again.
     pub backoff: u32,
+    /// The last call that named the stream found it capturing.
+    pub capturing: bool,
     /// How many markers were found complete when they were last asked.
     pub stride: u32,
 }
@@ -188,11 +191,40 @@ impl Slot {
     }
 }
 
+/// Spreads the driver's numbers, which nobody can choose to collide. One multiplication.
+#[derive(Debug, Default, Clone, Copy)]
+struct Mixer(u64);
+
+impl Hasher for Mixer {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64(u64::from(*byte));
+        }
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        // 2^64 divided by the golden ratio, as in Fibonacci hashing.
+        self.0 = (self.0.rotate_left(5) ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn write_usize(&mut self, number: usize) {
+        self.write_u64(number as u64);
+    }
+
+    fn write_isize(&mut self, number: isize) {
+        self.write_u64(number as u64);
+    }
+}
+
 /// All streams of an allocator.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
     slots: Vec<Slot>,
-    by_key: HashMap<StreamKey, u32>,
+    by_key: HashMap<StreamKey, u32, BuildHasherDefault<Mixer>>,
     vacant: Vec<u32>,
     in_use: usize,
     orders: u64,
@@ -249,6 +281,7 @@ impl Streams {
             open_uses: 0,
             open_bytes: 0,
             backoff: 0,
+            capturing: false,
             stride: 1,
         };
         let at = match at {
@@ -343,21 +376,24 @@ impl Streams {
         }
     }
 
-    /// A marker was recorded after the batch had been closed.
-    pub(crate) fn publish(&mut self, batch: Batch, event: Arc<Event>) {
+    /// A marker was recorded after the batch had been closed. Gives the event back if nobody needs
+    /// it any more.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn publish(&mut self, batch: Batch, event: Event) -> Option<Event> {
         self.orders += 1;
         let slot = &mut self.slots[batch.stream as usize];
         if batch.bound <= slot.completed {
-            return;
+            return Some(event);
         }
         let marker = Marker {
             bound: batch.bound,
-            event,
+            event: Arc::new(event),
             order: self.orders,
             row: batch.row,
         };
         let at = slot.markers.partition_point(|m| m.bound < marker.bound);
         slot.markers.insert(at, marker);
+        None
     }
 
     /// The host saw a marker complete: so are all tickets up to its bound, and all that the stream

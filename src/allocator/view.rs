@@ -270,6 +270,7 @@ impl State {
             view.live += 1;
             view.stamp = clock;
         }
+        self.lent_bytes += u64::from(granules) * GRANULE;
         let addr = base + u64::from(offset) * GRANULE;
         let id = self
             .records
@@ -285,6 +286,7 @@ impl State {
     /// Gives the memory of a block in a view back to its home pieces.
     pub(crate) fn view_block_freed(&mut self, id: u32, uses: &Uses) -> Vec<u32> {
         let addr = self.records[id].addr;
+        self.lent_bytes -= self.records[id].bytes();
         let owner = self.records.cold(id).owner;
         let parts = std::mem::take(&mut self.records.cold_mut(id).home);
         if let Some((_, view)) = self.views.range_mut(..=addr).next_back() {

@@ -90,7 +90,12 @@ pub enum BufferError {
     /// After a failure, work may use the buffer that cannot be waited for: it is never freed.
     #[error("work may use the memory that cannot be waited for")]
     Abandoned,
-    /// The host has no memory for the result.
+    /// A copy was started and no wait for it succeeds, though the context is not given up for lost. The
+    /// caller's memory is out of the device's reach: the copy was to or from memory of ours, which is
+    /// leaked. Device memory stays in the order of its stream.
+    #[error("the end of a copy cannot be seen")]
+    Unseen(#[source] DriverError),
+    /// The host has no memory for the copy.
     #[error("the host has no memory for {bytes} bytes")]
     HostMemory {
         /// Bytes asked for.
@@ -111,7 +116,7 @@ impl BufferError {
     pub fn driver_error(&self) -> Option<DriverError> {
         match self {
             BufferError::Allocator(error) => error.driver_error(),
-            BufferError::Driver(error) => Some(*error),
+            BufferError::Driver(error) | BufferError::Unseen(error) => Some(*error),
             _ => None,
         }
     }

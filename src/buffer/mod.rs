@@ -9,9 +9,10 @@
 //! which a [`CopyInFlight`] owns until the copy is complete. The `unsafe` forms with borrowed host
 //! memory are for callers who know when a copy ends.
 //!
-//! An operation that waits returns when the copy is complete, or with an error when the context is
-//! lost, in both cases with the device out of the caller's memory. Should a driver refuse every wait
-//! without giving the context up for lost, a thousand times in a row, the process is aborted.
+//! An operation that waits returns when the copy is complete, or with an error; in both cases the device
+//! is out of the caller's memory, which it never gets to see: such copies go through host memory of this
+//! crate, up to 4 MiB at a time. Should a driver refuse every wait without giving the context up for lost,
+//! that memory is leaked ([`BufferError::Unseen`]). A [`PinnedBuffer`] is copied directly.
 //!
 //! # Order
 //! A buffer has a home, the stream that it was allocated on, and all operations on it take place one
@@ -64,6 +65,7 @@ mod flight;
 mod order;
 mod pinned;
 mod slice;
+mod staging;
 
 pub use device::DeviceBuffer;
 pub use element::{DeviceCopy, FillValue, Pod};
@@ -71,3 +73,6 @@ pub use error::{BufferError, CopyError, FromBlockError, ReleaseError};
 pub use flight::CopyInFlight;
 pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
+
+pub(crate) use order::end_of;
+pub(crate) use staging::{CHUNK, Staging, keep};

@@ -268,21 +268,28 @@ pub(super) fn submit(
     result.map_err(|error| Failed::Submitted(error.into()))
 }
 
+/// How an operation ended that was waited for.
+#[must_use]
+pub(crate) enum Ended {
+    /// The device is out of host memory that the operation used: it is complete, or was never
+    /// submitted, or its context is lost and the work with it.
+    Over(Result<(), BufferError>),
+    /// It was submitted, and no wait for it succeeds.
+    Unseen(DriverError),
+}
+
 /// As [`submit`], and waits until the operation is complete.
 pub(super) fn submit_and_wait(
     stream: &Stream,
     used: &[&Memory],
     operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
-) -> Result<(), BufferError> {
-    match submit(stream, used, operation) {
-        Ok(()) => Ok(reclaim(stream)?),
-        Err(Failed::Before(error)) => Err(error),
-        Err(Failed::Submitted(error)) => {
-            // The caller's memory must be out of the device's reach in any case.
-            let _ = reclaim(stream);
-            Err(error)
-        }
-    }
+) -> Ended {
+    let result = match submit(stream, used, operation) {
+        Ok(()) => Ok(()),
+        Err(Failed::Before(error)) => return Ended::Over(Err(error)),
+        Err(Failed::Submitted(error)) => Err(error),
+    };
+    end_of(stream, result)
 }
 
 /// Waits for the work of `stream` so far, by all means: an event, the stream, the whole context.
@@ -297,28 +304,23 @@ pub(super) fn wait(stream: &Stream) -> Result<(), DriverError> {
     })
 }
 
-/// How often a wait is tried whose failure says nothing about the work.
-const TRIES: u32 = 1000;
+/// How often a wait is tried again whose failure says nothing about the work.
+const TRIES: u32 = 100;
 
-/// Waits until the work of `stream` so far leaves borrowed host memory alone: it is complete, or its
-/// context is lost and with it the work.
-///
-/// # Errors
-/// The second case.
-fn reclaim(stream: &Stream) -> Result<(), DriverError> {
-    for _ in 0..TRIES {
+/// Waits for the end of an operation that was given to `stream` with this result.
+pub(crate) fn end_of(stream: &Stream, result: Result<(), BufferError>) -> Ended {
+    let mut tries = 0;
+    loop {
         match wait(stream) {
-            Ok(()) => return Ok(()),
+            Ok(()) => return Ended::Over(result),
             Err(error) if ends_work(error) || stream.context().driver().is_forked_child() => {
-                return Err(error);
+                return Ended::Over(result.and(Err(error.into())));
             }
+            Err(error) if tries == TRIES => return Ended::Unseen(error),
             Err(_) => std::thread::yield_now(),
         }
+        tries += 1;
     }
-    // To return would let the device write to memory that is somebody else's by then. No driver is
-    // known to get here.
-    log::error!("a copy to borrowed memory was started, but no wait for it succeeds: aborting");
-    std::process::abort()
 }
 
 /// Whether an error says that the context does no work any more.

@@ -9,8 +9,9 @@ use crate::driver::{DriverError, Entered, Stream, sys};
 use super::element::{DeviceCopy, FillValue, Pattern, Pod};
 use super::error::{BufferError, CopyError};
 use super::flight::CopyInFlight;
-use super::order::{Memory, submit, submit_and_wait};
+use super::order::{Ended, Memory, submit, submit_and_wait};
 use super::pinned::PinnedBuffer;
+use super::staging::{CHUNK, Staging, keep};
 
 /// A part of a [`DeviceBuffer`](super::DeviceBuffer), for reading: what `&[T]` is to a `Vec`. `Copy`,
 /// `Send` and `Sync`; on the host it is an address and a length.
@@ -145,8 +146,22 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// driver errors.
     pub fn copy_to_slice(&self, target: &mut [T]) -> Result<(), BufferError> {
         same_length(target.len(), self.len)?;
-        // SAFETY: the slice has the length, and is borrowed exclusively.
-        unsafe { self.copy_to(target.as_mut_ptr()) }
+        let (Some(memory), bytes) = (self.work(), self.byte_len()) else {
+            return Ok(());
+        };
+        let mut staging = Staging::new(bytes.min(CHUNK))?;
+        for start in (0..bytes).step_by(CHUNK) {
+            let part = CHUNK.min(bytes - start);
+            let ended = self.copy_out(memory, start, part, staging.ptr());
+            staging = keep(staging, ended)?;
+            // SAFETY: so many bytes of the slice, of which the device wrote the values to the staging
+            // memory just now.
+            unsafe {
+                let to = target.as_mut_ptr().cast::<u8>().add(start);
+                to.copy_from_nonoverlapping(staging.ptr(), part);
+            }
+        }
+        Ok(())
     }
 
     /// Copies to a new vector, and waits until it is done. Runs on the buffer's stream.
@@ -154,31 +169,28 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// # Errors
     /// [`BufferError::HostMemory`], else as [`copy_to_slice`](Self::copy_to_slice).
     pub fn to_vec(&self) -> Result<Vec<T>, BufferError> {
-        let mut values = Vec::new();
+        let mut values: Vec<T> = Vec::new();
         values
             .try_reserve_exact(self.len)
             .map_err(|_| BufferError::HostMemory {
                 bytes: self.byte_len(),
             })?;
-        // SAFETY: the vector has room for the length, and is ours.
-        unsafe { self.copy_to(values.as_mut_ptr()) }?;
+        if let Some(memory) = self.work() {
+            let ended = self.copy_out(memory, 0, self.byte_len(), values.as_mut_ptr().cast());
+            values = keep(values, ended)?;
+        }
         // SAFETY: all of them were copied just now (or have no bytes), and whatever bytes the device
         // had there are values.
         unsafe { values.set_len(self.len) };
         Ok(values)
     }
 
-    /// # Safety
-    /// `target` must have room for as many elements, for the length of the call, used by nobody
-    /// else.
-    unsafe fn copy_to(&self, target: *mut T) -> Result<(), BufferError> {
-        let Some(memory) = self.work() else {
-            return Ok(());
-        };
-        let (from, bytes, stream) = (self.ptr, self.byte_len(), memory.stream());
+    /// Copies bytes to memory of ours, and waits.
+    fn copy_out(&self, memory: &Memory, start: usize, bytes: usize, target: *mut u8) -> Ended {
+        let (from, stream) = (self.ptr + start as u64, memory.stream());
         submit_and_wait(stream, &[memory], |entered| {
-            // SAFETY: the part lies in the memory, which is allocated until work on its home is
-            // done; the target is the caller's for the length of the call, which waits.
+            // SAFETY: the bytes lie in the memory, which is allocated until work on its home is done;
+            // the target has room for them, and is kept until the copy is over.
             unsafe { entered.copy_device_to_host(target.cast(), from, bytes, stream.raw()) }
         })
     }
@@ -352,11 +364,25 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
             return Ok(());
         };
         let (to, bytes, stream) = (self.part.ptr, self.byte_len(), memory.stream());
-        submit_and_wait(stream, &[memory], |entered| {
-            // SAFETY: the part lies in the memory, which is allocated until work on its home is
-            // done; the source is borrowed for the length of the call, which waits.
-            unsafe { entered.copy_host_to_device(to, source.as_ptr().cast(), bytes, stream.raw()) }
-        })
+        let mut staging = Staging::new(bytes.min(CHUNK))?;
+        for start in (0..bytes).step_by(CHUNK) {
+            let part = CHUNK.min(bytes - start);
+            let from = staging.ptr();
+            // SAFETY: so many bytes of the slice, which have values to be copied as such, and room for
+            // them.
+            unsafe {
+                let source = source.as_ptr().cast::<u8>().add(start);
+                from.copy_from_nonoverlapping(source, part);
+            }
+            let ended = submit_and_wait(stream, &[memory], |entered| {
+                let to = to + start as u64;
+                // SAFETY: the bytes lie in the memory, which is allocated until work on its home is
+                // done; the staging memory is kept until the copy is over.
+                unsafe { entered.copy_host_to_device(to, from.cast(), part, stream.raw()) }
+            });
+            staging = keep(staging, ended)?;
+        }
+        Ok(())
     }
 
     /// Starts a copy from page-locked host memory on `stream`, which comes after everything done to

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use crate::allocator::{Allocator, Block};
 use crate::driver::{Device, Stream, sys};
-use crate::resource::{BlockIdentity, Buffer, Recordable};
+use crate::resource::{BlockIdentity, Buffer, MemoryResource, OwnedBlock, Recordable, Tag};
 
 use super::dlpack::{Described, DlpackTensor};
 use super::element::{Element, ElementType};
 use super::error::{ColumnError, ImportError};
 use super::memory::{Foreign, Memory};
-use super::order::{Consumer, Producer, wait};
+use super::order::{Consumer, Producer};
 
 /// Where a column's memory came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -90,6 +90,89 @@ impl Column {
         Ok(Column::new(memory, element, rows, false))
     }
 
+    /// [`uninit`](Self::uninit) with memory of any resource, to which it goes back.
+    ///
+    /// The block is the resource's: a launch recorder over that resource knows the column, and where
+    /// accesses are put in order ([`Tracking::Access`](crate::resource::Tracking::Access)) the column's
+    /// own copies and exports take part in it.
+    ///
+    /// # Errors
+    /// [`ColumnError::TooLarge`], and those of [`MemoryResource::allocate`].
+    ///
+    /// ```
+    /// # #[cfg(feature = "sim")] {
+    /// # use cualloc::sim::{SimConfig, Simulator};
+    /// # use cualloc::driver::{Context, Stream};
+    /// # use cualloc::{Allocator, Config};
+    /// use std::sync::Arc;
+    /// use cualloc::column::Column;
+    /// use cualloc::resource::{AsyncResource, LaunchRecorder, MemoryResource, RecordMode};
+    ///
+    /// # let sim = Simulator::new(SimConfig::default())?;
+    /// # let driver = sim.driver()?;
+    /// # let context = Context::primary(&driver, driver.device(0)?)?;
+    /// # let alloc = Allocator::with_config(&context, Config::new())?;
+    /// # let (stream, other) = (Stream::new(&context)?, Stream::new(&context)?);
+    /// let resource: Arc<dyn MemoryResource> = Arc::new(AsyncResource::new(alloc));
+    /// let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &stream)?;
+    /// let mut launch = LaunchRecorder::new(&resource, &other, RecordMode::Strict);
+    /// launch.read_write(&column)?;
+    /// launch.preflight()?; // the other stream waits for the copy
+    /// // ... launch on the other stream ...
+    /// launch.commit()?;
+    /// assert_eq!(column.to_vec::<i64>()?, [3, 5, 8]); // after the launch
+    /// # }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn uninit_in(
+        resource: Arc<dyn MemoryResource>,
+        element: ElementType,
+        rows: usize,
+        stream: &Stream,
+    ) -> Result<Column, ColumnError> {
+        let bytes = bytes_of(element, rows)?;
+        let memory = match bytes {
+            0 => Memory::empty(stream),
+            _ => {
+                let tag = Tag::new("column");
+                let block = resource.allocate(bytes, stream, tag)?;
+                let identity = block.identity();
+                let block = OwnedBlock::from_parts(resource, block);
+                Memory::resource(block, identity, bytes, stream)
+            }
+        };
+        Ok(Column::new(memory, element, rows, false))
+    }
+
+    /// [`zeroed`](Self::zeroed) with memory of any resource.
+    ///
+    /// # Errors
+    /// As [`uninit_in`](Self::uninit_in), and driver errors.
+    pub fn zeroed_in(
+        resource: Arc<dyn MemoryResource>,
+        element: ElementType,
+        rows: usize,
+        stream: &Stream,
+    ) -> Result<Column, ColumnError> {
+        let column = Column::uninit_in(resource, element, rows, stream)?;
+        column.set_zero()?;
+        Ok(column)
+    }
+
+    /// [`from_slice`](Self::from_slice) with memory of any resource.
+    ///
+    /// # Errors
+    /// As [`zeroed_in`](Self::zeroed_in).
+    pub fn from_slice_in<T: Element>(
+        resource: Arc<dyn MemoryResource>,
+        values: &[T],
+        stream: &Stream,
+    ) -> Result<Column, ColumnError> {
+        let mut column = Column::uninit_in(resource, T::TYPE, values.len(), stream)?;
+        column.copy_from_slice(values)?;
+        Ok(column)
+    }
+
     /// Elements whose bytes are zero. Does not wait.
     ///
     /// # Errors
@@ -101,11 +184,7 @@ impl Column {
         stream: &Stream,
     ) -> Result<Column, ColumnError> {
         let column = Column::uninit(alloc, element, rows, stream)?;
-        if column.byte_len() > 0 {
-            let entered = stream.context().enter()?;
-            // SAFETY: the memory is the column's, and the stream its home.
-            unsafe { entered.memset_d8(column.ptr(), 0, column.byte_len(), stream.raw()) }?;
-        }
+        column.set_zero()?;
         Ok(column)
     }
 
@@ -158,6 +237,43 @@ impl Column {
         })
     }
 
+    /// A column of the first `rows` elements of a resource's block.
+    ///
+    /// # Errors
+    /// [`ColumnError::TooLarge`], [`ColumnError::BlockTooSmall`], [`ColumnError::NoBlock`]; with the
+    /// block.
+    ///
+    /// # Safety
+    /// `stream` is the stream that the block was allocated on, and follows all uses of the block.
+    pub unsafe fn from_owned(
+        block: OwnedBlock<Arc<dyn MemoryResource>>,
+        element: ElementType,
+        rows: usize,
+        stream: &Stream,
+    ) -> Result<Column, ImportError<OwnedBlock<Arc<dyn MemoryResource>>>> {
+        let refused = |block, error| ImportError {
+            offered: Box::new(block),
+            error,
+        };
+        let bytes = match bytes_of(element, rows) {
+            Ok(bytes) => bytes,
+            Err(error) => return Err(refused(block, error)),
+        };
+        let usable = block.size();
+        if bytes as u64 > usable {
+            let needed = bytes;
+            return Err(refused(
+                block,
+                ColumnError::BlockTooSmall { needed, usable },
+            ));
+        }
+        let Some(identity) = block.identity() else {
+            return Err(refused(block, ColumnError::NoBlock));
+        };
+        let memory = Memory::resource(block, identity, bytes, stream);
+        Ok(Column::new(memory, element, rows, false))
+    }
+
     pub(super) fn new(
         memory: Arc<Memory>,
         element: ElementType,
@@ -175,12 +291,24 @@ impl Column {
     /// Gives up the block.
     ///
     /// # Errors
-    /// The column, if its memory is imported, empty, lent to consumers whose streams are not known, or
+    /// The column, if its memory is of a resource, imported, empty, lent to consumers whose streams are not known, or
     /// shared with an export that is not released.
     pub fn into_block(self) -> Result<Block, Column> {
         let (element, rows, read_only) = (self.element, self.rows, self.read_only);
         self.memory
             .into_block()
+            .map_err(|memory| Column::new(memory, element, rows, read_only))
+    }
+
+    /// Gives up the block of a resource.
+    ///
+    /// # Errors
+    /// The column, as with [`into_block`](Self::into_block), or if its memory is not of
+    /// [`uninit_in`](Self::uninit_in) and the like.
+    pub fn into_owned(self) -> Result<OwnedBlock<Arc<dyn MemoryResource>>, Column> {
+        let (element, rows, read_only) = (self.element, self.rows, self.read_only);
+        self.memory
+            .into_owned()
             .map_err(|memory| Column::new(memory, element, rows, read_only))
     }
 
@@ -220,7 +348,7 @@ impl Column {
         self.stream().context().device()
     }
 
-    /// The allocator's block under the column: also where our own memory came back through an export.
+    /// The block under the column, the allocator's or the resource's: also where our own memory came back through an export.
     /// `None` for memory of somebody else, and where there is none.
     pub fn block(&self) -> Option<BlockIdentity> {
         match self.memory.buffer() {
@@ -256,87 +384,6 @@ impl Column {
     /// Those of [`Block::record_stream`]; [`ColumnError::Capturing`]; driver errors.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), ColumnError> {
         self.memory.record(stream)
-    }
-
-    // ---- contents --------------------------------------------------------------------------
-
-    /// Overwrites all elements, in the order of the column's stream. Waits until that is done.
-    ///
-    /// # Errors
-    /// [`ColumnError::WrongType`], [`ColumnError::WrongLength`], [`ColumnError::ReadOnly`],
-    /// [`ColumnError::Capturing`], driver errors.
-    pub fn copy_from_slice<T: Element>(&mut self, values: &[T]) -> Result<(), ColumnError> {
-        self.expect::<T>(values.len())?;
-        if self.read_only {
-            return Err(ColumnError::ReadOnly);
-        }
-        if values.is_empty() {
-            return Ok(());
-        }
-        let stream = self.stream();
-        super::order::refuse_capture(stream)?;
-        let entered = stream.context().enter()?;
-        // SAFETY: both ranges have the bytes of all elements, which have no padding. The host's is
-        // borrowed until the wait below is over.
-        let copied = unsafe {
-            entered.copy_host_to_device(
-                self.ptr(),
-                values.as_ptr().cast(),
-                self.byte_len(),
-                stream.raw(),
-            )
-        };
-        // Also after a failure: the driver may have taken a part.
-        let waited = wait(stream);
-        copied?;
-        waited
-    }
-
-    /// All elements, after everything that the column's stream was given so far. Waits.
-    ///
-    /// # Errors
-    /// [`ColumnError::WrongType`], [`ColumnError::Capturing`], driver errors.
-    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>, ColumnError> {
-        self.expect::<T>(self.rows)?;
-        let mut bytes = vec![0u8; self.byte_len()];
-        if bytes.is_empty() {
-            return Ok(Vec::new());
-        }
-        let stream = self.stream();
-        super::order::refuse_capture(stream)?;
-        let entered = stream.context().enter()?;
-        // SAFETY: both ranges have so many bytes; the host's is ours until the wait below is over.
-        let copied = unsafe {
-            entered.copy_device_to_host(
-                bytes.as_mut_ptr().cast(),
-                self.ptr(),
-                bytes.len(),
-                stream.raw(),
-            )
-        };
-        let waited = wait(stream);
-        copied?;
-        waited?;
-        Ok(bytes
-            .chunks_exact(size_of::<T>())
-            .map(T::from_device)
-            .collect())
-    }
-
-    fn expect<T: Element>(&self, rows: usize) -> Result<(), ColumnError> {
-        if T::TYPE != self.element {
-            return Err(ColumnError::WrongType {
-                expected: T::TYPE,
-                actual: self.element,
-            });
-        }
-        if rows != self.rows {
-            return Err(ColumnError::WrongLength {
-                expected: self.rows,
-                actual: rows,
-            });
-        }
-        Ok(())
     }
 
     // ---- exchange --------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 use std::fmt;
 
 use crate::allocator;
+use crate::buffer::BufferError;
 use crate::driver::DriverError;
+use crate::resource::ResourceError;
 
 use super::element::ElementType;
 
@@ -14,6 +16,15 @@ pub enum ColumnError {
     /// The allocator refused.
     #[error(transparent)]
     Allocator(#[from] allocator::Error),
+    /// The resource refused.
+    #[error(transparent)]
+    Resource(#[from] ResourceError),
+    /// An owned block that was given up already.
+    #[error("there is no block")]
+    NoBlock,
+    /// A copy from or to the host failed. What it was to write is undefined then.
+    #[error(transparent)]
+    Buffer(#[from] BufferError),
     /// A driver call failed. What a copy was to write is undefined then.
     #[error("a driver call failed")]
     Driver(#[from] DriverError),
@@ -118,6 +129,8 @@ impl ColumnError {
         match self {
             ColumnError::Allocator(error) => error.driver_error(),
             ColumnError::Driver(error) => Some(*error),
+            ColumnError::Buffer(error) => error.driver_error(),
+            ColumnError::Resource(error) => error.driver_error(),
             _ => None,
         }
     }

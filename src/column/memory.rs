@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::allocator::Block;
 use crate::driver::{DriverError, Stream, StreamKind, sys};
-use crate::resource::{BlockIdentity, BlockKey, Buffer};
+use crate::resource::{
+    Access, BlockIdentity, BlockKey, Buffer, MemoryResource, OwnedBlock, Tracking,
+};
 
 use super::dlpack::DlpackTensor;
 use super::error::ColumnError;
@@ -19,12 +21,16 @@ pub(super) enum Foreign {
     Arrow(#[expect(dead_code, reason = "kept for its drop")] super::arrow::ArrowDeviceArray),
 }
 
+/// A block of any resource.
+pub(super) type SharedBlock = OwnedBlock<Arc<dyn MemoryResource>>;
+
 /// Whose the memory is.
 #[derive(Debug)]
 enum Owner {
     /// No bytes, no memory.
     Nobody,
     Block(Block, BlockIdentity),
+    Resource(SharedBlock, BlockIdentity),
     /// Our own memory come back through an export: the export, then the memory it keeps.
     Returned(Foreign, Arc<Memory>),
     Foreign {
@@ -93,6 +99,45 @@ impl Memory {
         ))
     }
 
+    /// The first `bytes` of a resource's block.
+    pub(super) fn resource(
+        block: SharedBlock,
+        identity: BlockIdentity,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Arc<Memory> {
+        let owner = Owner::Resource(block, identity);
+        Memory::new(owner, stream, identity.ptr, bytes)
+    }
+
+    /// Lets an access on the memory's stream come after the uses that its resource has put in order.
+    pub(super) fn prepare(&self, access: Access) -> Result<(), ColumnError> {
+        match self.ordered() {
+            Some((block, id)) => Ok(block.resource().prepare_use(id, &self.stream, access)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Says that the access was given to the memory's stream.
+    pub(super) fn finish(&self, access: Access) -> Result<(), ColumnError> {
+        match self.ordered() {
+            Some((block, id)) => Ok(block.resource().finish_use(id, &self.stream, access)?),
+            None => Ok(()),
+        }
+    }
+
+    /// The block under the memory, if its resource puts accesses in order.
+    fn ordered(&self) -> Option<(&SharedBlock, &BlockIdentity)> {
+        match self.owner.as_ref()? {
+            Owner::Resource(block, identity) => {
+                let ordered = block.resource().tracking() == Tracking::Access;
+                ordered.then_some((block, identity))
+            }
+            Owner::Returned(_, memory) => memory.ordered(),
+            Owner::Block(..) | Owner::Foreign { .. } | Owner::Nobody => None,
+        }
+    }
+
     /// Gets a stream ready for memory that is about to be imported: orders it after the producer, and
     /// tells the owner of our own memory come back (`returned`) of the new user.
     pub(super) fn expect(
@@ -143,7 +188,9 @@ impl Memory {
     /// What the memory is to a launch recorder.
     pub(super) fn buffer(&self) -> Buffer {
         match &self.owner {
-            Some(Owner::Block(_, identity)) => Buffer::Block(*identity),
+            Some(Owner::Block(_, identity) | Owner::Resource(_, identity)) => {
+                Buffer::Block(*identity)
+            }
             Some(Owner::Returned(_, memory)) => memory.buffer(),
             Some(Owner::Foreign { .. }) => Buffer::External,
             Some(Owner::Nobody) | None => Buffer::Empty,
@@ -153,7 +200,7 @@ impl Memory {
     pub(super) fn source(&self) -> Option<&Foreign> {
         match self.owner.as_ref()? {
             Owner::Returned(source, _) | Owner::Foreign { source, .. } => Some(source),
-            Owner::Nobody | Owner::Block(..) => None,
+            Owner::Nobody | Owner::Block(..) | Owner::Resource(..) => None,
         }
     }
 
@@ -161,6 +208,11 @@ impl Memory {
     pub(super) fn record(&self, stream: &Stream) -> Result<(), ColumnError> {
         match &self.owner {
             Some(Owner::Block(block, _)) => Ok(block.record_stream(stream)?),
+            // Where no uses are tracked, freeing waits for all of them.
+            Some(Owner::Resource(block, _)) if block.resource().tracking() == Tracking::None => {
+                Ok(())
+            }
+            Some(Owner::Resource(block, _)) => Ok(block.record_stream(stream)?),
             Some(Owner::Returned(_, memory)) => memory.record(stream),
             Some(Owner::Foreign { uses, .. }) => {
                 refuse_capture(stream)?;
@@ -188,11 +240,11 @@ impl Memory {
         }
         match consumer {
             Consumer::Tracked(stream) => {
-                order(&self.stream, stream)?;
+                self.follow(stream)?;
                 self.record(stream)
             }
             Consumer::Untracked(stream) => {
-                order(&self.stream, stream)?;
+                self.follow(stream)?;
                 self.lend_untracked();
                 Ok(())
             }
@@ -203,6 +255,12 @@ impl Memory {
         }
     }
 
+    /// Orders a stream after everything that was done to the memory.
+    fn follow(&self, stream: &Stream) -> Result<(), ColumnError> {
+        self.prepare(Access::ReadWrite)?;
+        order(&self.stream, stream)
+    }
+
     fn lend_untracked(&self) {
         self.untracked.store(true, Ordering::Release);
     }
@@ -210,17 +268,33 @@ impl Memory {
     /// The block alone, if nobody else has a part in it.
     pub(super) fn into_block(self: Arc<Memory>) -> Result<Block, Arc<Memory>> {
         let whole = matches!(&self.owner, Some(Owner::Block(..)));
+        match self.alone(whole)? {
+            (Some(Owner::Block(block, _)), _) => Ok(block),
+            (owner, memory) => Err(memory.again(owner)),
+        }
+    }
+
+    /// The resource's block alone, if nobody else has a part in it.
+    pub(super) fn into_owned(self: Arc<Memory>) -> Result<SharedBlock, Arc<Memory>> {
+        let whole = matches!(&self.owner, Some(Owner::Resource(..)));
+        match self.alone(whole)? {
+            (Some(Owner::Resource(block, _)), _) => Ok(block),
+            (owner, memory) => Err(memory.again(owner)),
+        }
+    }
+
+    /// Takes the memory apart, if it is what was asked for, and nobody else has a part in it.
+    fn alone(self: Arc<Memory>, whole: bool) -> Result<(Option<Owner>, Memory), Arc<Memory>> {
         if !whole || self.untracked.load(Ordering::Acquire) {
             return Err(self);
         }
         let mut memory = Arc::try_unwrap(self)?;
-        match memory.owner.take() {
-            Some(Owner::Block(block, _)) => Ok(block),
-            owner => {
-                memory.owner = owner;
-                Err(Arc::new(memory))
-            }
-        }
+        Ok((memory.owner.take(), memory))
+    }
+
+    fn again(mut self, owner: Option<Owner>) -> Arc<Memory> {
+        self.owner = owner;
+        Arc::new(self)
     }
 
     /// Whether nothing uses foreign memory any more, by host waits or because its producer's stream

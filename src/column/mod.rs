@@ -1,6 +1,7 @@
 //! Columns and tables in device memory, and their exchange with other libraries.
 //!
-//! A [`Column`] is memory of the [`Allocator`](crate::Allocator), or was imported from somebody else; a
+//! A [`Column`] is memory of the [`Allocator`](crate::Allocator) or of any
+//! [`MemoryResource`](crate::resource::MemoryResource), or was imported from somebody else; a
 //! [`Table`] is columns with a row count that lives on the device. Columns go out and come in as DLPack
 //! tensors ([`DlpackTensor`], of the legacy and of the versioned form) and, with the feature `arrow`, as
 //! Arrow C Device arrays (`ArrowDeviceArray`), without a copy.
@@ -12,12 +13,13 @@
 //! when our work is done, or in its order.
 //!
 //! # Identity
-//! [`Column::block`] names the allocator's block under a column, also when the column went out and came
+//! [`Column::block`] names the block under a column, also when the column went out and came
 //! back through an export; [`Column::is_external`] says that the memory is somebody else's.
 
 #[cfg(feature = "arrow")]
 mod arrow;
 mod columns;
+mod contents;
 mod dlpack;
 mod element;
 mod error;

@@ -97,20 +97,7 @@ pub(super) fn refuse_capture(stream: &Stream) -> Result<(), ColumnError> {
     Ok(())
 }
 
-/// Waits on the host until everything that the stream was given is done.
-///
-/// # Errors
-/// Those of the work and of the wait; the work is over nevertheless, unless the stream is capturing or
-/// the context can neither be waited for nor is lost.
-pub(super) fn wait(stream: &Stream) -> Result<(), ColumnError> {
-    refuse_capture(stream)?;
-    stream.synchronize().map_err(|error| {
-        let _ = settle_context(stream.context());
-        error.into()
-    })
-}
-
-/// As [`wait`], but whether the work is over is all that counts.
+/// Waits on the host until everything that the stream was given is over, done or failed.
 pub(super) fn settle(stream: &Stream) -> Result<(), ColumnError> {
     refuse_capture(stream)?;
     if stream.synchronize().is_err() {

@@ -43,6 +43,7 @@ pub use vmm::MemoryProperties;
 /// The generated bindings: names, types and layouts exactly as in `wrapper.h`.
 #[allow(
     clippy::type_complexity,
+    clippy::undocumented_unsafe_blocks,
     missing_docs,
     non_camel_case_types,
     non_snake_case,

@@ -2,14 +2,15 @@
 
 use super::context::Primaries;
 use super::counts::{CallCounts, Counters};
+use super::device::Device;
 use super::error::{DriverError, LoadError};
 use super::process;
 use super::sys::{self, CUresult};
 use std::ffi::CStr;
 use std::fmt;
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The oldest supported driver: 10.1, where the youngest required function appeared.
 pub(super) const OLDEST_VERSION: u32 = 10010;
@@ -232,6 +233,8 @@ struct State {
     lost: AtomicBool,
     warned: AtomicBool,
     primaries: Primaries,
+    /// What was found out about second mappings, by device.
+    aliasing: Mutex<Vec<(Device, bool)>>,
 }
 
 /// Where a table came from.
@@ -298,6 +301,7 @@ impl Driver {
                 lost: AtomicBool::new(false),
                 warned: AtomicBool::new(false),
                 primaries: Primaries::default(),
+                aliasing: Mutex::default(),
             },
         };
         let mut driver = Driver(Arc::new(inner));
@@ -486,6 +490,24 @@ impl Driver {
 
     pub(super) fn is_process_wide(&self) -> bool {
         self.0.process_wide
+    }
+
+    /// Whether a device keeps memory the same through two addresses, if it was tested.
+    pub(crate) fn aliasing(&self, device: Device) -> Option<bool> {
+        let known = self.0.state.aliasing.lock();
+        let known = known.unwrap_or_else(PoisonError::into_inner);
+        known
+            .iter()
+            .find(|(d, _)| *d == device)
+            .map(|(_, good)| *good)
+    }
+
+    /// Remembers it for all allocators over this driver.
+    pub(crate) fn set_aliasing(&self, device: Device, good: bool) {
+        let known = self.0.state.aliasing.lock();
+        let mut known = known.unwrap_or_else(PoisonError::into_inner);
+        known.retain(|(d, _)| *d != device);
+        known.push((device, good));
     }
 
     pub(super) fn primaries(&self) -> &Primaries {

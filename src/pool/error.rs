@@ -4,7 +4,7 @@ use crate::allocator;
 use crate::buffer::BufferError;
 use crate::driver::{DriverError, LoadError, sys::CUresult};
 
-use super::block::PoolBlock;
+use super::native_block::NativeBlock;
 
 /// Why a call of a pool failed. Unless a variant says otherwise nothing has changed.
 #[derive(Debug, thiserror::Error)]
@@ -166,9 +166,9 @@ impl From<LoadError> for PoolError {
 /// A block that could not be freed, and why.
 #[derive(Debug, thiserror::Error)]
 #[error("the block at {:#x} could not be freed", block.ptr())]
-pub struct PoolFreeError {
+pub struct NativeFreeError {
     /// The block, still allocated.
-    pub block: PoolBlock,
+    pub block: NativeBlock,
     /// The reason.
     #[source]
     pub error: PoolError,

@@ -3,50 +3,60 @@
 //! | pool | hands out | for |
 //! |---|---|---|
 //! | [`TypedPool`] | [`PooledBuffer`] | typed buffers over several devices, last returned first |
-//! | [`ThresholdPool`] | [`PooledBuffer`], [`PoolBlock`] | one device, with a release threshold |
+//! | [`ThresholdPool`] | [`PooledBuffer`] | one device, with a release threshold |
 //! | [`WorkspacePool`] | [`Lease`] | scratch memory of kernels, by size class or exact |
 //! | [`PinnedPool`] | [`PinnedLease`] | page-locked host memory with copies in flight |
-//! | [`NativePool`] | [`PoolBlock`] | the driver's `cuMemPool*` |
+//! | [`NativePool`] | [`NativeBlock`] | the driver's `cuMemPool*` |
 //!
 //! All of them but the last stand on one [`Allocator`](crate::Allocator) for each device, which alone
 //! keeps the books of device memory: what a pool does not use is there for every other one, and memory
-//! moves between streams by the allocator's rules only. [`DevicePool`] is what they have in common.
+//! moves between streams by the allocator's rules only.
+//!
+//! What those of device memory have in common is [`MemoryResource`](crate::resource::MemoryResource):
+//! [`WorkspacePool`] and [`NativePool`] are one, [`ThresholdPool::open`] gives one, and
+//! [`TypedPool::on_device`] one for each device. So each can be swapped for another, or for the bare
+//! [`Allocator`](crate::Allocator), and carries every adaptor.
 //!
 //! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, [`PressureMonitor`] says
 //! when it gets tight.
 
-mod block;
 mod buffer;
 mod error;
 mod histogram;
 mod mix;
 mod native;
+mod native_block;
 mod native_config;
 mod pinned;
 mod pinned_lease;
 mod places;
 mod pressure;
 mod report;
+mod table;
 mod threshold;
 mod typed;
+mod usage;
 mod workspace;
 
-pub use block::{DevicePool, Gauge, PoolBlock, PoolUsage};
 pub use buffer::{PooledBuffer, PooledFreeError};
-pub use error::{PoolError, PoolFreeError};
+pub use error::{NativeFreeError, PoolError};
 pub use histogram::SizeHistogram;
 pub use native::NativePool;
+pub use native_block::NativeBlock;
 pub use native_config::{NativeConfig, PoolAttribute};
 pub use pinned::{PinnedConfig, PinnedPool, PinnedStats};
 pub use pinned_lease::PinnedLease;
 pub use pressure::{Pressure, PressureConfig, PressureMonitor};
 pub use report::{Fragmentation, PoolReport};
-pub use threshold::{ThresholdPool, ThresholdStats};
-pub use typed::{TypedPool, TypedStats, round_elements};
+pub use threshold::{OpenThresholdPool, ThresholdPool, ThresholdStats};
+pub use typed::{DeviceTypedPool, TypedPool, TypedStats, round_elements};
+pub use usage::{Gauge, PoolUsage};
 pub use workspace::{
     Lease, LeaseRef, LeaseView, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats,
     size_class,
 };
+
+pub(crate) use table::next_source;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -4,14 +4,16 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::allocator::{self, OutOfMemory};
+use crate::allocator::{self, OutOfMemory, size};
 use crate::driver::{
     Context, Device, Driver, DriverError, Event, Feature, MemoryPool, PoolProperties, Stream, sys,
 };
 
-use super::block::{DevicePool, Gauge, Owner, PoolBlock, PoolUsage};
 use super::error::PoolError;
+use super::native_block::NativeBlock;
 use super::native_config::{NativeConfig, PoolAttribute};
+use super::table::Table;
+use super::usage::{Gauge, PoolUsage};
 use super::{RareLog, device_of};
 
 /// Opportunistic reuse can hand out memory in use on drivers before this version.
@@ -30,15 +32,19 @@ const SAFE_OPPORTUNISTIC: u32 = 11_050;
 #[derive(Clone)]
 pub struct NativePool(Arc<Inner>);
 
-struct Inner {
-    context: Context,
+pub(super) struct Inner {
+    pub(super) context: Context,
     pool: MemoryPool,
     max_bytes: u64,
     /// Blocks that are live and calls that are under way; [`DESTROYED`] once it is over.
     users: AtomicU64,
+    /// Bytes of live blocks, as they were asked for.
+    requested: AtomicU64,
+    /// Blocks that go by their keys.
+    keyed: Table<NativeBlock>,
     /// Events that may be recorded again.
     events: Mutex<Vec<Event>>,
-    log: RareLog,
+    pub(super) log: RareLog,
 }
 
 const DESTROYED: u64 = u64::MAX;
@@ -64,7 +70,7 @@ impl Inner {
         }
     }
 
-    fn event(&self) -> Result<Event, DriverError> {
+    pub(super) fn event(&self) -> Result<Event, DriverError> {
         let kept = self
             .events
             .lock()
@@ -76,9 +82,16 @@ impl Inner {
         }
     }
 
-    fn keep(&self, event: Event) {
+    pub(super) fn keep(&self, event: Event) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         events.push(event);
+    }
+
+    /// A block is gone.
+    pub(super) fn left(&self, requested: usize) {
+        self.requested
+            .fetch_sub(requested as u64, Ordering::Relaxed);
+        self.users.fetch_sub(1, Ordering::Release);
     }
 
     fn get(&self, attribute: PoolAttribute) -> Result<u64, PoolError> {
@@ -136,7 +149,7 @@ impl NativePool {
         }
         if config.initial_bytes > 0 {
             let stream = Stream::new(context)?;
-            pool.obtain(config.initial_bytes as usize, &stream)?
+            pool.allocate(config.initial_bytes as usize, &stream)?
                 .free()?;
             stream.synchronize()?;
         }
@@ -183,6 +196,8 @@ impl NativePool {
             pool,
             max_bytes,
             users: AtomicU64::new(0),
+            requested: AtomicU64::new(0),
+            keyed: Table::default(),
             events: Mutex::default(),
             log: RareLog::default(),
         }))
@@ -316,21 +331,28 @@ impl NativePool {
         self.0.pool.export_fd().map_err(absent)
     }
 
-    /// What stands for a block of an exported pool in other processes.
+    /// What stands for the block at an address of an exported pool in other processes.
     ///
     /// # Errors
     /// Driver errors.
     pub fn export_block(
         &self,
-        block: &PoolBlock,
+        ptr: sys::CUdeviceptr,
     ) -> Result<sys::CUmemPoolPtrExportData, PoolError> {
         let _use = self.0.enter()?;
-        Ok(self.0.pool.export_pointer(block.ptr())?)
+        Ok(self.0.pool.export_pointer(ptr)?)
     }
 
-    fn obtain(&self, bytes: usize, stream: &Stream) -> Result<PoolBlock, PoolError> {
-        if bytes == 0 {
-            return Err(PoolError::InvalidSize { requested: 0 });
+    /// Allocates `bytes` (at least 1) for use on a stream.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidSize`]; want of memory; a stream that is capturing or of another device;
+    /// driver errors; [`PoolError::Destroyed`].
+    pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<NativeBlock, PoolError> {
+        if bytes == 0 || size::round_size(bytes).is_none() {
+            return Err(PoolError::InvalidSize {
+                requested: bytes as u64,
+            });
         }
         let used = self.0.enter()?;
         super::admit(stream, self.ordinal())?;
@@ -338,14 +360,72 @@ impl NativePool {
         let ptr = self.take(bytes, stream)?;
         // The block is the user from here on.
         std::mem::forget(used);
-        Ok(PoolBlock(Owner::Native(NativeBlock {
-            pool: Arc::clone(&self.0),
+        self.0.requested.fetch_add(bytes as u64, Ordering::Relaxed);
+        Ok(NativeBlock::new(
+            Arc::clone(&self.0),
             ptr,
-            requested: bytes,
-            home: (stream.clone(), id),
-            uses: Mutex::default(),
-            freed: false,
-        })))
+            bytes,
+            (stream.clone(), id),
+        ))
+    }
+
+    /// Gives unused memory back to the driver until at most `keep` bytes of it are held; returns how
+    /// many bytes went. What is in use, also by work in flight, stays, and so does what the host has
+    /// not seen to be unused, by a synchronisation. Does not wait.
+    ///
+    /// # Errors
+    /// Driver errors, [`PoolError::Destroyed`].
+    pub fn trim(&self, keep: u64) -> Result<u64, PoolError> {
+        let _use = self.0.enter()?;
+        let used = self.0.get(PoolAttribute::UsedCurrent)?;
+        self.shrink_to(keep.saturating_add(used))
+    }
+
+    /// As [`trim`](Self::trim), until at most `keep` bytes are held, in use or not.
+    pub(crate) fn trim_held(&self, keep: u64) -> Result<u64, PoolError> {
+        let _use = self.0.enter()?;
+        self.shrink_to(keep)
+    }
+
+    fn shrink_to(&self, keep: u64) -> Result<u64, PoolError> {
+        let before = self.0.get(PoolAttribute::ReservedCurrent)?;
+        let keep = usize::try_from(keep).unwrap_or(usize::MAX);
+        self.0.pool.trim_to(keep)?;
+        let after = self.0.get(PoolAttribute::ReservedCurrent)?;
+        Ok(before.saturating_sub(after))
+    }
+
+    /// What the pool holds and hands out.
+    ///
+    /// # Errors
+    /// Driver errors, [`PoolError::Destroyed`].
+    pub fn usage(&self) -> Result<PoolUsage, PoolError> {
+        let _use = self.0.enter()?;
+        self.measure()
+    }
+
+    /// Sets the peaks of [`usage`](Self::usage) to the current values.
+    ///
+    /// # Errors
+    /// As [`set`](Self::set).
+    pub fn reset_peaks(&self) -> Result<(), PoolError> {
+        self.set(PoolAttribute::ReservedHigh, 0)?;
+        self.set(PoolAttribute::UsedHigh, 0)
+    }
+
+    /// The context that the memory belongs to.
+    pub fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    /// Bytes of live blocks, as they were asked for.
+    pub fn requested(&self) -> u64 {
+        self.0.requested.load(Ordering::Relaxed)
+    }
+
+    /// Blocks that go by their keys.
+    pub(crate) fn keyed(&self) -> &Table<NativeBlock> {
+        &self.0.keyed
     }
 
     fn take(&self, bytes: usize, stream: &Stream) -> Result<sys::CUdeviceptr, PoolError> {
@@ -403,38 +483,6 @@ impl NativePool {
     }
 }
 
-impl DevicePool for NativePool {
-    fn context(&self) -> Result<Context, PoolError> {
-        Ok(self.0.context.clone())
-    }
-
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<PoolBlock, PoolError> {
-        self.obtain(bytes, stream)
-    }
-
-    /// The driver gives back only what the host has seen to be unused, by a synchronisation.
-    fn trim(&self, keep: u64) -> Result<u64, PoolError> {
-        let _use = self.0.enter()?;
-        let before = self.measure()?;
-        let keep = keep.saturating_add(before.used.current);
-        self.0
-            .pool
-            .trim_to(usize::try_from(keep).unwrap_or(usize::MAX))?;
-        let after = self.0.get(PoolAttribute::ReservedCurrent)?;
-        Ok(before.reserved.current.saturating_sub(after))
-    }
-
-    fn usage(&self) -> Result<PoolUsage, PoolError> {
-        let _use = self.0.enter()?;
-        self.measure()
-    }
-
-    fn reset_peaks(&self) -> Result<(), PoolError> {
-        self.set(PoolAttribute::ReservedHigh, 0)?;
-        self.set(PoolAttribute::UsedHigh, 0)
-    }
-}
-
 impl fmt::Debug for NativePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("NativePool")
@@ -463,128 +511,4 @@ fn absent(error: DriverError) -> PoolError {
         };
     }
     error.into()
-}
-
-/// A use of a block on a stream other than its own.
-struct ForeignUse {
-    stream: Stream,
-    id: u64,
-    /// Marks the last use; none if it may go on until the free.
-    end: Option<Event>,
-}
-
-/// A live allocation of a driver's pool.
-pub(super) struct NativeBlock {
-    pool: Arc<Inner>,
-    ptr: sys::CUdeviceptr,
-    requested: usize,
-    home: (Stream, u64),
-    uses: Mutex<Vec<ForeignUse>>,
-    freed: bool,
-}
-
-impl NativeBlock {
-    pub(super) fn ptr(&self) -> sys::CUdeviceptr {
-        self.ptr
-    }
-
-    pub(super) fn requested(&self) -> usize {
-        self.requested
-    }
-
-    pub(super) fn record(&self, stream: &Stream, over: bool) -> Result<(), PoolError> {
-        super::refuse_capture(stream)?;
-        let id = stream.id()?;
-        if id == self.home.1 {
-            return Ok(());
-        }
-        // An event belongs to the context of its stream, and the pool's are of the pool's context.
-        let ours = stream.context().key() == self.pool.context.key();
-        let end = if over {
-            let event = if ours {
-                self.pool.event()?
-            } else {
-                stream.context().enter()?.create_event()?
-            };
-            stream.record(&event)?;
-            Some(event)
-        } else {
-            None
-        };
-        let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = uses.iter().position(|known| known.id == id);
-        match (known, end) {
-            // "Until the free" covers every earlier use.
-            (Some(at), end) => {
-                if uses[at].end.is_some() {
-                    uses[at].end = end;
-                }
-            }
-            (None, end) => uses.push(ForeignUse {
-                stream: stream.clone(),
-                id,
-                end,
-            }),
-        }
-        Ok(())
-    }
-
-    pub(super) fn free(&mut self) -> Result<(), PoolError> {
-        let (stream, id) = &self.home;
-        super::refuse_capture(stream)?;
-        if stream.id()? != *id {
-            // Another thread's default stream cannot be named here: what it may still do is waited
-            // for instead.
-            self.pool.context.enter()?.synchronize()?;
-        }
-        let uses = self.uses.get_mut().unwrap_or_else(PoisonError::into_inner);
-        while let Some(foreign) = uses.last_mut() {
-            if foreign.end.is_none() && foreign.stream.id()? != foreign.id {
-                // As above.
-                self.pool.context.enter()?.synchronize()?;
-                uses.pop();
-                continue;
-            }
-            if foreign.end.is_none() {
-                super::refuse_capture(&foreign.stream)?;
-                let event = foreign.stream.context().enter()?.create_event()?;
-                foreign.stream.record(&event)?;
-                foreign.end = Some(event);
-            }
-            if let Some(end) = &foreign.end {
-                stream.wait_event(end)?;
-            }
-            // A wait that is queued keeps what the event stood for, so it can be recorded again.
-            if let Some(end) = uses.pop().and_then(|foreign| foreign.end)
-                && end.context().key() == self.pool.context.key()
-            {
-                self.pool.keep(end);
-            }
-        }
-        let entered = stream.context().enter()?;
-        // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
-        // memory come before this, on it or by the waits above.
-        unsafe { entered.mem_free_async(self.ptr, stream.raw()) }?;
-        drop(entered);
-        self.freed = true;
-        self.pool.users.fetch_sub(1, Ordering::Release);
-        Ok(())
-    }
-}
-
-impl Drop for NativeBlock {
-    fn drop(&mut self) {
-        if self.freed || self.pool.context.driver().drops_nothing() {
-            return;
-        }
-        if let Err(error) = self.free()
-            && let Some(count) = self.pool.log.due()
-        {
-            // It stays in the pool's books as live.
-            log::warn!(
-                "the block at {:#x} of a driver's pool is leaked ({count} such events): {error}",
-                self.ptr
-            );
-        }
-    }
 }

@@ -179,6 +179,19 @@ impl Cache {
         })
     }
 
+    /// A block that nobody names by length and type needs no place.
+    pub fn unname(&self, slot: u32) {
+        self.index(|index| index.vacate(slot));
+    }
+
+    /// Such a block was freed.
+    pub fn returned(&self, stream: u64, bytes: usize, address: u64) {
+        self.index(|index| {
+            index.remember((stream, bytes), address);
+            index.stats.returns += 1;
+        });
+    }
+
     /// Addresses of the live buffers of a rounded length and type.
     pub fn live(&self, capacity: usize, element: TypeId) -> Vec<sys::CUdeviceptr> {
         self.index(|index| {

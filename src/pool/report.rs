@@ -4,8 +4,8 @@ use std::fmt;
 
 use crate::allocator::{Allocator, BlockState, SegmentInfo};
 
-use super::block::{Gauge, PoolUsage};
 use super::histogram::SizeHistogram;
+use super::usage::{Gauge, PoolUsage};
 
 /// In what pieces free memory is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -78,16 +78,12 @@ impl PoolReport {
                 BlockState::Busy | BlockState::Lent => {}
             }
         }
-        let gauge = |counter: crate::allocator::Counter| Gauge {
-            current: counter.current,
-            peak: counter.peak,
-        };
         PoolReport {
             usage: PoolUsage {
-                reserved: gauge(stats.all.reserved),
-                used: gauge(stats.all.allocated),
+                reserved: stats.all.reserved.into(),
+                used: stats.all.allocated.into(),
             },
-            requested: gauge(stats.all.requested),
+            requested: stats.all.requested.into(),
             allocations: stats.all.allocations.total_allocated,
             frees: stats.all.allocations.total_freed,
             sizes,

@@ -9,7 +9,6 @@ use crate::allocator::{Allocator, Config, Policy, Trimmed};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 
-use super::block::{DevicePool, PoolBlock, PoolUsage};
 use super::buffer::PooledBuffer;
 use super::error::PoolError;
 use super::{RareLog, device_of};
@@ -142,6 +141,17 @@ impl ThresholdPool {
     /// [`PoolError::InvalidDevice`], and those of [`Allocator::with_config`].
     pub fn allocator(&self) -> Result<&Allocator, PoolError> {
         self.0.allocator()
+    }
+
+    /// The pool as a source of memory without a type; its allocator is made if there is none yet.
+    ///
+    /// # Errors
+    /// As [`allocator`](Self::allocator).
+    pub fn open(&self) -> Result<OpenThresholdPool, PoolError> {
+        Ok(OpenThresholdPool {
+            allocator: self.0.allocator()?.clone(),
+            pool: self.clone(),
+        })
     }
 
     /// Memory for `len` elements (at least 1) that is not initialised.
@@ -285,42 +295,37 @@ impl Inner {
     }
 }
 
-impl DevicePool for ThresholdPool {
-    fn context(&self) -> Result<Context, PoolError> {
-        Ok(self.0.allocator()?.context().clone())
-    }
-
-    /// Surplus of the block goes at the next call of the pool.
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<PoolBlock, PoolError> {
-        let allocator = self.0.allocator()?;
-        self.0.release_surplus(true);
-        DevicePool::allocate(allocator, bytes, stream)
-    }
-
-    fn trim(&self, keep: u64) -> Result<u64, PoolError> {
-        Ok(ThresholdPool::trim(self, keep)?.released)
-    }
-
-    fn usage(&self) -> Result<PoolUsage, PoolError> {
-        match self.0.allocator.get() {
-            Some(allocator) => allocator.usage(),
-            None => Ok(PoolUsage::default()),
-        }
-    }
-
-    fn reset_peaks(&self) -> Result<(), PoolError> {
-        if let Some(allocator) = self.0.allocator.get() {
-            allocator.reset_peaks();
-        }
-        Ok(())
-    }
-}
-
 impl fmt::Debug for ThresholdPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ThresholdPool")
             .field("device", &self.0.ordinal)
             .field("stats", &self.stats())
             .finish()
+    }
+}
+
+/// A [`ThresholdPool`] that has its allocator, as a
+/// [`MemoryResource`](crate::resource::MemoryResource). The threshold is honoured as with buffers.
+/// Shares memory and figures with the pool; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct OpenThresholdPool {
+    pool: ThresholdPool,
+    allocator: Allocator,
+}
+
+impl OpenThresholdPool {
+    /// The pool.
+    pub fn pool(&self) -> &ThresholdPool {
+        &self.pool
+    }
+
+    /// The allocator under the pool.
+    pub fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
+    /// Gives back what is above the threshold; `may_wait`: also by calls that wait for running work.
+    pub(crate) fn release_surplus(&self, may_wait: bool) {
+        self.pool.0.release_surplus(may_wait);
     }
 }

@@ -10,12 +10,12 @@ use crate::allocator::{Allocator, Block, Config, Error, Trimmed};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Driver, Stream};
 
-use super::block::zero_is_invalid;
 use super::buffer::PooledBuffer;
 use super::device_of;
 use super::error::PoolError;
 use super::places::{Cache, Place, Sought};
 use super::threshold::ThresholdPool;
+use super::usage::zero_is_invalid;
 
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
@@ -205,6 +205,17 @@ impl TypedPool {
         Ok(self.cache(ordinal)?.pool.allocator()?.clone())
     }
 
+    /// The pool's part for one device, as a source of memory without a type; its allocator is made if
+    /// there is none yet.
+    ///
+    /// # Errors
+    /// As [`allocator`](Self::allocator).
+    pub fn on_device(&self, ordinal: i64) -> Result<DeviceTypedPool, PoolError> {
+        let cache = Arc::clone(self.cache(ordinal)?);
+        let allocator = cache.pool.allocator()?.clone();
+        Ok(DeviceTypedPool { cache, allocator })
+    }
+
     /// A buffer of `len` elements from memory at hand that the stream may use without a wait: what was
     /// returned last on the stream with the same number of bytes, else the best fit. `None`, a miss, if
     /// there is none. Makes no driver call that takes memory, and creates no event; the memory is as its
@@ -241,18 +252,7 @@ impl TypedPool {
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Self::empty_buffer());
         };
-        let (block, slot) = match wish.at_hand(stream)? {
-            Some(found) => found,
-            None => {
-                wish.cache.pool.0.release_surplus(true);
-                let allocator = wish.cache.pool.allocator()?;
-                let bytes = wish.sought.bytes;
-                let made = allocator.allocate_aligned(bytes, wish.alignment, stream);
-                let block = made.map_err(zero_is_invalid)?;
-                let slot = wish.cache.enter(&wish.sought, block.ptr());
-                (block, slot)
-            }
-        };
+        let (block, slot) = wish.obtain(stream)?;
         wish.buffer(block, slot, stream)
     }
 
@@ -487,6 +487,19 @@ struct Wish<'a> {
 }
 
 impl Wish<'_> {
+    /// A block from memory at hand, else a new one, and its place.
+    fn obtain(&self, stream: &Stream) -> Result<(Block, u32), PoolError> {
+        if let Some(found) = self.at_hand(stream)? {
+            return Ok(found);
+        }
+        self.cache.pool.0.release_surplus(true);
+        let allocator = self.cache.pool.allocator()?;
+        let made = allocator.allocate_aligned(self.sought.bytes, self.alignment, stream);
+        let block = made.map_err(zero_is_invalid)?;
+        let slot = self.cache.enter(&self.sought, block.ptr());
+        Ok((block, slot))
+    }
+
     /// A block from memory at hand, and its place.
     fn at_hand(&self, stream: &Stream) -> Result<Option<(Block, u32)>, PoolError> {
         let (cache, sought) = (self.cache, &self.sought);
@@ -535,6 +548,61 @@ impl fmt::Debug for TypedPool {
         f.debug_struct("TypedPool")
             .field("stats", &self.stats())
             .field("cached_bytes", &self.cached_bytes_total())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A [`TypedPool`] on one device, as a [`MemoryResource`](crate::resource::MemoryResource): bytes come
+/// from what the stream returned last with the same size, else from the best fit at hand, else from
+/// wherever the allocator finds them. Shares memory and figures with the pool; cheap to clone.
+#[derive(Clone)]
+pub struct DeviceTypedPool {
+    cache: Arc<Cache>,
+    allocator: Allocator,
+}
+
+/// The element type of what has none, so that no buffer's is the same.
+struct Untyped;
+
+impl DeviceTypedPool {
+    /// The device's allocator, under the pool.
+    pub fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
+    pub(crate) fn block(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Block, PoolError> {
+        let wish = Wish {
+            cache: &self.cache,
+            len: bytes,
+            alignment,
+            sought: Sought {
+                stream: stream.id()?,
+                bytes,
+                capacity: bytes,
+                element: TypeId::of::<Untyped>(),
+            },
+        };
+        let (block, slot) = wish.obtain(stream)?;
+        self.cache.unname(slot);
+        Ok(block)
+    }
+
+    /// A block of `bytes` of a stream was freed.
+    pub(crate) fn returned(&self, stream: u64, bytes: usize, address: u64) {
+        self.cache.returned(stream, bytes, address);
+        self.cache.pool.0.release_surplus(false);
+    }
+}
+
+impl fmt::Debug for DeviceTypedPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceTypedPool")
+            .field("allocator", &self.allocator)
             .finish_non_exhaustive()
     }
 }

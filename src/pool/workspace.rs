@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::allocator::{Allocator, Block, Error, size};
-use crate::driver::{Context, Stream, sys};
+use crate::driver::{Stream, sys};
 
-use super::block::{DevicePool, Owner, PoolBlock, PoolUsage, zero_is_invalid};
 use super::error::PoolError;
 use super::mix::Mixed;
+use super::table::Table;
+use super::usage::zero_is_invalid;
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;
@@ -99,6 +100,8 @@ struct Inner {
     config: WorkspaceConfig,
     name: String,
     state: Mutex<State>,
+    /// Leases that go by their keys.
+    keyed: Table<Lease>,
 }
 
 /// Scratch memory for kernels that need it for one launch, such as a matrix product's workspace: one
@@ -151,6 +154,7 @@ impl WorkspacePool {
                 config,
                 name,
                 state: Mutex::default(),
+                keyed: Table::default(),
             }
         });
         let weak = Arc::downgrade(&inner);
@@ -220,6 +224,11 @@ impl WorkspacePool {
     /// [`Allocator::trim`] gives it back to the driver.
     pub fn trim(&self, keep: u64) -> u64 {
         self.0.shrink_to(keep)
+    }
+
+    /// Leases that go by their keys.
+    pub(crate) fn keyed(&self) -> &Table<Lease> {
+        &self.0.keyed
     }
 
     /// The figures, all of one instant.
@@ -300,35 +309,6 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.allocator.remove_relief_hook(&self.name);
-    }
-}
-
-impl DevicePool for WorkspacePool {
-    fn context(&self) -> Result<Context, PoolError> {
-        Ok(self.0.allocator.context().clone())
-    }
-
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<PoolBlock, PoolError> {
-        if bytes == 0 {
-            return Err(PoolError::InvalidSize { requested: 0 });
-        }
-        Ok(PoolBlock(Owner::Lease(self.lease(stream, bytes)?)))
-    }
-
-    /// Idle slabs first, then the allocator's own unused memory.
-    fn trim(&self, keep: u64) -> Result<u64, PoolError> {
-        self.0.shrink_to(keep);
-        DevicePool::trim(&self.0.allocator, keep)
-    }
-
-    /// Of the allocator: idle slabs count as used.
-    fn usage(&self) -> Result<PoolUsage, PoolError> {
-        self.0.allocator.usage()
-    }
-
-    fn reset_peaks(&self) -> Result<(), PoolError> {
-        self.0.allocator.reset_peaks();
-        Ok(())
     }
 }
 

@@ -1,7 +1,8 @@
 //! The caching resource: the allocator itself.
 
-use crate::allocator::{Allocator, Error, Lifetime, Trimmed};
+use crate::allocator::{Allocator, Block, Error, Lifetime, Trimmed};
 use crate::driver::{Context, Stream};
+use crate::pool::PoolUsage;
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
@@ -33,6 +34,26 @@ fn live(allocator: &Allocator, block: &BlockIdentity) -> Result<(), ResourceErro
     } else {
         Err(gone(block))
     }
+}
+
+/// A block of the allocator as one of a resource.
+pub(super) fn adopt(block: Block, stream: u64, alignment: usize, tag: Tag) -> ResourceBlock {
+    let engine = block.engine();
+    let (id, generation) = block.generation();
+    let identity = BlockIdentity {
+        key: BlockKey {
+            source: engine.id,
+            id,
+            generation: u64::from(generation),
+        },
+        ptr: block.ptr(),
+        bytes: block.requested(),
+        stream,
+        device: engine.device.ordinal(),
+    };
+    let named = ResourceBlock::new(identity, block.size(), alignment, tag);
+    block.into_raw();
+    named
 }
 
 /// The caching resource. Deallocated memory goes to the cache at once, which keeps it from other
@@ -82,6 +103,11 @@ impl MemoryResource for Allocator {
         Allocator::context(self)
     }
 
+    #[inline]
+    fn device(&self) -> usize {
+        self.engine().device.ordinal()
+    }
+
     fn outstanding(&self) -> Outstanding {
         Outstanding {
             live: self.stats().all.requested.current,
@@ -91,6 +117,15 @@ impl MemoryResource for Allocator {
 
     fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
         Ok(Allocator::trim(self, keep)?)
+    }
+
+    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+        Ok(PoolUsage::of(self))
+    }
+
+    fn reset_peaks(&self) -> Result<(), ResourceError> {
+        Allocator::reset_peaks(self);
+        Ok(())
     }
 
     fn state(&self, block: &BlockIdentity) -> BlockState {
@@ -108,6 +143,12 @@ impl MemoryResource for Allocator {
         live(self, block)?;
         let engine = self.engine();
         Ok(engine.record(block.ptr, &engine.named(stream)?, true)?)
+    }
+
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        live(self, block)?;
+        let engine = self.engine();
+        Ok(engine.record(block.ptr, &engine.named(stream)?, false)?)
     }
 
     fn prepare_use(

@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::allocator::size::round_size;
 use crate::driver::{Context, Stream};
+use crate::pool::{Gauge, PoolUsage};
 
 use super::block::{BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
@@ -41,6 +42,8 @@ pub struct DirectResource {
     source: u64,
     generation: AtomicU64,
     live: AtomicU64,
+    /// The most of them.
+    peak: AtomicU64,
     blocks: Mutex<HashMap<u64, BlockKey>>,
 }
 
@@ -52,6 +55,7 @@ impl DirectResource {
             source: super::next_source(),
             generation: AtomicU64::new(0),
             live: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
             blocks: Mutex::default(),
         }
     }
@@ -111,7 +115,8 @@ impl MemoryResource for DirectResource {
             generation: self.generation.fetch_add(1, Ordering::Relaxed) + 1,
         };
         self.blocks().insert(ptr, key);
-        self.live.fetch_add(bytes as u64, Ordering::AcqRel);
+        let now = self.live.fetch_add(bytes as u64, Ordering::AcqRel) + bytes as u64;
+        self.peak.fetch_max(now, Ordering::AcqRel);
         let identity = BlockIdentity {
             key,
             ptr,
@@ -129,6 +134,24 @@ impl MemoryResource for DirectResource {
 
     fn context(&self) -> &Context {
         &self.context
+    }
+
+    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+        let current = self.live.load(Ordering::Acquire);
+        let peak = self.peak.load(Ordering::Acquire).max(current);
+        let all = Gauge { current, peak };
+        Ok(PoolUsage {
+            reserved: all,
+            used: all,
+        })
+    }
+
+    fn reset_peaks(&self) -> Result<(), ResourceError> {
+        // No peak is lost to allocations at the same time.
+        self.peak.store(0, Ordering::Release);
+        let now = self.live.load(Ordering::Acquire);
+        self.peak.fetch_max(now, Ordering::AcqRel);
+        Ok(())
     }
 
     fn outstanding(&self) -> Outstanding {

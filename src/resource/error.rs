@@ -2,6 +2,7 @@
 
 use crate::allocator;
 use crate::driver::{DriverError, LoadError, sys};
+use crate::pool::PoolError;
 
 use super::block::{BlockKey, ResourceBlock};
 
@@ -29,6 +30,9 @@ pub enum ResourceError {
     /// The allocator's error.
     #[error("the allocator refused")]
     Allocator(#[from] allocator::Error),
+    /// A pool's error that is none of the others.
+    #[error("the pool refused")]
+    Pool(#[source] Box<PoolError>),
     /// A driver call failed.
     #[error("a driver call failed")]
     Driver(#[from] DriverError),
@@ -186,6 +190,7 @@ impl ResourceError {
         match self {
             ResourceError::OutOfBudget { .. } => true,
             ResourceError::Allocator(error) => error.is_out_of_memory(),
+            ResourceError::Pool(error) => error.is_out_of_memory(),
             ResourceError::Driver(error) => error.is_out_of_memory(),
             _ => false,
         }
@@ -196,6 +201,7 @@ impl ResourceError {
         match self {
             ResourceError::Driver(error) => Some(*error),
             ResourceError::Allocator(error) => error.driver_error(),
+            ResourceError::Pool(error) => error.driver_error(),
             _ => None,
         }
     }
@@ -206,6 +212,7 @@ impl ResourceError {
             ResourceError::OutOfBudget { .. } => "out of budget",
             ResourceError::Allocator(error) if error.is_out_of_memory() => "out of memory",
             ResourceError::Allocator(_) => "allocator",
+            ResourceError::Pool(_) => "pool",
             ResourceError::Driver(_) => "driver",
             ResourceError::DriverUnavailable(_) => "driver unavailable",
             ResourceError::StreamMisuse(_) => "stream misuse",
@@ -231,6 +238,16 @@ impl ResourceError {
         ResourceError::UseAfterFree {
             ptr: identity.ptr,
             key: identity.key,
+        }
+    }
+}
+
+impl From<PoolError> for ResourceError {
+    fn from(error: PoolError) -> ResourceError {
+        match error {
+            PoolError::Allocator(error) => ResourceError::Allocator(error),
+            PoolError::InvalidSize { requested } => ResourceError::InvalidSize { requested },
+            other => ResourceError::Pool(Box::new(other)),
         }
     }
 }

@@ -10,9 +10,10 @@ use crate::driver::{Stream, sys};
 use super::block::{Access, BlockIdentity, Tag};
 use super::error::{DeallocateError, ResourceError};
 use super::gauge::{Charge, Gauge};
+use super::owned::OwnedBlock;
 use super::recorder::{Buffer, Recordable};
 use super::runtime::Runtime;
-use super::traits::{MemoryResource, Outstanding, OwnedBlock};
+use super::traits::{MemoryResource, Outstanding};
 
 /// Settings of a [`Manager`].
 #[derive(Debug, Clone)]

@@ -1,11 +1,14 @@
 //! Resources: sources of device memory that can be stacked.
 //!
-//! [`MemoryResource`] is the one trait. Three sources implement it:
+//! [`MemoryResource`] is the one trait. These sources implement it:
 //!
 //! | source | allocation | deallocation | uses on other streams |
 //! |---|---|---|---|
 //! | [`Allocator`](crate::Allocator) | from its cache | into its cache, no driver call on one stream | `record_use`: reuse waits |
 //! | [`AsyncResource`] over another | that one's, with a ready point | its stream waits for all uses | reads and writes are put in order |
+//! | [`OpenThresholdPool`], [`DeviceTypedPool`] | from their allocator | into its cache | as there |
+//! | [`WorkspacePool`] | a slab of its size class | kept for the stream | `record_use`: reuse waits |
+//! | [`NativePool`] | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
 //! | [`DirectResource`] | `cuMemAlloc` | waits for the device, `cuMemFree` | none needed |
 //!
 //! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
@@ -13,6 +16,11 @@
 //! [`Runtime`] is a stack with its streams, one per device where wanted; a [`Manager`] gives typed
 //! slices out of it under a budget of its own; a [`LaunchRecorder`] says what a launch reads and
 //! writes.
+//!
+//! [`OpenThresholdPool`]: crate::pool::OpenThresholdPool
+//! [`DeviceTypedPool`]: crate::pool::DeviceTypedPool
+//! [`WorkspacePool`]: crate::pool::WorkspacePool
+//! [`NativePool`]: crate::pool::NativePool
 //!
 //! No adaptor takes a lock where it only passes through, and no driver call, hook, listener or
 //! callback runs under a lock.
@@ -30,6 +38,8 @@ mod guard;
 mod logging;
 mod manager;
 mod ordered;
+mod owned;
+mod pools;
 mod probe;
 mod recorder;
 mod relief;
@@ -56,6 +66,7 @@ pub use guard::{Guard, GuardBuilder, GuardStats, OomPolicy};
 pub use logging::{LogAction, LogRecord, LogSink, Logging, NullSink, RingSink, SinkError};
 pub use manager::{Manager, ManagerConfig, Slice, SliceFreeError};
 pub use ordered::AsyncResource;
+pub use owned::OwnedBlock;
 pub use probe::{Probe, ProbeConfig};
 pub use recorder::{Buffer, LaunchRecorder, RecordMode, Recordable};
 pub use relief::ReliefHook;
@@ -64,15 +75,10 @@ pub use runtime::{Runtime, Runtimes, planned_stream_budget};
 pub use statistics::{ResourceStats, Statistics};
 pub use stream_pool::StreamPool;
 pub use tracked::{LiveBlock, Tracked};
-pub use traits::{MemoryResource, Outstanding, OwnedBlock, Tracking};
+pub use traits::{MemoryResource, Outstanding, Tracking};
 pub use watchdog::{Watchdog, WatchdogConfig};
 
-/// The next number of a source of blocks that is not an allocator: in the half of the range that
-/// allocators' numbers, which count up from 1, do not reach.
-pub(crate) fn next_source() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1 << 63);
-    NEXT.fetch_add(1, Ordering::Relaxed)
-}
+use crate::pool::next_source;
 
 /// Logs the first and every power-of-two-th failure of a drop or a callback.
 pub(crate) fn log_rarely(error: &dyn std::error::Error, what: &str) {

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, DriverError, Stream, StreamKind};
+use crate::pool::PoolUsage;
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError, StreamMisuse};
@@ -202,7 +203,7 @@ impl<R: MemoryResource> AsyncResource<R> {
                 return Err(DeallocateError::new(block, gone));
             }
             uses.closed = true;
-            uses.before(Access::Write).0
+            uses.all()
         };
         let reopen = |block, error: ResourceError| {
             entry.uses().closed = false;
@@ -371,6 +372,18 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         self.inner.context()
     }
 
+    fn device(&self) -> usize {
+        self.inner.device()
+    }
+
+    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+        self.inner.usage()
+    }
+
+    fn reset_peaks(&self) -> Result<(), ResourceError> {
+        self.inner.reset_peaks()
+    }
+
     fn outstanding(&self) -> Outstanding {
         let books = self.books();
         Outstanding {
@@ -437,6 +450,20 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
 
     fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
         self.finish_use(block, stream, Access::Read)
+    }
+
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        let entry = self.entry(block)?;
+        let id = stream.id()?;
+        let mut uses = entry.uses();
+        if uses.closed {
+            return Err(ResourceError::UseAfterFree {
+                ptr: block.ptr,
+                key: block.key,
+            });
+        }
+        uses.until_freed(stream, id);
+        Ok(())
     }
 
     fn prepare_use(

@@ -9,6 +9,7 @@ use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
 use super::events::{EventPools, Pooled};
 use super::traits::{MemoryResource, Tracking, forward, forward_reap};
+use super::uses::Point;
 
 /// What a [`Probe`] does. Everything is off by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -87,6 +88,8 @@ struct Live {
     stream: Stream,
     /// Uses on other streams, where the resource below does not put them in order.
     uses: Vec<(u64, Pooled)>,
+    /// Streams that use the block until it is freed.
+    lasting: Vec<Point>,
 }
 
 impl<R: MemoryResource> Probe<R> {
@@ -125,6 +128,7 @@ impl<R: MemoryResource> Probe<R> {
                         size,
                         stream: stream.clone(),
                         uses: Vec::new(),
+                        lasting: Vec::new(),
                     };
                     live.insert(ptr, entry);
                     None
@@ -170,6 +174,10 @@ impl<R: MemoryResource> Probe<R> {
 
     fn poison_old(&self, live: &Live, byte: u8) -> Result<(), ResourceError> {
         let (block, stream) = (&live.identity, &live.stream);
+        let id = stream.id()?;
+        for point in &live.lasting {
+            point.hold_back(stream, id, &self.events)?;
+        }
         match self.inner.tracking() {
             Tracking::Access => {
                 self.inner.prepare_use(block, stream, Access::Write)?;
@@ -286,6 +294,22 @@ impl<R: MemoryResource> MemoryResource for Probe<R> {
     fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
         self.inner.record_use(block, stream)?;
         self.used(block, stream)
+    }
+
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        self.inner.record_stream(block, stream)?;
+        let id = stream.id()?;
+        if self.config.poison_freed.is_none() || id == block.stream {
+            return Ok(());
+        }
+        let mut live = self.live();
+        if let Some(entry) = live.get_mut(&block.ptr)
+            && entry.identity.key == block.key
+            && !entry.lasting.iter().any(|known| known.stream() == id)
+        {
+            entry.lasting.push(Point::late(stream, id));
+        }
+        Ok(())
     }
 
     fn finish_use(

@@ -2,7 +2,8 @@
 
 use super::block::Tag;
 use super::error::{DeallocateError, ResourceError};
-use super::traits::{MemoryResource, OwnedBlock};
+use super::owned::OwnedBlock;
+use super::traits::MemoryResource;
 use crate::driver::Stream;
 
 /// Device memory that is held until it is released or dropped, so that nobody else gets it.

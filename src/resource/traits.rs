@@ -1,10 +1,10 @@
 //! The trait that all sources of memory and all adaptors share.
 
-use std::fmt;
 use std::sync::Arc;
 
 use crate::allocator::Trimmed;
-use crate::driver::{Context, Stream, sys};
+use crate::driver::{Context, Stream};
+use crate::pool::{Gauge, PoolUsage};
 
 use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError, StreamMisuse};
@@ -60,6 +60,17 @@ pub enum Tracking {
 /// let block = MemoryResource::allocate(&allocator, 1000, &stream, "weights".into())?;
 /// assert_eq!((block.bytes(), block.tag().as_str()), (1000, "weights"));
 /// allocator.deallocate(block)?;
+///
+/// // And so are the pools: a program can swap one for another and compare.
+/// use cualloc::pool::{NativeConfig, NativePool};
+/// use cualloc::resource::{OwnedBlock, ResourceError, Tag};
+/// # use cualloc::driver::Stream;
+/// fn work(source: &dyn MemoryResource, stream: &Stream) -> Result<u64, ResourceError> {
+///     drop(OwnedBlock::allocate(source, 1 << 20, stream, Tag::default())?);
+///     Ok(source.usage()?.used.peak)
+/// }
+/// let native = NativePool::with_context(&context, NativeConfig::default())?;
+/// assert_eq!(work(&allocator, &stream)?, work(&native, &stream)?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait MemoryResource: Send + Sync {
@@ -126,6 +137,31 @@ pub trait MemoryResource: Send + Sync {
         Ok(Trimmed::default())
     }
 
+    /// What is held from the driver and handed out of it; of everything under the resource, also where
+    /// others share that. By default what is outstanding, and no memory of peaks.
+    ///
+    /// # Errors
+    /// Driver errors.
+    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+        let current = self.outstanding().total();
+        let all = Gauge {
+            current,
+            peak: current,
+        };
+        Ok(PoolUsage {
+            reserved: all,
+            used: all,
+        })
+    }
+
+    /// Sets the peaks of [`usage`](Self::usage) to the current values.
+    ///
+    /// # Errors
+    /// Driver errors.
+    fn reset_peaks(&self) -> Result<(), ResourceError> {
+        Ok(())
+    }
+
     /// Where a block is in its life.
     fn state(&self, block: &BlockIdentity) -> BlockState;
 
@@ -141,6 +177,17 @@ pub trait MemoryResource: Send + Sync {
     fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
         let _ = block;
         Err(not_tracked("a use", stream))
+    }
+
+    /// Says that `stream` uses the block until it is deallocated, by work that is not told of: the
+    /// memory is reused only when everything is done that the stream was given until then, or behind
+    /// it.
+    ///
+    /// # Errors
+    /// As [`record_use`](Self::record_use).
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        let _ = block;
+        Err(not_tracked("a stream", stream))
     }
 
     /// Lets work that is given to `stream` from now on access the block: queues the waits for it.
@@ -189,26 +236,40 @@ macro_rules! forward {
             self.$($inner)+.context()
         }
         #[inline]
+        fn device(&self) -> usize {
+            $crate::resource::MemoryResource::device(&self.$($inner)+)
+        }
+        #[inline]
+        fn usage(
+            &self,
+        ) -> Result<$crate::pool::PoolUsage, $crate::resource::ResourceError> {
+            $crate::resource::MemoryResource::usage(&self.$($inner)+)
+        }
+        #[inline]
+        fn reset_peaks(&self) -> Result<(), $crate::resource::ResourceError> {
+            $crate::resource::MemoryResource::reset_peaks(&self.$($inner)+)
+        }
+        #[inline]
         fn outstanding(&self) -> $crate::resource::Outstanding {
-            self.$($inner)+.outstanding()
+            $crate::resource::MemoryResource::outstanding(&self.$($inner)+)
         }
         #[inline]
         fn trim(
             &self,
             keep: u64,
         ) -> Result<$crate::allocator::Trimmed, $crate::resource::ResourceError> {
-            self.$($inner)+.trim(keep)
+            $crate::resource::MemoryResource::trim(&self.$($inner)+, keep)
         }
         #[inline]
         fn state(
             &self,
             block: &$crate::resource::BlockIdentity,
         ) -> $crate::resource::BlockState {
-            self.$($inner)+.state(block)
+            $crate::resource::MemoryResource::state(&self.$($inner)+, block)
         }
         #[inline]
         fn tracking(&self) -> $crate::resource::Tracking {
-            self.$($inner)+.tracking()
+            $crate::resource::MemoryResource::tracking(&self.$($inner)+)
         }
         #[inline]
         fn prepare_use(
@@ -217,7 +278,7 @@ macro_rules! forward {
             stream: &$crate::driver::Stream,
             access: $crate::resource::Access,
         ) -> Result<(), $crate::resource::ResourceError> {
-            self.$($inner)+.prepare_use(block, stream, access)
+            $crate::resource::MemoryResource::prepare_use(&self.$($inner)+, block, stream, access)
         }
     };
 }
@@ -225,12 +286,20 @@ macro_rules! forward {
 macro_rules! forward_uses {
     ($($inner:tt)+) => {
         #[inline]
+        fn record_stream(
+            &self,
+            block: &$crate::resource::BlockIdentity,
+            stream: &$crate::driver::Stream,
+        ) -> Result<(), $crate::resource::ResourceError> {
+            $crate::resource::MemoryResource::record_stream(&self.$($inner)+, block, stream)
+        }
+        #[inline]
         fn record_use(
             &self,
             block: &$crate::resource::BlockIdentity,
             stream: &$crate::driver::Stream,
         ) -> Result<(), $crate::resource::ResourceError> {
-            self.$($inner)+.record_use(block, stream)
+            $crate::resource::MemoryResource::record_use(&self.$($inner)+, block, stream)
         }
         #[inline]
         fn finish_use(
@@ -239,7 +308,7 @@ macro_rules! forward_uses {
             stream: &$crate::driver::Stream,
             access: $crate::resource::Access,
         ) -> Result<(), $crate::resource::ResourceError> {
-            self.$($inner)+.finish_use(block, stream, access)
+            $crate::resource::MemoryResource::finish_use(&self.$($inner)+, block, stream, access)
         }
     };
 }
@@ -248,7 +317,7 @@ macro_rules! forward_reap {
     ($($inner:tt)+) => {
         #[inline]
         fn reap(&self) -> Result<u64, $crate::resource::ResourceError> {
-            self.$($inner)+.reap()
+            $crate::resource::MemoryResource::reap(&self.$($inner)+)
         }
     };
 }
@@ -273,6 +342,22 @@ macro_rules! pointer {
             }
             fn context(&self) -> &Context {
                 (**self).context()
+            }
+            fn device(&self) -> usize {
+                (**self).device()
+            }
+            fn usage(&self) -> Result<PoolUsage, ResourceError> {
+                (**self).usage()
+            }
+            fn reset_peaks(&self) -> Result<(), ResourceError> {
+                (**self).reset_peaks()
+            }
+            fn record_stream(
+                &self,
+                block: &BlockIdentity,
+                stream: &Stream,
+            ) -> Result<(), ResourceError> {
+                (**self).record_stream(block, stream)
             }
             fn outstanding(&self) -> Outstanding {
                 (**self).outstanding()
@@ -316,92 +401,3 @@ macro_rules! pointer {
     )*};
 }
 pointer!(&R, Arc<R>, Box<R>);
-
-/// A block that goes back to its resource when it is dropped.
-///
-/// `R` is a handle to the resource: a reference, an [`Arc`], or a resource that is cheap to clone.
-pub struct OwnedBlock<R: MemoryResource> {
-    resource: R,
-    block: Option<ResourceBlock>,
-}
-
-impl<R: MemoryResource> OwnedBlock<R> {
-    /// Allocates.
-    ///
-    /// # Errors
-    /// As [`MemoryResource::allocate_aligned`].
-    pub fn allocate(
-        resource: R,
-        bytes: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<Self, ResourceError> {
-        let block = resource.allocate(bytes, stream, tag)?;
-        Ok(Self::from_parts(resource, block))
-    }
-
-    /// Owns a block of the resource.
-    pub fn from_parts(resource: R, block: ResourceBlock) -> Self {
-        OwnedBlock {
-            resource,
-            block: Some(block),
-        }
-    }
-
-    /// Gives up ownership.
-    pub fn into_block(mut self) -> Option<ResourceBlock> {
-        self.block.take()
-    }
-
-    /// The first byte's address.
-    pub fn ptr(&self) -> sys::CUdeviceptr {
-        self.block.as_ref().map_or(0, ResourceBlock::ptr)
-    }
-
-    /// Its size in bytes, as it was asked for.
-    pub fn bytes(&self) -> usize {
-        self.block.as_ref().map_or(0, ResourceBlock::bytes)
-    }
-
-    /// Who it is. `None` never occurs while the block is owned.
-    pub fn identity(&self) -> Option<BlockIdentity> {
-        self.block.as_ref().map(ResourceBlock::identity)
-    }
-
-    /// The block.
-    pub fn block(&self) -> Option<&ResourceBlock> {
-        self.block.as_ref()
-    }
-
-    /// The resource that it goes back to.
-    pub fn resource(&self) -> &R {
-        &self.resource
-    }
-
-    /// Deallocates; unlike a drop it reports failures, and gives the block back with them.
-    ///
-    /// # Errors
-    /// As [`MemoryResource::deallocate`].
-    pub fn free(mut self) -> Result<(), DeallocateError> {
-        match self.block.take() {
-            Some(block) => self.resource.deallocate(block),
-            None => Ok(()),
-        }
-    }
-}
-
-impl<R: MemoryResource> Drop for OwnedBlock<R> {
-    fn drop(&mut self) {
-        if let Some(block) = self.block.take()
-            && let Err(failure) = self.resource.deallocate(block)
-        {
-            super::log_rarely(&failure.error, "a dropped block leaks");
-        }
-    }
-}
-
-impl<R: MemoryResource> fmt::Debug for OwnedBlock<R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("OwnedBlock").field(&self.block).finish()
-    }
-}

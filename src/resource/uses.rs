@@ -26,6 +26,21 @@ enum How {
 }
 
 impl Point {
+    /// Everything that a stream has been given when it is asked for.
+    pub(crate) fn late(stream: &Stream, id: u64) -> Point {
+        Point {
+            stream: id,
+            begin: 0,
+            end: 0,
+            how: How::Late(stream.clone()),
+        }
+    }
+
+    /// The driver's id of the stream.
+    pub(crate) fn stream(&self) -> u64 {
+        self.stream
+    }
+
     /// Lets later work of a stream start only after this moment. Nothing to do on its own stream.
     pub(crate) fn hold_back(
         &self,
@@ -52,6 +67,8 @@ impl Point {
 pub(crate) struct Uses {
     last_write: Point,
     reads: Vec<Point>,
+    /// Streams that use the block until it is freed, by work that nobody tells of.
+    lasting: Vec<Point>,
     /// Streams that were made to wait for all uses up to a tick.
     ordered: Vec<(u64, u64)>,
     clock: u64,
@@ -71,6 +88,7 @@ impl Uses {
                 how,
             },
             reads: Vec::new(),
+            lasting: Vec::new(),
             ordered: Vec::new(),
             clock: 0,
             closed: false,
@@ -84,6 +102,21 @@ impl Uses {
             points.extend(self.reads.iter().cloned());
         }
         (points, self.clock)
+    }
+
+    /// Everything that freeing has to wait for.
+    pub(crate) fn all(&self) -> Vec<Point> {
+        let (mut points, _) = self.before(Access::Write);
+        points.extend(self.lasting.iter().cloned());
+        points
+    }
+
+    /// A stream uses the block until it is freed.
+    pub(crate) fn until_freed(&mut self, stream: &Stream, id: u64) {
+        if self.lasting.iter().any(|known| known.stream == id) {
+            return;
+        }
+        self.lasting.push(Point::late(stream, id));
     }
 
     /// A stream was made to wait for all uses up to a tick.

@@ -76,6 +76,9 @@ pub struct SimConfig {
     /// Report `cuMemFree` of memory used by work that no host query or wait has seen complete,
     /// although the call itself waits.
     pub strict_free: bool,
+    /// Handles that are mapped a second time show other memory there: a device that does not keep
+    /// memory the same through two addresses.
+    pub broken_aliasing: bool,
     /// Detect races. Off, long runs are faster.
     pub races: bool,
     /// Modelled nanoseconds of one row in [`Mode::Lag`].
@@ -93,6 +96,7 @@ impl Default for SimConfig {
             strict_undefined: false,
             strict_unmap: true,
             strict_free: false,
+            broken_aliasing: false,
             races: true,
             row_nanos: 1000,
             missing: Vec::new(),

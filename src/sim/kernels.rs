@@ -249,7 +249,10 @@ impl State {
         function.set(value as CUfunction)
     }
 
-    #[allow(clippy::too_many_arguments)]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the signature is the driver's own"
+    )]
     pub(super) fn cuLaunchKernel(
         &mut self,
         function: CUfunction,

@@ -60,6 +60,8 @@ pub(super) struct Alloc {
     pub(super) handle: u64,
     /// What it was created with.
     pub(super) props: Props,
+    /// Stands in for other memory at its second mapping: not physical memory of its own.
+    pub(super) phantom: bool,
     /// Unique over the life of the simulator.
     pub(super) block_id: u64,
     pub(super) contents: Contents,
@@ -140,6 +142,7 @@ impl State {
             mappings: 0,
             handle,
             props,
+            phantom: false,
             block_id: self.next_block_id,
             contents: Contents::default(),
             history: History::default(),
@@ -163,7 +166,9 @@ impl State {
             return;
         };
         if alloc.references == 0 && alloc.mappings == 0 {
-            self.devices[alloc.device].used -= alloc.bytes;
+            if !alloc.phantom {
+                self.devices[alloc.device].used -= alloc.bytes;
+            }
             self.history_entries = self
                 .history_entries
                 .saturating_sub(alloc.history.len() as u64);
@@ -174,6 +179,23 @@ impl State {
             self.allocs[index as usize] = None;
             self.free_allocs.push(index);
         }
+    }
+
+    /// What a mapping of an allocation shows where second mappings show something else.
+    pub(super) fn phantom_of(&mut self, alloc: u32) -> R<u32> {
+        let Some(entry) = &self.allocs[alloc as usize] else {
+            return Ok(alloc);
+        };
+        if !self.config.broken_aliasing || entry.mappings == 0 {
+            return Ok(alloc);
+        }
+        let (device, bytes, props) = (entry.device, entry.bytes, entry.props);
+        let phantom = self.create(device, bytes, 0, props)?;
+        self.devices[device].used -= bytes;
+        if let Some(entry) = &mut self.allocs[phantom as usize] {
+            entry.phantom = true;
+        }
+        Ok(phantom)
     }
 
     /// Shows an allocation at an address.

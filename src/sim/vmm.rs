@@ -209,7 +209,8 @@ impl State {
             self.misuse("target is already mapped", ptr);
             return fail(CUresult::CUDA_ERROR_ALREADY_MAPPED);
         }
-        self.map(ptr, alloc, Origin::Vmm, 0);
+        let shown = self.phantom_of(alloc)?;
+        self.map(ptr, shown, Origin::Vmm, 0);
         Ok(())
     }
 

@@ -7,7 +7,9 @@
 use super::format::{Op, Trace};
 use super::stage::{Stage, StageError};
 use super::work::{Kernels, Nothing, Use, Work};
-use crate::allocator::{Allocator, Block, CheckError, Config, Error, Policy};
+use crate::allocator::{
+    Allocator, Block, CheckError, Config, Error, Fragmentation, Packing, Policy,
+};
 use crate::driver::{CallCounts, DriverError, Stream};
 use std::time::{Duration, Instant};
 
@@ -98,6 +100,11 @@ pub struct Report {
     pub replays: Vec<Figures>,
     /// Why the next replay did not complete.
     pub failure: Option<Failure>,
+    /// How the free memory lay in the first replay at the row with the most live bytes; `None` if it
+    /// was not reached.
+    pub at_peak: Option<Fragmentation>,
+    /// How the policy stood after the last replay.
+    pub packing: Packing,
     /// 32-bit words that were not what their block had been filled with; `None` without
     /// [`Options::verify`].
     pub mismatches: Option<u64>,
@@ -219,8 +226,11 @@ pub fn replay(
         .limit(options.limit);
     let allocator =
         Allocator::with_config(stage.context(), config).map_err(ReplayError::Allocator)?;
+    let steps = steps(trace);
     let mut run = Run {
-        steps: steps(trace),
+        peak_row: peak_row(&steps, trace),
+        at_peak: None,
+        steps,
         slots: std::iter::repeat_with(|| None)
             .take(trace.allocations().len())
             .collect(),
@@ -278,6 +288,9 @@ enum Action {
 
 struct Run<'a> {
     steps: Vec<Step>,
+    /// The row with the most live bytes, and how memory lay there in the first replay.
+    peak_row: usize,
+    at_peak: Option<Fragmentation>,
     slots: Vec<Option<Block>>,
     streams: Vec<Stream>,
     stage: &'a Stage,
@@ -299,6 +312,8 @@ impl Run<'_> {
             reserved_peak: 0,
             replays: Vec::with_capacity(options.repeat),
             failure: None,
+            at_peak: None,
+            packing: Packing::default(),
             mismatches: None,
             check: None,
             close: None,
@@ -315,6 +330,9 @@ impl Run<'_> {
             let nanos_before = self.driver_nanos(&calls_before, work);
             let mut parts = Vec::with_capacity(options.parts);
             let outcome = self.once(options, work, &mut parts);
+            if index == 0 {
+                report.at_peak = self.at_peak.take();
+            }
             let calls = driver.calls();
             let driver_ns = self.driver_nanos(&calls, work).saturating_sub(nanos_before);
             let reserved_peak = self.allocator.stats().all.reserved.peak;
@@ -343,6 +361,7 @@ impl Run<'_> {
                 }
             }
         }
+        report.packing = self.allocator.stats().packing;
         report
     }
 
@@ -373,7 +392,14 @@ impl Run<'_> {
                 let next = options
                     .check_every
                     .map_or(next, |every| next.min(stop(done, every)));
+                let next = match (done..next).contains(&self.peak_row) {
+                    true => self.peak_row + 1,
+                    false => next,
+                };
                 wall += self.stretch(done, next, work)?;
+                if next == self.peak_row + 1 && self.rows_done <= rows as u64 {
+                    self.at_peak = Some(self.allocator.fragmentation());
+                }
                 done = next;
                 if options
                     .check_every
@@ -469,6 +495,22 @@ fn rows(
         work.row_over();
     }
     Ok(())
+}
+
+/// The row after which the most bytes are live.
+fn peak_row(steps: &[Step], trace: &Trace) -> usize {
+    let (mut live, mut peak, mut row) = (0u64, 0, 0);
+    for (index, step) in steps.iter().enumerate() {
+        match step.action {
+            Action::Allocate => live += step.bytes,
+            Action::Release => live -= trace.allocations()[step.id].bytes,
+            Action::Pass => {}
+        }
+        if live > peak {
+            (peak, row) = (live, index);
+        }
+    }
+    row
 }
 
 fn steps(trace: &Trace) -> Vec<Step> {

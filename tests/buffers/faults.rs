@@ -2,6 +2,7 @@
 
 use super::Rig;
 use cualloc::buffer::BufferError;
+use cualloc::column::Column;
 use cualloc::driver::sys::CUresult;
 use cualloc::sim::{FailPlan, Leaks, Mode, Simulator};
 use cualloc::{Allocator, DeviceBuffer, PinnedBuffer};
@@ -150,5 +151,105 @@ fn order_is_kept_by_other_means() {
         drop(buffer);
         sim.complete_all();
         sim.set_mode(Mode::Instant);
+    });
+}
+
+/// A driver that refuses every wait makes a blocking copy fail; the caller's memory is out of the
+/// device's reach nevertheless, and the buffer's is not given to others under the copy.
+#[test]
+fn refused_waits_leave_the_callers_memory_alone() {
+    Rig::each_simulated(|rig, sim, alloc| {
+        let (home, other) = (
+            alloc.create_stream().unwrap(),
+            alloc.create_stream().unwrap(),
+        );
+        let mut buffer = DeviceBuffer::filled(alloc, 4096, 7u8, &home).unwrap();
+        assert_eq!(buffer.to_vec().unwrap(), [7; 4096]);
+        sim.set_mode(Mode::Manual);
+        let refuse_all = || {
+            for call in [
+                "cuEventSynchronize",
+                "cuStreamSynchronize",
+                "cuCtxSynchronize",
+            ] {
+                refuse(sim, call, 1, u64::MAX);
+            }
+        };
+        let go_on = || {
+            sim.clear_failures();
+            sim.complete_all();
+            assert_eq!(sim.take_reports(), []);
+        };
+        let unseen = |error: &BufferError| {
+            assert!(matches!(error, BufferError::Unseen(_)), "{error:?}");
+            assert_eq!(
+                error.driver_error().unwrap().code(),
+                CUresult::CUDA_ERROR_NOT_PERMITTED
+            );
+        };
+        let mut target = [1u8; 4096];
+        refuse_all();
+        unseen(&buffer.copy_to_slice(&mut target).unwrap_err());
+        unseen(&buffer.to_vec().unwrap_err());
+        go_on();
+        assert_eq!(
+            target, [1; 4096],
+            "the device wrote to memory that was lent for the call"
+        );
+        let mut source = [3u8; 4096];
+        refuse_all();
+        unseen(&buffer.copy_from_slice(&source).unwrap_err());
+        source.fill(4);
+        go_on();
+        assert_eq!(
+            buffer.to_vec().unwrap(),
+            [3; 4096],
+            "the values are those of the call"
+        );
+        // Freed with the copy under way, the memory is nobody else's before it is over.
+        refuse_all();
+        unseen(&buffer.copy_to_slice(&mut target).unwrap_err());
+        sim.clear_failures();
+        drop(buffer);
+        let mut next = DeviceBuffer::<u8>::zeroed(alloc, 4096, &other).unwrap();
+        next.fill(9, &other).unwrap();
+        go_on();
+        assert_eq!(next.to_vec().unwrap(), [9; 4096]);
+        assert_eq!(target, [1; 4096]);
+        drop(next);
+        // A column copies in the same way.
+        let stream = &home;
+        let mut column = Column::from_slice(alloc, &[5i32; 8], stream).unwrap();
+        refuse_all();
+        assert!(column.copy_from_slice(&[6i32; 8]).is_err());
+        assert!(column.to_vec::<i32>().is_err());
+        go_on();
+        assert_eq!(column.to_vec::<i32>().unwrap(), [6; 8]);
+        sim.set_mode(Mode::Instant);
+        let _ = rig;
+    });
+}
+
+/// Copies above the size of a piece are whole, and in order.
+#[test]
+fn large_copies_come_in_pieces() {
+    Rig::each_simulated(|_, _, alloc| {
+        let stream = alloc.create_stream().unwrap();
+        let values: Vec<u32> = (0..2_500_001).collect();
+        let mut buffer = DeviceBuffer::from_slice(alloc, &values, &stream).unwrap();
+        let mut target = vec![0; values.len()];
+        buffer.copy_to_slice(&mut target).unwrap();
+        assert_eq!(target, values);
+        buffer
+            .slice_mut(1..2_200_000)
+            .unwrap()
+            .copy_from_slice(&values[..2_199_999])
+            .unwrap();
+        let back = buffer.to_vec().unwrap();
+        assert_eq!(back[0], 0);
+        assert_eq!(back[1..2_200_000], values[..2_199_999]);
+        assert_eq!(back[2_200_000..], values[2_200_000..]);
+        let column = Column::from_slice(alloc, &values, &stream).unwrap();
+        assert_eq!(column.to_vec::<u32>().unwrap(), values);
     });
 }

@@ -160,8 +160,13 @@ impl Rig {
     /// Gives a stream work that takes a while and ends by itself (on the simulator: when somebody
     /// waits for it, or when the result is released or dropped).
     pub fn busy<'a>(&'a self, stream: &Stream) -> Hold<'a> {
+        self.busy_for(stream, 20_000_000)
+    }
+
+    /// [`busy`](Self::busy) for so many nanoseconds on a GPU.
+    pub fn busy_for<'a>(&'a self, stream: &Stream, nanos: u64) -> Hold<'a> {
         if self.simulator.is_none() {
-            self.spin(stream, 20_000_000);
+            self.spin(stream, nanos);
         }
         self.held(stream, None)
     }

@@ -314,3 +314,110 @@ pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
     }
     (setup, ops)
 }
+
+/// A random program of large blocks that fill a limit: what is free is mostly scattered.
+pub fn crowded(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
+    let mut rng = Rng::new(seed ^ 0xc0de);
+    let limit = (48 + rng.below(200)) * MIB;
+    let full_device = rng.chance(15);
+    let setup = Setup {
+        policy,
+        mode: match rng.below(4) {
+            0 => Mode::Instant,
+            1 => Mode::Lag(1 + rng.log_uniform(100)),
+            _ => Mode::Manual,
+        },
+        memory: if full_device { limit } else { 64 << 30 },
+        limit: (!full_device).then_some(limit),
+        stream_ids: true,
+        legacy: false,
+        per_thread: false,
+    };
+    let streams = 1 + rng.below(4);
+    let faults = rng.chance(30);
+    let mut ops: Vec<Op> = (1..streams)
+        .map(|_| Op::NewStream {
+            raw: rng.chance(30),
+        })
+        .collect();
+    // What is live if nothing is refused, and whether memory is being freed or filled.
+    let (mut live, mut freeing): (Vec<u64>, bool) = (Vec::new(), false);
+    while ops.len() < length {
+        let (block, stream) = (rng.next() as u16, rng.next() as u8);
+        let room = (limit / 100 * 96).saturating_sub(live.iter().sum());
+        freeing = if freeing {
+            room < limit / 4
+        } else {
+            room < limit / 12
+        };
+        let op = match rng.below(1000) {
+            0..460 if !freeing => {
+                // Often more than any piece of what is free.
+                let bytes = match rng.below(100) {
+                    0..3 => rng.log_uniform(64 << 10),
+                    3..6 => room / 100 * (20 + rng.below(40)),
+                    _ => room / 100 * (80 + rng.below(18)),
+                };
+                live.push(bytes);
+                Op::Alloc {
+                    stream,
+                    bytes: bytes.max(1) as usize,
+                    align: if rng.chance(5) {
+                        rng.below(22) as u8
+                    } else {
+                        0
+                    },
+                    raw: rng.chance(30),
+                }
+            }
+            0..460 => {
+                if !live.is_empty() {
+                    live.swap_remove(usize::from(block) % live.len());
+                }
+                if rng.chance(50) {
+                    Op::Free { block }
+                } else {
+                    Op::Drop { block }
+                }
+            }
+            460..700 => Op::Use {
+                block,
+                on: rng.next() as u8,
+                write: rng.chance(70),
+            },
+            700..740 => Op::RecordStream {
+                block,
+                stream,
+                inside: rng.chance(20),
+            },
+            740..760 => Op::RecordUse {
+                block,
+                stream,
+                write: rng.chance(50),
+            },
+            760..770 => Op::Wait {
+                from: stream,
+                to: rng.next() as u8,
+            },
+            770..774 => Op::Trim {
+                keep: rng.below(limit),
+            },
+            774..777 => Op::Synchronize,
+            777..781 if faults => Op::Fail {
+                call: rng.below(CALLS.len() as u64) as u8,
+                nth: 1 + rng.log_uniform(8) as u8,
+                times: 1 + rng.below(2) as u8,
+                code: rng.below(3) as u8,
+            },
+            781..805 if faults => Op::Mend,
+            805..807 => Op::CompleteAll,
+            _ if setup.mode == Mode::Manual => Op::Complete {
+                pick: block,
+                count: 1 + rng.below(6) as u8,
+            },
+            _ => continue,
+        };
+        ops.push(op);
+    }
+    (setup, ops)
+}

@@ -8,7 +8,7 @@
 //! event submits nothing: an event stands for the positions before it.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{c_uint, c_void};
 use std::rc::Rc;
 
@@ -47,6 +47,8 @@ struct Mapping {
     bytes: u64,
     /// Where it is in the numbering of physical bytes: each handle has numbers of its own.
     physical: u64,
+    /// Not the first address of its memory: a second layout.
+    view: bool,
 }
 
 /// Physical bytes of each handle are numbered from a multiple of this.
@@ -70,7 +72,11 @@ pub struct Shadow {
     /// The first physical byte of each handle.
     handles: HashMap<u64, u64>,
     handles_made: u64,
+    /// Memory that is mapped at its first address.
+    at_home: HashSet<u64>,
     pub violations: Vec<String>,
+    /// Mappings in views that were taken away.
+    pub views_unmapped: u64,
     frees: u32,
 }
 
@@ -145,8 +151,8 @@ impl Shadow {
         merge(&mut self.host, &self.clocks[stream]);
     }
 
-    /// A block was handed out for use on a stream.
-    pub fn handed_out(&mut self, start: u64, bytes: u64, stream: usize) -> Result<(), String> {
+    /// A block was handed out for use on a stream. Says whether it lies in a view.
+    pub fn handed_out(&mut self, start: u64, bytes: u64, stream: usize) -> Result<bool, String> {
         let end = start + bytes;
         if let Some((s, e)) = overlapping(&self.live, start, end) {
             return Err(format!(
@@ -179,7 +185,8 @@ impl Shadow {
             self.occupied.insert(from, to);
         }
         self.live.insert(start, end);
-        Ok(())
+        let at = self.held.range(..=start).next_back();
+        Ok(at.is_some_and(|(_, mapping)| mapping.view))
     }
 
     /// Takes what is pending out of a physical range; what sticks out of it stays.
@@ -261,14 +268,42 @@ impl Shadow {
         }
     }
 
-    /// Physical memory in which no block is live, in bytes, counted once.
-    pub fn idle_bytes(&self) -> u64 {
+    /// Physical memory in which no block is live, in bytes, counted once; of which, if asked for, only
+    /// what is in no view with a live block.
+    pub fn idle_bytes(&self, in_no_live_view: bool) -> u64 {
+        let pinned = if in_no_live_view {
+            self.live_views()
+        } else {
+            HashSet::new()
+        };
         let ranges: BTreeMap<u64, u64> =
             self.held.values().map(|m| (m.physical, m.bytes)).collect();
         let idle = |(from, bytes): &(&u64, &u64)| {
-            overlapping(&self.occupied, **from, **from + **bytes).is_none()
+            !pinned.contains(*from)
+                && overlapping(&self.occupied, **from, **from + **bytes).is_none()
         };
         ranges.iter().filter(idle).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Memory in unbroken rows of mappings in views in which a block is live.
+    fn live_views(&self) -> HashSet<u64> {
+        let mut found = HashSet::new();
+        let (mut row, mut start, mut end) = (Vec::new(), 0, 0);
+        let views = self.held.iter().filter(|(_, mapping)| mapping.view);
+        for (at, mapping) in views.map(|(at, m)| (*at, Some(m))).chain([(0, None)]) {
+            if at != end || mapping.is_none() {
+                if overlapping(&self.live, start, end).is_some() {
+                    found.extend(row.drain(..));
+                }
+                row.clear();
+                start = at;
+            }
+            if let Some(mapping) = mapping {
+                row.push(mapping.physical);
+                end = at + mapping.bytes;
+            }
+        }
+        found
     }
 
     /// Memory goes from an address: nobody may use it there any more.
@@ -276,6 +311,11 @@ impl Shadow {
         let Some(mapping) = self.held.remove(&start) else {
             return;
         };
+        if mapping.view {
+            self.views_unmapped += 1;
+        } else {
+            self.at_home.remove(&mapping.physical);
+        }
         let end = start + mapping.bytes;
         if let Some((s, e)) = overlapping(&self.live, start, end) {
             self.violations.push(format!(
@@ -397,7 +437,7 @@ between! {
         s.submitted(stream);
     };
     fn cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) |s: &mut Shadow| {
-        let mapping = Mapping { bytes: bytes as u64, physical: s.new_handle() };
+        let mapping = Mapping { bytes: bytes as u64, physical: s.new_handle(), view: false };
         // SAFETY: the call succeeded, so it wrote its result.
         s.held.insert(unsafe { *out }, mapping);
     };
@@ -408,7 +448,9 @@ between! {
     };
     fn cuMemMap(start: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: u64) |s: &mut Shadow| {
         let first = s.handles.get(&handle).copied().unwrap_or(0);
-        let mapping = Mapping { bytes: bytes as u64, physical: first + offset as u64 };
+        let physical = first + offset as u64;
+        let view = !s.at_home.insert(physical);
+        let mapping = Mapping { bytes: bytes as u64, physical, view };
         s.held.insert(start, mapping);
     };
     fn cuMemUnmap(start: CUdeviceptr, bytes: usize) |s: &mut Shadow| {

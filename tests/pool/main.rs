@@ -1,4 +1,4 @@
-//! Pools: one suite over all of them, and what each is for.
+//! Pools: what each is for. The suite over all of them is with the resources.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -7,7 +7,6 @@ mod diagnostics;
 mod model;
 mod native;
 mod pinned;
-mod suite;
 mod threshold;
 mod typed;
 mod workspace;

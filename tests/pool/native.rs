@@ -1,7 +1,7 @@
 //! The driver's own pools.
 
 use cualloc::driver::sys::CUresult;
-use cualloc::pool::{DevicePool, NativeConfig, NativePool, PoolAttribute, PoolError, TypedPool};
+use cualloc::pool::{NativeConfig, NativePool, PoolAttribute, PoolError, TypedPool};
 use cualloc::sim::{FailPlan, SimConfig};
 use cualloc::{Config, Policy};
 
@@ -162,7 +162,7 @@ fn s3_10_only_an_exportable_pool_has_a_descriptor() {
         let shared = NativePool::with_context(&rig.context, shared).unwrap();
         let descriptor = shared.export().unwrap();
         let block = shared.allocate(1000, &rig.stream()).unwrap();
-        shared.export_block(&block).unwrap();
+        shared.export_block(block.ptr()).unwrap();
         if rig.maybe_sim().is_some() {
             // The simulator's descriptors are numbers, not files.
             std::mem::forget(descriptor);

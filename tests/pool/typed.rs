@@ -3,6 +3,7 @@
 use std::any::TypeId;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::pool::{PoolError, TypedPool, TypedStats, round_elements};
@@ -287,8 +288,14 @@ unsafe extern "C" fn slow_release(handle: u64) -> sys::CUresult {
     if *phase == 0 {
         *phase = 1;
         GATE.1.notify_all();
-        while *phase < 2 {
-            phase = GATE.1.wait(phase).unwrap_or_else(PoisonError::into_inner);
+        // Whoever is held up by the release cannot open the gate: the wait ends nevertheless.
+        let end = Instant::now() + Duration::from_secs(20);
+        while *phase < 2 && Instant::now() < end {
+            let waited = GATE.1.wait_timeout(phase, Duration::from_secs(20));
+            phase = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        if *phase < 2 {
+            *phase = 3;
         }
     }
     drop(phase);
@@ -330,8 +337,9 @@ fn s2_17_a_release_does_not_hold_up_hits() {
         // The release is under way and cannot end.
         let hit = pool.take::<u8>(4096, &stream).unwrap();
         assert!(hit.is_some());
-        *GATE.0.lock().unwrap() = 2;
+        let before = std::mem::replace(&mut *GATE.0.lock().unwrap(), 2);
         GATE.1.notify_all();
+        assert_eq!(before, 1, "the hit was held up by the release");
         assert!(release.join().unwrap().released > 0);
     });
     drop(keep);
@@ -449,5 +457,15 @@ fn s2_21_a_panic_does_not_make_the_pool_miss() {
         let returns = pool.stats().returns;
         drop(pool.take::<u8>(MIB, &stream).unwrap().expect("a hit"));
         assert_eq!(pool.stats().returns, returns + 1);
+        // Nor does it forget what came back last.
+        allocator.remove_relief_hook("panics");
+        allocator.set_limit(None);
+        let buffers: Vec<_> = (0..3)
+            .map(|_| pool.uninit::<u8>(MIB, &stream).unwrap())
+            .collect();
+        let last = buffers[2].as_device_ptr();
+        buffers.into_iter().for_each(drop);
+        let again = pool.take::<u8>(MIB, &stream).unwrap().expect("a hit");
+        assert_eq!(again.as_device_ptr(), last);
     });
 }

@@ -1,0 +1,439 @@
+//! Whether the device keeps memory the same through two addresses: a test before the first view.
+//!
+//! CUDA promises it from the completion of the writing operation on. The test does what a program
+//! does with a block that lay at another address before: it writes through one mapping, and reads
+//! through the other in stream order, after the reading side has been read before.
+
+use std::ffi::{CStr, c_void};
+use std::sync::atomic::Ordering;
+
+use crate::driver::{DriverError, Entered, Function, Stream, StreamKind, sys};
+
+use super::engine::Engine;
+use super::error::Error;
+use super::figures::SelfTest;
+use super::plan::Release;
+use super::records::SpaceId;
+use super::size::{GRANULE, PHYSICAL_GRANULE};
+use super::state::{State, Want};
+use super::stitch::Stitch;
+use super::streams::Holder;
+use super::uses::Uses;
+use super::view::Lent;
+
+/// The kernels that fill and check words.
+const KERNELS: &CStr = match CStr::from_bytes_with_nul(
+    concat!(include_str!("../trace/verify.ptx"), "\0").as_bytes(),
+) {
+    Ok(text) => text,
+    Err(_) => panic!("the kernels' text holds a zero byte"),
+};
+
+/// Words that are written and read: more than the first-level caches of a few multiprocessors hold.
+const WORDS: usize = 128 << 10;
+/// Where a kernel counts wrong words, from the start of the memory: behind the words.
+const COUNT_AT: u64 = PHYSICAL_GRANULE / 2;
+/// How often everything is done.
+const ROUNDS: u32 = 3;
+/// Threads of a block of threads, and blocks, of the kernels.
+const THREADS: u32 = 256;
+const BLOCKS: u32 = 64;
+/// How often to try to wait for the test's own work before its memory is given up.
+const WAITS: usize = 4;
+
+/// Kernels and the addresses that they work on.
+struct Bench<'a> {
+    entered: &'a Entered<'a>,
+    stream: sys::CUstream,
+    /// Both addresses of the memory.
+    sides: [u64; 2],
+    kernels: Option<(Function, Function)>,
+}
+
+impl Bench<'_> {
+    /// Whether every word that was written through one side was read through the other.
+    fn run(&self) -> Result<bool, DriverError> {
+        let all = (PHYSICAL_GRANULE / 4) as usize;
+        // SAFETY: the memory is the test's, and that large.
+        unsafe { self.entered.memset_d32(self.sides[0], 0, all, self.stream) }?;
+        let mut good = true;
+        let mut word = 0x5eed_0000;
+        for _ in 0..ROUNDS {
+            for (write, read) in [(0, 1), (1, 0)] {
+                word += 1;
+                let (write, read) = (self.sides[write], self.sides[read]);
+                good &= self.copies(write, read, word)?;
+                good &= self.moves(write, read, word ^ 0xffff)?;
+                if let Some((fill, check)) = &self.kernels {
+                    good &= self.launches(fill, check, write, read, word)?;
+                }
+            }
+        }
+        Ok(good)
+    }
+
+    fn read(&self, from: u64) -> Result<Vec<u32>, DriverError> {
+        let mut words = vec![0u32; WORDS];
+        let to = words.as_mut_ptr().cast();
+        // SAFETY: both ranges have as many bytes; the stream is waited for before the words are
+        // used or dropped, also if the copy failed.
+        let copied = unsafe {
+            self.entered
+                .copy_device_to_host(to, from, WORDS * 4, self.stream)
+        };
+        // SAFETY: the stream is alive.
+        let done = unsafe { self.entered.stream_synchronize(self.stream) };
+        if done.is_err() {
+            // The copy may still be under way.
+            std::mem::forget(words);
+            copied?;
+            done?;
+            return Ok(Vec::new());
+        }
+        copied?;
+        Ok(words)
+    }
+
+    fn copies(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
+        self.read(read)?;
+        // SAFETY: the memory is the test's, and has as many words.
+        unsafe { self.entered.memset_d32(write, word, WORDS, self.stream) }?;
+        Ok(self.read(read)?.iter().all(|found| *found == word))
+    }
+
+    fn moves(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
+        let half = WORDS / 2;
+        // SAFETY: the memory is the test's; the halves do not overlap.
+        unsafe {
+            self.entered.memset_d32(write, word, half, self.stream)?;
+            let behind = read + half as u64 * 4;
+            self.entered
+                .copy_device_to_device(behind, read, half * 4, self.stream)?;
+        }
+        Ok(self.read(write)?.iter().all(|found| *found == word))
+    }
+
+    fn launches(
+        &self,
+        fill: &Function,
+        check: &Function,
+        write: u64,
+        read: u64,
+        seed: u32,
+    ) -> Result<bool, DriverError> {
+        let count = self.sides[0] + COUNT_AT;
+        let ignored = count + 4;
+        // SAFETY: two words of the test's memory behind the words under test.
+        unsafe { self.entered.memset_d32(count, 0, 2, self.stream) }?;
+        // Brings the old words into the caches on the reading side.
+        self.check(check, read, seed, ignored)?;
+        let (mut ptr, mut words, mut first) = (write, WORDS as u64, seed);
+        let mut parameters = [
+            (&raw mut ptr).cast::<c_void>(),
+            (&raw mut words).cast(),
+            (&raw mut first).cast(),
+        ];
+        self.launch(fill, &mut parameters)?;
+        self.check(check, read, seed, count)?;
+        let mut wrong = [0u32; 1];
+        // SAFETY: one word; the stream is waited for before it is used.
+        unsafe {
+            let to = wrong.as_mut_ptr().cast();
+            self.entered
+                .copy_device_to_host(to, count, 4, self.stream)?;
+            self.entered.stream_synchronize(self.stream)?;
+        }
+        Ok(wrong[0] == 0)
+    }
+
+    fn check(
+        &self,
+        check: &Function,
+        mut ptr: u64,
+        mut seed: u32,
+        mut count: u64,
+    ) -> Result<(), DriverError> {
+        let mut words = WORDS as u64;
+        let mut parameters = [
+            (&raw mut ptr).cast::<c_void>(),
+            (&raw mut words).cast(),
+            (&raw mut seed).cast(),
+            (&raw mut count).cast(),
+        ];
+        self.launch(check, &mut parameters)
+    }
+
+    fn launch(&self, kernel: &Function, parameters: &mut [*mut c_void]) -> Result<(), DriverError> {
+        let (grid, block) = ([BLOCKS, 1, 1], [THREADS, 1, 1]);
+        // SAFETY: the parameters are those that the kernels' text declares; the memory is the
+        // test's; the module is loaded until the stream was waited for.
+        unsafe {
+            self.entered
+                .launch(kernel, grid, block, 0, self.stream, parameters)
+        }
+    }
+}
+
+impl Engine {
+    /// Whether views may be used, as far as is known.
+    pub(crate) fn views_allowed(&self) -> bool {
+        self.views && !self.views_failed.load(Ordering::Relaxed)
+    }
+
+    /// What an earlier allocator of the process found out, if that counts here.
+    pub(crate) fn recall_aliasing(&self) {
+        if !self.views {
+            return;
+        }
+        if !self.self_test {
+            self.lock().self_test = SelfTest::Off;
+        } else if let Some(good) = self.driver().aliasing(self.device) {
+            self.aliasing_known(good);
+        }
+    }
+
+    fn aliasing_known(&self, good: bool) {
+        self.views_failed.store(!good, Ordering::Relaxed);
+        self.lock().self_test = if good {
+            SelfTest::Passed
+        } else {
+            SelfTest::Failed
+        };
+    }
+
+    /// Tests the device now, if it was not tested before and the settings allow a test; says what is
+    /// known then.
+    pub(crate) fn test_views(&self) -> Result<SelfTest, Error> {
+        if self.views && self.lock().self_test == SelfTest::NotRun {
+            drop(self.open()?);
+            for space in [SpaceId::Large, SpaceId::Views] {
+                if !self.lock().has_addresses(space) {
+                    self.reserve_span(space, PHYSICAL_GRANULE)?;
+                }
+            }
+            self.aliasing_verdict(true)?;
+        }
+        Ok(self.lock().self_test)
+    }
+
+    /// Whether nothing runs on any stream that is known.
+    fn is_quiet(&self) -> Result<bool, Error> {
+        let holders: Vec<Holder> = {
+            let state = self.lock();
+            state
+                .streams
+                .iter()
+                .map(|(_, s)| s.holder.clone())
+                .collect()
+        };
+        for holder in holders {
+            let idle = match holder {
+                Holder::Kept(stream) if stream.kind() != StreamKind::PerThreadDefault => {
+                    stream.is_complete().map_err(|e| self.error(e))?
+                }
+                Holder::Retired => true,
+                _ => false,
+            };
+            if !idle {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether a stitch may go on, or what failed.
+    pub(crate) fn may_stitch(&self) -> Result<bool, Error> {
+        match self.aliasing_verdict(false) {
+            Ok(usable) => Ok(usable),
+            // For the test; growth may still find some.
+            Err(Error::Driver(error)) if error.is_out_of_memory() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether a stitch may go on: tests the device if nobody has. A few milliseconds, once for a
+    /// device and a process. Without memory for the test the stitch goes on untested, and the next
+    /// one asks again; while something captures nothing is stitched.
+    fn aliasing_verdict(&self, asked: bool) -> Result<bool, Error> {
+        if !self.self_test {
+            return Ok(true);
+        }
+        let known = self.lock().self_test;
+        if known != SelfTest::NotRun {
+            return Ok(known != SelfTest::Failed);
+        }
+        match self.refuse_captures(std::slice::from_ref(&self.context)) {
+            Ok(()) => {}
+            Err(Error::Capturing { .. }) => return Ok(false),
+            Err(error) => return Err(error),
+        }
+        let with_kernels = asked || self.is_quiet()?;
+        let Some(good) = self.test_aliasing(with_kernels)? else {
+            return Ok(true);
+        };
+        self.driver().set_aliasing(self.device, good);
+        if !good {
+            log::warn!(
+                "device {} does not keep memory the same through two addresses: views are not used",
+                self.device.ordinal()
+            );
+        }
+        self.aliasing_known(good);
+        Ok(good)
+    }
+
+    /// Runs the test on memory of its own. `None` if there is no memory for it.
+    fn test_aliasing(&self, with_kernels: bool) -> Result<Option<bool>, Error> {
+        let want = Want {
+            space: SpaceId::Large,
+            // The memory is no stream's before and after.
+            stream: 0,
+            granules: (PHYSICAL_GRANULE / GRANULE) as u32,
+            align: 1,
+            requested: PHYSICAL_GRANULE,
+            single: true,
+            views: true,
+        };
+        let Some(stitch) = self.lock().plan_test(&want) else {
+            return Ok(None);
+        };
+        let sides = [stitch.fresh.as_ref().map_or(0, |f| f.addr), stitch.at];
+        match self.map_stitch(&stitch) {
+            Ok(handles) => {
+                let block = {
+                    let mut state = self.lock();
+                    state.planned_test_done(&want, stitch, &handles)
+                };
+                let result = self.try_both_sides(sides, with_kernels);
+                match result {
+                    Ok(done) => {
+                        self.end_test(block, sides)?;
+                        done.map(Some).map_err(|e| self.error(e))
+                    }
+                    // Its work may still be under way: the memory is given up.
+                    Err(error) => Err(self.error(error)),
+                }
+            }
+            Err(failed) => {
+                let mut state = self.lock();
+                let error = state.not_mapped(&want, stitch, failed);
+                drop(state);
+                if error.is_out_of_memory() {
+                    return Ok(None);
+                }
+                Err(self.error(error))
+            }
+        }
+    }
+
+    /// The test proper, on a stream of its own. The outer error: the stream could not be waited for.
+    fn try_both_sides(
+        &self,
+        sides: [u64; 2],
+        with_kernels: bool,
+    ) -> Result<Result<bool, DriverError>, DriverError> {
+        let stream = match Stream::new(&self.context) {
+            Ok(stream) => stream,
+            Err(error) => return Ok(Err(error)),
+        };
+        let entered = match self.context.enter() {
+            Ok(entered) => entered,
+            Err(error) => return Ok(Err(error)),
+        };
+        // Loading may wait for everything that runs in the context, which this thread may have to
+        // end. A device that cannot load them is tested without kernels as well.
+        let load = || {
+            let module = entered.load_module(KERNELS)?;
+            Ok::<_, DriverError>((
+                module.function(c"cualloc_fill")?,
+                module.function(c"cualloc_check")?,
+            ))
+        };
+        let kernels = match with_kernels.then(load) {
+            Some(Ok(kernels)) => Some(kernels),
+            Some(Err(error)) if error.is_fatal() => return Ok(Err(error)),
+            _ => None,
+        };
+        let bench = Bench {
+            entered: &entered,
+            stream: stream.raw(),
+            sides,
+            kernels,
+        };
+        let result = bench.run();
+        let mut done = stream.synchronize();
+        for _ in 1..WAITS {
+            match done {
+                Err(error) if !error.is_fatal() => done = stream.synchronize(),
+                _ => break,
+            }
+        }
+        if done.is_err() {
+            // Destroying the stream or the module would pull memory from under the work.
+            std::mem::forget((bench, stream));
+        }
+        done.map(|()| result)
+    }
+
+    /// Unmaps and releases the memory of a test whose work is over.
+    fn end_test(&self, block: u32, sides: [u64; 2]) -> Result<(), Error> {
+        let release = self.lock().test_over(block, sides[0]);
+        let evicted = self.evict(&[sides[1]]);
+        let Some(release) = release else {
+            return evicted;
+        };
+        if evicted.is_err() {
+            // Still mapped in the view: free memory, with an idle view over it.
+            let mut state = self.lock();
+            state.restore(release.space, release.id, release.shards);
+            drop(state);
+            return evicted;
+        }
+        self.release(vec![release]).map(drop)
+    }
+}
+
+impl State {
+    /// Whether an arena has addresses for the test's memory.
+    fn has_addresses(&self, space: SpaceId) -> bool {
+        match space {
+            SpaceId::Views => self.view_space.largest_piece() >= PHYSICAL_GRANULE,
+            _ => !self.large.holes().is_empty(),
+        }
+    }
+
+    /// Claims a home and a view for one new handle, if the limit and the address space allow it.
+    fn plan_test(&mut self, want: &Want) -> Option<Stitch> {
+        if self.room() < PHYSICAL_GRANULE {
+            return None;
+        }
+        let range = self.take_range(want.granules)?;
+        let base = self.records[range].addr;
+        let Some(fresh) = self.claim_fresh(want, PHYSICAL_GRANULE, 0) else {
+            self.range_freed(range);
+            return None;
+        };
+        Some(Stitch {
+            base,
+            range: Some(range),
+            room: want.granules,
+            offset: 0,
+            adds: Vec::new(),
+            at: base,
+            lent: Lent::default(),
+            fresh: Some(fresh),
+        })
+    }
+
+    fn planned_test_done(&mut self, want: &Want, stitch: Stitch, handles: &[u64]) -> u32 {
+        let block = self.stitched(want, stitch, handles);
+        self.records[block].state = super::records::State::Busy;
+        block
+    }
+
+    /// The test's block is free, and its handle claimed for release.
+    fn test_over(&mut self, block: u32, home: u64) -> Option<Release> {
+        self.view_block_freed(block, &Uses::None);
+        self.claim_holding(SpaceId::Large, home)
+    }
+}

@@ -1,0 +1,205 @@
+//! How much one allocation may map, and how what it created instead is paid back.
+//!
+//! Mapping costs the driver's time per handle, so a stitch of hundreds of small handles would make
+//! one allocation wait for milliseconds. A stitch of many handles spends a token; without one, or
+//! beyond what a token allows, it maps the largest free handles only and creates the rest, beyond the
+//! soft cap if it must be. Later large allocations give that back, a few handles each. Above half of
+//! a hard limit none of this holds: there memory always wins. Nothing here reads a clock: times are counted
+//! in handles.
+
+use super::engine::{Engine, Guard};
+use super::plan::Release;
+use super::records::SpaceId;
+use super::size::{GRANULE, PACKED_SMALL_LIMIT, PHYSICAL_GRANULE};
+use super::state::{State, Want};
+use super::stitch::{Layout, Source};
+use super::view::Openings;
+
+/// Handles that any allocation may map: 2 ms at the 20 us that mapping one costs on an H200.
+const MAPS: usize = 100;
+/// Handles that an allocation with a token may map: 6 ms.
+const BURST_MAPS: usize = 300;
+/// Tokens at the start,
+const TOKENS: u64 = 16;
+/// and large requests that earn another one: 10,000 allocations and frees.
+const REQUESTS_PER_TOKEN: u64 = 5000;
+/// Handles that are mapped where the bound cuts a stitch,
+const CUT_MAPS: usize = 90;
+/// and handles that are created beside them.
+const CUT_CREATED: u64 = 10;
+/// Handles that one allocation gives back: 0.3 ms at the 33.5 us that unmapping and releasing one
+/// costs on an H200.
+const REPAID: usize = 8;
+/// They are not larger than this, because one small block keeps a whole handle.
+const CREATED_MAX: u64 = 32 << 20;
+/// Above this part of the limit the bounds do not hold. New handles are small there
+/// ([`State::handle_size`]); with larger ones, and bounds up to 0.8 of the limit, the smallest limit
+/// of recorded work rose by 1.5 points.
+const NEAR_PART: u64 = 2;
+
+/// How often one allocation had to map many handles, and what became of it (numbers, since the
+/// start).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Bursts {
+    /// The most handles that one allocation mapped into a view.
+    pub largest: u64,
+    /// Allocations that mapped more than 100 handles for a token. There are 16 tokens at the start,
+    /// and one more for every 5000 large requests.
+    pub spent: u64,
+    /// Allocations that mapped the 90 largest handles and created the rest.
+    pub cut: u64,
+    /// Allocations that mapped more than 100 handles because the limit was near.
+    pub unbounded: u64,
+    /// Handles given back in later allocations, because what was created was beyond the soft cap.
+    pub repaid: u64,
+    /// Bytes of them.
+    pub repaid_bytes: u64,
+}
+
+/// The account of one allocator.
+#[derive(Debug, Default)]
+pub(crate) struct Account {
+    figures: Bursts,
+    /// Large requests so far.
+    requests: u64,
+    /// More was created than the soft cap allows, and is to be given back.
+    pub(crate) debt: bool,
+}
+
+impl Account {
+    pub(crate) fn request(&mut self) {
+        self.requests += 1;
+    }
+
+    fn tokens(&self) -> u64 {
+        let earned = TOKENS + self.requests / REQUESTS_PER_TOKEN;
+        earned.saturating_sub(self.figures.spent)
+    }
+
+    pub(crate) fn mapped(&mut self, maps: usize) {
+        self.figures.largest = self.figures.largest.max(maps as u64);
+    }
+
+    pub(crate) fn figures(&self) -> Bursts {
+        self.figures
+    }
+}
+
+impl State {
+    /// Whether so many bytes more leave the bounds in force.
+    fn bounds_hold(&self, more: u64) -> bool {
+        let limit = self.limit.unwrap_or(u64::MAX);
+        let bound = limit.min(self.full_at.unwrap_or(u64::MAX));
+        let held = self.stats.all.reserved.current + self.planned;
+        held.saturating_add(more) <= bound / NEAR_PART
+    }
+
+    /// The layout itself if its number of handles is bearable, else one that maps fewer of the open
+    /// ones and creates more.
+    pub(crate) fn bounded(&mut self, want: &Want, layout: Layout, open: &Openings) -> Layout {
+        let size = self.handle_size(want, layout.fresh);
+        let created = layout.fresh.div_ceil(size.max(PHYSICAL_GRANULE));
+        let maps = layout.adds.len() + usize::try_from(created).unwrap_or(usize::MAX);
+        if maps <= MAPS {
+            return layout;
+        }
+        let cut = cut(want, &self.sources(open));
+        if cut.adds.is_empty() || !self.bounds_hold(cut.fresh) {
+            self.bursts.figures.unbounded += 1;
+            return layout;
+        }
+        if maps <= BURST_MAPS && self.bursts.tokens() > 0 {
+            self.bursts.figures.spent += 1;
+            return layout;
+        }
+        self.bursts.figures.cut += 1;
+        let held = self.stats.all.reserved.current + self.planned;
+        self.bursts.debt |= held + cut.fresh > self.soft_cap();
+        cut
+    }
+
+    /// Claims free handles that go back because an allocation created more than the soft cap allows:
+    /// the smallest first, and only such as nobody can touch.
+    fn plan_repayment(&mut self, context: u64) -> Vec<Release> {
+        let held = self.stats.all.reserved.current + self.planned;
+        let mut excess = held.saturating_sub(self.soft_cap());
+        if excess == 0 {
+            self.bursts.debt = false;
+            return Vec::new();
+        }
+        if !self.bounds_hold(0) {
+            return Vec::new();
+        }
+        let mut free = self.releasable(SpaceId::Large, |id| self.over(id, context));
+        // Highest addresses first among equals: the low end of the arena stays dense.
+        free.sort_unstable_by_key(|(addr, bytes)| (*bytes, std::cmp::Reverse(*addr)));
+        let mut plan = Vec::new();
+        for (addr, bytes) in free.into_iter().take(REPAID) {
+            if excess == 0 {
+                break;
+            }
+            plan.extend(self.claim_holding(SpaceId::Large, addr));
+            excess = excess.saturating_sub(bytes);
+        }
+        plan
+    }
+}
+
+/// A layout of the largest whole handles that fit, with the rest created.
+fn cut(want: &Want, sources: &[Source]) -> Layout {
+    let mut left = u64::from(want.granules) * GRANULE;
+    let mut whole: Vec<&Source> = sources.iter().filter(|s| s.whole()).collect();
+    whole.sort_unstable_by_key(|s| (std::cmp::Reverse(s.bytes), s.home));
+    let mut adds = Vec::with_capacity(CUT_MAPS);
+    for source in whole {
+        if adds.len() < CUT_MAPS && source.bytes <= left {
+            adds.push((source.home, source.bytes));
+            left -= source.bytes;
+        }
+    }
+    let fresh = left.next_multiple_of(PHYSICAL_GRANULE);
+    let part = fresh.div_ceil(CUT_CREATED);
+    Layout {
+        base: None,
+        back: 0,
+        skip: 0,
+        adds,
+        fresh,
+        fresh_handle: part.next_multiple_of(PHYSICAL_GRANULE).min(CREATED_MAX),
+    }
+}
+
+impl Engine {
+    /// After an allocation of so many bytes: gives a part back of what an earlier one created beyond
+    /// the soft cap. Never waits; what cannot go now goes with a later allocation.
+    pub(crate) fn repay(&self, state: Guard<'_>, stream: u32, bytes: u64) {
+        if !state.bursts.debt || bytes <= PACKED_SMALL_LIMIT {
+            return;
+        }
+        let mut state = match self.poll(state) {
+            Ok(state) => state,
+            Err(error) => return log::debug!("nothing was repaid: {error}"),
+        };
+        let plan = state.plan_repayment(self.context.key());
+        let handles = plan.len() as u64;
+        let slot = &state.streams[stream];
+        // What one stream alone frees is never marked otherwise.
+        let mark = (handles == 0 && state.bursts.debt && !slot.covered()).then_some(slot.key);
+        drop(state);
+        if let Some(key) = mark {
+            return self.mark_all(&[(stream, key)]);
+        }
+        if handles == 0 {
+            return;
+        }
+        match self.release(plan) {
+            Ok(released) => {
+                let mut state = self.lock();
+                state.bursts.figures.repaid += handles;
+                state.bursts.figures.repaid_bytes += released;
+            }
+            Err(error) => log::debug!("less was repaid than planned: {error}"),
+        }
+    }
+}

@@ -1,0 +1,362 @@
+//! Where a block lies physically, and guards that keep it there.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::driver::sys;
+
+use super::api::Allocator;
+use super::engine::{Engine, Shared};
+use super::error::Error;
+use super::fronts::HeldBack;
+use super::records::{SpaceId, State as Extent};
+use super::size::GRANULE;
+use super::state::{AfterFree, State};
+use super::uses::Uses;
+
+/// A part of a block that lies in one piece of memory from the driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct PhysicalSegment {
+    /// Address of its first byte, within the block.
+    pub address: sys::CUdeviceptr,
+    /// Bytes.
+    pub bytes: u64,
+    /// The physical handle, as `cuMemCreate` gave it; `None` under the classic policy, where the
+    /// memory is a segment of `cuMemAlloc`.
+    pub handle: Option<sys::CUmemGenericAllocationHandle>,
+    /// Where it begins in the handle or segment, in bytes.
+    pub offset: u64,
+    /// Bytes of the whole handle or segment: exporting or registering shows all of them.
+    pub handle_bytes: u64,
+}
+
+/// Keeps a part of a block where it is, for somebody who uses its physical memory without the
+/// allocator's knowledge: another process after an export, a network card after a registration.
+///
+/// While a guard lives, the memory of its block is neither reused nor unmapped nor given back, and
+/// its address belongs to no other memory. The block itself may be freed: the free then takes effect
+/// with the last guard. A guard keeps its allocator open. Dropping it touches no memory and waits for
+/// nothing.
+///
+/// `Send` and `Sync`.
+pub struct RangeGuard {
+    engine: Shared,
+    block: Guarding,
+    address: sys::CUdeviceptr,
+    bytes: u64,
+    segments: Vec<PhysicalSegment>,
+}
+
+impl RangeGuard {
+    /// First byte of the guarded range.
+    pub fn ptr(&self) -> sys::CUdeviceptr {
+        self.address
+    }
+
+    /// Bytes of it.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Where it lies, by address.
+    pub fn segments(&self) -> &[PhysicalSegment] {
+        &self.segments
+    }
+}
+
+impl fmt::Debug for RangeGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RangeGuard")
+            .field("ptr", &format_args!("{:#x}", self.address))
+            .field("bytes", &self.bytes)
+            .field("segments", &self.segments)
+            .finish()
+    }
+}
+
+impl Drop for RangeGuard {
+    fn drop(&mut self) {
+        self.engine.unguard(self.block);
+    }
+}
+
+impl Allocator {
+    /// Where `bytes` bytes from `ptr` on, all of one live block, lie physically: by address, one
+    /// entry for each handle. It may change as soon as the block is freed; [`guard`](Self::guard)
+    /// keeps it.
+    ///
+    /// # Errors
+    /// [`Error::NotOurs`], [`Error::NotLive`]; [`Error::InvalidRange`] if the range is empty or
+    /// reaches beyond its block; [`Error::Closed`], a lost context.
+    pub fn segments_of(
+        &self,
+        ptr: sys::CUdeviceptr,
+        bytes: u64,
+    ) -> Result<Vec<PhysicalSegment>, Error> {
+        let state = self.engine().open()?;
+        Ok(state.segments(ptr, bytes)?.1)
+    }
+
+    /// [`segments_of`](Self::segments_of), kept as it is while the guard lives.
+    ///
+    /// # Errors
+    /// As [`segments_of`](Self::segments_of).
+    pub fn guard(&self, ptr: sys::CUdeviceptr, bytes: u64) -> Result<RangeGuard, Error> {
+        let mut state = self.engine().open()?;
+        let (block, segments) = state.segments(ptr, bytes)?;
+        state.guard(block);
+        Ok(RangeGuard {
+            engine: Arc::clone(self.shared()),
+            block,
+            address: ptr,
+            bytes,
+            segments,
+        })
+    }
+}
+
+/// What a guard is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Guarding {
+    /// The record of a block.
+    Record(u32),
+    /// The address of a block that fronts gave.
+    Small(u64),
+}
+
+/// Guarded blocks by their records, which stay theirs while a guard lives, or by their addresses.
+#[derive(Debug, Default)]
+pub(crate) struct Guards {
+    blocks: HashMap<u32, Guarded>,
+    small: HashMap<u64, GuardedSmall>,
+    /// Bytes of freed blocks.
+    bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct Guarded {
+    guards: u64,
+    /// The last uses of a block that was freed meanwhile.
+    freed: Option<Uses>,
+}
+
+#[derive(Debug, Default)]
+struct GuardedSmall {
+    guards: u64,
+    /// The block, if it was freed meanwhile, and its bytes.
+    freed: Option<(HeldBack, u64)>,
+}
+
+impl Guards {
+    /// Bytes of freed blocks that wait for their guards.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Small blocks that were freed and wait for their guards.
+    pub(crate) fn held_back(&self) -> impl Iterator<Item = &HeldBack> {
+        let freed = self
+            .small
+            .values()
+            .filter_map(|guarded| guarded.freed.as_ref());
+        freed.map(|(held, _)| held)
+    }
+
+    /// Guards that live.
+    pub(crate) fn count(&self) -> u64 {
+        let small: u64 = self.small.values().map(|g| g.guards).sum();
+        small + self.blocks.values().map(|g| g.guards).sum::<u64>()
+    }
+}
+
+impl Engine {
+    fn unguard(&self, block: Guarding) {
+        // In a child the lock may be held by a thread that does not exist there.
+        if self.usable().is_err() {
+            return;
+        }
+        let mut state = self.lock();
+        match block {
+            Guarding::Record(id) => state.unguard(id),
+            Guarding::Small(ptr) => state.unguard_small(ptr),
+        }
+        self.finish_free(state, &AfterFree::default());
+    }
+}
+
+impl State {
+    /// The live block around a range, and where the range lies.
+    fn segments(&self, ptr: u64, bytes: u64) -> Result<(Guarding, Vec<PhysicalSegment>), Error> {
+        if let Some((_, run, _)) = self.small_around(ptr) {
+            let last = run.ptr + u64::from(run.granules) * GRANULE;
+            let end = ptr.checked_add(bytes).filter(|end| *end <= last);
+            let Some(end) = end.filter(|_| bytes > 0) else {
+                return Err(Error::InvalidRange { ptr, bytes });
+            };
+            return Ok((Guarding::Small(run.ptr), self.home_segments(ptr, end)));
+        }
+        let Some(id) = self.lookup.at_or_below(ptr) else {
+            return Err(self.not_live(ptr));
+        };
+        let hot = &self.records[id];
+        if ptr >= hot.end() {
+            return Err(self.not_live(ptr));
+        }
+        let end = ptr.checked_add(bytes).filter(|end| *end <= hot.end());
+        let Some(end) = end.filter(|_| bytes > 0) else {
+            return Err(Error::InvalidRange { ptr, bytes });
+        };
+        let segments = if self.records.cold(id).home.is_empty() {
+            self.home_segments(ptr, end)
+        } else {
+            self.view_segments(ptr, end)
+        };
+        Ok((Guarding::Record(id), segments))
+    }
+
+    fn not_live(&self, ptr: u64) -> Error {
+        if self.ours(ptr) {
+            Error::NotLive { ptr }
+        } else {
+            Error::NotOurs { ptr }
+        }
+    }
+
+    fn home_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
+        let first = self.holdings.range(..=ptr).next_back();
+        let first = first.map_or(ptr, |(base, _)| *base);
+        let held = self.holdings.range(first..end);
+        held.filter_map(|(base, holding)| {
+            let (from, to) = (ptr.max(*base), end.min(base + holding.bytes));
+            (from < to).then(|| PhysicalSegment {
+                address: from,
+                bytes: to - from,
+                handle: holding.handle,
+                offset: from - base,
+                handle_bytes: holding.bytes,
+            })
+        })
+        .collect()
+    }
+
+    fn view_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
+        let Some((base, view)) = self.view_around(ptr) else {
+            return Vec::new();
+        };
+        let (mut segments, mut at) = (Vec::new(), base);
+        for seg in &view.segs {
+            let bytes = u64::from(seg.granules) * GRANULE;
+            let (from, to) = (ptr.max(at), end.min(at + bytes));
+            if from < to {
+                segments.push(PhysicalSegment {
+                    address: from,
+                    bytes: to - from,
+                    handle: self.holdings.get(&seg.home).and_then(|h| h.handle),
+                    offset: from - at,
+                    handle_bytes: bytes,
+                });
+            }
+            at += bytes;
+        }
+        segments
+    }
+
+    fn guard(&mut self, block: Guarding) {
+        match block {
+            Guarding::Record(id) => self.guards.blocks.entry(id).or_default().guards += 1,
+            Guarding::Small(ptr) => {
+                self.guards.small.entry(ptr).or_default().guards += 1;
+                // Its free comes to the books from here on.
+                self.note_in_books(ptr);
+            }
+        }
+    }
+
+    /// A small block was freed: if a guard keeps its memory, that waits. Gives it back if none does.
+    pub(crate) fn unless_guarded_small(
+        &mut self,
+        ptr: u64,
+        bytes: u64,
+        held: HeldBack,
+    ) -> Option<HeldBack> {
+        let Some(guarded) = self.guards.small.get_mut(&ptr) else {
+            return Some(held);
+        };
+        self.guards.bytes += bytes;
+        guarded.freed = Some((held, bytes));
+        None
+    }
+
+    /// As [`unguard`](Self::unguard).
+    fn unguard_small(&mut self, ptr: u64) {
+        let Some(guarded) = self.guards.small.get_mut(&ptr) else {
+            return;
+        };
+        guarded.guards -= 1;
+        if guarded.guards > 0 {
+            return;
+        }
+        let freed = self.guards.small.remove(&ptr).and_then(|g| g.freed);
+        if let Some((held, bytes)) = freed {
+            self.guards.bytes -= bytes;
+            self.fronts.held_back.push(held);
+            self.settle_held_back();
+        }
+    }
+
+    /// A block is being freed, and is nobody's any more: if a guard keeps its memory, that waits.
+    /// Gives the uses back if none does.
+    pub(crate) fn unless_guarded(&mut self, id: u32, uses: Uses) -> Option<Uses> {
+        let Some(guarded) = self.guards.blocks.get_mut(&id) else {
+            return Some(uses);
+        };
+        let hot = &mut self.records[id];
+        hot.state = Extent::Busy;
+        let bytes = hot.bytes();
+        self.guards.bytes += bytes;
+        let space = self.records.cold(id).space;
+        if matches!(uses, Uses::Many(_)) {
+            // Counted among what other streams use again when it is free.
+            self.stats
+                .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
+        }
+        // The slot of its stream stays that stream's.
+        let owner = self.records.cold(id).owner;
+        self.streams[owner].calls += 1;
+        guarded.freed = Some(uses);
+        None
+    }
+
+    /// A guard is gone; with the last one goes a block that was freed meanwhile.
+    fn unguard(&mut self, id: u32) {
+        let Some(guarded) = self.guards.blocks.get_mut(&id) else {
+            return;
+        };
+        guarded.guards -= 1;
+        if guarded.guards > 0 {
+            return;
+        }
+        let freed = self.guards.blocks.remove(&id).and_then(|g| g.freed);
+        let Some(uses) = freed else { return };
+        let bytes = self.records[id].bytes();
+        self.guards.bytes -= bytes;
+        let (space, owner) = (self.records.cold(id).space, self.records.cold(id).owner);
+        self.streams[owner].calls -= 1;
+        let shared = matches!(uses, Uses::Many(_));
+        if shared {
+            self.stats
+                .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
+        }
+        if !self.records.cold(id).home.is_empty() {
+            for piece in self.view_block_freed(id, &uses) {
+                self.settle_piece(SpaceId::Large, piece);
+            }
+            return;
+        }
+        let (at, records) = self.parts(space);
+        let piece = at.release(records, id, uses);
+        self.settle_piece(space, piece);
+    }
+}

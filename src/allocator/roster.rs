@@ -1,0 +1,141 @@
+//! Which streams there are, as far as memory depends on it: coming, going, and what is shared between
+//! them.
+
+use crate::driver::Context;
+
+use super::records::{COMPLETE, SpaceId};
+use super::space::Space;
+use super::state::State;
+use super::streams::{Holder, StreamKey};
+use super::uses::Uses;
+
+/// Idle streams of the caller are forgotten above this number of known streams.
+const MANY_STREAMS: usize = 64;
+
+impl State {
+    pub(crate) fn adopt(
+        &mut self,
+        key: StreamKey,
+        raw: usize,
+        context: Context,
+        holder: Holder,
+    ) -> u32 {
+        if let Some(stream) = self.streams.find(key) {
+            return stream;
+        }
+        let stream = self.streams.add(key, raw, context, holder);
+        self.streams_changed();
+        stream
+    }
+
+    /// With one stream, memory needs no tags to be told apart and merges freely; with several it
+    /// must not.
+    pub(crate) fn streams_changed(&mut self) {
+        self.stats.streams = self.streams.len() as u64;
+        if !self.packed {
+            return;
+        }
+        let single = !self.streams.several();
+        for space in [SpaceId::Large, SpaceId::Small] {
+            let (space, records) = self.parts(space);
+            if space.merge_own != single {
+                space.merge_own = single;
+                if single {
+                    let classes: Vec<u32> = space.pending_streams().collect();
+                    for class in classes {
+                        space.recoalesce(records, class);
+                    }
+                }
+            }
+        }
+        if !single {
+            // Memory that was never used, or not for long, is everybody's from now on.
+            for space in [SpaceId::Large, SpaceId::Small] {
+                let classes: Vec<u32> = self
+                    .space(space)
+                    .into_iter()
+                    .flat_map(Space::pending_streams)
+                    .collect();
+                for class in classes {
+                    self.settle_class(space, class);
+                }
+            }
+        }
+    }
+
+    /// While one stream exists, complete memory is as good as its own, and merges with it.
+    pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
+        let (space, records) = self.parts(space);
+        if !space.merge_own {
+            return;
+        }
+        while let Some(entry) = space.index(COMPLETE).and_then(|i| i.largest()) {
+            space.retag(records, entry.id, Uses::one(stream, 0));
+        }
+    }
+
+    /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
+    /// what was freed inside its pages, which no batch counts.
+    pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
+        for front in self.fronts.all().to_vec() {
+            self.close_batches(front, Some(stream));
+        }
+        self.flush_fronts_of(stream);
+        let busy = self.front_uses(stream) > 0;
+        let slot = &mut self.streams[stream];
+        if slot.live > 0 || busy {
+            slot.open_uses += 1;
+        }
+    }
+
+    /// Gives back the slot of a stream that nothing refers to.
+    pub(crate) fn recycle(&mut self, stream: u32) {
+        let many = self.streams.len() > MANY_STREAMS;
+        let forgettable = matches!(self.streams[stream].holder, Holder::Foreign) && many;
+        if forgettable && self.streams[stream].pages > 0 {
+            // What was freed in its pages is counted from here on: later, when it is complete.
+            self.flush_fronts_of(stream);
+            return;
+        }
+        let slot = &self.streams[stream];
+        let quiet = slot.live == 0 && slot.calls == 0 && slot.open_uses == 0;
+        let idle = slot.in_use && quiet && slot.completed + 1 >= slot.open;
+        let forget = match slot.holder {
+            Holder::Retired => true,
+            // A caller's stream that comes again is simply registered again.
+            Holder::Foreign => many,
+            Holder::Kept(_) => false,
+        };
+        if !idle || !forget {
+            return;
+        }
+        // From here on nobody allocates on it without a look at the books.
+        self.set_fast(stream, false);
+        self.flush_fronts_of(stream);
+        let slot = &self.streams[stream];
+        let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
+        if !drained || self.front_uses(stream) > 0 {
+            let slot = &self.streams[stream];
+            let fast = !self.closed && !matches!(slot.holder, Holder::Retired);
+            self.set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
+            return;
+        }
+        self.streams[stream].holder = Holder::Retired;
+        self.drop_fronts(stream);
+        self.release_class(stream);
+        if self.streams.recycle(stream) {
+            self.streams_changed();
+        }
+    }
+
+    /// Everything that was tagged with a drained stream is complete.
+    fn release_class(&mut self, stream: u32) {
+        for space in [SpaceId::Large, SpaceId::Small] {
+            let (space, records) = self.parts(space);
+            while let Some(entry) = space.index(stream).and_then(|i| i.largest()) {
+                space.retag(records, entry.id, Uses::None);
+            }
+            space.forget_stream(stream);
+        }
+    }
+}

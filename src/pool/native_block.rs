@@ -1,0 +1,258 @@
+//! Blocks of the driver's own pools.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::driver::{Event, Stream, sys};
+
+use super::error::{NativeFreeError, PoolError};
+use super::native::Inner;
+
+/// A use of a block on a stream other than its own.
+struct ForeignUse {
+    stream: Stream,
+    id: u64,
+    /// Ticks of the block's clock before and after the mark was made: of two marks of a stream, one
+    /// covers the other if that was done before it began.
+    begin: u64,
+    done: u64,
+    /// Marks the last use; none if it may go on until the free.
+    end: Option<Event>,
+}
+
+#[derive(Default)]
+struct ForeignUses {
+    list: Vec<ForeignUse>,
+    clock: u64,
+}
+
+impl ForeignUses {
+    fn tick(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    /// Enters a use; those that are covered come back.
+    fn enter(&mut self, mut foreign: ForeignUse) -> Vec<ForeignUse> {
+        foreign.done = self.tick();
+        let same = |known: &ForeignUse| known.id == foreign.id;
+        // "Until the free" covers every other use.
+        if self
+            .list
+            .iter()
+            .any(|known| same(known) && known.end.is_none())
+        {
+            return vec![foreign];
+        }
+        let whole = foreign.end.is_none();
+        let covered = |known: &mut ForeignUse| {
+            known.id == foreign.id && (whole || known.done < foreign.begin)
+        };
+        let replaced = self.list.extract_if(.., covered).collect();
+        self.list.push(foreign);
+        replaced
+    }
+}
+
+/// A live allocation of a [`NativePool`](super::NativePool), with one owner. Dropping it gives the
+/// memory back in the order of its stream: work queued before the drop may still use it. `Send` and
+/// `Sync`.
+pub struct NativeBlock {
+    pool: Arc<Inner>,
+    ptr: sys::CUdeviceptr,
+    requested: usize,
+    home: (Stream, u64),
+    uses: Mutex<ForeignUses>,
+    freed: AtomicBool,
+}
+
+impl NativeBlock {
+    pub(super) fn new(
+        pool: Arc<Inner>,
+        ptr: sys::CUdeviceptr,
+        requested: usize,
+        home: (Stream, u64),
+    ) -> NativeBlock {
+        NativeBlock {
+            pool,
+            ptr,
+            requested,
+            home,
+            uses: Mutex::default(),
+            freed: AtomicBool::new(false),
+        }
+    }
+
+    /// The first byte's address.
+    pub fn ptr(&self) -> sys::CUdeviceptr {
+        self.ptr
+    }
+
+    /// Bytes as they were asked for.
+    pub fn requested(&self) -> usize {
+        self.requested
+    }
+
+    /// The driver's id of the stream that it was allocated on.
+    pub(crate) fn stream_id(&self) -> u64 {
+        self.home.1
+    }
+
+    /// Says that another stream uses the block: after the free it is reused only behind everything
+    /// which that stream was given until the free.
+    ///
+    /// # Errors
+    /// A stream that is capturing, and driver errors.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), PoolError> {
+        self.record(stream, false)
+    }
+
+    /// Says that another stream used the block and will not again: reuse waits only for what that
+    /// stream was given so far.
+    ///
+    /// # Errors
+    /// As [`record_stream`](Self::record_stream).
+    pub fn record_use(&self, stream: &Stream) -> Result<(), PoolError> {
+        self.record(stream, true)
+    }
+
+    /// Frees the block; unlike a drop it reports failures, and gives the block back with them.
+    ///
+    /// # Errors
+    /// A stream that is capturing, and driver errors.
+    pub fn free(self) -> Result<(), Box<NativeFreeError>> {
+        match self.release() {
+            Ok(()) => Ok(()),
+            Err(error) => Err(Box::new(NativeFreeError { block: self, error })),
+        }
+    }
+
+    fn record(&self, stream: &Stream, over: bool) -> Result<(), PoolError> {
+        super::refuse_capture(stream)?;
+        let id = stream.id()?;
+        if id == self.home.1 {
+            return Ok(());
+        }
+        let begin = self.uses().tick();
+        // An event belongs to the context of its stream, and the pool's are of the pool's context.
+        let ours = stream.context().key() == self.pool.context.key();
+        let end = if over {
+            let event = if ours {
+                self.pool.event()?
+            } else {
+                stream.context().enter()?.create_event()?
+            };
+            stream.record(&event)?;
+            Some(event)
+        } else {
+            None
+        };
+        let replaced = self.uses().enter(ForeignUse {
+            stream: stream.clone(),
+            id,
+            begin,
+            done: 0,
+            end,
+        });
+        for end in replaced.into_iter().filter_map(|foreign| foreign.end) {
+            self.keep(end);
+        }
+        Ok(())
+    }
+
+    /// An event that stands for nothing that is still needed can be recorded again.
+    fn keep(&self, event: Event) {
+        if event.context().key() == self.pool.context.key() {
+            self.pool.keep(event);
+        }
+    }
+
+    /// Gives the memory back. Called once: by the owner, or by who took the block out of its table.
+    pub(crate) fn release(&self) -> Result<(), PoolError> {
+        let (stream, id) = &self.home;
+        super::refuse_capture(stream)?;
+        if stream.id()? != *id {
+            // Another thread's default stream cannot be named here: what it may still do is waited
+            // for instead.
+            self.pool.context.enter()?.synchronize()?;
+        }
+        let mut uses = std::mem::take(&mut self.uses().list);
+        if let Err(error) = self.settle(&mut uses) {
+            self.uses().list.append(&mut uses);
+            return Err(error);
+        }
+        let entered = stream.context().enter()?;
+        // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
+        // memory come before this, on it or by the waits above.
+        unsafe { entered.mem_free_async(self.ptr, stream.raw()) }?;
+        drop(entered);
+        self.freed.store(true, Ordering::Relaxed);
+        self.pool.left(self.requested);
+        Ok(())
+    }
+
+    /// Lets the block's own stream wait for uses on others. Those that are seen to are taken out.
+    fn settle(&self, uses: &mut Vec<ForeignUse>) -> Result<(), PoolError> {
+        let stream = &self.home.0;
+        while let Some(foreign) = uses.last_mut() {
+            if foreign.end.is_none() && foreign.stream.id()? != foreign.id {
+                // As in `release`.
+                self.pool.context.enter()?.synchronize()?;
+                uses.pop();
+                continue;
+            }
+            if foreign.end.is_none() {
+                super::refuse_capture(&foreign.stream)?;
+                let event = foreign.stream.context().enter()?.create_event()?;
+                foreign.stream.record(&event)?;
+                foreign.end = Some(event);
+            }
+            if let Some(end) = &foreign.end {
+                stream.wait_event(end)?;
+            }
+            // A wait that is queued keeps what the event stood for, so it can be recorded again.
+            if let Some(end) = uses.pop().and_then(|foreign| foreign.end) {
+                self.keep(end);
+            }
+        }
+        Ok(())
+    }
+
+    fn uses(&self) -> MutexGuard<'_, ForeignUses> {
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for NativeBlock {
+    fn drop(&mut self) {
+        if *self.freed.get_mut() || self.pool.context.driver().drops_nothing() {
+            return;
+        }
+        if let Err(error) = self.release()
+            && let Some(count) = self.pool.log.due()
+        {
+            // It stays in the pool's books as live.
+            log::warn!(
+                "the block at {:#x} of a driver's pool is leaked ({count} such events): {error}",
+                self.ptr
+            );
+        }
+    }
+}
+
+impl fmt::Debug for NativeBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NativeBlock")
+            .field("ptr", &format_args!("{:#x}", self.ptr))
+            .field("requested", &self.requested)
+            .finish_non_exhaustive()
+    }
+}
+
+impl From<Box<NativeFreeError>> for PoolError {
+    /// Drops the block, which tries once more.
+    fn from(failed: Box<NativeFreeError>) -> PoolError {
+        failed.error
+    }
+}

@@ -1,0 +1,125 @@
+//! A block with an owner.
+
+use std::fmt;
+
+use crate::driver::{Stream, sys};
+
+use super::block::{BlockIdentity, ResourceBlock, Tag};
+use super::error::{DeallocateError, ResourceError};
+use super::traits::MemoryResource;
+
+/// A block that goes back to its resource when it is dropped.
+///
+/// `R` is a handle to the resource: a reference, an [`Arc`](std::sync::Arc), or a resource that is cheap to clone.
+pub struct OwnedBlock<R: MemoryResource> {
+    resource: R,
+    block: Option<ResourceBlock>,
+}
+
+impl<R: MemoryResource> OwnedBlock<R> {
+    /// Allocates.
+    ///
+    /// # Errors
+    /// As [`MemoryResource::allocate_aligned`].
+    pub fn allocate(
+        resource: R,
+        bytes: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<Self, ResourceError> {
+        let block = resource.allocate(bytes, stream, tag)?;
+        Ok(Self::from_parts(resource, block))
+    }
+
+    /// Owns a block of the resource.
+    pub fn from_parts(resource: R, block: ResourceBlock) -> Self {
+        OwnedBlock {
+            resource,
+            block: Some(block),
+        }
+    }
+
+    /// Gives up ownership.
+    pub fn into_block(mut self) -> Option<ResourceBlock> {
+        self.block.take()
+    }
+
+    /// The first byte's address.
+    pub fn ptr(&self) -> sys::CUdeviceptr {
+        self.block.as_ref().map_or(0, ResourceBlock::ptr)
+    }
+
+    /// Usable bytes: [`bytes`](Self::bytes), rounded up.
+    pub fn size(&self) -> u64 {
+        self.block.as_ref().map_or(0, ResourceBlock::size)
+    }
+
+    /// Its size in bytes, as it was asked for.
+    pub fn bytes(&self) -> usize {
+        self.block.as_ref().map_or(0, ResourceBlock::bytes)
+    }
+
+    /// Who it is. `None` never occurs while the block is owned.
+    pub fn identity(&self) -> Option<BlockIdentity> {
+        self.block.as_ref().map(ResourceBlock::identity)
+    }
+
+    /// Says that another stream uses the memory until it is freed.
+    ///
+    /// # Errors
+    /// As [`MemoryResource::record_stream`].
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), ResourceError> {
+        match self.identity() {
+            Some(block) => self.resource.record_stream(&block, stream),
+            None => Ok(()),
+        }
+    }
+
+    /// Says that another stream used the memory and will not again.
+    ///
+    /// # Errors
+    /// As [`MemoryResource::record_use`].
+    pub fn record_use(&self, stream: &Stream) -> Result<(), ResourceError> {
+        match self.identity() {
+            Some(block) => self.resource.record_use(&block, stream),
+            None => Ok(()),
+        }
+    }
+
+    /// The block.
+    pub fn block(&self) -> Option<&ResourceBlock> {
+        self.block.as_ref()
+    }
+
+    /// The resource that it goes back to.
+    pub fn resource(&self) -> &R {
+        &self.resource
+    }
+
+    /// Deallocates; unlike a drop it reports failures, and gives the block back with them.
+    ///
+    /// # Errors
+    /// As [`MemoryResource::deallocate`].
+    pub fn free(mut self) -> Result<(), DeallocateError> {
+        match self.block.take() {
+            Some(block) => self.resource.deallocate(block),
+            None => Ok(()),
+        }
+    }
+}
+
+impl<R: MemoryResource> Drop for OwnedBlock<R> {
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take()
+            && let Err(failure) = self.resource.deallocate(block)
+        {
+            super::log_rarely(&failure.error, "a dropped block leaks");
+        }
+    }
+}
+
+impl<R: MemoryResource> fmt::Debug for OwnedBlock<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("OwnedBlock").field(&self.block).finish()
+    }
+}

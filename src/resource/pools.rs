@@ -1,0 +1,326 @@
+//! Pools as resources.
+
+use std::sync::Arc;
+
+use crate::allocator::{Allocator, Trimmed, size};
+use crate::driver::{Context, Stream};
+use crate::pool::{
+    DeviceTypedPool, Lease, NativeBlock, NativePool, OpenThresholdPool, PoolUsage, WorkspacePool,
+};
+
+use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
+use super::caching::adopt;
+use super::error::{DeallocateError, ResourceError};
+use super::traits::{MemoryResource, Outstanding, Tracking, forward, forward_uses, not_tracked};
+
+/// Blocks of [`NativePool`]s and [`WorkspacePool`]s have addresses that are multiples of this many bytes.
+const ALIGNMENT: usize = 256;
+
+/// A request for nothing is an error, also of those pools that have an answer to it.
+fn check(bytes: usize, alignment: usize) -> Result<(), ResourceError> {
+    if bytes == 0 {
+        return Err(ResourceError::InvalidSize { requested: 0 });
+    }
+    if !alignment.is_power_of_two() || alignment > ALIGNMENT {
+        return Err(ResourceError::InvalidAlignment { alignment });
+    }
+    Ok(())
+}
+
+fn gone(block: &BlockIdentity) -> ResourceError {
+    ResourceError::UseAfterFree {
+        ptr: block.ptr,
+        key: block.key,
+    }
+}
+
+/// Surplus over the threshold goes when memory is given back, and under the classic policy at the next
+/// allocation.
+impl MemoryResource for OpenThresholdPool {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        if bytes == 0 || size::round_size(bytes).is_none() {
+            let requested = bytes as u64;
+            return Err(ResourceError::InvalidSize { requested });
+        }
+        self.release_surplus(true);
+        MemoryResource::allocate_aligned(self.allocator(), bytes, alignment, stream, tag)
+    }
+
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        self.allocator().deallocate(block)?;
+        self.release_surplus(false);
+        Ok(())
+    }
+
+    fn reap(&self) -> Result<u64, ResourceError> {
+        self.allocator().reap()
+    }
+
+    forward!(allocator());
+    forward_uses!(allocator());
+}
+
+/// The last returned of equal size come first.
+impl MemoryResource for DeviceTypedPool {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        let block = self.block(bytes, alignment, stream)?;
+        Ok(adopt(block, stream.id()?, alignment, tag))
+    }
+
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let identity = block.identity();
+        self.allocator().deallocate(block)?;
+        self.returned(identity.stream, identity.bytes, identity.ptr);
+        Ok(())
+    }
+
+    fn reap(&self) -> Result<u64, ResourceError> {
+        self.allocator().reap()
+    }
+
+    forward!(allocator());
+    forward_uses!(allocator());
+}
+
+fn lease(pool: &WorkspacePool, block: &BlockIdentity) -> Result<Arc<Lease>, ResourceError> {
+    let known = pool.keyed().get(block.key.generation);
+    let known = known.filter(|_| block.key.source == pool.keyed().source());
+    known.ok_or_else(|| gone(block))
+}
+
+/// Each block is a [`Lease`]; idle slabs count as used.
+impl MemoryResource for WorkspacePool {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        check(bytes, alignment)?;
+        let id = stream.id()?;
+        let lease = self.lease(stream, bytes)?;
+        let (ptr, size) = (lease.ptr(), lease.size());
+        let key = BlockKey {
+            source: self.keyed().source(),
+            id: 0,
+            generation: self.keyed().insert(lease),
+        };
+        let identity = BlockIdentity {
+            key,
+            ptr,
+            bytes,
+            stream: id,
+            device: self.device(),
+        };
+        Ok(ResourceBlock::new(identity, size, alignment, tag))
+    }
+
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let identity = block.identity();
+        let ours = identity.key.source == self.keyed().source();
+        match ours.then(|| self.keyed().take(identity.key.generation)) {
+            Some(Some(lease)) => {
+                drop(lease);
+                Ok(())
+            }
+            _ => Err(DeallocateError::new(block, gone(&identity))),
+        }
+    }
+
+    fn context(&self) -> &Context {
+        Allocator::context(self.allocator())
+    }
+
+    fn outstanding(&self) -> Outstanding {
+        Outstanding {
+            live: self.stats().requested_bytes,
+            pending: 0,
+        }
+    }
+
+    /// Idle slabs first, then the allocator's unused memory.
+    fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+        let held = self.allocator().stats().all.reserved.current;
+        let surplus = held.saturating_sub(keep);
+        WorkspacePool::trim(self, self.stats().free_bytes.saturating_sub(surplus));
+        Ok(Allocator::trim(self.allocator(), keep)?)
+    }
+
+    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+        self.allocator().usage()
+    }
+
+    fn reset_peaks(&self) -> Result<(), ResourceError> {
+        MemoryResource::reset_peaks(self.allocator())
+    }
+
+    fn state(&self, block: &BlockIdentity) -> BlockState {
+        match lease(self, block) {
+            Ok(_) => BlockState::Live,
+            Err(_) => BlockState::Freed,
+        }
+    }
+
+    fn tracking(&self) -> Tracking {
+        Tracking::Reuse
+    }
+
+    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        Ok(lease(self, block)?.record_use(stream)?)
+    }
+
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        Ok(lease(self, block)?.record_stream(stream)?)
+    }
+
+    fn prepare_use(
+        &self,
+        block: &BlockIdentity,
+        stream: &Stream,
+        _access: Access,
+    ) -> Result<(), ResourceError> {
+        lease(self, block)?;
+        at_home(block, stream)
+    }
+
+    fn finish_use(
+        &self,
+        block: &BlockIdentity,
+        stream: &Stream,
+        _access: Access,
+    ) -> Result<(), ResourceError> {
+        self.record_use(block, stream)
+    }
+}
+
+/// On a block's own stream there is nothing to prepare; elsewhere the order is the caller's.
+fn at_home(block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    if stream.id()? == block.stream {
+        return Ok(());
+    }
+    Err(not_tracked("preparing a use", stream))
+}
+
+fn native(pool: &NativePool, block: &BlockIdentity) -> Result<Arc<NativeBlock>, ResourceError> {
+    let known = pool.keyed().get(block.key.generation);
+    let known = known.filter(|_| block.key.source == pool.keyed().source());
+    known.ok_or_else(|| gone(block))
+}
+
+/// A live block keeps the pool, also when its last handle is dropped.
+impl MemoryResource for NativePool {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        check(bytes, alignment)?;
+        let block = NativePool::allocate(self, bytes, stream)?;
+        let (ptr, stream) = (block.ptr(), block.stream_id());
+        let key = BlockKey {
+            source: self.keyed().source(),
+            id: 0,
+            generation: self.keyed().insert(block),
+        };
+        let identity = BlockIdentity {
+            key,
+            ptr,
+            bytes,
+            stream,
+            device: self.ordinal(),
+        };
+        Ok(ResourceBlock::new(identity, bytes as u64, alignment, tag))
+    }
+
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let identity = block.identity();
+        let number = identity.key.generation;
+        let ours = identity.key.source == self.keyed().source();
+        let Some(Some(native)) = ours.then(|| self.keyed().take(number)) else {
+            return Err(DeallocateError::new(block, gone(&identity)));
+        };
+        native.release().map_err(|error| {
+            self.keyed().put(number, native);
+            DeallocateError::new(block, error)
+        })
+    }
+
+    fn context(&self) -> &Context {
+        NativePool::context(self)
+    }
+
+    fn outstanding(&self) -> Outstanding {
+        Outstanding {
+            live: self.requested(),
+            pending: 0,
+        }
+    }
+
+    fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+        Ok(Trimmed {
+            released: self.trim_held(keep)?,
+            pending: 0,
+        })
+    }
+
+    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+        Ok(NativePool::usage(self)?)
+    }
+
+    fn reset_peaks(&self) -> Result<(), ResourceError> {
+        Ok(NativePool::reset_peaks(self)?)
+    }
+
+    fn state(&self, block: &BlockIdentity) -> BlockState {
+        match native(self, block) {
+            Ok(_) => BlockState::Live,
+            Err(_) => BlockState::Freed,
+        }
+    }
+
+    fn tracking(&self) -> Tracking {
+        Tracking::Reuse
+    }
+
+    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        Ok(native(self, block)?.record_use(stream)?)
+    }
+
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        Ok(native(self, block)?.record_stream(stream)?)
+    }
+
+    fn prepare_use(
+        &self,
+        block: &BlockIdentity,
+        stream: &Stream,
+        _access: Access,
+    ) -> Result<(), ResourceError> {
+        native(self, block)?;
+        at_home(block, stream)
+    }
+
+    fn finish_use(
+        &self,
+        block: &BlockIdentity,
+        stream: &Stream,
+        _access: Access,
+    ) -> Result<(), ResourceError> {
+        self.record_use(block, stream)
+    }
+}

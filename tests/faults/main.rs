@@ -1,0 +1,214 @@
+//! Every driver call of every path fails in turn, alone and together with the next one.
+//!
+//! A scenario is prepared, its act is run with the k-th driver call failing, for each k that the act
+//! reaches: so the call sites come from the runs themselves, and a new one is tested as soon as it
+//! exists. After each failure the books agree, nothing is lost, and the act goes through once the
+#![cfg(feature = "sim")]
+
+mod scenarios;
+mod views;
+mod world;
+
+use cualloc::Error;
+use cualloc::driver::sys;
+use cualloc::sim::FailPlan;
+use world::{Act, Scenario, World};
+
+fn all() -> impl Iterator<Item = Scenario> {
+    scenarios::scenarios().into_iter().chain(views::scenarios())
+}
+
+/// Queries that counts leave out, and which a plan for "any call" leaves alone.
+const UNCOUNTED: [&str; 3] = ["cuStreamGetId", "cuStreamIsCapturing", "cuCtxGetCurrent"];
+
+fn plan(name: Option<&str>, code: sys::CUresult) -> FailPlan {
+    match name {
+        None => FailPlan::any(code),
+        Some(name) => FailPlan::call(name, code).unwrap(),
+    }
+}
+
+/// Runs every scenario with every call failing; returns how many faults were placed, and how many
+/// of them failed a transaction as a whole.
+fn sweep(
+    code: sys::CUresult,
+    times: u64,
+    check: impl Fn(World, Option<Act>, &str, &[&str]),
+) -> (u64, u64) {
+    let (mut faults, mut whole) = (0, 0);
+    for scenario in all() {
+        for policy in scenario.policies {
+            for name in std::iter::once(None).chain(UNCOUNTED.into_iter().map(Some)) {
+                for nth in 1.. {
+                    let world = World::new(&scenario, *policy);
+                    let at = format!(
+                        "{} ({policy:?}), call {nth} of {} fails {times} times with {}",
+                        scenario.name,
+                        name.unwrap_or("any"),
+                        code.0
+                    );
+                    let before = scenario.atomic.then(|| world.picture());
+                    world.sim.record_log(true);
+                    world.sim.fail(plan(name, code).nth(nth).times(times));
+                    let mut world = world;
+                    let result = (scenario.act)(&mut world);
+                    world.sim.clear_failures();
+                    let log = world.sim.take_log();
+                    world.sim.record_log(false);
+                    let hit: Vec<&str> = log
+                        .iter()
+                        .filter(|e| e.result == code)
+                        .map(|e| e.call)
+                        .collect();
+                    let reached = log.iter().filter(|e| match name {
+                        Some(name) => e.call == name,
+                        None => !UNCOUNTED.contains(&e.call),
+                    });
+                    if (reached.count() as u64) < nth {
+                        // The act has fewer calls.
+                        assert!(
+                            result.is_ok() != scenario.hopeless,
+                            "{at}: {result:?} without a fault"
+                        );
+                        assert!((scenario.proof)(&world), "{at}: not what it is about");
+                        world.judge(&at);
+                        world.end(&at, false);
+                        break;
+                    }
+                    faults += 1;
+                    if let Err(error) = &result {
+                        let explained = match error {
+                            Error::Driver(e) => e.code() == code,
+                            Error::ContextLost(e) => e.code() == code && e.is_fatal(),
+                            Error::OutOfMemory(_) => {
+                                scenario.hopeless || code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY
+                            }
+                            _ => false,
+                        };
+                        assert!(explained, "{at} ({hit:?}): {error:?}");
+                    }
+                    if let (Some(before), Err(Error::Driver(_)), 1) = (before, &result, times) {
+                        assert_eq!(world.picture(), before, "{at} ({hit:?})");
+                        whole += 1;
+                    }
+                    let again = result.is_err().then_some(scenario.act);
+                    let at = format!("{at} ({})", hit.join(", "));
+                    check(world, again, &at, &hit);
+                }
+            }
+        }
+    }
+    (faults, whole)
+}
+
+/// What holds after a fault that is over: nothing is lost, and the same request goes through.
+fn recovers(mut world: World, again: Option<Act>, at: &str, hit: &[&str]) {
+    world.judge(at);
+    match again.map(|act| act(&mut world)) {
+        None | Some(Ok(())) => {}
+        Some(Err(Error::OutOfMemory(_))) if at.starts_with("no memory") => {}
+        Some(Err(error)) => panic!("{at}: again: {error:?}"),
+    }
+    world.judge(&format!("{at}, again"));
+    let leaking = ["cuEventDestroy_v2", "cuStreamDestroy_v2", "cuCtxSetCurrent"];
+    let leaking = hit.iter().any(|call| {
+        leaking.contains(call)
+            || *call == "cuThreadExchangeStreamCaptureMode"
+            || *call == "cuCtxGetCurrent"
+    });
+    world.end(at, leaking);
+}
+
+fn sweep_usual(times: u64) {
+    let (mut faults, mut whole) = (0, 0);
+    for code in [
+        sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        sys::CUresult::CUDA_ERROR_INVALID_VALUE,
+        sys::CUresult::CUDA_ERROR_NOT_PERMITTED,
+    ] {
+        let placed = sweep(code, times, recovers);
+        faults += placed.0;
+        whole += placed.1;
+    }
+    eprintln!("{faults} faults, {whole} failed a transaction");
+    assert!(faults > 1000 && (times > 1 || whole > 100));
+}
+
+/// R2, R15
+#[test]
+fn r2_r15_every_failing_call_leaves_everything_as_it_was() {
+    sweep_usual(1);
+}
+
+/// R2
+#[test]
+fn r2_two_failing_calls_in_a_row_lose_nothing() {
+    sweep_usual(2);
+}
+
+/// After a fatal code the allocator says that the context is lost, and calls nothing.
+#[test]
+fn fatal_codes_end_all_driver_calls() {
+    for code in [
+        sys::CUresult::CUDA_ERROR_LAUNCH_FAILED,
+        sys::CUresult::CUDA_ERROR_UNKNOWN,
+    ] {
+        sweep(code, 1, |world, _, at, hit| {
+            let World {
+                sim,
+                driver,
+                context,
+                alloc,
+                streams,
+                blocks,
+                ..
+            } = world;
+            alloc.check().unwrap_or_else(|e| panic!("{at}: {e}"));
+            // A failure while something is put back as it was is told to nobody: the next call
+            // finds out.
+            let silent = [
+                "cuCtxSetCurrent",
+                "cuCtxGetCurrent",
+                "cuThreadExchangeStreamCaptureMode",
+                "cuEventDestroy_v2",
+                "cuStreamDestroy_v2",
+                "cuMemGetInfo_v2",
+            ];
+            let before = sim.counters().total();
+            match alloc.allocate(100, &streams[0]) {
+                Err(Error::ContextLost(error)) => assert_eq!(error.code(), code, "{at}"),
+                other => {
+                    assert!(
+                        hit.iter().all(|call| silent.contains(call)),
+                        "{at}: {other:?}"
+                    );
+                    return;
+                }
+            }
+            let lost = |result: Result<(), Error>| {
+                assert!(
+                    matches!(result, Err(Error::ContextLost(_))),
+                    "{at}: {result:?}"
+                );
+            };
+            lost(alloc.trim(0).map(drop));
+            lost(alloc.synchronize());
+            lost(alloc.reserve(100, &streams[0]));
+            lost(alloc.close());
+            for block in blocks.into_iter().flatten() {
+                lost(block.record_use(&streams[0]));
+                match block.free() {
+                    Err(refused) => {
+                        lost(Err(refused.error));
+                        drop(refused.block);
+                    }
+                    Ok(()) => panic!("{at}: freed"),
+                }
+            }
+            alloc.check().unwrap_or_else(|e| panic!("{at}: {e}"));
+            drop(alloc);
+            assert_eq!(sim.counters().total(), before, "{at}: driver calls");
+            drop((streams, context, driver));
+        });
+    }
+}

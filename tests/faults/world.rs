@@ -1,0 +1,213 @@
+//! The world in which a fault happens, and what holds in it at any time.
+
+use cualloc::allocator::SegmentInfo;
+use cualloc::driver::{Context, Driver, Stream};
+use cualloc::sim::{Mode, SimConfig, Simulator};
+use cualloc::{Allocator, Block, Config, Error, Policy};
+
+pub const MIB: usize = 1 << 20;
+
+pub struct World {
+    // Dropped in this order.
+    pub blocks: Vec<Option<Block>>,
+    pub streams: Vec<Stream>,
+    pub alloc: Allocator,
+    pub context: Context,
+    pub driver: Driver,
+    pub sim: Simulator,
+    /// Live blocks whose contents are known: address, bytes, value of each byte.
+    pub known: Vec<(u64, u64, u8)>,
+}
+
+pub type Act = fn(&mut World) -> Result<(), Error>;
+
+/// A path through the allocator.
+pub struct Scenario {
+    pub name: &'static str,
+    pub policies: &'static [Policy],
+    pub memory: u64,
+    pub limit: Option<u64>,
+    pub mode: Mode,
+    pub prepare: fn(&mut World),
+    pub act: Act,
+    /// The act runs out of memory by itself.
+    pub hopeless: bool,
+    /// The act is one transaction: if the driver's refusal of one call fails it, nothing at all has
+    /// changed.
+    pub atomic: bool,
+    /// What the act has done if nothing failed.
+    pub proof: fn(&World) -> bool,
+}
+
+pub const BOTH: &[Policy] = &[Policy::Packed, Policy::Classic];
+pub const PACKED: &[Policy] = &[Policy::Packed];
+pub const CLASSIC: &[Policy] = &[Policy::Classic];
+
+pub const PLAIN: Scenario = Scenario {
+    name: "",
+    policies: BOTH,
+    memory: 8 << 30,
+    limit: None,
+    mode: Mode::Manual,
+    prepare: |_| {},
+    act: |_| Ok(()),
+    hopeless: false,
+    atomic: false,
+    proof: |_| true,
+};
+
+impl World {
+    pub fn new(scenario: &Scenario, policy: Policy) -> World {
+        let mut config = SimConfig::with_devices(2, scenario.memory);
+        config.mode = scenario.mode;
+        let sim = Simulator::new(config).unwrap();
+        let driver = sim.driver().unwrap();
+        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let config = Config::new().policy(policy).limit(scenario.limit);
+        let alloc = Allocator::with_config(&context, config).unwrap();
+        let mut world = World {
+            blocks: Vec::new(),
+            streams: Vec::new(),
+            alloc,
+            context,
+            driver,
+            sim,
+            known: Vec::new(),
+        };
+        world.stream();
+        (scenario.prepare)(&mut world);
+        world
+    }
+
+    pub fn stream(&mut self) {
+        self.streams.push(Stream::new(&self.context).unwrap());
+    }
+
+    pub fn take(&mut self, bytes: usize, stream: usize) -> Result<(), Error> {
+        let block = self.alloc.allocate(bytes, &self.streams[stream])?;
+        self.blocks.push(Some(block));
+        Ok(())
+    }
+
+    /// Allocates and submits work that uses the block.
+    pub fn put(&mut self, bytes: usize, stream: usize) {
+        self.take(bytes, stream).unwrap();
+        self.work(self.blocks.len() - 1, stream);
+    }
+
+    pub fn work(&self, block: usize, stream: usize) {
+        let block = self.blocks[block].as_ref().unwrap();
+        let entered = self.context.enter().unwrap();
+        let stream = self.streams[stream].raw();
+        // SAFETY: the block and the stream are alive.
+        unsafe { entered.memset_d8(block.ptr(), value(block), block.requested(), stream) }.unwrap();
+    }
+
+    /// Completes all work. The contents of what is live now are known from here on.
+    pub fn settle(&mut self) {
+        self.sim.complete_all();
+        self.alloc.synchronize().unwrap();
+        let known = |b: &Block| (b.ptr(), b.requested() as u64, value(b));
+        self.known = self.blocks.iter().flatten().map(known).collect();
+    }
+
+    /// What was written is still there.
+    fn contents(&self, at: &str) {
+        let live = |ptr: u64| self.blocks.iter().flatten().any(|b| b.ptr() == ptr);
+        for (ptr, bytes, value) in self.known.iter().copied().filter(|k| live(k.0)) {
+            let samples = (0..bytes).step_by(MIB / 2).chain([bytes - 8]);
+            for offset in samples {
+                let found = self.sim.read_memory(ptr + offset, 8);
+                assert_eq!(found, Some(vec![value; 8]), "{at}: {ptr:#x}+{offset:#x}");
+            }
+        }
+    }
+
+    /// Everything about the memory that a failed transaction must leave.
+    pub fn picture(&self) -> (Vec<SegmentInfo>, [u64; 3]) {
+        let leaks = self.sim.leaks();
+        let held = [leaks.mappings as u64, leaks.handles as u64, leaks.bytes];
+        (self.alloc.snapshot(), held)
+    }
+
+    pub fn free(&mut self, block: usize) -> Result<(), Error> {
+        let Some(held) = self.blocks[block].take() else {
+            return Ok(());
+        };
+        held.free().map_err(|refused| {
+            self.blocks[block] = Some(refused.block);
+            refused.error
+        })
+    }
+
+    /// What was dropped and could not be freed is freed by the next call that may.
+    pub fn freed_late(&self) -> Result<(), Error> {
+        if self.alloc.stats().all.allocations.current > self.held().0 {
+            self.sim.clear_failures();
+            self.alloc.trim(u64::MAX)?;
+        }
+        Ok(())
+    }
+
+    /// Live blocks and their bytes.
+    pub fn held(&self) -> (u64, u64) {
+        let held = self.blocks.iter().flatten();
+        held.fold((0, 0), |(n, bytes), b| {
+            (n + 1, bytes + b.requested() as u64)
+        })
+    }
+
+    /// What holds after every call, failed or not.
+    pub fn judge(&self, at: &str) {
+        self.alloc.check().unwrap_or_else(|e| panic!("{at}: {e}"));
+        let all = self.alloc.stats().all;
+        let figures = (all.allocations.current, all.requested.current);
+        assert_eq!(
+            self.held(),
+            figures,
+            "{at}: live blocks and requested bytes"
+        );
+        assert_eq!(
+            self.sim.memory_in_use(0),
+            all.reserved.current,
+            "{at}: reserved bytes"
+        );
+        self.contents(at);
+        let reports = self.sim.reports();
+        assert!(reports.is_empty(), "{at}: {}", reports[0]);
+    }
+
+    /// Frees everything, closes, and finds nothing left behind.
+    pub fn end(mut self, at: &str, events_may_leak: bool) {
+        self.blocks.clear();
+        self.judge(&format!("{at}, all freed"));
+        match self.alloc.close() {
+            Ok(()) | Err(Error::Closed) => {}
+            Err(error) => panic!("{at}: close: {error:?}"),
+        }
+        self.judge(&format!("{at}, closed"));
+        // The last is dropped first: the simulator goes after all that uses it.
+        let World {
+            sim,
+            driver,
+            context,
+            alloc,
+            streams,
+            blocks,
+            ..
+        } = self;
+        sim.complete_all();
+        drop((blocks, streams, alloc, context, driver));
+        let mut leaks = sim.leaks();
+        if events_may_leak {
+            // The call that failed was the one that destroys them.
+            (leaks.events, leaks.streams) = (0, 0);
+        }
+        assert!(leaks.is_empty(), "{at}: {leaks:?}");
+    }
+}
+
+/// What is written into a block: its own value for each place.
+fn value(block: &Block) -> u8 {
+    (block.ptr() >> 19) as u8 | 1
+}

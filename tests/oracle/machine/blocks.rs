@@ -1,0 +1,275 @@
+//! Blocks: taken, refused, given back, and what must not be.
+
+use cualloc::driver::Stream;
+use cualloc::{Block, Error, Policy};
+
+use super::{Handle, Held, Machine, Step, text};
+use crate::program::Bad;
+use crate::shadow::shadow;
+
+impl Machine<'_> {
+    fn obtain(
+        &mut self,
+        at: usize,
+        bytes: usize,
+        align: usize,
+        raw: bool,
+    ) -> Result<(u64, Option<Block>), Error> {
+        let lane = &self.lanes[at];
+        match &lane.handle {
+            Handle::Owned(stream) => {
+                let block = if align > 1 {
+                    self.alloc.allocate_aligned(bytes, align, stream)?
+                } else {
+                    self.alloc.allocate(bytes, stream)?
+                };
+                Ok(if raw {
+                    (block.into_raw(), None)
+                } else {
+                    (block.ptr(), Some(block))
+                })
+            }
+            // Without ids each borrowed handle would be a stream of its own.
+            Handle::Raw(handle) | Handle::Special(handle) if raw || !self.setup.stream_ids => {
+                // SAFETY: a live stream of the context, retired before it is destroyed.
+                Ok((unsafe { self.alloc.allocate_raw(bytes, *handle) }?, None))
+            }
+            Handle::Raw(handle) | Handle::Special(handle) => {
+                // SAFETY: as above; the result goes at once.
+                let stream = unsafe { Stream::from_raw(&self.context, *handle) }?;
+                let block = self.alloc.allocate_aligned(bytes, align, &stream)?;
+                Ok((block.ptr(), Some(block)))
+            }
+        }
+    }
+
+    pub(super) fn allocate(&mut self, stream: u8, bytes: usize, align: u8, raw: bool) -> Step {
+        let (at, align) = (self.lane(stream), 1usize << (align % 22));
+        let owned = matches!(self.lanes[at].handle, Handle::Owned(_));
+        // The entry points by handle alone know no alignment.
+        let align = if owned || (!raw && self.setup.stream_ids) {
+            align
+        } else {
+            1
+        };
+        let (ptr, block) = match self.obtain(at, bytes, align, raw) {
+            Ok(got) => got,
+            Err(error) => return self.refused(error, bytes as u64, align as u64),
+        };
+        self.lanes[at].kept |= owned;
+        let size = self
+            .alloc
+            .usable_size(ptr)
+            .ok_or("a block without a size")?;
+        if ptr % 512 != 0 || !ptr.is_multiple_of(align as u64) {
+            return Err(format!("{ptr:#x} is not aligned to {align}"));
+        }
+        if size < bytes as u64 || block.as_ref().is_some_and(|b| b.size() != size) {
+            return Err(format!("{size} usable bytes for {bytes}"));
+        }
+        self.late(Some((ptr, ptr + size)));
+        let owner = self.lanes[at].number;
+        let (view, writer) = shadow(|s| {
+            let view = s.handed_out(ptr, size, owner)?;
+            Ok::<_, String>((view, s.position(owner)))
+        })?;
+        self.in_views += u64::from(view);
+        self.summary.in_views += u64::from(view);
+        self.blocks.push(Held {
+            ptr,
+            size,
+            requested: bytes as u64,
+            owner,
+            view,
+            until: None,
+            block,
+            recorded: Vec::new(),
+            writer,
+            readers: Vec::new(),
+        });
+        self.figures.live += 1;
+        self.figures.allocated += size;
+        self.figures.requested += bytes as u64;
+        self.figures.peak = self.figures.peak.max(self.figures.requested);
+        self.summary.allocations += 1;
+        Ok(())
+    }
+
+    /// Whether a refused allocation was right to be.
+    fn refused(&mut self, error: Error, bytes: u64, align: u64) -> Step {
+        if self.armed && matches!(error, Error::OutOfMemory(_) | Error::Driver(_)) {
+            return Ok(());
+        }
+        let Error::OutOfMemory(oom) = &error else {
+            return Err(text(error));
+        };
+        self.summary.out_of_memory += 1;
+        let span = bytes.next_multiple_of(512) + align.saturating_sub(512);
+        let needed = match self.setup.policy {
+            Policy::Classic => {
+                cualloc::allocator::size::classic_segment_size(span as usize).unwrap_or(u64::MAX)
+            }
+            _ => span.next_multiple_of(2 << 20),
+        };
+        let reserved = self.alloc.stats().all.reserved.current;
+        // What small blocks need is made by giving other memory back, which a view in use prevents;
+        // larger ones may be stitched of it.
+        let small = self.setup.policy == Policy::Packed && span <= 64 << 10;
+        let idle = shadow(|s| s.idle_bytes(small));
+        if small && oom.largest_free >= span {
+            return Err(format!("{oom} although an extent is large enough"));
+        }
+        let device = self
+            .setup
+            .memory
+            .saturating_sub(self.taken + self.sim.memory_in_use(0))
+            + idle;
+        let below = self
+            .limit
+            .map_or(u64::MAX, |limit| (limit + idle).saturating_sub(reserved));
+        if needed <= device.min(below) {
+            return Err(format!(
+                "{oom} although {needed} bytes could be had: {device} of the device, {below} of \
+                 the limit, of which {idle} by giving idle memory back"
+            ));
+        }
+        Ok(())
+    }
+
+    pub(super) fn absurd(&mut self, stream: u8, bytes: usize, alignment: usize) -> Step {
+        let Handle::Owned(stream) = &self.lanes[self.lane(stream)].handle else {
+            return Ok(());
+        };
+        let stream = stream.clone();
+        match self.unchanged(|m| m.alloc.allocate_aligned(bytes, alignment, &stream))? {
+            Err(Error::InvalidSize { .. } | Error::InvalidAlignment { .. }) => Ok(()),
+            other => Err(format!("{bytes} bytes at {alignment}: {other:?}")),
+        }
+    }
+
+    pub(super) fn reserve(&mut self, stream: u8, bytes: usize) -> Step {
+        let at = self.lane(stream);
+        let Handle::Owned(stream) = &self.lanes[at].handle else {
+            return Ok(());
+        };
+        // Its own block would be freed later if a fault hit the free.
+        self.sim.clear_failures();
+        self.armed = false;
+        match self.alloc.reserve(bytes, stream) {
+            Ok(()) => {
+                self.lanes[at].kept = true;
+                self.figures.peak = self.figures.peak.max(self.figures.requested + bytes as u64);
+                Ok(())
+            }
+            Err(error) => self.refused(error, bytes as u64, 1),
+        }
+    }
+
+    pub(super) fn free(&mut self, pick: u16, drop_it: bool) -> Step {
+        let Some(at) = self.block(pick) else {
+            return Ok(());
+        };
+        let mut held = self.blocks.swap_remove(at);
+        match held.block.take() {
+            Some(block) if drop_it => {
+                drop(block);
+                if self.armed && self.alloc.usable_size(held.ptr).is_some() {
+                    // The program is done with it, whenever the allocator is.
+                    held.until = Some(shadow(|s| s.position(held.owner)));
+                    for (stream, until) in &mut held.recorded {
+                        until.get_or_insert_with(|| shadow(|s| s.position(*stream)));
+                    }
+                    leave(&held);
+                    self.deferred.push(held);
+                    return Ok(());
+                }
+            }
+            Some(block) => {
+                if let Err(refused) = block.free() {
+                    let (block, error) = (refused.block, refused.error);
+                    self.blocks.push(Held {
+                        block: Some(block),
+                        ..held
+                    });
+                    return self.tolerate(Err::<(), _>(error)).map(drop);
+                }
+            }
+            None => {
+                // SAFETY: allocated here, held by its address alone; its streams live or are
+                // retired.
+                if let Err(error) = unsafe { self.alloc.free_raw(held.ptr) } {
+                    self.blocks.push(held);
+                    return self.tolerate(Err::<(), _>(error)).map(drop);
+                }
+            }
+        }
+        self.gone(&held);
+        Ok(())
+    }
+
+    /// Blocks that were dropped while a fault kept them from being freed are freed by later calls.
+    /// `taken` is the range that was handed out since.
+    pub(super) fn late(&mut self, taken: Option<(u64, u64)>) {
+        let mut at = 0;
+        while at < self.deferred.len() {
+            let held = &self.deferred[at];
+            let again = taken.is_some_and(|(s, e)| s < held.ptr + held.size && held.ptr < e);
+            if again || self.alloc.usable_size(held.ptr).is_none() {
+                let held = self.deferred.swap_remove(at);
+                self.gone(&held);
+            } else {
+                at += 1;
+            }
+        }
+    }
+
+    fn gone(&mut self, held: &Held) {
+        self.in_views -= u64::from(held.view);
+        self.figures.live -= 1;
+        self.figures.allocated -= held.size;
+        self.figures.requested -= held.requested;
+        self.freed.push(held.ptr);
+        if held.until.is_none() {
+            leave(held);
+        }
+    }
+
+    pub(super) fn free_bad(&mut self, pick: u16, kind: Bad) -> Step {
+        let held = self.blocks.iter().chain(&self.deferred);
+        let live = |ptr: u64| held.clone().any(|b| b.ptr == ptr);
+        let ptr = match kind {
+            Bad::Foreign => 0x1000 + u64::from(pick) * 8,
+            Bad::Interior => match self.block(pick) {
+                Some(at) => self.blocks[at].ptr + 1 + u64::from(pick) % (self.blocks[at].size - 1),
+                None => return Ok(()),
+            },
+            Bad::Double => match self.freed.last() {
+                Some(ptr) if !live(*ptr) => *ptr,
+                _ => return Ok(()),
+            },
+        };
+        // SAFETY: no block starts there; the call has to refuse.
+        let result = self.unchanged(|m| unsafe { m.alloc.free_raw(ptr) })?;
+        match (kind, &result) {
+            (Bad::Foreign, Err(Error::NotOurs { .. }))
+            | (Bad::Interior, Err(Error::InteriorPointer { .. }))
+            // The memory may have been given back, or be inside a newer block.
+            | (Bad::Double, Err(Error::NotLive { .. } | Error::NotOurs { .. } | Error::InteriorPointer { .. })) => Ok(()),
+            // Asking which stream it is comes first where the free has to.
+            _ => Err(format!("free of {ptr:#x} ({kind:?}): {result:?}")),
+        }
+    }
+}
+
+/// The program is done with a block.
+fn leave(held: &Held) {
+    shadow(|s| {
+        let mut uses = vec![held.until.unwrap_or_else(|| s.position(held.owner))];
+        uses.extend(
+            held.recorded
+                .iter()
+                .map(|(stream, until)| until.unwrap_or_else(|| s.position(*stream))),
+        );
+        s.freed(held.ptr, uses);
+    });
+}

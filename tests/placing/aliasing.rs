@@ -1,0 +1,170 @@
+//! Before the first view the device is tested for keeping memory the same through two addresses.
+
+use super::*;
+use cualloc::Policy;
+use cualloc::allocator::SelfTest;
+use cualloc::driver::sys;
+
+/// A request that only a view, or new memory, can serve.
+fn stitch(allocator: &Allocator, stream: &Stream) -> (Vec<Block>, Block) {
+    let kept = scatter(allocator, stream, 20);
+    let block = allocator.allocate(40 * MIB, stream).unwrap();
+    (kept, block)
+}
+
+fn tested(allocator: &Allocator) -> SelfTest {
+    allocator.stats().packing.self_test
+}
+
+#[test]
+fn the_first_view_is_tested_once_for_all_allocators() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(small_handles());
+        let stream = rig.stream();
+        let kept = scatter(&allocator, &stream, 20);
+        assert_eq!(
+            (tested(&allocator), rig.calls("cuLaunchKernel")),
+            (SelfTest::NotRun, 0)
+        );
+        let peak = allocator.stats().all.reserved.peak;
+        let block = allocator.allocate(40 * MIB, &stream).unwrap();
+        assert_eq!(tested(&allocator), SelfTest::Passed);
+        let stats = allocator.stats();
+        assert_eq!((stats.packing.views, stats.rungs.stitched), (1, 1));
+        assert_eq!(stats.all.reserved.current, peak);
+        let launches = rig.calls("cuLaunchKernel");
+        assert!(launches > 0 || rig.maybe_sim().is_none());
+        allocator.check().unwrap();
+        let second = rig.allocator_with(small_handles());
+        assert_eq!(tested(&second), SelfTest::Passed);
+        let more = stitch(&second, &stream);
+        assert_eq!(rig.calls("cuLaunchKernel"), launches);
+        drop((more, kept, block));
+        second.close().unwrap();
+        rig.close(&allocator);
+    });
+}
+
+/// Nothing of the test is on the user's stream, and nothing waits for what runs there, as loading
+/// kernels might.
+#[test]
+fn the_test_does_not_wait_for_running_work() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(small_handles());
+        let stream = rig.stream();
+        let kept = scatter(&allocator, &stream, 20);
+        let hold = rig.hold(&stream);
+        let block = allocator.allocate(40 * MIB, &stream).unwrap();
+        let packing = allocator.stats().packing;
+        assert_eq!((packing.self_test, packing.views), (SelfTest::Passed, 1));
+        assert_eq!(rig.calls("cuModuleLoadData"), 0);
+        hold.release();
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_device_that_fails_the_test_is_used_without_views() {
+    let config = SimConfig {
+        broken_aliasing: true,
+        ..SimConfig::with_devices(1, 8 << 30)
+    };
+    only_on(Policy::Packed, config, |rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        let allocator = rig.allocator_with(small_handles());
+        let stream = rig.stream();
+        let (kept, block) = stitch(&allocator, &stream);
+        assert_eq!(tested(&allocator), SelfTest::Failed);
+        let stats = allocator.stats();
+        assert_eq!((stats.packing.views, stats.rungs.stitched), (0, 0));
+        assert_eq!(stats.all.reserved.current, 122 * MIB as u64);
+        rig.stamp(block.ptr(), 40 * MIB, 5, &stream);
+        assert_eq!(rig.mismatches(block.ptr(), 40 * MIB, 5, &stream), 0);
+        drop((kept, block));
+        rig.close(&allocator);
+        // It is known from then on.
+        let second = rig.allocator_with(small_handles());
+        assert_eq!(second.test_views().unwrap(), SelfTest::Failed);
+        drop(second);
+    });
+}
+
+#[test]
+fn the_test_can_be_switched_off() {
+    let config = SimConfig {
+        broken_aliasing: true,
+        ..SimConfig::with_devices(1, 8 << 30)
+    };
+    only_on(Policy::Packed, config, |rig| {
+        let allocator = rig.allocator_with(small_handles().self_test(false));
+        let stream = rig.stream();
+        assert_eq!(allocator.test_views().unwrap(), SelfTest::Off);
+        let (kept, block) = stitch(&allocator, &stream);
+        let packing = allocator.stats().packing;
+        assert_eq!((packing.self_test, packing.views), (SelfTest::Off, 1));
+        assert_eq!(rig.calls("cuLaunchKernel"), 0);
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(small_handles());
+        let [stream, captured] = rig.streams();
+        drop(allocator.allocate(MIB, &captured).unwrap());
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        let entered = rig.context.enter().unwrap();
+        // SAFETY: the stream is alive.
+        unsafe { entered.begin_capture(captured.raw(), mode) }.unwrap();
+        let first = stitch(&allocator, &stream);
+        assert_eq!(tested(&allocator), SelfTest::NotRun);
+        assert_eq!(allocator.stats().packing.views, 0);
+        // SAFETY: as above. A spoilt capture ends with an error.
+        drop(unsafe { entered.end_capture(captured.raw()) }.unwrap());
+        let second = stitch(&allocator, &stream);
+        assert_eq!(tested(&allocator), SelfTest::Passed);
+        drop((first, second));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn without_memory_for_the_test_views_are_built_all_the_same() {
+    only(Policy::Packed, |rig| {
+        let limit = 82 * MIB as u64;
+        let allocator = rig.allocator_with(small_handles().limit(Some(limit)));
+        let stream = rig.stream();
+        let (kept, block) = stitch(&allocator, &stream);
+        let stats = allocator.stats();
+        assert_eq!(
+            (stats.packing.self_test, stats.packing.views),
+            (SelfTest::NotRun, 1)
+        );
+        assert_eq!(stats.all.reserved.peak, limit);
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn the_test_can_be_asked_for() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let expected = match rig.packed() {
+            true => SelfTest::Passed,
+            false => SelfTest::NotRun,
+        };
+        assert_eq!(allocator.test_views().unwrap(), expected);
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        assert_eq!(allocator.test_views().unwrap(), expected);
+        rig.close(&allocator);
+        let off = rig.allocator_with(Config::new().views(false));
+        assert_eq!(off.test_views().unwrap(), SelfTest::NotRun);
+        drop(off);
+    });
+}

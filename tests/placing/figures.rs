@@ -1,0 +1,116 @@
+//! External fragmentation, what streams keep from each other, and why memory grew.
+
+use super::*;
+use cualloc::Policy;
+use cualloc::allocator::GrowthReason;
+
+#[test]
+fn fragmentation_is_what_lies_outside_the_largest_run() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(small_handles());
+        let stream = rig.stream();
+        let mut blocks: Vec<Block> = (0..10)
+            .map(|_| allocator.allocate(4 * MIB, &stream).unwrap())
+            .collect();
+        assert_eq!(allocator.fragmentation().ratio(), 0.0);
+        // Two free pieces side by side, one apart.
+        for at in [7, 3, 2] {
+            drop(blocks.remove(at));
+        }
+        let found = allocator.fragmentation();
+        assert_eq!(
+            (found.free, found.largest),
+            (12 * MIB as u64, 8 * MIB as u64)
+        );
+        assert!(
+            (found.ratio() - 1.0 / 3.0).abs() < 1e-9,
+            "{}",
+            found.ratio()
+        );
+        drop(blocks);
+        assert_eq!(allocator.fragmentation().ratio(), 0.0);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn what_a_stream_keeps_from_the_others_is_said_by_stream() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        let _own = allocator.allocate(24 * MIB, &b).unwrap();
+        let block = allocator.allocate(24 * MIB, &a).unwrap();
+        let hold = rig.hold(&a);
+        rig.stamp(block.ptr(), 24 * MIB, 1, &a);
+        drop(block);
+        let id = a.id().unwrap();
+        let of = |stream_id| {
+            let all = allocator.fragmentation().stranded;
+            let found = all.into_iter().find(|s| s.stream_id == stream_id);
+            found.map_or((0, 0), |s| (s.bytes, s.in_pages))
+        };
+        assert_eq!(of(id), (24 * MIB as u64, 0));
+        if rig.packed() {
+            // Pages belong to their stream, used or not.
+            let small = allocator.allocate(1024, &a).unwrap();
+            let page = 64 * KIB as u64;
+            assert_eq!(of(id), (24 * MIB as u64 + page - 1024, page - 1024));
+            drop(small);
+        }
+        hold.release();
+        allocator.synchronize().unwrap();
+        if rig.packed() {
+            // Complete, so anybody's.
+            assert!(of(id).0 <= 64 * KIB as u64, "{:?}", of(id));
+        }
+    });
+}
+
+#[test]
+fn the_last_growth_says_why() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(small_handles().slack(1.0));
+        let [a, b] = rig.streams();
+        let last = || allocator.stats().packing.last_growth.unwrap();
+        assert_eq!(allocator.stats().packing.last_growth, None);
+        let kept = scatter(&allocator, &a, 3);
+        let short = last();
+        assert_eq!((short.reason, short.added), (GrowthReason::Short, 2 << 20));
+        // Three pieces of 2 MiB are free, none of 3; a request this small is grown for.
+        let block = allocator.allocate(3 * MIB, &a).unwrap();
+        let apart = last();
+        assert_eq!(apart.reason, GrowthReason::Fragmented);
+        assert_eq!((apart.requested, apart.added), (3 << 20, 4 << 20));
+        drop(allocator.allocate(MIB / 2, &b).unwrap());
+        let hold = rig.hold(&a);
+        let large = allocator.allocate(16 * MIB, &a).unwrap();
+        rig.stamp(large.ptr(), 16 * MIB, 1, &a);
+        drop(large);
+        // The place that fits is still in use, and the cap allows more.
+        let other = allocator.allocate(16 * MIB, &b).unwrap();
+        assert_eq!(last().reason, GrowthReason::Pending, "{:?}", last());
+        hold.release();
+        drop((kept, block, other));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn bytes_in_views_are_counted_while_they_are_used() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(small_handles());
+        let stream = rig.stream();
+        let kept = scatter(&allocator, &stream, 20);
+        let block = allocator.allocate(39 * MIB, &stream).unwrap();
+        let packing = allocator.stats().packing;
+        let bytes = (packing.view_live, packing.view_bytes);
+        assert_eq!(bytes, (39 * MIB as u64, 40 * MIB as u64));
+        assert_eq!((packing.views, packing.view_maps), (1, 20));
+        assert_eq!(allocator.fragmentation().view_live, 39 * MIB as u64);
+        drop(block);
+        let packing = allocator.stats().packing;
+        assert_eq!((packing.view_live, packing.views), (0, 1));
+        drop(kept);
+        rig.close(&allocator);
+    });
+}

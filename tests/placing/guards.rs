@@ -1,0 +1,160 @@
+//! Guards keep memory where it is, whoever frees it.
+
+use super::*;
+use cualloc::allocator::Error;
+use cualloc::{Policy, Stats};
+
+fn guarded(stats: &Stats) -> u64 {
+    stats.packing.guarded
+}
+
+#[test]
+fn segments_cover_a_block_in_the_order_of_its_addresses() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let _before = allocator.allocate(3 * MIB + 512, &stream).unwrap();
+        let blocks = [100, 70_000, 33 * MIB].map(|b| allocator.allocate(b, &stream).unwrap());
+        for block in &blocks {
+            let (from, bytes) = (block.ptr(), block.requested() as u64);
+            for (from, bytes) in [(from, bytes), (from + bytes / 3, bytes / 2)] {
+                let segments = allocator.segments_of(from, bytes).unwrap();
+                let mut at = from;
+                for segment in &segments {
+                    assert_eq!(segment.address, at);
+                    assert!(segment.offset + segment.bytes <= segment.handle_bytes);
+                    assert_eq!(segment.handle.is_some(), rig.packed());
+                    at += segment.bytes;
+                }
+                assert_eq!(at, from + bytes);
+            }
+            for bad in [(from, 0), (from, block.size() + 1), (from, u64::MAX)] {
+                let error = allocator.segments_of(bad.0, bad.1).unwrap_err();
+                assert!(matches!(error, Error::InvalidRange { .. }), "{error:?}");
+            }
+        }
+        let foreign = allocator.guard(64, 1).unwrap_err();
+        assert!(matches!(foreign, Error::NotOurs { .. }), "{foreign:?}");
+        let free = blocks[2].ptr();
+        drop(blocks);
+        let gone = allocator.guard(free, 1).unwrap_err();
+        assert!(matches!(gone, Error::NotLive { .. }), "{gone:?}");
+    });
+}
+
+#[test]
+fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
+    each(|rig| {
+        for bytes in [512, 100 * KIB, 24 * MIB] {
+            let allocator = rig.allocator();
+            let stream = rig.stream();
+            let block = allocator.allocate(bytes, &stream).unwrap();
+            let (ptr, size) = (block.ptr(), block.size());
+            let guards = [0, 1].map(|_| allocator.guard(ptr, 512).unwrap());
+            let segments = guards[0].segments().to_vec();
+            drop(block);
+            // SAFETY: refused, which is what is tested.
+            let again = unsafe { allocator.free_raw(ptr) }.unwrap_err();
+            assert!(matches!(again, Error::NotLive { .. }), "{again:?}");
+            for _ in 0..2 {
+                let stats = allocator.stats();
+                assert_eq!((guarded(&stats), stats.all.allocated.current), (size, 0));
+                let other = allocator.allocate(bytes, &stream).unwrap();
+                assert!(other.ptr() + other.size() <= ptr || ptr + size <= other.ptr());
+                drop(other);
+                allocator.synchronize().unwrap();
+                allocator.empty_cache().unwrap();
+                allocator.check().unwrap();
+                assert!(allocator.stats().all.reserved.current >= segments[0].handle_bytes);
+                let error = allocator.close().unwrap_err();
+                assert!(matches!(error, Error::Guarded { .. }), "{error:?}");
+            }
+            let [first, last] = guards;
+            drop(first);
+            assert_eq!(guarded(&allocator.stats()), size);
+            drop(last);
+            assert_eq!(guarded(&allocator.stats()), 0);
+            allocator.check().unwrap();
+            let next = allocator.allocate(bytes, &stream).unwrap();
+            assert_eq!(next.ptr(), ptr);
+            drop(next);
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// R21: what other streams did with a block counts from its free, not from its guard's end.
+#[test]
+fn r21_a_guard_forgets_no_use_of_another_stream() {
+    each(|rig| {
+        const BLOCK: usize = 24 * MIB;
+        let allocator = rig.allocator();
+        let [a, b, c] = rig.streams();
+        let block = allocator.allocate(BLOCK, &a).unwrap();
+        let ptr = block.ptr();
+        block.record_stream(&b).unwrap();
+        let hold = rig.hold(&b);
+        rig.stamp(ptr, BLOCK, 7, &b);
+        let guard = allocator.guard(ptr, 512).unwrap();
+        drop(block);
+        drop(guard);
+        allocator.check().unwrap();
+        let other = allocator.allocate(BLOCK, &c).unwrap();
+        // Elsewhere, or behind a wait: the stamps are in order.
+        rig.stamp(other.ptr(), BLOCK, 8, &c);
+        hold.release();
+        assert_eq!(rig.mismatches(other.ptr(), BLOCK, 8, &c), 0);
+        drop(other);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_view_stays_while_a_freed_block_in_it_is_guarded() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(small_handles());
+        let stream = rig.stream();
+        let kept = scatter(&allocator, &stream, 20);
+        let block = allocator.allocate(40 * MIB, &stream).unwrap();
+        let ptr = block.ptr();
+        let guard = allocator.guard(ptr + 512, 39 * MIB as u64).unwrap();
+        assert_eq!(guard.segments().len(), 20);
+        drop(block);
+        allocator.check().unwrap();
+        drop(kept);
+        allocator.synchronize().unwrap();
+        allocator.empty_cache().unwrap();
+        let stats = allocator.stats();
+        assert_eq!((stats.packing.views, guarded(&stats)), (1, 40 * MIB as u64));
+        // All but the guarded handles is gone.
+        assert_eq!(stats.large.reserved.current, 40 * MIB as u64);
+        allocator.check().unwrap();
+        // Their bytes are nobody's at home either.
+        let home = allocator.allocate(60 * MIB, &stream).unwrap();
+        rig.stamp(home.ptr(), 60 * MIB, 1, &stream);
+        rig.stamp(ptr, 40 * MIB, 2, &stream);
+        assert_eq!(rig.mismatches(home.ptr(), 60 * MIB, 1, &stream), 0);
+        drop((home, guard));
+        allocator.synchronize().unwrap();
+        allocator.empty_cache().unwrap();
+        assert_eq!(allocator.stats().packing.views, 0);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_guard_keeps_its_allocator_open() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let block = allocator.allocate(4 * MIB, &rig.stream()).unwrap();
+        let guard = allocator.guard(block.ptr(), 4 * MIB as u64).unwrap();
+        drop((block, allocator));
+        if let Some(held) = rig.driver_held() {
+            assert!(held >= 4 * MIB as u64);
+        }
+        drop(guard);
+        if let Some(held) = rig.driver_held() {
+            assert_eq!(held, 0);
+        }
+    });
+}

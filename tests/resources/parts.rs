@@ -1,0 +1,372 @@
+//! What every resource must do: allocate and free, mixes of sizes, threads, want of memory, streams.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use cualloc::Policy;
+use cualloc::driver::{Context, Stream, sys};
+use cualloc::resource::*;
+use cualloc::sim::{FailPlan, SimConfig};
+
+use crate::common::*;
+
+/// Everything of this file, over what `make` makes: the stack itself, and behind one pointer.
+pub fn run<R: MemoryResource + 'static>(make: impl Fn(&Rig) -> R) {
+    for policy in [Policy::Packed, Policy::Classic] {
+        only_on(policy, SimConfig::with_devices(2, GIB as u64), |rig| {
+            let resource = make(rig);
+            basic(rig, &resource);
+            figures(rig, &resource);
+            mixes(rig, &resource);
+            threads(rig, &resource);
+            if !on_cuda() {
+                out_of_memory(rig, &resource);
+            }
+            streams(rig, &resource);
+            other_streams(rig, &resource);
+            recorded_streams(rig, &resource);
+            let shared: Arc<dyn MemoryResource> = Arc::new(resource);
+            basic(rig, &shared);
+            streams(rig, &shared);
+            drop(shared);
+            // A pool of the driver may outlive its handle while work is in flight.
+            rig.context.enter().unwrap().synchronize().unwrap();
+            if let Some(held) = rig.driver_held() {
+                assert_eq!(held, 0, "the driver still holds memory");
+            }
+        });
+    }
+}
+
+/// Two live blocks never overlap, each is large enough, and all bytes are accounted for.
+fn basic(rig: &Rig, resource: &dyn MemoryResource) {
+    let stream = rig.stream();
+    assert_eq!(resource.outstanding(), Outstanding::default());
+    let memory_calls = || rig.memory_calls() + rig.calls("cuMemAllocFromPoolAsync");
+    let calls = memory_calls();
+    assert!(resource.allocate(0, &stream, Tag::default()).is_err());
+    assert!(
+        resource
+            .allocate(usize::MAX, &stream, Tag::default())
+            .is_err()
+    );
+    assert_eq!(memory_calls(), calls, "no driver call for what cannot be");
+    let first = resource.allocate(1000, &stream, "first".into()).unwrap();
+    assert_eq!((first.bytes(), first.tag().as_str()), (1000, "first"));
+    assert!(first.size() >= 1000);
+    assert_eq!(first.stream_id(), stream.id().unwrap());
+    assert_eq!(first.device(), resource.device());
+    assert_eq!(resource.state(&first.identity()), BlockState::Live);
+    let second = resource
+        .allocate_aligned(5000, 256, &stream, Tag::default())
+        .unwrap();
+    assert_eq!(second.ptr() % 256, 0);
+    assert_eq!(second.tag().as_str(), "untagged");
+    assert_ne!(first.identity().key, second.identity().key);
+    assert!(first.ptr() + 1000 <= second.ptr() || second.ptr() + 5000 <= first.ptr());
+    assert_eq!(
+        resource.outstanding(),
+        Outstanding {
+            live: 6000,
+            pending: 0
+        }
+    );
+    rig.stamp(first.ptr(), 1000, 1, &stream);
+    rig.stamp(second.ptr(), 5000, 2, &stream);
+    assert_eq!(rig.mismatches(first.ptr(), 1000, 1, &stream), 0);
+    let (old, pair) = (first.identity(), second.identity());
+    resource.deallocate(first).unwrap();
+    assert_ne!(resource.state(&old), BlockState::Live);
+    assert_eq!(resource.outstanding().live, 5000);
+    assert_eq!(rig.mismatches(pair.ptr, 5000, 2, &stream), 0);
+    resource.deallocate(second).unwrap();
+    resource.reap().unwrap();
+    assert_eq!(resource.outstanding(), Outstanding::default());
+    assert_eq!(resource.state(&old), BlockState::Freed);
+    // A stale identity is refused by whoever looks at it, and has no effect.
+    if resource.tracking() != Tracking::None {
+        let used = resource.record_use(&old, &stream);
+        assert!(
+            matches!(used, Err(ResourceError::UseAfterFree { .. })),
+            "{used:?}"
+        );
+    } else {
+        let used = resource.record_use(&old, &stream);
+        assert!(
+            matches!(used, Err(ResourceError::StreamMisuse(_))),
+            "{used:?}"
+        );
+    }
+}
+
+/// What is held and handed out covers what is live, and the peaks can be set down.
+fn figures(rig: &Rig, resource: &dyn MemoryResource) {
+    let stream = rig.stream();
+    let before = resource.usage().unwrap();
+    let block = resource.allocate(3 * MIB, &stream, Tag::default()).unwrap();
+    let with = resource.usage().unwrap();
+    assert!(
+        with.used.current >= before.used.current.min(1) + 3 * MIB as u64,
+        "{with:?}"
+    );
+    assert!(with.reserved.current >= with.used.current, "{with:?}");
+    assert!(with.used.peak >= with.used.current && with.reserved.peak >= with.reserved.current);
+    resource.deallocate(block).unwrap();
+    resource.reap().unwrap();
+    stream.synchronize().unwrap();
+    resource.trim(0).unwrap();
+    let after = resource.usage().unwrap();
+    assert_eq!(
+        (after.used.current, after.reserved.current),
+        (0, 0),
+        "{after:?}"
+    );
+    resource.reset_peaks().unwrap();
+    let after = resource.usage().unwrap();
+    assert_eq!((after.used.peak, after.reserved.peak), (0, 0), "{after:?}");
+}
+
+/// Random sizes in random order, each block's contents whole until it goes.
+fn mixes(rig: &Rig, resource: &dyn MemoryResource) {
+    let stream = rig.stream();
+    let mut random = Random(7);
+    let mut live: Vec<(ResourceBlock, u32)> = Vec::new();
+    let mut bytes = 0;
+    for step in 0..400u32 {
+        if live.len() < 30 && random.below(100) < 60 {
+            let bits = 2 + random.below(17);
+            let size = 4 * (1 + random.below(1 << bits)) as usize;
+            let block = resource.allocate(size, &stream, Tag::default()).unwrap();
+            rig.stamp(block.ptr(), size, step, &stream);
+            bytes += size as u64;
+            live.push((block, step));
+        } else if !live.is_empty() {
+            let (block, word) = live.swap_remove(random.below(live.len() as u64) as usize);
+            assert_eq!(rig.mismatches(block.ptr(), block.bytes(), word, &stream), 0);
+            bytes -= block.bytes() as u64;
+            resource.deallocate(block).unwrap();
+        }
+        assert_eq!(resource.outstanding().live, bytes);
+        let mut ranges = BTreeMap::new();
+        for (block, _) in &live {
+            assert_eq!(
+                ranges.insert(block.ptr(), block.ptr() + block.bytes() as u64),
+                None
+            );
+        }
+        let starts = ranges.keys().skip(1).copied().collect::<Vec<_>>();
+        assert!(
+            ranges
+                .values()
+                .zip(starts)
+                .all(|(end, start)| *end <= start)
+        );
+    }
+    for (block, _) in live {
+        resource.deallocate(block).unwrap();
+    }
+    resource.reap().unwrap();
+    assert_eq!(resource.outstanding(), Outstanding::default());
+}
+
+/// Threads on streams of their own, blocks freed by other threads.
+fn threads(rig: &Rig, resource: &dyn MemoryResource) {
+    let streams: Vec<_> = (0..4).map(|_| rig.stream()).collect();
+    let (sender, receiver) = std::sync::mpsc::channel::<ResourceBlock>();
+    std::thread::scope(|scope| {
+        for (number, stream) in streams.iter().enumerate() {
+            let sender = sender.clone();
+            scope.spawn(move || {
+                let mut random = Random(number as u64 + 1);
+                for step in 0..100 {
+                    let size = 1 + random.below(100_000) as usize;
+                    let block = resource.allocate(size, stream, Tag::default()).unwrap();
+                    match step % 3 {
+                        0 => sender.send(block).unwrap(),
+                        1 => {
+                            let seen = resource.state(&block.identity());
+                            assert_eq!(seen, BlockState::Live);
+                            resource.deallocate(block).unwrap();
+                        }
+                        _ => {
+                            resource.deallocate(block).unwrap();
+                            resource.reap().unwrap();
+                            if step % 10 == 0 {
+                                resource.trim(0).unwrap();
+                            }
+                        }
+                    }
+                }
+            });
+        }
+        drop(sender);
+        scope.spawn(move || {
+            for block in receiver {
+                resource.deallocate(block).unwrap();
+            }
+        });
+    });
+    resource.reap().unwrap();
+    assert_eq!(resource.outstanding(), Outstanding::default());
+}
+
+/// Memory runs out as an error with data, nothing is lost, and it goes on afterwards.
+fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
+    let stream = rig.stream();
+    let most = 64 * MIB;
+    let mut live = Vec::new();
+    let error = loop {
+        match resource.allocate(most, &stream, Tag::default()) {
+            Ok(block) => live.push(block),
+            Err(error) => break error,
+        }
+        assert!(live.len() < 10_000, "no end of memory");
+    };
+    assert!(error.is_out_of_memory(), "{error:?}");
+    assert!(!live.is_empty());
+    let whole = live.len() as u64 * most as u64;
+    assert_eq!(resource.outstanding().live, whole);
+    let kept = live.len();
+    resource.deallocate(live.pop().unwrap()).unwrap();
+    resource.reap().unwrap();
+    live.push(resource.allocate(most, &stream, Tag::default()).unwrap());
+    assert_eq!(live.len(), kept);
+    for block in live {
+        resource.deallocate(block).unwrap();
+    }
+    resource.reap().unwrap();
+    resource.trim(0).unwrap();
+    assert_eq!(resource.outstanding(), Outstanding::default());
+    // The driver's refusal, whatever its text, is classified by its code.
+    let Some(sim) = rig.sim() else { return };
+    let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    for name in ["cuMemAlloc_v2", "cuMemCreate", "cuMemAllocFromPoolAsync"] {
+        sim.fail(FailPlan::call(name, code).unwrap().times(1000));
+    }
+    let refused = resource.allocate(200 * MIB, &stream, Tag::default());
+    assert!(refused.unwrap_err().is_out_of_memory());
+    sim.clear_failures();
+    let block = resource.allocate(MIB, &stream, Tag::default()).unwrap();
+    resource.deallocate(block).unwrap();
+    resource.reap().unwrap();
+}
+
+/// A block that is given back while its stream is busy is not touched early by another stream,
+/// nor one that another stream uses.
+fn streams(rig: &Rig, resource: &dyn MemoryResource) {
+    let [a, b] = rig.streams();
+    for foreign in [false, true] {
+        if foreign && resource.tracking() == Tracking::None {
+            continue;
+        }
+        let block = resource.allocate(4 * MIB, &a, Tag::default()).unwrap();
+        let (ptr, id) = (block.ptr(), block.identity());
+        rig.stamp(ptr, 4 * MIB, 1, &a);
+        let user = if foreign { &b } else { &a };
+        if foreign {
+            if resource.tracking() == Tracking::Access {
+                resource.finish_use(&id, &a, Access::Write).unwrap();
+                resource.prepare_use(&id, &b, Access::ReadWrite).unwrap();
+            } else {
+                a.synchronize().unwrap();
+            }
+        }
+        let busy = rig.busy(user);
+        rig.stamp(ptr, 4 * MIB, 2, user);
+        if foreign {
+            match resource.tracking() {
+                Tracking::Access => {
+                    resource.finish_use(&id, &b, Access::ReadWrite).unwrap();
+                }
+                _ => resource.record_use(&id, &b).unwrap(),
+            }
+        }
+        resource.deallocate(block).unwrap();
+        let other = if foreign { &a } else { &b };
+        let next = resource.allocate(4 * MIB, other, Tag::default()).unwrap();
+        rig.stamp(next.ptr(), 4 * MIB, 3, other);
+        busy.release();
+        assert_eq!(rig.mismatches(next.ptr(), 4 * MIB, 3, other), 0);
+        resource.deallocate(next).unwrap();
+        resource.reap().unwrap();
+    }
+}
+
+/// Memory goes back while its stream is busy, and another stream asks for the same.
+fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
+    let [a, b] = rig.streams();
+    for first_freed in [true, false] {
+        let block = resource.allocate(3 * MIB, &a, Tag::default()).unwrap();
+        let busy = rig.busy(&a);
+        rig.stamp(block.ptr(), 3 * MIB, 1, &a);
+        resource.deallocate(block).unwrap();
+        let other = resource.allocate(3 * MIB, &b, Tag::default()).unwrap();
+        // Were it the same memory without a wait, the simulator would report a race.
+        rig.stamp(other.ptr(), 3 * MIB, 2, &b);
+        if first_freed {
+            resource.deallocate(other).unwrap();
+            busy.release();
+        } else {
+            busy.release();
+            resource.deallocate(other).unwrap();
+        }
+        a.synchronize().unwrap();
+        b.synchronize().unwrap();
+        resource.reap().unwrap();
+    }
+    // A stream of another device is refused, where there is one.
+    if rig.driver.device_count().unwrap() > 1 {
+        let device = rig.driver.device(1).unwrap();
+        let context = Context::primary(&rig.driver, device).unwrap();
+        let foreign = Stream::new(&context).unwrap();
+        assert!(resource.allocate(100, &foreign, Tag::default()).is_err());
+        assert_eq!(resource.outstanding().live, 0);
+    }
+}
+
+/// A stream that was recorded comes before reuse, whether by one use or until the block is freed.
+fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
+    if resource.tracking() == Tracking::None {
+        return;
+    }
+    let [a, b] = rig.streams();
+    for until_freed in [true, false] {
+        let block = resource.allocate(MIB, &a, Tag::default()).unwrap();
+        let id = block.identity();
+        rig.stamp(block.ptr(), MIB, 1, &a);
+        a.synchronize().unwrap();
+        let busy = rig.busy(&b);
+        if until_freed {
+            // Work that comes later counts too.
+            resource.record_stream(&id, &b).unwrap();
+            rig.stamp(block.ptr(), MIB, 2, &b);
+        } else {
+            rig.stamp(block.ptr(), MIB, 2, &b);
+            resource.record_use(&id, &b).unwrap();
+        }
+        resource.deallocate(block).unwrap();
+        let gone = resource.record_stream(&id, &b);
+        assert!(
+            matches!(gone, Err(ResourceError::UseAfterFree { .. })),
+            "{gone:?}"
+        );
+        let again = resource.allocate(MIB, &a, Tag::default()).unwrap();
+        rig.stamp(again.ptr(), MIB, 3, &a);
+        busy.release();
+        assert_eq!(rig.mismatches(again.ptr(), MIB, 3, &a), 0);
+        resource.deallocate(again).unwrap();
+        resource.reap().unwrap();
+        b.synchronize().unwrap();
+    }
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % end
+    }
+}

@@ -1,0 +1,193 @@
+//! Pools, and stacks over them.
+
+use std::sync::Arc;
+
+use cualloc::Config;
+use cualloc::pool::*;
+use cualloc::resource::*;
+
+use crate::common::*;
+use crate::parts::run;
+
+fn config(rig: &Rig) -> Config {
+    Config::new().policy(rig.policy)
+}
+
+fn typed(rig: &Rig) -> DeviceTypedPool {
+    TypedPool::new(&rig.driver, config(rig))
+        .on_device(0)
+        .unwrap()
+}
+
+fn threshold(rig: &Rig) -> OpenThresholdPool {
+    ThresholdPool::on_driver(&rig.driver, 0, config(rig))
+        .unwrap()
+        .open()
+        .unwrap()
+}
+
+fn workspaces(rig: &Rig, sizing: WorkspaceSizing) -> WorkspacePool {
+    WorkspacePool::new(&rig.allocator(), WorkspaceConfig { sizing, cap: 4 })
+}
+
+fn native(rig: &Rig) -> NativePool {
+    NativePool::with_context(&rig.context, NativeConfig::default()).unwrap()
+}
+
+#[test]
+fn s2_14_typed_pool_passes_the_suite() {
+    run(typed);
+}
+
+#[test]
+fn typed_pool_over_an_allocator_of_others() {
+    run(|rig| TypedPool::over([&rig.allocator()]).on_device(0).unwrap());
+}
+
+#[test]
+fn s3_7_s3_25_s3_32_threshold_pool_passes_the_suite() {
+    run(threshold);
+}
+
+#[test]
+fn s3_5_threshold_of_nothing() {
+    run(|rig| {
+        let pool = threshold(rig);
+        pool.pool().set_release_threshold(0).unwrap();
+        pool
+    });
+}
+
+#[test]
+fn s3_7_s3_25_s3_32_native_pool_passes_the_suite() {
+    run(native);
+}
+
+#[test]
+fn s4_12_s4_17_workspaces_pass_the_suite() {
+    run(|rig| workspaces(rig, WorkspaceSizing::Classes));
+}
+
+#[test]
+fn s4_12_s4_15_s4_17_exact_workspaces_pass_the_suite() {
+    run(|rig| workspaces(rig, WorkspaceSizing::Exact));
+}
+
+/// Every pool carries every adaptor.
+fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource {
+    let budget = Budget::new(AsyncResource::new(pool), GIB as u64);
+    let watched = Statistics::new(Logging::new(budget, RingSink::new(16)));
+    let below: Arc<dyn MemoryResource> = Arc::new(watched);
+    let guarded = Guard::builder().build(below).unwrap();
+    let mut config = ProbeConfig::default();
+    config.poison_freed = Some(0xDD);
+    config.overlap = true;
+    Tracked::new(Probe::new(guarded, config))
+}
+
+#[test]
+fn stack_over_typed_pool() {
+    run(|rig| stacked(typed(rig)));
+}
+
+#[test]
+fn stack_over_threshold_pool() {
+    run(|rig| stacked(threshold(rig)));
+}
+
+#[test]
+fn stack_over_native_pool() {
+    run(|rig| stacked(native(rig)));
+}
+
+#[test]
+fn stack_over_workspaces() {
+    run(|rig| stacked(workspaces(rig, WorkspaceSizing::Exact)));
+}
+
+#[test]
+fn stack_of_stacks_over_native_pool() {
+    run(|rig| stacked(Arc::new(stacked(native(rig)))));
+}
+
+/// A block of one pool is nothing to another, and stays what it was.
+#[test]
+fn s1_44_pools_refuse_blocks_of_others() {
+    each(|rig| {
+        let pools: Vec<Arc<dyn MemoryResource>> = vec![
+            Arc::new(typed(rig)),
+            Arc::new(threshold(rig)),
+            Arc::new(native(rig)),
+            Arc::new(native(rig)),
+            Arc::new(workspaces(rig, WorkspaceSizing::Classes)),
+            Arc::new(workspaces(rig, WorkspaceSizing::Exact)),
+        ];
+        let stream = rig.stream();
+        // All of them are at their first block.
+        let blocks: Vec<_> = pools
+            .iter()
+            .map(|pool| pool.allocate(1000, &stream, Tag::default()).unwrap())
+            .collect();
+        for (at, (mine, mut block)) in pools.iter().zip(blocks).enumerate() {
+            let id = block.identity();
+            let others = pools.iter().enumerate().filter(|(n, _)| *n != at);
+            for (_, other) in others {
+                let live = other.outstanding();
+                let refused = other.deallocate(block).unwrap_err();
+                assert!(matches!(refused.error, ResourceError::UseAfterFree { .. }));
+                block = *refused.block;
+                assert_eq!(
+                    (other.state(&id), other.outstanding()),
+                    (BlockState::Freed, live)
+                );
+                assert!(other.record_use(&id, &stream).is_err());
+            }
+            assert_eq!(mine.state(&id), BlockState::Live);
+            mine.deallocate(block).unwrap();
+            assert_eq!(mine.state(&id), BlockState::Freed);
+        }
+    });
+}
+
+/// The typed pool gives a block of equal size the memory that came back last, as a resource too.
+#[test]
+fn s2_2_the_last_returned_comes_first_as_a_resource() {
+    each(|rig| {
+        let pool = TypedPool::new(&rig.driver, config(rig));
+        let resource = pool.on_device(0).unwrap();
+        let stream = rig.stream();
+        let blocks: Vec<_> = (0..4)
+            .map(|_| resource.allocate(MIB, &stream, Tag::default()).unwrap())
+            .collect();
+        let at: Vec<_> = blocks.iter().map(ResourceBlock::ptr).collect();
+        let [a, b, c, d] = <[_; 4]>::try_from(blocks).unwrap();
+        for block in [b, d] {
+            resource.deallocate(block).unwrap();
+        }
+        let next = resource.allocate(MIB, &stream, Tag::default()).unwrap();
+        assert_eq!(next.ptr(), at[3]);
+        let then = pool.uninit::<u8>(MIB, &stream).unwrap();
+        assert_eq!(
+            then.as_device_ptr(),
+            at[1],
+            "buffers and blocks share what came back"
+        );
+        assert_eq!(pool.stats().returns, 2);
+        for block in [a, c, next] {
+            resource.deallocate(block).unwrap();
+        }
+    });
+}
+
+/// What is above the threshold goes back when a block does.
+#[test]
+fn s3_5_threshold_holds_for_blocks() {
+    only(cualloc::Policy::Packed, |rig| {
+        let pool = threshold(rig);
+        pool.pool().set_release_threshold(4 * MIB as u64).unwrap();
+        let stream = rig.stream();
+        let block = pool.allocate(64 * MIB, &stream, Tag::default()).unwrap();
+        pool.deallocate(block).unwrap();
+        assert!(pool.pool().stats().cached <= 4 * MIB as u64);
+    });
+}

@@ -1,0 +1,113 @@
+//! When memory is taken from the driver rather than stitched, and in what handles.
+
+use crate::common::*;
+use crate::{packed, view_of};
+use cualloc::Block;
+use cualloc::allocator::Allocator;
+use cualloc::driver::Stream;
+
+/// `pieces` blocks of `bytes` live, with as many free ones between them.
+fn rows(allocator: &Allocator, stream: &Stream, pieces: usize, bytes: usize) -> Vec<Block> {
+    let mut kept = Vec::new();
+    let mut freed = Vec::new();
+    for _ in 0..pieces {
+        kept.push(allocator.allocate(bytes, stream).unwrap());
+        freed.push(allocator.allocate(bytes, stream).unwrap());
+    }
+    kept
+}
+
+/// Growth stops at the soft cap while stitching helps: 16 MiB above the peak of what was live, or
+/// one part in a hundred of that.
+#[test]
+fn growth_stops_at_the_soft_cap() {
+    packed(|rig| {
+        for (pieces, bytes, slack) in [(16, 4 * MIB, 16 * MIB), (256, 8 * MIB, 40 * MIB)] {
+            let allocator = rig.allocator();
+            let a = rig.stream();
+            let kept = rows(&allocator, &a, pieces, bytes);
+            let peak = 2 * pieces * bytes;
+            let reserved = || allocator.stats().all.reserved.current as usize;
+            assert_eq!(reserved(), peak);
+            // Larger than any piece; the last piece is at the end of the arena, and helps.
+            let request = bytes + 8 * MIB;
+            let first = allocator.allocate(request, &a).unwrap();
+            assert_eq!(view_of(&allocator, &first), None, "there was room to grow");
+            assert_eq!(reserved(), peak + 8 * MIB);
+            let mut more = Vec::new();
+            while reserved() + request <= peak + slack {
+                more.push(allocator.allocate(request, &a).unwrap());
+                assert_eq!(view_of(&allocator, more.last().unwrap()), None);
+            }
+            let next = allocator.allocate(request, &a).unwrap();
+            assert!(view_of(&allocator, &next).is_some(), "beyond the soft cap");
+            assert!(reserved() <= peak + slack);
+            drop((kept, first, more, next));
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// The peak that the cap follows is that of live bytes since the last trim.
+#[test]
+fn a_trim_lowers_the_soft_cap() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let a = rig.stream();
+        drop(allocator.allocate(512 * MIB, &a).unwrap());
+        allocator.synchronize().unwrap();
+        allocator.trim(0).unwrap();
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        let kept = rows(&allocator, &a, 16, 4 * MIB);
+        let block = allocator.allocate(24 * MIB, &a).unwrap();
+        assert!(view_of(&allocator, &block).is_some());
+        assert_eq!(allocator.stats().all.reserved.current, (128 * MIB) as u64);
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+/// What helps nobody is no reason to fail: above the soft cap memory grows when there is nothing to
+/// stitch.
+#[test]
+fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let a = rig.stream();
+        // Pieces of less than a page of the driver, and requests that are not worth a view.
+        let mut kept = rows(&allocator, &a, 64, MIB / 2);
+        let peak = allocator.stats().all.reserved.current;
+        while allocator.stats().rungs.grown_hard == 0 {
+            kept.push(allocator.allocate(MIB, &a).unwrap());
+            assert!(kept.len() < 200, "{:?}", allocator.stats().rungs);
+        }
+        assert!(allocator.stats().all.reserved.current > peak + (16 * MIB) as u64);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// A request is served by few handles; near a hard limit they are small, so that they can be given
+/// back one by one.
+#[test]
+fn handles_are_large_unless_a_limit_is_near() {
+    packed(|rig| {
+        let created = |limit: Option<usize>, bytes: usize| {
+            let allocator = match limit {
+                Some(limit) => rig.limited(limit),
+                None => rig.allocator(),
+            };
+            let a = rig.stream();
+            let before = rig.calls("cuMemCreate");
+            let block = allocator.allocate(bytes, &a).unwrap();
+            let made = rig.calls("cuMemCreate") - before;
+            drop(block);
+            rig.close(&allocator);
+            made
+        };
+        assert_eq!(created(None, 512 * MIB), 32);
+        assert_eq!(created(Some(2 * GIB), 512 * MIB), 32);
+        assert_eq!(created(Some(600 * MIB), 512 * MIB), 256);
+        assert_eq!(created(None, 8 * MIB), 4);
+    });
+}
