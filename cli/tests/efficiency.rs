@@ -143,9 +143,9 @@ fn packed_on_several_streams_shares_what_is_complete() {
         ];
         let late = &figures(&late, &["serve_streams"])[0];
         assert!(number(late, "ratio_max") <= 1.05, "{}", late["ratio_max"]);
-        // Of 6000 rows, so at most 10 for each 1000.
-        let last = handle_ops(late)[9];
-        assert!(last <= 60, "lag {lag}: {:?}", handle_ops(late));
+        // Of 6000 rows: a part of a recording repeats less well than the whole.
+        let last: u64 = handle_ops(late)[5..].iter().sum();
+        assert!(last <= 5 * 100, "lag {lag}: {:?}", handle_ops(late));
     }
 }
 
