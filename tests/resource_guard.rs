@@ -385,10 +385,9 @@ mod guard {
                         assert!(stats.peak >= stats.used, "{stats:?}");
                     }
                 });
-                for worker in workers {
-                    worker.join().unwrap();
-                }
+                let ended: Vec<_> = workers.into_iter().map(|w| w.join()).collect();
                 stop.store(true, Ordering::Relaxed);
+                ended.into_iter().for_each(|end| end.unwrap());
             });
             guard.reset_peak();
             let stats = guard.stats();
