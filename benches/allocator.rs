@@ -1,12 +1,13 @@
-//! The allocator itself, on the simulator: host time of allocations and frees.
+//! The allocator itself, on the simulator: host time of allocations and frees, beside the host's own
+//! allocator. The work is that of `cualloc bench`.
 
 mod common;
 
-use std::alloc::{Layout, alloc, dealloc};
-use std::hint::black_box;
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, criterion_group, criterion_main};
 
-use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-
+use common::source::{Handles, Malloc, Pointers};
+use common::workload::{Churn, Source, log_uniform_sizes, pairs};
 use common::{KIB, Rig, quick};
 
 const SIZES: [(&str, usize); 6] = [
@@ -18,89 +19,87 @@ const SIZES: [(&str, usize); 6] = [
     ("64 MiB", 65536 * KIB),
 ];
 
+impl Rig {
+    fn handles(&self) -> Handles<'_> {
+        Handles {
+            allocator: &self.allocator,
+            streams: std::slice::from_ref(&self.stream),
+        }
+    }
+
+    fn pointers(&self) -> Pointers<'_> {
+        Pointers {
+            allocator: &self.allocator,
+            streams: std::slice::from_ref(&self.stream),
+        }
+    }
+}
+
+fn pair<S: Source>(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    name: &str,
+    source: &S,
+    (size, bytes): (&str, usize),
+) {
+    let stream = source.stream(0);
+    group.bench_function(BenchmarkId::new(name, size), |bencher| {
+        bencher.iter(|| pairs(source, bytes, &stream, 1).unwrap());
+    });
+}
+
 /// An allocation and its free, which find the memory of the pair before.
-fn pairs(criterion: &mut Criterion) {
+fn pairs_by_size(criterion: &mut Criterion) {
     let rig = Rig::new();
     let mut group = criterion.benchmark_group("pair");
-    for (name, bytes) in SIZES {
-        group.bench_function(BenchmarkId::new("block", name), |bencher| {
-            bencher.iter(|| {
-                drop(
-                    rig.allocator
-                        .allocate(black_box(bytes), &rig.stream)
-                        .unwrap(),
-                )
-            });
-        });
-        group.bench_function(BenchmarkId::new("raw", name), |bencher| {
-            let stream = rig.stream.raw();
-            bencher.iter(|| {
-                // SAFETY: the rig's stream lives, and nothing uses the memory.
-                unsafe {
-                    let ptr = rig.allocator.allocate_raw(black_box(bytes), stream);
-                    rig.allocator.free_raw(ptr.unwrap()).unwrap();
-                }
-            });
-        });
+    for size in SIZES {
+        pair(&mut group, "block", &rig.handles(), size);
+        pair(&mut group, "raw", &rig.pointers(), size);
+        pair(&mut group, "malloc", &Malloc, size);
     }
-    // The yardstick, in the same run on the same machine.
-    group.bench_function(BenchmarkId::new("malloc", "4 KiB"), |bencher| {
-        let layout = Layout::from_size_align(4 * KIB, 16).unwrap();
-        bencher.iter(|| {
-            // SAFETY: the layout's size is not 0, and the memory goes back with the same layout.
-            unsafe { dealloc(black_box(alloc(black_box(layout))), layout) }
-        });
-    });
     group.finish();
 }
 
-/// The same numbers in every run.
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
-        self.0 >> 33
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound as u64) as usize
-    }
-
-    /// 512 bytes times a power of two below `2^doublings`, and up to twice that.
-    fn bytes(&mut self, doublings: usize) -> usize {
-        let base = 512 << self.below(doublings);
-        base + self.below(base + 1)
-    }
+/// The time of one operation.
+fn churn<S: Source>(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    name: &str,
+    source: &S,
+    work: &Churn,
+) {
+    let stream = source.stream(0);
+    group.bench_function(name, |bencher| {
+        bencher.iter_custom(|count| {
+            let mut slots = work.slots::<S>();
+            let all = work.operations();
+            // Until memory need not grow any more.
+            work.run(source, &stream, &mut slots, all).unwrap();
+            let start = std::time::Instant::now();
+            let mut left = count as usize;
+            while left > 0 {
+                let part = left.min(all);
+                work.run(source, &stream, &mut slots, part).unwrap();
+                left -= part;
+            }
+            let time = start.elapsed();
+            for block in slots.into_iter().flatten() {
+                source.free(block).unwrap();
+            }
+            time
+        });
+    });
 }
 
-/// Random slots that are filled where empty, and emptied where full; the time of one such operation.
-fn churn(criterion: &mut Criterion) {
+/// Random slots that are filled where empty, and emptied where full.
+fn churns(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("churn operation");
-    for (name, slots, doublings) in [
-        ("4096 slots, 512 B to 64 KiB", 4096, 7),
-        ("2048 slots, 512 B to 32 MiB", 2048, 16),
+    for (name, slots, seed, high) in [
+        ("4096 slots, 512 B to 64 KiB", 4096, 1, 64 * KIB),
+        ("2048 slots, 512 B to 32 MiB", 2048, 2, 32768 * KIB),
     ] {
-        group.bench_function(name, |bencher| {
-            let rig = Rig::new();
-            let mut numbers = Numbers(7);
-            let mut table: Vec<_> = (0..slots).map(|_| None).collect();
-            let mut operation = || {
-                let slot = &mut table[numbers.below(slots)];
-                if slot.take().is_none() {
-                    let bytes = numbers.bytes(doublings);
-                    *slot = Some(rig.allocator.allocate(bytes, &rig.stream).unwrap());
-                }
-            };
-            // Until memory need not grow any more.
-            for _ in 0..50 * slots {
-                operation();
-            }
-            bencher.iter(operation);
-        });
+        let work = Churn::log_uniform(slots, 50_000, seed, 512, high);
+        let rig = Rig::new();
+        churn(&mut group, name, &rig.handles(), &work);
+        churn(&mut group, &format!("{name}, malloc"), &Malloc, &work);
     }
     group.finish();
 }
@@ -109,23 +108,20 @@ fn churn(criterion: &mut Criterion) {
 fn free_blocks(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("pair beside free blocks");
     for count in [10, 1000, 100_000] {
-        group.bench_function(BenchmarkId::from_parameter(count), |bencher| {
-            let rig = Rig::new();
-            let mut numbers = Numbers(7);
-            let mut kept: Vec<_> = (0..2 * count)
-                .map(|_| {
-                    let bytes = numbers.bytes(7);
-                    Some(rig.allocator.allocate(bytes, &rig.stream).unwrap())
-                })
-                .collect();
-            for block in kept.iter_mut().step_by(2) {
-                *block = None;
-            }
-            bencher.iter(|| {
-                let bytes = black_box(20 * KIB);
-                drop(rig.allocator.allocate(bytes, &rig.stream).unwrap());
-            });
-        });
+        let rig = Rig::new();
+        let handles = rig.handles();
+        let sizes = log_uniform_sizes(2 * count, 3, 512, 64 * KIB);
+        let mut kept: Vec<_> = sizes
+            .into_iter()
+            .map(|bytes| Some(rig.allocator.allocate(bytes, &rig.stream).unwrap()))
+            .collect();
+        kept.iter_mut().step_by(2).for_each(|block| *block = None);
+        pair(
+            &mut group,
+            "block",
+            &handles,
+            (&count.to_string(), 20 * KIB),
+        );
     }
     group.finish();
 }
@@ -146,6 +142,6 @@ fn cross_stream(criterion: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = quick();
-    targets = pairs, churn, free_blocks, cross_stream
+    targets = pairs_by_size, churns, free_blocks, cross_stream
 }
 criterion_main!(benches);

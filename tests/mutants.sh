@@ -53,8 +53,8 @@ mv "$tree.new" "$tree"
 # Fewer seconds a build: nothing here depends on speed, and no backtrace is read.
 export CARGO_TARGET_DIR="$work/target" CARGO_PROFILE_TEST_OPT_LEVEL=0
 export CARGO_PROFILE_TEST_DEBUG=0 CARGO_INCREMENTAL=1 RUST_BACKTRACE=0
-# The oracle finds what breaks a stream's order in its first programs.
-export CUALLOC_ORACLE_OPS=40000
+# The oracle finds what breaks a stream's order in its first programs; sums go wrong at once.
+export CUALLOC_ORACLE_OPS=40000 CUALLOC_EXACT_OPS=40000
 unset CUALLOC_TEST_DRIVER CUALLOC_CONFIG
 
 tests_of() {

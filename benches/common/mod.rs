@@ -7,6 +7,11 @@ use cualloc::driver::{Context, Stream};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Config};
 
+#[path = "../../cli/src/bench/source.rs"]
+pub mod source;
+#[path = "../../cli/src/bench/workload.rs"]
+pub mod workload;
+
 pub const KIB: usize = 1 << 10;
 
 /// A simulated device that completes work at once, and an allocator on it.

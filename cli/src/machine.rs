@@ -3,7 +3,7 @@
 use crate::options::{DeviceChoice, MachineOptions};
 use crate::output::note;
 use crate::{Failure, output};
-use cualloc::driver::{Device, Driver, DriverError, LoadError};
+use cualloc::driver::{Context, Device, Driver, DriverError, LoadError};
 use cualloc::sim::{ConfigError, DeviceConfig, SimConfig, Simulator};
 use cualloc::trace::{Stage, StageError};
 use std::sync::Arc;
@@ -80,6 +80,23 @@ impl Machine {
         }
     }
 
+    /// A context on the device, for what needs no traces; a simulated device starts anew.
+    pub fn context(&self) -> Result<Ground, MachineError> {
+        let (driver, device, simulator) = match self {
+            Machine::Cuda { driver, device } => (driver.clone(), *device, None),
+            Machine::Simulated { memory } => {
+                let simulator = simulator(*memory)?;
+                let driver = simulator.driver().map_err(MachineError::NoDriver)?;
+                let device = driver.device(0).map_err(MachineError::Driver)?;
+                (driver, device, Some(simulator))
+            }
+        };
+        Ok(Ground {
+            context: Context::primary(&driver, device).map_err(MachineError::Driver)?,
+            _simulator: simulator,
+        })
+    }
+
     /// Only a simulated device can be told when to complete its work.
     pub fn check_lag(&self, lag: u64) -> Result<(), Failure> {
         match self {
@@ -100,6 +117,19 @@ impl Machine {
             }
         }
         .map_err(MachineError::Stage)
+    }
+}
+
+/// A context, and the simulator behind it if there is one.
+pub struct Ground {
+    // Goes before the simulator that it calls.
+    context: Context,
+    _simulator: Option<Simulator>,
+}
+
+impl Ground {
+    pub fn context(&self) -> &Context {
+        &self.context
     }
 }
 

@@ -1,9 +1,10 @@
-//! The `cualloc` command: what the machine has, replays of recorded allocations, and the smallest
-//! limits they run under.
+//! The `cualloc` command: what the machine has, replays of recorded allocations, the smallest limits
+//! they run under, and what an allocation costs.
 //!
 //! Results go to stdout, everything else to stderr. The exit code is 0 only if all went well, 2 if
 //! the command line makes no sense, else 1.
 
+mod bench;
 mod capacity;
 mod info;
 mod input;
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
         Command::Info(options) => info::run(options, &mut output),
         Command::Replay(options) => replay::run(options, &mut output),
         Command::Capacity(options) => capacity::run(options, &mut output),
+        Command::Bench(options) => bench::run(options, &mut output),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

@@ -21,6 +21,8 @@ pub enum Command {
     Replay(ReplayOptions),
     /// Find the smallest memory limit that recorded allocations run under.
     Capacity(TraceOptions),
+    /// Measure what an allocation costs, alone and with many threads.
+    Bench(BenchOptions),
 }
 
 #[derive(Args, Debug)]
@@ -85,6 +87,56 @@ pub struct ReplayOptions {
     pub traces: TraceOptions,
 }
 
+#[derive(Args, Debug)]
+pub struct BenchOptions {
+    /// How memory is taken from the driver; by default the best that the device supports.
+    #[arg(long, value_enum)]
+    pub policy: Option<PolicyChoice>,
+    /// Only these, separated by commas; by default all.
+    #[arg(long, value_enum, value_name = "WORK", value_delimiter = ',')]
+    pub only: Vec<Work>,
+    /// A tenth of the operations and fewer repetitions: a look, not a measurement.
+    #[arg(long)]
+    pub quick: bool,
+    #[command(flatten)]
+    pub machine: MachineOptions,
+}
+
+/// What `bench` can do, in the order in which it does it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Work {
+    /// An allocation and its free, in seven sizes.
+    Pair,
+    /// The same with stream handles and pointers.
+    Raw,
+    /// Random slots, filled and emptied: small blocks, and all sizes.
+    Churn,
+    /// Many threads, on a stream each and on one for all.
+    Threads,
+    /// Many threads with blocks of 1 MiB.
+    LargeThreads,
+    /// Blocks that another stream used.
+    Cross,
+    /// A pair beside many free blocks.
+    FreeBlocks,
+    /// A pair through a stack of resources, a workspace pool and a typed pool.
+    FrontEnds,
+}
+
+impl Work {
+    /// All of them.
+    pub const ALL: [Work; 8] = [
+        Work::Pair,
+        Work::Raw,
+        Work::Churn,
+        Work::Threads,
+        Work::LargeThreads,
+        Work::Cross,
+        Work::FreeBlocks,
+        Work::FrontEnds,
+    ];
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum PolicyChoice {
     Packed,
@@ -94,11 +146,22 @@ pub enum PolicyChoice {
 impl TraceOptions {
     /// The policy to ask the allocator for.
     pub fn policy(&self) -> Policy {
-        match self.policy {
-            None => Policy::Auto,
-            Some(PolicyChoice::Packed) => Policy::Packed,
-            Some(PolicyChoice::Classic) => Policy::Classic,
-        }
+        policy(self.policy)
+    }
+}
+
+impl BenchOptions {
+    /// The policy to ask the allocator for.
+    pub fn policy(&self) -> Policy {
+        policy(self.policy)
+    }
+}
+
+fn policy(choice: Option<PolicyChoice>) -> Policy {
+    match choice {
+        None => Policy::Auto,
+        Some(PolicyChoice::Packed) => Policy::Packed,
+        Some(PolicyChoice::Classic) => Policy::Classic,
     }
 }
 

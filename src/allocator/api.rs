@@ -8,9 +8,10 @@ use crate::driver::{CallCounts, Context, Driver, Stream, sys};
 use super::block::Block;
 use super::check::CheckError;
 use super::config::{Config, Policy};
-use super::engine::{Engine, Shared};
+use super::engine::{Engine, Shared, is_special};
 use super::error::Error;
 use super::life::{Keep, Trimmed};
+use super::size;
 use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
 
@@ -31,9 +32,23 @@ use super::stats::Stats;
 /// Until then its handle is used only in calls that name it or that free a block which was
 /// allocated or recorded on it. Memory freed on a stream that was destroyed without this is not
 /// lost, but other streams get it only after the whole context was synchronised.
-#[derive(Clone)]
 pub struct Allocator {
     engine: Shared,
+}
+
+impl Clone for Allocator {
+    fn clone(&self) -> Self {
+        self.engine.add_handle();
+        Allocator {
+            engine: Arc::clone(&self.engine),
+        }
+    }
+}
+
+impl Drop for Allocator {
+    fn drop(&mut self) {
+        self.engine.remove_handle();
+    }
 }
 
 impl Allocator {
@@ -56,7 +71,7 @@ impl Allocator {
     /// ask for, and driver errors.
     pub fn with_config(context: &Context, config: Config) -> Result<Self, Error> {
         Ok(Allocator {
-            engine: Arc::new(Engine::new(context, &config)?),
+            engine: Engine::new(context, &config)?,
         })
     }
 
@@ -100,7 +115,13 @@ impl Allocator {
     /// # Errors
     /// [`Error::InvalidSize`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`],
     /// [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
+    #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
+        if let Some(key) = stream.known_id()
+            && let Some(grant) = self.engine.allocate_at_once(key, bytes)
+        {
+            return Ok(Block::new(&self.engine, grant, bytes));
+        }
         self.allocate_aligned(bytes, 1, stream)
     }
 
@@ -118,7 +139,7 @@ impl Allocator {
         let grant = self
             .engine
             .allocate(&self.engine.named(stream)?, bytes, alignment)?;
-        Ok(Block::new(Arc::clone(&self.engine), grant, bytes))
+        Ok(Block::new(&self.engine, grant, bytes))
     }
 
     /// Allocates only from memory at hand which the stream may use without a wait; `None` if there
@@ -152,7 +173,7 @@ impl Allocator {
         let (grant, free) = self
             .engine
             .allocate_at_hand(&named, bytes, alignment, near)?;
-        let block = grant.map(|grant| Block::new(Arc::clone(&self.engine), grant, bytes));
+        let block = grant.map(|grant| Block::new(&self.engine, grant, bytes));
         Ok((block, free))
     }
 
@@ -171,6 +192,18 @@ impl Allocator {
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
+        if !is_special(stream) {
+            // SAFETY: the caller's contract.
+            match unsafe { self.engine.driver().stream_id(stream) } {
+                Ok(Some(key)) => {
+                    if let Some(grant) = self.engine.allocate_at_once(key, bytes) {
+                        return Ok(grant.ptr);
+                    }
+                }
+                Ok(None) => {}
+                Err(error) => return Err(self.engine.error(error)),
+            }
+        }
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         Ok(self.engine.allocate(&named, bytes, 1)?.ptr)
@@ -237,9 +270,17 @@ impl Allocator {
 
     /// The allocator that a block came from.
     pub(crate) fn of(block: &Block) -> Self {
-        Allocator {
-            engine: Arc::clone(block.engine()),
+        let engine: *const Engine = block.engine();
+        // SAFETY: every engine lies in an `Arc`, and this one is alive while its block is.
+        let engine = unsafe {
+            Arc::increment_strong_count(engine);
+            Arc::from_raw(engine)
+        };
+        engine.add_handle();
+        if engine.lock().orphaned {
+            engine.lock().set_orphaned(false);
         }
+        Allocator { engine }
     }
 
     // ---- streams ---------------------------------------------------------------------------
@@ -293,18 +334,25 @@ impl Allocator {
 
     /// Whether a live block lies around `ptr`.
     pub fn owns(&self, ptr: sys::CUdeviceptr) -> bool {
-        self.engine.around(&self.engine.lock(), ptr).is_some()
+        self.engine.small_around(ptr).is_some()
+            || self.engine.around(&self.engine.lock(), ptr).is_some()
     }
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
         let state = self.engine.lock();
+        if let Some((_, run, stream)) = self.engine.small_around(ptr) {
+            return Some(state.run_info(stream, &run, &[]));
+        }
         let id = self.engine.around(&state, ptr)?;
         Some(state.block_info(id))
     }
 
     /// Usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
+        if let Some((_, run, _)) = self.engine.small_around(ptr) {
+            return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
+        }
         let state = self.engine.lock();
         let id = state.lookup.exact(ptr)?;
         Some(state.records[id].bytes())
@@ -411,7 +459,9 @@ impl Allocator {
 
     /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
     pub fn cached(&self) -> u64 {
-        self.engine.lock().stats.cached()
+        let mut state = self.engine.lock();
+        let (_, allocated) = state.live_totals();
+        state.stats.all.reserved.current.saturating_sub(allocated)
     }
 
     /// Calls of the driver so far, by name, as the function table counted them: those of everything
@@ -422,7 +472,7 @@ impl Allocator {
 
     /// Sets all peaks to the current values, at one instant.
     pub fn reset_peaks(&self) {
-        self.engine.lock().stats.reset_peaks();
+        self.engine.lock().reset_peaks();
     }
 
     /// All segments with their blocks, by address, at one instant.
@@ -469,10 +519,11 @@ impl super::state::State {
         stats.largest_free = self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0);
         stats.nodes = self.records.len() as u64;
         stats.limit = self.limit;
+        self.add_fronts(&mut stats);
         stats
     }
 
-    /// Free bytes in all spaces. Pages are in use in the small arena and carved elsewhere.
+    /// Free bytes in all spaces. Pages are in use in the small arena and carved by their fronts.
     pub(crate) fn free_bytes(&self) -> u64 {
         self.spaces().map(|s| s.free_bytes()).sum()
     }

@@ -5,10 +5,13 @@
 use super::engine::{Engine, Guard, Named};
 use super::error::Error;
 use super::fit::Run;
+use super::front::cache;
+use super::fronts::EngineFront;
 use super::raw::{Call, Grant, Request};
 use super::records::{NIL, SpaceId, State as Extent};
 use super::size::GRANULE;
-use super::state::{PAGE_GRANULES, State, Want};
+use super::state::{State, Want};
+use super::streams::StreamKey;
 
 impl Engine {
     /// Allocates from memory that the stream may use without a wait: at the first of the addresses
@@ -22,6 +25,12 @@ impl Engine {
         near: &[u64],
     ) -> Result<(Option<Grant>, Vec<u64>), Error> {
         let request = Request::new(bytes, alignment)?;
+        if let Some(small) = self.small_request(&request)
+            && let StreamKey::Id(key) = named.key
+            && let Some(found) = self.small_near(key, small, near)
+        {
+            return Ok(found);
+        }
         drop(self.open()?);
         self.refuse_capture(named)?;
         self.free_deferred();
@@ -32,7 +41,22 @@ impl Engine {
         }
         // Nothing is announced before there is a block: a request for what is at hand may find none.
         let call = Call::begin(self, &mut state, stream, 0);
-        let (mut state, found, free) = self.take_on(state, stream, &request, near)?;
+        let front = state.front_of(stream, cache::thread_number());
+        let (mut state, found, free) = match self.small_request(&request) {
+            Some(small) => {
+                if let StreamKey::Id(key) = named.key {
+                    cache::remember(self.id, key, front);
+                }
+                let (state, found) = self.take_small(state, front, small, near)?;
+                let free = near.iter().copied();
+                (
+                    state,
+                    found,
+                    free.filter(|at| self.is_free_small(*at)).collect(),
+                )
+            }
+            None => self.take_on(state, front, &request, near)?,
+        };
         call.end(&mut state);
         Ok((found, free))
     }
@@ -40,16 +64,12 @@ impl Engine {
     fn take_on<'a>(
         &'a self,
         mut state: Guard<'a>,
-        stream: u32,
+        front: &'static EngineFront,
         request: &Request,
         near: &[u64],
     ) -> Result<(Guard<'a>, Option<Grant>, Vec<u64>), Error> {
-        let small = state.is_small(request.span_bytes());
-        let space = match (state.packed, small) {
-            (true, true) => SpaceId::Pages(stream),
-            (false, true) => SpaceId::Small,
-            _ => SpaceId::Large,
-        };
+        let space = state.space_of(request);
+        let stream = front.lock().slot;
         let want = request.want(space, stream);
         let mut found = state.take_near(&want, near);
         if found.is_none() && (!near.is_empty() || state.best(&want).is_none()) {
@@ -58,7 +78,7 @@ impl Engine {
             state = self.poll(state)?;
             found = state.take_near(&want, near);
         }
-        let mut found = found.or_else(|| state.take_at_hand(&want));
+        let mut found = found.or_else(|| state.take_best(&want));
         if found.is_none()
             && let Some(run) = self.view_at_hand(&state, &want)
         {
@@ -72,7 +92,7 @@ impl Engine {
         };
         state.stats.hits += 1;
         state.announce(want.requested);
-        let grant = state.granted(id, stream, want.requested);
+        let grant = state.granted(id, stream, want.requested, front);
         Ok((state, Some(grant), free))
     }
 }
@@ -85,31 +105,13 @@ impl State {
     }
 
     fn best(&mut self, want: &Want) -> Option<Run> {
-        if !self.streams.several() && !matches!(want.space, SpaceId::Pages(_)) {
+        if !self.streams.several() {
             self.adopt_complete(want.space, want.stream);
         }
         self.finder(want.space, want.stream)?.ready_run(want)
     }
 
-    fn take_at_hand(&mut self, want: &Want) -> Option<u32> {
-        if !matches!(want.space, SpaceId::Pages(_)) {
-            return self.take_best(want);
-        }
-        if let Some(id) = self.fit_in_page(want) {
-            return Some(id);
-        }
-        let page = Want {
-            space: SpaceId::Small,
-            granules: PAGE_GRANULES,
-            align: 1,
-            ..*want
-        };
-        let id = self.take_best(&page)?;
-        self.page_taken(id, want.stream);
-        self.fit_in_page(want)
-    }
-
-    fn take_best(&mut self, want: &Want) -> Option<u32> {
+    pub(crate) fn take_best(&mut self, want: &Want) -> Option<u32> {
         let run = self.best(want)?;
         let id = self.take(want, run)?;
         self.stats.rungs.ready += 1;

@@ -1,12 +1,14 @@
 //! A block of device memory that frees itself.
 
 use std::fmt;
+use std::ptr::NonNull;
 
-use crate::driver::{Stream, sys};
+use crate::driver::{Stream, process, sys};
 
-use super::engine::Shared;
+use super::engine::Engine;
 use super::error::Error;
-use super::raw::Grant;
+use super::front::{Freed, Held, Inner, Life, Node};
+use super::raw::{Grant, Lifetime};
 use super::streams::Holder;
 
 /// Device memory with one owner. Dropping it gives the memory back in the order of its stream:
@@ -15,15 +17,24 @@ use super::streams::Holder;
 /// `Send` and `Sync`: a block is an address with a lifetime, nothing in it is read or written on the
 /// host. It may outlive the [`Allocator`](super::Allocator) handle it came from.
 pub struct Block {
-    engine: Shared,
+    /// Kept alive by the front that is the block's home. A count of references would be a word that
+    /// all threads write.
+    engine: NonNull<Engine>,
     grant: Grant,
     requested: usize,
 }
 
+// SAFETY: an `Engine` is `Send` and `Sync`, and so is all the rest.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
+
 impl Block {
-    pub(crate) fn new(engine: Shared, grant: Grant, requested: usize) -> Self {
+    /// The engine is one that lies in an `Arc`, and the grant is its.
+    #[inline]
+    pub(crate) fn new(engine: &Engine, grant: Grant, requested: usize) -> Self {
         Block {
-            engine,
+            engine: NonNull::from(engine),
             grant,
             requested,
         }
@@ -50,15 +61,28 @@ impl Block {
         (self.grant.id, self.grant.generation)
     }
 
-    pub(crate) fn engine(&self) -> &Shared {
-        &self.engine
+    pub(crate) fn engine(&self) -> &Engine {
+        // SAFETY: the block is live, so its engine is not closed, and the front of the block's
+        // stream holds a reference to it.
+        unsafe { self.engine.as_ref() }
+    }
+
+    fn lifetime(&self) -> Lifetime {
+        Lifetime {
+            id: self.grant.id,
+            generation: self.grant.generation,
+            ptr: self.grant.ptr,
+        }
     }
 
     /// Whether the block's own stream was retired, so that a free takes its last marker for the end
     /// of all its work.
     pub(crate) fn stream_retired(&self) -> bool {
-        let state = self.engine.lock();
-        let stream = state.records[self.grant.id].stream;
+        let state = self.engine().lock();
+        let stream = match self.grant.node {
+            Some(_) => self.grant.home.lock().slot,
+            None => state.records[self.grant.id].stream,
+        };
         matches!(state.streams[stream].holder, Holder::Retired)
     }
 
@@ -68,8 +92,8 @@ impl Block {
     /// # Errors
     /// [`Error::Capturing`]; a lost context; driver errors.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
-        self.engine
-            .record(self.grant.ptr, &self.engine.named(stream)?, false)
+        let engine = self.engine();
+        engine.record(self.grant.ptr, &engine.named(stream)?, false)
     }
 
     /// Says that another stream used the block and will not again: reuse waits only for what that
@@ -78,8 +102,8 @@ impl Block {
     /// # Errors
     /// As [`record_stream`](Self::record_stream).
     pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
-        self.engine
-            .record(self.grant.ptr, &self.engine.named(stream)?, true)
+        let engine = self.engine();
+        engine.record(self.grant.ptr, &engine.named(stream)?, true)
     }
 
     /// Frees the block; unlike a drop it reports failures, and gives the block back with them.
@@ -87,15 +111,37 @@ impl Block {
     /// # Errors
     /// [`Error::Capturing`]; a lost context; driver errors.
     pub fn free(self) -> Result<(), FreeError> {
-        match self
-            .engine
-            .free_block(self.grant.id, self.grant.generation, self.grant.ptr)
-        {
+        match self.try_free() {
             Ok(()) => {
-                self.forget();
+                std::mem::forget(self);
                 Ok(())
             }
             Err(error) => Err(FreeError { block: self, error }),
+        }
+    }
+
+    fn try_free(&self) -> Result<(), Error> {
+        let engine = self.engine();
+        engine.usable()?;
+        let grant = &self.grant;
+        match grant.node {
+            Some(node) => engine.free_small(grant.home, node, grant.ptr, Some(grant.generation)),
+            None => engine.free_block(&self.lifetime()),
+        }
+    }
+
+    /// Frees a small block when its front cannot do it at once.
+    #[cold]
+    fn drop_small(&self, mut inner: Held<'_, Inner<Engine>>, node: Node) {
+        let freed = inner.free(node, self.grant.ptr, Some(self.grant.generation));
+        if freed == Freed::Done {
+            return;
+        }
+        // From here on only this keeps the engine, if the block was the last one.
+        let engine = inner.owner.clone();
+        drop(inner);
+        if let Some(engine) = engine {
+            engine.small_dropped(self.grant.home, self.lifetime(), node, freed);
         }
     }
 
@@ -103,21 +149,24 @@ impl Block {
     /// [`Allocator::free_raw`](super::Allocator::free_raw) gets its address.
     pub fn into_raw(self) -> sys::CUdeviceptr {
         let ptr = self.grant.ptr;
-        self.forget();
+        std::mem::forget(self);
         ptr
-    }
-
-    /// Drops everything but the memory.
-    fn forget(self) {
-        let mut this = std::mem::ManuallyDrop::new(self);
-        // SAFETY: `this` is not dropped and not used again, so the engine is dropped once.
-        unsafe { std::ptr::drop_in_place(&mut this.engine) }
     }
 }
 
 impl Drop for Block {
+    #[inline]
     fn drop(&mut self) {
-        self.engine.drop_block(self.grant.id, self.grant.generation);
+        if let Some(node) = self.grant.node
+            && process::is_quiet()
+        {
+            let mut inner = self.grant.home.lock();
+            if !inner.free_at_once(node, Life::Generation(self.grant.generation)) {
+                self.drop_small(inner, node);
+            }
+            return;
+        }
+        self.engine().drop_block(self.lifetime());
     }
 }
 

@@ -32,7 +32,7 @@ pub struct CheckError {
     pub found: u64,
 }
 
-fn same(what: &'static str, expected: u64, found: u64) -> Result<(), CheckError> {
+pub(crate) fn same(what: &'static str, expected: u64, found: u64) -> Result<(), CheckError> {
     if expected == found {
         Ok(())
     } else {
@@ -44,7 +44,7 @@ fn same(what: &'static str, expected: u64, found: u64) -> Result<(), CheckError>
     }
 }
 
-fn holds(what: &'static str, condition: bool) -> Result<(), CheckError> {
+pub(crate) fn holds(what: &'static str, condition: bool) -> Result<(), CheckError> {
     same(what, 1, u64::from(condition))
 }
 
@@ -81,6 +81,7 @@ impl State {
             self.lookup.len() as u64,
         )?;
         same("pages known", sums.pages, self.page_ids.len() as u64)?;
+        self.check_fronts(&sums)?;
         self.check_held(&sums)?;
         self.check_streams(&sums)?;
         self.check_counters(&sums)
@@ -161,9 +162,7 @@ impl State {
                     Extent::Busy | Extent::Quarantined => {}
                     Extent::Vacant => holds("a linked record is in use", false)?,
                 }
-                if hot.state != Extent::Unmapped
-                    && !matches!(space.id, SpaceId::Pages(_) | SpaceId::Views)
-                {
+                if hot.state != Extent::Unmapped && space.id != SpaceId::Views {
                     sums.mapped.insert(hot.addr, hot.bytes());
                 }
                 end = hot.end();
@@ -187,13 +186,11 @@ impl State {
                 u64::from(id),
                 u64::from(self.page_ids.get(&hot.addr).copied().unwrap_or(NIL)),
             )?;
-            let region = self
-                .space(SpaceId::Pages(hot.stream))
-                .and_then(|s| s.regions().get(&hot.addr));
+            let owner = self.table.find(hot.addr);
             return same(
-                "a page is a region of its stream",
-                PAGE,
-                region.map_or(0, |r| r.bytes),
+                "a page is in a front of its stream",
+                u64::from(hot.stream),
+                owner.map_or(u64::MAX, |(front, _)| u64::from(front.lock().slot)),
             );
         }
         if space.id == SpaceId::Views {
@@ -342,11 +339,63 @@ impl State {
         Ok(())
     }
 
+    /// Fronts, their pages, and what they hold back.
+    fn check_fronts(&self, sums: &Sums) -> Result<(), CheckError> {
+        let (mut pages, mut fronts) = (0, 0);
+        let mut waiting: HashMap<u32, u64> = HashMap::new();
+        for held in &self.fronts.held_back {
+            *waiting.entry(held.front.rank).or_default() += 1;
+        }
+        for (stream, slot) in self.streams.iter() {
+            let mut own = 0;
+            for front in &slot.fronts {
+                let inner = front.lock();
+                fronts += 1;
+                own += inner.heap.page_count() as u64;
+                same("a front knows its stream", stream.into(), inner.slot.into())?;
+                same("a front knows its allocator", self.id, inner.allocator)?;
+                if let Err(what) = inner.heap.check() {
+                    return holds(what, false);
+                }
+                let mut live = [0; 3];
+                for (page, info) in inner.heap.pages() {
+                    let found = self.table.find(info.base).map(|(f, at)| (f.rank, at));
+                    holds(
+                        "a page is found by its address",
+                        found == Some((front.rank, page)),
+                    )?;
+                    for block in inner.heap.runs(page).filter_map(|run| run.live) {
+                        let bytes = u64::from(block.granules) * super::size::GRANULE;
+                        live[0] += bytes;
+                        live[1] += bytes - u64::from(block.slack);
+                        live[2] += 1;
+                    }
+                }
+                for (account, live) in inner.accounts.each().into_iter().zip(live) {
+                    same("a front counts what is live in it", live, account.current())?;
+                }
+                same(
+                    "batches that wait are known to their front",
+                    waiting.get(&front.rank).copied().unwrap_or(0),
+                    inner.waiting.into(),
+                )?;
+            }
+            same("pages of a stream", own, slot.pages.into())?;
+            pages += own;
+        }
+        same(
+            "every front has a stream",
+            fronts,
+            self.fronts.all().len() as u64,
+        )?;
+        same("every page has a front", sums.pages, pages)
+    }
+
     fn check_streams(&self, sums: &Sums) -> Result<(), CheckError> {
         for (stream, slot) in self.streams.iter() {
             same(
                 "live blocks of a stream",
-                sums.on_stream.get(&stream).copied().unwrap_or(0),
+                sums.on_stream.get(&stream).copied().unwrap_or(0) + self.small_uses(stream),
                 slot.live,
             )?;
             holds(
@@ -369,6 +418,12 @@ impl State {
         )
     }
 
+    /// Uses of a stream on live small blocks, as far as the books keep them.
+    fn small_uses(&self, stream: u32) -> u64 {
+        let uses = self.fronts.recorded.values().flatten();
+        uses.filter(|r| r.stream == stream).count() as u64
+    }
+
     fn check_counters(&self, sums: &Sums) -> Result<(), CheckError> {
         let stats = &self.stats;
         for (pool, at) in [(&stats.small, 0), (&stats.large, 1)] {
@@ -389,6 +444,7 @@ impl State {
                 pool.active.current,
             )?;
         }
+        self.check_limits()?;
         for (all, small, large) in [
             (
                 stats.all.allocations,

@@ -41,6 +41,13 @@ pub struct Config {
     /// Work that reads through one address what a grid still running writes through another (a
     /// persistent kernel, a dependent launch before its wait) is outside what views promise.
     pub views: bool,
+    /// Whether every call asks from the start if its stream is being captured. Off by default: then
+    /// blocks of up to 64 KiB that are at hand are given out and taken back without a call of the
+    /// driver until the process is seen to capture streams, by
+    /// [`begin_capture`](crate::driver::Entered::begin_capture) or by any call that asks anyway
+    /// (for larger blocks, for more memory, at markers). For programs that begin captures through
+    /// other libraries and want each misuse reported, the first one included.
+    pub capture_checks: bool,
 }
 
 impl Default for Config {
@@ -50,6 +57,7 @@ impl Default for Config {
             limit: None,
             peers: Vec::new(),
             views: true,
+            capture_checks: false,
         }
     }
 }
@@ -81,6 +89,12 @@ impl Config {
     /// Allows or forbids views.
     pub fn views(mut self, on: bool) -> Self {
         self.views = on;
+        self
+    }
+
+    /// Asks about captures from the start, or only when they are seen.
+    pub fn capture_checks(mut self, on: bool) -> Self {
+        self.capture_checks = on;
         self
     }
 
@@ -163,7 +177,8 @@ pub enum ConfigError {
 }
 
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` (with
-/// an optional suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`.
+/// an optional suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`,
+/// `capture_checks=on|off`.
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};
@@ -207,18 +222,23 @@ impl FromStr for Config {
                         .map(|p| p.parse().map_err(|_| invalid()))
                         .collect::<Result<_, _>>()?;
                 }
-                "views" => {
-                    config.views = match value {
-                        "on" => true,
-                        "off" => false,
-                        _ => return Err(invalid()),
-                    }
+                "views" => config.views = parse_switch(value).ok_or_else(invalid)?,
+                "capture_checks" => {
+                    config.capture_checks = parse_switch(value).ok_or_else(invalid)?;
                 }
                 _ => return Err(ConfigError::UnknownKey(key.into())),
             }
         }
         config.validate()?;
         Ok(config)
+    }
+}
+
+fn parse_switch(value: &str) -> Option<bool> {
+    match value {
+        "on" => Some(true),
+        "off" => Some(false),
+        _ => None,
     }
 }
 

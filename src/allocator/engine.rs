@@ -1,14 +1,16 @@
 //! The allocator's inside: one lock around the books, driver calls outside it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use crate::driver::process;
 use crate::driver::{
     Context, Device, Driver, DriverError, MemoryProperties, Stream, StreamKind, sys,
 };
 
 use super::config::{Config, Limit, Policy};
 use super::error::Error;
+use super::front::PageTable;
 use super::hooks::Hooks;
 use super::state::State;
 use super::streams::{Holder, StreamKey};
@@ -48,14 +50,22 @@ pub(crate) struct Engine {
     pub total_memory: u64,
     pub hooks: Hooks,
     pub log: RareLog,
+    /// Which front has which page.
+    pub pages: Arc<PageTable<Engine>>,
+    /// Allocators that stand for this one.
+    handles: AtomicUsize,
+    /// Every call asks whether its stream is captured, also where nothing else needs the driver.
+    ask_captures: bool,
     state: Mutex<State>,
     lost: OnceLock<DriverError>,
+    /// Fronts serve here, and the context is not lost.
+    at_once: AtomicBool,
 }
 
 pub(crate) type Guard<'a> = MutexGuard<'a, State>;
 
 impl Engine {
-    pub(crate) fn new(context: &Context, config: &Config) -> Result<Self, Error> {
+    pub(crate) fn new(context: &Context, config: &Config) -> Result<Shared, Error> {
         config.validate()?;
         let (driver, device) = (context.driver(), context.device());
         let able = driver.supports_vmm(device)?;
@@ -98,8 +108,10 @@ impl Engine {
             MemoryProperties::plain(device)
         };
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        Ok(Engine {
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let pages = Arc::new(PageTable::new());
+        Ok(Arc::new_cyclic(|me| Engine {
+            id,
             context: context.clone(),
             device,
             packed,
@@ -109,9 +121,65 @@ impl Engine {
             total_memory,
             hooks: Hooks::default(),
             log: RareLog::default(),
-            state: Mutex::new(State::new(device.ordinal(), packed, limit)),
+            handles: AtomicUsize::new(1),
+            ask_captures: config.capture_checks,
+            state: Mutex::new(State::new(
+                (me.clone(), id),
+                Arc::clone(&pages),
+                device.ordinal(),
+                packed,
+                limit,
+            )),
+            pages,
             lost: OnceLock::new(),
-        })
+            at_once: AtomicBool::new(packed && !config.capture_checks),
+        }))
+    }
+
+    /// Another [`Allocator`](super::Allocator) stands for this engine.
+    pub(crate) fn add_handle(&self) {
+        self.handles.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// One less; the last one closes the engine, or leaves that to the last block.
+    pub(crate) fn remove_handle(&self) {
+        if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.abandon();
+        }
+    }
+
+    /// Nobody can ask for memory any more: gives everything back, now or when the last block goes.
+    pub(crate) fn abandon(&self) {
+        if self.usable().is_err() || self.handles.load(Ordering::Acquire) > 0 {
+            return;
+        }
+        {
+            let mut state = self.lock();
+            if state.closed {
+                return;
+            }
+            state.set_orphaned(true);
+        }
+        match self.close() {
+            Ok(()) | Err(Error::LiveBlocks { .. } | Error::Closed) => {}
+            Err(error) => log::warn!(
+                "an allocator on device {} leaks its memory: {error}",
+                self.device.ordinal()
+            ),
+        }
+    }
+
+    /// Whether fronts may serve a call without a look at anything else.
+    #[inline]
+    pub(crate) fn unwatched(&self) -> bool {
+        self.at_once.load(Ordering::Relaxed) && process::is_quiet()
+    }
+
+    /// Whether a call has to look at more than its front: the process forked or ends, or somebody
+    /// captures streams.
+    #[inline]
+    pub(crate) fn watchful(&self) -> bool {
+        !process::is_quiet() || self.ask_captures
     }
 
     pub(crate) fn driver(&self) -> &Driver {
@@ -127,6 +195,7 @@ impl Engine {
     /// Turns a driver's error into ours, and remembers a lost context.
     pub(crate) fn error(&self, error: DriverError) -> Error {
         if error.is_fatal() {
+            self.at_once.store(false, Ordering::Relaxed);
             return Error::ContextLost(*self.lost.get_or_init(|| error));
         }
         Error::Driver(error)
@@ -329,7 +398,8 @@ impl Engine {
         }
         state.streams.forget_key(stream);
         let former = std::mem::replace(&mut state.streams[stream].holder, Holder::Retired);
-        state.flush_pages_of(stream);
+        state.set_fast(stream, false);
+        state.flush_fronts_of(stream);
         state.recycle(stream);
         drop(state);
         // Destroys the stream if nobody else holds it: a driver call, so outside the lock.
@@ -352,21 +422,6 @@ pub(crate) fn is_special(raw: sys::CUstream) -> bool {
 /// Whether the handle means a different stream on each thread.
 pub(crate) fn is_per_thread(raw: usize) -> bool {
     raw == 2
-}
-
-impl Drop for Engine {
-    fn drop(&mut self) {
-        if self.usable().is_err() || self.lock().closed {
-            return;
-        }
-        match self.close() {
-            Ok(()) => {}
-            Err(error) => log::warn!(
-                "an allocator on device {} leaks its memory: {error}",
-                self.device.ordinal()
-            ),
-        }
-    }
 }
 
 /// The shared inside of an allocator and its blocks.

@@ -157,7 +157,7 @@ impl Engine {
                 }
                 Step::Flush => {
                     climb.flushed = true;
-                    if state.flush_pages() {
+                    if state.flush_fronts() {
                         state.stats.rungs.flushed += 1;
                     }
                 }
@@ -572,8 +572,7 @@ impl State {
         }
         if matches!(uses, super::uses::Uses::Many(_)) {
             let bytes = self.records[id].bytes();
-            self.stats
-                .on_pool(want.space == SpaceId::Small, |pool| pool.active.add(bytes));
+            self.mixed_added(want.space, bytes);
         }
         let (space, records) = self.parts(want.space);
         records.cold_mut(id).owner = want.stream;

@@ -41,12 +41,8 @@ impl Engine {
         self.free_deferred();
         let ours: Vec<u32> = {
             let mut state = self.open()?;
-            state.flush_pages();
-            let slots = state.streams.iter();
-            slots
-                .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
-                .map(|(stream, _)| stream)
-                .collect()
+            state.flush_fronts();
+            state.kept_uncovered()
         };
         self.mark_all(&ours);
         let retried = self.retry_strays();
@@ -54,8 +50,9 @@ impl Engine {
         state.ask_again();
         let mut state = self.poll(state)?;
         state.settle();
+        let (_, allocated) = state.live_totals();
         let all = &state.stats.all;
-        let idle = if keep.held(all.allocated.current) < all.reserved.current {
+        let idle = if keep.held(allocated) < all.reserved.current {
             state.idle_views(usize::MAX)
         } else {
             Vec::new()
@@ -66,7 +63,7 @@ impl Engine {
         let (plan, pending) = state.plan_trim(keep, self.context.key());
         state.level = 0;
         state.work = 0;
-        state.peak_live = state.stats.all.requested.current;
+        state.peak_live = state.requested_now();
         drop(state);
         let released = self.release(plan)?;
         evicted?;
@@ -85,9 +82,9 @@ impl Engine {
             }
             std::mem::take(&mut state.deferred)
         };
-        for (id, generation) in deferred {
+        for block in deferred {
             // One that is still capturing is deferred again in there.
-            self.drop_block(id, generation);
+            self.drop_block(block);
         }
     }
 
@@ -103,19 +100,23 @@ impl Engine {
                 .iter()
                 .map(|(_, slot)| u64::from(slot.calls))
                 .sum();
-            let live = state.stats.all.allocations.current + calls;
-            if live > 0 {
-                return Err(Error::LiveBlocks {
-                    blocks: live,
-                    bytes: state.stats.all.allocated.current,
-                });
+            let (blocks, bytes) = state.shut(calls);
+            if blocks > 0 {
+                return Err(Error::LiveBlocks { blocks, bytes });
             }
             state.closed = true;
         }
         let result = self.give_everything_back();
         let mut state = self.lock();
         state.closed = result.is_ok();
+        if result.is_err() {
+            state.open_fronts();
+        }
         if state.closed {
+            let streams: Vec<u32> = state.streams.iter().map(|(stream, _)| stream).collect();
+            for stream in streams {
+                state.drop_fronts(stream);
+            }
             // Handles are destroyed outside the lock.
             let events = std::mem::take(&mut state.events);
             drop(state);
@@ -127,12 +128,12 @@ impl Engine {
     fn give_everything_back(&self) -> Result<(), Error> {
         // A page that is handed back may still be in use by its stream, and one that other streams
         // used can be handed back only when they are done.
-        self.lock().flush_pages();
+        self.lock().flush_fronts();
         loop {
             self.settle_all()?;
             let mut state = self.lock();
             state.settle();
-            if !state.flush_pages() && state.streams.iter().all(|(_, slot)| slot.covered()) {
+            if !state.flush_fronts() && state.streams.iter().all(|(_, slot)| slot.covered()) {
                 break;
             }
         }

@@ -290,7 +290,7 @@ impl Engine {
     /// The error that says everything about a failed request. Cannot fail itself.
     pub(crate) fn out_of_memory(
         &self,
-        state: super::engine::Guard<'_>,
+        mut state: super::engine::Guard<'_>,
         want: &Want,
         refusal: Option<DriverError>,
     ) -> Error {
@@ -450,13 +450,14 @@ impl State {
     }
 
     /// What an out-of-memory error reports of the books.
-    pub(crate) fn picture(&self, requested: u64) -> OutOfMemory {
+    pub(crate) fn picture(&mut self, requested: u64) -> OutOfMemory {
+        let (_, allocated) = self.live_totals();
         OutOfMemory {
             requested,
             limit: self.limit,
             reserved: self.stats.all.reserved.current,
-            allocated: self.stats.all.allocated.current,
-            cached: self.stats.cached(),
+            allocated,
+            cached: self.stats.all.reserved.current.saturating_sub(allocated),
             largest_free: self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0),
             pending: self.pending_bytes(),
             pinned: self.pinned(),
@@ -504,9 +505,8 @@ impl State {
     fn pinned(&self) -> Vec<PinnedSegment> {
         let mut live: std::collections::BTreeMap<u64, PinnedSegment> =
             std::collections::BTreeMap::new();
-        for (id, hot) in self.records.iter() {
-            if hot.state != Extent::Used || matches!(self.records.cold(id).space, SpaceId::Pages(_))
-            {
+        for (_, hot) in self.records.iter() {
+            if hot.state != Extent::Used {
                 continue;
             }
             let (mut addr, end) = (hot.addr, hot.end());

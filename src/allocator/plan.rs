@@ -317,7 +317,7 @@ impl State {
             plan.extend(over.into_iter().map(|(addr, bytes)| (space, addr, bytes)));
         }
         let held = self.stats.all.reserved.current;
-        let mut excess = held.saturating_sub(keep.held(self.stats.all.allocated.current));
+        let mut excess = held.saturating_sub(keep.held(self.live_totals().1));
         let mut releases = Vec::new();
         // From the top of the address space, so that arenas shrink from their end.
         plan.sort_unstable_by_key(|(_, addr, _)| std::cmp::Reverse(*addr));

@@ -4,9 +4,11 @@ use crate::driver::sys;
 
 use super::engine::{Engine, Guard, Named, is_per_thread};
 use super::error::Error;
-use super::records::{SpaceId, State as Extent};
+use super::front::{self, Freed, Life, Node, PAGE_GRAINS, SMALL_ID, Small};
+use super::fronts::EngineFront;
+use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, MAX_ALIGNMENT, round_size};
-use super::state::{AfterFree, PAGE_GRANULES, State, Want};
+use super::state::{AfterFree, State, Want};
 use super::streams::{Holder, StreamKey};
 
 /// A live block as it was handed out.
@@ -16,6 +18,18 @@ pub(crate) struct Grant {
     pub generation: u32,
     pub ptr: sys::CUdeviceptr,
     pub bytes: u64,
+    /// The front of its stream that keeps the allocator alive for it, and
+    pub home: &'static EngineFront,
+    /// where a small block lies in there.
+    pub node: Option<Node>,
+}
+
+/// One life of a block: its number, its generation, and where it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Lifetime {
+    pub id: u32,
+    pub generation: u32,
+    pub ptr: sys::CUdeviceptr,
 }
 
 /// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
@@ -91,6 +105,17 @@ impl Request {
         u64::from(self.granules + self.align - 1) * GRANULE
     }
 
+    /// The request to a front, if it is one for fronts.
+    #[inline]
+    pub(crate) fn small(&self) -> Option<Small> {
+        let span = self.granules + self.align - 1;
+        (span <= PAGE_GRAINS).then_some(Small {
+            granules: self.granules,
+            align: self.align,
+            requested: self.requested as u32,
+        })
+    }
+
     pub(crate) fn want(&self, space: SpaceId, stream: u32) -> Want {
         Want {
             space,
@@ -104,6 +129,7 @@ impl Request {
 
 impl Engine {
     /// Allocates on a stream.
+    #[inline]
     pub(crate) fn allocate(
         &self,
         named: &Named<'_>,
@@ -111,6 +137,17 @@ impl Engine {
         alignment: usize,
     ) -> Result<Grant, Error> {
         let request = Request::new(bytes, alignment)?;
+        if alignment as u64 <= GRANULE
+            && let StreamKey::Id(key) = named.key
+            && let Some(grant) = self.allocate_at_once(key, bytes)
+        {
+            return Ok(grant);
+        }
+        self.allocate_in_books(named, &request)
+    }
+
+    #[inline(never)]
+    fn allocate_in_books(&self, named: &Named<'_>, request: &Request) -> Result<Grant, Error> {
         drop(self.open()?);
         self.refuse_capture(named)?;
         self.free_deferred();
@@ -119,112 +156,68 @@ impl Engine {
         if state.closed {
             return Err(Error::Closed);
         }
+        let front = state.front_of(stream, front::cache::thread_number());
         let call = Call::begin(self, &mut state, stream, request.requested);
-        let (mut state, grant) = self.allocate_on(state, stream, &request)?;
+        let (mut state, grant) = match self.small_request(request) {
+            Some(small) => match self.obtain_small(state, (named.key, stream), front, small) {
+                // At a limit memory of the other arena is better than none.
+                Err(Error::OutOfMemory(refusal)) => self
+                    .left_over(&request.want(SpaceId::Large, stream), front)
+                    .ok_or(Error::OutOfMemory(refusal))?,
+                obtained => obtained?,
+            },
+            None => self.allocate_large(state, stream, front, request)?,
+        };
         call.end(&mut state);
         Ok(grant)
     }
 
-    fn allocate_on<'a>(
+    /// Room for a small request in the arena of large ones, when no page could be had for it.
+    fn left_over(&self, want: &Want, front: &'static EngineFront) -> Option<(Guard<'_>, Grant)> {
+        let mut state = self.lock();
+        let run = state.finder(want.space, want.stream)?.ready_run(want)?;
+        let id = state.take(want, run)?;
+        // It did not run out after all.
+        state.stats.ooms -= 1;
+        let grant = state.granted(id, want.stream, want.requested, front);
+        Some((state, grant))
+    }
+
+    fn allocate_large<'a>(
         &'a self,
         state: Guard<'a>,
         stream: u32,
+        front: &'static EngineFront,
         request: &Request,
     ) -> Result<(Guard<'a>, Grant), Error> {
-        let span = request.span_bytes();
-        let (mut state, id, missed) = if state.packed && state.is_small(span) {
-            self.obtain_in_page(state, &request.want(SpaceId::Pages(stream), stream))?
-        } else {
-            let space = if !state.packed && state.is_small(span) {
-                SpaceId::Small
-            } else {
-                SpaceId::Large
-            };
-            self.obtain(state, &request.want(space, stream))?
-        };
+        let space = state.space_of(request);
+        let (mut state, id, missed) = self.obtain(state, &request.want(space, stream))?;
         if missed {
             state.stats.misses += 1;
         } else {
             state.stats.hits += 1;
         }
-        let grant = state.granted(id, stream, request.requested);
+        let grant = state.granted(id, stream, request.requested, front);
         Ok((state, grant))
     }
 
-    /// Finds room in the pages of a stream, with another page if need be.
-    fn obtain_in_page<'a>(
-        &'a self,
-        mut state: Guard<'a>,
-        want: &Want,
-    ) -> Result<(Guard<'a>, u32, bool), Error> {
-        if let Some(id) = state.fit_in_page(want) {
-            return Ok((state, id, false));
-        }
-        if state.waits_in_pages(want.stream) {
-            // Blocks that other streams used may be free by now.
-            state = self.poll(state)?;
-            if let Some(id) = state.fit_in_page(want) {
-                return Ok((state, id, false));
-            }
-        }
-        let page = Want {
-            space: SpaceId::Small,
-            stream: want.stream,
-            granules: PAGE_GRANULES,
-            // Everything in the arena of pages is a multiple of a page.
-            align: 1,
-            requested: want.requested,
-        };
-        let (mut state, page, missed) = match self.obtain(state, &page) {
-            Ok(obtained) => obtained,
-            // At a limit memory of the other arena is better than none.
-            Err(Error::OutOfMemory(refusal)) => {
-                let (state, id) = self.left_over(want).ok_or(Error::OutOfMemory(refusal))?;
-                return Ok((state, id, true));
-            }
-            Err(error) => return Err(error),
-        };
-        state.page_taken(page, want.stream);
-        match state.fit_in_page(want) {
-            Some(id) => Ok((state, id, missed)),
-            // A whole page holds every request that comes here.
-            None => Err(Error::InvalidSize {
-                requested: want.requested,
-            }),
-        }
-    }
-
-    /// Room for a small request in the arena of large ones, when no page could be had for it.
-    fn left_over(&self, want: &Want) -> Option<(Guard<'_>, u32)> {
-        let want = Want {
-            space: SpaceId::Large,
-            ..*want
-        };
-        let mut state = self.lock();
-        let run = state.finder(want.space, want.stream)?.ready_run(&want)?;
-        let id = state.take(&want, run)?;
-        // It did not run out after all.
-        state.stats.ooms -= 1;
-        state.stats.misses -= 1;
-        Some((state, id))
-    }
-
-    /// The live block that starts at a pointer.
+    /// The live large block that starts at a pointer.
     fn live(&self, state: &State, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
         if let Some(id) = state.lookup.exact(ptr) {
             return Ok(id);
         }
+        let interior = |base| Error::InteriorPointer { ptr, base };
         Err(match self.around(state, ptr) {
-            Some(id) => Error::InteriorPointer {
-                ptr,
-                base: state.records[id].addr,
+            Some(id) => interior(state.records[id].addr),
+            None => match self.small_around(ptr) {
+                Some((_, run, _)) => interior(run.ptr),
+                None if state.ours(ptr) => Error::NotLive { ptr },
+                None => Error::NotOurs { ptr },
             },
-            None if state.ours(ptr) => Error::NotLive { ptr },
-            None => Error::NotOurs { ptr },
         })
     }
 
-    /// The live block around a pointer.
+    /// The live large block around a pointer.
     pub(crate) fn around(&self, state: &State, ptr: sys::CUdeviceptr) -> Option<u32> {
         state
             .lookup
@@ -233,7 +226,36 @@ impl Engine {
     }
 
     /// Frees the block that starts at a pointer.
+    #[inline]
     pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        if self.unwatched()
+            && let Some((front, node)) = self.small_at(ptr)
+        {
+            let mut inner = front.lock();
+            if inner.free_at_once(node, Life::At(ptr)) {
+                return Ok(());
+            }
+            let freed = inner.free(node, ptr, None);
+            drop(inner);
+            if freed == Freed::Done {
+                return Ok(());
+            }
+            return self.small_freed(front, (node, ptr), None, freed);
+        }
+        self.free_watched(ptr)
+    }
+
+    #[inline(never)]
+    fn free_watched(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        self.usable()?;
+        if let Some((front, node)) = self.small_at(ptr) {
+            return self.free_small(front, node, ptr, None);
+        }
+        self.free_large(ptr)
+    }
+
+    #[inline(never)]
+    fn free_large(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         let mut state = self.open()?;
         let id = self.live(&state, ptr)?;
         let stream = state.records[id].stream;
@@ -247,50 +269,54 @@ impl Engine {
             }
         }
         let after = state.free(id);
-        drop(state);
-        self.finish_free(after);
+        self.finish_free(state, &after);
         Ok(())
     }
 
     /// Whether a block's life, by its identity, is going on.
-    pub(crate) fn is_live(&self, id: u32, generation: u32) -> bool {
-        self.lock().is_live((id, generation))
+    pub(crate) fn is_live(&self, block: &Lifetime) -> bool {
+        if block.id & SMALL_ID == 0 {
+            return self.lock().is_live((block.id, block.generation));
+        }
+        self.small_at(block.ptr).is_some_and(|(front, node)| {
+            let inner = front.lock();
+            inner
+                .live(node, block.ptr, Some(block.generation))
+                .is_some()
+        })
     }
 
     /// Frees a block by its identity.
-    pub(crate) fn free_block(
-        &self,
-        id: u32,
-        generation: u32,
-        ptr: sys::CUdeviceptr,
-    ) -> Result<(), Error> {
+    pub(crate) fn free_block(&self, block: &Lifetime) -> Result<(), Error> {
+        let ptr = block.ptr;
+        if block.id & SMALL_ID != 0 {
+            self.usable()?;
+            let (front, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
+            return self.free_small(front, node, ptr, Some(block.generation));
+        }
         drop(self.open()?);
-        if !self.is_live(id, generation) {
+        if !self.is_live(block) {
             return Err(Error::NotLive { ptr });
         }
-        self.free_ptr(ptr)
+        self.free_large(ptr)
     }
 
     /// Frees a block whose owner went out of scope: what cannot be done now is done later.
-    pub(crate) fn drop_block(&self, id: u32, generation: u32) {
+    pub(crate) fn drop_block(&self, block: Lifetime) {
         // In a child, after a loss or at exit there is nothing to give back to, and in a child the
         // lock may be held by a thread that does not exist there.
         if self.usable().is_err() {
             return;
         }
-        let ptr = match self.lock().records.get(id) {
-            Some(hot) if hot.generation == generation => hot.addr,
-            _ => return,
-        };
-        match self.free_block(id, generation, ptr) {
+        match self.free_block(&block) {
             Ok(()) => {}
-            Err(Error::Capturing { .. }) => self.lock().deferred.push((id, generation)),
+            Err(Error::Capturing { .. }) => self.defer(block),
             // In a child, after a loss or at exit there is nothing to give back to.
             Err(
                 Error::ForkedChild | Error::Exiting | Error::ContextLost(_) | Error::NotLive { .. },
             ) => {}
             Err(error) => {
-                self.lock().deferred.push((id, generation));
+                self.defer(block);
                 if let Some(count) = self.log.due() {
                     log::warn!(
                         "a dropped block is freed later, now it could not be ({count} such \
@@ -301,13 +327,28 @@ impl Engine {
         }
     }
 
-    fn finish_free(&self, after: AfterFree) {
-        if !after.mark.is_empty() {
-            self.mark_all(&after.mark);
-        }
+    fn defer(&self, block: Lifetime) {
+        self.lock().deferred.push(block);
     }
 
-    fn refuse_if_capturing(&self, key: StreamKey, raw: usize) -> Result<(), Error> {
+    /// What a free leaves to do without the lock: markers, and the end of an allocator whose last
+    /// block it was.
+    pub(crate) fn finish_free(&self, state: Guard<'_>, after: &AfterFree) {
+        if after.mark.is_empty() && !state.orphaned {
+            return;
+        }
+        // Without the block nothing may keep the engine but this.
+        let keep = state.engine.upgrade();
+        let orphaned = state.orphaned;
+        drop(state);
+        self.mark_all(&after.mark);
+        if orphaned {
+            self.abandon();
+        }
+        drop(keep);
+    }
+
+    pub(crate) fn refuse_if_capturing(&self, key: StreamKey, raw: usize) -> Result<(), Error> {
         self.refuse_capture(&Named {
             key,
             raw: std::ptr::with_exposed_provenance_mut(raw),
@@ -317,7 +358,22 @@ impl Engine {
 
     /// Records a use of a block on another stream: everything that stream is given until the free,
     /// or with `now` only what it was given so far.
+    #[inline]
     pub(crate) fn record(
+        &self,
+        ptr: sys::CUdeviceptr,
+        named: &Named<'_>,
+        now: bool,
+    ) -> Result<(), Error> {
+        self.usable()?;
+        if !now && let Some(done) = self.record_at_once(ptr, named.key) {
+            return done;
+        }
+        self.record_in_books(ptr, named, now)
+    }
+
+    #[inline(never)]
+    fn record_in_books(
         &self,
         ptr: sys::CUdeviceptr,
         named: &Named<'_>,
@@ -325,7 +381,7 @@ impl Engine {
     ) -> Result<(), Error> {
         {
             let state = self.open()?;
-            if self.around(&state, ptr).is_none() {
+            if self.around(&state, ptr).is_none() && self.small_around(ptr).is_none() {
                 return Err(if state.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
@@ -335,19 +391,40 @@ impl Engine {
         }
         self.refuse_capture(named)?;
         let (mut state, stream) = self.slot(self.open()?, named)?;
-        let Some(id) = self.around(&state, ptr) else {
+        let front = state.front_of(stream, front::cache::thread_number());
+        if let StreamKey::Id(key) = named.key {
+            front::cache::remember(self.id, key, front);
+        }
+        let block = self.around(&state, ptr);
+        let owner = match block {
+            Some(id) => Some(state.records[id].stream),
+            None => self
+                .small_around(ptr)
+                .map(|(front, _, _)| front.lock().slot),
+        };
+        let Some(owner) = owner else {
             return Err(Error::NotLive { ptr });
         };
-        if !now || state.records[id].stream == stream {
-            state.record(id, stream, None);
-            return Ok(());
-        }
+        let now = now && owner != stream;
         // Covered by the marker below: frees after it get a later ticket.
-        let ticket = state.streams[stream].open;
-        state.streams[stream].open_uses += 1;
-        state.record(id, stream, Some(ticket));
+        let ticket = now.then(|| {
+            let slot = &mut state.streams[stream];
+            slot.open_uses += 1;
+            slot.open
+        });
+        match block {
+            Some(id) => state.record(id, stream, ticket),
+            None => {
+                if !self.record_small(&mut state, ptr, Recorded { stream, ticket }) {
+                    return Err(Error::NotLive { ptr });
+                }
+            }
+        }
         drop(state);
-        self.mark(stream)
+        if now {
+            return self.mark(stream);
+        }
+        Ok(())
     }
 
     /// Records the last marker of a stream whose owner is about to destroy it.
@@ -371,7 +448,13 @@ impl State {
     }
 
     /// Makes a taken extent a live block, and says what it is.
-    pub(crate) fn granted(&mut self, id: u32, stream: u32, requested: u64) -> Grant {
+    pub(crate) fn granted(
+        &mut self,
+        id: u32,
+        stream: u32,
+        requested: u64,
+        home: &'static EngineFront,
+    ) -> Grant {
         self.born(id, stream, requested);
         let hot = &self.records[id];
         Grant {
@@ -379,6 +462,17 @@ impl State {
             generation: hot.generation,
             ptr: hot.addr,
             bytes: hot.bytes(),
+            home,
+            node: None,
+        }
+    }
+
+    /// The arena of a request that fronts do not serve.
+    pub(crate) fn space_of(&self, request: &Request) -> SpaceId {
+        if !self.packed && self.is_small(request.span_bytes()) {
+            SpaceId::Small
+        } else {
+            SpaceId::Large
         }
     }
 
@@ -390,22 +484,8 @@ impl State {
             .is_some_and(|(base, h)| ptr < base + h.bytes)
     }
 
-    /// Whether blocks of a stream's pages wait for other streams.
-    fn waits_in_pages(&self, stream: u32) -> bool {
-        self.space(SpaceId::Pages(stream)).is_some_and(|s| {
-            s.index(stream)
-                .is_none_or(|own| own.len() < s.piece_count())
-        })
-    }
-
-    /// Takes a small request out of its stream's pages.
-    pub(crate) fn fit_in_page(&mut self, want: &Want) -> Option<u32> {
-        let run = self.finder(want.space, want.stream)?.ready_run(want)?;
-        self.take(want, run)
-    }
-
     /// The stream of a block, if it may be asked whether it is capturing.
-    fn capture_suspect(&self, stream: u32) -> Option<(StreamKey, usize)> {
+    pub(crate) fn capture_suspect(&self, stream: u32) -> Option<(StreamKey, usize)> {
         let slot = &self.streams[stream];
         // The per-thread handle would ask about the calling thread's stream.
         let ask = !matches!(slot.holder, Holder::Retired) && !is_per_thread(slot.raw);

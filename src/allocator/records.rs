@@ -41,8 +41,6 @@ pub(crate) enum SpaceId {
     Large,
     /// Classic: the small pool. Packed: the arena that hands out pages.
     Small,
-    /// Packed: the blocks inside the pages of one stream.
-    Pages(u32),
     /// Packed: address space for views. Its free extents are addresses without memory.
     Views,
 }

@@ -1,6 +1,8 @@
 //! What stands where, for diagnosis.
 
+use super::front::{Batch, Kind, PAGE_GRAINS, Run};
 use super::records::{NIL, SpaceId, State as Extent};
+use super::size::GRANULE;
 use super::state::State;
 
 /// What a block in a snapshot is.
@@ -177,19 +179,58 @@ impl State {
     /// A page stands for the blocks that were carved from it.
     fn blocks_of(&self, space: SpaceId, id: u32, blocks: &mut Vec<BlockInfo>) {
         let hot = &self.records[id];
-        let carved = (self.packed && space == SpaceId::Small && hot.state == Extent::Used)
-            .then(|| self.space(SpaceId::Pages(hot.stream)))
-            .flatten()
-            .and_then(|pages| pages.regions().get(&hot.addr));
-        match carved {
-            None => blocks.push(self.block_info(id)),
-            Some(region) => {
-                let mut at = region.first;
-                while at != NIL {
-                    blocks.push(self.block_info(at));
-                    at = self.records[at].next;
+        let page = (self.packed && space == SpaceId::Small && hot.state == Extent::Used)
+            .then(|| self.table.find(hot.addr))
+            .flatten();
+        let Some((front, page)) = page else {
+            return blocks.push(self.block_info(id));
+        };
+        let (runs, batches): (Vec<Run>, Vec<Batch>) = {
+            let inner = front.lock();
+            (inner.heap.runs(page).collect(), inner.batches.clone())
+        };
+        for run in runs {
+            let open = batches.iter().filter(|b| b.nodes.contains(&run.node));
+            let mut pending: Vec<u32> = open.map(|b| b.stream).collect();
+            let held = self.fronts.held_back.iter();
+            pending.extend(
+                held.filter(|h| std::ptr::eq(h.front, front) && h.nodes.contains(&run.node))
+                    .flat_map(|h| h.uses.as_slice())
+                    .filter(|u| !self.streams.complete(u))
+                    .map(|u| u.stream),
+            );
+            blocks.push(self.run_info(hot.stream, &run, &pending));
+        }
+    }
+
+    /// What a run in a page of a stream is; `pending` are the streams that a freed one waits for.
+    pub(crate) fn run_info(&self, stream: u32, run: &Run, pending: &[u32]) -> BlockInfo {
+        let number = |stream: u32| self.streams[stream].key.number();
+        let recorded: Vec<u32> = match run.live.map(|live| live.using) {
+            Some(using) => match using.slot() {
+                Some(slot) => vec![slot],
+                None => {
+                    let known = self.fronts.recorded.get(&run.ptr);
+                    known.into_iter().flatten().map(|r| r.stream).collect()
                 }
-            }
+            },
+            None => pending.to_vec(),
+        };
+        let size = u64::from(run.granules) * GRANULE;
+        BlockInfo {
+            device: Some(self.device),
+            address: run.ptr,
+            size,
+            requested: run.live.map_or(0, |live| size - u64::from(live.slack)),
+            state: match run.kind {
+                Kind::Used => BlockState::Allocated,
+                Kind::Pending => BlockState::PendingFree,
+                Kind::Free | Kind::Quick => BlockState::Free,
+            },
+            stream: Some(number(stream)),
+            pending: recorded.into_iter().map(number).collect(),
+            small: true,
+            is_split: run.granules < PAGE_GRAINS,
         }
     }
 }

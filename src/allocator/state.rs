@@ -1,12 +1,16 @@
 //! Everything that one lock guards: extents, streams, statistics. No driver calls here.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::driver::{Context, Event};
 
+use super::engine::Engine;
 use super::fit::{Finder, Run};
+use super::front::PageTable;
+use super::fronts::Fronts;
 use super::lookup::Lookup;
+use super::raw::Lifetime;
 use super::records::{COMPLETE, MIXED, Recorded, Records, SpaceId, State as Extent};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
 use super::space::{Shard, Space};
@@ -80,6 +84,24 @@ pub(crate) struct PendingWait {
     pub row: Box<[u64]>,
 }
 
+/// Adds a use to those of a live block; true if its stream is new among them.
+pub(crate) fn add_recorded(recorded: &mut Vec<Recorded>, new: Recorded) -> bool {
+    match recorded.iter_mut().find(|r| r.stream == new.stream) {
+        Some(known) => {
+            // "Until the free" covers every earlier ticket.
+            known.ticket = match (known.ticket, new.ticket) {
+                (Some(a), Some(b)) => Some(a.max(b)),
+                _ => None,
+            };
+            false
+        }
+        None => {
+            recorded.push(new);
+            true
+        }
+    }
+}
+
 /// What a free left to do outside the lock.
 #[derive(Debug, Default)]
 pub(crate) struct AfterFree {
@@ -103,8 +125,14 @@ pub(crate) struct State {
     pub lookup: Lookup,
     pub large: Space,
     pub small: Space,
-    /// Packed: the blocks in the pages of each stream.
-    pub pages: Vec<Option<Box<Space>>>,
+    /// The allocator that the books are of, for the fronts that keep it alive.
+    pub engine: Weak<Engine>,
+    pub id: u64,
+    /// Threads that can run at once.
+    pub threads: usize,
+    /// Which front has which page.
+    pub table: Arc<PageTable<Engine>>,
+    pub fronts: Fronts,
     /// Packed: page address to its record in the small arena.
     pub page_ids: HashMap<u64, u32>,
     pub streams: Streams,
@@ -123,6 +151,8 @@ pub(crate) struct State {
     /// Reserved address ranges: base to bytes.
     pub spans: BTreeMap<u64, u64>,
     pub stats: Stats,
+    /// Most bytes of large freed blocks that other streams could still use, at once.
+    pub mixed_peak: u64,
     pub limit: Option<u64>,
     /// The driver refused to hold more than this; lifted when something is released, and before a
     /// request fails or waits for it.
@@ -132,14 +162,22 @@ pub(crate) struct State {
     /// Peak of live requested bytes since the last trim.
     pub peak_live: u64,
     /// Blocks dropped while their stream was capturing: freed by the next call that may.
-    pub deferred: Vec<(u32, u32)>,
+    pub deferred: Vec<Lifetime>,
     /// Frees so far: the time by which idle memory is told apart.
     pub frees: u64,
     pub closed: bool,
+    /// No allocator stands for the books any more: the last block that goes closes them.
+    pub orphaned: bool,
 }
 
 impl State {
-    pub(crate) fn new(device: usize, packed: bool, limit: Option<u64>) -> Self {
+    pub(crate) fn new(
+        (engine, id): (Weak<Engine>, u64),
+        table: Arc<PageTable<Engine>>,
+        device: usize,
+        packed: bool,
+        limit: Option<u64>,
+    ) -> Self {
         State {
             device,
             packed,
@@ -147,7 +185,11 @@ impl State {
             lookup: Lookup::default(),
             large: Space::new(SpaceId::Large, true),
             small: Space::new(SpaceId::Small, true),
-            pages: Vec::new(),
+            engine,
+            id,
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            table,
+            fronts: Fronts::default(),
             page_ids: HashMap::new(),
             streams: Streams::default(),
             events: HashMap::new(),
@@ -160,6 +202,7 @@ impl State {
             work: 0,
             spans: BTreeMap::new(),
             stats: Stats::default(),
+            mixed_peak: 0,
             limit,
             full_at: None,
             planned: 0,
@@ -167,6 +210,7 @@ impl State {
             deferred: Vec::new(),
             frees: 0,
             closed: false,
+            orphaned: false,
         }
     }
 
@@ -186,13 +230,6 @@ impl State {
             SpaceId::Large => &mut self.large,
             SpaceId::Small => &mut self.small,
             SpaceId::Views => &mut self.view_space,
-            SpaceId::Pages(stream) => {
-                let at = stream as usize;
-                if at >= self.pages.len() {
-                    self.pages.resize_with(at + 1, || None);
-                }
-                self.pages[at].get_or_insert_with(|| Box::new(Space::new(space, true)))
-            }
         };
         (space, &mut self.records)
     }
@@ -202,14 +239,11 @@ impl State {
             SpaceId::Large => Some(&self.large),
             SpaceId::Small => Some(&self.small),
             SpaceId::Views => Some(&self.view_space),
-            SpaceId::Pages(stream) => self.pages.get(stream as usize)?.as_deref(),
         }
     }
 
     pub(crate) fn spaces(&self) -> impl Iterator<Item = &Space> {
-        [&self.large, &self.small]
-            .into_iter()
-            .chain(self.pages.iter().flatten().map(Box::as_ref))
+        [&self.large, &self.small].into_iter()
     }
 
     /// The eye of one stream on one space.
@@ -299,41 +333,54 @@ impl State {
     /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
     /// what was freed inside its pages, which no batch counts.
     pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
-        self.flush_pages_of(stream);
-        let pages = self.has_pages(stream);
+        for front in self.fronts.all().to_vec() {
+            self.close_batches(front, Some(stream));
+        }
+        self.flush_fronts_of(stream);
+        let busy = self.front_uses(stream) > 0;
         let slot = &mut self.streams[stream];
-        if slot.live > 0 || pages {
+        if slot.live > 0 || busy {
             slot.open_uses += 1;
         }
-    }
-
-    fn has_pages(&self, stream: u32) -> bool {
-        self.space(SpaceId::Pages(stream))
-            .is_some_and(|s| !s.regions().is_empty())
     }
 
     /// Gives back the slot of a stream that nothing refers to.
     pub(crate) fn recycle(&mut self, stream: u32) {
         let many = self.streams.len() > MANY_STREAMS;
         let forgettable = matches!(self.streams[stream].holder, Holder::Foreign) && many;
-        if forgettable && self.has_pages(stream) {
+        if forgettable && self.streams[stream].pages > 0 {
             // What was freed in its pages is counted from here on: later, when it is complete.
-            self.flush_pages_of(stream);
+            self.flush_fronts_of(stream);
             return;
         }
-        let slot = &mut self.streams[stream];
+        let slot = &self.streams[stream];
         let quiet = slot.live == 0 && slot.calls == 0 && slot.open_uses == 0;
         let idle = slot.in_use && quiet && slot.completed + 1 >= slot.open;
         if !idle {
             return;
         }
-        match slot.holder {
-            Holder::Retired => {}
+        let forget = match slot.holder {
+            Holder::Retired => true,
             // A caller's stream that comes again is simply registered again.
-            Holder::Foreign if many => slot.holder = Holder::Retired,
-            _ => return,
+            Holder::Foreign => many,
+            Holder::Kept(_) => false,
+        };
+        if !forget {
+            return;
         }
-        self.flush_pages_of(stream);
+        // From here on nobody allocates on it without a look at the books.
+        self.set_fast(stream, false);
+        self.flush_fronts_of(stream);
+        let slot = &self.streams[stream];
+        let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
+        if !drained || self.front_uses(stream) > 0 {
+            let slot = &self.streams[stream];
+            let fast = !self.closed && !matches!(slot.holder, Holder::Retired);
+            self.set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
+            return;
+        }
+        self.streams[stream].holder = Holder::Retired;
+        self.drop_fronts(stream);
         self.release_class(stream);
         if self.streams.recycle(stream) {
             self.streams_changed();
@@ -348,11 +395,6 @@ impl State {
                 space.retag(records, entry.id, Uses::None);
             }
         }
-        if let Some(pages) = self.pages.get_mut(stream as usize)
-            && pages.as_ref().is_some_and(|p| p.regions().is_empty())
-        {
-            *pages = None;
-        }
     }
 
     // ---- blocks ----------------------------------------------------------------------------
@@ -360,14 +402,19 @@ impl State {
     /// Counts a request in the peak that the soft cap follows. Returns the peak before and with it.
     pub(crate) fn announce(&mut self, requested: u64) -> (u64, u64) {
         let before = self.peak_live;
-        self.peak_live = before.max(self.stats.all.requested.current + requested);
+        self.peak_live = before.max(self.requested_now() + requested);
         (before, self.peak_live)
+    }
+
+    /// Requested bytes of live blocks; of small ones as of the last look.
+    pub(crate) fn requested_now(&self) -> u64 {
+        self.stats.all.requested.current + self.fronts.requested
     }
 
     /// A request failed: it does not raise the peak, unless others have raised it since.
     pub(crate) fn withdraw(&mut self, (before, with): (u64, u64)) {
         if self.peak_live == with {
-            self.peak_live = before.max(self.stats.all.requested.current);
+            self.peak_live = before.max(self.requested_now());
         }
     }
 
@@ -404,11 +451,18 @@ impl State {
 
     /// Puts back what [`claim`](Self::claim) took.
     pub(crate) fn restore(&mut self, space: SpaceId, id: u32, shards: Vec<Shard>) {
-        let bytes = mixed_bytes(&shards);
-        self.stats
-            .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
+        self.mixed_added(space, mixed_bytes(&shards));
         let (at, records) = self.parts(space);
         at.restore(records, id, shards);
+    }
+
+    /// Counts freed bytes that several streams may still use.
+    pub(crate) fn mixed_added(&mut self, space: SpaceId, bytes: u64) {
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
+        let all = &self.stats.all;
+        let mixed = all.active.current.saturating_sub(all.allocated.current);
+        self.mixed_peak = self.mixed_peak.max(mixed);
     }
 
     /// Granules that a request gets out of an extent: classic does not split everything.
@@ -488,6 +542,7 @@ impl State {
             pool.active.add(bytes);
             pool.requested.add(requested);
         });
+        self.large_counted();
     }
 
     /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is
@@ -497,18 +552,8 @@ impl State {
             return;
         }
         let recorded = &mut self.records.cold_mut(id).recorded;
-        match recorded.iter_mut().find(|r| r.stream == stream) {
-            Some(known) => {
-                // "Until the free" covers every earlier ticket.
-                known.ticket = match (known.ticket, ticket) {
-                    (Some(a), Some(b)) => Some(a.max(b)),
-                    _ => None,
-                }
-            }
-            None => {
-                recorded.push(Recorded { stream, ticket });
-                self.streams[stream].live += 1;
-            }
+        if add_recorded(recorded, Recorded { stream, ticket }) {
+            self.streams[stream].live += 1;
         }
     }
 
@@ -536,12 +581,14 @@ impl State {
         for u in &uses {
             self.streams[u.stream].live -= 1;
         }
-        // A free inside a page is the stream's own affair until the page is handed back.
         let mut after = AfterFree::default();
-        if shared || !matches!(space, SpaceId::Pages(_)) {
-            for u in &uses {
-                self.count_free(u, bytes, &mut after);
-            }
+        for u in &uses {
+            self.count_free(u, bytes, &mut after);
+        }
+        if shared {
+            let all = &self.stats.all;
+            let mixed = all.active.current.saturating_sub(all.allocated.current);
+            self.mixed_peak = self.mixed_peak.max(mixed);
         }
         self.frees += 1;
         self.records.cold_mut(id).freed = self.frees;
@@ -559,14 +606,12 @@ impl State {
         if shared {
             // A recorded use may be over already.
             self.settle_piece(space, piece);
-        } else if let SpaceId::Pages(stream) = space {
-            self.page_freed(stream, piece, &mut after);
         }
         after
     }
 
     /// The use that a free now leaves on a stream.
-    fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
+    pub(crate) fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
         let slot = &self.streams[stream];
         // A retired stream gets no more work, so its last marker covers everything.
         let now = if matches!(slot.holder, Holder::Retired) {
@@ -580,7 +625,7 @@ impl State {
         }
     }
 
-    fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
+    pub(crate) fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
         let several = self.streams.several();
         let slot = &mut self.streams[u.stream];
         if u.ticket < slot.open {
@@ -591,80 +636,6 @@ impl State {
         if several && (slot.open_uses >= BATCH_FREES || slot.open_bytes >= BATCH_BYTES) {
             after.mark.push(u.stream);
         }
-    }
-
-    // ---- pages of the packed policy -----------------------------------------------------------
-
-    /// Makes a claimed page of the small arena a region of its stream's blocks.
-    pub(crate) fn page_taken(&mut self, id: u32, stream: u32) {
-        self.records[id].state = Extent::Used;
-        self.records[id].stream = stream;
-        let addr = self.records[id].addr;
-        self.page_ids.insert(addr, id);
-        // Under the open ticket: the stream may still be using the page, or follow who is.
-        let uses = Uses::one(stream, self.streams[stream].open);
-        let (space, records) = self.parts(SpaceId::Pages(stream));
-        let piece = space.add_region(records, addr, PAGE_GRANULES, uses);
-        self.records.cold_mut(piece).owner = stream;
-    }
-
-    /// Hands a wholly free page back, unless it is the stream's only one.
-    fn page_freed(&mut self, stream: u32, piece: u32, after: &mut AfterFree) {
-        let hot = self.records[piece];
-        if hot.granules != PAGE_GRANULES || hot.stream != stream {
-            return;
-        }
-        let retired = matches!(self.streams[stream].holder, Holder::Retired);
-        let spare = self
-            .space(SpaceId::Pages(stream))
-            .and_then(|s| s.index(stream))
-            .is_some_and(|i| i.iter_from(PAGE_GRANULES).nth(1).is_some());
-        if spare || retired {
-            let u = self.return_page(stream, piece);
-            self.count_free(&u, PAGE, after);
-        }
-    }
-
-    fn return_page(&mut self, stream: u32, piece: u32) -> Use {
-        let addr = self.records[piece].addr;
-        let u = match self.records.cold(piece).uses.as_slice() {
-            [only] => *only,
-            _ => self.ticket(stream, None),
-        };
-        let (space, records) = self.parts(SpaceId::Pages(stream));
-        space.remove_region(records, piece);
-        if let Some(id) = self.page_ids.remove(&addr) {
-            self.records.cold_mut(id).freed = self.frees;
-            let (small, records) = self.parts(SpaceId::Small);
-            small.release(records, id, Uses::One(u));
-            if self.streams.complete(&u) && !self.small.merge_own {
-                self.settle_class(SpaceId::Small, stream);
-            }
-        }
-        u
-    }
-
-    /// Hands back the wholly free pages of one stream; true if there were any.
-    pub(crate) fn flush_pages_of(&mut self, stream: u32) -> bool {
-        let mut any = false;
-        while let Some(entry) = self
-            .space(SpaceId::Pages(stream))
-            .and_then(|s| s.index(stream))
-            .and_then(|i| i.best_fit(PAGE_GRANULES))
-        {
-            let u = self.return_page(stream, entry.id);
-            self.count_free(&u, PAGE, &mut AfterFree::default());
-            any = true;
-        }
-        any
-    }
-
-    /// Hands back the wholly free pages of all streams; true if there were any.
-    pub(crate) fn flush_pages(&mut self) -> bool {
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        streams
-            .into_iter()
-            .fold(false, |any, stream| self.flush_pages_of(stream) | any)
     }
 
     // ---- completion ---------------------------------------------------------------------------
@@ -684,13 +655,14 @@ impl State {
                 self.settle_class(id, class);
             }
         }
+        self.settle_held_back();
         let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
         for stream in streams {
             self.recycle(stream);
         }
     }
 
-    fn settle_class(&mut self, space: SpaceId, class: u32) {
+    pub(crate) fn settle_class(&mut self, space: SpaceId, class: u32) {
         let Some(index) = self.space(space).and_then(|s| s.index(class)) else {
             return;
         };
@@ -723,10 +695,7 @@ impl State {
                 .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
         }
         let (at, records) = self.parts(space);
-        let piece = at.retag(records, id, uses);
-        if let SpaceId::Pages(stream) = space {
-            self.page_freed(stream, piece, &mut AfterFree::default());
-        }
+        at.retag(records, id, uses);
     }
 
     // ---- polling ------------------------------------------------------------------------------

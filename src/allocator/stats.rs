@@ -45,7 +45,8 @@ pub struct PoolStats {
     pub allocated: Counter,
     /// Bytes of live blocks as they were asked for.
     pub requested: Counter,
-    /// Bytes of live blocks and of freed blocks that streams other than their own still use.
+    /// Bytes of live blocks and of freed blocks that streams other than their own still use. Under
+    /// the packed policy its peak is an upper bound; all other peaks are exact.
     pub active: Counter,
     /// Bytes held from the driver.
     pub reserved: Counter,
@@ -134,6 +135,10 @@ pub struct Stats {
     pub failed_markers: u64,
     /// Streams known now.
     pub streams: u64,
+    /// Fronts, from which blocks of up to 64 KiB come under the packed policy.
+    pub fronts: u64,
+    /// Bytes of freed blocks that fronts keep as they are, for the next request of their size.
+    pub front_bytes: u64,
     /// Free pieces.
     pub free_blocks: u64,
     /// Bytes of free memory, whatever it is pending on.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream};
 
+use super::fronts::EngineFront;
 use super::uses::Use;
 
 /// An event recorded on a stream after everything freed under tickets up to the bound.
@@ -69,10 +70,13 @@ pub(crate) struct Slot {
     pub context: Context,
     pub holder: Holder,
     pub in_use: bool,
-    /// Live blocks allocated on the stream or recorded on it.
+    /// Live blocks allocated on the stream or recorded on it, as far as fronts do not count them.
     pub live: u64,
     /// Calls under way that name the stream.
     pub calls: u32,
+    /// Where its small blocks come from, and the pages that are there.
+    pub fronts: Vec<&'static EngineFront>,
+    pub pages: u32,
     /// The ticket of the next free.
     pub open: u64,
     /// Tickets up to here are complete as observed by the host.
@@ -147,6 +151,8 @@ impl Streams {
             in_use: true,
             live: 0,
             calls: 0,
+            fronts: Vec::new(),
+            pages: 0,
             open,
             completed,
             row: Vec::new(),
@@ -223,6 +229,10 @@ impl Streams {
         let slot = &mut self.slots[stream as usize];
         let bound = slot.open;
         slot.open += 1;
+        // Before any event is recorded for the batch.
+        for front in &slot.fronts {
+            front.lock().heap.set_ticket(slot.open);
+        }
         slot.open_uses = 0;
         slot.open_bytes = 0;
         Batch {

@@ -5,6 +5,7 @@
 
 use super::context::{Context, Entered};
 use super::error::DriverError;
+use super::process;
 use super::sys::{self, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
 use super::table::call;
 use std::ffi::c_void;
@@ -71,6 +72,7 @@ impl Entered<'_> {
         stream: CUstream,
         mode: CUstreamCaptureMode,
     ) -> Result<(), DriverError> {
+        process::captures_streams();
         // SAFETY: the caller vouches for the stream.
         unsafe { call!(self.driver(), cuStreamBeginCapture_v2(stream, mode)) }
     }

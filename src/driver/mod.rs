@@ -21,7 +21,7 @@ mod load;
 mod memory;
 mod module;
 mod pool;
-mod process;
+pub(crate) mod process;
 mod share;
 mod stream;
 mod table;

@@ -1,4 +1,4 @@
-//! What happened to this process: forked children and process exit.
+//! What happened to this process: forked children, process exit, and the first stream capture.
 //!
 //! A forked child may not use its parent's driver state, and handlers that run while the process
 //! exits may run after the driver has shut down. Both are noticed by handlers that set a flag, so
@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 const FORKED: u8 = 1;
 const EXITING: u8 = 2;
+const CAPTURES: u8 = 4;
 
 /// Alone on its cache lines: it is read on every call and written at most twice.
 #[repr(align(128))]
@@ -30,8 +31,19 @@ pub(super) fn is_exiting() -> bool {
 
 /// True where a drop must not call the driver any more.
 #[inline]
-pub(super) fn is_gone() -> bool {
-    STATE.0.load(Ordering::Relaxed) != 0
+pub(crate) fn is_gone() -> bool {
+    STATE.0.load(Ordering::Relaxed) & (FORKED | EXITING) != 0
+}
+
+/// True as long as nothing of what this module tells apart has happened.
+#[inline]
+pub(crate) fn is_quiet() -> bool {
+    STATE.0.load(Ordering::Relaxed) == 0
+}
+
+/// Streams are captured in this process: from now on each call has to ask about its stream.
+pub(crate) fn captures_streams() {
+    STATE.0.fetch_or(CAPTURES, Ordering::Relaxed);
 }
 
 /// Registers the fork handler, once per process; call it just before the first `cuInit`.

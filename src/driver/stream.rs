@@ -3,6 +3,7 @@
 use super::context::{Context, Entered};
 use super::error::DriverError;
 use super::event::Event;
+use super::process;
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
 use super::table::{Driver, Feature, call, query};
 use std::collections::HashMap;
@@ -165,6 +166,12 @@ impl Stream {
         }
     }
 
+    /// The stream's id, if it is known without a question to the driver.
+    #[inline]
+    pub(crate) fn known_id(&self) -> Option<u64> {
+        self.0.id
+    }
+
     /// The context that the stream belongs to.
     pub fn context(&self) -> &Context {
         &self.0.context
@@ -310,7 +317,11 @@ impl Driver {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the caller vouches for the stream; the pointer is to a local.
         unsafe { query!(self, cuStreamIsCapturing(stream, &mut status)) }?;
-        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+        let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        if capturing {
+            process::captures_streams();
+        }
+        Ok(capturing)
     }
 
     /// The context of a stream; for a special handle the calling thread's current context.

@@ -9,8 +9,8 @@ use crate::buffer::{DeviceBuffer, DeviceCopy, DeviceSliceMut};
 use crate::driver::Stream;
 
 use super::error::PoolError;
+use super::places::Place;
 use super::threshold;
-use super::typed::Place;
 
 /// Device memory for elements, out of a [`TypedPool`](super::TypedPool) or
 /// [`ThresholdPool`](super::ThresholdPool), to which its drop returns it, in the order of its stream,
@@ -85,9 +85,9 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     /// # Errors
     /// As [`DeviceBuffer::free`].
     pub fn free(self) -> Result<(), Box<PooledFreeError<T>>> {
-        let (buffer, pool, place) = self.into_parts();
+        let (buffer, pool, mut place) = self.into_parts();
         if let Some(place) = &place {
-            place.leave(&buffer);
+            place.leave();
         }
         match buffer.free() {
             Ok(()) => {
@@ -95,8 +95,8 @@ impl<T: DeviceCopy> PooledBuffer<T> {
                 Ok(())
             }
             Err(failed) => {
-                if let Some(place) = &place {
-                    place.enter(&failed.buffer);
+                if let Some(place) = &mut place {
+                    place.stay();
                 }
                 Err(Box::new(PooledFreeError {
                     buffer: Self::new(failed.buffer, pool, place),
@@ -133,7 +133,7 @@ impl<T: DeviceCopy> PooledBuffer<MaybeUninit<T>> {
 
 fn returned(pool: Option<Arc<threshold::Inner>>, place: Option<Place>) {
     if let Some(place) = place {
-        place.returned();
+        place.release_surplus();
     }
     if let Some(pool) = pool {
         pool.release_surplus(false);
@@ -151,7 +151,7 @@ impl<T: DeviceCopy> Deref for PooledBuffer<T> {
 impl<T: DeviceCopy> Drop for PooledBuffer<T> {
     fn drop(&mut self) {
         if let Some(place) = &self.place {
-            place.leave(&self.buffer);
+            place.leave();
         }
         // SAFETY: this is the drop, so the field is used no more.
         drop(unsafe { ManuallyDrop::take(&mut self.buffer) });

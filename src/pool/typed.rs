@@ -1,30 +1,24 @@
 //! Typed buffers over all devices, last returned first.
 
 use std::any::TypeId;
-use std::collections::HashMap;
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use crate::allocator::{Allocator, Block, Config, Error, Trimmed};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
-use crate::driver::{Driver, Stream, sys};
+use crate::driver::{Driver, Stream};
 
 use super::block::zero_is_invalid;
 use super::buffer::PooledBuffer;
 use super::device_of;
 use super::error::PoolError;
+use super::places::{Cache, Place, Sought};
 use super::threshold::ThresholdPool;
 
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
-/// Returned addresses that are remembered for each stream and size.
-const REMEMBERED: usize = 32;
-/// Stream and size pairs of which addresses are remembered.
-const PAIRS: usize = 256;
-/// Remembered addresses to try for one request.
-const TRIES: usize = 4;
 
 /// Rounds a length up to a multiple of 256 elements; at the top it stays at the largest number.
 ///
@@ -88,84 +82,47 @@ pub struct TypedPool(Arc<Inner>);
 struct Inner {
     driver: Option<Driver>,
     config: Config,
-    /// By ordinal.
-    devices: Mutex<Vec<Option<Arc<Cache>>>>,
+    devices: Devices,
     cap: AtomicU64,
 }
 
-/// The pool's part for one device.
-struct Cache {
-    pool: ThresholdPool,
-    index: Mutex<Index>,
-    hits: AtomicU64,
-    misses: AtomicU64,
-    returns: AtomicU64,
-}
-
-/// Where buffers are and were. Hints and names, no books: whether memory is free only the allocator
-/// says.
+/// The caches of all devices that were used. Only ever added to, so that they are found without a lock.
 #[derive(Default)]
-struct Index {
-    /// By stream and bytes: the addresses returned last, the newest at the end.
-    returned: HashMap<(u64, usize), Vec<sys::CUdeviceptr>>,
-    /// Live buffers by rounded length and type.
-    live: HashMap<(usize, TypeId), Vec<sys::CUdeviceptr>>,
-}
+struct Devices(OnceLock<Box<Device>>);
 
-impl Cache {
-    fn index<T>(&self, run: impl FnOnce(&mut Index) -> T) -> T {
-        run(&mut self.index.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
-
-/// A live buffer as its cache knows it.
-pub(super) struct Place {
+struct Device {
+    ordinal: usize,
     cache: Arc<Cache>,
-    capacity: usize,
-    element: TypeId,
-    bytes: usize,
-    stream: u64,
-    address: sys::CUdeviceptr,
+    next: Devices,
 }
 
-impl Place {
-    pub(super) fn enter<T: DeviceCopy>(&self, buffer: &DeviceBuffer<T>) {
-        let address = buffer.as_device_ptr();
-        self.cache.index(|index| {
-            let live = index.live.entry((self.capacity, self.element));
-            live.or_default().push(address);
-        });
+impl Devices {
+    fn iter(&self) -> impl Iterator<Item = &Device> {
+        std::iter::successors(self.0.get(), |device| device.next.0.get()).map(|device| &**device)
     }
 
-    /// Before the buffer is freed: from then on its address may be somebody else's.
-    pub(super) fn leave<T: DeviceCopy>(&self, buffer: &DeviceBuffer<T>) {
-        let (key, address) = ((self.capacity, self.element), buffer.as_device_ptr());
-        self.cache.index(|index| {
-            if let Some(live) = index.live.get_mut(&key) {
-                if let Some(at) = live.iter().position(|known| *known == address) {
-                    live.swap_remove(at);
-                }
-                if live.is_empty() {
-                    index.live.remove(&key);
-                }
-            }
-        });
+    fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
+        let mut devices = self.iter();
+        let device = devices.find(|device| device.ordinal == ordinal)?;
+        Some(&device.cache)
     }
 
-    pub(super) fn returned(self) {
-        self.cache.returns.fetch_add(1, Ordering::Relaxed);
-        self.cache.index(|index| {
-            if index.returned.len() >= PAIRS
-                && !index.returned.contains_key(&(self.stream, self.bytes))
-            {
-                index.returned.clear();
+    /// The cache of a device: the given one, unless there is one already.
+    fn add(&self, ordinal: usize, cache: Arc<Cache>) -> &Arc<Cache> {
+        let mut at = self;
+        loop {
+            let device = at.0.get_or_init(|| {
+                Box::new(Device {
+                    ordinal,
+                    cache: Arc::clone(&cache),
+                    next: Devices::default(),
+                })
+            });
+            if device.ordinal == ordinal {
+                return &device.cache;
             }
-            let addresses = index.returned.entry((self.stream, self.bytes)).or_default();
-            if addresses.len() == REMEMBERED {
-                addresses.remove(0);
-            }
-            addresses.push(self.address);
-        });
+            at = &device.next;
+        }
     }
 }
 
@@ -186,20 +143,18 @@ impl TypedPool {
     /// A pool over allocators that others may use as well. On devices without one it cannot allocate.
     /// Of several for one device the last counts.
     pub fn over<'a>(allocators: impl IntoIterator<Item = &'a Allocator>) -> TypedPool {
-        let mut driver = None;
-        let mut devices: Vec<Option<Arc<Cache>>> = Vec::new();
-        for allocator in allocators {
-            driver.get_or_insert_with(|| allocator.context().driver().clone());
+        let allocators: Vec<&Allocator> = allocators.into_iter().collect();
+        let devices = Devices::default();
+        // The first one that is added for a device stays.
+        for allocator in allocators.iter().rev() {
             let ordinal = allocator.context().device().ordinal();
-            if devices.len() <= ordinal {
-                devices.resize(ordinal + 1, None);
-            }
-            devices[ordinal] = Some(Cache::new(ThresholdPool::over(allocator)));
+            devices.add(ordinal, Cache::new(ThresholdPool::over(allocator)));
         }
+        let first = allocators.first();
         TypedPool(Arc::new(Inner {
-            driver,
+            driver: first.map(|allocator| allocator.context().driver().clone()),
             config: Config::new(),
-            devices: Mutex::new(devices),
+            devices,
             cap: AtomicU64::new(u64::MAX),
         }))
     }
@@ -208,24 +163,23 @@ impl TypedPool {
         TypedPool(Arc::new(Inner {
             driver,
             config,
-            devices: Mutex::default(),
+            devices: Devices::default(),
             cap: AtomicU64::new(u64::MAX),
         }))
     }
 
-    fn known(&self) -> Vec<Arc<Cache>> {
-        let devices = self.0.devices.lock();
-        let devices = devices.unwrap_or_else(PoisonError::into_inner);
-        devices.iter().flatten().cloned().collect()
+    /// By ordinal.
+    fn known(&self) -> Vec<&Arc<Cache>> {
+        let mut devices: Vec<_> = self.0.devices.iter().collect();
+        devices.sort_unstable_by_key(|device| device.ordinal);
+        devices.into_iter().map(|device| &device.cache).collect()
     }
 
-    fn find(&self, ordinal: usize) -> Option<Arc<Cache>> {
-        let devices = self.0.devices.lock();
-        let devices = devices.unwrap_or_else(PoisonError::into_inner);
-        devices.get(ordinal).cloned().flatten()
+    fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
+        self.0.devices.find(ordinal)
     }
 
-    fn cache(&self, ordinal: i64) -> Result<Arc<Cache>, PoolError> {
+    fn cache(&self, ordinal: i64) -> Result<&Arc<Cache>, PoolError> {
         let known = usize::try_from(ordinal).ok().and_then(|o| self.find(o));
         if let Some(cache) = known {
             return Ok(cache);
@@ -238,14 +192,8 @@ impl TypedPool {
         let pool = ThresholdPool::on_driver(&driver, ordinal, self.0.config.clone())?;
         pool.allocator()?;
         pool.set_release_threshold(self.0.cap.load(Ordering::Relaxed))?;
-        let devices = self.0.devices.lock();
-        let mut devices = devices.unwrap_or_else(PoisonError::into_inner);
-        if devices.len() <= device.ordinal() {
-            devices.resize(device.ordinal() + 1, None);
-        }
         // Another thread may have been quicker; then this one's allocator, which holds nothing, goes.
-        let cache = devices[device.ordinal()].get_or_insert_with(|| Cache::new(pool));
-        Ok(Arc::clone(cache))
+        Ok(self.0.devices.add(device.ordinal(), Cache::new(pool)))
     }
 
     /// The allocator of a device, made on first use.
@@ -275,7 +223,7 @@ impl TypedPool {
             return Ok(Some(Self::empty_buffer()));
         };
         match wish.at_hand(stream)? {
-            Some(block) => Ok(Some(wish.buffer(block, stream)?)),
+            Some((block, slot)) => Ok(Some(wish.buffer(block, slot, stream)?)),
             None => Ok(None),
         }
     }
@@ -293,16 +241,19 @@ impl TypedPool {
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Self::empty_buffer());
         };
-        let block = match wish.at_hand(stream)? {
-            Some(block) => block,
+        let (block, slot) = match wish.at_hand(stream)? {
+            Some(found) => found,
             None => {
                 wish.cache.pool.0.release_surplus(true);
                 let allocator = wish.cache.pool.allocator()?;
-                let made = allocator.allocate_aligned(wish.bytes, wish.alignment, stream);
-                made.map_err(zero_is_invalid)?
+                let bytes = wish.sought.bytes;
+                let made = allocator.allocate_aligned(bytes, wish.alignment, stream);
+                let block = made.map_err(zero_is_invalid)?;
+                let slot = wish.cache.enter(&wish.sought, block.ptr());
+                (block, slot)
             }
         };
-        wish.buffer(block, stream)
+        wish.buffer(block, slot, stream)
     }
 
     /// A buffer of `len` elements whose bytes are all zero, in the order of the stream.
@@ -321,7 +272,11 @@ impl TypedPool {
         PooledBuffer::new(DeviceBuffer::empty(), None, None)
     }
 
-    fn wish<T: DeviceCopy>(&self, len: usize, stream: &Stream) -> Result<Option<Wish>, PoolError> {
+    fn wish<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<Option<Wish<'_>>, PoolError> {
         let capacity = round_elements(len);
         let too_large = PoolError::TooLarge {
             len,
@@ -340,11 +295,13 @@ impl TypedPool {
         Ok(Some(Wish {
             cache: self.cache(ordinal as i64)?,
             len,
-            capacity,
-            bytes,
             alignment: align_of::<T>(),
-            element: TypeId::of::<T>(),
-            stream: stream.id()?,
+            sought: Sought {
+                stream: stream.id()?,
+                bytes,
+                capacity,
+                element: TypeId::of::<T>(),
+            },
         }))
     }
 
@@ -375,7 +332,7 @@ impl TypedPool {
         block.record_use(&next)?;
         let allocator = Allocator::of(block);
         if let Some(place) = buffer.place_mut() {
-            place.stream = id;
+            place.move_to(id);
         }
         drop(buffer);
         // Without a marker the other stream could not see when the first one is done.
@@ -414,8 +371,7 @@ impl TypedPool {
         let Some(cache) = self.find(ordinal) else {
             return Ok(0);
         };
-        let key = (round_elements(len), element);
-        let live = cache.index(|index| index.live.get(&key).cloned().unwrap_or_default());
+        let live = cache.live(round_elements(len), element);
         let allocator = cache.pool.allocator()?;
         let mut recorded = 0;
         for address in live {
@@ -497,8 +453,7 @@ impl TypedPool {
         &self,
         ordinal: i64,
     ) -> Result<impl Fn(u64) -> u64 + Send + Sync + use<>, PoolError> {
-        let cache = self.cache(ordinal)?;
-        Ok(cache.pool.relief())
+        Ok(self.cache(ordinal)?.pool.relief())
     }
 
     // ---- figures ---------------------------------------------------------------------------
@@ -507,9 +462,10 @@ impl TypedPool {
     pub fn stats(&self) -> TypedStats {
         let mut sum = TypedStats::default();
         for cache in self.known() {
-            sum.hits += cache.hits.load(Ordering::Relaxed);
-            sum.misses += cache.misses.load(Ordering::Relaxed);
-            sum.returns += cache.returns.load(Ordering::Relaxed);
+            let stats = cache.stats();
+            sum.hits += stats.hits;
+            sum.misses += stats.misses;
+            sum.returns += stats.returns;
         }
         sum
     }
@@ -517,87 +473,60 @@ impl TypedPool {
     /// Sets all counts to 0.
     pub fn reset_stats(&self) {
         for cache in self.known() {
-            cache.hits.store(0, Ordering::Relaxed);
-            cache.misses.store(0, Ordering::Relaxed);
-            cache.returns.store(0, Ordering::Relaxed);
+            cache.reset_stats();
         }
     }
 }
 
 /// A request whose numbers are in order.
-struct Wish {
-    cache: Arc<Cache>,
+struct Wish<'a> {
+    cache: &'a Arc<Cache>,
     len: usize,
-    capacity: usize,
-    bytes: usize,
     alignment: usize,
-    element: TypeId,
-    stream: u64,
+    sought: Sought,
 }
 
-impl Wish {
-    fn at_hand(&self, stream: &Stream) -> Result<Option<Block>, PoolError> {
-        let key = (self.stream, self.bytes);
-        // Taken out: an address that is taken is not free, and one that is not free is no hint.
-        let near: Vec<sys::CUdeviceptr> = self.cache.index(|index| {
-            let Some(addresses) = index.returned.get_mut(&key) else {
-                return Vec::new();
-            };
-            let from = addresses.len().saturating_sub(TRIES);
-            let mut near = addresses.split_off(from);
-            near.reverse();
-            near
-        });
-        let allocator = self.cache.pool.allocator()?;
-        let (found, rest) = allocator.allocate_near(self.bytes, self.alignment, stream, &near)?;
-        let count = if found.is_some() {
-            &self.cache.hits
-        } else {
-            &self.cache.misses
-        };
-        count.fetch_add(1, Ordering::Relaxed);
-        if !rest.is_empty() {
-            self.cache.index(|index| {
-                let addresses = index.returned.entry(key).or_default();
-                addresses.extend(rest.iter().rev());
-            });
+impl Wish<'_> {
+    /// A block from memory at hand, and its place.
+    fn at_hand(&self, stream: &Stream) -> Result<Option<(Block, u32)>, PoolError> {
+        let (cache, sought) = (self.cache, &self.sought);
+        let allocator = cache.pool.allocator()?;
+        let asked = cache.ask(sought);
+        let found = allocator.allocate_near(sought.bytes, self.alignment, stream, asked.hints());
+        match found {
+            Ok((Some(block), free)) => {
+                let slot = cache.found(sought, &asked, block.ptr(), &free);
+                Ok(Some((block, slot)))
+            }
+            Ok((None, free)) => {
+                cache.missed(sought, &asked, &free);
+                Ok(None)
+            }
+            Err(error) => {
+                cache.failed(&asked);
+                Err(error.into())
+            }
         }
-        Ok(found)
     }
 
     fn buffer<T: DeviceCopy>(
         self,
         block: Block,
+        slot: u32,
         stream: &Stream,
     ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
         let address = block.ptr();
         // SAFETY: the block was allocated on the stream just now, and its elements need no
         // initialisation.
         let made = unsafe { DeviceBuffer::<MaybeUninit<T>>::from_block(block, self.len, stream) };
-        let buffer = made.map_err(|failed| PoolError::from(failed.error))?;
-        let pool = Arc::clone(&self.cache.pool.0);
-        let place = Place {
-            cache: self.cache,
-            capacity: self.capacity,
-            element: self.element,
-            bytes: self.bytes,
-            stream: self.stream,
-            address,
-        };
-        place.enter(&buffer);
-        Ok(PooledBuffer::new(buffer, Some(pool), Some(place)))
-    }
-}
-
-impl Cache {
-    fn new(pool: ThresholdPool) -> Arc<Cache> {
-        Arc::new(Cache {
-            pool,
-            index: Mutex::default(),
-            hits: AtomicU64::new(0),
-            misses: AtomicU64::new(0),
-            returns: AtomicU64::new(0),
-        })
+        let place = Place::new(self.cache, self.sought, slot, address);
+        match made {
+            Ok(buffer) => Ok(PooledBuffer::new(buffer, None, Some(place))),
+            Err(failed) => {
+                place.leave();
+                Err(failed.error.into())
+            }
+        }
     }
 }
 

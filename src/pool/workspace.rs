@@ -11,9 +11,12 @@ use crate::driver::{Context, Stream, sys};
 
 use super::block::{DevicePool, Owner, PoolBlock, PoolUsage, zero_is_invalid};
 use super::error::PoolError;
+use super::mix::Mixed;
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;
+/// Sizes of which the empty list of idle slabs is kept.
+const KEPT_SIZES: usize = 64;
 
 /// The size class of a request in bytes: the next power of two, at least 1024. `None` where there is
 /// none.
@@ -85,10 +88,9 @@ struct Slab {
 
 #[derive(Default)]
 struct State {
-    /// By stream and size; the last returned at the end.
-    idle: HashMap<(u64, usize), Vec<Slab>>,
-    /// Idle slabs of each size, all streams together.
-    counts: HashMap<usize, usize>,
+    /// By size, all streams together, with their streams: few, as the cap says. The last returned is
+    /// at the end.
+    idle: HashMap<usize, Vec<(u64, Slab)>, Mixed>,
     stats: WorkspaceStats,
 }
 
@@ -228,24 +230,16 @@ impl WorkspacePool {
 
 impl State {
     fn take(&mut self, stream: u64, bytes: usize) -> Option<Slab> {
-        let slabs = self.idle.get_mut(&(stream, bytes))?;
-        let slab = slabs.pop()?;
-        if slabs.is_empty() {
-            self.idle.remove(&(stream, bytes));
-        }
-        self.gone(bytes);
-        Some(slab)
-    }
-
-    fn gone(&mut self, bytes: usize) {
-        if let Some(count) = self.counts.get_mut(&bytes) {
-            *count -= 1;
-            if *count == 0 {
-                self.counts.remove(&bytes);
-            }
+        let slabs = self.idle.get_mut(&bytes)?;
+        let at = slabs.iter().rposition(|(owner, _)| *owner == stream)?;
+        let (_, slab) = slabs.remove(at);
+        // An empty list spares the next return an allocation, but sizes may be without number.
+        if slabs.is_empty() && self.idle.len() > KEPT_SIZES {
+            self.idle.remove(&bytes);
         }
         self.stats.free_slabs -= 1;
         self.stats.free_bytes -= bytes as u64;
+        Some(slab)
     }
 
     fn leased(&mut self, requested: usize, bytes: usize) {
@@ -257,14 +251,13 @@ impl State {
     /// Takes a slab back; the one that is too many, if there is one.
     fn give(&mut self, slab: Slab, stream: u64, cap: usize) -> Option<Slab> {
         let bytes = slab.bytes;
-        let count = self.counts.get(&bytes).copied().unwrap_or(0);
-        if count >= cap {
+        let slabs = self.idle.entry(bytes).or_default();
+        if slabs.len() >= cap {
             return Some(slab);
         }
-        self.counts.insert(bytes, count + 1);
+        slabs.push((stream, slab));
         self.stats.free_slabs += 1;
         self.stats.free_bytes += bytes as u64;
-        self.idle.entry((stream, bytes)).or_default().push(slab);
         None
     }
 }
@@ -281,7 +274,12 @@ impl Inner {
 
     fn shrink_to(&self, keep: u64) -> u64 {
         let gone = self.change(|state| {
-            let mut keys: Vec<(u64, usize)> = state.idle.keys().copied().collect();
+            let streams = |(bytes, slabs): (&usize, &Vec<(u64, Slab)>)| {
+                let bytes = *bytes;
+                let keys = slabs.iter().map(move |(stream, _)| (*stream, bytes));
+                keys.collect::<Vec<_>>()
+            };
+            let mut keys: Vec<_> = state.idle.iter().flat_map(streams).collect();
             // Of equal ones the streams in order, so that equal states shrink equally.
             keys.sort_unstable_by_key(|(stream, bytes)| (std::cmp::Reverse(*bytes), *stream));
             let mut gone = Vec::new();
@@ -456,7 +454,9 @@ impl Drop for Lease {
         let Some(slab) = self.slab.take() else {
             return;
         };
-        slab.life.fetch_add(1, Ordering::Release);
+        // Nobody else writes it, so this need not be one step.
+        let lives = slab.life.load(Ordering::Relaxed);
+        slab.life.store(lives + 1, Ordering::Release);
         let shared = *self
             .shared
             .get_mut()

@@ -1,17 +1,21 @@
 //! The caching resource: the allocator itself.
 
-use crate::allocator::{Allocator, Error, Trimmed};
+use crate::allocator::{Allocator, Error, Lifetime, Trimmed};
 use crate::driver::{Context, Stream};
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
 use super::traits::{MemoryResource, Outstanding, Tracking, not_tracked};
 
-/// The record and generation of a block that came from here.
-fn parts(allocator: &Allocator, block: &BlockIdentity) -> Result<(u32, u32), ResourceError> {
+/// The life of a block that came from here.
+fn parts(allocator: &Allocator, block: &BlockIdentity) -> Result<Lifetime, ResourceError> {
     let key = block.key;
     match u32::try_from(key.generation) {
-        Ok(generation) if key.source == allocator.id() => Ok((key.id, generation)),
+        Ok(generation) if key.source == allocator.id() => Ok(Lifetime {
+            id: key.id,
+            generation,
+            ptr: block.ptr,
+        }),
         _ => Err(gone(block)),
     }
 }
@@ -24,8 +28,7 @@ fn gone(block: &BlockIdentity) -> ResourceError {
 }
 
 fn live(allocator: &Allocator, block: &BlockIdentity) -> Result<(), ResourceError> {
-    let (id, generation) = parts(allocator, block)?;
-    if allocator.engine().is_live(id, generation) {
+    if allocator.engine().is_live(&parts(allocator, block)?) {
         Ok(())
     } else {
         Err(gone(block))
@@ -68,11 +71,9 @@ impl MemoryResource for Allocator {
     #[inline]
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
         let identity = block.identity();
-        let freed = parts(self, &identity).and_then(|(id, generation)| {
-            match self.engine().free_block(id, generation, identity.ptr) {
-                Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(gone(&identity)),
-                other => other.map_err(Into::into),
-            }
+        let freed = parts(self, &identity).and_then(|life| match self.engine().free_block(&life) {
+            Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(gone(&identity)),
+            other => other.map_err(Into::into),
         });
         freed.map_err(|error| DeallocateError::new(block, error))
     }

@@ -29,7 +29,12 @@ impl Pressure {
         if limit == 0 {
             return Pressure::None;
         }
-        let free = u128::from(limit.saturating_sub(used)) * 100;
+        let free = limit.saturating_sub(used);
+        // Far from all borders, which is the rule, without wide arithmetic.
+        if free > limit / 2 {
+            return Pressure::None;
+        }
+        let free = u128::from(free) * 100;
         let limit = u128::from(limit);
         match free {
             0 => Pressure::Critical,
@@ -131,8 +136,10 @@ impl Gauge {
     /// Sets the peak to the count. Whoever adds meanwhile raises either the count that is read here
     /// or the peak after it was set down: no peak is lost.
     pub(crate) fn reset_peak(&self) {
-        self.peak.store(0, Ordering::Release);
-        self.peak.fetch_max(self.used(), Ordering::AcqRel);
+        // In one order with the steps of `charge`, which sees this one or is seen by the next.
+        self.peak.store(0, Ordering::SeqCst);
+        let used = self.used.load(Ordering::SeqCst);
+        self.peak.fetch_max(used, Ordering::AcqRel);
     }
 
     /// Charges there are: live allocations.
@@ -172,7 +179,7 @@ impl Gauge {
     pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge, ResourceError> {
         let taken = self
             .used
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
+            .fetch_update(Ordering::SeqCst, Ordering::Acquire, |used| {
                 let used = used.checked_add(bytes)?;
                 (used <= self.limit()).then_some(used)
             });
@@ -184,7 +191,10 @@ impl Gauge {
 
     fn charged(self: &Arc<Self>, before: u64, bytes: u64) -> Charge {
         self.charges.fetch_add(1, Ordering::Relaxed);
-        self.peak.fetch_max(before + bytes, Ordering::AcqRel);
+        // Mostly it stands higher, and then nothing need be written.
+        if self.peak.load(Ordering::SeqCst) < before + bytes {
+            self.peak.fetch_max(before + bytes, Ordering::AcqRel);
+        }
         self.announce();
         Charge {
             gauge: Arc::clone(self),
@@ -194,7 +204,7 @@ impl Gauge {
 
     /// Counts bytes that are there anyway, whatever the limit says.
     pub(crate) fn charge_existing(self: &Arc<Self>, bytes: u64) -> Charge {
-        let before = self.used.fetch_add(bytes, Ordering::AcqRel);
+        let before = self.used.fetch_add(bytes, Ordering::SeqCst);
         self.charged(before, bytes)
     }
 

@@ -342,19 +342,29 @@ fn s2_17_a_release_does_not_hold_up_hits() {
 fn s2_18_s2_22_types_and_lengths_share_memory() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
-        let buffer = pool.uninit::<f32>(1024, &stream).unwrap();
+        // Larger than what fronts keep as it is.
+        let buffer = pool.uninit::<f32>(1024 * 256, &stream).unwrap();
         let address = buffer.as_device_ptr();
         drop(buffer);
-        let bytes = pool.take::<u8>(4096, &stream).unwrap().expect("a hit");
+        let bytes = pool
+            .take::<u8>(4096 * 256, &stream)
+            .unwrap()
+            .expect("a hit");
         assert_eq!(bytes.as_device_ptr(), address);
         drop(bytes);
         let before = rig.memory_calls();
-        let first = pool.take::<f32>(512, &stream).unwrap().expect("carved");
-        let second = pool.take::<f32>(512, &stream).unwrap().expect("carved");
+        let first = pool
+            .take::<f32>(512 * 256, &stream)
+            .unwrap()
+            .expect("carved");
+        let second = pool
+            .take::<f32>(512 * 256, &stream)
+            .unwrap()
+            .expect("carved");
         assert_eq!(rig.memory_calls(), before);
         let mut both = [first.as_device_ptr(), second.as_device_ptr()];
         both.sort_unstable();
-        assert_eq!(both, [address, address + 2048]);
+        assert_eq!(both, [address, address + 2048 * 256]);
     });
 }
 

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Instructions of the hot operations, counted by callgrind on the simulator.
+#
+#   benches/instructions.sh [--check | --bless] [--all | NAME...]
+#
+# For each NAME (pair, pair_raw, churn_op; with --all also those of front ends and of the churn's own
+# loop) a line `NAME N`, N being instructions per operation, and a line with the file that callgrind
+# wrote and both iteration counts:
+#
+#   pair            allocate 4096 bytes and drop the block
+#   pair_raw        the same with a stream handle in, a pointer out, and the free by pointer
+#   churn_op        an allocation or a free: random ones of 4096 slots are filled where empty, else
+#                   emptied, with 512 B to 64 KiB (logarithm uniform); the loop around it is included
+#   churn_harness   that loop with blocks that cost nothing
+#   stack, workspace, typed_pool   pairs of 4096 bytes through the front ends
+#
+# N is a difference: of two runs that differ in nothing but the number of operations, divided by it,
+# so start, warm-up and end cancel out. Collection is switched off while a function of the simulated
+# driver runs (all calls of the driver enter it through `cualloc::sim::table::shims`), so what the
+# driver does is not counted, and what the allocator does to call it is. Everything else is: release
+# profile, public API, statistics, generations and checks on, the C library as it is linked.
+#
+# --check fails if a figure is more than 5 % above the one in benches/instructions.txt, --bless writes
+# that file. Counts depend on the compiler and the processor's architecture: bless with the compiler
+# that is named there, or bless all.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+recorded=benches/instructions.txt
+mode=show
+names=()
+every=(pair pair_raw churn_op churn_harness stack workspace typed_pool)
+while [ $# -gt 0 ]; do
+    case $1 in
+    --check | --bless) mode=${1#--} ;;
+    --all) names=("${every[@]}") ;;
+    -*)
+        sed -n '2,5s/^# \{0,1\}//p' "$0" >&2
+        exit 2
+        ;;
+    *) names+=("$1") ;;
+    esac
+    shift
+done
+if [ ${#names[@]} -eq 0 ]; then
+    names=(pair pair_raw churn_op)
+    [ $mode != bless ] || names=("${every[@]}")
+fi
+command -v valgrind >/dev/null || {
+    echo "valgrind is not installed" >&2
+    exit 2
+}
+
+target=${CARGO_TARGET_DIR:-target}
+folder=$target/instructions
+mkdir -p "$folder"
+cargo build -q --release -p cualloc --example hot >&2
+
+# count NAME ITERATIONS: runs under callgrind; prints the instructions of the whole run.
+count() {
+    local file=$folder/callgrind.$1.$2.out
+    # In this order: the switch alone would begin with collection off, and count the driver only.
+    if ! valgrind --tool=callgrind --callgrind-out-file="$file" \
+        --toggle-collect='cualloc::sim::table::shims::*' --collect-atstart=yes \
+        "$target/release/examples/hot" "$1" "$2" >"$folder/log" 2>&1; then
+        cat "$folder/log" >&2
+        return 1
+    fi
+    sed -n 's/^totals: //p' "$file"
+}
+
+failed=0
+figures=
+for name in "${names[@]}"; do
+    case $name in
+    churn*) few=20000 many=220000 ;;
+    *) few=1000 many=11000 ;;
+    esac
+    less=$(count "$name" "$few")
+    more=$(count "$name" "$many")
+    exact=$(awk -v a="$less" -v b="$more" -v n=$((many - few)) 'BEGIN { printf "%.2f", (b - a) / n }')
+    figure=$(awk -v x="$exact" 'BEGIN { printf "%d", x + 0.5 }')
+    figures+="$name $figure"$'\n'
+    echo "$name $figure"
+    echo "# $folder/callgrind.$name.$many.out iterations $few $many exactly $exact"
+    if [ $mode = check ]; then
+        before=$(sed -n "s/^$name //p" "$recorded")
+        if [ -z "$before" ]; then
+            echo "$name is not in $recorded" >&2
+            failed=1
+        elif [ $((figure * 100)) -gt $((before * 105)) ]; then
+            echo "$name grew from $before to $figure instructions, by more than 5 %" >&2
+            failed=1
+        fi
+    fi
+done
+
+if [ $mode = bless ]; then
+    {
+        echo "# Instructions per operation, as benches/instructions.sh --bless --all counted them:"
+        echo "# $(uname -m), $(rustc --version), $(valgrind --version)"
+        printf %s "$figures"
+    } >"$recorded"
+fi
+exit $failed

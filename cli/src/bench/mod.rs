@@ -1,0 +1,331 @@
+//! `cualloc bench`: what an operation costs, and what is left of it with many threads.
+
+mod line;
+mod measure;
+mod source;
+mod workload;
+
+use crate::machine::Machine;
+use crate::options::{BenchOptions, Work};
+use crate::output::{self, Output, note};
+use crate::replay::policy_name;
+use crate::{Failure, Outcome};
+use cualloc::driver::{Context, Stream};
+use cualloc::{Allocator, Config};
+use line::Line;
+use measure::{Scale, churn, crossing, pair, threads};
+use source::{Handles, Malloc, Pointers, Stack, Typed, Workspaces};
+use std::io;
+use workload::{Churn, Source};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+const PAIRS: [usize; 6] = [512, 4 * KIB, 64 * KIB, MIB, 4 * MIB, 64 * MIB];
+const THREADS: [usize; 5] = [1, 2, 4, 8, 16];
+/// Each thread may have a pair of its own.
+const STREAMS: usize = 64;
+
+/// The name of the allocator by handle, and by pointer.
+const OURS: &str = "cualloc";
+const RAW: &str = "cualloc_raw";
+const HOST: &str = "malloc";
+
+pub fn run(options: &BenchOptions, output: &mut Output) -> Outcome {
+    let machine = Machine::choose(&options.machine)?;
+    let stage = machine.context()?;
+    if matches!(machine, Machine::Simulated { .. }) {
+        note!(
+            "note: the simulated driver has one lock and answers slower than a real one: figures of \
+             threads, of pointers and of other streams say little here"
+        );
+    }
+    let mut bench = Bench {
+        context: stage.context(),
+        options,
+        scale: if options.quick {
+            Scale::QUICK
+        } else {
+            Scale::FULL
+        },
+        device: machine.name(),
+        policy: "-",
+        output,
+        well: true,
+    };
+    for work in Work::ALL {
+        if options.only.is_empty() || options.only.contains(&work) {
+            bench.work(work)?;
+        }
+    }
+    Ok(bench.well)
+}
+
+/// Measurements on one device, and where they go.
+struct Bench<'a> {
+    context: &'a Context,
+    options: &'a BenchOptions,
+    scale: Scale,
+    device: &'static str,
+    policy: &'static str,
+    output: &'a mut Output,
+    well: bool,
+}
+
+/// An allocator with its streams. The streams outlive what is measured on them.
+struct Rig {
+    allocator: Allocator,
+    streams: Vec<Stream>,
+}
+
+impl Rig {
+    fn handles(&self) -> Handles<'_> {
+        Handles {
+            allocator: &self.allocator,
+            streams: &self.streams,
+        }
+    }
+
+    fn pointers(&self) -> Pointers<'_> {
+        Pointers {
+            allocator: &self.allocator,
+            streams: &self.streams,
+        }
+    }
+}
+
+/// What a measurement comes to.
+type Figure = Result<f64, workload::Failure>;
+
+impl Bench<'_> {
+    /// Every work has an allocator of its own, so that none meets the memory of another.
+    fn work(&mut self, work: Work) -> Result<(), Failure> {
+        let rig = match self.rig() {
+            Ok(rig) => rig,
+            Err(error) => {
+                note!(
+                    "error: the allocator cannot be made: {}",
+                    output::chain(&*error)
+                );
+                self.well = false;
+                return Ok(());
+            }
+        };
+        self.policy = policy_name(rig.allocator.policy());
+        match work {
+            Work::Pair => self.pairs(&rig)?,
+            Work::Raw => self.raw_pairs(&rig)?,
+            Work::Churn => self.churns(&rig)?,
+            Work::Threads => self.threads(&rig)?,
+            Work::LargeThreads => self.large_threads(&rig)?,
+            Work::Cross => self.crossings(&rig)?,
+            Work::FreeBlocks => self.free_blocks()?,
+            Work::FrontEnds => self.front_ends(&rig)?,
+        }
+        self.close(&rig);
+        Ok(())
+    }
+
+    fn rig(&self) -> Result<Rig, workload::Failure> {
+        let config = Config::new().policy(self.options.policy());
+        let allocator = Allocator::with_config(self.context, config)?;
+        let streams = (0..STREAMS).map(|_| Stream::new(self.context));
+        Ok(Rig {
+            streams: streams.collect::<Result<_, _>>()?,
+            allocator,
+        })
+    }
+
+    fn close(&mut self, rig: &Rig) {
+        if let Err(error) = rig.allocator.close() {
+            note!(
+                "error: the allocator cannot be closed: {}",
+                output::chain(&error)
+            );
+            self.well = false;
+        }
+    }
+
+    /// Writes a figure, or says on stderr why there is none.
+    fn figure(
+        &mut self,
+        work: &str,
+        name: &str,
+        case: impl Into<String>,
+        unit: &str,
+        figure: Figure,
+    ) -> io::Result<()> {
+        let case = case.into();
+        match figure {
+            Ok(value) => {
+                let line = Line {
+                    work,
+                    name,
+                    case,
+                    value,
+                    unit,
+                    device: self.device,
+                    policy: if name == HOST { "-" } else { self.policy },
+                };
+                if self.options.machine.json {
+                    self.output.json(&line)
+                } else {
+                    self.output.line(&line.to_string())
+                }
+            }
+            Err(error) => {
+                note!("error: {work} {name} {case}: {}", output::chain(&*error));
+                self.well = false;
+                Ok(())
+            }
+        }
+    }
+
+    fn pair<S: Source>(
+        &mut self,
+        work: &str,
+        name: &str,
+        source: &S,
+        bytes: usize,
+    ) -> io::Result<()> {
+        let figure = pair(source, bytes, &source.stream(0), &self.scale);
+        self.figure(work, name, format!("{bytes} B"), "ns", figure)
+    }
+
+    /// Of the sizes of all harnesses, and of 1 GiB, which is a load on a default configuration that
+    /// does not keep memory.
+    fn pairs(&mut self, rig: &Rig) -> io::Result<()> {
+        for bytes in PAIRS.into_iter().chain([1024 * MIB]) {
+            self.pair("pair", OURS, &rig.handles(), bytes)?;
+        }
+        for bytes in PAIRS {
+            self.pair("pair", HOST, &Malloc, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn raw_pairs(&mut self, rig: &Rig) -> io::Result<()> {
+        for bytes in PAIRS {
+            self.pair("pair", RAW, &rig.pointers(), bytes)?;
+        }
+        Ok(())
+    }
+
+    fn churns(&mut self, rig: &Rig) -> io::Result<()> {
+        let scale = self.scale;
+        let small = || Churn::log_uniform(4096, scale.small_churn, 1, 512, 64 * KIB);
+        let wide = || Churn::log_uniform(2048, scale.wide_churn, 2, 512, 32 * MIB);
+        self.churn("churn small", "4096 slots 512B-64KiB", rig, &small())?;
+        self.churn("churn wide", "2048 slots 512B-32MiB", rig, &wide())
+    }
+
+    fn churn(&mut self, work: &str, case: &str, rig: &Rig, churned: &Churn) -> io::Result<()> {
+        let (handles, pointers) = (rig.handles(), rig.pointers());
+        let figure = churn(&handles, &handles.stream(0), churned, &self.scale);
+        self.figure(work, OURS, case, "ns/op", figure)?;
+        let figure = churn(&pointers, &pointers.stream(0), churned, &self.scale);
+        self.figure(work, RAW, case, "ns/op", figure)?;
+        let figure = churn(&Malloc, &(), churned, &self.scale);
+        self.figure(work, HOST, case, "ns/op", figure)
+    }
+
+    fn threads(&mut self, rig: &Rig) -> io::Result<()> {
+        let scale = self.scale;
+        for count in THREADS {
+            let case = format!("T={count}");
+            let own = |thread| thread;
+            let figure = threads(&rig.handles(), count, own, Churn::of_thread, &scale);
+            self.figure("threads own-stream", OURS, case, "Mops/s", figure)?;
+        }
+        for count in THREADS {
+            let case = format!("T={count}");
+            let one = |_| 0;
+            let figure = threads(&rig.handles(), count, one, Churn::of_thread, &scale);
+            self.figure("threads one-stream", OURS, case, "Mops/s", figure)?;
+        }
+        for count in THREADS {
+            let case = format!("T={count}");
+            let figure = threads(&Malloc, count, |_| 0, Churn::of_thread, &scale);
+            self.figure("threads own-stream", HOST, case, "Mops/s", figure)?;
+        }
+        Ok(())
+    }
+
+    fn large_threads(&mut self, rig: &Rig) -> io::Result<()> {
+        let scale = self.scale;
+        let work = |thread, operations| Churn::of_thread_sized(thread, operations, MIB);
+        for count in THREADS {
+            let case = format!("T={count}");
+            let own = |thread| thread;
+            let figure = threads(&rig.handles(), count, own, work, &scale);
+            self.figure("threads own-stream-1MiB", OURS, case, "Mops/s", figure)?;
+        }
+        Ok(())
+    }
+
+    fn crossings(&mut self, rig: &Rig) -> io::Result<()> {
+        for count in [1, 16] {
+            let figures = crossing(&rig.handles(), count, &self.scale);
+            let figures = match figures {
+                Ok(figures) => figures,
+                Err(error) => {
+                    return self.figure("cross-stream", OURS, format!("T={count}"), "", Err(error));
+                }
+            };
+            for (work, unit, value) in [
+                ("cross-stream free", "ns", figures.free),
+                ("cross-stream pair", "ns", figures.pair),
+                ("cross-stream driver", "calls", figures.calls),
+            ] {
+                self.figure(work, OURS, format!("T={count}"), unit, Ok(value))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A small pair beside small free blocks, a large one beside large ones. None of them has a free
+    /// neighbour.
+    fn free_blocks(&mut self) -> Result<(), Failure> {
+        for (bytes, low, high) in [(20 * KIB, 512, 64 * KIB), (MIB, 128 * KIB, 256 * KIB)] {
+            let mut count = 10;
+            while count <= self.scale.free_blocks {
+                let figure = self.beside_free_blocks(bytes, low, high, count);
+                let case = format!("{bytes} B N={count}");
+                self.figure("free-blocks", OURS, case, "ns", figure)?;
+                count *= 10;
+            }
+        }
+        Ok(())
+    }
+
+    fn beside_free_blocks(&self, bytes: usize, low: usize, high: usize, count: usize) -> Figure {
+        let rig = self.rig()?;
+        let handles = rig.handles();
+        let stream = handles.stream(0);
+        let mut kept = Vec::with_capacity(2 * count);
+        for size in workload::log_uniform_sizes(2 * count, 3, low, high) {
+            kept.push(Some(handles.allocate(size, &stream)?));
+        }
+        kept.iter_mut().step_by(2).for_each(|block| *block = None);
+        let figure = pair(&handles, bytes, &stream, &self.scale)?;
+        kept.clear();
+        rig.allocator.close()?;
+        Ok(figure)
+    }
+
+    fn front_ends(&mut self, rig: &Rig) -> io::Result<()> {
+        let (allocator, streams) = (&rig.allocator, &rig.streams);
+        let bytes = 4 * KIB;
+        self.pair("pair stack", OURS, &Stack::new(allocator, streams), bytes)?;
+        let workspaces = Workspaces::new(allocator, streams);
+        self.pair("pair workspace", OURS, &workspaces, bytes)?;
+        self.pair(
+            "pair typed-pool",
+            OURS,
+            &Typed::new(allocator, streams),
+            bytes,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests;

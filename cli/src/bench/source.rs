@@ -1,0 +1,206 @@
+//! The sources of memory that are measured: the allocator by handle and by pointer, its front ends,
+//! and the host's `malloc` as a yardstick.
+
+// Programs that share this file each use their own part of it.
+#![allow(dead_code)]
+
+use super::workload::{Failure, Source};
+use cualloc::driver::{Stream, sys};
+use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspaceConfig, WorkspacePool};
+use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, ResourceBlock, Tag};
+use cualloc::{Allocator, Block};
+use std::alloc::{Layout, alloc, dealloc};
+use std::mem::MaybeUninit;
+
+/// Out of line, so that what is measured is the call and not the boxing of its errors.
+#[cold]
+#[inline(never)]
+fn failed(error: cualloc::Error) -> Failure {
+    error.into()
+}
+
+/// Blocks that free themselves, on streams that are passed as objects.
+pub struct Handles<'a> {
+    pub allocator: &'a Allocator,
+    pub streams: &'a [Stream],
+}
+
+impl Source for Handles<'_> {
+    type Stream = Stream;
+    type Block = Block;
+
+    fn stream(&self, index: usize) -> Stream {
+        self.streams[index].clone()
+    }
+
+    #[inline]
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Failure> {
+        self.allocator.allocate(bytes, stream).map_err(failed)
+    }
+
+    #[inline]
+    fn free(&self, block: Block) -> Result<(), Failure> {
+        drop(block);
+        Ok(())
+    }
+}
+
+/// Stream handles in, pointers out, and frees by pointer.
+pub struct Pointers<'a> {
+    pub allocator: &'a Allocator,
+    pub streams: &'a [Stream],
+}
+
+impl Source for Pointers<'_> {
+    type Stream = sys::CUstream;
+    type Block = sys::CUdeviceptr;
+
+    fn stream(&self, index: usize) -> sys::CUstream {
+        self.streams[index].raw()
+    }
+
+    #[inline]
+    fn allocate(&self, bytes: usize, stream: &sys::CUstream) -> Result<sys::CUdeviceptr, Failure> {
+        // SAFETY: the streams live as long as the allocator is used.
+        unsafe { self.allocator.allocate_raw(bytes, *stream) }.map_err(failed)
+    }
+
+    #[inline]
+    fn free(&self, block: sys::CUdeviceptr) -> Result<(), Failure> {
+        // SAFETY: the block came from above, has no other owner, and no work uses it.
+        unsafe { self.allocator.free_raw(block) }.map_err(failed)
+    }
+}
+
+/// The host's allocator, which knows no streams.
+pub struct Malloc;
+
+/// Memory of the host.
+pub struct HostBlock {
+    start: *mut u8,
+    layout: Layout,
+}
+
+impl Source for Malloc {
+    type Stream = ();
+    type Block = HostBlock;
+
+    fn stream(&self, _index: usize) {}
+
+    #[inline]
+    fn allocate(&self, bytes: usize, (): &()) -> Result<HostBlock, Failure> {
+        let layout = Layout::from_size_align(bytes.max(1), 16)?;
+        // SAFETY: the size is not 0. Hidden, or the compiler would leave the pair out.
+        let start = std::hint::black_box(unsafe { alloc(layout) });
+        if start.is_null() {
+            return Err("malloc has no memory".into());
+        }
+        Ok(HostBlock { start, layout })
+    }
+
+    #[inline]
+    fn free(&self, block: HostBlock) -> Result<(), Failure> {
+        // SAFETY: from `alloc` with the same layout, and freed once: the block is taken by value.
+        unsafe { dealloc(block.start, block.layout) };
+        Ok(())
+    }
+}
+
+/// The pooled stack with a budget and a log that nobody reads.
+pub struct Stack<'a> {
+    resource: Logging<Budget<Allocator>, NullSink>,
+    streams: &'a [Stream],
+}
+
+impl<'a> Stack<'a> {
+    pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Stack<'a> {
+        let resource = Logging::new(Budget::new(allocator.clone(), 1 << 40), NullSink);
+        Stack { resource, streams }
+    }
+}
+
+impl Source for Stack<'_> {
+    type Stream = Stream;
+    type Block = ResourceBlock;
+
+    fn stream(&self, index: usize) -> Stream {
+        self.streams[index].clone()
+    }
+
+    #[inline]
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<ResourceBlock, Failure> {
+        const TAG: Tag = Tag::new("benchmark");
+        Ok(self.resource.allocate(bytes, stream, TAG)?)
+    }
+
+    #[inline]
+    fn free(&self, block: ResourceBlock) -> Result<(), Failure> {
+        Ok(self.resource.deallocate(block)?)
+    }
+}
+
+/// Leases of a workspace pool.
+pub struct Workspaces<'a> {
+    pool: WorkspacePool,
+    streams: &'a [Stream],
+}
+
+impl<'a> Workspaces<'a> {
+    pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Workspaces<'a> {
+        let pool = WorkspacePool::new(allocator, WorkspaceConfig::default());
+        Workspaces { pool, streams }
+    }
+}
+
+impl Source for Workspaces<'_> {
+    type Stream = Stream;
+    type Block = Lease;
+
+    fn stream(&self, index: usize) -> Stream {
+        self.streams[index].clone()
+    }
+
+    #[inline]
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Lease, Failure> {
+        Ok(self.pool.lease(stream, bytes)?)
+    }
+
+    #[inline]
+    fn free(&self, block: Lease) -> Result<(), Failure> {
+        drop(block);
+        Ok(())
+    }
+}
+
+/// Buffers of `f32` out of a typed pool.
+pub struct Typed<'a> {
+    pool: TypedPool,
+    streams: &'a [Stream],
+}
+
+impl<'a> Typed<'a> {
+    pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Typed<'a> {
+        let pool = TypedPool::over([allocator]);
+        Typed { pool, streams }
+    }
+}
+
+impl Source for Typed<'_> {
+    type Stream = Stream;
+    type Block = PooledBuffer<MaybeUninit<f32>>;
+
+    fn stream(&self, index: usize) -> Stream {
+        self.streams[index].clone()
+    }
+
+    #[inline]
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
+        Ok(self.pool.uninit(bytes / size_of::<f32>(), stream)?)
+    }
+
+    #[inline]
+    fn free(&self, block: Self::Block) -> Result<(), Failure> {
+        drop(block);
+        Ok(())
+    }
+}

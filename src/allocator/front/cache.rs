@@ -1,0 +1,72 @@
+//! What a thread remembers: the front that it last used for a stream, and its own number.
+//!
+//! An entry may be out of date in every respect. Fronts are never freed, and each tells under its
+//! lock whose it is, so a wrong entry costs a look at the books and nothing else.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::Front;
+use crate::allocator::engine::Engine;
+
+const ENTRIES: usize = 16;
+
+#[derive(Clone, Copy)]
+struct Entry {
+    allocator: u64,
+    key: u64,
+    front: Option<&'static Front<Engine>>,
+    pass: u64,
+}
+
+const EMPTY: Entry = Entry {
+    allocator: 0,
+    key: 0,
+    front: None,
+    pass: 0,
+};
+
+thread_local! {
+    static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(EMPTY) }; ENTRIES] };
+    static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+/// The front that this thread last used for a stream of an allocator, and its pass at that time.
+#[inline(always)]
+pub(crate) fn find(allocator: u64, key: u64) -> Option<(&'static Front<Engine>, u64)> {
+    let entry = SEEN.with(|seen| seen[key as usize % ENTRIES].get());
+    if entry.allocator == allocator && entry.key == key {
+        entry.front.map(|front| (front, entry.pass))
+    } else {
+        None
+    }
+}
+
+pub(crate) fn remember(allocator: u64, key: u64, front: &'static Front<Engine>) {
+    let Some(pass) = front.lock().pass() else {
+        return;
+    };
+    let entry = Entry {
+        allocator,
+        key,
+        front: Some(front),
+        pass,
+    };
+    SEEN.with(|seen| seen[key as usize % ENTRIES].set(entry));
+}
+
+/// The next allocation of this thread looks at the books for the stream's fronts.
+pub(crate) fn forget(key: u64) {
+    SEEN.with(|seen| seen[key as usize % ENTRIES].set(EMPTY));
+}
+
+/// The calling thread's number: 0, 1, ... in the order in which threads first ask.
+pub(crate) fn thread_number() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    NUMBER.with(|number| {
+        if number.get() == usize::MAX {
+            number.set(NEXT.fetch_add(1, Ordering::Relaxed));
+        }
+        number.get()
+    })
+}

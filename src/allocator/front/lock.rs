@@ -1,0 +1,175 @@
+//! The lock of the hot path, and the one place where its building blocks come from.
+//!
+//! One read-modify-write takes it and a plain store gives it back: the two of an ordinary mutex cost
+//! more than all the work that is done under this one. Who finds it taken spins, then yields, then
+//! sleeps for moments; nobody parks for good, so no wake-up can be lost.
+//!
+//! Under `--cfg loom` the same code runs on loom's primitives, which try all interleavings.
+
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32};
+
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32};
+
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::Ordering;
+
+/// Rounds of pauses, each twice as long as the one before, until a waiting thread yields.
+const SPINS: u32 = 6;
+/// Yields until a waiting thread sleeps.
+const YIELDS: u32 = 64;
+const NAP: std::time::Duration = std::time::Duration::from_micros(50);
+
+/// A value that one thread at a time may use.
+#[derive(Debug)]
+pub(crate) struct Lock<T> {
+    taken: AtomicBool,
+    value: Cell<T>,
+}
+
+// SAFETY: the value is reached through a `Held` alone, of which there is one at a time.
+unsafe impl<T: Send> Sync for Lock<T> {}
+
+impl<T> Lock<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Lock {
+            taken: AtomicBool::new(false),
+            value: Cell::new(value),
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn lock(&self) -> Held<'_, T> {
+        let contended = self.taken.swap(true, Ordering::Acquire);
+        if contended {
+            self.wait();
+        }
+        Held {
+            lock: self,
+            contended,
+            #[cfg(loom)]
+            pointer: Some(self.value.0.get_mut()),
+            _thread: std::marker::PhantomData,
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn wait(&self) {
+        let mut round = 0;
+        loop {
+            // Only reads while it is taken: the holder keeps the line for its own writes.
+            while self.taken.load(Ordering::Relaxed) {
+                pause(round);
+                round = round.saturating_add(1);
+            }
+            if !self.taken.swap(true, Ordering::Acquire) {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(not(loom))]
+fn pause(round: u32) {
+    if round < SPINS {
+        for _ in 0..1 << round {
+            std::hint::spin_loop();
+        }
+    } else if round < SPINS + YIELDS {
+        std::thread::yield_now();
+    } else {
+        std::thread::sleep(NAP);
+    }
+}
+
+#[cfg(loom)]
+fn pause(_round: u32) {
+    let _ = (SPINS, YIELDS, NAP);
+    loom::thread::yield_now();
+}
+
+/// The value, while it is this thread's.
+#[derive(Debug)]
+pub(crate) struct Held<'a, T> {
+    lock: &'a Lock<T>,
+    /// Whether somebody else had it when it was asked for.
+    pub(crate) contended: bool,
+    #[cfg(loom)]
+    pointer: Option<loom::cell::MutPtr<T>>,
+    /// Like the standard library's guards it stays on its thread.
+    _thread: std::marker::PhantomData<*const ()>,
+}
+
+impl<T> Deref for Held<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        #[cfg(not(loom))]
+        // SAFETY: this is the only `Held` of the lock, and the borrow lasts no longer than it.
+        unsafe {
+            &*self.lock.value.0.get()
+        }
+        #[cfg(loom)]
+        // SAFETY: as above.
+        unsafe {
+            &*pointer_of(&self.pointer)
+        }
+    }
+}
+
+impl<T> DerefMut for Held<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        #[cfg(not(loom))]
+        // SAFETY: as for `deref`, and this `Held` is borrowed exclusively.
+        unsafe {
+            &mut *self.lock.value.0.get()
+        }
+        #[cfg(loom)]
+        // SAFETY: as above.
+        unsafe {
+            &mut *pointer_of(&self.pointer)
+        }
+    }
+}
+
+impl<T> Drop for Held<'_, T> {
+    #[inline]
+    fn drop(&mut self) {
+        #[cfg(loom)]
+        // Ends loom's record of the access before the lock is free.
+        drop(self.pointer.take());
+        self.lock.taken.store(false, Ordering::Release);
+    }
+}
+
+#[cfg(not(loom))]
+#[derive(Debug)]
+struct Cell<T>(std::cell::UnsafeCell<T>);
+
+#[cfg(not(loom))]
+impl<T> Cell<T> {
+    fn new(value: T) -> Self {
+        Cell(std::cell::UnsafeCell::new(value))
+    }
+}
+
+#[cfg(loom)]
+#[derive(Debug)]
+struct Cell<T>(loom::cell::UnsafeCell<T>);
+
+#[cfg(loom)]
+impl<T> Cell<T> {
+    fn new(value: T) -> Self {
+        Cell(loom::cell::UnsafeCell::new(value))
+    }
+}
+
+#[cfg(loom)]
+fn pointer_of<T>(held: &Option<loom::cell::MutPtr<T>>) -> *mut T {
+    held.as_ref()
+        .map_or(std::ptr::null_mut(), |held| held.with(|pointer| pointer))
+}

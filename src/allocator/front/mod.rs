@@ -1,0 +1,485 @@
+//! Fronts: what an allocation of up to 64 KiB meets first, and mostly nothing else.
+//!
+//! A front belongs to one stream and has pages of its own; a stream has one, and more when threads
+//! meet at its lock, up to one per thread of execution. Everything about a small block (its run, its
+//! generation, the statistics, the streams recorded on it) is under the lock of the front that owns
+//! its page, so that two streams, or two fronts of one, share no word that either writes. What a
+//! front cannot do alone (pages, markers, peaks) its callers do with the books outside.
+//!
+//! Lock order: the books, then fronts by rank. A front is never waited for with a higher one held.
+
+mod account;
+pub(crate) mod cache;
+mod heap;
+mod lock;
+mod pages;
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub(crate) use account::{Accounts, QUANTITIES};
+pub(crate) use heap::{Heap, Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
+pub(crate) use lock::{Held, Lock};
+pub(crate) use pages::{PageTable, SMALL_ID};
+
+use super::size::GRANULE;
+use std::sync::atomic::Ordering;
+
+/// No pass: every call needs the books.
+const NO_PASS: u64 = 0;
+/// Most fronts of a stream.
+pub(crate) const MOST_FRONTS: usize = 16;
+/// Granules that the quick runs of all fronts of an allocator hold together at most: 1 MiB.
+pub(crate) const QUICK_GRANULES: u32 = 2048;
+/// Times that threads met at a front's lock before its stream gets another front.
+const CONTENTIONS: u32 = 32;
+/// Frees of blocks that one other stream used, and their bytes, until their batch is closed.
+const BATCH_FREES: usize = 256;
+const BATCH_BYTES: u64 = 1 << 20;
+
+/// One front. Never freed: a front that nobody needs waits for its next stream.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(crate) struct Front<E: 'static> {
+    lock: Lock<Inner<E>>,
+    /// Place in the order of locks.
+    pub(crate) rank: u32,
+}
+
+/// Fronts that wait for a stream.
+#[derive(Debug)]
+pub(crate) struct FrontPool<E: 'static> {
+    waiting: Mutex<Vec<&'static Front<E>>>,
+    made: std::sync::atomic::AtomicU32,
+}
+
+impl<E> FrontPool<E> {
+    pub(crate) const fn new() -> Self {
+        FrontPool {
+            waiting: Mutex::new(Vec::new()),
+            made: std::sync::atomic::AtomicU32::new(0),
+        }
+    }
+
+    /// A front without a stream.
+    pub(crate) fn take(&self) -> &'static Front<E> {
+        let waiting = self
+            .waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop();
+        waiting.unwrap_or_else(|| {
+            Box::leak(Box::new(Front {
+                lock: Lock::new(Inner::default()),
+                rank: self.made.fetch_add(1, Ordering::Relaxed),
+            }))
+        })
+    }
+
+    /// Takes back a front whose stream is gone: it has no pages, and nothing live.
+    pub(crate) fn give_back(&self, front: &'static Front<E>) {
+        let former = std::mem::take(&mut *front.lock());
+        self.waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(front);
+        // The last user of an allocator may go with it: outside the locks.
+        drop(former);
+    }
+}
+
+/// Frees of blocks that one other stream used, which nothing orders yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Batch {
+    /// Slot of the other stream.
+    pub stream: u32,
+    pub nodes: Vec<Node>,
+    pub bytes: u64,
+}
+
+/// What a front is to its stream.
+#[derive(Debug)]
+pub(crate) struct Inner<E: 'static> {
+    /// The allocator, as long as it is open or blocks of this front are live.
+    pub owner: Option<Arc<E>>,
+    /// Number of the allocator, 0 for none, and the stream's number in it: who may come in.
+    pub allocator: u64,
+    pub key: u64,
+    /// The stream's slot.
+    pub slot: u32,
+    /// Who shows this number is of the stream that the front serves now, and may go on without a look
+    /// at the books. Never used again after the front was stopped.
+    pass: u64,
+    pub heap: Heap,
+    pub accounts: Accounts,
+    pub batches: Vec<Batch>,
+    /// Batches that wait for their streams outside.
+    pub waiting: u32,
+    /// Small blocks of other streams on which this stream is recorded, live or in a batch that is
+    /// open, as far as this front counts them: only the sum over a stream's fronts means something.
+    pub recorded: i64,
+    /// Most bytes that were held back at once.
+    pub pending_peak: u64,
+    contentions: u32,
+    /// Blocks handed out when the room was last shared out, and the last sharing before which there
+    /// were more.
+    shared_at: u64,
+    busy_at: u64,
+    /// Fronts to ask for room first.
+    neighbours: [Option<&'static Front<E>>; 2],
+}
+
+impl<E> Default for Inner<E> {
+    fn default() -> Self {
+        Inner {
+            owner: None,
+            allocator: 0,
+            key: 0,
+            slot: 0,
+            pass: NO_PASS,
+            heap: Heap::default(),
+            accounts: Accounts::default(),
+            batches: Vec::new(),
+            waiting: 0,
+            recorded: 0,
+            pending_peak: 0,
+            contentions: 0,
+            shared_at: 0,
+            busy_at: 0,
+            neighbours: [None; 2],
+        }
+    }
+}
+
+/// A small request in numbers that fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Small {
+    pub granules: u32,
+    /// Alignment in granules.
+    pub align: u32,
+    pub requested: u32,
+}
+
+impl Small {
+    fn bytes(self) -> u64 {
+        u64::from(self.granules) * GRANULE
+    }
+
+    fn slack(self) -> u16 {
+        (self.bytes() as u32).saturating_sub(self.requested) as u16
+    }
+}
+
+/// How a request to a front ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Allocated {
+    Taken(Taken),
+    /// No run is long enough.
+    NoRun,
+    /// It could be a new peak.
+    NoRoom,
+    /// The front is another stream's by now, or its stream needs a closer look.
+    Stranger,
+}
+
+/// Which life of a block is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Life {
+    /// The one with this generation, which has an owner.
+    Generation(u32),
+    /// The present one of the block that begins at an address.
+    At(u64),
+}
+
+/// How a free ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Freed {
+    Done,
+    /// Done, and there is a page to hand back.
+    Page,
+    /// Done, and a batch is full.
+    Full(Batch),
+    /// Nothing is done yet: it needs the books.
+    Books,
+    /// There is no such block.
+    NotLive,
+}
+
+impl<E> Front<E> {
+    #[inline]
+    pub(crate) fn lock(&self) -> Held<'_, Inner<E>> {
+        self.lock.lock()
+    }
+
+    /// Locks this front and another one in their order.
+    fn lock_both<'a>(&'a self, other: &'a Self) -> (Held<'a, Inner<E>>, Held<'a, Inner<E>>) {
+        if self.rank < other.rank {
+            let mine = self.lock();
+            (mine, other.lock())
+        } else {
+            let theirs = other.lock();
+            (self.lock(), theirs)
+        }
+    }
+
+    /// Takes a request beyond the room that is left, with room from a neighbour. `NoRoom` if none
+    /// has enough.
+    pub(crate) fn take_with_help(&self, allocator: u64, request: Small) -> Allocated {
+        let neighbours = self.lock().neighbours;
+        for other in neighbours.into_iter().flatten() {
+            if std::ptr::eq(other, self) {
+                continue;
+            }
+            let (mut mine, mut theirs) = self.lock_both(other);
+            if mine.allocator != allocator || theirs.allocator != allocator {
+                continue;
+            }
+            let (bytes, requested) = (request.bytes(), u64::from(request.requested));
+            if theirs.accounts.lend(&mut mine.accounts, bytes, requested) {
+                return mine.take(request);
+            }
+        }
+        Allocated::NoRoom
+    }
+}
+
+impl<E> Held<'_, Inner<E>> {
+    /// Whether the stream should get another front, because threads keep meeting here.
+    pub(crate) fn crowded(&mut self) -> bool {
+        self.contentions += 1;
+        let crowded = self.contentions >= CONTENTIONS;
+        if crowded {
+            self.contentions = 0;
+        }
+        crowded
+    }
+}
+
+impl<E> Inner<E> {
+    /// Lets the front work without a look at the books, or stops it.
+    pub(crate) fn set_fast(&mut self, fast: bool) {
+        static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
+        match (fast, self.pass) {
+            (true, NO_PASS) => self.pass = NEXT.fetch_add(1, Ordering::Relaxed),
+            (true, _) => {}
+            (false, _) => self.pass = NO_PASS,
+        }
+    }
+
+    /// Whether allocations and frees may go on without a look at the books.
+    #[inline(always)]
+    pub(crate) fn is_fast(&self) -> bool {
+        self.pass != NO_PASS
+    }
+
+    /// Takes an unaligned request if nothing stands in the way.
+    #[inline(always)]
+    pub(crate) fn take_at_once(
+        &mut self,
+        pass: u64,
+        granules: u32,
+        requested: u32,
+    ) -> Option<Taken> {
+        if pass != self.pass {
+            return None;
+        }
+        let bytes = u64::from(granules) * GRANULE;
+        if !self.accounts.fit(bytes, u64::from(requested)) {
+            return None;
+        }
+        let slack = (bytes as u32).wrapping_sub(requested) as u16;
+        let taken = self.heap.take(granules, slack)?;
+        self.accounts.add(bytes, u64::from(requested));
+        Some(taken)
+    }
+
+    /// Takes a request.
+    pub(crate) fn take(&mut self, request: Small) -> Allocated {
+        let (bytes, requested) = (request.bytes(), u64::from(request.requested));
+        if !self.accounts.fit(bytes, requested) {
+            return Allocated::NoRoom;
+        }
+        let taken = if request.align <= 1 {
+            self.heap.take(request.granules, request.slack())
+        } else {
+            let (granules, align) = (request.granules, request.align);
+            self.heap.take_aligned(granules, align, request.slack())
+        };
+        let Some(taken) = taken else {
+            return Allocated::NoRun;
+        };
+        self.accounts.add(bytes, requested);
+        Allocated::Taken(taken)
+    }
+
+    /// Takes a request at an address of a page, if it is free there.
+    pub(crate) fn take_at(&mut self, page: u32, ptr: u64, request: Small) -> Allocated {
+        let (bytes, requested) = (request.bytes(), u64::from(request.requested));
+        let aligned = ptr.is_multiple_of(u64::from(request.align.max(1)) * GRANULE);
+        if !aligned {
+            return Allocated::NoRun;
+        }
+        if !self.accounts.fit(bytes, requested) {
+            return Allocated::NoRoom;
+        }
+        let slack = request.slack();
+        match self.heap.take_at(page, ptr, request.granules, slack) {
+            Some(taken) => {
+                self.accounts.add(bytes, requested);
+                Allocated::Taken(taken)
+            }
+            None => Allocated::NoRun,
+        }
+    }
+
+    /// Takes a request whatever it does to the peak, which is the caller's to look at.
+    pub(crate) fn take_beyond(&mut self, request: Small) -> Allocated {
+        self.accounts
+            .extend(request.bytes(), u64::from(request.requested));
+        self.take(request)
+    }
+
+    /// What allows a thread to allocate here without a look at the books.
+    pub(crate) fn pass(&self) -> Option<u64> {
+        self.is_fast().then_some(self.pass)
+    }
+
+    /// The live block that begins at an address.
+    pub(crate) fn live(&self, node: Node, ptr: u64, generation: Option<u32>) -> Option<Live> {
+        let live = self.heap.live(node, ptr)?;
+        generation
+            .is_none_or(|g| g == live.generation)
+            .then_some(live)
+    }
+
+    /// Frees a block if nothing stands in the way; with a generation only that life of it.
+    #[inline(always)]
+    pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
+        let live = match life {
+            // The page of a block that somebody owns cannot have gone.
+            Life::Generation(generation) => {
+                let live = self.heap.live_at(node);
+                live.filter(|live| live.generation == generation)
+            }
+            Life::At(ptr) => self.heap.live(node, ptr),
+        };
+        let Some(live) = live else {
+            return false;
+        };
+        if !self.is_fast() || live.using != Using::NONE {
+            return false;
+        }
+        if !self.heap.put_quick(node, live.granules) {
+            if self.heap.whole_pages() > 0 {
+                // There may be a page to hand back then.
+                return false;
+            }
+            self.heap.put_merged(node);
+        }
+        self.account_free(live);
+        true
+    }
+
+    /// Frees a block that begins at an address; with a generation only that life of it.
+    pub(crate) fn free(&mut self, node: Node, ptr: u64, generation: Option<u32>) -> Freed {
+        let Some(live) = self.live(node, ptr, generation) else {
+            return Freed::NotLive;
+        };
+        if !self.is_fast() || live.using != Using::NONE {
+            return self.free_shared(node, live);
+        }
+        self.account_free(live);
+        self.heap.put(node, live.granules);
+        if self.heap.whole_pages() > 1 {
+            return Freed::Page;
+        }
+        Freed::Done
+    }
+
+    /// Takes a block out of the sums.
+    #[inline(always)]
+    pub(crate) fn account_free(&mut self, live: Live) {
+        let bytes = u64::from(live.granules) * GRANULE;
+        self.accounts.sub(bytes, bytes - u64::from(live.slack));
+    }
+
+    fn free_shared(&mut self, node: Node, live: Live) -> Freed {
+        let (true, Some(stream)) = (self.is_fast(), live.using.slot()) else {
+            return Freed::Books;
+        };
+        self.account_free(live);
+        self.hold_back(node);
+        let bytes = u64::from(live.granules) * GRANULE;
+        let at = match self.batches.iter().position(|b| b.stream == stream) {
+            Some(at) => at,
+            None => {
+                self.batches.push(Batch {
+                    stream,
+                    nodes: Vec::with_capacity(BATCH_FREES),
+                    bytes: 0,
+                });
+                self.batches.len() - 1
+            }
+        };
+        let batch = &mut self.batches[at];
+        batch.nodes.push(node);
+        batch.bytes += bytes;
+        if batch.nodes.len() < BATCH_FREES && batch.bytes < BATCH_BYTES {
+            return Freed::Done;
+        }
+        self.waiting += 1;
+        Freed::Full(self.batches.swap_remove(at))
+    }
+
+    /// Keeps a block that is no longer live out of use.
+    pub(crate) fn hold_back(&mut self, node: Node) {
+        self.heap.hold_back(node);
+        self.pending_peak = self.pending_peak.max(self.pending_bytes());
+    }
+
+    /// Bytes of freed blocks that other streams may still use.
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        self.heap.pending_granules() * GRANULE
+    }
+
+    /// All open batches, or those of one stream: they are closed by this.
+    pub(crate) fn close_batches(&mut self, stream: Option<u32>) -> Vec<Batch> {
+        let wanted = |batch: &mut Batch| stream.is_none_or(|s| s == batch.stream);
+        let closed: Vec<Batch> = self.batches.extract_if(.., wanted).collect();
+        self.waiting += closed.len() as u32;
+        closed
+    }
+
+    /// Shares out room: `room` for each quantity if the front is busy, else none. Returns what it
+    /// may count to.
+    pub(crate) fn share(&mut self, room: [u64; QUANTITIES]) -> [u64; QUANTITIES] {
+        let mut limits = [0; QUANTITIES];
+        for ((account, room), limit) in self
+            .accounts
+            .each_mut()
+            .into_iter()
+            .zip(room)
+            .zip(&mut limits)
+        {
+            account.set_room(room);
+            *limit = account.limit();
+        }
+        limits
+    }
+
+    /// Whether the front handed anything out lately. `now` is the number of the sharing.
+    pub(crate) fn busy(&mut self, now: u64) -> bool {
+        let total = self.accounts.blocks.total();
+        if total != self.shared_at {
+            self.shared_at = total;
+            self.busy_at = now;
+        }
+        now - self.busy_at <= EPOCH
+    }
+
+    pub(crate) fn set_neighbours(&mut self, neighbours: [Option<&'static Front<E>>; 2]) {
+        self.neighbours = neighbours;
+    }
+}
+
+/// Sharings after which a front that hands nothing out gets no room.
+const EPOCH: u64 = 64;

@@ -1,0 +1,147 @@
+//! From an address to the front that owns the page around it, without a lock.
+//!
+//! A radix table over the address space: three levels of directories, below them leaves of 2 MiB
+//! with an entry per page. Directories and leaves are made when they are first needed and stay;
+//! entries change under the lock of the front that they name.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32 as Count, Ordering};
+
+use super::Front;
+use super::heap::PageInfo;
+use super::lock::{AtomicPtr, AtomicU32};
+
+const PAGE_BITS: u32 = 16;
+const LEAF_BITS: u32 = 21;
+const LEAF_PAGES: usize = 1 << (LEAF_BITS - PAGE_BITS);
+const BITS: [u32; 3] = [10, 9, 9];
+/// Above this many bits there are no addresses of devices.
+const ADDRESS_BITS: u32 = LEAF_BITS + BITS[0] + BITS[1] + BITS[2];
+/// Marks numbers of small blocks; those of all others are below.
+pub(crate) const SMALL_ID: u32 = 1 << 31;
+/// Bits of a number that say where in its leaf a block begins.
+const ID_BITS: u32 = LEAF_BITS - 9;
+
+#[derive(Debug)]
+struct Entry<E: 'static> {
+    front: AtomicPtr<Front<E>>,
+    /// Place of the page in the front's heap.
+    page: AtomicU32,
+    /// Where the page's generations go on when it comes back.
+    generation: AtomicU32,
+}
+
+#[derive(Debug)]
+struct Leaf<E: 'static> {
+    number: u32,
+    entries: [Entry<E>; LEAF_PAGES],
+}
+
+type Slots<T> = Box<[OnceLock<T>]>;
+
+fn slots<T>(bits: u32) -> Slots<T> {
+    (0..1 << bits).map(|_| OnceLock::new()).collect()
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(crate) struct PageTable<E: 'static> {
+    top: Slots<Slots<Slots<Leaf<E>>>>,
+    leaves: Count,
+}
+
+impl<E> PageTable<E> {
+    pub(crate) fn new() -> Self {
+        PageTable {
+            top: slots(BITS[0]),
+            leaves: Count::new(0),
+        }
+    }
+
+    #[inline]
+    fn places(ptr: u64) -> [usize; 3] {
+        let at = |shift: u32, bits: u32| (ptr >> shift) as usize & ((1 << bits) - 1);
+        let low = LEAF_BITS + BITS[2];
+        [
+            at(low + BITS[1], BITS[0]),
+            at(low, BITS[1]),
+            at(LEAF_BITS, BITS[2]),
+        ]
+    }
+
+    #[inline]
+    fn entry(&self, ptr: u64) -> Option<&Entry<E>> {
+        if ptr >> ADDRESS_BITS != 0 {
+            return None;
+        }
+        let [top, middle, low] = Self::places(ptr);
+        let leaf = self
+            .top
+            .get(top)?
+            .get()?
+            .get(middle)?
+            .get()?
+            .get(low)?
+            .get()?;
+        leaf.entries
+            .get((ptr >> PAGE_BITS) as usize & (LEAF_PAGES - 1))
+    }
+
+    /// The front that owns the page around an address, and the page's place in it. Another thread
+    /// may change both until that front is locked.
+    #[inline]
+    pub(crate) fn find(&self, ptr: u64) -> Option<(&'static Front<E>, u32)> {
+        let entry = self.entry(ptr)?;
+        let front = entry.front.load(Ordering::Acquire);
+        // SAFETY: what stands here came from a `&'static Front`.
+        let front = unsafe { front.cast_const().as_ref() }?;
+        Some((front, entry.page.load(Ordering::Acquire)))
+    }
+
+    /// What a page at `base` is to its next front. `None` for an address that no device has.
+    pub(crate) fn info(&self, base: u64) -> Option<PageInfo> {
+        if base >> ADDRESS_BITS != 0 {
+            return None;
+        }
+        let [top, middle, low] = Self::places(base);
+        let directory = self.top.get(top)?.get_or_init(|| slots(BITS[1]));
+        let directory = directory.get(middle)?.get_or_init(|| slots(BITS[2]));
+        let leaf = directory.get(low)?.get_or_init(|| self.leaf());
+        let page = (base >> PAGE_BITS) as usize & (LEAF_PAGES - 1);
+        let number = leaf.number << ID_BITS | (page as u32) << (PAGE_BITS - 9);
+        Some(PageInfo {
+            base,
+            first_id: SMALL_ID | number,
+            generation: leaf.entries.get(page)?.generation.load(Ordering::Relaxed),
+        })
+    }
+
+    fn leaf(&self) -> Leaf<E> {
+        Leaf {
+            number: self.leaves.fetch_add(1, Ordering::Relaxed),
+            entries: std::array::from_fn(|_| Entry {
+                front: AtomicPtr::new(std::ptr::null_mut()),
+                page: AtomicU32::new(0),
+                // Odd while a block is live.
+                generation: AtomicU32::new(1),
+            }),
+        }
+    }
+
+    /// Publishes a page that a front has taken in. The front is locked.
+    pub(crate) fn set(&self, base: u64, front: &'static Front<E>, page: u32) {
+        if let Some(entry) = self.entry(base) {
+            entry.page.store(page, Ordering::Relaxed);
+            let front = std::ptr::from_ref(front).cast_mut();
+            entry.front.store(front, Ordering::Release);
+        }
+    }
+
+    /// Takes back what [`set`](Self::set) published. The front is locked.
+    pub(crate) fn clear(&self, info: PageInfo) {
+        if let Some(entry) = self.entry(info.base) {
+            entry.generation.store(info.generation, Ordering::Relaxed);
+            entry.front.store(std::ptr::null_mut(), Ordering::Release);
+        }
+    }
+}

@@ -1,0 +1,619 @@
+//! The books' side of the fronts: who has which, their pages, their sums, and what they hold back.
+//!
+//! Everything here runs under the lock of the books and takes those of fronts below it.
+
+use super::check::{CheckError, holds, same};
+use super::engine::Engine;
+use super::error::Error;
+use super::front::{
+    Allocated, Batch, Front, FrontPool, Held, Inner, Live, MOST_FRONTS, Node, QUANTITIES,
+    QUICK_GRANULES, Small, Using,
+};
+use super::records::{Recorded, SpaceId, State as Extent};
+use super::size::{GRANULE, PAGE};
+use super::state::{AfterFree, PAGE_GRANULES, State};
+use super::stats::{PoolStats, Stats};
+use super::streams::{Holder, StreamKey};
+use super::uses::{Use, Uses};
+
+pub(crate) type EngineFront = Front<Engine>;
+type Locked<'a> = Held<'a, Inner<Engine>>;
+
+static POOL: FrontPool<Engine> = FrontPool::new();
+
+/// Small blocks that were freed while other streams may still use them.
+#[derive(Debug)]
+pub(crate) struct HeldBack {
+    pub front: &'static EngineFront,
+    /// Slot of the stream whose front it is.
+    pub owner: u32,
+    pub uses: Uses,
+    pub nodes: Vec<Node>,
+}
+
+/// What the books know of all fronts together.
+#[derive(Debug, Default)]
+pub(crate) struct Fronts {
+    /// By rank.
+    all: Vec<&'static EngineFront>,
+    /// What the fronts may count to together.
+    limits: [u64; QUANTITIES],
+    /// Requested bytes of small blocks as of the last look.
+    pub requested: u64,
+    sharings: u64,
+    pub held_back: Vec<HeldBack>,
+    /// Uses of live small blocks that their fronts cannot note themselves, by address.
+    pub recorded: std::collections::HashMap<u64, Vec<Recorded>>,
+    /// Small requests that did not find room in their front at once.
+    pub misses: u64,
+    /// Of fronts that are gone: everything ever added.
+    gone: [u64; QUANTITIES],
+    pending_peak: u64,
+}
+
+impl Fronts {
+    /// Every front, by rank.
+    pub(crate) fn all(&self) -> &[&'static EngineFront] {
+        &self.all
+    }
+}
+
+/// The counters of the quantities that fronts count, in their order.
+fn counters(pool: &mut PoolStats) -> [&mut super::stats::Counter; QUANTITIES] {
+    [
+        &mut pool.allocated,
+        &mut pool.requested,
+        &mut pool.allocations,
+    ]
+}
+
+/// Live small blocks: bytes, bytes as asked for, and their number.
+pub(crate) type SmallTotals = [u64; QUANTITIES];
+
+impl State {
+    // ---- fronts and their streams --------------------------------------------------------------
+
+    /// The front of a stream that the calling thread should use. Makes the first one.
+    pub(crate) fn front_of(&mut self, stream: u32, thread: usize) -> &'static EngineFront {
+        let known = &self.streams[stream].fronts;
+        match known.len() {
+            0 => self.add_front(stream),
+            count => known[thread % count],
+        }
+    }
+
+    fn add_front(&mut self, stream: u32) -> &'static EngineFront {
+        let front = POOL.take();
+        {
+            let slot = &self.streams[stream];
+            let mut inner = front.lock();
+            inner.owner = self.engine.upgrade();
+            inner.allocator = self.id;
+            inner.key = slot.key.number();
+            inner.slot = stream;
+            inner.heap.set_ticket(slot.open);
+            inner.set_fast(
+                !self.closed
+                    && matches!(slot.key, StreamKey::Id(_))
+                    && !matches!(slot.holder, Holder::Retired),
+            );
+        }
+        self.streams[stream].fronts.push(front);
+        let at = self.fronts.all.partition_point(|f| f.rank < front.rank);
+        self.fronts.all.insert(at, front);
+        self.share_quick();
+        front
+    }
+
+    /// Quick runs are bounded over all fronts.
+    fn share_quick(&self) {
+        let cap = QUICK_GRANULES / (self.fronts.all.len().max(1) as u32);
+        for front in &self.fronts.all {
+            front.lock().heap.set_cap(cap);
+        }
+    }
+
+    /// Threads keep meeting at a front: gives its stream twice as many.
+    pub(crate) fn split_front(&mut self, stream: u32, key: StreamKey) {
+        let slot = &self.streams[stream];
+        if !slot.in_use || slot.key != key || !self.packed {
+            return;
+        }
+        let most = self.threads.min(MOST_FRONTS);
+        let count = slot.fronts.len();
+        for _ in count..(2 * count).min(most) {
+            self.add_front(stream);
+        }
+    }
+
+    /// Lets the fronts of a stream work without a look at the books, or stops them.
+    pub(crate) fn set_fast(&mut self, stream: u32, fast: bool) {
+        for front in &self.streams[stream].fronts {
+            front.lock().set_fast(fast);
+        }
+    }
+
+    /// Lets the fronts of all streams that get more work go on without a look at the books.
+    pub(crate) fn open_fronts(&mut self) {
+        let open = !self.closed && !self.orphaned;
+        let streams: Vec<(u32, bool)> = self
+            .streams
+            .iter()
+            .map(|(stream, slot)| {
+                let known = matches!(slot.key, StreamKey::Id(_));
+                (stream, known && !matches!(slot.holder, Holder::Retired))
+            })
+            .collect();
+        for (stream, working) in streams {
+            self.set_fast(stream, open && working);
+        }
+    }
+
+    /// Nobody can allocate any more, or somebody can again.
+    pub(crate) fn set_orphaned(&mut self, orphaned: bool) {
+        self.orphaned = orphaned;
+        self.open_fronts();
+    }
+
+    /// Stops the fronts if no block is live and no call under way. Else says how many there are,
+    /// and how many bytes.
+    pub(crate) fn shut(&mut self, calls: u64) -> (u64, u64) {
+        let mut locked = self.lock_fronts();
+        let small = totals(&locked);
+        let all = &self.stats.all;
+        let blocks = all.allocations.current + small[2] + calls;
+        if blocks == 0 {
+            for inner in &mut locked {
+                inner.set_fast(false);
+            }
+        }
+        (blocks, all.allocated.current + small[0])
+    }
+
+    /// Streams that we keep alive and whose frees no marker covers yet.
+    pub(crate) fn kept_uncovered(&self) -> Vec<u32> {
+        let slots = self.streams.iter();
+        slots
+            .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
+            .map(|(stream, _)| stream)
+            .collect()
+    }
+
+    /// Gives the fronts of a stream back; nothing is live or held back in them.
+    pub(crate) fn drop_fronts(&mut self, stream: u32) {
+        let fronts = std::mem::take(&mut self.streams[stream].fronts);
+        for front in &fronts {
+            let inner = front.lock();
+            for (at, account) in inner.accounts.each().into_iter().enumerate() {
+                self.fronts.limits[at] -= account.limit();
+                self.fronts.gone[at] += account.total();
+            }
+            self.fronts.pending_peak += inner.pending_peak;
+        }
+        self.fronts
+            .all
+            .retain(|front| !fronts.iter().any(|gone| std::ptr::eq(*gone, *front)));
+        for front in fronts {
+            POOL.give_back(front);
+        }
+        self.share_quick();
+    }
+
+    /// Everything that a stream's fronts know to be in use: live blocks, uses recorded on it, and
+    /// pages.
+    pub(crate) fn front_uses(&self, stream: u32) -> u64 {
+        let slot = &self.streams[stream];
+        let mut recorded = 0;
+        let mut blocks = u64::from(slot.pages);
+        for front in &slot.fronts {
+            let inner = front.lock();
+            blocks += inner.accounts.blocks.current() + u64::from(inner.waiting);
+            recorded += inner.recorded;
+        }
+        blocks + u64::try_from(recorded).unwrap_or(0)
+    }
+
+    // ---- pages ---------------------------------------------------------------------------------
+
+    /// Gives a claimed page of the small arena to a front.
+    pub(crate) fn page_taken(&mut self, id: u32, front: &'static EngineFront) -> Result<(), Error> {
+        let base = self.records[id].addr;
+        let Some(info) = self.table.info(base) else {
+            let (small, records) = self.parts(SpaceId::Small);
+            small.release(records, id, Uses::None);
+            return Err(Error::NotSupported {
+                what: "device addresses of more than 49 bits",
+            });
+        };
+        let mut inner = front.lock();
+        let stream = inner.slot;
+        let hot = &mut self.records[id];
+        hot.state = Extent::Used;
+        hot.stream = stream;
+        self.page_ids.insert(base, id);
+        self.streams[stream].pages += 1;
+        let page = inner.heap.add_page(info);
+        self.table.set(base, front, page);
+        Ok(())
+    }
+
+    /// Hands back the wholly free pages of a front, but for so many.
+    pub(crate) fn return_pages(
+        &mut self,
+        front: &'static EngineFront,
+        keep: u32,
+        after: &mut AfterFree,
+    ) -> bool {
+        let (mut inner, mut any) = (front.lock(), false);
+        let stream = inner.slot;
+        while let Some((info, ticket)) = inner.heap.remove_page(keep) {
+            self.table.clear(info);
+            any = true;
+            let u = self.ticket(stream, Some(ticket));
+            self.streams[stream].pages -= 1;
+            if let Some(id) = self.page_ids.remove(&info.base) {
+                self.records.cold_mut(id).freed = self.frees;
+                self.records.cold_mut(id).owner = stream;
+                let (small, records) = self.parts(SpaceId::Small);
+                small.release(records, id, Uses::One(u));
+                if self.streams.complete(&u) && !self.small.merge_own {
+                    self.settle_class(SpaceId::Small, stream);
+                }
+            }
+            self.count_free(&u, PAGE, after);
+        }
+        any
+    }
+
+    /// Hands back what one stream's fronts hold and do not need; true if there was anything.
+    pub(crate) fn flush_fronts_of(&mut self, stream: u32) -> bool {
+        let mut any = false;
+        for front in self.streams[stream].fronts.clone() {
+            self.close_batches(front, None);
+            front.lock().heap.flush_quick();
+            any |= self.return_pages(front, 0, &mut AfterFree::default());
+        }
+        any
+    }
+
+    /// Hands back what all fronts hold and do not need; true if there was anything.
+    pub(crate) fn flush_fronts(&mut self) -> bool {
+        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+        streams
+            .into_iter()
+            .fold(false, |any, stream| self.flush_fronts_of(stream) | any)
+    }
+
+    // ---- blocks that other streams used --------------------------------------------------------
+
+    /// Adds a use by another stream to a live small block, in the books.
+    pub(crate) fn record_small(&mut self, at: (u64, u32), live: Live, new: Recorded) -> Using {
+        let (ptr, owner) = at;
+        if new.stream == owner {
+            return live.using;
+        }
+        let mut known = self.recorded_uses(ptr, live.using);
+        super::state::add_recorded(&mut known, new);
+        for one in &known {
+            self.streams[one.stream].live += 1;
+        }
+        self.fronts.recorded.insert(ptr, known);
+        Using::MANY
+    }
+
+    /// Takes the uses of a live small block out of where they are noted.
+    fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
+        if let Some(stream) = using.slot() {
+            self.uncount_recorded(stream, 1);
+            return vec![Recorded {
+                stream,
+                ticket: None,
+            }];
+        }
+        let known = self.fronts.recorded.remove(&ptr).unwrap_or_default();
+        for one in &known {
+            self.streams[one.stream].live -= 1;
+        }
+        known
+    }
+
+    fn uncount_recorded(&mut self, stream: u32, count: i64) {
+        if let Some(front) = self.streams[stream].fronts.first() {
+            front.lock().recorded -= count;
+        }
+    }
+
+    /// Closes the open batches of a front, or those of one other stream in it.
+    pub(crate) fn close_batches(
+        &mut self,
+        front: &'static EngineFront,
+        stream: Option<u32>,
+    ) -> bool {
+        let (owner, batches) = {
+            let mut inner = front.lock();
+            (inner.slot, inner.close_batches(stream))
+        };
+        let any = !batches.is_empty();
+        for batch in batches {
+            self.batch_closed(front, owner, batch, &mut AfterFree::default());
+        }
+        any
+    }
+
+    /// Takes over a batch: from here on its blocks have a ticket of the stream that used them.
+    pub(crate) fn batch_closed(
+        &mut self,
+        front: &'static EngineFront,
+        owner: u32,
+        batch: Batch,
+        after: &mut AfterFree,
+    ) {
+        let u = self.ticket(batch.stream, None);
+        self.uncount_recorded(batch.stream, batch.nodes.len() as i64);
+        self.count_free(&u, batch.bytes, after);
+        self.fronts.held_back.push(HeldBack {
+            front,
+            owner,
+            uses: Uses::One(u),
+            nodes: batch.nodes,
+        });
+    }
+
+    /// Frees a live small block that its front cannot free alone.
+    pub(crate) fn free_small(
+        &mut self,
+        front: &'static EngineFront,
+        block: (Node, u64),
+        generation: Option<u32>,
+        after: &mut AfterFree,
+    ) -> bool {
+        let (node, ptr) = block;
+        let (live, owner) = {
+            let mut inner = front.lock();
+            let Some(live) = inner.live(node, ptr, generation) else {
+                return false;
+            };
+            inner.account_free(live);
+            if live.using == Using::NONE {
+                inner.heap.put(node, live.granules);
+            } else {
+                inner.hold_back(node);
+                inner.waiting += 1;
+            }
+            (live, inner.slot)
+        };
+        if live.using != Using::NONE {
+            let bytes = u64::from(live.granules) * GRANULE;
+            let recorded = self.recorded_uses(ptr, live.using);
+            let uses: Vec<Use> = recorded
+                .iter()
+                .map(|r| self.ticket(r.stream, r.ticket))
+                .collect();
+            for u in &uses {
+                self.count_free(u, bytes, after);
+            }
+            self.fronts.held_back.push(HeldBack {
+                front,
+                owner,
+                uses: Uses::collect(uses),
+                nodes: vec![node],
+            });
+            self.settle_held_back();
+        }
+        let retired = matches!(self.streams[owner].holder, Holder::Retired);
+        if retired {
+            front.lock().heap.flush_quick();
+        }
+        self.return_pages(front, u32::from(!retired), after);
+        true
+    }
+
+    /// Gives back to their fronts the blocks whose other streams are done, or are followed by the
+    /// blocks' own; true if there were any.
+    pub(crate) fn settle_held_back(&mut self) -> bool {
+        let streams = &self.streams;
+        let over = |held: &mut HeldBack| {
+            let mut uses = held.uses.as_slice().iter();
+            uses.all(|u| streams.ready(held.owner, u))
+        };
+        let done: Vec<HeldBack> = self.fronts.held_back.extract_if(.., over).collect();
+        for held in &done {
+            {
+                let mut inner = held.front.lock();
+                let over = held
+                    .uses
+                    .as_slice()
+                    .iter()
+                    .all(|u| self.streams.complete(u));
+                for node in &held.nodes {
+                    inner.heap.let_go(*node, over);
+                }
+                inner.waiting -= 1;
+            }
+            let retired = matches!(self.streams[held.owner].holder, Holder::Retired);
+            let keep = u32::from(!retired);
+            self.return_pages(held.front, keep, &mut AfterFree::default());
+        }
+        !done.is_empty()
+    }
+
+    // ---- sums and peaks --------------------------------------------------------------------------
+
+    fn lock_fronts(&self) -> Vec<Locked<'static>> {
+        self.fronts.all.iter().map(|front| front.lock()).collect()
+    }
+
+    /// Takes a small request that may be a new peak.
+    pub(crate) fn take_at_peak(
+        &mut self,
+        front: &'static EngineFront,
+        request: Small,
+    ) -> Allocated {
+        let mut locked = self.lock_fronts();
+        let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
+        let outcome = match at.and_then(|at| locked.get_mut(at)) {
+            Some(inner) => inner.take_beyond(request),
+            None => Allocated::Stranger,
+        };
+        self.settle_peaks(&mut locked);
+        outcome
+    }
+
+    /// A large block was counted: raises the peaks of everything together if it is one.
+    pub(crate) fn large_counted(&mut self) {
+        if self.fronts.all.is_empty() {
+            return;
+        }
+        let limits = self.fronts.limits;
+        let all = counters(&mut self.stats.all);
+        let within = |(counter, limit): (&mut super::stats::Counter, &u64)| {
+            counter.current + *limit <= counter.peak
+        };
+        if !all.into_iter().zip(&limits).all(within) {
+            let mut locked = self.lock_fronts();
+            self.settle_peaks(&mut locked);
+        }
+    }
+
+    /// With all fronts locked: raises the peaks to what is there, and shares the room below them
+    /// out among the fronts that are busy.
+    fn settle_peaks(&mut self, locked: &mut [Locked<'_>]) {
+        let totals = totals(locked);
+        self.fronts.requested = totals[1];
+        self.fronts.sharings += 1;
+        let now = self.fronts.sharings;
+        let busy: Vec<bool> = locked.iter_mut().map(|inner| inner.busy(now)).collect();
+        let sharers = busy.iter().filter(|busy| **busy).count().max(1) as u64;
+        let mut room = [0; QUANTITIES];
+        let small = counters(&mut self.stats.small);
+        let all = counters(&mut self.stats.all);
+        for (at, (small, all)) in small.into_iter().zip(all).enumerate() {
+            small.peak = small.peak.max(totals[at]);
+            let sum = all.current + totals[at];
+            all.peak = all.peak.max(sum);
+            room[at] = (small.peak - totals[at]).min(all.peak - sum) / sharers;
+        }
+        let mut limits = [0; QUANTITIES];
+        for (inner, busy) in locked.iter_mut().zip(&busy) {
+            let own = inner.share(if *busy { room } else { [0; QUANTITIES] });
+            for (limit, own) in limits.iter_mut().zip(own) {
+                *limit += own;
+            }
+        }
+        self.fronts.limits = limits;
+        let active: Vec<&'static EngineFront> = (self.fronts.all.iter().zip(&busy))
+            .filter(|(_, busy)| **busy)
+            .map(|(front, _)| *front)
+            .collect();
+        for (inner, front) in locked.iter_mut().zip(&self.fronts.all) {
+            let at = active.iter().position(|f| std::ptr::eq(*f, *front));
+            let near = |step: usize| {
+                let at = at? + step;
+                (active.len() > step).then(|| active[at % active.len()])
+            };
+            inner.set_neighbours([near(1), near(2)]);
+        }
+    }
+
+    /// Live small blocks in fronts.
+    pub(crate) fn small_totals(&mut self) -> SmallTotals {
+        let totals = totals(&self.lock_fronts());
+        self.fronts.requested = totals[1];
+        totals
+    }
+
+    /// Adds what the fronts count to a copy of the books' own figures, at one instant.
+    pub(crate) fn add_fronts(&self, stats: &mut Stats) {
+        let locked = self.lock_fronts();
+        let mut totals = self.fronts.gone;
+        let (mut pending, mut quick, mut free) = (0, 0, 0);
+        let mut pending_peak = self.fronts.pending_peak;
+        for inner in &locked {
+            for (total, account) in totals.iter_mut().zip(inner.accounts.each()) {
+                *total += account.total();
+            }
+            pending += inner.pending_bytes();
+            pending_peak += inner.pending_peak;
+            quick += u64::from(inner.heap.quick_granules()) * GRANULE;
+            free += inner.heap.free_granules() * GRANULE;
+        }
+        let current = self::totals(&locked);
+        for pool in [&mut stats.all, &mut stats.small] {
+            for (at, counter) in counters(pool).into_iter().enumerate() {
+                counter.current += current[at];
+                counter.total_allocated += totals[at];
+                counter.total_freed += totals[at] - current[at];
+            }
+            let active = &mut pool.active;
+            active.current += current[0] + pending;
+            active.total_allocated += totals[0];
+            active.total_freed += totals[0] - current[0] - pending;
+            let bound = pool.allocated.peak + pending_peak + self.mixed_peak;
+            active.peak = if locked.is_empty() {
+                active.peak
+            } else {
+                bound.max(active.current)
+            };
+        }
+        stats.hits += totals[2] - self.fronts.misses.min(totals[2]);
+        stats.front_bytes = quick;
+        stats.free += free + pending;
+        stats.fronts = locked.len() as u64;
+    }
+
+    /// Sets the peaks to what is there.
+    pub(crate) fn reset_peaks(&mut self) {
+        let mut locked = self.lock_fronts();
+        self.stats.reset_peaks();
+        self.mixed_peak = self.stats.all.active.current - self.stats.all.allocated.current;
+        self.fronts.pending_peak = 0;
+        for inner in &mut locked {
+            inner.pending_peak = inner.pending_bytes();
+        }
+        self.settle_peaks(&mut locked);
+    }
+
+    /// What the fronts may count to never passes a peak.
+    pub(crate) fn check_limits(&self) -> Result<(), CheckError> {
+        let mut limits = [0; QUANTITIES];
+        for inner in self.lock_fronts() {
+            for (limit, account) in limits.iter_mut().zip(inner.accounts.each()) {
+                *limit += account.limit();
+            }
+        }
+        let (mut all, mut small) = (self.stats.all, self.stats.small);
+        let quantities = counters(&mut all).into_iter().zip(counters(&mut small));
+        for ((all, small), (limit, known)) in
+            quantities.zip(limits.into_iter().zip(self.fronts.limits))
+        {
+            same("limits of fronts are known", limit, known)?;
+            holds(
+                "fronts stay below the peak",
+                limit <= small.peak && all.current + limit <= all.peak,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Live blocks and their bytes, small ones included.
+    pub(crate) fn live_totals(&mut self) -> (u64, u64) {
+        let small = self.small_totals();
+        let all = &self.stats.all;
+        (
+            all.allocations.current + small[2],
+            all.allocated.current + small[0],
+        )
+    }
+}
+
+fn totals(locked: &[Locked<'_>]) -> SmallTotals {
+    let mut totals = [0; QUANTITIES];
+    for inner in locked {
+        for (total, account) in totals.iter_mut().zip(inner.accounts.each()) {
+            *total += account.current();
+        }
+    }
+    totals
+}
+
+const _: () = assert!(PAGE_GRANULES == super::front::PAGE_GRAINS);
