@@ -516,7 +516,9 @@ mod tests {
 
     #[test]
     fn stitching_beyond_the_budget_raises_the_level() {
-        let mut state = State::new(0, true, None);
+        let unowned = (std::sync::Weak::new(), 0);
+        let pages = std::sync::Arc::new(super::super::front::PageTable::new());
+        let mut state = State::new(unowned, pages, 0, true, None);
         let want = Want {
             space: SpaceId::Large,
             stream: 0,
