@@ -175,12 +175,29 @@ impl Engine {
         let front = state.front_of(stream, front::cache::thread_number());
         let call = Call::begin(self, &mut state, stream, request.requested);
         let (mut state, grant) = match self.small_request(request) {
-            Some(small) => self.obtain_small(state, (named.key, stream), front, small)?,
+            Some(small) => match self.obtain_small(state, (named.key, stream), front, small) {
+                // At a limit memory of the other arena is better than none.
+                Err(Error::OutOfMemory(refusal)) => self
+                    .left_over(&request.want(SpaceId::Large, stream), front)
+                    .ok_or(Error::OutOfMemory(refusal))?,
+                obtained => obtained?,
+            },
             None => self.allocate_large(state, stream, front, request)?,
         };
         call.end(&mut state);
         self.repay(state, stream, grant.bytes);
         Ok(grant)
+    }
+
+    /// Room for a small request in the arena of large ones, when no page could be had for it.
+    fn left_over(&self, want: &Want, front: &'static EngineFront) -> Option<(Guard<'_>, Grant)> {
+        let mut state = self.lock();
+        let run = state.finder(want.space, want.stream)?.ready_run(want)?;
+        let id = state.take(want, run)?;
+        // It did not run out after all.
+        state.stats.ooms -= 1;
+        let grant = state.granted(id, want.stream, want.requested, front);
+        Some((state, grant))
     }
 
     fn allocate_large<'a>(

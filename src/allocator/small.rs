@@ -124,42 +124,9 @@ impl Engine {
                 continue;
             }
             let grown;
-            (state, grown) = match self.obtain_page(state, stream, front, request) {
-                Ok(page) => page,
-                // At a limit memory of the other arena is better than none.
-                Err(Error::OutOfMemory(refusal)) => {
-                    let found = self.left_over(stream, front, request);
-                    return found.ok_or(Error::OutOfMemory(refusal));
-                }
-                Err(error) => return Err(error),
-            };
+            (state, grown) = self.obtain_page(state, stream, front, request)?;
             missed |= grown;
         }
-    }
-
-    /// Room for a small request in the arena of large ones, when no page could be had for it.
-    fn left_over(
-        &self,
-        stream: u32,
-        front: &'static EngineFront,
-        request: Small,
-    ) -> Option<(Guard<'_>, Grant)> {
-        let want = Want {
-            space: SpaceId::Large,
-            stream,
-            granules: request.granules,
-            align: request.align,
-            requested: u64::from(request.requested),
-            single: false,
-            views: true,
-        };
-        let mut state = self.lock();
-        let run = state.finder(want.space, want.stream)?.ready_run(&want)?;
-        let id = state.take(&want, run)?;
-        // It did not run out after all.
-        state.stats.ooms -= 1;
-        let grant = state.granted(id, stream, want.requested, front);
-        Some((state, grant))
     }
 
     /// Brings another page to a front. Returns whether memory was added for it.
