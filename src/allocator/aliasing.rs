@@ -294,6 +294,12 @@ impl Engine {
             single: true,
             views: true,
         };
+        for space in [SpaceId::Large, SpaceId::Views] {
+            let room = self.lock().has_hole(&Want { space, ..want });
+            if !room {
+                self.reserve_span(space, PHYSICAL_GRANULE)?;
+            }
+        }
         let Some(stitch) = self.lock().plan_test(&want) else {
             return Ok(None);
         };

@@ -6,8 +6,8 @@ use super::check::{CheckError, holds, same};
 use super::engine::Engine;
 use super::error::Error;
 use super::front::{
-    Allocated, Batch, Front, FrontPool, Held, Inner, Live, MOST_FRONTS, Node, QUANTITIES,
-    QUICK_GRANULES, Run, Small, Using,
+    Allocated, Batch, Front, FrontPool, Held, Inner, Live, MOST_FRONTS, Node, QUANTITIES, Run,
+    Small, Using,
 };
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, PAGE};
@@ -101,16 +101,7 @@ impl State {
         self.streams[stream].fronts.push(front);
         let at = self.fronts.all.partition_point(|f| f.rank < front.rank);
         self.fronts.all.insert(at, front);
-        self.share_quick();
         front
-    }
-
-    /// Quick runs are bounded over all fronts.
-    fn share_quick(&self) {
-        let cap = QUICK_GRANULES / (self.fronts.all.len().max(1) as u32);
-        for front in &self.fronts.all {
-            front.lock().heap.set_cap(cap);
-        }
     }
 
     /// Threads keep meeting at a front: gives its stream twice as many.
@@ -196,7 +187,6 @@ impl State {
         for front in fronts {
             POOL.give_back(front);
         }
-        self.share_quick();
     }
 
     /// Everything that a stream's fronts know to be in use: live blocks, uses recorded on it, and
@@ -432,7 +422,12 @@ impl State {
         if retired {
             front.lock().heap.flush_quick();
         }
-        self.return_pages(front, u32::from(!retired), after);
+        let keep = if retired {
+            0
+        } else {
+            front.lock().spare_pages()
+        };
+        self.return_pages(front, keep, after);
         true
     }
 
@@ -459,7 +454,11 @@ impl State {
                 inner.waiting -= 1;
             }
             let retired = matches!(self.streams[held.owner].holder, Holder::Retired);
-            let keep = u32::from(!retired);
+            let keep = if retired {
+                0
+            } else {
+                held.front.lock().spare_pages()
+            };
             self.return_pages(held.front, keep, &mut AfterFree::default());
         }
         !done.is_empty()

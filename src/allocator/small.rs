@@ -42,12 +42,50 @@ impl Engine {
         let granules = (last as u64 / GRANULE) as u32 + 1;
         let (front, pass) = cache::find(self.id, key)?;
         let mut inner = front.lock();
-        let taken = inner.take_at_once(pass, granules, bytes as u32)?;
+        let Some(taken) = inner.take_at_once(pass, granules, bytes as u32) else {
+            drop(inner);
+            let request = Small {
+                granules,
+                align: 1,
+                requested: bytes as u32,
+            };
+            return self.allocate_with_effort(key, (front, pass), request);
+        };
         if inner.contended {
             return Some(self.granted_in_a_crowd(key, front, inner, taken, granules));
         }
         drop(inner);
         Some(granted(front, taken, granules))
+    }
+
+    /// Allocates from a front that could not serve at once, as long as that needs no books.
+    #[inline(never)]
+    fn allocate_with_effort(
+        &self,
+        key: u64,
+        (front, pass): (&'static EngineFront, u64),
+        request: Small,
+    ) -> Option<Grant> {
+        loop {
+            let mut inner = front.lock();
+            if inner.pass() != Some(pass) {
+                return None;
+            }
+            match inner.take(request) {
+                Allocated::Taken(taken) if inner.contended => {
+                    let granules = request.granules;
+                    return Some(self.granted_in_a_crowd(key, front, inner, taken, granules));
+                }
+                Allocated::Taken(taken) => return Some(granted(front, taken, request.granules)),
+                Allocated::NoRun if inner.heap.flush_if_many() => {}
+                Allocated::NoRun | Allocated::Stranger => return None,
+                Allocated::NoRoom => break,
+            }
+        }
+        match front.take_with_help(self.id, request) {
+            Allocated::Taken(taken) => Some(granted(front, taken, request.granules)),
+            _ => None,
+        }
     }
 
     #[cold]
@@ -117,10 +155,13 @@ impl Engine {
             if front.lock().heap.flush_if_many() {
                 continue;
             }
-            if !polled && state.waits_in(front) {
+            if !polled && front.lock().asks() {
                 // Blocks that other streams used may be free by now.
                 polled = true;
-                state = self.reclaim(state, front)?;
+                let close = front.lock().holds_much();
+                let freed;
+                (state, freed) = self.reclaim(state, front, close)?;
+                front.lock().asked(freed);
                 continue;
             }
             let grown;
@@ -147,18 +188,31 @@ impl Engine {
             single: false,
             views: true,
         };
+        let mut state = state;
+        let mut ready = state.take_best(&page);
+        if ready.is_none() && state.flush_fronts() {
+            // What other fronts keep for themselves comes before more memory.
+            ready = state.take_best(&page);
+        }
+        if let Some(id) = ready {
+            state.page_taken(id, front)?;
+            return Ok((state, false));
+        }
         let (mut state, id, missed) = self.obtain(state, &page)?;
         state.page_taken(id, front)?;
         Ok((state, missed))
     }
 
-    /// Closes what a front holds back for other streams, and asks whether they are done.
+    /// Asks whether other streams are done with what a front holds back for them; with `close` also
+    /// about what no batch was full of yet. Whether anything came of it.
     fn reclaim<'a>(
         &'a self,
         mut state: Guard<'a>,
         front: &'static EngineFront,
-    ) -> Result<Guard<'a>, Error> {
-        if state.close_batches(front, None) {
+        close: bool,
+    ) -> Result<(Guard<'a>, bool), Error> {
+        let before = front.lock().pending_bytes();
+        if close && state.close_batches(front, None) {
             let ours = state.kept_uncovered();
             drop(state);
             self.mark_all(&ours);
@@ -166,7 +220,8 @@ impl Engine {
         }
         state = self.poll(state)?;
         state.settle_held_back();
-        Ok(state)
+        let freed = front.lock().pending_bytes() < before;
+        Ok((state, freed))
     }
 
     // ---- memory at hand ----------------------------------------------------------------------
@@ -250,7 +305,7 @@ impl Engine {
                 // Memory that other streams used may be free by now.
                 polled = true;
                 state.ask_again();
-                state = self.reclaim(state, front)?;
+                (state, _) = self.reclaim(state, front, true)?;
                 continue;
             }
             let page = Want {
@@ -333,7 +388,8 @@ impl Engine {
             // The page may have gone with the last of its blocks.
             Freed::Page if !ours => {}
             Freed::Page => {
-                state.return_pages(front, 1, &mut after);
+                let keep = front.lock().spare_pages();
+                state.return_pages(front, keep, &mut after);
             }
             Freed::Full(batch) => {
                 let stream = batch.stream;
@@ -441,13 +497,5 @@ impl Engine {
         let using = state.record_small((run.ptr, owner), live, new);
         front.lock().heap.set_using(run.node, using);
         true
-    }
-}
-
-impl State {
-    /// Whether a front holds back blocks for other streams.
-    fn waits_in(&self, front: &'static EngineFront) -> bool {
-        let inner = front.lock();
-        inner.waiting > 0 || !inner.batches.is_empty()
     }
 }

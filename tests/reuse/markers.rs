@@ -113,7 +113,8 @@ fn r32_steady_state_creates_no_events() {
                 own.synchronize().unwrap();
             }
         };
-        (0..300).for_each(round);
+        // Long enough for the batches of small blocks, too.
+        (0..1500).for_each(round);
         let (events, markers) = (rig.calls("cuEventCreate"), allocator.stats().markers);
         (0..1000).for_each(round);
         assert!(

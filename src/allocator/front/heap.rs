@@ -16,6 +16,8 @@ const PLACE_BITS: u32 = 7;
 const PLACE_MASK: u32 = PAGE_GRAINS - 1;
 /// No run.
 const NIL: u32 = u32::MAX;
+/// Quick runs together are at most this part of the pages, but at least one page's worth.
+const QUICK_SHARE: u32 = 8;
 /// Quick runs of one length are kept up to this many granules together, but at least one.
 const QUICK_GRAINS: usize = 64;
 /// That in runs, by length less one.
@@ -522,6 +524,9 @@ impl Heap {
     fn merge(&mut self, node: Node) {
         let (at, place) = (node.at(), node.place());
         let (mut start, mut length) = (node, u32::from(self.grains[at].len));
+        // Only where a run begins may a granule look like anything but free: an old pointer to the
+        // middle of a free run finds nothing live.
+        self.grains[at].kind = Kind::Free;
         let end = place + length as usize;
         let right = (end < GRAINS)
             .then(|| (Node(node.0 + length), self.grains[at + length as usize]))
@@ -592,6 +597,7 @@ impl Heap {
             }
         };
         self.list(Node::new(at, 0), PAGE_GRAINS);
+        self.set_cap();
         at
     }
 
@@ -607,6 +613,7 @@ impl Heap {
         page.present = false;
         let gone = (page.info, page.ticket);
         self.vacant.push(node.page() as u32);
+        self.set_cap();
         Some(gone)
     }
 
@@ -625,10 +632,11 @@ impl Heap {
         self.pages.len() - self.vacant.len()
     }
 
-    /// Bounds what quick runs may hold together.
-    pub(crate) fn set_cap(&mut self, granules: u32) {
-        self.cap = granules;
-        if self.quick_grains > granules {
+    /// Bounds what quick runs may hold together, after pages came or went.
+    fn set_cap(&mut self) {
+        let granules = self.page_count() as u32 * PAGE_GRAINS;
+        self.cap = (granules / QUICK_SHARE).max(PAGE_GRAINS);
+        if self.quick_grains > self.cap {
             self.flush_quick();
         }
     }
@@ -700,6 +708,14 @@ impl Heap {
                     return Err("runs of a page lie side by side");
                 }
                 end = place + length;
+                let inner =
+                    Node::new(at, place).at() + 1..Node::new(at, place).at() + length as usize;
+                if self.grains[inner]
+                    .iter()
+                    .any(|grain| grain.kind != Kind::Free)
+                {
+                    return Err("only the first granule of a run says what it is");
+                }
                 let last = self.grains[Node::new(at, end - 1).at()];
                 if u32::from(last.back) != length {
                     return Err("a run's length stands at both of its ends");

@@ -28,7 +28,6 @@ fn front(rank: u32, base: u64, room: u64) -> &'static Front<()> {
     let mut inner = front.lock();
     inner.allocator = ALLOCATOR;
     inner.set_fast(true);
-    inner.heap.set_cap(QUICK_GRANULES);
     inner.heap.add_page(PageInfo {
         base,
         first_id: SMALL_ID | rank << 7,

@@ -30,8 +30,14 @@ use std::sync::atomic::Ordering;
 const NO_PASS: u64 = 0;
 /// Most fronts of a stream.
 pub(crate) const MOST_FRONTS: usize = 16;
-/// Granules that the quick runs of all fronts of an allocator hold together at most: 1 MiB.
-pub(crate) const QUICK_GRANULES: u32 = 2048;
+/// Wholly free pages that a front keeps: one, and this part of its pages, up to so many. Memory is
+/// not added for others before they were handed back.
+const SPARE_PART: usize = 4;
+const SPARE_PAGES: usize = 16;
+/// Bytes that are held back for other streams before anybody asks whether those are done.
+const PENDING_BYTES: u64 = 256 << 10;
+/// Most requests that find nothing to be let pass before they are asked again.
+const PATIENCE: u32 = 64;
 /// Times that threads met at a front's lock before its stream gets another front.
 const CONTENTIONS: u32 = 32;
 /// Frees of blocks that one other stream used, and their bytes, until their batch is closed.
@@ -122,6 +128,10 @@ pub(crate) struct Inner<E: 'static> {
     /// Most bytes that were held back at once.
     pub pending_peak: u64,
     contentions: u32,
+    /// Requests that find nothing to let pass before the other streams are asked again, and how many
+    /// that were the last time.
+    skips: u32,
+    patience: u32,
     /// Blocks handed out when the room was last shared out, and the last sharing before which there
     /// were more.
     shared_at: u64,
@@ -145,6 +155,8 @@ impl<E> Default for Inner<E> {
             recorded: 0,
             pending_peak: 0,
             contentions: 0,
+            skips: 0,
+            patience: 0,
             shared_at: 0,
             busy_at: 0,
             neighbours: [None; 2],
@@ -371,7 +383,7 @@ impl<E> Inner<E> {
             return false;
         }
         if !self.heap.put_quick(node, live.granules) {
-            if self.heap.whole_pages() > 0 {
+            if self.heap.whole_pages() >= self.spare_pages() {
                 // There may be a page to hand back then.
                 return false;
             }
@@ -391,10 +403,39 @@ impl<E> Inner<E> {
         }
         self.account_free(live);
         self.heap.put(node, live.granules);
-        if self.heap.whole_pages() > 1 {
+        if self.heap.whole_pages() > self.spare_pages() {
             return Freed::Page;
         }
         Freed::Done
+    }
+
+    /// Wholly free pages to keep.
+    pub(crate) fn spare_pages(&self) -> u32 {
+        (1 + self.heap.page_count() / SPARE_PART).min(SPARE_PAGES) as u32
+    }
+
+    /// Whether it is time to ask if other streams are done with what is held back for them.
+    pub(crate) fn asks(&mut self) -> bool {
+        if self.waiting == 0 && self.pending_bytes() < PENDING_BYTES {
+            return false;
+        }
+        let asks = self.skips == 0;
+        self.skips = self.skips.saturating_sub(1);
+        asks
+    }
+
+    /// They were asked: if nothing came of it, more requests are let pass the next time.
+    pub(crate) fn asked(&mut self, freed: bool) {
+        self.patience = match freed {
+            true => 0,
+            false => (2 * self.patience + 1).min(PATIENCE),
+        };
+        self.skips = self.patience;
+    }
+
+    /// Whether enough is held back to close a batch that is not full.
+    pub(crate) fn holds_much(&self) -> bool {
+        self.pending_bytes() >= PENDING_BYTES
     }
 
     /// Takes a block out of the sums.
