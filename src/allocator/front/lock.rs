@@ -57,17 +57,26 @@ impl<T> Lock<T> {
     #[cold]
     #[inline(never)]
     fn wait(&self) {
-        let mut round = 0;
+        let mut round: u32 = 0;
         loop {
-            // Only reads while it is taken: the holder keeps the line for its own writes.
-            while self.taken.load(Ordering::Relaxed) {
-                pause(round);
-                round = round.saturating_add(1);
-            }
-            if !self.taken.swap(true, Ordering::Acquire) {
+            pause(round);
+            round = round.saturating_add(1);
+            if !self.seems_taken() && !self.taken.swap(true, Ordering::Acquire) {
                 return;
             }
         }
+    }
+
+    /// Only reads, so that the holder keeps the line for its own writes.
+    #[cfg(not(loom))]
+    fn seems_taken(&self) -> bool {
+        self.taken.load(Ordering::Relaxed)
+    }
+
+    /// To such a read loom may give an old answer for ever.
+    #[cfg(loom)]
+    fn seems_taken(&self) -> bool {
+        false
     }
 }
 
@@ -142,6 +151,10 @@ impl<T> Drop for Held<'_, T> {
         #[cfg(loom)]
         // Ends loom's record of the access before the lock is free.
         drop(self.pointer.take());
+        // Loom does not put a plain store after another thread's swap that came before it.
+        #[cfg(loom)]
+        self.lock.taken.swap(false, Ordering::Release);
+        #[cfg(not(loom))]
         self.lock.taken.store(false, Ordering::Release);
     }
 }

@@ -35,7 +35,7 @@ pub(crate) const MOST_FRONTS: usize = 16;
 const SPARE_PART: usize = 4;
 const SPARE_PAGES: usize = 16;
 /// Bytes that are held back for other streams before anybody asks whether those are done.
-const PENDING_BYTES: u64 = 256 << 10;
+const PENDING_BYTES: u64 = BATCH_BYTES;
 /// Most requests that find nothing to be let pass before they are asked again.
 const PATIENCE: u32 = 64;
 /// Times that threads met at a front's lock before its stream gets another front.
