@@ -24,6 +24,7 @@ mod life;
 mod lookup;
 mod markers;
 mod memory;
+mod mix;
 mod placement;
 mod plan;
 mod raw;
@@ -54,6 +55,7 @@ pub use figures::{Fragmentation, GrowthInfo, GrowthReason, Packing, SelfTest, St
 pub use guards::{PhysicalSegment, RangeGuard};
 pub use hooks::ReliefHook;
 pub use life::Trimmed;
+pub(crate) use mix::Mixed;
 pub use placement::Placement;
 pub(crate) use raw::Lifetime;
 pub use snapshot::{BlockInfo, BlockState, SegmentInfo};

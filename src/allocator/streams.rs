@@ -4,12 +4,12 @@
 //! is known about an old ticket can be mistaken for knowledge about a new one.
 
 use std::collections::{HashMap, VecDeque};
-use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream};
 
 use super::fronts::EngineFront;
+use super::mix::Mixed;
 use super::uses::Use;
 
 /// An event recorded on a stream after everything freed under tickets up to the bound.
@@ -191,40 +191,11 @@ impl Slot {
     }
 }
 
-/// Spreads the driver's numbers, which nobody can choose to collide. One multiplication.
-#[derive(Debug, Default, Clone, Copy)]
-struct Mixer(u64);
-
-impl Hasher for Mixer {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.write_u64(u64::from(*byte));
-        }
-    }
-
-    fn write_u64(&mut self, number: u64) {
-        // 2^64 divided by the golden ratio, as in Fibonacci hashing.
-        self.0 = (self.0.rotate_left(5) ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    }
-
-    fn write_usize(&mut self, number: usize) {
-        self.write_u64(number as u64);
-    }
-
-    fn write_isize(&mut self, number: isize) {
-        self.write_u64(number as u64);
-    }
-}
-
 /// All streams of an allocator.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
     slots: Vec<Slot>,
-    by_key: HashMap<StreamKey, u32, BuildHasherDefault<Mixer>>,
+    by_key: HashMap<StreamKey, u32, Mixed>,
     vacant: Vec<u32>,
     in_use: usize,
     orders: u64,

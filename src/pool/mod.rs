@@ -23,7 +23,6 @@
 mod buffer;
 mod error;
 mod histogram;
-mod mix;
 mod native;
 mod native_block;
 mod native_config;

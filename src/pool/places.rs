@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::driver::sys;
 
-use super::mix::Mixed;
 use super::threshold::ThresholdPool;
 use super::typed::TypedStats;
+use crate::allocator::Mixed;
 
 /// Returned addresses that are remembered for each stream and size.
 const REMEMBERED: usize = 32;

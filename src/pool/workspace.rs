@@ -10,9 +10,9 @@ use crate::allocator::{Allocator, Block, Error, size};
 use crate::driver::{Stream, sys};
 
 use super::error::PoolError;
-use super::mix::Mixed;
 use super::table::Table;
 use super::usage::zero_is_invalid;
+use crate::allocator::Mixed;
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;

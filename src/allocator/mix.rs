@@ -3,12 +3,12 @@
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// Builds [`Mix`].
-pub(super) type Mixed = BuildHasherDefault<Mix>;
+pub(crate) type Mixed = BuildHasherDefault<Mix>;
 
 /// Multiplicative hashing (Knuth, "The Art of Computer Programming" 3, 6.4), word by word. For keys
 /// that no adversary chooses: it is a few instructions, where the standard hasher takes dozens.
 #[derive(Default)]
-pub(super) struct Mix(u64);
+pub(crate) struct Mix(u64);
 
 impl Hasher for Mix {
     fn write(&mut self, bytes: &[u8]) {
