@@ -294,6 +294,7 @@ fn s3_31_a_panic_in_a_hook_poisons_nothing() {
         drop(pool.uninit::<u8>(MIB, &stream).unwrap());
         allocator.check().unwrap();
         assert_eq!(pool.stats().allocations, 1);
+        allocator.close().unwrap();
     });
 }
 

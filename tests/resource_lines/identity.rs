@@ -37,6 +37,24 @@ fn s5_13_s5_14_identity_survives_reuse_of_the_address() {
     });
 }
 
+/// S5.13: nor when the page around the address was given back meanwhile.
+#[test]
+fn s5_13_identity_survives_the_return_of_a_page() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let first = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        let old = first.identity();
+        allocator.deallocate(first).unwrap();
+        // Releases nothing, and leaves no page to a stream.
+        allocator.trim(u64::MAX).unwrap();
+        let second = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        assert_eq!(second.ptr(), old.ptr, "the same memory");
+        assert_ne!(second.identity().key, old.key);
+        assert_eq!(allocator.state(&old), BlockState::Freed);
+        allocator.deallocate(second).unwrap();
+    });
+}
+
 /// S5.15, S5.16, S5.17: tags, accesses and errors with their data.
 #[test]
 fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {

@@ -48,6 +48,28 @@ fn r61_freed_blocks_serve_larger_ones() {
     });
 }
 
+/// R61: the same inside pages, whose freed blocks are at first kept as they are.
+#[test]
+fn r61_freed_small_blocks_serve_whole_pages() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let small: Vec<Block> = (0..32)
+            // A page: 1 to 15 granules of 512 bytes, and 8 more.
+            .flat_map(|_| (1..16).chain([8]))
+            .map(|granules| allocator.allocate(granules * 512, &stream).unwrap())
+            .collect();
+        assert_eq!(allocator.stats().all.reserved.current, 2 * MIB as u64);
+        drop(small);
+        let pages: Vec<Block> = (0..32)
+            .map(|_| allocator.allocate(64 * KIB, &stream).unwrap())
+            .collect();
+        assert_eq!(allocator.stats().all.reserved.peak, 2 * MIB as u64);
+        drop(pages);
+        rig.close(&allocator);
+    });
+}
+
 /// What may be held for a peak of live requests: a hundredth more or 16 MiB, and the small arena.
 fn bound(rig: &Rig, allocator: &cualloc::Allocator) -> u64 {
     assert!(rig.packed());

@@ -59,6 +59,36 @@ fn r24_destroyed_streams_leave_their_memory() {
     });
 }
 
+/// R24: the last marker of a stream covers nothing that the stream is given after it.
+#[test]
+fn r24_a_retired_stream_that_goes_on_is_a_new_one() {
+    each(|rig| {
+        for bytes in [4 * KIB, 12 * MIB] {
+            let allocator = rig.allocator();
+            let [a, b] = rig.streams();
+            // Memory stays with the retired stream because of this one.
+            let kept = allocator.allocate(bytes, &a).unwrap();
+            drop(allocator.allocate(bytes, &a).unwrap());
+            allocator.retire(&a).unwrap();
+            a.synchronize().unwrap();
+            let hold = rig.hold(&a);
+            let late = allocator.allocate(bytes, &a).unwrap();
+            let (start, end) = (late.ptr(), late.ptr() + late.size());
+            rig.stamp(start, bytes, 1, &a);
+            drop((late, kept));
+            let other = allocator.allocate(2 * bytes, &b).unwrap();
+            rig.stamp(other.ptr(), 2 * bytes, 2, &b);
+            if other.ptr() < end && start < other.ptr() + other.size() {
+                assert!(!b.is_complete().unwrap(), "the same memory without a wait");
+            }
+            hold.release();
+            assert_eq!(rig.mismatches(other.ptr(), 2 * bytes, 2, &b), 0);
+            drop(other);
+            rig.close(&allocator);
+        }
+    });
+}
+
 /// R25: a new stream under the handle of an old one has not its order.
 #[test]
 fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
