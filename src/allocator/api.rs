@@ -218,7 +218,7 @@ impl Allocator {
                     }
                 }
                 Ok(None) => {}
-                Err(error) => return Err(self.engine.error(error)),
+                Err(error) => return Err(self.engine.unnamed(stream, error)),
             }
         }
         // SAFETY: the caller's contract.

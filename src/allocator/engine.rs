@@ -13,8 +13,13 @@ use super::config::{Config, Limit, Policy};
 use super::error::Error;
 use super::front::{Held, Lock, PageTable};
 use super::hooks::Hooks;
+use super::markers::is_capture_refusal;
 use super::state::State;
 use super::streams::{Holder, StreamKey};
+
+/// How often the last marker of a stream is recorded anew because others go on freeing what was used on
+/// it, before it is taken for one that captures: no marker is recorded there.
+const RETIREMENTS: u32 = 64;
 
 /// Marker failures are logged this often at most: the first, then at every power of two.
 #[derive(Debug, Default)]
@@ -254,6 +259,21 @@ impl Engine {
         })
     }
 
+    /// Why a stream could not be named. Drivers refuse to say the id of one that is being captured.
+    pub(crate) fn unnamed(&self, raw: sys::CUstream, error: DriverError) -> Error {
+        if !is_capture_refusal(error.code()) {
+            return self.error(error);
+        }
+        process::captures_streams();
+        let mut state = self.lock();
+        for (_, slot) in state.streams.iter_mut() {
+            slot.capturing |= slot.raw == raw as usize;
+        }
+        Error::Capturing {
+            stream: raw as usize,
+        }
+    }
+
     /// Names a stream by its handle. Handle values are reused, so the driver is asked for the id
     /// each time.
     ///
@@ -267,9 +287,10 @@ impl Engine {
             StreamKey::Id(stream.and_then(|s| s.id()).map_err(|e| self.error(e))?)
         } else {
             // SAFETY: the caller vouches for the stream.
-            match unsafe { self.driver().stream_id(raw) }.map_err(|e| self.error(e))? {
-                Some(id) => StreamKey::Id(id),
-                None => StreamKey::Handle(raw as usize),
+            match unsafe { self.driver().stream_id(raw) } {
+                Ok(Some(id)) => StreamKey::Id(id),
+                Ok(None) => StreamKey::Handle(raw as usize),
+                Err(error) => return Err(self.unnamed(raw, error)),
             }
         };
         Ok(Named {
@@ -405,17 +426,21 @@ impl Engine {
             }
             state.prepare_last_marker(stream);
         }
-        self.mark(stream, key)?;
-        let mut state = self.lock();
-        if !gone(&state) && !state.streams[stream].covered() {
-            // Somebody freed on the stream meanwhile, or began to capture it.
-            drop(state);
+        let mut state;
+        let mut rounds = 0;
+        loop {
             self.mark(stream, key)?;
             state = self.lock();
             let slot = &state.streams[stream];
-            if !gone(&state) && !slot.covered() {
+            if gone(&state) || slot.covered() {
+                break;
+            }
+            // Somebody freed on the stream meanwhile, or captures it.
+            rounds += 1;
+            if rounds == RETIREMENTS {
                 return Err(Error::Capturing { stream: slot.raw });
             }
+            drop(state);
         }
         if gone(&state) {
             return Ok(());

@@ -272,7 +272,7 @@ impl Engine {
 }
 
 /// Whether the driver refused a call because a stream somewhere is being captured.
-fn is_capture_refusal(code: CUresult) -> bool {
+pub(crate) fn is_capture_refusal(code: CUresult) -> bool {
     code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
         || code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 }

@@ -34,6 +34,13 @@ pub(crate) struct Lifetime {
     pub ptr: sys::CUdeviceptr,
 }
 
+/// A stream that may be capturing. One that we hold stays alive with this.
+pub(crate) struct Suspect {
+    key: StreamKey,
+    raw: usize,
+    _holder: Holder,
+}
+
 /// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
 /// call announced is withdrawn if it fails, or if a hook of the user panics in it.
 pub(crate) struct Call<'a> {
@@ -291,10 +298,12 @@ impl Engine {
         }
         let stream = state.records[block.0].stream;
         if self.watchful()
-            && let Some((key, raw)) = state.capture_suspect(stream)
+            && let Some(suspect) = state.capture_suspect(stream)
         {
             drop(state);
-            self.refuse_if_capturing(key, raw)?;
+            self.refuse_if_capturing(&suspect)?;
+            // It may be the last to hold its stream, which is destroyed outside the lock.
+            drop(suspect);
             state = self.open()?;
             if !state.is_live(block) {
                 return Err(Error::NotLive { ptr });
@@ -378,10 +387,10 @@ impl Engine {
         drop(keep);
     }
 
-    pub(crate) fn refuse_if_capturing(&self, key: StreamKey, raw: usize) -> Result<(), Error> {
+    pub(crate) fn refuse_if_capturing(&self, suspect: &Suspect) -> Result<(), Error> {
         self.refuse_capture(&Named {
-            key,
-            raw: std::ptr::with_exposed_provenance_mut(raw),
+            key: suspect.key,
+            raw: std::ptr::with_exposed_provenance_mut(suspect.raw),
             stream: None,
         })
     }
@@ -513,10 +522,14 @@ impl State {
     }
 
     /// The stream of a block, if it may be asked whether it is capturing.
-    pub(crate) fn capture_suspect(&self, stream: u32) -> Option<(StreamKey, usize)> {
+    pub(crate) fn capture_suspect(&self, stream: u32) -> Option<Suspect> {
         let slot = &self.streams[stream];
         // The per-thread handle would ask about the calling thread's stream.
         let ask = !matches!(slot.holder, Holder::Retired) && !is_per_thread(slot.raw);
-        ask.then_some((slot.key, slot.raw))
+        ask.then(|| Suspect {
+            key: slot.key,
+            raw: slot.raw,
+            _holder: slot.holder.clone(),
+        })
     }
 }

@@ -443,7 +443,7 @@ impl Engine {
                 .flatten()
         };
         match suspect {
-            Some((key, raw)) => self.refuse_if_capturing(key, raw),
+            Some(suspect) => self.refuse_if_capturing(&suspect),
             None => Ok(()),
         }
     }
