@@ -284,10 +284,11 @@ impl Entered<'_> {
 
 impl Driver {
     /// The id of a stream; none where the driver has no ids. Not counted, and writes to nothing
-    /// that threads share: about as cheap as the driver's own query.
+    /// that threads share: about as cheap as two queries of the driver.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's; `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`, and the capture is left alone, for a
+    /// stream that is being captured.
     ///
     /// # Safety
     /// `stream` must be a live stream, or a special handle while the context it is meant for is
@@ -296,6 +297,12 @@ impl Driver {
     pub unsafe fn stream_id(&self, stream: sys::CUstream) -> Result<Option<u64>, DriverError> {
         if !self.has(Feature::StreamIds) {
             return Ok(None);
+        }
+        // Asked for the id of a stream that is being captured, drivers refuse and spoil the capture.
+        // SAFETY: the caller vouches for the stream.
+        if unsafe { self.is_capturing(stream) }? {
+            let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+            return Err(DriverError::new("cuStreamGetId", code));
         }
         let mut id = 0;
         // SAFETY: the caller vouches for the stream; the pointer is to a local integer.

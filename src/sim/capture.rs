@@ -63,6 +63,11 @@ impl State {
     /// Refuses to wait for or ask about a stream that captures, which also spoils the capture.
     pub(super) fn refuse_if_capturing(&mut self, queue: u32) -> R {
         self.refuse_implicit(queue)?;
+        self.refuse_captured(queue)
+    }
+
+    /// The same for calls that the legacy stream allows.
+    pub(super) fn refuse_captured(&mut self, queue: u32) -> R {
         if self.queues[queue as usize].capture.is_none() {
             return Ok(());
         }

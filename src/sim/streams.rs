@@ -198,6 +198,7 @@ impl State {
 
     pub(super) fn cuStreamGetId(&mut self, stream: CUstream, out: Out<u64>) -> R {
         let queue = self.queue(stream)?;
+        self.refuse_captured(queue)?;
         out.set(self.queues[queue as usize].id)
     }
 
