@@ -4,11 +4,13 @@
 
 mod common;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use common::{GIB, KIB, MIB, Rig, each};
+use common::{GIB, KIB, MIB, Rig, each, only};
+use cualloc::allocator::Policy;
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::{Allocator, Config};
 
@@ -234,5 +236,50 @@ fn r55_a_default_configuration_reuses_a_gibibyte() {
         assert_eq!(rig.driver.calls().since(&before).total(), 0);
         assert_eq!(allocator.stats().misses, 1);
         allocator.close().unwrap();
+    });
+}
+
+/// Two threads say at once that a block is used on their streams, one for good and one until now:
+/// neither word is lost.
+#[test]
+fn uses_recorded_by_two_threads_at_once_are_both_kept() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator();
+        let [home, one, other] = rig.streams();
+        // From here on every stream is known.
+        let first = allocator.allocate(KIB, &home).unwrap();
+        first.record_stream(&one).unwrap();
+        first.record_stream(&other).unwrap();
+        for _ in 0..100 {
+            let blocks: Vec<_> = (0..200)
+                .map(|_| allocator.allocate(KIB, &home).unwrap())
+                .collect();
+            let arrived = AtomicUsize::new(0);
+            // Both are at the same block at the same time, to a few instructions.
+            let together = |visits: usize| {
+                arrived.fetch_add(1, Ordering::Relaxed);
+                while arrived.load(Ordering::Relaxed) < 2 * visits {
+                    thread::yield_now();
+                }
+            };
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    for (at, block) in blocks.iter().enumerate() {
+                        together(at + 1);
+                        block.record_stream(&one).unwrap();
+                    }
+                });
+                for (at, block) in blocks.iter().enumerate() {
+                    together(at + 1);
+                    block.record_use(&other).unwrap();
+                }
+            });
+            for block in &blocks {
+                let known = allocator.block_of(block.ptr()).unwrap().pending;
+                assert_eq!(known.len(), 2, "{known:?}");
+            }
+        }
+        drop(first);
+        rig.close(&allocator);
     });
 }

@@ -4,10 +4,10 @@
 //! does with a block that lay at another address before: it writes through one mapping, and reads
 //! through the other in stream order, after the reading side has been read before.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 use std::sync::atomic::Ordering;
 
-use crate::driver::{DriverError, Entered, Function, Stream, StreamKind, sys};
+use crate::driver::{DriverError, Entered, Function, Stream, StreamKind, WORD_KERNELS, sys};
 
 use super::engine::Engine;
 use super::error::Error;
@@ -20,14 +20,6 @@ use super::stitch::Stitch;
 use super::streams::Holder;
 use super::uses::Uses;
 use super::view::Lent;
-
-/// The kernels that fill and check words.
-const KERNELS: &CStr = match CStr::from_bytes_with_nul(
-    concat!(include_str!("../trace/verify.ptx"), "\0").as_bytes(),
-) {
-    Ok(text) => text,
-    Err(_) => panic!("the kernels' text holds a zero byte"),
-};
 
 /// Words that are written and read: more than the first-level caches of a few multiprocessors hold.
 const WORDS: usize = 128 << 10;
@@ -349,7 +341,7 @@ impl Engine {
         // Loading may wait for everything that runs in the context, which this thread may have to
         // end. A device that cannot load them is tested without kernels as well.
         let load = || {
-            let module = entered.load_module(KERNELS)?;
+            let module = entered.load_module(WORD_KERNELS)?;
             Ok::<_, DriverError>((
                 module.function(c"cualloc_fill")?,
                 module.function(c"cualloc_check")?,

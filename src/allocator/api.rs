@@ -294,8 +294,11 @@ impl Allocator {
             Arc::from_raw(engine)
         };
         engine.add_handle();
-        if engine.lock().orphaned {
-            engine.lock().set_orphaned(false);
+        {
+            let mut state = engine.lock();
+            if state.orphaned {
+                state.set_orphaned(false);
+            }
         }
         Allocator { engine }
     }

@@ -2,22 +2,16 @@
 //!
 //! Everything here runs under the lock of the books and takes those of fronts below it.
 
-use super::check::{CheckError, holds, same};
 use super::engine::Engine;
 use super::error::Error;
-use super::front::{
-    Allocated, Batch, Front, FrontPool, Held, Inner, Live, MOST_FRONTS, Node, QUANTITIES, Run,
-    Small, Using,
-};
+use super::front::{Batch, Front, FrontPool, MOST_FRONTS, Node, QUANTITIES, Run, Using};
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, PAGE};
 use super::state::{AfterFree, PAGE_GRANULES, State};
-use super::stats::{PoolStats, Stats};
 use super::streams::{Holder, StreamKey};
 use super::uses::{Use, Uses};
 
 pub(crate) type EngineFront = Front<Engine>;
-type Locked<'a> = Held<'a, Inner<Engine>>;
 
 static POOL: FrontPool<Engine> = FrontPool::new();
 
@@ -35,20 +29,20 @@ pub(crate) struct HeldBack {
 #[derive(Debug, Default)]
 pub(crate) struct Fronts {
     /// By rank.
-    all: Vec<&'static EngineFront>,
+    pub(super) all: Vec<&'static EngineFront>,
     /// What the fronts may count to together.
-    limits: [u64; QUANTITIES],
+    pub(super) limits: [u64; QUANTITIES],
     /// Requested bytes of small blocks as of the last look.
     pub requested: u64,
-    sharings: u64,
+    pub(super) sharings: u64,
     pub held_back: Vec<HeldBack>,
     /// Uses of live small blocks that their fronts cannot note themselves, by address.
     pub recorded: std::collections::HashMap<u64, Vec<Recorded>>,
     /// Small requests that did not find room in their front at once.
     pub misses: u64,
     /// Of fronts that are gone: everything ever added.
-    gone: [u64; QUANTITIES],
-    pending_peak: u64,
+    pub(super) gone: [u64; QUANTITIES],
+    pub(super) pending_peak: u64,
 }
 
 impl Fronts {
@@ -57,18 +51,6 @@ impl Fronts {
         &self.all
     }
 }
-
-/// The counters of the quantities that fronts count, in their order.
-fn counters(pool: &mut PoolStats) -> [&mut super::stats::Counter; QUANTITIES] {
-    [
-        &mut pool.allocated,
-        &mut pool.requested,
-        &mut pool.allocations,
-    ]
-}
-
-/// Live small blocks: bytes, bytes as asked for, and their number.
-pub(crate) type SmallTotals = [u64; QUANTITIES];
 
 impl State {
     // ---- fronts and their streams --------------------------------------------------------------
@@ -144,21 +126,6 @@ impl State {
     pub(crate) fn set_orphaned(&mut self, orphaned: bool) {
         self.orphaned = orphaned;
         self.open_fronts();
-    }
-
-    /// Stops the fronts if no block is live and no call under way. Else says how many there are,
-    /// and how many bytes.
-    pub(crate) fn shut(&mut self, calls: u64) -> (u64, u64) {
-        let mut locked = self.lock_fronts();
-        let small = totals(&locked);
-        let all = &self.stats.all;
-        let blocks = all.allocations.current + small[2] + calls;
-        if blocks == 0 {
-            for inner in &mut locked {
-                inner.set_fast(false);
-            }
-        }
-        (blocks, all.allocated.current + small[0])
     }
 
     /// Streams that we keep alive and whose frees no marker covers yet.
@@ -276,19 +243,14 @@ impl State {
 
     // ---- blocks that other streams used --------------------------------------------------------
 
-    /// Adds a use by another stream to a live small block, in the books.
-    pub(crate) fn record_small(&mut self, at: (u64, u32), live: Live, new: Recorded) -> Using {
-        let (ptr, owner) = at;
-        if new.stream == owner {
-            return live.using;
+    /// Adds a use by another stream to the live small block around an address, in the books. False if
+    /// there is none.
+    pub(crate) fn record_small(&mut self, ptr: u64, new: Recorded) -> bool {
+        match self.small_around(ptr) {
+            Some((_, _, owner)) if owner == new.stream => true,
+            Some((front, run, _)) => self.note_in_books(front, &run, Some(new)),
+            None => false,
         }
-        let mut known = self.recorded_uses(ptr, live.using);
-        super::state::add_recorded(&mut known, new);
-        for one in &known {
-            self.streams[one.stream].live += 1;
-        }
-        self.fronts.recorded.insert(ptr, known);
-        Using::MANY
     }
 
     /// The live small block around an address, with its front and the slot of its stream.
@@ -303,18 +265,32 @@ impl State {
         Some((front, run, inner.slot))
     }
 
-    /// Moves what is noted on a live small block into the books, so that its free comes there.
-    pub(crate) fn note_in_books(&mut self, ptr: u64) {
-        let Some((front, run, _)) = self.small_around(ptr) else {
-            return;
+    /// Moves what is noted on a live small block into the books, so that its free comes there, and
+    /// adds a use. False if the block is gone.
+    pub(crate) fn note_in_books(
+        &mut self,
+        front: &'static EngineFront,
+        run: &Run,
+        new: Option<Recorded>,
+    ) -> bool {
+        let using = {
+            let mut inner = front.lock();
+            let Some(live) = inner.live(run.node, run.ptr, None) else {
+                return false;
+            };
+            // In one step with reading it: another thread may be noting a use of its own there.
+            inner.heap.set_using(run.node, Using::MANY);
+            live.using
         };
-        let Some(live) = run.live else { return };
-        let known = self.recorded_uses(run.ptr, live.using);
+        let mut known = self.recorded_uses(run.ptr, using);
+        if let Some(new) = new {
+            super::state::add_recorded(&mut known, new);
+        }
         for one in &known {
             self.streams[one.stream].live += 1;
         }
         self.fronts.recorded.insert(run.ptr, known);
-        front.lock().heap.set_using(run.node, Using::MANY);
+        true
     }
 
     /// Takes the uses of a live small block out of where they are noted.
@@ -463,194 +439,6 @@ impl State {
         }
         !done.is_empty()
     }
-
-    // ---- sums and peaks --------------------------------------------------------------------------
-
-    fn lock_fronts(&self) -> Vec<Locked<'static>> {
-        self.fronts.all.iter().map(|front| front.lock()).collect()
-    }
-
-    /// Takes a small request that may be a new peak.
-    pub(crate) fn take_at_peak(
-        &mut self,
-        front: &'static EngineFront,
-        request: Small,
-    ) -> Allocated {
-        let mut locked = self.lock_fronts();
-        let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
-        let outcome = match at.and_then(|at| locked.get_mut(at)) {
-            Some(inner) => inner.take_beyond(request),
-            None => Allocated::Stranger,
-        };
-        self.settle_peaks(&mut locked);
-        outcome
-    }
-
-    /// A large block was counted: raises the peaks of everything together if it is one.
-    pub(crate) fn large_counted(&mut self) {
-        if self.fronts.all.is_empty() {
-            return;
-        }
-        let limits = self.fronts.limits;
-        let all = counters(&mut self.stats.all);
-        let within = |(counter, limit): (&mut super::stats::Counter, &u64)| {
-            counter.current + *limit <= counter.peak
-        };
-        if !all.into_iter().zip(&limits).all(within) {
-            let mut locked = self.lock_fronts();
-            self.settle_peaks(&mut locked);
-        }
-    }
-
-    /// With all fronts locked: raises the peaks to what is there, and shares the room below them
-    /// out among the fronts that are busy.
-    fn settle_peaks(&mut self, locked: &mut [Locked<'_>]) {
-        let totals = totals(locked);
-        self.fronts.requested = totals[1];
-        self.fronts.sharings += 1;
-        let now = self.fronts.sharings;
-        let busy: Vec<bool> = locked.iter_mut().map(|inner| inner.busy(now)).collect();
-        let sharers = busy.iter().filter(|busy| **busy).count().max(1) as u64;
-        let mut room = [0; QUANTITIES];
-        let small = counters(&mut self.stats.small);
-        let all = counters(&mut self.stats.all);
-        for (at, (small, all)) in small.into_iter().zip(all).enumerate() {
-            small.peak = small.peak.max(totals[at]);
-            let sum = all.current + totals[at];
-            all.peak = all.peak.max(sum);
-            room[at] = (small.peak - totals[at]).min(all.peak - sum) / sharers;
-        }
-        let mut limits = [0; QUANTITIES];
-        for (inner, busy) in locked.iter_mut().zip(&busy) {
-            let own = inner.share(if *busy { room } else { [0; QUANTITIES] });
-            for (limit, own) in limits.iter_mut().zip(own) {
-                *limit += own;
-            }
-        }
-        self.fronts.limits = limits;
-        let active: Vec<&'static EngineFront> = (self.fronts.all.iter().zip(&busy))
-            .filter(|(_, busy)| **busy)
-            .map(|(front, _)| *front)
-            .collect();
-        for (inner, front) in locked.iter_mut().zip(&self.fronts.all) {
-            let at = active.iter().position(|f| std::ptr::eq(*f, *front));
-            let near = |step: usize| {
-                let at = at? + step;
-                (active.len() > step).then(|| active[at % active.len()])
-            };
-            inner.set_neighbours([near(1), near(2)]);
-        }
-    }
-
-    /// Live small blocks in fronts.
-    pub(crate) fn small_totals(&mut self) -> SmallTotals {
-        let totals = totals(&self.lock_fronts());
-        self.fronts.requested = totals[1];
-        totals
-    }
-
-    /// Adds what the fronts count to a copy of the books' own figures, at one instant.
-    pub(crate) fn add_fronts(&self, stats: &mut Stats) {
-        let locked = self.lock_fronts();
-        let mut totals = self.fronts.gone;
-        let (mut pending, mut quick, mut free) = (0, 0, 0);
-        let mut pending_peak = self.fronts.pending_peak;
-        for inner in &locked {
-            for (total, account) in totals.iter_mut().zip(inner.accounts.each()) {
-                *total += account.total();
-            }
-            pending += inner.pending_bytes();
-            pending_peak += inner.pending_peak;
-            quick += u64::from(inner.heap.quick_granules()) * GRANULE;
-            free += inner.heap.free_granules() * GRANULE;
-        }
-        let current = self::totals(&locked);
-        for pool in [&mut stats.all, &mut stats.small] {
-            for (at, counter) in counters(pool).into_iter().enumerate() {
-                counter.current += current[at];
-                counter.total_allocated += totals[at];
-                counter.total_freed += totals[at] - current[at];
-            }
-            let active = &mut pool.active;
-            active.current += current[0] + pending;
-            active.total_allocated += totals[0];
-            active.total_freed += totals[0] - current[0] - pending;
-            let bound = pool.allocated.peak + pending_peak + self.mixed_peak;
-            active.peak = if locked.is_empty() {
-                active.peak
-            } else {
-                bound.max(active.current)
-            };
-        }
-        stats.hits += totals[2] - self.fronts.misses.min(totals[2]);
-        stats.front_bytes = quick;
-        stats.free += free + pending;
-        stats.fronts = locked.len() as u64;
-    }
-
-    /// Free bytes in the pages of each stream that has any, by its slot.
-    pub(crate) fn free_in_fronts(&self) -> Vec<(u32, u64)> {
-        let free = self.fronts.all.iter().map(|front| {
-            let inner = front.lock();
-            let granules = inner.heap.free_granules() + inner.heap.pending_granules();
-            (inner.slot, granules * GRANULE)
-        });
-        free.filter(|(_, bytes)| *bytes > 0).collect()
-    }
-
-    /// Sets the peaks to what is there.
-    pub(crate) fn reset_peaks(&mut self) {
-        let mut locked = self.lock_fronts();
-        self.stats.reset_peaks();
-        self.mixed_peak = self.stats.all.active.current - self.stats.all.allocated.current;
-        self.fronts.pending_peak = 0;
-        for inner in &mut locked {
-            inner.pending_peak = inner.pending_bytes();
-        }
-        self.settle_peaks(&mut locked);
-    }
-
-    /// What the fronts may count to never passes a peak.
-    pub(crate) fn check_limits(&self) -> Result<(), CheckError> {
-        let mut limits = [0; QUANTITIES];
-        for inner in self.lock_fronts() {
-            for (limit, account) in limits.iter_mut().zip(inner.accounts.each()) {
-                *limit += account.limit();
-            }
-        }
-        let (mut all, mut small) = (self.stats.all, self.stats.small);
-        let quantities = counters(&mut all).into_iter().zip(counters(&mut small));
-        for ((all, small), (limit, known)) in
-            quantities.zip(limits.into_iter().zip(self.fronts.limits))
-        {
-            same("limits of fronts are known", limit, known)?;
-            holds(
-                "fronts stay below the peak",
-                limit <= small.peak && all.current + limit <= all.peak,
-            )?;
-        }
-        Ok(())
-    }
-
-    /// Live blocks and their bytes, small ones included.
-    pub(crate) fn live_totals(&mut self) -> (u64, u64) {
-        let small = self.small_totals();
-        let all = &self.stats.all;
-        (
-            all.allocations.current + small[2],
-            all.allocated.current + small[0],
-        )
-    }
-}
-
-fn totals(locked: &[Locked<'_>]) -> SmallTotals {
-    let mut totals = [0; QUANTITIES];
-    for inner in locked {
-        for (total, account) in totals.iter_mut().zip(inner.accounts.each()) {
-            *total += account.current();
-        }
-    }
-    totals
 }
 
 const _: () = assert!(PAGE_GRANULES == super::front::PAGE_GRAINS);

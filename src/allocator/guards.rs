@@ -106,7 +106,9 @@ impl Allocator {
     pub fn guard(&self, ptr: sys::CUdeviceptr, bytes: u64) -> Result<RangeGuard, Error> {
         let mut state = self.engine().open()?;
         let (block, segments) = state.segments(ptr, bytes)?;
-        state.guard(block);
+        if !state.guard(block) {
+            return Err(Error::NotLive { ptr });
+        }
         Ok(RangeGuard {
             engine: Arc::clone(self.shared()),
             block,
@@ -263,15 +265,23 @@ impl State {
         segments
     }
 
-    fn guard(&mut self, block: Guarding) {
-        match block {
-            Guarding::Record(id) => self.guards.blocks.entry(id).or_default().guards += 1,
-            Guarding::Small(ptr) => {
-                self.guards.small.entry(ptr).or_default().guards += 1;
-                // Its free comes to the books from here on.
-                self.note_in_books(ptr);
+    /// False if the block has been freed in its front meanwhile.
+    fn guard(&mut self, block: Guarding) -> bool {
+        let ptr = match block {
+            Guarding::Record(id) => {
+                self.guards.blocks.entry(id).or_default().guards += 1;
+                return true;
             }
+            Guarding::Small(ptr) => ptr,
+        };
+        // Its free comes to the books from here on.
+        let noted = self
+            .small_around(ptr)
+            .is_some_and(|(front, run, _)| self.note_in_books(front, &run, None));
+        if noted {
+            self.guards.small.entry(ptr).or_default().guards += 1;
         }
+        noted
     }
 
     /// A small block was freed: if a guard keeps its memory, that waits. Gives it back if none does.

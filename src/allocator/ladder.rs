@@ -209,8 +209,6 @@ impl Engine {
                     let done = self.release(plan);
                     state = self.lock();
                     done?;
-                    // What the driver refused to a stitch it may have now.
-                    climb.unstitched = false;
                 }
                 Step::Mark => {
                     climb.marked = true;

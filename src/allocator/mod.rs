@@ -25,6 +25,7 @@ mod lookup;
 mod markers;
 mod memory;
 mod mix;
+mod peaks;
 mod placement;
 mod plan;
 mod raw;

@@ -452,7 +452,7 @@ impl Engine {
         match block {
             Some(id) => state.record(id, stream, ticket),
             None => {
-                if !self.record_small(&mut state, ptr, Recorded { stream, ticket }) {
+                if !state.record_small(ptr, Recorded { stream, ticket }) {
                     return Err(Error::NotLive { ptr });
                 }
             }

@@ -5,9 +5,9 @@ use super::error::Error;
 use super::front::{Allocated, Freed, Held, Inner, Node, PAGE_GRAINS, Small, Taken, Using, cache};
 use super::fronts::EngineFront;
 use super::raw::{Grant, Lifetime, Request};
-use super::records::{Recorded, SpaceId};
+use super::records::SpaceId;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT};
-use super::state::{AfterFree, PAGE_GRANULES, State, Want};
+use super::state::{AfterFree, PAGE_GRANULES, Want};
 use super::streams::StreamKey;
 
 #[inline(always)]
@@ -484,18 +484,5 @@ impl Engine {
         };
         user.lock().recorded -= 1;
         noted.then_some(Ok(()))
-    }
-
-    /// Records a use of a small block in the books. False if no live block is there.
-    pub(crate) fn record_small(&self, state: &mut State, ptr: u64, new: Recorded) -> bool {
-        let Some((front, run, owner)) = state.small_around(ptr) else {
-            return false;
-        };
-        let Some(live) = run.live else {
-            return false;
-        };
-        let using = state.record_small((run.ptr, owner), live, new);
-        front.lock().heap.set_using(run.node, using);
-        true
     }
 }

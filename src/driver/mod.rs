@@ -34,6 +34,7 @@ pub use device::Device;
 pub use error::{Candidate, DriverError, LoadError};
 pub use event::{Event, EventKind};
 pub use memory::{HostAllocation, HostMemory, MemInfo};
+pub(crate) use module::WORD_KERNELS;
 pub use module::{Function, Module};
 pub use pool::{MemoryPool, PoolProperties};
 pub use stream::{Stream, StreamKind};

@@ -9,6 +9,18 @@ use std::fmt;
 use std::ptr;
 use std::sync::Arc;
 
+const WORD_KERNELS_TEXT: &[u8] = concat!(include_str!("words.ptx"), "\0").as_bytes();
+
+/// Kernels that fill and check words of memory.
+pub(crate) const WORD_KERNELS: &CStr = match CStr::from_bytes_with_nul(WORD_KERNELS_TEXT) {
+    Ok(text) => text,
+    Err(_) => c"",
+};
+const _: () = assert!(
+    !WORD_KERNELS.is_empty(),
+    "the kernels' text holds a zero byte"
+);
+
 /// Code loaded into a context. Cheap to clone; unloaded with its last user. `Send` and `Sync`.
 #[derive(Clone)]
 pub struct Module(Arc<Inner>);

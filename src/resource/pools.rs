@@ -34,6 +34,57 @@ fn gone(block: &BlockIdentity) -> ResourceError {
     }
 }
 
+/// What a pool says of its own blocks, and how their uses are recorded. `$known` finds a live one. On a
+/// block's own stream there is nothing to prepare; elsewhere the order is the caller's.
+macro_rules! known_uses {
+    ($known:ident) => {
+        fn state(&self, block: &BlockIdentity) -> BlockState {
+            match $known(self, block) {
+                Ok(_) => BlockState::Live,
+                Err(_) => BlockState::Freed,
+            }
+        }
+
+        fn tracking(&self) -> Tracking {
+            Tracking::Reuse
+        }
+
+        fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+            Ok($known(self, block)?.record_use(stream)?)
+        }
+
+        fn record_stream(
+            &self,
+            block: &BlockIdentity,
+            stream: &Stream,
+        ) -> Result<(), ResourceError> {
+            Ok($known(self, block)?.record_stream(stream)?)
+        }
+
+        fn prepare_use(
+            &self,
+            block: &BlockIdentity,
+            stream: &Stream,
+            _access: Access,
+        ) -> Result<(), ResourceError> {
+            $known(self, block)?;
+            if stream.id()? == block.stream {
+                return Ok(());
+            }
+            Err(not_tracked("preparing a use", stream))
+        }
+
+        fn finish_use(
+            &self,
+            block: &BlockIdentity,
+            stream: &Stream,
+            _access: Access,
+        ) -> Result<(), ResourceError> {
+            self.record_use(block, stream)
+        }
+    };
+}
+
 /// Surplus over the threshold goes when memory is given back, and under the classic policy at the next
 /// allocation.
 impl MemoryResource for OpenThresholdPool {
@@ -167,51 +218,7 @@ impl MemoryResource for WorkspacePool {
         MemoryResource::reset_peaks(self.allocator())
     }
 
-    fn state(&self, block: &BlockIdentity) -> BlockState {
-        match lease(self, block) {
-            Ok(_) => BlockState::Live,
-            Err(_) => BlockState::Freed,
-        }
-    }
-
-    fn tracking(&self) -> Tracking {
-        Tracking::Reuse
-    }
-
-    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
-        Ok(lease(self, block)?.record_use(stream)?)
-    }
-
-    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
-        Ok(lease(self, block)?.record_stream(stream)?)
-    }
-
-    fn prepare_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        _access: Access,
-    ) -> Result<(), ResourceError> {
-        lease(self, block)?;
-        at_home(block, stream)
-    }
-
-    fn finish_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        _access: Access,
-    ) -> Result<(), ResourceError> {
-        self.record_use(block, stream)
-    }
-}
-
-/// On a block's own stream there is nothing to prepare; elsewhere the order is the caller's.
-fn at_home(block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
-    if stream.id()? == block.stream {
-        return Ok(());
-    }
-    Err(not_tracked("preparing a use", stream))
+    known_uses!(lease);
 }
 
 fn native(pool: &NativePool, block: &BlockIdentity) -> Result<Arc<NativeBlock>, ResourceError> {
@@ -286,41 +293,5 @@ impl MemoryResource for NativePool {
         Ok(NativePool::reset_peaks(self)?)
     }
 
-    fn state(&self, block: &BlockIdentity) -> BlockState {
-        match native(self, block) {
-            Ok(_) => BlockState::Live,
-            Err(_) => BlockState::Freed,
-        }
-    }
-
-    fn tracking(&self) -> Tracking {
-        Tracking::Reuse
-    }
-
-    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
-        Ok(native(self, block)?.record_use(stream)?)
-    }
-
-    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
-        Ok(native(self, block)?.record_stream(stream)?)
-    }
-
-    fn prepare_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        _access: Access,
-    ) -> Result<(), ResourceError> {
-        native(self, block)?;
-        at_home(block, stream)
-    }
-
-    fn finish_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        _access: Access,
-    ) -> Result<(), ResourceError> {
-        self.record_use(block, stream)
-    }
+    known_uses!(native);
 }

@@ -3,15 +3,8 @@
 
 use super::format::Trace;
 use super::stage::Stage;
-use crate::driver::{DriverError, Entered, Function, Stream, sys};
-use std::ffi::{CStr, c_void};
-
-/// The text of the kernels.
-const KERNELS: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("verify.ptx"), "\0").as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("the kernels' text holds a zero byte"),
-    };
+use crate::driver::{DriverError, Entered, Function, Stream, WORD_KERNELS, sys};
+use std::ffi::c_void;
 
 /// Threads of one block of threads; every GPU takes as many.
 const THREADS: u32 = 256;
@@ -91,7 +84,7 @@ impl<'a> Kernels<'a> {
         verify: bool,
         seed: u64,
     ) -> Result<Kernels<'a>, DriverError> {
-        let module = entered.load_module(KERNELS)?;
+        let module = entered.load_module(WORD_KERNELS)?;
         let mut kernels = Kernels {
             stage,
             entered,

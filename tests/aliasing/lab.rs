@@ -61,7 +61,7 @@ impl<'a> Lab<'a> {
     }
 
     pub fn in_context(rig: &'a Rig, context: Context) -> Lab<'a> {
-        let basic = text(include_str!("../../src/trace/verify.ptx"));
+        let basic = text(include_str!("../../src/driver/words.ptx"));
         let (mut words, mut bulk) = (None, None);
         if on_cuda() {
             let own = text(include_str!("words.ptx"));

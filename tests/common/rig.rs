@@ -189,7 +189,7 @@ impl Rig {
 
     fn spin(&self, stream: &Stream, nanos: u64) {
         let entered = self.context.enter().unwrap();
-        let text = concat!(include_str!("../../src/trace/verify.ptx"), "\0");
+        let text = concat!(include_str!("../../src/driver/words.ptx"), "\0");
         let module = entered
             .load_module(CStr::from_bytes_with_nul(text.as_bytes()).unwrap())
             .unwrap();

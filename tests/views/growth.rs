@@ -1,10 +1,11 @@
 //! When memory is taken from the driver rather than stitched, and in what handles.
 
 use crate::common::*;
-use crate::{packed, view_of};
+use crate::{PART, TWO, packed, view_of};
 use cualloc::Block;
-use cualloc::allocator::Allocator;
+use cualloc::allocator::{Allocator, Policy};
 use cualloc::driver::Stream;
+use cualloc::sim::SimConfig;
 
 /// `pieces` blocks of `bytes` live, with as many free ones between them.
 fn rows(allocator: &Allocator, stream: &Stream, pieces: usize, bytes: usize) -> Vec<Block> {
@@ -109,5 +110,31 @@ fn handles_are_large_unless_a_limit_is_near() {
         assert_eq!(created(Some(2 * GIB), 512 * MIB), 32);
         assert_eq!(created(Some(600 * MIB), 512 * MIB), 256);
         assert_eq!(created(None, 8 * MIB), 4);
+    });
+}
+
+/// On a full device a stitch that lacks one handle takes it from what the other arena has idle, and
+/// nobody waits for the device.
+#[test]
+fn a_stitch_takes_what_the_other_arena_gave_back() {
+    let full = SimConfig::with_devices(1, 22 << 20);
+    only_on(Policy::Packed, full, |rig| {
+        let allocator = rig.allocator();
+        let a = rig.stream();
+        let kept = rows(&allocator, &a, 2, PART);
+        drop(allocator.allocate(KIB, &a).unwrap());
+        assert_eq!(
+            allocator.stats().all.reserved.current,
+            (22 * MIB) as u64,
+            "all of the device"
+        );
+        a.synchronize().unwrap();
+        let block = allocator.allocate(TWO + 2 * MIB, &a).unwrap();
+        assert!(view_of(&allocator, &block).is_some());
+        let rungs = allocator.stats().rungs;
+        assert_eq!((rungs.stitched, rungs.released), (1, 1));
+        assert_eq!(rungs.synchronised, 0);
+        drop((kept, block));
+        rig.close(&allocator);
     });
 }

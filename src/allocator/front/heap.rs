@@ -7,15 +7,11 @@
 //! they are, the latest first.
 
 use super::super::size::GRANULE;
+use super::grain::{
+    Bits, GRAINS, Grain, Kind, Live, NIL, Node, PAGE_GRAINS, PLACE_MASK, Page, PageInfo, Taken,
+    Using, before, set_before,
+};
 
-/// Granules of a page, and the longest run.
-pub(crate) const PAGE_GRAINS: u32 = 128;
-const GRAINS: usize = PAGE_GRAINS as usize;
-/// Bits of a place in a page.
-const PLACE_BITS: u32 = 7;
-const PLACE_MASK: u32 = PAGE_GRAINS - 1;
-/// No run.
-const NIL: u32 = u32::MAX;
 /// Quick runs together are at most this part of the pages, but at least one page's worth.
 const QUICK_SHARE: u32 = 8;
 /// Quick runs of one length are kept up to this many granules together, but at least one.
@@ -32,201 +28,28 @@ const QUICK_RUNS: [u8; GRAINS] = {
 /// They are many if they are more than this part of all pages.
 const QUICK_PART: u64 = 16;
 
-/// What a granule that begins a run says about it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Kind {
-    #[default]
-    Free,
-    /// Freed, and kept as it is.
-    Quick,
-    /// A live block.
-    Used,
-    /// Freed, while other streams may still use it.
-    Pending,
-}
-
-/// Twelve bytes per granule; all but `back` mean something only where a run begins.
-#[derive(Debug, Clone, Copy)]
-struct Grain {
-    /// Free, quick: the next run of the list. Used: the generation.
-    a: u32,
-    /// Free: the run before in the list. Used: bytes that were not asked for.
-    b: u16,
-    /// The run before in the list, its high half; used: the one other stream, see [`Using`].
-    c: u16,
-    len: u8,
-    kind: Kind,
-    /// Where a run ends: its length.
-    back: u8,
-}
-
-impl Default for Grain {
-    fn default() -> Self {
-        Grain {
-            a: NIL,
-            b: 0,
-            c: 0,
-            len: 0,
-            kind: Kind::Free,
-            back: 0,
-        }
-    }
-}
-
-const _: () = assert!(size_of::<Grain>() == 12);
-
-/// Which other streams were recorded on a live block: the number of the stream's slot, none, or
-/// that the books outside know.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Using(pub u16);
-
-impl Using {
-    pub(crate) const NONE: Using = Using(0);
-    pub(crate) const MANY: Using = Using(u16::MAX);
-
-    /// One stream, if its number fits.
-    pub(crate) fn one(slot: u32) -> Option<Using> {
-        u16::try_from(slot + 1)
-            .ok()
-            .map(Using)
-            .filter(|using| *using != Using::MANY)
-    }
-
-    /// The one stream.
-    pub(crate) fn slot(self) -> Option<u32> {
-        (self != Using::NONE && self != Using::MANY).then(|| u32::from(self.0) - 1)
-    }
-}
-
-/// A run by its page's place in the heap and its first granule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Node(pub u32);
-
-impl Node {
-    pub(crate) fn new(page: u32, place: u32) -> Self {
-        Node(page << PLACE_BITS | place)
-    }
-
-    #[inline]
-    fn page(self) -> usize {
-        (self.0 >> PLACE_BITS) as usize
-    }
-
-    #[inline]
-    fn at(self) -> usize {
-        self.0 as usize
-    }
-
-    #[inline]
-    fn place(self) -> usize {
-        (self.0 & PLACE_MASK) as usize
-    }
-}
-
-/// A page as it comes and goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PageInfo {
-    /// First byte.
-    pub base: u64,
-    /// Number of the first granule among all that the allocator ever had.
-    pub first_id: u32,
-    /// The last generation that was given to a block in it.
-    pub generation: u32,
-}
-
-#[derive(Debug)]
-struct Page {
-    info: PageInfo,
-    present: bool,
-    /// Of the newest free in it; of quick runs, when they were merged.
-    ticket: u64,
-}
-
-/// One bit per length: which lists hold something.
-#[derive(Debug, Clone, Copy, Default)]
-struct Bits([u64; 2]);
-
-impl Bits {
-    #[inline]
-    fn set(&mut self, at: usize) {
-        self.0[at >> 6 & 1] |= 1 << (at & 63);
-    }
-
-    #[inline]
-    fn clear(&mut self, at: usize) {
-        self.0[at >> 6 & 1] &= !(1 << (at & 63));
-    }
-
-    fn has(&self, at: usize) -> bool {
-        self.0[at >> 6 & 1] >> (at & 63) & 1 == 1
-    }
-
-    /// The first one from `at` on.
-    #[inline]
-    fn first_from(&self, at: usize) -> Option<usize> {
-        let word = self.0[at >> 6 & 1] & u64::MAX << (at & 63);
-        if word != 0 {
-            return Some((at & 64) + word.trailing_zeros() as usize);
-        }
-        if at < 64 && self.0[1] != 0 {
-            return Some(64 + self.0[1].trailing_zeros() as usize);
-        }
-        None
-    }
-}
-
-/// A run that was handed out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Taken {
-    pub node: Node,
-    pub ptr: u64,
-    pub id: u32,
-    pub generation: u32,
-}
-
-/// A live block as the heap knows it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Live {
-    pub granules: u32,
-    pub generation: u32,
-    /// Bytes that were not asked for.
-    pub slack: u16,
-    pub using: Using,
-}
-
-/// A run, for walks over everything.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Run {
-    pub node: Node,
-    pub ptr: u64,
-    pub granules: u32,
-    pub kind: Kind,
-    /// If it is live.
-    pub live: Option<Live>,
-}
-
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct Heap {
-    pages: Vec<Page>,
+    pub(super) pages: Vec<Page>,
     /// All granules of all pages, by node.
-    grains: Vec<Grain>,
-    vacant: Vec<u32>,
+    pub(super) grains: Vec<Grain>,
+    pub(super) vacant: Vec<u32>,
     /// Lists of free runs by length less one, and a bit for each that is not empty.
-    free: [u32; GRAINS],
-    filled: Bits,
-    quick: [u32; GRAINS],
-    quick_filled: Bits,
-    quick_runs: [u8; GRAINS],
-    quick_grains: u32,
+    pub(super) free: [u32; GRAINS],
+    pub(super) filled: Bits,
+    pub(super) quick: [u32; GRAINS],
+    pub(super) quick_filled: Bits,
+    pub(super) quick_runs: [u8; GRAINS],
+    pub(super) quick_grains: u32,
     /// Granules that quick runs may hold together.
-    cap: u32,
+    pub(super) cap: u32,
     /// Pages that are one free run.
-    whole: u32,
-    free_grains: u64,
-    pending_grains: u64,
+    pub(super) whole: u32,
+    pub(super) free_grains: u64,
+    pub(super) pending_grains: u64,
     /// The stream's ticket for frees from now on.
-    ticket: u64,
+    pub(super) ticket: u64,
 }
 
 impl Default for Heap {
@@ -655,143 +478,4 @@ impl Heap {
     pub(crate) fn pending_granules(&self) -> u64 {
         self.pending_grains
     }
-
-    // ---- walks -----------------------------------------------------------------------------
-
-    /// Pages with their places in the heap.
-    pub(crate) fn pages(&self) -> impl Iterator<Item = (u32, PageInfo)> + '_ {
-        (0u32..)
-            .zip(&self.pages)
-            .filter(|(_, page)| page.present)
-            .map(|(at, page)| (at, page.info))
-    }
-
-    /// The runs of a page, from its first byte on.
-    pub(crate) fn runs(&self, page: u32) -> impl Iterator<Item = Run> + '_ {
-        let mut place = 0;
-        std::iter::from_fn(move || {
-            let held = self.pages.get(page as usize).filter(|p| p.present)?;
-            if place >= PAGE_GRAINS {
-                return None;
-            }
-            let grain = self.grains.get(Node::new(page, place).at())?;
-            let node = Node::new(page, place);
-            let ptr = held.info.base + u64::from(place) * GRANULE;
-            // A length of zero would never end; the check reports it.
-            place += u32::from(grain.len).max(1);
-            Some(Run {
-                node,
-                ptr,
-                granules: u32::from(grain.len),
-                kind: grain.kind,
-                live: self.live(node, ptr),
-            })
-        })
-    }
-
-    /// The run around an address in a page.
-    pub(crate) fn around(&self, page: u32, ptr: u64) -> Option<Run> {
-        self.runs(page)
-            .find(|run| ptr >= run.ptr && ptr < run.ptr + u64::from(run.granules) * GRANULE)
-    }
-
-    /// Compares the lists with what stands in the pages. The first thing that does not agree.
-    pub(crate) fn check(&self) -> Result<(), &'static str> {
-        let mut counts = [[0u64; GRAINS]; 2];
-        let (mut whole, mut pending) = (0, 0);
-        for (at, _) in self.pages() {
-            let mut end = 0;
-            let mut before = None;
-            for run in self.runs(at) {
-                let (place, length) = (run.node.place() as u32, run.granules);
-                if place != end || length == 0 || place + length > PAGE_GRAINS {
-                    return Err("runs of a page lie side by side");
-                }
-                end = place + length;
-                let inner =
-                    Node::new(at, place).at() + 1..Node::new(at, place).at() + length as usize;
-                if self.grains[inner]
-                    .iter()
-                    .any(|grain| grain.kind != Kind::Free)
-                {
-                    return Err("only the first granule of a run says what it is");
-                }
-                let last = self.grains[Node::new(at, end - 1).at()];
-                if u32::from(last.back) != length {
-                    return Err("a run's length stands at both of its ends");
-                }
-                match run.kind {
-                    Kind::Free => {
-                        if before == Some(Kind::Free) {
-                            return Err("free runs that touch are one");
-                        }
-                        counts[0][length as usize - 1] += 1;
-                        whole += u32::from(length == PAGE_GRAINS);
-                    }
-                    Kind::Quick => counts[1][length as usize - 1] += 1,
-                    Kind::Pending => pending += u64::from(length),
-                    Kind::Used => {}
-                }
-                before = Some(run.kind);
-            }
-            if end != PAGE_GRAINS {
-                return Err("runs fill their page");
-            }
-        }
-        for (lists, kind, counts) in [
-            (&self.free, Kind::Free, &counts[0]),
-            (&self.quick, Kind::Quick, &counts[1]),
-        ] {
-            for (length, head) in lists.iter().enumerate() {
-                let (mut at, mut count) = (*head, 0);
-                while at != NIL {
-                    let node = Node(at);
-                    let grain = &self.grains[node.at()];
-                    if grain.kind != kind || usize::from(grain.len) != length + 1 {
-                        return Err("a listed run is what its list says");
-                    }
-                    (at, count) = (grain.a, count + 1);
-                    if count > counts[length] {
-                        break;
-                    }
-                }
-                if count != counts[length] {
-                    return Err("every run is in the list of its length");
-                }
-                if kind == Kind::Free && self.filled.has(length) != (count > 0) {
-                    return Err("the bits say which lists hold runs");
-                }
-                if kind == Kind::Quick && u64::from(self.quick_runs[length]) != count {
-                    return Err("quick runs are counted");
-                }
-            }
-        }
-        let sum = |counts: &[u64; GRAINS]| -> u64 {
-            counts
-                .iter()
-                .zip(1u64..)
-                .map(|(count, length)| count * length)
-                .sum()
-        };
-        if sum(&counts[0]) != self.free_grains
-            || sum(&counts[1]) != u64::from(self.quick_grains)
-            || pending != self.pending_grains
-            || whole != self.whole
-        {
-            return Err("granules are counted");
-        }
-        if self.quick_grains > self.cap {
-            return Err("quick runs stay below their cap");
-        }
-        Ok(())
-    }
-}
-
-fn before(grain: &Grain) -> u32 {
-    u32::from(grain.b) | u32::from(grain.c) << 16
-}
-
-fn set_before(grain: &mut Grain, before: u32) {
-    grain.b = before as u16;
-    grain.c = (before >> 16) as u16;
 }

@@ -10,16 +10,19 @@
 
 mod account;
 pub(crate) mod cache;
+mod grain;
 mod heap;
 #[cfg(all(loom, test))]
 mod interleavings;
 mod lock;
 mod pages;
+mod walk;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub(crate) use account::{Accounts, QUANTITIES};
-pub(crate) use heap::{Heap, Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
+pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
+pub(crate) use heap::Heap;
 pub(crate) use lock::{Held, Lock};
 pub(crate) use pages::{PageTable, SMALL_ID};
 

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, Ordering};
 
 use super::Front;
-use super::heap::PageInfo;
+use super::grain::PageInfo;
 use super::lock::{AtomicPtr, AtomicU32};
 
 const PAGE_BITS: u32 = 16;

@@ -1,0 +1,191 @@
+//! What a heap is made of: granules, runs, pages.
+
+/// Granules of a page, and the longest run.
+pub(crate) const PAGE_GRAINS: u32 = 128;
+pub(super) const GRAINS: usize = PAGE_GRAINS as usize;
+/// Bits of a place in a page.
+pub(super) const PLACE_BITS: u32 = 7;
+pub(super) const PLACE_MASK: u32 = PAGE_GRAINS - 1;
+/// No run.
+pub(super) const NIL: u32 = u32::MAX;
+/// What a granule that begins a run says about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Kind {
+    #[default]
+    Free,
+    /// Freed, and kept as it is.
+    Quick,
+    /// A live block.
+    Used,
+    /// Freed, while other streams may still use it.
+    Pending,
+}
+
+/// Twelve bytes per granule; all but `back` mean something only where a run begins.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Grain {
+    /// Free, quick: the next run of the list. Used: the generation.
+    pub a: u32,
+    /// Free: the run before in the list. Used: bytes that were not asked for.
+    pub b: u16,
+    /// The run before in the list, its high half; used: the one other stream, see [`Using`].
+    pub c: u16,
+    pub len: u8,
+    pub kind: Kind,
+    /// Where a run ends: its length.
+    pub back: u8,
+}
+
+impl Default for Grain {
+    fn default() -> Self {
+        Grain {
+            a: NIL,
+            b: 0,
+            c: 0,
+            len: 0,
+            kind: Kind::Free,
+            back: 0,
+        }
+    }
+}
+
+const _: () = assert!(size_of::<Grain>() == 12);
+
+/// Which other streams were recorded on a live block: the number of the stream's slot, none, or
+/// that the books outside know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Using(pub u16);
+
+impl Using {
+    pub(crate) const NONE: Using = Using(0);
+    pub(crate) const MANY: Using = Using(u16::MAX);
+
+    /// One stream, if its number fits.
+    pub(crate) fn one(slot: u32) -> Option<Using> {
+        u16::try_from(slot + 1)
+            .ok()
+            .map(Using)
+            .filter(|using| *using != Using::MANY)
+    }
+
+    /// The one stream.
+    pub(crate) fn slot(self) -> Option<u32> {
+        (self != Using::NONE && self != Using::MANY).then(|| u32::from(self.0) - 1)
+    }
+}
+
+/// A run by its page's place in the heap and its first granule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Node(pub u32);
+
+impl Node {
+    pub(crate) fn new(page: u32, place: u32) -> Self {
+        Node(page << PLACE_BITS | place)
+    }
+
+    #[inline]
+    pub(super) fn page(self) -> usize {
+        (self.0 >> PLACE_BITS) as usize
+    }
+
+    #[inline]
+    pub(super) fn at(self) -> usize {
+        self.0 as usize
+    }
+
+    #[inline]
+    pub(super) fn place(self) -> usize {
+        (self.0 & PLACE_MASK) as usize
+    }
+}
+
+/// A page as it comes and goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PageInfo {
+    /// First byte.
+    pub base: u64,
+    /// Number of the first granule among all that the allocator ever had.
+    pub first_id: u32,
+    /// The last generation that was given to a block in it.
+    pub generation: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Page {
+    pub info: PageInfo,
+    pub present: bool,
+    /// Of the newest free in it; of quick runs, when they were merged.
+    pub ticket: u64,
+}
+
+/// One bit per length: which lists hold something.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Bits([u64; 2]);
+
+impl Bits {
+    #[inline]
+    pub(super) fn set(&mut self, at: usize) {
+        self.0[at >> 6 & 1] |= 1 << (at & 63);
+    }
+
+    #[inline]
+    pub(super) fn clear(&mut self, at: usize) {
+        self.0[at >> 6 & 1] &= !(1 << (at & 63));
+    }
+
+    pub(super) fn has(&self, at: usize) -> bool {
+        self.0[at >> 6 & 1] >> (at & 63) & 1 == 1
+    }
+
+    /// The first one from `at` on.
+    #[inline]
+    pub(super) fn first_from(&self, at: usize) -> Option<usize> {
+        let word = self.0[at >> 6 & 1] & u64::MAX << (at & 63);
+        if word != 0 {
+            return Some((at & 64) + word.trailing_zeros() as usize);
+        }
+        if at < 64 && self.0[1] != 0 {
+            return Some(64 + self.0[1].trailing_zeros() as usize);
+        }
+        None
+    }
+}
+
+/// A run that was handed out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Taken {
+    pub node: Node,
+    pub ptr: u64,
+    pub id: u32,
+    pub generation: u32,
+}
+
+/// A live block as the heap knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Live {
+    pub granules: u32,
+    pub generation: u32,
+    /// Bytes that were not asked for.
+    pub slack: u16,
+    pub using: Using,
+}
+
+/// A run, for walks over everything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub node: Node,
+    pub ptr: u64,
+    pub granules: u32,
+    pub kind: Kind,
+    /// If it is live.
+    pub live: Option<Live>,
+}
+
+pub(super) fn before(grain: &Grain) -> u32 {
+    u32::from(grain.b) | u32::from(grain.c) << 16
+}
+
+pub(super) fn set_before(grain: &mut Grain, before: u32) {
+    grain.b = before as u16;
+    grain.c = (before >> 16) as u16;
+}

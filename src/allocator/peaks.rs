@@ -1,0 +1,225 @@
+//! Sums and peaks over all fronts and the books together.
+
+use super::check::{CheckError, holds, same};
+use super::engine::Engine;
+use super::front::{Allocated, Held, Inner, QUANTITIES, Small};
+use super::fronts::EngineFront;
+use super::size::GRANULE;
+use super::state::State;
+use super::stats::{Counter, PoolStats, Stats};
+
+type Locked<'a> = Held<'a, Inner<Engine>>;
+
+/// The counters of the quantities that fronts count, in their order.
+fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
+    [
+        &mut pool.allocated,
+        &mut pool.requested,
+        &mut pool.allocations,
+    ]
+}
+
+/// Live small blocks: bytes, bytes as asked for, and their number.
+pub(crate) type SmallTotals = [u64; QUANTITIES];
+
+impl State {
+    fn lock_fronts(&self) -> Vec<Locked<'static>> {
+        self.fronts.all.iter().map(|front| front.lock()).collect()
+    }
+
+    /// Takes a small request that may be a new peak.
+    pub(crate) fn take_at_peak(
+        &mut self,
+        front: &'static EngineFront,
+        request: Small,
+    ) -> Allocated {
+        let mut locked = self.lock_fronts();
+        let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
+        let outcome = match at.and_then(|at| locked.get_mut(at)) {
+            Some(inner) => inner.take_beyond(request),
+            None => Allocated::Stranger,
+        };
+        self.settle_peaks(&mut locked);
+        outcome
+    }
+
+    /// A large block was counted: raises the peaks of everything together if it is one.
+    pub(crate) fn large_counted(&mut self) {
+        if self.fronts.all.is_empty() {
+            return;
+        }
+        let limits = self.fronts.limits;
+        let all = counters(&mut self.stats.all);
+        let within =
+            |(counter, limit): (&mut Counter, &u64)| counter.current + *limit <= counter.peak;
+        if !all.into_iter().zip(&limits).all(within) {
+            let mut locked = self.lock_fronts();
+            self.settle_peaks(&mut locked);
+        }
+    }
+
+    /// With all fronts locked: raises the peaks to what is there, and shares the room below them
+    /// out among the fronts that are busy.
+    fn settle_peaks(&mut self, locked: &mut [Locked<'_>]) {
+        let totals = totals(locked);
+        self.fronts.requested = totals[1];
+        self.fronts.sharings += 1;
+        let now = self.fronts.sharings;
+        let busy: Vec<bool> = locked.iter_mut().map(|inner| inner.busy(now)).collect();
+        let sharers = busy.iter().filter(|busy| **busy).count().max(1) as u64;
+        let mut room = [0; QUANTITIES];
+        let small = counters(&mut self.stats.small);
+        let all = counters(&mut self.stats.all);
+        for (at, (small, all)) in small.into_iter().zip(all).enumerate() {
+            small.peak = small.peak.max(totals[at]);
+            let sum = all.current + totals[at];
+            all.peak = all.peak.max(sum);
+            room[at] = (small.peak - totals[at]).min(all.peak - sum) / sharers;
+        }
+        let mut limits = [0; QUANTITIES];
+        for (inner, busy) in locked.iter_mut().zip(&busy) {
+            let own = inner.share(if *busy { room } else { [0; QUANTITIES] });
+            for (limit, own) in limits.iter_mut().zip(own) {
+                *limit += own;
+            }
+        }
+        self.fronts.limits = limits;
+        let active: Vec<&'static EngineFront> = (self.fronts.all.iter().zip(&busy))
+            .filter(|(_, busy)| **busy)
+            .map(|(front, _)| *front)
+            .collect();
+        for (inner, front) in locked.iter_mut().zip(&self.fronts.all) {
+            let at = active.iter().position(|f| std::ptr::eq(*f, *front));
+            let near = |step: usize| {
+                let at = at? + step;
+                (active.len() > step).then(|| active[at % active.len()])
+            };
+            inner.set_neighbours([near(1), near(2)]);
+        }
+    }
+
+    /// Live small blocks in fronts.
+    pub(crate) fn small_totals(&mut self) -> SmallTotals {
+        let totals = totals(&self.lock_fronts());
+        self.fronts.requested = totals[1];
+        totals
+    }
+
+    /// Adds what the fronts count to a copy of the books' own figures, at one instant.
+    pub(crate) fn add_fronts(&self, stats: &mut Stats) {
+        let locked = self.lock_fronts();
+        let mut totals = self.fronts.gone;
+        let (mut pending, mut quick, mut free) = (0, 0, 0);
+        let mut pending_peak = self.fronts.pending_peak;
+        for inner in &locked {
+            for (total, account) in totals.iter_mut().zip(inner.accounts.each()) {
+                *total += account.total();
+            }
+            pending += inner.pending_bytes();
+            pending_peak += inner.pending_peak;
+            quick += u64::from(inner.heap.quick_granules()) * GRANULE;
+            free += inner.heap.free_granules() * GRANULE;
+        }
+        let current = self::totals(&locked);
+        for pool in [&mut stats.all, &mut stats.small] {
+            for (at, counter) in counters(pool).into_iter().enumerate() {
+                counter.current += current[at];
+                counter.total_allocated += totals[at];
+                counter.total_freed += totals[at] - current[at];
+            }
+            let active = &mut pool.active;
+            active.current += current[0] + pending;
+            active.total_allocated += totals[0];
+            active.total_freed += totals[0] - current[0] - pending;
+            let bound = pool.allocated.peak + pending_peak + self.mixed_peak;
+            active.peak = if locked.is_empty() {
+                active.peak
+            } else {
+                bound.max(active.current)
+            };
+        }
+        stats.hits += totals[2] - self.fronts.misses.min(totals[2]);
+        stats.front_bytes = quick;
+        stats.free += free + pending;
+        stats.fronts = locked.len() as u64;
+    }
+
+    /// Free bytes in the pages of each stream that has any, by its slot.
+    pub(crate) fn free_in_fronts(&self) -> Vec<(u32, u64)> {
+        let free = self.fronts.all.iter().map(|front| {
+            let inner = front.lock();
+            let granules = inner.heap.free_granules() + inner.heap.pending_granules();
+            (inner.slot, granules * GRANULE)
+        });
+        free.filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    /// Sets the peaks to what is there.
+    pub(crate) fn reset_peaks(&mut self) {
+        let mut locked = self.lock_fronts();
+        self.stats.reset_peaks();
+        self.mixed_peak = self.stats.all.active.current - self.stats.all.allocated.current;
+        self.fronts.pending_peak = 0;
+        for inner in &mut locked {
+            inner.pending_peak = inner.pending_bytes();
+        }
+        self.settle_peaks(&mut locked);
+    }
+
+    /// What the fronts may count to never passes a peak.
+    pub(crate) fn check_limits(&self) -> Result<(), CheckError> {
+        let mut limits = [0; QUANTITIES];
+        for inner in self.lock_fronts() {
+            for (limit, account) in limits.iter_mut().zip(inner.accounts.each()) {
+                *limit += account.limit();
+            }
+        }
+        let (mut all, mut small) = (self.stats.all, self.stats.small);
+        let quantities = counters(&mut all).into_iter().zip(counters(&mut small));
+        for ((all, small), (limit, known)) in
+            quantities.zip(limits.into_iter().zip(self.fronts.limits))
+        {
+            same("limits of fronts are known", limit, known)?;
+            holds(
+                "fronts stay below the peak",
+                limit <= small.peak && all.current + limit <= all.peak,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Stops the fronts if no block is live and no call under way. Else says how many there are,
+    /// and how many bytes.
+    pub(crate) fn shut(&mut self, calls: u64) -> (u64, u64) {
+        let mut locked = self.lock_fronts();
+        let small = totals(&locked);
+        let all = &self.stats.all;
+        let blocks = all.allocations.current + small[2] + calls;
+        if blocks == 0 {
+            for inner in &mut locked {
+                inner.set_fast(false);
+            }
+        }
+        (blocks, all.allocated.current + small[0])
+    }
+
+    /// Live blocks and their bytes, small ones included.
+    pub(crate) fn live_totals(&mut self) -> (u64, u64) {
+        let small = self.small_totals();
+        let all = &self.stats.all;
+        (
+            all.allocations.current + small[2],
+            all.allocated.current + small[0],
+        )
+    }
+}
+
+fn totals(locked: &[Locked<'_>]) -> SmallTotals {
+    let mut totals = [0; QUANTITIES];
+    for inner in locked {
+        for (total, account) in totals.iter_mut().zip(inner.accounts.each()) {
+            *total += account.current();
+        }
+    }
+    totals
+}
