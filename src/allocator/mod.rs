@@ -4,6 +4,7 @@ mod addresses;
 mod aliasing;
 mod api;
 mod athand;
+mod beside;
 mod bins;
 mod block;
 mod burst;
@@ -46,6 +47,7 @@ mod uses;
 mod view;
 
 pub use api::Allocator;
+pub(crate) use beside::{Beside, Sides};
 pub use block::{Block, FreeError};
 pub use burst::Bursts;
 pub use carver::{CarveError, Carved, Carver};

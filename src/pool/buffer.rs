@@ -19,34 +19,34 @@ use super::threshold;
 /// `Send` and `Sync`.
 pub struct PooledBuffer<T: DeviceCopy> {
     buffer: ManuallyDrop<DeviceBuffer<T>>,
-    pool: Option<Arc<threshold::Inner>>,
-    place: Option<Place>,
+    pool: ManuallyDrop<Pool>,
+}
+
+/// Whose a buffer is.
+pub(super) enum Pool {
+    /// Without elements it is nobody's.
+    None,
+    Threshold(Arc<threshold::Inner>),
+    Typed(Place),
 }
 
 impl<T: DeviceCopy> PooledBuffer<T> {
-    pub(super) fn new(
-        buffer: DeviceBuffer<T>,
-        pool: Option<Arc<threshold::Inner>>,
-        place: Option<Place>,
-    ) -> Self {
+    #[inline(always)]
+    pub(super) fn new(buffer: DeviceBuffer<T>, pool: Pool) -> Self {
         PooledBuffer {
             buffer: ManuallyDrop::new(buffer),
-            pool,
-            place,
+            pool: ManuallyDrop::new(pool),
         }
     }
 
-    fn into_parts(
-        self,
-    ) -> (
-        DeviceBuffer<T>,
-        Option<Arc<threshold::Inner>>,
-        Option<Place>,
-    ) {
+    #[inline(always)]
+    fn into_parts(self) -> (DeviceBuffer<T>, Pool) {
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: `this` is not dropped, and the field is used no more.
-        let buffer = unsafe { ManuallyDrop::take(&mut this.buffer) };
-        (buffer, this.pool.take(), this.place.take())
+        // SAFETY: `this` is not dropped, and the fields are used no more.
+        unsafe {
+            let buffer = ManuallyDrop::take(&mut this.buffer);
+            (buffer, ManuallyDrop::take(&mut this.pool))
+        }
     }
 
     /// All elements, to write to.
@@ -85,29 +85,32 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     /// # Errors
     /// As [`DeviceBuffer::free`].
     pub fn free(self) -> Result<(), Box<PooledFreeError<T>>> {
-        let (buffer, pool, mut place) = self.into_parts();
-        if let Some(place) = &place {
+        let (buffer, pool) = self.into_parts();
+        if let Pool::Typed(place) = &pool {
             place.leave();
         }
         match buffer.free() {
             Ok(()) => {
-                returned(pool, place);
+                returned(pool);
                 Ok(())
             }
             Err(failed) => {
-                if let Some(place) = &mut place {
-                    place.stay();
+                if let Pool::Typed(place) = &pool {
+                    place.stay(failed.buffer.as_device_ptr());
                 }
                 Err(Box::new(PooledFreeError {
-                    buffer: Self::new(failed.buffer, pool, place),
+                    buffer: Self::new(failed.buffer, pool),
                     error: failed.error.into(),
                 }))
             }
         }
     }
 
-    pub(super) fn place_mut(&mut self) -> Option<&mut Place> {
-        self.place.as_mut()
+    pub(super) fn place(&self) -> Option<&Place> {
+        match &*self.pool {
+            Pool::Typed(place) => Some(place),
+            _ => None,
+        }
     }
 }
 
@@ -118,9 +121,9 @@ impl<T: DeviceCopy> PooledBuffer<MaybeUninit<T>> {
     /// Work that writes values to all elements was given to the buffer's stream, or that stream waits
     /// for it.
     pub unsafe fn assume_init(self) -> PooledBuffer<T> {
-        let (buffer, pool, place) = self.into_parts();
+        let (buffer, pool) = self.into_parts();
         // SAFETY: the caller's contract.
-        PooledBuffer::new(unsafe { buffer.assume_init() }, pool, place)
+        PooledBuffer::new(unsafe { buffer.assume_init() }, pool)
     }
 
     pub(super) fn zeroed(self, stream: &Stream) -> Result<PooledBuffer<T>, PoolError> {
@@ -131,12 +134,12 @@ impl<T: DeviceCopy> PooledBuffer<MaybeUninit<T>> {
     }
 }
 
-fn returned(pool: Option<Arc<threshold::Inner>>, place: Option<Place>) {
-    if let Some(place) = place {
-        place.release_surplus();
-    }
-    if let Some(pool) = pool {
-        pool.release_surplus(false);
+/// After a buffer was freed.
+fn returned(pool: Pool) {
+    match pool {
+        Pool::None => {}
+        Pool::Threshold(pool) => pool.release_surplus(false),
+        Pool::Typed(place) => place.end(),
     }
 }
 
@@ -149,13 +152,20 @@ impl<T: DeviceCopy> Deref for PooledBuffer<T> {
 }
 
 impl<T: DeviceCopy> Drop for PooledBuffer<T> {
+    #[inline]
     fn drop(&mut self) {
-        if let Some(place) = &self.place {
-            place.leave();
+        // SAFETY: this is the drop, so the fields are used no more.
+        let (buffer, pool) = unsafe {
+            let buffer = ManuallyDrop::take(&mut self.buffer);
+            (buffer, ManuallyDrop::take(&mut self.pool))
+        };
+        match pool {
+            Pool::Typed(place) => place.give_back(buffer),
+            other => {
+                drop(buffer);
+                returned(other);
+            }
         }
-        // SAFETY: this is the drop, so the field is used no more.
-        drop(unsafe { ManuallyDrop::take(&mut self.buffer) });
-        returned(self.pool.take(), self.place.take());
     }
 }
 

@@ -26,6 +26,7 @@ mod histogram;
 mod native;
 mod native_block;
 mod native_config;
+mod notes;
 mod pinned;
 mod pinned_lease;
 mod places;

@@ -6,17 +6,20 @@ use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::allocator::{Allocator, Block, Config, Error, Trimmed};
+use crate::allocator::{Allocator, Block, Config, Error, Trimmed, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Driver, Stream};
 
-use super::buffer::PooledBuffer;
+use super::buffer::{Pool, PooledBuffer};
 use super::device_of;
 use super::error::PoolError;
-use super::places::{Cache, Place, Sought};
+use super::notes::Sought;
+use super::places::Cache;
 use super::threshold::ThresholdPool;
 use super::usage::zero_is_invalid;
 
+/// Every block is aligned to this many bytes.
+const GRANULE: usize = size::GRANULE as usize;
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
 
@@ -43,6 +46,14 @@ pub struct TypedStats {
     pub misses: u64,
     /// Buffers that came back.
     pub returns: u64,
+}
+
+impl TypedStats {
+    pub(super) fn add(&mut self, other: TypedStats) {
+        self.hits += other.hits;
+        self.misses += other.misses;
+        self.returns += other.returns;
+    }
 }
 
 /// A pool of typed buffers over all devices of a driver.
@@ -126,6 +137,13 @@ impl Devices {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Live buffers keep their device's part.
+        self.devices.iter().for_each(|device| device.cache.close());
+    }
+}
+
 impl TypedPool {
     /// The pool of the process: over the process-wide driver, with the settings of `CUALLOC_CONFIG`
     /// (the default ones if those are invalid; [`Config::from_env`] tells). Made on first use; needs no
@@ -148,7 +166,8 @@ impl TypedPool {
         // The first one that is added for a device stays.
         for allocator in allocators.iter().rev() {
             let ordinal = allocator.context().device().ordinal();
-            devices.add(ordinal, Cache::new(ThresholdPool::over(allocator)));
+            let pool = ThresholdPool::over(allocator);
+            devices.add(ordinal, Cache::new(pool, Allocator::clone(allocator)));
         }
         let first = allocators.first();
         TypedPool(Arc::new(Inner {
@@ -190,10 +209,11 @@ impl TypedPool {
         };
         let device = device_of(&driver, ordinal)?;
         let pool = ThresholdPool::on_driver(&driver, ordinal, self.0.config.clone())?;
-        pool.allocator()?;
+        let allocator = pool.allocator()?.clone();
         pool.set_release_threshold(self.0.cap.load(Ordering::Relaxed))?;
         // Another thread may have been quicker; then this one's allocator, which holds nothing, goes.
-        Ok(self.0.devices.add(device.ordinal(), Cache::new(pool)))
+        let cache = Cache::new(pool, allocator);
+        Ok(self.0.devices.add(device.ordinal(), cache))
     }
 
     /// The allocator of a device, made on first use.
@@ -202,7 +222,7 @@ impl TypedPool {
     /// [`PoolError::InvalidDevice`]; a driver that cannot be had; those of
     /// [`Allocator::with_config`].
     pub fn allocator(&self, ordinal: i64) -> Result<Allocator, PoolError> {
-        Ok(self.cache(ordinal)?.pool.allocator()?.clone())
+        Ok(self.cache(ordinal)?.allocator.clone())
     }
 
     /// The pool's part for one device, as a source of memory without a type; its allocator is made if
@@ -212,8 +232,7 @@ impl TypedPool {
     /// As [`allocator`](Self::allocator).
     pub fn on_device(&self, ordinal: i64) -> Result<DeviceTypedPool, PoolError> {
         let cache = Arc::clone(self.cache(ordinal)?);
-        let allocator = cache.pool.allocator()?.clone();
-        Ok(DeviceTypedPool { cache, allocator })
+        Ok(DeviceTypedPool { cache })
     }
 
     /// A buffer of `len` elements from memory at hand that the stream may use without a wait: what was
@@ -233,8 +252,11 @@ impl TypedPool {
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Some(Self::empty_buffer()));
         };
+        if let Some(buffer) = wish.at_once(stream) {
+            return Ok(Some(buffer));
+        }
         match wish.at_hand(stream)? {
-            Some((block, slot)) => Ok(Some(wish.buffer(block, slot, stream)?)),
+            Some(block) => Ok(Some(wish.buffer(block, stream)?)),
             None => Ok(None),
         }
     }
@@ -252,8 +274,10 @@ impl TypedPool {
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Self::empty_buffer());
         };
-        let (block, slot) = wish.obtain(stream)?;
-        wish.buffer(block, slot, stream)
+        if let Some(buffer) = wish.at_once(stream) {
+            return Ok(buffer);
+        }
+        wish.buffer(wish.obtain(stream)?, stream)
     }
 
     /// A buffer of `len` elements whose bytes are all zero, in the order of the stream.
@@ -269,7 +293,7 @@ impl TypedPool {
     }
 
     fn empty_buffer<T: DeviceCopy>() -> PooledBuffer<MaybeUninit<T>> {
-        PooledBuffer::new(DeviceBuffer::empty(), None, None)
+        PooledBuffer::new(DeviceBuffer::empty(), Pool::None)
     }
 
     fn wish<T: DeviceCopy>(
@@ -314,7 +338,7 @@ impl TypedPool {
     /// stream.
     pub fn put<T: DeviceCopy>(
         &self,
-        mut buffer: PooledBuffer<T>,
+        buffer: PooledBuffer<T>,
         stream: Option<&Stream>,
     ) -> Result<(), PoolError> {
         let (Some(home), Some(block)) = (buffer.stream().cloned(), buffer.block()) else {
@@ -331,7 +355,7 @@ impl TypedPool {
         }
         block.record_use(&next)?;
         let allocator = Allocator::of(block);
-        if let Some(place) = buffer.place_mut() {
+        if let Some(place) = buffer.place() {
             place.move_to(id);
         }
         drop(buffer);
@@ -372,7 +396,7 @@ impl TypedPool {
             return Ok(0);
         };
         let live = cache.live(round_elements(len), element);
-        let allocator = cache.pool.allocator()?;
+        let allocator = &cache.allocator;
         let mut recorded = 0;
         for address in live {
             match allocator.record_use_at(address, stream) {
@@ -462,10 +486,7 @@ impl TypedPool {
     pub fn stats(&self) -> TypedStats {
         let mut sum = TypedStats::default();
         for cache in self.known() {
-            let stats = cache.stats();
-            sum.hits += stats.hits;
-            sum.misses += stats.misses;
-            sum.returns += stats.returns;
+            sum.add(cache.stats());
         }
         sum
     }
@@ -487,56 +508,54 @@ struct Wish<'a> {
 }
 
 impl Wish<'_> {
-    /// A block from memory at hand, else a new one, and its place.
-    fn obtain(&self, stream: &Stream) -> Result<(Block, u32), PoolError> {
+    /// A buffer of the memory that was returned last, if it needs no closer look.
+    #[inline]
+    fn at_once<T: DeviceCopy>(&self, stream: &Stream) -> Option<PooledBuffer<MaybeUninit<T>>> {
+        if self.cache.pool.0.is_bounded() || self.alignment > GRANULE {
+            return None;
+        }
+        let (buffer, place) = self.cache.at_once(&self.sought, self.len, stream)?;
+        Some(PooledBuffer::new(buffer, Pool::Typed(place)))
+    }
+
+    /// A block from memory at hand, else a new one.
+    fn obtain(&self, stream: &Stream) -> Result<Block, PoolError> {
         if let Some(found) = self.at_hand(stream)? {
             return Ok(found);
         }
         self.cache.pool.0.release_surplus(true);
-        let allocator = self.cache.pool.allocator()?;
+        let allocator = &self.cache.allocator;
         let made = allocator.allocate_aligned(self.sought.bytes, self.alignment, stream);
-        let block = made.map_err(zero_is_invalid)?;
-        let slot = self.cache.enter(&self.sought, block.ptr());
-        Ok((block, slot))
+        made.map_err(zero_is_invalid)
     }
 
-    /// A block from memory at hand, and its place.
-    fn at_hand(&self, stream: &Stream) -> Result<Option<(Block, u32)>, PoolError> {
+    /// A block from memory at hand.
+    fn at_hand(&self, stream: &Stream) -> Result<Option<Block>, PoolError> {
         let (cache, sought) = (self.cache, &self.sought);
-        let allocator = cache.pool.allocator()?;
-        let asked = cache.ask(sought);
-        let found = allocator.allocate_near(sought.bytes, self.alignment, stream, asked.hints());
-        match found {
-            Ok((Some(block), free)) => {
-                let slot = cache.found(sought, &asked, block.ptr(), &free);
-                Ok(Some((block, slot)))
-            }
-            Ok((None, free)) => {
-                cache.missed(sought, &asked, &free);
-                Ok(None)
-            }
-            Err(error) => {
-                cache.failed(&asked);
-                Err(error.into())
-            }
-        }
+        let asked = cache.ask(sought, self.alignment, stream)?;
+        let allocator = &cache.allocator;
+        let (block, free) =
+            allocator.allocate_near(sought.bytes, self.alignment, stream, asked.hints())?;
+        cache.answered(sought, &asked, block.is_some(), &free);
+        Ok(block)
     }
 
+    #[inline(never)]
     fn buffer<T: DeviceCopy>(
-        self,
+        &self,
         block: Block,
-        slot: u32,
         stream: &Stream,
     ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
-        let address = block.ptr();
+        let place = self.cache.enter(&self.sought, &block, stream);
         // SAFETY: the block was allocated on the stream just now, and its elements need no
         // initialisation.
         let made = unsafe { DeviceBuffer::<MaybeUninit<T>>::from_block(block, self.len, stream) };
-        let place = Place::new(self.cache, self.sought, slot, address);
         match made {
-            Ok(buffer) => Ok(PooledBuffer::new(buffer, None, Some(place))),
+            Ok(buffer) => Ok(PooledBuffer::new(buffer, Pool::Typed(place))),
             Err(failed) => {
                 place.leave();
+                drop(failed.block);
+                place.end();
                 Err(failed.error.into())
             }
         }
@@ -558,7 +577,6 @@ impl fmt::Debug for TypedPool {
 #[derive(Clone)]
 pub struct DeviceTypedPool {
     cache: Arc<Cache>,
-    allocator: Allocator,
 }
 
 /// The element type of what has none, so that no buffer's is the same.
@@ -567,7 +585,7 @@ struct Untyped;
 impl DeviceTypedPool {
     /// The device's allocator, under the pool.
     pub fn allocator(&self) -> &Allocator {
-        &self.allocator
+        &self.cache.allocator
     }
 
     pub(crate) fn block(
@@ -587,22 +605,24 @@ impl DeviceTypedPool {
                 element: TypeId::of::<Untyped>(),
             },
         };
-        let (block, slot) = wish.obtain(stream)?;
-        self.cache.unname(slot);
-        Ok(block)
+        wish.obtain(stream)
     }
 
-    /// A block of `bytes` of a stream was freed.
-    pub(crate) fn returned(&self, stream: u64, bytes: usize, address: u64) {
-        self.cache.returned(stream, bytes, address);
-        self.cache.pool.0.release_surplus(false);
+    /// What is to be told, the stream and the bytes, when the block at an address was freed: to be
+    /// asked before.
+    pub(crate) fn when_returned(&self, address: u64) -> impl FnOnce(u64, usize) + use<'_> {
+        let note = self.cache.desk_at(address);
+        move |stream, bytes| {
+            note(stream, bytes);
+            self.cache.pool.0.release_surplus(false);
+        }
     }
 }
 
 impl fmt::Debug for DeviceTypedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DeviceTypedPool")
-            .field("allocator", &self.allocator)
+            .field("allocator", self.allocator())
             .finish_non_exhaustive()
     }
 }

@@ -132,8 +132,9 @@ impl MemoryResource for DeviceTypedPool {
 
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
         let identity = block.identity();
+        let returned = self.when_returned(identity.ptr);
         self.allocator().deallocate(block)?;
-        self.returned(identity.stream, identity.bytes, identity.ptr);
+        returned(identity.stream, identity.bytes);
         Ok(())
     }
 
