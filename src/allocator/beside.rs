@@ -91,7 +91,7 @@ fn place(rank: u32) -> (usize, usize) {
 
 impl<N: Default> Sides<N> {
     /// What is noted beside a front, if anything ever was.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn find(&self, front: &'static EngineFront) -> Option<&Beside<N>> {
         let (row, column) = place(front.rank);
         self.rows.get(row)?.get()?.get(column)?.get()
@@ -117,17 +117,16 @@ impl<N: Default> Sides<N> {
 impl Engine {
     /// Allocates as [`allocate_at_once`](Self::allocate_at_once), and notes it beside the front.
     ///
-    /// First `latest` says where the block must lie, if there is memory of its length that was freed
-    /// so recently that the front keeps it as it is: what the front would give out next. 0 is any
-    /// place. Then `note` is told of the block. `None`, with nothing noted, if either side is not of
-    /// that opinion, or somebody must look at the books.
+    /// First `latest` says at which address the block must lie, 0 being anywhere, and the front is asked
+    /// whether it would give that out next. Then `note` is told of the block. `None`, with nothing
+    /// noted, if one of the two says no, or somebody must look at the books.
     #[inline(always)]
-    pub(crate) fn take_beside<'a, N: Default, K, R>(
+    pub(crate) fn take_beside<'a, N: Default, R>(
         &self,
         sides: &'a Sides<N>,
         (key, bytes): (u64, usize),
-        latest: impl FnOnce(&mut N) -> Option<(u64, K)>,
-        note: impl FnOnce(&mut N, K, &Grant) -> R,
+        latest: impl FnOnce(&mut N) -> Option<u64>,
+        note: impl FnOnce(&mut N, u64) -> R,
     ) -> Option<(&'a Beside<N>, Grant, R)> {
         let last = bytes.wrapping_sub(1);
         if last >= PACKED_SMALL_LIMIT as usize || !self.unwatched() {
@@ -137,10 +136,10 @@ impl Engine {
         let (front, pass) = cache::find(self.id, key)?;
         let side = sides.find(front)?;
         let mut both = side.lock();
-        let (ptr, known) = latest(both.notes())?;
+        let ptr = latest(both.notes())?;
         let taken = both.inner.take_again(pass, granules, bytes as u32, ptr)?;
         let grant = granted(front, taken, granules);
-        let noted = note(both.notes(), known, &grant);
+        let noted = note(both.notes(), grant.ptr);
         if both.inner.contended && both.inner.crowded() {
             drop(both);
             self.crowded(key, front);

@@ -94,25 +94,24 @@ impl Block {
     }
 
     /// Frees a small block if its front can do it at once, as it cannot once the block's stream was
-    /// retired, and notes it beside the front in the same step. Else the block comes back.
+    /// retired, and notes it beside the front in the same step.
+    ///
+    /// # Safety
+    /// If it returns something the block is gone: it must not be used, nor dropped.
     #[inline(always)]
-    pub(crate) fn free_beside<N, R>(
-        self,
+    pub(crate) unsafe fn free_beside<N, R>(
+        &mut self,
         side: &Beside<N>,
         note: impl FnOnce(&mut N) -> R,
-    ) -> Result<R, Block> {
-        if let Some(node) = self.grant.node
-            && side.is_beside(self.grant.home)
-            && process::is_quiet()
-        {
-            let mut both = side.lock();
-            let life = Life::Generation(self.grant.generation);
-            if both.inner.free_at_once(node, life) {
-                std::mem::forget(self);
-                return Ok(note(both.notes()));
-            }
+    ) -> Option<R> {
+        let node = self.grant.node?;
+        if !side.is_beside(self.grant.home) || !process::is_quiet() {
+            return None;
         }
-        Err(self)
+        let mut both = side.lock();
+        let life = Life::Generation(self.grant.generation);
+        let freed = both.inner.free_at_once(node, life);
+        freed.then(|| note(both.notes()))
     }
 
     /// Says that another stream uses the block: after the drop it is reused only when everything

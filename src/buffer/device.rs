@@ -169,19 +169,18 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// Frees the buffer if that takes no more than the front of its block, and notes it beside that in
-    /// the same step. Else the buffer comes back.
+    /// the same step.
+    ///
+    /// # Safety
+    /// If it returns something the buffer is gone: it must not be used, nor dropped.
     #[inline(always)]
-    pub(crate) fn free_beside<N, R>(
-        self,
+    pub(crate) unsafe fn free_beside<N, R>(
+        &mut self,
         side: &Beside<N>,
         note: impl FnOnce(&mut N) -> R,
-    ) -> Result<R, Self> {
-        let len = self.len;
-        let Some(memory) = self.memory else {
-            return Err(self);
-        };
-        let freed = memory.free_beside(side, note);
-        freed.map_err(|memory| Self::over(memory, len))
+    ) -> Option<R> {
+        // SAFETY: the caller's contract.
+        unsafe { self.memory.as_mut()?.free_beside(side, note) }
     }
 
     #[inline(always)]

@@ -76,35 +76,30 @@ impl Memory {
     }
 
     /// Frees a small block if that takes no more than its front, and notes it beside that in the same
-    /// step. Else the memory comes back.
+    /// step.
+    ///
+    /// # Safety
+    /// If it returns something the memory is gone: it must not be used, nor dropped.
     #[inline(always)]
-    pub(super) fn free_beside<N, R>(
-        self,
+    pub(super) unsafe fn free_beside<N, R>(
+        &mut self,
         side: &Beside<N>,
         note: impl FnOnce(&mut N) -> R,
-    ) -> Result<R, Memory> {
-        if self.abandoned.load(Ordering::Relaxed) {
-            return Err(self);
+    ) -> Option<R> {
+        if *self.abandoned.get_mut() {
+            return None;
         }
-        let mut this = ManuallyDrop::new(self);
-        // SAFETY: `this` is not dropped, and gets the block back if that was not freed.
-        match unsafe { ManuallyDrop::take(&mut this.block) }.free_beside(side, note) {
-            Ok(noted) => {
-                this.let_go_of_stream();
-                Ok(noted)
-            }
-            Err(block) => {
-                this.block = ManuallyDrop::new(block);
-                Err(ManuallyDrop::into_inner(this))
-            }
-        }
+        // SAFETY: the caller's contract.
+        let noted = unsafe { self.block.free_beside(side, note) }?;
+        self.let_go_of_stream();
+        Some(noted)
     }
 
     /// The stream must not be used after this.
     #[inline]
     fn let_go_of_stream(&mut self) {
         if !self.lent {
-            // SAFETY: both callers are at the end of the memory.
+            // SAFETY: all callers are at the end of the memory.
             unsafe { ManuallyDrop::drop(&mut self.stream) };
         }
     }

@@ -85,25 +85,29 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     /// # Errors
     /// As [`DeviceBuffer::free`].
     pub fn free(self) -> Result<(), Box<PooledFreeError<T>>> {
-        let (buffer, pool) = self.into_parts();
-        if let Pool::Typed(place) = &pool {
-            place.leave();
-        }
-        match buffer.free() {
+        let (buffer, mut pool) = self.into_parts();
+        let left = match &pool {
+            Pool::Typed(place) => Some(place.leave()),
+            _ => None,
+        };
+        let failed = match buffer.free() {
+            Err(failed) => failed,
             Ok(()) => {
-                returned(pool);
-                Ok(())
-            }
-            Err(failed) => {
-                if let Pool::Typed(place) = &pool {
-                    place.stay(failed.buffer.as_device_ptr());
+                match (pool, left) {
+                    (Pool::Typed(place), Some(left)) => place.end(left),
+                    (Pool::Threshold(pool), _) => pool.release_surplus(false),
+                    _ => {}
                 }
-                Err(Box::new(PooledFreeError {
-                    buffer: Self::new(failed.buffer, pool),
-                    error: failed.error.into(),
-                }))
+                return Ok(());
             }
+        };
+        if let (Pool::Typed(place), Some(left)) = (&mut pool, left) {
+            place.stay(left, failed.buffer.as_device_ptr());
         }
+        Err(Box::new(PooledFreeError {
+            buffer: Self::new(failed.buffer, pool),
+            error: failed.error.into(),
+        }))
     }
 
     pub(super) fn place(&self) -> Option<&Place> {
@@ -134,15 +138,6 @@ impl<T: DeviceCopy> PooledBuffer<MaybeUninit<T>> {
     }
 }
 
-/// After a buffer was freed.
-fn returned(pool: Pool) {
-    match pool {
-        Pool::None => {}
-        Pool::Threshold(pool) => pool.release_surplus(false),
-        Pool::Typed(place) => place.end(),
-    }
-}
-
 impl<T: DeviceCopy> Deref for PooledBuffer<T> {
     type Target = DeviceBuffer<T>;
 
@@ -154,17 +149,32 @@ impl<T: DeviceCopy> Deref for PooledBuffer<T> {
 impl<T: DeviceCopy> Drop for PooledBuffer<T> {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: this is the drop, so the fields are used no more.
+        if let Pool::Typed(place) = &*self.pool {
+            // SAFETY: this is the drop, which ends here if both are gone.
+            if unsafe { place.give_back_at_once(&mut self.buffer) } {
+                return;
+            }
+        }
+        self.drop_slowly();
+    }
+}
+
+impl<T: DeviceCopy> PooledBuffer<T> {
+    /// The fields must not be used after this.
+    #[inline(never)]
+    fn drop_slowly(&mut self) {
+        // SAFETY: only the drop calls this, and it does nothing else then.
         let (buffer, pool) = unsafe {
             let buffer = ManuallyDrop::take(&mut self.buffer);
             (buffer, ManuallyDrop::take(&mut self.pool))
         };
         match pool {
             Pool::Typed(place) => place.give_back(buffer),
-            other => {
+            Pool::Threshold(pool) => {
                 drop(buffer);
-                returned(other);
+                pool.release_surplus(false);
             }
+            Pool::None => drop(buffer),
         }
     }
 }

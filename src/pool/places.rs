@@ -4,7 +4,7 @@ use std::any::TypeId;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::notes::{Gone, Notes, Sought, TRIES};
+use super::notes::{Gone, Left, Notes, Sought, TRIES};
 use super::threshold::ThresholdPool;
 use super::typed::TypedStats;
 use crate::allocator::front::Lock;
@@ -76,7 +76,7 @@ impl Cache {
 
     /// The memory that the stream returned last, if the front of the thread would give it out next:
     /// one step under one lock.
-    #[inline]
+    #[inline(always)]
     pub fn at_once<T: DeviceCopy>(
         &self,
         sought: &Sought,
@@ -88,7 +88,7 @@ impl Cache {
             &self.sides,
             (sought.stream, sought.bytes),
             |notes| notes.latest(sought),
-            |notes, latest, grant| notes.taken(sought, latest, grant.ptr),
+            |notes, address| notes.taken(sought, address),
         )?;
         let block = Block::new(engine, grant, sought.bytes);
         let memory = if lent {
@@ -131,7 +131,7 @@ impl Cache {
     pub fn answered(&self, sought: &Sought, asked: &Asked<'_>, hit: bool, free: &[u64]) {
         asked.desk.with(|notes| {
             let gone = asked.hints().iter().filter(|hint| !free.contains(hint));
-            gone.for_each(|hint| notes.forget(sought.stream, sought.bytes, *hint));
+            gone.for_each(|hint| notes.forget(sought, *hint));
             let stats = &mut notes.stats;
             *(if hit { &mut stats.hits } else { &mut stats.misses }) += 1;
         });
@@ -162,19 +162,13 @@ impl Cache {
         }
     }
 
-    /// Where to note that the block at an address, which nobody names, was freed: to be asked before.
-    pub fn desk_at(&self, address: sys::CUdeviceptr) -> impl FnOnce(u64, usize) + use<'_> {
-        let front = self.allocator.engine().front_at(address);
-        let desk = match front {
+    /// Where to note that a block which nobody names was freed: to be asked before.
+    pub fn when_returned(&self, address: sys::CUdeviceptr) -> impl FnOnce(&Sought) + use<'_> {
+        let desk = match self.allocator.engine().front_at(address) {
             Some(front) => Desk::Side(self.sides.of(front)),
             None => Desk::Rest(&self.rest),
         };
-        move |stream, bytes| {
-            desk.with(|notes| {
-                notes.remember(stream, bytes, address);
-                notes.stats.returns += 1;
-            });
-        }
+        move |sought| desk.with(|notes| notes.remember(sought, address))
     }
 
     /// Addresses of the live buffers of a rounded length and type.
@@ -214,8 +208,8 @@ impl Cache {
     }
 }
 
-/// A live buffer's place in the notes of its cache. Ends with [`end`](Self::end), or
-/// [`give_back`](Self::give_back).
+/// A live buffer's place in the notes of its cache. Ends when that is given back, or with
+/// [`leave`](Self::leave) and [`end`](Self::end).
 pub(super) struct Place {
     /// Kept by the notes while the place is taken.
     cache: NonNull<Cache>,
@@ -230,6 +224,7 @@ unsafe impl Send for Place {}
 unsafe impl Sync for Place {}
 
 impl Place {
+    #[inline]
     fn cache(&self) -> &Cache {
         // SAFETY: the notes keep the cache while the place is taken.
         unsafe { self.cache.as_ref() }
@@ -253,46 +248,55 @@ impl Place {
         self.with(|notes| notes.move_to(self.slot, stream));
     }
 
-    /// Frees the buffer, and the place.
-    #[inline]
-    pub fn give_back<T: DeviceCopy>(self, buffer: DeviceBuffer<T>) {
-        let bounded = self.cache().pool.0.is_bounded();
-        let buffer = match self.side() {
-            Some(side) if !bounded => {
-                let freed = buffer.free_beside(side, |notes| {
-                    notes.leave(self.slot);
-                    notes.end(self.slot)
-                });
-                match freed {
-                    Ok(gone) => return drop(gone),
-                    Err(buffer) => buffer,
-                }
-            }
-            _ => buffer,
+    /// Frees the buffer, and the place, if that takes no more than the front of the block.
+    ///
+    /// # Safety
+    /// If it returns true both are gone: they must not be used, nor dropped.
+    #[inline(always)]
+    pub unsafe fn give_back_at_once<T: DeviceCopy>(&self, buffer: &mut DeviceBuffer<T>) -> bool {
+        let Some(side) = self.side() else {
+            return false;
         };
-        self.give_back_slowly(buffer);
+        if self.cache().pool.0.is_bounded() {
+            return false;
+        }
+        let note = |notes: &mut Notes| {
+            let left = notes.leave(self.slot);
+            notes.end(left)
+        };
+        // SAFETY: the caller's contract.
+        match unsafe { buffer.free_beside(side, note) } {
+            Some(gone) => {
+                drop(gone);
+                true
+            }
+            None => false,
+        }
     }
 
+    /// Frees the buffer, and the place.
     #[inline(never)]
-    fn give_back_slowly<T: DeviceCopy>(self, buffer: DeviceBuffer<T>) {
-        self.leave();
+    pub fn give_back<T: DeviceCopy>(self, buffer: DeviceBuffer<T>) {
+        let left = self.leave();
         drop(buffer);
-        self.end();
+        self.end(left);
     }
 
-    /// Just before the buffer is freed.
-    pub fn leave(&self) {
-        self.with(|notes| notes.leave(self.slot));
+    /// Just before the buffer is freed. Afterwards, [`end`](Self::end) or [`stay`](Self::stay).
+    pub fn leave(&self) -> (Option<Sought>, Left) {
+        self.with(|notes| (notes.sought(self.slot), notes.leave(self.slot)))
     }
 
-    /// After a [`leave`](Self::leave) the buffer could not be freed.
-    pub fn stay(&self, address: sys::CUdeviceptr) {
-        self.with(|notes| notes.stay(self.slot, address));
+    /// The buffer could not be freed.
+    pub fn stay(&mut self, (sought, left): (Option<Sought>, Left), address: sys::CUdeviceptr) {
+        if let Some(sought) = sought {
+            self.slot = self.with(|notes| notes.stay(&sought, address, &left));
+        }
     }
 
-    /// After the buffer was freed.
-    pub fn end(self) {
+    /// The buffer was freed.
+    pub fn end(self, (_, left): (Option<Sought>, Left)) {
         self.cache().pool.0.release_surplus(false);
-        drop(self.with(|notes| notes.end(self.slot)));
+        drop(self.with(|notes| notes.end(left)));
     }
 }

@@ -275,6 +275,7 @@ impl Inner {
     }
 
     /// Whether there is a threshold.
+    #[inline]
     pub(super) fn is_bounded(&self) -> bool {
         self.threshold.load(Ordering::Relaxed) != u64::MAX
     }

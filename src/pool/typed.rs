@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::allocator::{Allocator, Block, Config, Error, Trimmed, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
-use crate::driver::{Driver, Stream};
+use crate::driver::{Driver, Stream, sys};
 
 use super::buffer::{Pool, PooledBuffer};
 use super::device_of;
@@ -108,10 +108,12 @@ struct Device {
 }
 
 impl Devices {
+    #[inline]
     fn iter(&self) -> impl Iterator<Item = &Device> {
         std::iter::successors(self.0.get(), |device| device.next.0.get()).map(|device| &**device)
     }
 
+    #[inline]
     fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
         let mut devices = self.iter();
         let device = devices.find(|device| device.ordinal == ordinal)?;
@@ -194,6 +196,7 @@ impl TypedPool {
         devices.into_iter().map(|device| &device.cache).collect()
     }
 
+    #[inline]
     fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
         self.0.devices.find(ordinal)
     }
@@ -249,12 +252,12 @@ impl TypedPool {
         len: usize,
         stream: &Stream,
     ) -> Result<Option<PooledBuffer<MaybeUninit<T>>>, PoolError> {
+        if let Some(buffer) = self.at_once(len, stream) {
+            return Ok(Some(buffer));
+        }
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Some(Self::empty_buffer()));
         };
-        if let Some(buffer) = wish.at_once(stream) {
-            return Ok(Some(buffer));
-        }
         match wish.at_hand(stream)? {
             Some(block) => Ok(Some(wish.buffer(block, stream)?)),
             None => Ok(None),
@@ -271,12 +274,43 @@ impl TypedPool {
         len: usize,
         stream: &Stream,
     ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
+        if let Some(buffer) = self.at_once(len, stream) {
+            return Ok(buffer);
+        }
+        self.obtain(len, stream)
+    }
+
+    /// A buffer of the memory that was returned last, if it needs no closer look.
+    #[inline(always)]
+    fn at_once<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Option<PooledBuffer<MaybeUninit<T>>> {
+        let capacity = round_elements(len);
+        let sought = Sought {
+            stream: stream.known_id()?,
+            bytes: capacity.checked_mul(size_of::<T>())?,
+            capacity,
+            element: TypeId::of::<T>(),
+        };
+        let cache = self.find(stream.context().device().ordinal())?;
+        if align_of::<T>() > GRANULE || cache.pool.0.is_bounded() {
+            return None;
+        }
+        let (buffer, place) = cache.at_once(&sought, len, stream)?;
+        Some(PooledBuffer::new(buffer, Pool::Typed(place)))
+    }
+
+    #[inline(never)]
+    fn obtain<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Self::empty_buffer());
         };
-        if let Some(buffer) = wish.at_once(stream) {
-            return Ok(buffer);
-        }
         wish.buffer(wish.obtain(stream)?, stream)
     }
 
@@ -508,16 +542,6 @@ struct Wish<'a> {
 }
 
 impl Wish<'_> {
-    /// A buffer of the memory that was returned last, if it needs no closer look.
-    #[inline]
-    fn at_once<T: DeviceCopy>(&self, stream: &Stream) -> Option<PooledBuffer<MaybeUninit<T>>> {
-        if self.cache.pool.0.is_bounded() || self.alignment > GRANULE {
-            return None;
-        }
-        let (buffer, place) = self.cache.at_once(&self.sought, self.len, stream)?;
-        Some(PooledBuffer::new(buffer, Pool::Typed(place)))
-    }
-
     /// A block from memory at hand, else a new one.
     fn obtain(&self, stream: &Stream) -> Result<Block, PoolError> {
         if let Some(found) = self.at_hand(stream)? {
@@ -540,7 +564,6 @@ impl Wish<'_> {
         Ok(block)
     }
 
-    #[inline(never)]
     fn buffer<T: DeviceCopy>(
         &self,
         block: Block,
@@ -553,9 +576,9 @@ impl Wish<'_> {
         match made {
             Ok(buffer) => Ok(PooledBuffer::new(buffer, Pool::Typed(place))),
             Err(failed) => {
-                place.leave();
+                let left = place.leave();
                 drop(failed.block);
-                place.end();
+                place.end(left);
                 Err(failed.error.into())
             }
         }
@@ -598,23 +621,32 @@ impl DeviceTypedPool {
             cache: &self.cache,
             len: bytes,
             alignment,
-            sought: Sought {
-                stream: stream.id()?,
-                bytes,
-                capacity: bytes,
-                element: TypeId::of::<Untyped>(),
-            },
+            sought: Self::sought(bytes, stream.id()?),
         };
         wish.obtain(stream)
     }
 
-    /// What is to be told, the stream and the bytes, when the block at an address was freed: to be
-    /// asked before.
-    pub(crate) fn when_returned(&self, address: u64) -> impl FnOnce(u64, usize) + use<'_> {
-        let note = self.cache.desk_at(address);
-        move |stream, bytes| {
-            note(stream, bytes);
+    /// What is to be done when the block at an address was freed: to be asked before.
+    pub(crate) fn when_returned(
+        &self,
+        stream: u64,
+        bytes: usize,
+        address: sys::CUdeviceptr,
+    ) -> impl FnOnce() + use<'_> {
+        let note = self.cache.when_returned(address);
+        let sought = Self::sought(bytes, stream);
+        move || {
+            note(&sought);
             self.cache.pool.0.release_surplus(false);
+        }
+    }
+
+    fn sought(bytes: usize, stream: u64) -> Sought {
+        Sought {
+            stream,
+            bytes,
+            capacity: bytes,
+            element: TypeId::of::<Untyped>(),
         }
     }
 }

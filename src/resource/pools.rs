@@ -131,10 +131,12 @@ impl MemoryResource for DeviceTypedPool {
     }
 
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        let identity = block.identity();
-        let returned = self.when_returned(identity.ptr);
+        let BlockIdentity {
+            stream, bytes, ptr, ..
+        } = block.identity();
+        let returned = self.when_returned(stream, bytes, ptr);
         self.allocator().deallocate(block)?;
-        returned(identity.stream, identity.bytes);
+        returned();
         Ok(())
     }
 
