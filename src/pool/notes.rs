@@ -352,19 +352,17 @@ impl Notes {
         Some(self.notes.get(at as usize)?.sought)
     }
 
-    /// A buffer that left is gone.
+    /// A buffer that left is gone. True if it was the last one: [`close`](Self::close) is to be called
+    /// again, by this caller.
     #[inline(always)]
-    pub fn end(&mut self, left: Left) -> Option<Gone> {
+    pub fn end(&mut self, left: Left) -> bool {
         self.users -= 1;
         if left.lent
             && let Some(home) = &mut self.home
         {
             home.users -= 1;
         }
-        if self.closed {
-            return Some(self.close());
-        }
-        None
+        self.closed && self.users == 0
     }
 
     /// Addresses of the live buffers of a rounded length and type.
@@ -406,7 +404,8 @@ impl Notes {
         self.home.take().map(|home| home.stream)
     }
 
-    /// Nobody can take buffers any more: the last one that goes ends everything.
+    /// Nobody can take buffers any more: the last one that goes ends everything, or this if there is
+    /// none.
     pub fn close(&mut self) -> Gone {
         self.closed = true;
         if self.users > 0 {
@@ -467,7 +466,7 @@ mod tests {
         assert!(notes.sizes.len() <= PAIRS && notes.notes.len() <= PAIRS + 1);
         assert_eq!(notes.named(64, TypeId::of::<u8>()).next(), Some(1));
         let left = notes.leave(live);
-        assert!(notes.end(left).is_none());
+        assert!(!notes.end(left));
         assert_eq!(notes.hints(&sought(64)), ([1, 0, 0, 0], 1));
         assert_eq!(notes.named(64, TypeId::of::<u8>()).next(), None);
     }

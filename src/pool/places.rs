@@ -266,8 +266,10 @@ impl Place {
         };
         // SAFETY: the caller's contract.
         match unsafe { buffer.free_beside(side, note) } {
-            Some(gone) => {
-                drop(gone);
+            Some(last) => {
+                if last {
+                    self.close();
+                }
                 true
             }
             None => false,
@@ -297,6 +299,16 @@ impl Place {
     /// The buffer was freed.
     pub fn end(self, (_, left): (Option<Sought>, Left)) {
         self.cache().pool.0.release_surplus(false);
-        drop(self.with(|notes| notes.end(left)));
+        if self.with(|notes| notes.end(left)) {
+            self.close();
+        }
+    }
+
+    /// The cache goes with this, unless others use it.
+    #[cold]
+    #[inline(never)]
+    fn close(&self) {
+        let gone = self.with(Notes::close);
+        drop(gone);
     }
 }
