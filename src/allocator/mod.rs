@@ -54,6 +54,7 @@ pub use carver::{CarveError, Carved, Carver};
 pub use check::CheckError;
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
 pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
+pub(crate) use front::Lock;
 pub use figures::{Fragmentation, GrowthInfo, GrowthReason, Packing, SelfTest, Stranded};
 pub use guards::{PhysicalSegment, RangeGuard};
 pub use hooks::ReliefHook;

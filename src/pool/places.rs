@@ -7,8 +7,7 @@ use std::sync::Arc;
 use super::notes::{Gone, Left, Notes, Sought, TRIES};
 use super::threshold::ThresholdPool;
 use super::typed::TypedStats;
-use crate::allocator::front::Lock;
-use crate::allocator::{Allocator, Beside, Block, Error, Sides};
+use crate::allocator::{Allocator, Beside, Block, Error, Lock, Sides};
 use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
 use crate::driver::{Stream, sys};
 
