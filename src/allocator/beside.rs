@@ -100,8 +100,8 @@ impl<N: Default> Sides<N> {
     /// Notes beside a front, made if there are none yet.
     pub(crate) fn of(&self, front: &'static EngineFront) -> &Beside<N> {
         let (row, column) = place(front.rank);
-        let columns = self.rows[row]
-            .get_or_init(|| (0..FIRST << row).map(|_| OnceLock::new()).collect());
+        let columns =
+            self.rows[row].get_or_init(|| (0..FIRST << row).map(|_| OnceLock::new()).collect());
         columns[column].get_or_init(|| Beside {
             front,
             notes: UnsafeCell::default(),

@@ -132,7 +132,11 @@ impl Cache {
             let gone = asked.hints().iter().filter(|hint| !free.contains(hint));
             gone.for_each(|hint| notes.forget(sought, *hint));
             let stats = &mut notes.stats;
-            *(if hit { &mut stats.hits } else { &mut stats.misses }) += 1;
+            *(if hit {
+                &mut stats.hits
+            } else {
+                &mut stats.misses
+            }) += 1;
         });
     }
 

@@ -169,7 +169,10 @@ impl ThresholdPool {
         let allocator = self.0.allocator()?;
         self.0.release_surplus(true);
         let buffer = DeviceBuffer::<T>::uninit(allocator, len, stream).map_err(too_large)?;
-        Ok(PooledBuffer::new(buffer, Pool::Threshold(Arc::clone(&self.0))))
+        Ok(PooledBuffer::new(
+            buffer,
+            Pool::Threshold(Arc::clone(&self.0)),
+        ))
     }
 
     /// Elements whose bytes are all zero, in the order of the stream.
