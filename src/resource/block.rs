@@ -153,6 +153,10 @@ pub struct ResourceBlock {
     tag: Tag,
     first: Option<Charge>,
     /// Further ones, which few blocks have.
+    #[expect(
+        clippy::box_collection,
+        reason = "one word instead of three in every block"
+    )]
     more: Option<Box<Vec<Charge>>>,
 }
 
