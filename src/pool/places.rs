@@ -131,12 +131,11 @@ impl Cache {
         asked.desk.with(|notes| {
             let gone = asked.hints().iter().filter(|hint| !free.contains(hint));
             gone.for_each(|hint| notes.forget(sought, *hint));
-            let stats = &mut notes.stats;
-            *(if hit {
-                &mut stats.hits
+            if hit {
+                notes.stats.hits += 1;
             } else {
-                &mut stats.misses
-            }) += 1;
+                notes.stats.misses += 1;
+            }
         });
     }
 
