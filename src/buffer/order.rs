@@ -9,7 +9,7 @@ use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::allocator::{Allocator, Beside, Block};
-use crate::driver::{Context, DriverError, Entered, Event, Stream, StreamKind, sys};
+use crate::driver::{Context, DriverError, Entered, Event, Stream, StreamKind, process, sys};
 
 use super::error::{BufferError, FromBlockError};
 
@@ -236,6 +236,10 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if process::is_gone() {
+            // In a forked child a lock may be held by a thread that does not exist there.
+            return;
+        }
         let settled = self.settle();
         // SAFETY: this is the drop, so the block is used no more.
         let block = unsafe { ManuallyDrop::take(&mut self.block) };

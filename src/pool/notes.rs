@@ -456,7 +456,7 @@ mod tests {
 
     /// Sizes without number do not fill the memory, and a buffer finds its own again.
     #[test]
-    fn r56_many_sizes_are_forgotten_together() {
+    fn many_sizes_are_forgotten_together() {
         let mut notes = Notes::default();
         let live = notes.occupy(&sought(64), 1);
         notes.users += 1;

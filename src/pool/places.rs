@@ -9,7 +9,7 @@ use super::threshold::ThresholdPool;
 use super::typed::TypedStats;
 use crate::allocator::{Allocator, Beside, Block, Error, Lock, Sides};
 use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
-use crate::driver::{Stream, sys};
+use crate::driver::{Stream, process, sys};
 
 /// A typed pool's part for one device.
 pub(super) struct Cache {
@@ -281,6 +281,10 @@ impl Place {
     /// Frees the buffer, and the place.
     #[inline(never)]
     pub fn give_back<T: DeviceCopy>(self, buffer: DeviceBuffer<T>) {
+        if process::is_gone() {
+            // In a forked child a lock may be held by a thread that does not exist there.
+            return std::mem::forget(buffer);
+        }
         let left = self.leave();
         drop(buffer);
         self.end(left);

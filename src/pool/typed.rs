@@ -64,6 +64,10 @@ impl TypedStats {
 /// that its stream may use without a wait ([`take`](Self::take)) or from wherever the allocator finds
 /// it ([`uninit`](Self::uninit)), never from memory that a recorded use still needs.
 ///
+/// A buffer keeps its stream alive, as a [`DeviceBuffer`] does; for small buffers one clone of an owned
+/// stream does that for all of them, and stays for the next until the pool sees buffers of other streams
+/// and nobody but the allocator holds it.
+///
 /// The device is that of the stream. Clones are handles to the same pool; all methods may be called
 /// from any thread, and driver calls are made without any lock of the pool.
 ///
