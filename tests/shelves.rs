@@ -73,6 +73,9 @@ fn s1_19_figures_tell_lives_on_shelves_from_memory_at_hand() {
         let before = allocator.stats();
         let block = allocator.allocate(LARGE - 100, &a).unwrap();
         let during = allocator.stats();
+        let live = (2, (5 * MIB + LARGE - 100) as u64);
+        assert_eq!(live_in_snapshot(&allocator), live);
+        assert_eq!(allocator.stats().all.requested, during.all.requested);
         drop(block);
         let after = allocator.stats();
         for (pools, requested) in [
@@ -118,7 +121,10 @@ fn s1_19_figures_tell_lives_on_shelves_from_memory_at_hand() {
 fn s1_19_what_lies_on_a_shelf_is_no_part_of_a_peak() {
     packed(|rig| {
         let a = rig.stream();
-        let allocator = used_to_pairs(rig, &a);
+        let allocator = rig.allocator();
+        // No request below is the largest so far.
+        drop(allocator.allocate(64 * MIB, &a).unwrap());
+        make_used(&allocator, &a);
         allocator.reset_peaks();
         assert_eq!(allocator.stats().all.allocated.peak, 0);
         drop(allocator.allocate(LARGE, &a).unwrap());
@@ -232,6 +238,27 @@ fn s1_40_memory_on_shelves_is_there_for_others() {
     });
 }
 
+/// Another stream's request is served from a shelf before memory is added, though there is room.
+#[test]
+fn memory_on_shelves_comes_before_more_memory() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(13 * MIB, &a).unwrap());
+        let row = [2, 2, 2, 2, 5].map(|mib| Some(allocator.allocate(mib * MIB, &a).unwrap()));
+        let [first, hole, second, gap, last] = row;
+        drop((hole, gap, last));
+        let reserved = allocator.stats().all.reserved.current;
+        for _ in 0..4 {
+            drop(allocator.allocate(5 * MIB, &a).unwrap());
+        }
+        let block = allocator.allocate(5 * MIB, &b).unwrap();
+        assert_eq!(allocator.stats().all.reserved.current, reserved);
+        drop((first, second, block));
+        rig.close(&allocator);
+    });
+}
+
 /// A block beside one that is freed comes off its shelf, so that both become one piece.
 #[test]
 fn what_lies_on_a_shelf_merges_with_its_neighbours() {
@@ -287,6 +314,25 @@ fn retirement_and_the_end_take_everything_off_the_shelves() {
             let leaks = sim.leaks();
             assert_eq!((leaks.handles, leaks.mappings, leaks.bytes), (0, 0, 0));
         }
+    });
+}
+
+/// A free of anything else opens a better place.
+#[test]
+fn what_lies_on_a_shelf_goes_home_when_something_else_is_freed() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(64 * MIB, &a).unwrap());
+        let hole = allocator.allocate(LARGE, &a).unwrap();
+        let wall = allocator.allocate(MIB, &a).unwrap();
+        make_used(&allocator, &a);
+        let at = hole.ptr();
+        drop(hole);
+        let block = allocator.allocate(LARGE, &a).unwrap();
+        assert_eq!(block.ptr(), at, "the tightest place");
+        drop((block, wall));
+        rig.close(&allocator);
     });
 }
 

@@ -448,7 +448,6 @@ impl Engine {
         state.streams.forget_key(stream);
         let former = std::mem::replace(&mut state.streams[stream].holder, Holder::Retired);
         state.set_fast(stream, false);
-        state.clear_shelves_of(stream);
         state.flush_fronts_of(stream);
         state.recycle(stream);
         drop(state);

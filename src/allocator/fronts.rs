@@ -138,7 +138,7 @@ impl State {
         self.open_fronts();
         if orphaned {
             // Every free comes to the books from here on: the last one closes them.
-            self.clear_shelves();
+            self.settle_shelves();
         }
     }
 

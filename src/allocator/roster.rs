@@ -111,7 +111,6 @@ impl State {
         }
         // From here on nobody allocates on it without a look at the books.
         self.set_fast(stream, false);
-        self.clear_shelves_of(stream);
         self.flush_fronts_of(stream);
         let slot = &self.streams[stream];
         let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;

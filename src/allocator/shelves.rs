@@ -220,9 +220,10 @@ impl State {
         }
     }
 
-    /// Takes everything off the shelves of a stream whose fronts were stopped.
-    pub(crate) fn clear_shelves_of(&mut self, stream: u32) {
-        for front in self.streams[stream].fronts.clone() {
+    /// Takes everything off all shelves: from here on the books are right about every block.
+    pub(crate) fn clear_shelves(&mut self) {
+        for at in 0..self.fronts.all().len() {
+            let front = self.fronts.all()[at];
             loop {
                 let block = front.lock().shelf.remove_any();
                 let Some(block) = block else {
@@ -230,14 +231,6 @@ impl State {
                 };
                 self.off_shelf(block);
             }
-        }
-    }
-
-    /// Takes everything off all shelves: from here on the books are right about every block.
-    pub(crate) fn clear_shelves(&mut self) {
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        for stream in streams {
-            self.clear_shelves_of(stream);
         }
     }
 
@@ -284,5 +277,106 @@ impl State {
             held += front.lock().shelf.held();
         }
         held
+    }
+}
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod tests {
+    use crate::allocator::{Allocator, Config};
+    use crate::driver::{Context, Stream};
+    use crate::sim::{SimConfig, Simulator};
+    use crate::{Block, Policy};
+
+    const MIB: usize = 1 << 20;
+
+    /// An allocator at whose books threads met a moment ago, and two streams.
+    fn crowded(test: impl FnOnce(&Allocator, [&Stream; 2])) {
+        let simulator = Simulator::new(SimConfig::default()).unwrap();
+        let driver = simulator.driver().unwrap();
+        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let config = Config::new().policy(Policy::Packed);
+        let allocator = Allocator::with_config(&context, config).unwrap();
+        let streams = [0, 1].map(|_| Stream::new(&context).unwrap());
+        // Both are known from here on.
+        for stream in &streams {
+            drop(allocator.allocate(1, stream).unwrap());
+        }
+        allocator.engine().lock().fronts.crowd = u32::MAX;
+        test(&allocator, streams.each_ref());
+        allocator.check().unwrap();
+        allocator.close().unwrap();
+    }
+
+    /// Blocks side by side, of which the second one lies on a shelf.
+    fn row(allocator: &Allocator, stream: &Stream) -> [Block; 3] {
+        drop(allocator.allocate(64 * MIB, stream).unwrap());
+        // Whichever stream comes: nothing has to wait.
+        allocator.synchronize().unwrap();
+        let [left, middle, right] =
+            [2, 3, 2].map(|mib| allocator.allocate(mib * MIB, stream).unwrap());
+        let at = middle.ptr();
+        drop(middle);
+        let middle = allocator.allocate(3 * MIB, stream).unwrap();
+        assert_eq!(middle.ptr(), at);
+        [left, middle, right]
+    }
+
+    fn on_shelves(allocator: &Allocator) -> u64 {
+        allocator.engine().lock().held_on_shelves().blocks
+    }
+
+    #[test]
+    fn a_block_between_others_stays_beside_other_work() {
+        crowded(|allocator, [a, _]| {
+            let [left, middle, right] = row(allocator, a);
+            let at = middle.ptr();
+            drop(middle);
+            assert_eq!(on_shelves(allocator), 1);
+            // One that does not lie beside it.
+            drop(right);
+            let far = allocator.engine().lock().held_on_shelves().blocks;
+            assert_eq!(far, 0, "its neighbour is free now");
+            let middle = allocator.allocate(3 * MIB, a).unwrap();
+            assert_eq!(middle.ptr(), at);
+            drop((left, middle));
+        });
+    }
+
+    #[test]
+    fn memory_on_shelves_comes_before_more_memory() {
+        crowded(|allocator, [a, b]| {
+            let [left, middle, right] = row(allocator, a);
+            // No free piece is long enough, and what is live is far from a peak.
+            let rest = [2, 1, 2, 52].map(|mib| Some(allocator.allocate(mib * MIB, a).unwrap()));
+            let [hole, wall, gap, rest] = rest;
+            drop((hole, gap));
+            allocator.synchronize().unwrap();
+            let reserved = allocator.stats().all.reserved.current;
+            drop(middle);
+            assert_eq!(on_shelves(allocator), 1);
+            let other = allocator.allocate(3 * MIB, b).unwrap();
+            assert_eq!(allocator.stats().all.reserved.current, reserved);
+            assert_eq!(on_shelves(allocator), 0);
+            drop((left, right, wall, rest, other));
+        });
+    }
+
+    #[test]
+    fn s1_19_what_lies_on_a_shelf_is_no_part_of_a_peak() {
+        crowded(|allocator, [a, b]| {
+            let [left, middle, right] = row(allocator, a);
+            let other = allocator.allocate(MIB, b).unwrap();
+            drop(other);
+            allocator.reset_peaks();
+            let peak = allocator.stats().all.allocated.peak;
+            drop(middle);
+            assert_eq!(on_shelves(allocator), 1);
+            let other = allocator.allocate(3 * MIB, b).unwrap();
+            assert_eq!(allocator.stats().all.allocated.peak, peak);
+            assert_eq!(allocator.stats().large.allocated.peak, peak);
+            let more = allocator.allocate(MIB, b).unwrap();
+            assert_eq!(allocator.stats().all.allocated.peak, peak + MIB as u64);
+            drop((left, right, other, more));
+        });
     }
 }
