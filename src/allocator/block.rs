@@ -154,6 +154,11 @@ impl Block {
         let grant = &self.grant;
         match grant.node {
             Some(node) => engine.free_small(grant.home, node, grant.ptr, Some(grant.generation)),
+            None if !engine.watchful()
+                && grant.home.lock().free_large(grant.id, grant.generation) =>
+            {
+                Ok(())
+            }
             None => engine.free_block(&self.lifetime()),
         }
     }
@@ -192,6 +197,11 @@ impl Drop for Block {
             if !inner.free_at_once(node, Life::Generation(self.grant.generation)) {
                 self.drop_small(inner, node);
             }
+            return;
+        }
+        // Blocks of fronts that serve keep the engine as well.
+        let (id, generation) = (self.grant.id, self.grant.generation);
+        if !self.engine().watchful() && self.grant.home.lock().free_large(id, generation) {
             return;
         }
         self.engine().drop_block(self.lifetime());

@@ -18,6 +18,8 @@ mod fit;
 pub(crate) mod front;
 mod fronts;
 mod guards;
+mod habits;
+
 mod handles;
 mod hooks;
 mod identity;
@@ -35,6 +37,7 @@ mod records;
 mod remap;
 mod roster;
 mod settle;
+mod shelves;
 mod single;
 pub mod size;
 mod small;

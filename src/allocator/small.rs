@@ -36,8 +36,11 @@ impl Engine {
     #[inline(always)]
     pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Option<Grant> {
         let last = bytes.wrapping_sub(1);
-        if last >= PACKED_SMALL_LIMIT as usize || !self.unwatched() {
+        if !self.unwatched() {
             return None;
+        }
+        if last >= PACKED_SMALL_LIMIT as usize {
+            return self.allocate_shelved(key, bytes);
         }
         let granules = (last as u64 / GRANULE) as u32 + 1;
         let (front, pass) = cache::find(self.id, key)?;
