@@ -51,6 +51,14 @@ struct Mapping {
     view: bool,
 }
 
+/// A block that a guard keeps, by its address.
+struct Guarded {
+    start: u64,
+    end: u64,
+    /// Its physical bytes, in ranges.
+    parts: Vec<(u64, u64)>,
+}
+
 /// Physical bytes of each handle are numbered from a multiple of this.
 const HANDLE_SPAN: u64 = 1 << 40;
 
@@ -67,8 +75,8 @@ pub struct Shadow {
     occupied: BTreeMap<u64, u64>,
     /// By physical bytes.
     pending: BTreeMap<u64, Pending>,
-    /// Blocks that guards keep, by address, with their physical bytes: as often as there are guards.
-    guarded: Vec<(u64, u64, Vec<(u64, u64)>)>,
+    /// As often as there are guards.
+    guarded: Vec<Guarded>,
     /// Mapped or allocated memory by address.
     held: BTreeMap<u64, Mapping>,
     /// The first physical byte of each handle.
@@ -200,20 +208,28 @@ impl Shadow {
     pub fn guarded(&mut self, start: u64, end: u64) {
         let parts = self.translate(start, end).unwrap_or_default();
         let parts = parts.into_iter().map(|(_, from, to)| (from, to)).collect();
-        self.guarded.push((start, end, parts));
+        self.guarded.push(Guarded { start, end, parts });
     }
 
     /// One guard less.
     pub fn unguarded(&mut self, start: u64, end: u64) {
-        let at = self.guarded.iter().position(|g| (g.0, g.1) == (start, end));
+        let mut guarded = self.guarded.iter();
+        let at = guarded.position(|g| (g.start, g.end) == (start, end));
         if let Some(at) = at {
             self.guarded.swap_remove(at);
         }
     }
 
+    /// A guarded block in a range of addresses.
+    fn guarded_around(&self, start: u64, end: u64) -> Option<(u64, u64)> {
+        let mut guarded = self.guarded.iter();
+        let found = guarded.find(|g| g.start < end && start < g.end)?;
+        Some((found.start, found.end))
+    }
+
     /// Whether physical bytes are those of a guarded block.
     fn is_guarded(&self, from: u64, to: u64) -> bool {
-        let mut parts = self.guarded.iter().flat_map(|(_, _, parts)| parts);
+        let mut parts = self.guarded.iter().flat_map(|g| &g.parts);
         parts.any(|(start, end)| from < *end && *start < to)
     }
 
@@ -334,7 +350,7 @@ impl Shadow {
         let views = self.held.iter().filter(|(_, mapping)| mapping.view);
         for (at, mapping) in views.map(|(at, m)| (*at, Some(m))).chain([(0, None)]) {
             if at != end || mapping.is_none() {
-                let guarded = self.guarded.iter().any(|g| g.0 < end && start < g.1);
+                let guarded = self.guarded_around(start, end).is_some();
                 if guarded || overlapping(&self.live, start, end).is_some() {
                     found.extend(row.drain(..));
                 }
@@ -365,7 +381,7 @@ impl Shadow {
                 "{call} of {start:#x}..{end:#x} under the live block {s:#x}..{e:#x}"
             ));
         }
-        if let Some((s, e, _)) = self.guarded.iter().find(|g| g.0 < end && start < g.1) {
+        if let Some((s, e)) = self.guarded_around(start, end) {
             self.violations.push(format!(
                 "{call} of {start:#x}..{end:#x} under the guarded block {s:#x}..{e:#x}"
             ));
