@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::allocator::{Allocator, Block, Config, Error, Trimmed, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
-use crate::driver::{Driver, Stream, sys};
+use crate::driver::{Driver, Stream};
 
 use super::buffer::{Pool, PooledBuffer};
 use super::device_of;
@@ -16,6 +16,7 @@ use super::error::PoolError;
 use super::notes::Sought;
 use super::places::Cache;
 use super::threshold::ThresholdPool;
+use super::typed_device::DeviceTypedPool;
 use super::usage::zero_is_invalid;
 
 /// Every block is aligned to this many bytes.
@@ -239,7 +240,7 @@ impl TypedPool {
     /// As [`allocator`](Self::allocator).
     pub fn on_device(&self, ordinal: i64) -> Result<DeviceTypedPool, PoolError> {
         let cache = Arc::clone(self.cache(ordinal)?);
-        Ok(DeviceTypedPool { cache })
+        Ok(DeviceTypedPool::new(cache))
     }
 
     /// A buffer of `len` elements from memory at hand that the stream may use without a wait: what was
@@ -538,16 +539,16 @@ impl TypedPool {
 }
 
 /// A request whose numbers are in order.
-struct Wish<'a> {
-    cache: &'a Arc<Cache>,
-    len: usize,
-    alignment: usize,
-    sought: Sought,
+pub(super) struct Wish<'a> {
+    pub cache: &'a Arc<Cache>,
+    pub len: usize,
+    pub alignment: usize,
+    pub sought: Sought,
 }
 
 impl Wish<'_> {
     /// A block from memory at hand, else a new one.
-    fn obtain(&self, stream: &Stream) -> Result<Block, PoolError> {
+    pub fn obtain(&self, stream: &Stream) -> Result<Block, PoolError> {
         if let Some(found) = self.at_hand(stream)? {
             return Ok(found);
         }
@@ -594,71 +595,6 @@ impl fmt::Debug for TypedPool {
         f.debug_struct("TypedPool")
             .field("stats", &self.stats())
             .field("cached_bytes", &self.cached_bytes_total())
-            .finish_non_exhaustive()
-    }
-}
-
-/// A [`TypedPool`] on one device, as a [`MemoryResource`](crate::resource::MemoryResource): bytes come
-/// from what the stream returned last with the same size, else from the best fit at hand, else from
-/// wherever the allocator finds them. Shares memory and figures with the pool; cheap to clone.
-#[derive(Clone)]
-pub struct DeviceTypedPool {
-    cache: Arc<Cache>,
-}
-
-/// The element type of what has none, so that no buffer's is the same.
-struct Untyped;
-
-impl DeviceTypedPool {
-    /// The device's allocator, under the pool.
-    pub fn allocator(&self) -> &Allocator {
-        &self.cache.allocator
-    }
-
-    pub(crate) fn block(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-    ) -> Result<Block, PoolError> {
-        let wish = Wish {
-            cache: &self.cache,
-            len: bytes,
-            alignment,
-            sought: Self::sought(bytes, stream.id()?),
-        };
-        wish.obtain(stream)
-    }
-
-    /// What is to be done when the block at an address was freed: to be asked before.
-    pub(crate) fn when_returned(
-        &self,
-        stream: u64,
-        bytes: usize,
-        address: sys::CUdeviceptr,
-    ) -> impl FnOnce() + use<'_> {
-        let note = self.cache.when_returned(address);
-        let sought = Self::sought(bytes, stream);
-        move || {
-            note(&sought);
-            self.cache.pool.0.release_surplus(false);
-        }
-    }
-
-    fn sought(bytes: usize, stream: u64) -> Sought {
-        Sought {
-            stream,
-            bytes,
-            capacity: bytes,
-            element: TypeId::of::<Untyped>(),
-        }
-    }
-}
-
-impl fmt::Debug for DeviceTypedPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceTypedPool")
-            .field("allocator", self.allocator())
             .finish_non_exhaustive()
     }
 }

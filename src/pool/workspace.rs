@@ -1,25 +1,21 @@
 //! Scratch memory on lease.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::allocator::{Allocator, Block, Error, Lock, Mixed, size};
+use crate::allocator::{Allocator, Block, Error, Lock, size};
 use crate::driver::{Stream, sys};
 
 use super::error::PoolError;
+use super::slabs::{Shelves, Slab};
 use super::table::Table;
 use super::usage::zero_is_invalid;
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;
-/// Sizes of which the empty list of idle slabs is kept.
-const KEPT_SIZES: usize = 64;
-/// Sizes that are found without a search.
-const RECENT: usize = 32;
 
 /// The size class of a request in bytes: the next power of two, at least 1024. `None` where there is
 /// none.
@@ -82,27 +78,9 @@ pub struct WorkspaceStats {
     pub misses: u64,
 }
 
-struct Slab {
-    block: Block,
-    bytes: usize,
-    /// How often it was returned.
-    life: Arc<AtomicU64>,
-}
-
-/// Idle slabs of one size.
-struct Shelf {
-    bytes: usize,
-    /// All streams together, with their streams: few, as the cap says. The last returned is at the
-    /// end.
-    slabs: Vec<(u64, Box<Slab>)>,
-}
-
 #[derive(Default)]
 struct State {
-    shelves: Vec<Shelf>,
-    /// Of a size, and of those met last by their last bits.
-    places: HashMap<usize, u32, Mixed>,
-    recent: [u32; RECENT],
+    idle: Shelves,
     stats: WorkspaceStats,
     /// Keeps the pool as long as it has handles, or leases are out.
     keep: Option<Arc<Inner>>,
@@ -283,45 +261,12 @@ impl WorkspacePool {
 }
 
 impl State {
-    /// The place of a size's shelf.
-    #[inline]
-    fn shelf(&mut self, bytes: usize) -> Option<usize> {
-        // A power of two has all of its figure in one bit.
-        let near = &mut self.recent[(bytes.trailing_zeros() as usize) % RECENT];
-        let known = self.shelves.get(*near as usize);
-        if known.is_none_or(|shelf| shelf.bytes != bytes) {
-            *near = *self.places.get(&bytes)?;
-        }
-        Some(*near as usize)
-    }
-
     #[inline]
     fn take(&mut self, stream: u64, bytes: usize) -> Option<Box<Slab>> {
-        let place = self.shelf(bytes)?;
-        let slabs = &mut self.shelves.get_mut(place)?.slabs;
-        let (owner, _) = slabs.last()?;
-        let slab = if *owner == stream {
-            slabs.pop()
-        } else {
-            let at = slabs.iter().rposition(|(owner, _)| *owner == stream)?;
-            Some(slabs.remove(at))
-        };
-        // An empty shelf spares the next return an allocation, but sizes may be without number.
-        if slabs.is_empty() && self.shelves.len() > KEPT_SIZES {
-            self.remove_shelf(place);
-        }
+        let slab = self.idle.take(stream, bytes)?;
         self.stats.free_slabs -= 1;
         self.stats.free_bytes -= bytes as u64;
-        slab.map(|(_, slab)| slab)
-    }
-
-    #[cold]
-    fn remove_shelf(&mut self, place: usize) {
-        let gone = self.shelves.swap_remove(place);
-        self.places.remove(&gone.bytes);
-        if let Some(moved) = self.shelves.get(place) {
-            self.places.insert(moved.bytes, place as u32);
-        }
+        Some(slab)
     }
 
     #[inline]
@@ -334,33 +279,16 @@ impl State {
         }
     }
 
-    /// Takes a slab back; the one that is too many, if there is one.
+    /// Takes a slab back; gives it again if it is too many.
     #[inline]
     fn give(&mut self, slab: Box<Slab>, stream: u64, cap: usize) -> Option<Box<Slab>> {
         let bytes = slab.bytes;
-        let place = match self.shelf(bytes) {
-            Some(place) => place,
-            None => self.add_shelf(bytes),
-        };
-        let slabs = match self.shelves.get_mut(place) {
-            Some(shelf) if shelf.slabs.len() < cap => &mut shelf.slabs,
-            _ => return Some(slab),
-        };
-        slabs.push((stream, slab));
-        self.stats.free_slabs += 1;
-        self.stats.free_bytes += bytes as u64;
-        None
-    }
-
-    #[cold]
-    fn add_shelf(&mut self, bytes: usize) -> usize {
-        let place = self.shelves.len();
-        self.places.insert(bytes, place as u32);
-        self.shelves.push(Shelf {
-            bytes,
-            slabs: Vec::new(),
-        });
-        place
+        let surplus = self.idle.give(slab, stream, cap);
+        if surplus.is_none() {
+            self.stats.free_slabs += 1;
+            self.stats.free_bytes += bytes as u64;
+        }
+        surplus
     }
 }
 
@@ -377,12 +305,7 @@ impl Inner {
 
     fn shrink_to(&self, keep: u64) -> u64 {
         let gone = self.change(|state| {
-            let streams = |shelf: &Shelf| {
-                let bytes = shelf.bytes;
-                let keys = shelf.slabs.iter().map(move |(stream, _)| (*stream, bytes));
-                keys.collect::<Vec<_>>()
-            };
-            let mut keys: Vec<_> = state.shelves.iter().flat_map(streams).collect();
+            let mut keys: Vec<_> = state.idle.keys().collect();
             // Of equal ones the streams in order, so that equal states shrink equally.
             keys.sort_unstable_by_key(|(stream, bytes)| (std::cmp::Reverse(*bytes), *stream));
             let mut gone = Vec::new();
