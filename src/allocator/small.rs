@@ -11,7 +11,7 @@ use super::state::{AfterFree, PAGE_GRANULES, Want};
 use super::streams::StreamKey;
 
 #[inline(always)]
-fn granted(home: &'static EngineFront, taken: Taken, granules: u32) -> Grant {
+pub(super) fn granted(home: &'static EngineFront, taken: Taken, granules: u32) -> Grant {
     Grant {
         id: taken.id,
         generation: taken.generation,
@@ -110,7 +110,7 @@ impl Engine {
 
     /// Threads keep meeting at a front: its stream gets more of them, and this thread chooses anew.
     #[cold]
-    fn crowded(&self, key: u64, front: &'static EngineFront) {
+    pub(super) fn crowded(&self, key: u64, front: &'static EngineFront) {
         cache::forget(key);
         let mut state = self.lock();
         let (stream, own) = {
