@@ -8,13 +8,14 @@
 //! 5. Each live block is found by its address, has an odd generation, and is counted once on each
 //!    stream that it was allocated or recorded on.
 //! 6. Tickets are not above the open one; markers are in order.
-//! 7. Each block in a view has its bytes lent at home; each handle knows how many views map it.
+//! 7. Each block in a view has its bytes lent at home; each handle knows how many views map it, and is
+//!    found by its addresses; the grid has all handles of all views, and nothing else.
 //! 8. Every counter equals what the walk finds.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::records::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
-use super::size::PAGE;
+use super::size::{PAGE, PHYSICAL_GRANULE};
 use super::space::{Space, class_of};
 use super::state::State;
 use super::view::push_part;
@@ -288,6 +289,11 @@ impl State {
             for seg in &view.segs {
                 let bytes = self.holdings.get(&seg.home).map_or(0, |h| h.bytes);
                 same(
+                    "a view knows its handles by number",
+                    u64::from(self.holdings.get(&seg.home).map_or(0, |h| h.number)),
+                    u64::from(seg.handle),
+                )?;
+                same(
                     "a view maps held handles",
                     u64::from(seg.granules) * super::size::GRANULE,
                     bytes,
@@ -295,7 +301,24 @@ impl State {
                 *maps.entry(seg.home).or_default() += 1;
             }
         }
+        let places = self.views.iter();
+        self.grid
+            .check(places.map(|(base, v)| (v.place, *base, v.room, &v.segs[..])))?;
+        let mut numbered = 0;
         for (home, holding) in &self.holdings {
+            if holding.number != 0 {
+                numbered += 1;
+                for page in (0..holding.bytes).step_by(PHYSICAL_GRANULE as usize) {
+                    same(
+                        "a handle is found by its addresses",
+                        u64::from(holding.number),
+                        u64::from(self.handles.at(home + page)),
+                    )?;
+                }
+                let handle = self.handles.get(holding.number);
+                same("a handle has its home", *home, handle.home)?;
+                same("a handle has its size", home + holding.bytes, handle.end())?;
+            }
             let counted = maps.get(home).copied().unwrap_or(0);
             same(
                 "views of a handle",
@@ -303,7 +326,7 @@ impl State {
                 u64::from(holding.views),
             )?;
         }
-        Ok(())
+        same("handles by number", numbered, self.handles.len() as u64)
     }
 
     /// Driver-held memory and mapped extents are the same bytes.

@@ -15,7 +15,7 @@ use super::records::{SpaceId, State as Extent};
 use super::single::{Next, Place};
 use super::state::{State, Want};
 use super::stitch::{STITCH_MIN, Stitch};
-use super::view::ViewRun;
+use super::view::{Openings, ViewRun};
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
 /// other (plus a page), by level of the stitching budget.
@@ -278,12 +278,13 @@ impl Engine {
         if let Some(step) = self.fitting(state, want) {
             return step;
         }
+        let mut open = None;
         if self.packed {
             if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {
                 return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
             }
             if self.stitches(want)
-                && let Some(step) = self.ready_in_view(state, want)
+                && let Some(step) = self.ready_in_view(state, want, &mut open)
             {
                 return step;
             }
@@ -303,7 +304,7 @@ impl Engine {
         if self.packed {
             if self.stitches(want)
                 && !climb.unstitched
-                && let Some(step) = self.stitch_step(state, want)
+                && let Some(step) = self.stitch_step(state, want, open)
             {
                 return step;
             }
@@ -361,9 +362,18 @@ impl Engine {
         self.views_for(want) && bytes >= STITCH_MIN
     }
 
-    /// A place in a view that is ready.
-    fn ready_in_view(&self, state: &State, want: &Want) -> Option<Step> {
-        self.view_at_hand(state, want).map(Step::View)
+    /// A place in a view that is ready; and what was open.
+    fn ready_in_view(
+        &self,
+        state: &State,
+        want: &Want,
+        open: &mut Option<Openings>,
+    ) -> Option<Step> {
+        if state.views.is_empty() {
+            return None;
+        }
+        let open = open.insert(state.openings(want, false)?);
+        state.find_in_views(want, open).map(Step::View)
     }
 
     /// A place in a view that the stream may use without a wait.
@@ -371,17 +381,23 @@ impl Engine {
         if !self.views_for(want) || state.views.is_empty() {
             return None;
         }
-        let borders = state.borders(want, |finder, id| finder.ready(id))?;
-        state.find_in_views(want, &borders)
+        state.find_in_views(want, &state.openings(want, false)?)
     }
 
-    /// A place in a view behind waits, or a stitch.
-    fn stitch_step(&self, state: &mut State, want: &Want) -> Option<Step> {
-        if state.streams.several() && !state.views.is_empty() {
-            let borders = state.borders(want, |finder, id| finder.reachable(id))?;
-            if let Some(run) = state.find_in_views(want, &borders) {
-                return Some(Step::View(run));
-            }
+    /// A place in a view behind waits, or a stitch. `open` is what is ready, if that is known.
+    fn stitch_step(&self, state: &mut State, want: &Want, open: Option<Openings>) -> Option<Step> {
+        let open = match open {
+            Some(open) => open,
+            None => state.openings(want, false)?,
+        };
+        let reachable = match open.more {
+            true => Some(state.openings(want, true)?),
+            false => None,
+        };
+        if let Some(reachable) = &reachable
+            && let Some(run) = state.find_in_views(want, reachable)
+        {
+            return Some(Step::View(run));
         }
         if let Some(bytes) = state.view_room_missing(want) {
             let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
@@ -395,7 +411,7 @@ impl Engine {
         }
         let room = state.room();
         state
-            .plan_stitch(want, room)
+            .plan_stitch(want, room, open, reachable)
             .map(|stitch| Step::Stitch(Box::new(stitch)))
     }
 
@@ -422,10 +438,11 @@ impl Engine {
             return Step::Retry;
         }
         if self.views_for(want) && !self.stitches(want) && !climb.unstitched {
+            let mut open = None;
             // At the limit memory always wins, also for requests that are not worth a view before.
             if let Some(step) = self
-                .ready_in_view(state, want)
-                .or_else(|| self.stitch_step(state, want))
+                .ready_in_view(state, want, &mut open)
+                .or_else(|| self.stitch_step(state, want, open))
             {
                 return step;
             }
