@@ -234,7 +234,7 @@ impl State {
     /// Views, and the blocks in them.
     fn check_views(&self, sums: &mut Sums) -> Result<(), CheckError> {
         let mut maps: HashMap<u64, u32> = HashMap::new();
-        let mut live: HashMap<u64, u32> = HashMap::new();
+        let mut live: HashMap<u64, Vec<(u32, u32)>> = HashMap::new();
         let (mut lent, mut viewed) = (0, 0);
         for (id, hot) in self.records.iter() {
             let parts = &self.records.cold(id).home;
@@ -250,8 +250,9 @@ impl State {
             let Some((base, view)) = self.view_around(hot.addr) else {
                 return holds("a block away from home lies in a view", false);
             };
-            *live.entry(base).or_default() += 1;
             let offset = ((hot.addr - base) / super::size::GRANULE) as u32;
+            let place = (offset, offset + hot.granules);
+            live.entry(base).or_default().push(place);
             let homes = view.home_parts(offset, hot.granules);
             let mut found: Vec<(u64, u32)> = Vec::new();
             for part in parts {
@@ -281,10 +282,15 @@ impl State {
                 u64::from(view.granules),
             )?;
             holds("a view stays in its range", view.granules <= view.room)?;
+            let mut found = live.remove(base).unwrap_or_default();
+            let mut known = view.blocks.clone();
+            found.sort_unstable();
+            known.sort_unstable();
+            holds("a view knows where its blocks lie", found == known)?;
             same(
                 "live blocks of a view",
-                u64::from(live.get(base).copied().unwrap_or(0)),
-                u64::from(view.live),
+                found.len() as u64,
+                view.live.into(),
             )?;
             for seg in &view.segs {
                 let bytes = self.holdings.get(&seg.home).map_or(0, |h| h.bytes);

@@ -71,14 +71,21 @@ impl Grid {
         }
     }
 
+    /// Forgets what a view has behind its first `left` granules.
+    pub(crate) fn shorten(&mut self, first: u32, room: u32, left: u32) {
+        let (first, units) = (first as usize, room.div_ceil(WIDEST) as usize);
+        for (grid, points) in self.points.iter_mut().enumerate() {
+            let wide = GRIDS - 1 - grid;
+            let from = (first << wide) + left.div_ceil(FINEST << grid) as usize;
+            points[from..(first + units) << wide].fill(0);
+        }
+    }
+
     /// Forgets a view.
     pub(crate) fn leave(&mut self, first: u32, room: u32) {
         let (first, units) = (first as usize, room.div_ceil(WIDEST) as usize);
         self.owners[first..first + units].fill(NOBODY);
-        for (grid, points) in self.points.iter_mut().enumerate() {
-            let wide = GRIDS - 1 - grid;
-            points[first << wide..(first + units) << wide].fill(0);
-        }
+        self.shorten(first as u32, room, 0);
     }
 
     /// The views that may have a run of so many granules, if a grid can tell: a view that is not among

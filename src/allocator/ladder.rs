@@ -12,6 +12,7 @@ use super::figures::{GrowthReason, free_among};
 use super::fit::Run;
 use super::plan::{Growth, LEVELS, Release};
 use super::records::{SpaceId, State as Extent};
+use super::shorten::Cut;
 use super::single::{Next, Place};
 use super::state::{State, Want};
 use super::stitch::{STITCH_MIN, Stitch};
@@ -34,6 +35,8 @@ pub(crate) struct Climb {
     evicted: bool,
     /// A stitch was refused; no other is tried for this request.
     unstitched: bool,
+    /// A view was cut short for the request.
+    shortened: bool,
     marked: bool,
     asked_again: bool,
     /// No more address space can be had; what there is may do.
@@ -62,6 +65,8 @@ enum Step {
     View(ViewRun),
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
+    /// Cuts a view short for a stitch.
+    Shorten(Cut),
     /// Lets idle views go for their addresses.
     MakeWay(Vec<u64>),
     Reserve(SpaceId, u64),
@@ -166,6 +171,17 @@ impl Engine {
                     climb.evicted = true;
                     drop(state);
                     self.evict(&idle)?;
+                    state = self.lock();
+                }
+                Step::Shorten(cut) => {
+                    climb.shortened = true;
+                    drop(state);
+                    match self.shorten(cut) {
+                        Ok(()) => {}
+                        // A view that keeps its end stands in nobody's way.
+                        Err(Error::Driver(error)) => log::debug!("a view was kept: {error}"),
+                        Err(error) => return Err(error),
+                    }
                     state = self.lock();
                 }
                 Step::MakeWay(idle) => {
@@ -304,7 +320,7 @@ impl Engine {
         if self.packed {
             if self.stitches(want)
                 && !climb.unstitched
-                && let Some(step) = self.stitch_step(state, want, open)
+                && let Some(step) = self.stitch_step(state, want, open, climb.shortened)
             {
                 return step;
             }
@@ -385,7 +401,13 @@ impl Engine {
     }
 
     /// A place in a view behind waits, or a stitch. `open` is what is ready, if that is known.
-    fn stitch_step(&self, state: &mut State, want: &Want, open: Option<Openings>) -> Option<Step> {
+    fn stitch_step(
+        &self,
+        state: &mut State,
+        want: &Want,
+        open: Option<Openings>,
+        shortened: bool,
+    ) -> Option<Step> {
         let open = match open {
             Some(open) => open,
             None => state.openings(want, false)?,
@@ -408,6 +430,9 @@ impl Engine {
                 }
             }
             return Some(Step::Reserve(SpaceId::Views, bytes));
+        }
+        if !shortened && let Some(cut) = state.plan_cut(want, &open) {
+            return Some(Step::Shorten(cut));
         }
         let room = state.room();
         state
@@ -442,7 +467,7 @@ impl Engine {
             // At the limit memory always wins, also for requests that are not worth a view before.
             if let Some(step) = self
                 .ready_in_view(state, want, &mut open)
-                .or_else(|| self.stitch_step(state, want, open))
+                .or_else(|| self.stitch_step(state, want, open, climb.shortened))
             {
                 return step;
             }

@@ -34,6 +34,7 @@ mod records;
 mod remap;
 mod roster;
 mod settle;
+mod shorten;
 mod single;
 pub mod size;
 mod small;

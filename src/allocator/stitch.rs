@@ -190,7 +190,7 @@ impl State {
 
     /// The views with the longest open suffix, the lowest among equals: what of it a request needs, and
     /// the view's base.
-    fn best_suffixes(&self, need: u64, open: &Openings) -> Vec<(u64, u64)> {
+    pub(crate) fn best_suffixes(&self, need: u64, open: &Openings) -> Vec<(u64, u64)> {
         let views = self.views.iter();
         let room = views.filter(|(_, view)| !view.dead && !view.busy && view.granules < view.room);
         let (mut none, mut suffixes) = (Vec::with_capacity(EXTENSIONS), Vec::new());
@@ -400,6 +400,7 @@ impl State {
                     granules: added,
                     place: 0,
                     live: 0,
+                    blocks: Vec::new(),
                     uses: super::uses::Uses::None,
                     stamp: 0,
                     busy: false,
@@ -469,6 +470,7 @@ impl State {
                     granules,
                     place: 0,
                     live: 0,
+                    blocks: Vec::new(),
                     uses: super::uses::Uses::None,
                     stamp: 0,
                     busy: false,

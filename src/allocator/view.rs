@@ -43,8 +43,10 @@ pub(crate) struct View {
     pub granules: u32,
     /// Its place in the grid.
     pub place: u32,
-    /// Live blocks in it.
+    /// Live blocks in it, and calls under way that keep it.
     pub live: u32,
+    /// Where the blocks lie: granules from the base, to their start and to their end.
+    pub blocks: Vec<(u32, u32)>,
     /// Last uses through the view's addresses, of blocks that were freed.
     pub uses: Uses,
     /// When it last gave a block (a count of large requests).
@@ -313,6 +315,7 @@ impl State {
         let clock = self.clock;
         if let Some(view) = self.views.get_mut(&base) {
             view.live += 1;
+            view.blocks.push((offset, offset + granules));
             view.stamp = clock;
         }
         self.lent_bytes += u64::from(granules) * GRANULE;
@@ -334,8 +337,10 @@ impl State {
         self.lent_bytes -= self.records[id].bytes();
         let owner = self.records.cold(id).owner;
         let parts = std::mem::take(&mut self.records.cold_mut(id).home);
-        if let Some((_, view)) = self.views.range_mut(..=addr).next_back() {
+        if let Some((base, view)) = self.views.range_mut(..=addr).next_back() {
+            let offset = ((addr - base) / GRANULE) as u32;
             view.live -= 1;
+            view.blocks.retain(|(start, _)| *start != offset);
             view.uses = view.uses.union(uses);
         }
         self.records.retire(id);
