@@ -5,9 +5,11 @@ use std::ptr::NonNull;
 
 use crate::driver::{Stream, process, sys};
 
+use super::beside::Beside;
 use super::engine::Engine;
 use super::error::Error;
 use super::front::{Freed, Held, Inner, Life, Node};
+use super::fronts::EngineFront;
 use super::raw::{Grant, Lifetime};
 use super::streams::Holder;
 
@@ -86,6 +88,32 @@ impl Block {
         matches!(state.streams[stream].holder, Holder::Retired)
     }
 
+    /// The front that a small block comes from.
+    pub(crate) fn front(&self) -> Option<&'static EngineFront> {
+        self.grant.node.map(|_| self.grant.home)
+    }
+
+    /// Frees a small block if its front can do it at once, as it cannot once the block's stream was
+    /// retired, and notes it beside the front in the same step.
+    ///
+    /// # Safety
+    /// If it returns something the block is gone: it must not be used, nor dropped.
+    #[inline(always)]
+    pub(crate) unsafe fn free_beside<N, R>(
+        &mut self,
+        side: &Beside<N>,
+        note: impl FnOnce(&mut N) -> R,
+    ) -> Option<R> {
+        let node = self.grant.node?;
+        if !side.is_beside(self.grant.home) || !process::is_quiet() {
+            return None;
+        }
+        let mut both = side.lock();
+        let life = Life::Generation(self.grant.generation);
+        let freed = both.inner.free_at_once(node, life);
+        freed.then(|| note(both.notes()))
+    }
+
     /// Says that another stream uses the block: after the drop it is reused only when everything
     /// which that stream was given until the drop has completed.
     ///
@@ -126,6 +154,11 @@ impl Block {
         let grant = &self.grant;
         match grant.node {
             Some(node) => engine.free_small(grant.home, node, grant.ptr, Some(grant.generation)),
+            None if !engine.watchful()
+                && grant.home.lock().free_large(grant.id, grant.generation) =>
+            {
+                Ok(())
+            }
             None => engine.free_block(&self.lifetime()),
         }
     }
@@ -164,6 +197,11 @@ impl Drop for Block {
             if !inner.free_at_once(node, Life::Generation(self.grant.generation)) {
                 self.drop_small(inner, node);
             }
+            return;
+        }
+        // Blocks of fronts that serve keep the engine as well.
+        let (id, generation) = (self.grant.id, self.grant.generation);
+        if !self.engine().watchful() && self.grant.home.lock().free_large(id, generation) {
             return;
         }
         self.engine().drop_block(self.lifetime());

@@ -2,7 +2,7 @@
 
 use super::check::{CheckError, holds, same};
 use super::engine::Engine;
-use super::front::{Allocated, Held, Inner, QUANTITIES, Small};
+use super::front::{Allocated, Amounts, Held, Inner, QUANTITIES, Small};
 use super::fronts::EngineFront;
 use super::size::GRANULE;
 use super::state::State;
@@ -34,6 +34,11 @@ impl State {
         request: Small,
     ) -> Allocated {
         let mut locked = self.lock_fronts();
+        if locked.iter().any(|inner| inner.shelf.held().blocks > 0) {
+            drop(locked);
+            self.settle_shelves();
+            locked = self.lock_fronts();
+        }
         let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
         let outcome = match at.and_then(|at| locked.get_mut(at)) {
             Some(inner) => inner.take_beyond(request),
@@ -41,6 +46,26 @@ impl State {
         };
         self.settle_peaks(&mut locked);
         outcome
+    }
+
+    /// A large block is about to be counted: if it may be a peak, nothing that nobody holds is counted
+    /// along with it.
+    pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) {
+        let more = [bytes, requested, 1];
+        let limits = self.fronts.limits;
+        let no_limits = [0; QUANTITIES];
+        let pools = [
+            (&mut self.stats.all, limits),
+            (&mut self.stats.large, no_limits),
+        ];
+        let within = pools.into_iter().all(|(pool, limits)| {
+            let each = counters(pool).into_iter().zip(limits).zip(more);
+            each.into_iter()
+                .all(|((counter, limit), more)| counter.current + limit + more <= counter.peak)
+        });
+        if !within {
+            self.settle_shelves();
+        }
     }
 
     /// A large block was counted: raises the peaks of everything together if it is one.
@@ -62,6 +87,7 @@ impl State {
     /// out among the fronts that are busy.
     fn settle_peaks(&mut self, locked: &mut [Locked<'_>]) {
         let totals = totals(locked);
+        let held = held(locked);
         self.fronts.requested = totals[1];
         self.fronts.sharings += 1;
         let now = self.fronts.sharings;
@@ -73,8 +99,10 @@ impl State {
         for (at, (small, all)) in small.into_iter().zip(all).enumerate() {
             small.peak = small.peak.max(totals[at]);
             let sum = all.current + totals[at];
-            all.peak = all.peak.max(sum);
-            room[at] = (small.peak - totals[at]).min(all.peak - sum) / sharers;
+            all.peak = all.peak.max(sum - held[at]);
+            // What lies on a shelf may be handed out again without a look at the peak.
+            let below = all.peak.saturating_sub(sum);
+            room[at] = (small.peak - totals[at]).min(below) / sharers;
         }
         let mut limits = [0; QUANTITIES];
         for (inner, busy) in locked.iter_mut().zip(&busy) {
@@ -138,6 +166,25 @@ impl State {
                 bound.max(active.current)
             };
         }
+        let held = held(&locked);
+        let mut reused = self.fronts.reused;
+        for inner in &locked {
+            reused += inner.shelf.reused();
+        }
+        let reused = [reused.bytes, reused.requested, reused.blocks];
+        for pool in [&mut stats.all, &mut stats.large] {
+            for ((counter, held), reused) in counters(pool).into_iter().zip(held).zip(reused) {
+                counter.current -= held;
+                counter.total_allocated += reused;
+                counter.total_freed += reused + held;
+            }
+            let active = &mut pool.active;
+            active.current -= held[0];
+            active.total_allocated += reused[0];
+            active.total_freed += reused[0] + held[0];
+        }
+        free += held[0];
+        stats.hits += reused[2];
         stats.hits += totals[2] - self.fronts.misses.min(totals[2]);
         stats.front_bytes = quick;
         stats.free += free + pending;
@@ -156,6 +203,7 @@ impl State {
 
     /// Sets the peaks to what is there.
     pub(crate) fn reset_peaks(&mut self) {
+        self.settle_shelves();
         let mut locked = self.lock_fronts();
         self.stats.reset_peaks();
         self.mixed_peak = self.stats.all.active.current - self.stats.all.allocated.current;
@@ -206,12 +254,22 @@ impl State {
     /// Live blocks and their bytes, small ones included.
     pub(crate) fn live_totals(&mut self) -> (u64, u64) {
         let small = self.small_totals();
+        let held = self.held_on_shelves();
         let all = &self.stats.all;
         (
-            all.allocations.current + small[2],
-            all.allocated.current + small[0],
+            all.allocations.current + small[2] - held.blocks,
+            all.allocated.current + small[0] - held.bytes,
         )
     }
+}
+
+/// What the books count for large blocks that nobody holds.
+fn held(locked: &[Locked<'_>]) -> SmallTotals {
+    let mut held = Amounts::default();
+    for inner in locked {
+        held += inner.shelf.held();
+    }
+    [held.bytes, held.requested, held.blocks]
 }
 
 fn totals(locked: &[Locked<'_>]) -> SmallTotals {

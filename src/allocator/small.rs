@@ -11,7 +11,7 @@ use super::state::{AfterFree, PAGE_GRANULES, Want};
 use super::streams::StreamKey;
 
 #[inline(always)]
-fn granted(home: &'static EngineFront, taken: Taken, granules: u32) -> Grant {
+pub(super) fn granted(home: &'static EngineFront, taken: Taken, granules: u32) -> Grant {
     Grant {
         id: taken.id,
         generation: taken.generation,
@@ -36,8 +36,11 @@ impl Engine {
     #[inline(always)]
     pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Option<Grant> {
         let last = bytes.wrapping_sub(1);
-        if last >= PACKED_SMALL_LIMIT as usize || !self.unwatched() {
+        if !self.unwatched() {
             return None;
+        }
+        if last >= PACKED_SMALL_LIMIT as usize {
+            return self.allocate_shelved(key, bytes);
         }
         let granules = (last as u64 / GRANULE) as u32 + 1;
         let (front, pass) = cache::find(self.id, key)?;
@@ -107,7 +110,7 @@ impl Engine {
 
     /// Threads keep meeting at a front: its stream gets more of them, and this thread chooses anew.
     #[cold]
-    fn crowded(&self, key: u64, front: &'static EngineFront) {
+    pub(super) fn crowded(&self, key: u64, front: &'static EngineFront) {
         cache::forget(key);
         let mut state = self.lock();
         let (stream, own) = {

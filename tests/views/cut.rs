@@ -9,6 +9,8 @@ use crate::{Kept, PART, packed, view_of};
 /// The first six of the parts that are free in the end.
 const FRONT: usize = 25 * MIB;
 const ALL: usize = 40 * MIB;
+/// Less than all, and more than the front.
+const NEED: usize = 32 * MIB;
 
 fn unmapped(rig: &Rig) -> u64 {
     rig.calls("cuMemUnmap")
@@ -72,14 +74,14 @@ fn a_view_is_continued_where_its_open_run_ends() {
         drop(parts.drain(..6));
         a.synchronize().unwrap();
         let before = (rig.calls("cuMemMap"), unmapped(rig));
-        let block = allocator.allocate(ALL, &a).unwrap();
+        let block = allocator.allocate(NEED, &a).unwrap();
         assert_eq!(block.ptr(), base + MIB as u64);
         assert_eq!(allocator.stats().rungs.shortened, 1);
         let calls = (rig.calls("cuMemMap") - before.0, unmapped(rig) - before.1);
-        assert_eq!(calls, (((ALL - FRONT) / MIB).div_ceil(2) as u64, 1));
+        assert_eq!(calls, (((NEED - FRONT) / MIB).div_ceil(2) as u64, 1));
         allocator.check().unwrap();
-        rig.stamp(block.ptr(), ALL, 7, &a);
-        assert_eq!(rig.mismatches(block.ptr(), ALL, 7, &a), 0);
+        rig.stamp(block.ptr(), NEED, 7, &a);
+        assert_eq!(rig.mismatches(block.ptr(), NEED, 7, &a), 0);
         kept.assert_intact(rig);
         drop((block, parts, kept));
         rig.close(&allocator);
@@ -115,17 +117,22 @@ fn a_view_that_a_stream_uses_is_not_cut() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let (allocator, kept, base) = restless(rig, [&a, &b]);
-        let block = allocator.allocate(ALL, &a).unwrap();
-        assert_eq!(view_of(&allocator, &block), Some(base));
-        block.record_stream(&b).unwrap();
+        let front = allocator.allocate(FRONT, &a).unwrap();
+        let back = allocator.allocate(ALL - FRONT, &a).unwrap();
+        assert_eq!(view_of(&allocator, &back), Some(base));
+        back.record_stream(&b).unwrap();
+        a.synchronize().unwrap();
         let hold = rig.hold(&b);
-        rig.stamp(block.ptr(), ALL, 7, &b);
-        drop(block);
+        rig.stamp(back.ptr(), ALL - FRONT, 7, &b);
+        drop((front, back));
+        a.synchronize().unwrap();
         let before = unmapped(rig);
-        let other = allocator.allocate(ALL + 10 * MIB, &a);
+        let other = allocator.allocate(NEED, &a).unwrap();
         assert_eq!(unmapped(rig), before);
+        rig.stamp(other.ptr(), NEED, 8, &a);
         hold.release();
         b.synchronize().unwrap();
+        assert_eq!(rig.mismatches(other.ptr(), NEED, 8, &a), 0);
         allocator.check().unwrap();
         drop((other, kept));
         rig.close(&allocator);

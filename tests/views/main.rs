@@ -15,6 +15,7 @@ mod growth;
 mod layout;
 mod life;
 mod order;
+mod share;
 
 use common::*;
 use cualloc::Block;

@@ -9,6 +9,7 @@
 //! Lock order: the books, then fronts by rank. A front is never waited for with a higher one held.
 
 mod account;
+mod again;
 pub(crate) mod cache;
 mod grain;
 mod heap;
@@ -16,6 +17,7 @@ mod heap;
 mod interleavings;
 mod lock;
 mod pages;
+mod shelf;
 mod walk;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,6 +27,7 @@ pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use heap::Heap;
 pub(crate) use lock::{Held, Lock};
 pub(crate) use pages::{PageTable, SMALL_ID};
+pub(crate) use shelf::{Amounts, Shelf, Shelved};
 
 use super::size::GRANULE;
 use std::sync::atomic::Ordering;
@@ -121,6 +124,8 @@ pub(crate) struct Inner<E: 'static> {
     /// at the books. Never used again after the front was stopped.
     pass: u64,
     pub heap: Heap,
+    /// Large blocks.
+    pub shelf: Shelf,
     pub accounts: Accounts,
     pub batches: Vec<Batch>,
     /// Batches that wait for their streams outside.
@@ -152,6 +157,7 @@ impl<E> Default for Inner<E> {
             slot: 0,
             pass: NO_PASS,
             heap: Heap::default(),
+            shelf: Shelf::default(),
             accounts: Accounts::default(),
             batches: Vec::new(),
             waiting: 0,
@@ -394,6 +400,12 @@ impl<E> Inner<E> {
         }
         self.account_free(live);
         true
+    }
+
+    /// Takes a large block back onto the shelf. False if the books have to free it.
+    #[inline]
+    pub(crate) fn free_large(&mut self, id: u32, generation: u32) -> bool {
+        self.is_fast() && self.shelf.put(id, Some(generation)) == Some(true)
     }
 
     /// Frees a block that begins at an address; with a generation only that life of it.
