@@ -127,12 +127,14 @@ fn a_view_that_a_stream_uses_is_not_cut() {
         drop((front, back));
         a.synchronize().unwrap();
         let before = unmapped(rig);
-        let other = allocator.allocate(NEED, &a).unwrap();
+        // More than the view has, also behind a wait.
+        let long = ALL + 4 * MIB;
+        let other = allocator.allocate(long, &a).unwrap();
         assert_eq!(unmapped(rig), before);
-        rig.stamp(other.ptr(), NEED, 8, &a);
+        rig.stamp(other.ptr(), long, 8, &a);
         hold.release();
         b.synchronize().unwrap();
-        assert_eq!(rig.mismatches(other.ptr(), NEED, 8, &a), 0);
+        assert_eq!(rig.mismatches(other.ptr(), long, 8, &a), 0);
         allocator.check().unwrap();
         drop((other, kept));
         rig.close(&allocator);
