@@ -11,8 +11,9 @@ use super::engine::{Engine, Guard};
 use super::plan::Release;
 use super::records::SpaceId;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT, PHYSICAL_GRANULE};
+use super::sources::Source;
 use super::state::{State, Want};
-use super::stitch::{Layout, Source};
+use super::stitch::Layout;
 use super::view::Openings;
 
 /// Handles that any allocation may map: 2 ms at the 20 us that mapping one costs on an H200.
@@ -104,7 +105,7 @@ impl State {
         if maps <= MAPS {
             return layout;
         }
-        let cut = cut(want, &self.sources(open));
+        let cut = cut(want, &self.sources(&open.ranges));
         if cut.adds.is_empty() || !self.bounds_hold(cut.fresh) {
             self.bursts.figures.unbounded += 1;
             return layout;

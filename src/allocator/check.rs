@@ -8,13 +8,14 @@
 //! 5. Each live block is found by its address, has an odd generation, and is counted once on each
 //!    stream that it was allocated or recorded on.
 //! 6. Tickets are not above the open one; markers are in order.
-//! 7. Each block in a view has its bytes lent at home; each handle knows how many views map it.
+//! 7. Each block in a view has its bytes lent at home; each handle knows how many views map it, and is
+//!    found by its addresses; the grid has all handles of all views, and nothing else.
 //! 8. Every counter equals what the walk finds.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::records::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
-use super::size::PAGE;
+use super::size::{PAGE, PHYSICAL_GRANULE};
 use super::space::{Space, class_of};
 use super::state::State;
 use super::view::push_part;
@@ -233,7 +234,7 @@ impl State {
     /// Views, and the blocks in them.
     fn check_views(&self, sums: &mut Sums) -> Result<(), CheckError> {
         let mut maps: HashMap<u64, u32> = HashMap::new();
-        let mut live: HashMap<u64, u32> = HashMap::new();
+        let mut live: HashMap<u64, Vec<(u32, u32)>> = HashMap::new();
         let (mut lent, mut viewed) = (0, 0);
         for (id, hot) in self.records.iter() {
             let parts = &self.records.cold(id).home;
@@ -249,8 +250,9 @@ impl State {
             let Some((base, view)) = self.view_around(hot.addr) else {
                 return holds("a block away from home lies in a view", false);
             };
-            *live.entry(base).or_default() += 1;
             let offset = ((hot.addr - base) / super::size::GRANULE) as u32;
+            let place = (offset, offset + hot.granules);
+            live.entry(base).or_default().push(place);
             let homes = view.home_parts(offset, hot.granules);
             let mut found: Vec<(u64, u32)> = Vec::new();
             for part in parts {
@@ -280,13 +282,23 @@ impl State {
                 u64::from(view.granules),
             )?;
             holds("a view stays in its range", view.granules <= view.room)?;
+            let mut found = live.remove(base).unwrap_or_default();
+            let mut known = view.blocks.clone();
+            found.sort_unstable();
+            known.sort_unstable();
+            holds("a view knows where its blocks lie", found == known)?;
             same(
                 "live blocks of a view",
-                u64::from(live.get(base).copied().unwrap_or(0)),
-                u64::from(view.live),
+                found.len() as u64,
+                view.live.into(),
             )?;
             for seg in &view.segs {
                 let bytes = self.holdings.get(&seg.home).map_or(0, |h| h.bytes);
+                same(
+                    "a view knows its handles by number",
+                    u64::from(self.holdings.get(&seg.home).map_or(0, |h| h.number)),
+                    u64::from(seg.handle),
+                )?;
                 same(
                     "a view maps held handles",
                     u64::from(seg.granules) * super::size::GRANULE,
@@ -295,7 +307,24 @@ impl State {
                 *maps.entry(seg.home).or_default() += 1;
             }
         }
+        let places = self.views.iter();
+        self.grid
+            .check(places.map(|(base, v)| (v.place, *base, v.room, &v.segs[..])))?;
+        let mut numbered = 0;
         for (home, holding) in &self.holdings {
+            if holding.number != 0 {
+                numbered += 1;
+                for page in (0..holding.bytes).step_by(PHYSICAL_GRANULE as usize) {
+                    same(
+                        "a handle is found by its addresses",
+                        u64::from(holding.number),
+                        u64::from(self.handles.at(home + page)),
+                    )?;
+                }
+                let handle = self.handles.get(holding.number);
+                same("a handle has its home", *home, handle.home)?;
+                same("a handle has its size", home + holding.bytes, handle.end())?;
+            }
             let counted = maps.get(home).copied().unwrap_or(0);
             same(
                 "views of a handle",
@@ -303,7 +332,7 @@ impl State {
                 u64::from(holding.views),
             )?;
         }
-        Ok(())
+        same("handles by number", numbered, self.handles.len() as u64)
     }
 
     /// Driver-held memory and mapped extents are the same bytes.

@@ -12,10 +12,11 @@ use super::figures::{GrowthReason, free_among};
 use super::fit::Run;
 use super::plan::{Growth, LEVELS, Release};
 use super::records::{SpaceId, State as Extent};
+use super::shorten::Cut;
 use super::single::{Next, Place};
 use super::state::{State, Want};
 use super::stitch::{STITCH_MIN, Stitch};
-use super::view::ViewRun;
+use super::view::{Openings, ViewRun};
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
 /// other (plus a page), by level of the stitching budget.
@@ -36,6 +37,8 @@ pub(crate) struct Climb {
     evicted: bool,
     /// A stitch was refused; no other is tried for this request.
     unstitched: bool,
+    /// A view was cut short for the request.
+    shortened: bool,
     marked: bool,
     asked_again: bool,
     /// No more address space can be had; what there is may do.
@@ -65,6 +68,8 @@ enum Step {
     View(ViewRun),
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
+    /// Cuts a view short for a stitch.
+    Shorten(Cut),
     /// Lets idle views go for their addresses.
     MakeWay(Vec<u64>),
     Reserve(SpaceId, u64),
@@ -171,6 +176,17 @@ impl Engine {
                     climb.evicted = true;
                     drop(state);
                     self.evict(&idle)?;
+                    state = self.lock();
+                }
+                Step::Shorten(cut) => {
+                    climb.shortened = true;
+                    drop(state);
+                    match self.shorten(cut) {
+                        Ok(()) => {}
+                        // A view that keeps its end stands in nobody's way.
+                        Err(Error::Driver(error)) => log::debug!("a view was kept: {error}"),
+                        Err(error) => return Err(error),
+                    }
                     state = self.lock();
                 }
                 Step::MakeWay(idle) => {
@@ -296,12 +312,13 @@ impl Engine {
         if self.packed && !climb.settled {
             return Step::Settle;
         }
+        let mut open = None;
         if self.packed {
             if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {
                 return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
             }
             if self.stitches(want)
-                && let Some(step) = self.ready_in_view(state, want)
+                && let Some(step) = self.ready_in_view(state, want, &mut open)
             {
                 return step;
             }
@@ -321,7 +338,7 @@ impl Engine {
         if self.packed {
             if self.stitches(want)
                 && !climb.unstitched
-                && let Some(step) = self.stitch_step(state, want)
+                && let Some(step) = self.stitch_step(state, want, open, climb.shortened)
             {
                 return step;
             }
@@ -379,9 +396,18 @@ impl Engine {
         self.views_for(want) && bytes >= STITCH_MIN
     }
 
-    /// A place in a view that is ready.
-    fn ready_in_view(&self, state: &State, want: &Want) -> Option<Step> {
-        self.view_at_hand(state, want).map(Step::View)
+    /// A place in a view that is ready; and what was open.
+    fn ready_in_view(
+        &self,
+        state: &State,
+        want: &Want,
+        open: &mut Option<Openings>,
+    ) -> Option<Step> {
+        if state.views.is_empty() {
+            return None;
+        }
+        let open = open.insert(state.openings(want, false)?);
+        state.find_in_views(want, open).map(Step::View)
     }
 
     /// A place in a view that the stream may use without a wait.
@@ -389,17 +415,29 @@ impl Engine {
         if !self.views_for(want) || state.views.is_empty() {
             return None;
         }
-        let borders = state.borders(want, |finder, id| finder.ready(id))?;
-        state.find_in_views(want, &borders)
+        state.find_in_views(want, &state.openings(want, false)?)
     }
 
-    /// A place in a view behind waits, or a stitch.
-    fn stitch_step(&self, state: &mut State, want: &Want) -> Option<Step> {
-        if state.streams.several() && !state.views.is_empty() {
-            let borders = state.borders(want, |finder, id| finder.reachable(id))?;
-            if let Some(run) = state.find_in_views(want, &borders) {
-                return Some(Step::View(run));
-            }
+    /// A place in a view behind waits, or a stitch. `open` is what is ready, if that is known.
+    fn stitch_step(
+        &self,
+        state: &mut State,
+        want: &Want,
+        open: Option<Openings>,
+        shortened: bool,
+    ) -> Option<Step> {
+        let open = match open {
+            Some(open) => open,
+            None => state.openings(want, false)?,
+        };
+        let reachable = match open.more {
+            true => Some(state.openings(want, true)?),
+            false => None,
+        };
+        if let Some(reachable) = &reachable
+            && let Some(run) = state.find_in_views(want, reachable)
+        {
+            return Some(Step::View(run));
         }
         if let Some(bytes) = state.view_room_missing(want) {
             let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
@@ -411,9 +449,12 @@ impl Engine {
             }
             return Some(Step::Reserve(SpaceId::Views, bytes));
         }
+        if !shortened && let Some(cut) = state.plan_cut(want, &open) {
+            return Some(Step::Shorten(cut));
+        }
         let room = state.room();
         state
-            .plan_stitch(want, room)
+            .plan_stitch(want, room, open, reachable)
             .map(|stitch| Step::Stitch(Box::new(stitch)))
     }
 
@@ -440,10 +481,11 @@ impl Engine {
             return Step::Retry;
         }
         if self.views_for(want) && !self.stitches(want) && !climb.unstitched {
+            let mut open = None;
             // At the limit memory always wins, also for requests that are not worth a view before.
             if let Some(step) = self
-                .ready_in_view(state, want)
-                .or_else(|| self.stitch_step(state, want))
+                .ready_in_view(state, want, &mut open)
+                .or_else(|| self.stitch_step(state, want, open, climb.shortened))
             {
                 return step;
             }

@@ -228,7 +228,7 @@ impl Engine {
                     state.view_gone(&view);
                 }
                 Err(error) => {
-                    state.views.insert(*base, view);
+                    state.put_view(*base, view);
                     first = first.or(Some(error));
                 }
             }

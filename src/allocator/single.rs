@@ -78,7 +78,7 @@ impl State {
         usable: impl Fn(&Finder<'_>, u32) -> bool,
     ) -> Option<Place> {
         let finder = self.finder(want.space, want.stream)?;
-        let open = Openings::collect(&finder, |id| usable(&finder, id));
+        let open = Openings::ranges(&finder, |id| usable(&finder, id));
         let mut best: Option<(u64, u64)> = None;
         for source in self.sources(&open) {
             let (from, to) = source.open;

@@ -12,6 +12,7 @@ use super::figures::{GrowthInfo, SelfTest};
 use super::fit::{Finder, Run};
 use super::front::PageTable;
 use super::fronts::Fronts;
+use super::grid::Grid;
 use super::guards::Guards;
 use super::handles::Handles;
 use super::lookup::Lookup;
@@ -152,6 +153,8 @@ pub(crate) struct State {
     /// Packed: views by their base address, and the address space for them.
     pub views: BTreeMap<u64, View>,
     pub view_space: Space,
+    /// Where to look in views.
+    pub grid: Grid,
     /// Large requests so far: the order in which views were used.
     pub clock: u64,
     /// Level of the stitching budget, and what was spent on it.
@@ -218,6 +221,7 @@ impl State {
             handles: Handles::default(),
             strays: Vec::new(),
             views: BTreeMap::new(),
+            grid: Grid::default(),
             view_space: Space::new(SpaceId::Views, true),
             clock: 0,
             level: 0,

@@ -93,6 +93,8 @@ pub struct Rungs {
     pub waited: u64,
     /// Handles were stitched into a view.
     pub stitched: u64,
+    /// The end of a view was unmapped, so that a stitch could continue the view where it is free.
+    pub shortened: u64,
     /// Memory was added beyond the soft cap.
     pub grown_hard: u64,
     /// Caches inside the allocator were flushed.

@@ -3,9 +3,9 @@
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
-use super::handles::Marks;
 use super::records::SpaceId;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
+use super::sources::{Source, Sources};
 use super::state::{State, Want};
 use super::view::{Lent, Openings, Seg, View, push_part};
 
@@ -13,10 +13,6 @@ use super::view::{Lent, Openings, Seg, View, push_part};
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
 /// Views that are tried for an extension.
 const EXTENSIONS: usize = 6;
-/// From this many handles on, taking the largest first is tried as well,
-const MANY_HANDLES: usize = 24;
-/// and taken if it needs this many tenths fewer.
-const FEWER_TENTHS: usize = 13;
 /// Address space of a view, as a multiple of its first request,
 const VIEW_ROOM: u64 = 4;
 /// but not more than this.
@@ -24,32 +20,6 @@ const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
 /// Mappings in views, at least and per handle held.
 const VIEW_MAPS_MIN: usize = 32_768;
 const VIEW_MAPS_PER_HANDLE: usize = 32;
-
-/// One handle that a stitch may use, as far as it is open.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Source {
-    pub home: u64,
-    pub bytes: u64,
-    /// First open byte and end of the open part.
-    pub open: (u64, u64),
-    /// The handle's number.
-    number: u32,
-}
-
-impl Source {
-    pub(crate) fn whole(&self) -> bool {
-        self.open == (self.home, self.home + self.bytes)
-    }
-
-    /// Open bytes from the handle's start on.
-    fn prefix(&self) -> u64 {
-        if self.open.0 == self.home {
-            self.open.1 - self.home
-        } else {
-            0
-        }
-    }
-}
 
 /// A layout that would hold the request.
 #[derive(Debug, Clone)]
@@ -119,21 +89,26 @@ impl State {
     /// The layout for a request that needs the least new memory, then the fewest handles, given what
     /// is open at home.
     fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = self.sources(open);
+        let sources = Sources::new(self.sources(&open.ranges));
         let extended = self.extended_layouts(want, open, &sources).into_iter();
         extended
             .chain(self.new_layout(want, &sources))
             .min_by_key(Layout::cost)
     }
 
-    /// Plans and claims a stitch that creates at most `room` bytes. Memory that needs a wait is used
-    /// only if that saves new memory.
-    pub(crate) fn plan_stitch(&mut self, want: &Want, room: u64) -> Option<Stitch> {
-        let finder = self.finder(want.space, want.stream)?;
-        let mut open = Openings::collect(&finder, |id| finder.ready(id));
+    /// Plans and claims a stitch that creates at most `room` bytes, of what is open, or, where that
+    /// saves new memory, of what is `reachable` behind waits.
+    pub(crate) fn plan_stitch(
+        &mut self,
+        want: &Want,
+        room: u64,
+        mut open: Openings,
+        reachable: Option<Openings>,
+    ) -> Option<Stitch> {
         let mut layout = self.best_layout(want, &open);
-        if self.streams.several() && layout.as_ref().is_none_or(|l| l.fresh > 0) {
-            let reachable = Openings::collect(&finder, |id| finder.reachable(id));
+        if let Some(reachable) = reachable
+            && layout.as_ref().is_none_or(|l| l.fresh > 0)
+        {
             let behind = self.best_layout(want, &reachable);
             if let Some(behind) = behind
                 && layout.as_ref().is_none_or(|l| behind.fresh < l.fresh)
@@ -149,73 +124,54 @@ impl State {
 
     /// Bytes that a stitch for this request would have to create at least.
     pub(crate) fn stitch_missing(&self, want: &Want) -> Option<u64> {
-        let finder = self.finder(want.space, want.stream)?;
-        let reachable = Openings::collect(&finder, |id| finder.reachable(id));
+        let reachable = self.openings(want, true)?;
         Some(self.best_layout(want, &reachable)?.fresh)
     }
 
-    /// The handles of the large arena that are open, wholly or at an end, by address.
-    pub(crate) fn sources(&self, open: &Openings) -> Vec<Source> {
+    /// The handles of the large arena that are open, as far as they are, by address.
+    pub(crate) fn sources(&self, open: &[(u64, u64)]) -> Vec<Source> {
         let mut sources = Vec::new();
-        for (start, end) in &open.0 {
-            let first = self
-                .holdings
-                .range(..=*start)
-                .next_back()
-                .map_or(*start, |(home, _)| *home);
-            for (home, holding) in self.holdings.range(first..*end) {
-                let (from, to) = ((*start).max(*home), (*end).min(home + holding.bytes));
-                if from < to && holding.space == SpaceId::Large {
-                    sources.push(Source {
-                        home: *home,
-                        bytes: holding.bytes,
-                        open: (from, to),
-                        number: holding.number,
-                    });
+        for (start, end) in open.iter().copied() {
+            let mut from = start;
+            while from < end {
+                let number = self.handles.at(from);
+                if number == 0 {
+                    break;
                 }
+                let handle = self.handles.get(number);
+                let to = end.min(handle.end());
+                sources.push(Source {
+                    home: handle.home,
+                    bytes: handle.end() - handle.home,
+                    open: (from, to),
+                    number,
+                });
+                from = to;
             }
         }
         sources
     }
 
-    fn new_layout(&self, want: &Want, sources: &[Source]) -> Option<Layout> {
+    fn new_layout(&self, want: &Want, sources: &Sources) -> Option<Layout> {
         let need = u64::from(want.granules) * GRANULE;
-        let aligned = want.align > 1;
-        // The run with the most bytes in an open tail of one handle and the whole handles behind it.
-        let head = runs_of(sources, |s| {
-            !aligned && s.open.0 > s.home && s.open.1 == s.home + s.bytes
-        })
-        .into_iter()
-        .max_by_key(|run| {
-            (
-                run.iter().map(|s| s.open.1 - s.open.0).sum::<u64>(),
-                std::cmp::Reverse(run[0].home),
-            )
-        });
+        let head = sources.best_head(want.align > 1);
         let head = head.filter(|run| run[0].open.1 - run[0].open.0 < need);
-        let (back, skip, first, left) = match &head {
-            Some(run) if !run[0].whole() => {
-                let tail = run[0].open.1 - run[0].open.0;
+        let run = head.unwrap_or_default();
+        let mut used = self.handles.marks();
+        let (skip, first, left) = match run.first() {
+            Some(tail) if !tail.whole() => {
+                used.set(tail.number);
+                let skip = tail.open.0 - tail.home;
                 (
-                    0,
-                    run[0].open.0 - run[0].home,
-                    vec![(run[0].home, run[0].bytes)],
-                    need - tail,
+                    skip,
+                    vec![(tail.home, tail.bytes)],
+                    need - (tail.bytes - skip),
                 )
             }
-            _ => (0, 0, Vec::new(), need),
+            _ => (0, Vec::new(), need),
         };
-        let lead: Vec<Source> = head
-            .iter()
-            .flatten()
-            .filter(|s| s.whole())
-            .copied()
-            .collect();
-        let mut used = self.handles.marks();
-        if let (Some(run), false) = (&head, first.is_empty()) {
-            used.set(run[0].number);
-        }
-        let (more, fresh) = gather(sources, &lead, left, &used);
+        let lead = &run[first.len()..];
+        let (more, fresh) = sources.gather(lead, left, &used);
         let mut adds = first;
         adds.extend(more);
         if adds.is_empty() {
@@ -224,7 +180,7 @@ impl State {
         }
         Some(Layout {
             base: None,
-            back,
+            back: 0,
             skip,
             adds,
             fresh,
@@ -232,19 +188,30 @@ impl State {
         })
     }
 
-    /// Extensions of the views with the longest open suffix.
-    fn extended_layouts(&self, want: &Want, open: &Openings, sources: &[Source]) -> Vec<Layout> {
-        let need = u64::from(want.granules) * GRANULE;
-        let mut suffixes: Vec<(u64, u64)> = self
-            .views
-            .iter()
-            .filter(|(_, view)| !view.dead && !view.busy && view.granules < view.room)
-            .map(|(base, view)| (view.open_suffix(open).min(need), *base))
-            .collect();
+    /// The views with the longest open suffix, the lowest among equals: what of it a request needs, and
+    /// the view's base.
+    pub(crate) fn best_suffixes(&self, need: u64, open: &Openings) -> Vec<(u64, u64)> {
+        let views = self.views.iter();
+        let room = views.filter(|(_, view)| !view.dead && !view.busy && view.granules < view.room);
+        let (mut none, mut suffixes) = (Vec::with_capacity(EXTENSIONS), Vec::new());
+        for (base, view) in room {
+            match view.open_suffix(&open.borders).min(need) {
+                0 if none.len() < EXTENSIONS => none.push((0, *base)),
+                0 => {}
+                suffix => suffixes.push((suffix, *base)),
+            }
+        }
         suffixes.sort_unstable_by_key(|(suffix, base)| (std::cmp::Reverse(*suffix), *base));
+        suffixes.extend(none);
         suffixes.truncate(EXTENSIONS);
-        let mut layouts = Vec::new();
-        for (suffix, base) in suffixes {
+        suffixes
+    }
+
+    /// Extensions of the views with the longest open suffix.
+    fn extended_layouts(&self, want: &Want, open: &Openings, sources: &Sources) -> Vec<Layout> {
+        let need = u64::from(want.granules) * GRANULE;
+        let mut layouts: Vec<Layout> = Vec::new();
+        for (suffix, base) in self.best_suffixes(need, open) {
             let Some(view) = self.views.get(&base) else {
                 continue;
             };
@@ -256,9 +223,14 @@ impl State {
             if skip > 0 {
                 continue;
             }
+            // Of equal ones the first is taken.
+            let least = (0, sources.fewest(need - back));
+            if layouts.iter().any(|layout| layout.cost() <= least) {
+                continue;
+            }
             let mut used = self.handles.marks();
             view.segs.iter().for_each(|seg| used.set(seg.handle));
-            let (adds, fresh) = gather(sources, &[], need - back, &used);
+            let (adds, fresh) = sources.gather(&[], need - back, &used);
             let added = adds.iter().map(|(_, bytes)| bytes).sum::<u64>() + fresh;
             if u64::from(view.granules) * GRANULE + added <= u64::from(view.room) * GRANULE {
                 layouts.push(Layout {
@@ -426,21 +398,22 @@ impl State {
                     room: stitch.room,
                     segs,
                     granules: added,
+                    place: 0,
                     live: 0,
+                    blocks: Vec::new(),
                     uses: super::uses::Uses::None,
                     stamp: 0,
                     busy: false,
                     dead: false,
                 };
-                self.views.insert(stitch.base, view);
+                self.put_view(stitch.base, view);
             }
             None => {
                 if let Some(view) = self.views.get_mut(&stitch.base) {
                     view.live -= 1;
                     view.busy = false;
-                    view.segs.extend(segs);
-                    view.granules += added;
                 }
+                self.extend_view(stitch.base, segs);
             }
         }
         self.view_block(stitch.base, stitch.offset, want.granules, parts)
@@ -495,22 +468,23 @@ impl State {
                     room: stitch.room,
                     segs: kept,
                     granules,
+                    place: 0,
                     live: 0,
+                    blocks: Vec::new(),
                     uses: super::uses::Uses::None,
                     stamp: 0,
                     busy: false,
                     dead,
                 };
-                self.views.insert(stitch.base, view);
+                self.put_view(stitch.base, view);
             }
             None => {
                 if let Some(view) = self.views.get_mut(&stitch.base) {
                     view.live -= 1;
                     view.busy = false;
-                    view.granules += kept.iter().map(|s| s.granules).sum::<u32>();
-                    view.segs.extend(kept);
                     view.dead |= dead;
                 }
+                self.extend_view(stitch.base, kept);
             }
         }
     }
@@ -524,12 +498,8 @@ impl State {
     /// Address space that must be at hand before a new view for a request can be planned, if it is
     /// not.
     pub(crate) fn view_room_missing(&self, want: &Want) -> Option<u64> {
-        let handle = self
-            .holdings
-            .values()
-            .map(|h| h.bytes)
-            .max()
-            .unwrap_or(PHYSICAL_GRANULE);
+        let handle = u64::from(self.handles.largest()) * GRANULE;
+        let handle = handle.max(PHYSICAL_GRANULE);
         let need = u64::from(want.granules) * GRANULE;
         let bytes = view_bytes(need, need + 2 * handle);
         let fits = self.view_space.largest_piece() >= bytes;
@@ -541,88 +511,4 @@ impl State {
 fn view_bytes(need: u64, at_least: u64) -> u64 {
     let usual = (need * VIEW_ROOM).min(VIEW_ROOM_MAX);
     usual.max(at_least).next_multiple_of(PHYSICAL_GRANULE)
-}
-
-/// Runs of adjacent sources: one for which `head` holds, if there is one, and whole handles.
-fn runs_of(sources: &[Source], head: impl Fn(&Source) -> bool) -> Vec<Vec<Source>> {
-    let mut runs: Vec<Vec<Source>> = Vec::new();
-    for source in sources {
-        let follows = runs.last().and_then(|run| run.last()).is_some_and(|last| {
-            last.open.1 == last.home + last.bytes && last.open.1 == source.home
-        });
-        if source.whole() && follows {
-            if let Some(run) = runs.last_mut() {
-                run.push(*source);
-            }
-        } else if source.whole() || head(source) {
-            runs.push(vec![*source]);
-        }
-    }
-    runs
-}
-
-/// Chooses handles for `need` bytes: those of `lead` first, then whole runs by length, and as the
-/// last one the smallest open front that is enough. Returns them with the bytes that are missing,
-/// in whole granules. Handles that are `used` have their place already.
-fn gather(sources: &[Source], lead: &[Source], need: u64, used: &Marks) -> (Vec<(u64, u64)>, u64) {
-    let usable: Vec<Source> = sources
-        .iter()
-        .filter(|s| !used.has(s.number))
-        .copied()
-        .collect();
-    let mut runs = runs_of(&usable, |_| false);
-    runs.sort_by_key(|run| {
-        (
-            std::cmp::Reverse(run.iter().map(|s| s.bytes).sum::<u64>()),
-            run[0].home,
-        )
-    });
-    let by_runs = fill(
-        &usable,
-        lead.iter().chain(runs.iter().flatten()),
-        need,
-        used,
-    );
-    if by_runs.0.len() <= MANY_HANDLES {
-        return by_runs;
-    }
-    let mut by_size: Vec<Source> = usable.iter().filter(|s| s.whole()).copied().collect();
-    by_size.sort_by_key(|s| (std::cmp::Reverse(s.bytes), s.home));
-    let by_size = fill(&usable, lead.iter().chain(&by_size), need, used);
-    if by_size.1 <= by_runs.1 && by_size.0.len() * FEWER_TENTHS <= by_runs.0.len() * 10 {
-        by_size
-    } else {
-        by_runs
-    }
-}
-
-fn fill<'a>(
-    usable: &[Source],
-    order: impl Iterator<Item = &'a Source>,
-    need: u64,
-    used: &Marks,
-) -> (Vec<(u64, u64)>, u64) {
-    let (mut adds, mut left): (Vec<(u64, u64)>, u64) = (Vec::new(), need);
-    let mut taken = used.clone();
-    for source in order {
-        if left == 0 {
-            break;
-        }
-        if source.bytes <= left && !taken.has(source.number) {
-            taken.set(source.number);
-            adds.push((source.home, source.bytes));
-            left -= source.bytes;
-        }
-    }
-    if left > 0 {
-        let last = usable
-            .iter()
-            .filter(|s| !taken.has(s.number) && s.prefix() >= left)
-            .min_by_key(|s| (s.prefix(), s.home));
-        if let Some(last) = last {
-            adds.push((last.home, last.bytes));
-            left = 0;
-        }
-    }
-    (adds, left.next_multiple_of(PHYSICAL_GRANULE))
 }

@@ -9,9 +9,12 @@
 //! Views are kept when their blocks are freed, so that work which repeats finds its layout again
 //! without a driver call.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
 use super::fit::Finder;
-use super::handles::Borders;
-use super::records::{NIL, SpaceId, State as Extent};
+use super::handles::{BACK, Borders, Handles};
+use super::records::{SpaceId, State as Extent};
 use super::size::GRANULE;
 use super::space::Shard;
 use super::state::{PendingWait, State, Want};
@@ -38,8 +41,12 @@ pub(crate) struct View {
     pub segs: Vec<Seg>,
     /// Granules of the handles.
     pub granules: u32,
-    /// Live blocks in it.
+    /// Its place in the grid.
+    pub place: u32,
+    /// Live blocks in it, and calls under way that keep it.
     pub live: u32,
+    /// Where the blocks lie: granules from the base, to their start and to their end.
+    pub blocks: Vec<(u32, u32)>,
     /// Last uses through the view's addresses, of blocks that were freed.
     pub uses: Uses,
     /// When it last gave a block (a count of large requests).
@@ -50,36 +57,55 @@ pub(crate) struct View {
     pub dead: bool,
 }
 
-/// Free bytes at home that a request may use: sorted intervals that do not touch.
-#[derive(Debug, Default)]
-pub(crate) struct Openings(pub Vec<(u64, u64)>);
+/// Free bytes at home that a request may use.
+#[derive(Debug)]
+pub(crate) struct Openings {
+    /// Sorted intervals that do not touch.
+    pub ranges: Vec<(u64, u64)>,
+    /// How far each handle is open.
+    pub borders: Borders,
+    /// There are more behind waits.
+    pub more: bool,
+}
 
 impl Openings {
-    pub(crate) fn collect(finder: &Finder<'_>, usable: impl Fn(u32) -> bool) -> Self {
-        let mut open: Vec<(u64, u64)> = Vec::new();
-        for region in finder.space.regions().values() {
-            let mut at = region.first;
-            while at != NIL {
-                let hot = &finder.records[at];
-                if usable(at) {
-                    match open.last_mut() {
-                        Some(last) if last.1 == hot.addr => last.1 = hot.end(),
-                        _ => open.push((hot.addr, hot.end())),
-                    }
-                }
-                at = hot.next;
-            }
+    /// What is ready, or all that can be reached.
+    pub(crate) fn collect(handles: &Handles, finder: &Finder<'_>, reachable: bool) -> Self {
+        let mut more = false;
+        let usable = |id| {
+            let ready = finder.ready(id);
+            let waits = !ready && (reachable || !more) && finder.reachable(id);
+            more |= waits;
+            ready || (waits && reachable)
+        };
+        let ranges = Self::ranges(finder, usable);
+        Openings {
+            borders: Borders::new(handles, &ranges),
+            ranges,
+            more,
         }
-        Openings(open)
     }
 
-    /// The parts of a range that are open, by address.
-    pub(crate) fn within(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
-        let at = self.0.partition_point(|o| o.1 <= start);
-        self.0[at..]
-            .iter()
-            .take_while(move |o| o.0 < end)
-            .map(move |o| (o.0.max(start), o.1.min(end)))
+    /// The free bytes in the pieces that may be used, as sorted intervals that do not touch.
+    pub(crate) fn ranges(
+        finder: &Finder<'_>,
+        mut usable: impl FnMut(u32) -> bool,
+    ) -> Vec<(u64, u64)> {
+        let mut ranges: Vec<(u64, u64)> = Vec::with_capacity(finder.space.piece_count());
+        for piece in finder.space.pieces() {
+            if usable(piece.id) {
+                ranges.push((piece.addr, piece.addr + u64::from(piece.granules) * GRANULE));
+            }
+        }
+        ranges.sort_unstable();
+        ranges.dedup_by(|next, last| {
+            let touch = last.1 == next.0;
+            if touch {
+                last.1 = next.1;
+            }
+            touch
+        });
+        ranges
     }
 }
 
@@ -122,21 +148,19 @@ impl View {
     }
 
     /// Open bytes at the view's end.
-    pub(crate) fn open_suffix(&self, open: &Openings) -> u64 {
+    pub(crate) fn open_suffix(&self, borders: &Borders) -> u64 {
         let mut suffix = 0;
         for seg in self.segs.iter().rev() {
-            let (start, end) = (seg.home, seg.home + u64::from(seg.granules) * GRANULE);
-            match open.within(start, end).last() {
-                Some((from, to)) if to == end => {
-                    suffix += to - from;
-                    if from > start {
-                        break;
-                    }
-                }
-                _ => break,
+            if borders.touch()[seg.handle as usize] & BACK == 0 {
+                break;
+            }
+            let (_, back) = borders.of(seg.handle);
+            suffix += back;
+            if back < seg.granules {
+                break;
             }
         }
-        suffix
+        u64::from(suffix) * GRANULE
     }
 
     /// The home ranges of a part of the view, as few as there can be.
@@ -175,34 +199,57 @@ pub(crate) struct Lent {
 
 impl State {
     /// The smallest run over all views that holds a request, given what is open at home.
-    pub(crate) fn find_in_views(&self, want: &Want, borders: &Borders) -> Option<ViewRun> {
+    pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;
-        for (base, view) in &self.views {
+        let mut look = |base: u64, view: &View| {
             if view.dead || view.granules < want.granules {
-                continue;
+                return;
             }
-            if let Some((offset, granules)) = view.tightest(*base, borders, want)
-                && best.is_none_or(|b| granules < b.granules)
+            let found = view.tightest(base, &open.borders, want);
+            if let Some((offset, granules)) = found
+                && best.is_none_or(|b| (granules, base) < (b.granules, b.base))
             {
                 best = Some(ViewRun {
-                    base: *base,
+                    base,
                     offset,
                     granules,
                 });
             }
+        };
+        match self.grid.candidates(want.granules, open.borders.touch()) {
+            Some(bases) => {
+                let views = bases.iter().filter_map(|base| self.views.get(base));
+                bases
+                    .iter()
+                    .zip(views)
+                    .for_each(|(base, view)| look(*base, view));
+            }
+            None => self.views.iter().for_each(|(base, view)| look(*base, view)),
         }
         best
     }
 
-    /// What is open at home in each handle, by the pieces that a request may use.
-    pub(crate) fn borders(
-        &self,
-        want: &Want,
-        usable: impl Fn(&Finder<'_>, u32) -> bool,
-    ) -> Option<Borders> {
+    /// What is open at home for a request.
+    pub(crate) fn openings(&self, want: &Want, reachable: bool) -> Option<Openings> {
         let finder = self.finder(want.space, want.stream)?;
-        let usable = |id| usable(&finder, id);
-        Some(Borders::collect(&self.handles, &finder, usable))
+        Some(Openings::collect(&self.handles, &finder, reachable))
+    }
+
+    /// Enters a view.
+    pub(crate) fn put_view(&mut self, base: u64, mut view: View) {
+        view.place = self.grid.enter(base, view.room);
+        self.grid.extend(view.place, &view.segs, 0);
+        self.views.insert(base, view);
+    }
+
+    /// Enters what was mapped into a view behind the handles that it has.
+    pub(crate) fn extend_view(&mut self, base: u64, segs: Vec<Seg>) {
+        if let Some(view) = self.views.get_mut(&base) {
+            let from = view.granules;
+            view.granules += segs.iter().map(|seg| seg.granules).sum::<u32>();
+            view.segs.extend(segs);
+            self.grid.extend(view.place, &view.segs, from);
+        }
     }
 
     /// Claims home memory, part by part; nothing is claimed if one part cannot be.
@@ -268,6 +315,7 @@ impl State {
         let clock = self.clock;
         if let Some(view) = self.views.get_mut(&base) {
             view.live += 1;
+            view.blocks.push((offset, offset + granules));
             view.stamp = clock;
         }
         self.lent_bytes += u64::from(granules) * GRANULE;
@@ -289,8 +337,10 @@ impl State {
         self.lent_bytes -= self.records[id].bytes();
         let owner = self.records.cold(id).owner;
         let parts = std::mem::take(&mut self.records.cold_mut(id).home);
-        if let Some((_, view)) = self.views.range_mut(..=addr).next_back() {
+        if let Some((base, view)) = self.views.range_mut(..=addr).next_back() {
+            let offset = ((addr - base) / GRANULE) as u32;
             view.live -= 1;
+            view.blocks.retain(|(start, _)| *start != offset);
             view.uses = view.uses.union(uses);
         }
         self.records.retire(id);
@@ -327,7 +377,9 @@ impl State {
             return None;
         }
         // Its handles stay counted until it is unmapped: none of them may be released before.
-        self.views.remove(&base)
+        let view = self.views.remove(&base)?;
+        self.grid.leave(view.place, view.room);
+        Some(view)
     }
 
     /// A view was unmapped: its handles and its range are free of it.
@@ -358,22 +410,18 @@ impl State {
 
     /// Idle views, longest unused first, of which at least the handles count in `excess` goes.
     pub(crate) fn idle_views(&self, excess: usize) -> Vec<u64> {
-        let mut idle: Vec<(u64, u64, usize)> = self
-            .views
-            .iter()
-            .filter(|(_, v)| self.view_over(v))
-            .map(|(base, v)| (v.stamp, *base, v.segs.len()))
+        let idle = self.views.iter().filter(|(_, v)| self.view_over(v));
+        let mut idle: BinaryHeap<_> = idle
+            .map(|(base, v)| (Reverse((v.stamp, *base)), v.segs.len()))
             .collect();
-        idle.sort_unstable();
-        let mut going = 0;
-        idle.into_iter()
-            .take_while(|(_, _, segs)| {
-                let more = going < excess;
-                going += segs;
-                more
-            })
-            .map(|(_, base, _)| base)
-            .collect()
+        let (mut going, mut bases) = (0, Vec::new());
+        while going < excess
+            && let Some((Reverse((_, base)), segs)) = idle.pop()
+        {
+            going += segs;
+            bases.push(base);
+        }
+        bases
     }
 
     /// Idle views, longest unused first, of which the address space comes to at least `bytes` if there

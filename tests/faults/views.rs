@@ -17,11 +17,12 @@ const CROWDED: Scenario = Scenario {
 
 /// Parts in a row, of which every second one, allocated on stream `on`, is free.
 fn scattered(w: &mut World, pieces: usize, on: usize) {
+    let first = w.blocks.len();
     for _ in 0..pieces {
         w.put(PART, 0);
         w.put(PART, on);
     }
-    (0..pieces).for_each(|at| w.free(2 * at + 1).unwrap());
+    (0..pieces).for_each(|at| w.free(first + 2 * at + 1).unwrap());
 }
 
 /// The same, with a view over two of the free parts in which no block is left.
@@ -32,6 +33,32 @@ fn viewed(w: &mut World, pieces: usize) {
     w.free(2 * pieces).unwrap();
     assert_eq!(w.alloc.stats().rungs.stitched, 1);
     w.settle();
+}
+
+/// Sixteen scattered parts on the last level, and a view over ten of them: the first six are free,
+/// and so are those outside of it.
+fn restless(w: &mut World) {
+    w.stream();
+    w.put(100, 1);
+    scattered(w, 16, 0);
+    w.settle();
+    for mib in [12, 16, 20, 24, 32, 40] {
+        w.put(mib * MIB, 0);
+        w.settle();
+        w.free(w.blocks.len() - 1).unwrap();
+        w.settle();
+    }
+    let first = w.blocks.len();
+    (0..16).for_each(|_| w.put(PART, 0));
+    let place = |at: &usize| w.blocks[*at].as_ref().map(|block| block.ptr());
+    let mut parts: Vec<usize> = (first..first + 16).collect();
+    parts.sort_by_key(place);
+    for at in parts[..6].iter().chain(&parts[10..]) {
+        w.free(*at).unwrap();
+    }
+    w.settle();
+    assert_eq!(w.alloc.stats().packing.level, 5);
+    assert_eq!(w.alloc.stats().rungs.shortened, 0);
 }
 
 /// Without a fault the act is what its name says.
@@ -109,6 +136,15 @@ pub fn scenarios() -> Vec<Scenario> {
             limit: Some(40 << 20),
             act: |w| w.take(11 * MIB, 0),
             atomic: true,
+            ..CROWDED
+        },
+        Scenario {
+            name: "extension of a view that is cut",
+            proof: |w| w.alloc.stats().rungs.shortened == 1,
+            prepare: restless,
+            limit: Some(162 << 20),
+            budget: Some(1),
+            act: |w| w.take(40 * MIB, 0),
             ..CROWDED
         },
         Scenario {

@@ -27,6 +27,8 @@ pub struct Scenario {
     pub policies: &'static [Policy],
     pub memory: u64,
     pub limit: Option<u64>,
+    /// Handles that may be mapped on each level.
+    pub budget: Option<u64>,
     pub mode: Mode,
     pub prepare: fn(&mut World),
     pub act: Act,
@@ -48,6 +50,7 @@ pub const PLAIN: Scenario = Scenario {
     policies: BOTH,
     memory: 8 << 30,
     limit: None,
+    budget: None,
     mode: Mode::Manual,
     prepare: |_| {},
     act: |_| Ok(()),
@@ -63,7 +66,10 @@ impl World {
         let sim = Simulator::new(config).unwrap();
         let driver = sim.driver().unwrap();
         let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
-        let config = Config::new().policy(policy).limit(scenario.limit);
+        let mut config = Config::new().policy(policy).limit(scenario.limit);
+        if let Some(handles) = scenario.budget {
+            config = config.budget(handles);
+        }
         let alloc = Allocator::with_config(&context, config).unwrap();
         let mut world = World {
             blocks: Vec::new(),

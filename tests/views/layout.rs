@@ -131,6 +131,60 @@ fn a_view_is_extended() {
     });
 }
 
+/// A long run is found again wherever it lies in a view: also in what was mapped behind the view later.
+#[test]
+fn a_long_run_in_a_view_is_found_again() {
+    packed(|rig| {
+        let a = rig.stream();
+        let (allocator, kept) = scattered(rig, 16, &a);
+        let mapped = || rig.calls("cuMemMap");
+        drop(allocator.allocate(36 * MIB, &a).unwrap());
+        let before = mapped();
+        let front = allocator.allocate(36 * MIB, &a).unwrap();
+        assert_eq!(mapped(), before, "the whole view");
+        let back = allocator.allocate(29 * MIB, &a).unwrap();
+        let base = view_of(&allocator, &front);
+        assert_eq!(view_of(&allocator, &back), base);
+        assert!(mapped() > before);
+        allocator.check().unwrap();
+        drop(back);
+        let before = mapped();
+        let back = allocator.allocate(29 * MIB, &a).unwrap();
+        assert_eq!((view_of(&allocator, &back), mapped()), (base, before));
+        drop((front, back));
+        let all = allocator.allocate(65 * MIB, &a).unwrap();
+        assert_eq!((view_of(&allocator, &all), mapped()), (base, before));
+        rig.stamp(all.ptr(), 65 * MIB, 1, &a);
+        assert_eq!(rig.mismatches(all.ptr(), 65 * MIB, 1, &a), 0);
+        kept.assert_intact(rig);
+        drop((all, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// Nothing is looked for in a view that is gone, and its place is another's.
+#[test]
+fn a_view_that_goes_leaves_the_grid() {
+    packed(|rig| {
+        let a = rig.stream();
+        let (allocator, kept) = scattered(rig, 16, &a);
+        let block = allocator.allocate(36 * MIB, &a).unwrap();
+        assert!(view_of(&allocator, &block).is_some());
+        drop(block);
+        a.synchronize().unwrap();
+        allocator.check().unwrap();
+        assert!(allocator.trim(0).unwrap().released > 0);
+        assert_eq!(allocator.stats().packing.views, 0);
+        allocator.check().unwrap();
+        let again = allocator.allocate(36 * MIB, &a).unwrap();
+        allocator.check().unwrap();
+        drop(again);
+        kept.assert_intact(rig);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
 /// In a view a block is aligned as it asks.
 #[test]
 fn blocks_in_views_are_aligned() {

@@ -10,6 +10,7 @@
 mod beside;
 #[path = "../common/mod.rs"]
 mod common;
+mod cut;
 mod growth;
 mod layout;
 mod life;

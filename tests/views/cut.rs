@@ -1,0 +1,142 @@
+//! Views that are cut short and continued otherwise, by work that never comes to rest.
+
+use cualloc::driver::Stream;
+use cualloc::{Allocator, Block, Config};
+
+use crate::common::*;
+use crate::{Kept, PART, packed, view_of};
+
+/// The first six of the parts that are free in the end.
+const FRONT: usize = 25 * MIB;
+const ALL: usize = 40 * MIB;
+/// Less than all, and more than the front.
+const NEED: usize = 32 * MIB;
+
+fn unmapped(rig: &Rig) -> u64 {
+    rig.calls("cuMemUnmap")
+}
+
+/// An allocator on its last level with 16 scattered parts of memory, all free, and an idle view over the
+/// first ten.
+fn restless(rig: &Rig, streams: [&Stream; 2]) -> (Allocator, Kept, u64) {
+    let pieces = 16;
+    let config = Config::new().limit(Some((2 * pieces * PART + 2 * MIB) as u64));
+    let allocator = rig.allocator_with(config.budget(1));
+    drop(allocator.allocate(100, streams[1]).unwrap());
+    let (mut kept, mut freed) = (Vec::new(), Vec::new());
+    for word in 0..pieces as u32 {
+        let block = allocator.allocate(PART, streams[0]).unwrap();
+        rig.stamp(block.ptr(), PART, 1000 + word, streams[0]);
+        kept.push(block);
+        freed.push(allocator.allocate(PART, streams[0]).unwrap());
+    }
+    let stream = streams[0].clone();
+    stream.synchronize().unwrap();
+    drop(freed);
+    let mut base = 0;
+    for parts in [12, 16, 20, 24, 32, 40] {
+        // Longer and longer: each extends the view, and is above the budget.
+        let block = allocator.allocate(parts * MIB, streams[0]).unwrap();
+        base = view_of(&allocator, &block).unwrap();
+        assert_eq!(block.ptr(), base + MIB as u64);
+        stream.synchronize().unwrap();
+    }
+    assert_eq!(allocator.stats().packing.level, 5);
+    allocator.check().unwrap();
+    (
+        allocator,
+        Kept {
+            blocks: kept,
+            stream,
+        },
+        base,
+    )
+}
+
+/// All free parts as blocks, the lowest first.
+fn fill(allocator: &Allocator, stream: &Stream) -> Vec<Block> {
+    let mut parts: Vec<Block> = (0..16)
+        .map(|_| allocator.allocate(PART, stream).unwrap())
+        .collect();
+    parts.sort_by_key(Block::ptr);
+    parts
+}
+
+/// The open front of the view is kept, and continued with other handles; what it had behind goes.
+#[test]
+fn a_view_is_continued_where_its_open_run_ends() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept, base) = restless(rig, [&a, &b]);
+        let mut parts = fill(&allocator, &a);
+        // The view's tail is in use at home.
+        drop(parts.split_off(10));
+        drop(parts.drain(..6));
+        a.synchronize().unwrap();
+        let before = (rig.calls("cuMemMap"), unmapped(rig));
+        let block = allocator.allocate(NEED, &a).unwrap();
+        assert_eq!(block.ptr(), base + MIB as u64);
+        assert_eq!(allocator.stats().rungs.shortened, 1);
+        let calls = (rig.calls("cuMemMap") - before.0, unmapped(rig) - before.1);
+        assert_eq!(calls, (((NEED - FRONT) / MIB).div_ceil(2) as u64, 1));
+        allocator.check().unwrap();
+        rig.stamp(block.ptr(), NEED, 7, &a);
+        assert_eq!(rig.mismatches(block.ptr(), NEED, 7, &a), 0);
+        kept.assert_intact(rig);
+        drop((block, parts, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// A view is not cut below a block that lies in it.
+#[test]
+fn a_block_in_the_end_of_a_view_keeps_it() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept, base) = restless(rig, [&a, &b]);
+        let front = allocator.allocate(FRONT, &a).unwrap();
+        let back = allocator.allocate(ALL - FRONT, &a).unwrap();
+        assert_eq!(view_of(&allocator, &back), Some(base));
+        rig.stamp(back.ptr(), ALL - FRONT, 3, &a);
+        drop(front);
+        a.synchronize().unwrap();
+        let before = unmapped(rig);
+        let block = allocator.allocate(ALL, &a).unwrap();
+        assert_eq!(unmapped(rig), before);
+        rig.stamp(block.ptr(), ALL, 7, &a);
+        assert_eq!(rig.mismatches(back.ptr(), ALL - FRONT, 3, &a), 0);
+        allocator.check().unwrap();
+        drop((block, back, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// Nor while a stream may still use its addresses.
+#[test]
+fn a_view_that_a_stream_uses_is_not_cut() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept, base) = restless(rig, [&a, &b]);
+        let front = allocator.allocate(FRONT, &a).unwrap();
+        let back = allocator.allocate(ALL - FRONT, &a).unwrap();
+        assert_eq!(view_of(&allocator, &back), Some(base));
+        back.record_stream(&b).unwrap();
+        a.synchronize().unwrap();
+        let hold = rig.hold(&b);
+        rig.stamp(back.ptr(), ALL - FRONT, 7, &b);
+        drop((front, back));
+        a.synchronize().unwrap();
+        let before = unmapped(rig);
+        // More than the view has, also behind a wait.
+        let long = ALL + 4 * MIB;
+        let other = allocator.allocate(long, &a).unwrap();
+        assert_eq!(unmapped(rig), before);
+        rig.stamp(other.ptr(), long, 8, &a);
+        hold.release();
+        b.synchronize().unwrap();
+        assert_eq!(rig.mismatches(other.ptr(), long, 8, &a), 0);
+        allocator.check().unwrap();
+        drop((other, kept));
+        rig.close(&allocator);
+    });
+}
