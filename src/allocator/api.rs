@@ -8,13 +8,16 @@ use crate::driver::{CallCounts, Context, Driver, Stream, sys};
 use super::block::Block;
 use super::check::CheckError;
 use super::config::{Config, Policy};
-use super::engine::{Engine, Shared, is_special};
+use super::engine::{Engine, Named, Shared, is_special};
 use super::error::Error;
 use super::figures::{Fragmentation, SelfTest};
 use super::life::{Keep, Trimmed};
+use super::raw::{Grant, Request};
 use super::size;
+use super::small::Missed;
 use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
+use super::streams::StreamKey;
 
 /// A caching allocator for the memory of one device.
 ///
@@ -134,12 +137,33 @@ impl Allocator {
     /// [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
-        if let Some(key) = stream.known_id()
-            && let Some(grant) = self.engine.allocate_at_once(key, bytes)
-        {
-            return Ok(Block::new(&self.engine, grant, bytes));
+        let mut missed = None;
+        if let Some(key) = stream.known_id() {
+            match self.engine.allocate_at_once(key, bytes) {
+                Ok(grant) => return Ok(Block::new(&self.engine, grant, bytes)),
+                Err(why) => missed = Some(why),
+            }
         }
-        self.allocate_aligned(bytes, 1, stream)
+        let grant = self.allocate_missed(bytes, stream, missed)?;
+        Ok(Block::new(&self.engine, grant, bytes))
+    }
+
+    /// [`allocate`](Self::allocate) of what no front served at once. Apart from it, and with a result
+    /// of another type, so that the common case needs no copy in memory.
+    #[inline(never)]
+    fn allocate_missed(
+        &self,
+        bytes: usize,
+        stream: &Stream,
+        missed: Option<Missed>,
+    ) -> Result<Grant, Error> {
+        let grant = missed.and_then(|missed| self.engine.allocate_with_effort(missed));
+        if let Some(grant) = grant {
+            return Ok(grant);
+        }
+        let request = Request::new(bytes, 1)?;
+        let named = self.engine.named(stream)?;
+        self.engine.allocate_request(&named, &request)
     }
 
     /// [`allocate`](Self::allocate) at a multiple of `alignment` bytes, a power of two up to 2 MiB.
@@ -213,9 +237,10 @@ impl Allocator {
             // SAFETY: the caller's contract.
             match unsafe { self.engine.driver().stream_id(stream) } {
                 Ok(Some(key)) => {
-                    if let Some(grant) = self.engine.allocate_at_once(key, bytes) {
-                        return Ok(grant.ptr);
-                    }
+                    return match self.engine.allocate_at_once(key, bytes) {
+                        Ok(grant) => Ok(grant.ptr()),
+                        Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
+                    };
                 }
                 Ok(None) => {}
                 Err(error) => return Err(self.engine.unnamed(stream, error)),
@@ -223,7 +248,24 @@ impl Allocator {
         }
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
-        Ok(self.engine.allocate(&named, bytes, 1)?.ptr)
+        Ok(self.engine.allocate(&named, bytes, 1)?.ptr())
+    }
+
+    #[inline(never)]
+    fn allocate_raw_missed(
+        &self,
+        bytes: usize,
+        (raw, key): (sys::CUstream, u64),
+        missed: Missed,
+    ) -> Result<sys::CUdeviceptr, Error> {
+        if let Some(grant) = self.engine.allocate_with_effort(missed) {
+            return Ok(grant.ptr());
+        }
+        let request = Request::new(bytes, 1)?;
+        let key = StreamKey::Id(key);
+        let stream = None;
+        let named = Named { key, raw, stream };
+        Ok(self.engine.allocate_request(&named, &request)?.ptr())
     }
 
     /// Frees a block by the address that [`allocate_raw`](Self::allocate_raw) or

@@ -1,14 +1,14 @@
 //! A block of device memory that frees itself.
 
 use std::fmt;
-use std::ptr::NonNull;
 
 use crate::driver::{Stream, process, sys};
 
 use super::engine::Engine;
 use super::error::Error;
 use super::front::{Freed, Held, Inner, Life, Node};
-use super::raw::{Grant, Lifetime};
+use super::raw::{Grant, Lifetime, Place};
+use super::size;
 use super::streams::Holder;
 
 /// Device memory with one owner. Dropping it gives the memory back in the order of its stream:
@@ -17,10 +17,9 @@ use super::streams::Holder;
 /// `Send` and `Sync`: a block is an address with a lifetime, nothing in it is read or written on the
 /// host. It may outlive the [`Allocator`](super::Allocator) handle it came from.
 pub struct Block {
-    /// Kept alive by the front that is the block's home. A count of references would be a word that
-    /// all threads write.
-    engine: NonNull<Engine>,
-    grant: Grant,
+    /// With the front that is the block's home and keeps the allocator alive. A count of references
+    /// would be a word that all threads write.
+    place: Place,
     requested: usize,
 }
 
@@ -30,24 +29,28 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Block {
-    /// The engine is one that lies in an `Arc`, and the grant is its.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn new(engine: &Engine, grant: Grant, requested: usize) -> Self {
+        debug_assert!(std::ptr::eq(engine, grant.place.home().engine()));
+        let rounded = size::round_size(requested);
+        debug_assert!(grant.place.wide() || rounded == Some(grant.bytes()));
         Block {
-            engine: NonNull::from(engine),
-            grant,
+            place: grant.place,
             requested,
         }
     }
 
     /// The first byte's address, a multiple of 512.
     pub fn ptr(&self) -> sys::CUdeviceptr {
-        self.grant.ptr
+        self.place.ptr
     }
 
     /// Usable bytes: the request, rounded up.
     pub fn size(&self) -> u64 {
-        self.grant.bytes
+        match self.place.record() {
+            Some(id) if self.place.wide() => self.engine().lock().records[id].bytes(),
+            _ => (self.requested as u64).next_multiple_of(size::GRANULE),
+        }
     }
 
     /// Bytes as they were asked for.
@@ -58,20 +61,20 @@ impl Block {
     /// The number of the block's life: no two lives of the same memory have the same pair of id and
     /// generation.
     pub fn generation(&self) -> (u32, u32) {
-        (self.grant.id, self.grant.generation)
+        (self.engine().id_of(&self.place), self.place.generation)
     }
 
     pub(crate) fn engine(&self) -> &Engine {
-        // SAFETY: the block is live, so its engine is not closed, and the front of the block's
-        // stream holds a reference to it.
-        unsafe { self.engine.as_ref() }
+        // SAFETY: the block is live, so its engine is not closed, and the front that is its home
+        // holds a reference to it.
+        unsafe { &*self.place.home().engine() }
     }
 
     fn lifetime(&self) -> Lifetime {
         Lifetime {
-            id: self.grant.id,
-            generation: self.grant.generation,
-            ptr: self.grant.ptr,
+            id: self.engine().id_of(&self.place),
+            generation: self.place.generation,
+            ptr: self.place.ptr,
         }
     }
 
@@ -79,9 +82,9 @@ impl Block {
     /// of all its work.
     pub(crate) fn stream_retired(&self) -> bool {
         let state = self.engine().lock();
-        let stream = match self.grant.node {
-            Some(_) => self.grant.home.lock().slot,
-            None => state.records[self.grant.id].stream,
+        let stream = match self.place.record() {
+            Some(id) => state.records[id].stream,
+            None => self.place.home().lock().slot,
         };
         matches!(state.streams[stream].holder, Holder::Retired)
     }
@@ -93,7 +96,7 @@ impl Block {
     /// [`Error::Capturing`]; a lost context; driver errors.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         let engine = self.engine();
-        engine.record(self.grant.ptr, &engine.named(stream)?, false)
+        engine.record(self.place.ptr, &engine.named(stream)?, false)
     }
 
     /// Says that another stream used the block and will not again: reuse waits only for what that
@@ -103,7 +106,7 @@ impl Block {
     /// As [`record_stream`](Self::record_stream).
     pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
         let engine = self.engine();
-        engine.record(self.grant.ptr, &engine.named(stream)?, true)
+        engine.record(self.place.ptr, &engine.named(stream)?, true)
     }
 
     /// Frees the block; unlike a drop it reports failures, and gives the block back with them.
@@ -123,17 +126,17 @@ impl Block {
     fn try_free(&self) -> Result<(), Error> {
         let engine = self.engine();
         engine.usable()?;
-        let grant = &self.grant;
-        match grant.node {
-            Some(node) => engine.free_small(grant.home, node, grant.ptr, Some(grant.generation)),
+        let place = &self.place;
+        match place.node() {
+            Some(node) => engine.free_small(place.home(), node, place.ptr, Some(place.generation)),
             None => engine.free_block(&self.lifetime()),
         }
     }
 
     /// Frees a small block when its front cannot do it at once.
-    #[cold]
+    #[inline(never)]
     fn drop_small(&self, mut inner: Held<'_, Inner<Engine>>, node: Node) {
-        let freed = inner.free(node, self.grant.ptr, Some(self.grant.generation));
+        let freed = inner.free(node, self.place.ptr, Some(self.place.generation));
         if freed == Freed::Done {
             return;
         }
@@ -141,14 +144,23 @@ impl Block {
         let engine = inner.owner.clone();
         drop(inner);
         if let Some(engine) = engine {
-            engine.small_dropped(self.grant.home, self.lifetime(), node, freed);
+            let (home, block) = (self.place.home(), (node, self.place.ptr));
+            engine.small_dropped(home, block, self.place.generation, freed);
+        }
+    }
+
+    #[inline(never)]
+    fn drop_slowly(&self) {
+        match self.place.node() {
+            Some(node) if process::is_quiet() => self.drop_small(self.place.home().lock(), node),
+            _ => self.engine().drop_block(self.lifetime()),
         }
     }
 
     /// Gives up ownership: the memory stays allocated until
     /// [`Allocator::free_raw`](super::Allocator::free_raw) gets its address.
     pub fn into_raw(self) -> sys::CUdeviceptr {
-        let ptr = self.grant.ptr;
+        let ptr = self.place.ptr;
         std::mem::forget(self);
         ptr
     }
@@ -157,24 +169,24 @@ impl Block {
 impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
-        if let Some(node) = self.grant.node
+        if let Some(node) = self.place.node()
             && process::is_quiet()
+            && let Some(mut inner) = self.place.home().try_lock()
         {
-            let mut inner = self.grant.home.lock();
-            if !inner.free_at_once(node, Life::Generation(self.grant.generation)) {
+            if !inner.free_at_once(node, Life::Generation(self.place.generation)) {
                 self.drop_small(inner, node);
             }
             return;
         }
-        self.engine().drop_block(self.lifetime());
+        self.drop_slowly();
     }
 }
 
 impl fmt::Debug for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Block")
-            .field("ptr", &format_args!("{:#x}", self.grant.ptr))
-            .field("size", &self.grant.bytes)
+            .field("ptr", &format_args!("{:#x}", self.place.ptr))
+            .field("size", &self.size())
             .field("requested", &self.requested)
             .finish()
     }

@@ -376,8 +376,8 @@ impl State {
                         live[2] += 1;
                     }
                 }
-                for (account, live) in inner.accounts.each().into_iter().zip(live) {
-                    same("a front counts what is live in it", live, account.current())?;
+                for (count, live) in inner.accounts.current().into_iter().zip(live) {
+                    same("a front counts what is live in it", live, count)?;
                 }
                 same(
                     "batches that wait are known to their front",

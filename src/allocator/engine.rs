@@ -70,8 +70,8 @@ pub(crate) struct Engine {
     ask_captures: bool,
     state: Lock<State>,
     lost: OnceLock<DriverError>,
-    /// Fronts serve here, and the context is not lost.
-    at_once: AtomicBool,
+    /// The allocator's id as long as fronts serve here and the context is not lost, then 0.
+    at_once: AtomicU64,
     /// Blocks wait in the books to be freed by a call that may.
     pub deferred: AtomicBool,
 }
@@ -150,7 +150,11 @@ impl Engine {
             )),
             pages,
             lost: OnceLock::new(),
-            at_once: AtomicBool::new(packed && !config.capture_checks),
+            at_once: AtomicU64::new(if packed && !config.capture_checks {
+                id
+            } else {
+                0
+            }),
             deferred: AtomicBool::new(false),
         });
         engine.recall_aliasing();
@@ -193,7 +197,13 @@ impl Engine {
     /// Whether fronts may serve a call without a look at anything else.
     #[inline]
     pub(crate) fn unwatched(&self) -> bool {
-        self.at_once.load(Ordering::Relaxed) && process::is_quiet()
+        self.at_once_id() != 0 && process::is_quiet()
+    }
+
+    /// The id by which threads find their fronts; 0, which finds none, where more is to be looked at.
+    #[inline(always)]
+    pub(crate) fn at_once_id(&self) -> u64 {
+        self.at_once.load(Ordering::Relaxed)
     }
 
     /// Whether a call has to look at more than its front: the process forked or ends, or somebody
@@ -216,7 +226,7 @@ impl Engine {
     /// Turns a driver's error into ours, and remembers a lost context.
     pub(crate) fn error(&self, error: DriverError) -> Error {
         if error.is_fatal() {
-            self.at_once.store(false, Ordering::Relaxed);
+            self.at_once.store(0, Ordering::Relaxed);
             return Error::ContextLost(*self.lost.get_or_init(|| error));
         }
         Error::Driver(error)

@@ -1,26 +1,28 @@
 //! Small blocks of the packed policy: what fronts do alone, and what they need the books for.
 
+use crate::driver::process;
+
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::front::{Allocated, Freed, Held, Inner, Node, PAGE_GRAINS, Small, Taken, Using, cache};
+use super::front::{Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRAINS, Small, Using, cache};
 use super::fronts::EngineFront;
-use super::raw::{Grant, Lifetime, Request};
+use super::raw::{Grant, Request};
 use super::records::SpaceId;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT};
 use super::state::{AfterFree, PAGE_GRANULES, Want};
 use super::streams::StreamKey;
 
-#[inline(always)]
-fn granted(home: &'static EngineFront, taken: Taken, granules: u32) -> Grant {
-    Grant {
-        id: taken.id,
-        generation: taken.generation,
-        ptr: taken.ptr,
-        bytes: u64::from(granules) * GRANULE,
-        home,
-        node: Some(taken.node),
-    }
+/// A request that no front served at once: what is known of it, and the front that was tried.
+pub(crate) struct Missed {
+    owner: Owner,
+    request: Small,
+    front: Option<&'static EngineFront>,
+    /// Locked still, if nobody else was at it.
+    inner: Option<Held<'static, Inner<Engine>>>,
 }
+
+/// Rounds of getting room until the books are asked.
+const ROUNDS: u32 = 4;
 
 impl Engine {
     /// The request to a front, if fronts serve it here.
@@ -34,75 +36,88 @@ impl Engine {
     /// Allocates from the front that the thread used last for the stream, if that can be done
     /// without a look at anything else.
     #[inline(always)]
-    pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Option<Grant> {
+    pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
         let last = bytes.wrapping_sub(1);
-        if last >= PACKED_SMALL_LIMIT as usize || !self.unwatched() {
-            return None;
-        }
-        let granules = (last as u64 / GRANULE) as u32 + 1;
-        let (front, pass) = cache::find(self.id, key)?;
-        let mut inner = front.lock();
-        let Some(taken) = inner.take_at_once(pass, granules, bytes as u32) else {
-            drop(inner);
-            let request = Small {
-                granules,
+        let mut missed = Missed {
+            owner: Owner {
+                allocator: self.at_once_id(),
+                key,
+            },
+            request: Small {
+                granules: (last / GRANULE as usize) as u32 % PAGE_GRAINS + 1,
                 align: 1,
                 requested: bytes as u32,
-            };
-            return self.allocate_with_effort(key, (front, pass), request);
+            },
+            front: None,
+            inner: None,
         };
-        if inner.contended {
-            return Some(self.granted_in_a_crowd(key, front, inner, taken, granules));
+        if last >= PACKED_SMALL_LIMIT as usize || !process::is_quiet() {
+            return Err(missed);
         }
-        drop(inner);
-        Some(granted(front, taken, granules))
+        let Some(front) = cache::find(key) else {
+            return Err(missed);
+        };
+        missed.front = Some(front);
+        let Some(mut inner) = front.try_lock() else {
+            return Err(missed);
+        };
+        match inner.take_at_once(missed.owner, missed.request) {
+            Some(taken) => Ok(Grant::small(front, taken, missed.request.granules)),
+            None => {
+                missed.inner = Some(inner);
+                Err(missed)
+            }
+        }
     }
 
-    /// Allocates from a front that could not serve at once, as long as that needs no books.
+    /// Allocates from a front that could not serve at once, if it can be had without the driver.
     #[inline(never)]
-    fn allocate_with_effort(
-        &self,
-        key: u64,
-        (front, pass): (&'static EngineFront, u64),
-        request: Small,
-    ) -> Option<Grant> {
-        loop {
-            let mut inner = front.lock();
-            if inner.pass() != Some(pass) {
-                return None;
+    pub(crate) fn allocate_with_effort(&self, missed: Missed) -> Option<Grant> {
+        let (owner, request, front) = (missed.owner, missed.request, missed.front?);
+        let (mut inner, crowded) = match missed.inner {
+            Some(inner) => (inner, false),
+            None => {
+                let mut inner = front.lock();
+                let crowded = inner.crowded();
+                (inner, crowded)
             }
-            match inner.take(request) {
-                Allocated::Taken(taken) if inner.contended => {
-                    let granules = request.granules;
-                    return Some(self.granted_in_a_crowd(key, front, inner, taken, granules));
-                }
-                Allocated::Taken(taken) => return Some(granted(front, taken, request.granules)),
+        };
+        let mut outcome = Allocated::Stranger;
+        let mut rounds = 0;
+        while inner.serves(owner) {
+            outcome = inner.take(request);
+            match outcome {
                 Allocated::NoRun if inner.heap.flush_if_many() => {}
-                Allocated::NoRun | Allocated::Stranger => return None,
-                Allocated::NoRoom => break,
+                Allocated::NoRoom if rounds < ROUNDS => {
+                    rounds += 1;
+                    let bytes = request.bytes();
+                    if !inner.borrow_room(bytes) {
+                        drop(inner);
+                        if !front.pool_room(bytes) {
+                            rounds = ROUNDS;
+                        }
+                        inner = front.lock();
+                    }
+                }
+                _ => break,
             }
         }
-        match front.take_with_help(self.id, request) {
-            Allocated::Taken(taken) => Some(granted(front, taken, request.granules)),
+        drop(inner);
+        if outcome == Allocated::NoRoom {
+            outcome = self.lock().take_at_peak(front, request, Some(owner));
+        }
+        if crowded {
+            self.crowded(owner.key, front);
+        }
+        match outcome {
+            Allocated::Taken(taken) => Some(Grant::small(front, taken, request.granules)),
             _ => None,
         }
     }
 
-    #[cold]
-    fn granted_in_a_crowd(
-        &self,
-        key: u64,
-        front: &'static EngineFront,
-        mut inner: Held<'_, Inner<Engine>>,
-        taken: Taken,
-        granules: u32,
-    ) -> Grant {
-        let crowded = inner.crowded();
-        drop(inner);
-        if crowded {
-            self.crowded(key, front);
-        }
-        granted(front, taken, granules)
+    fn owner(&self, key: u64) -> Owner {
+        let allocator = self.id;
+        Owner { allocator, key }
     }
 
     /// Threads keep meeting at a front: its stream gets more of them, and this thread chooses anew.
@@ -128,21 +143,13 @@ impl Engine {
         request: Small,
     ) -> Result<(Guard<'a>, Grant), Error> {
         if let StreamKey::Id(key) = key {
-            cache::remember(self.id, key, front);
+            cache::remember(key, front);
         }
         let (mut missed, mut polled) = (false, false);
         loop {
             let outcome = front.lock().take(request);
             let outcome = match outcome {
-                Allocated::NoRoom => {
-                    drop(state);
-                    let helped = front.take_with_help(self.id, request);
-                    state = self.lock();
-                    match helped {
-                        Allocated::NoRoom => state.take_at_peak(front, request),
-                        helped => helped,
-                    }
-                }
+                Allocated::NoRoom => state.take_at_peak(front, request, None),
                 outcome => outcome,
             };
             if let Allocated::Taken(taken) = outcome {
@@ -150,7 +157,7 @@ impl Engine {
                     state.stats.misses += 1;
                     state.fronts.misses += 1;
                 }
-                return Ok((state, granted(front, taken, request.granules)));
+                return Ok((state, Grant::small(front, taken, request.granules)));
             }
             if front.lock().heap.flush_if_many() {
                 continue;
@@ -237,9 +244,9 @@ impl Engine {
         if !self.unwatched() || near.is_empty() {
             return None;
         }
-        let (front, pass) = cache::find(self.id, key)?;
+        let front = cache::find(key)?;
         let mut inner = front.lock();
-        if inner.pass() != Some(pass) {
+        if !inner.serves(self.owner(key)) {
             return None;
         }
         let Allocated::Taken(taken) = self.take_near(front, &mut inner, request, near) else {
@@ -252,7 +259,7 @@ impl Engine {
         });
         let free = free.collect();
         drop(inner);
-        Some((Some(granted(front, taken, request.granules)), free))
+        Some((Some(Grant::small(front, taken, request.granules)), free))
     }
 
     fn take_near(
@@ -292,11 +299,11 @@ impl Engine {
                 outcome => outcome,
             };
             let outcome = match outcome {
-                Allocated::NoRoom => state.take_at_peak(front, request),
+                Allocated::NoRoom => state.take_at_peak(front, request, None),
                 outcome => outcome,
             };
             if let Allocated::Taken(taken) = outcome {
-                return Ok((state, Some(granted(front, taken, request.granules))));
+                return Ok((state, Some(Grant::small(front, taken, request.granules))));
             }
             if front.lock().heap.flush_quick() {
                 continue;
@@ -421,12 +428,11 @@ impl Engine {
     pub(crate) fn small_dropped(
         &self,
         front: &'static EngineFront,
-        block: Lifetime,
-        node: Node,
+        block: (Node, u64),
+        generation: u32,
         freed: Freed,
     ) {
-        let generation = Some(block.generation);
-        match self.small_freed(front, (node, block.ptr), generation, freed) {
+        match self.small_freed(front, block, Some(generation), freed) {
             Ok(()) => {}
             Err(error) => debug_assert!(false, "a live block is freed: {error}"),
         }
@@ -460,10 +466,10 @@ impl Engine {
             return None;
         }
         let (front, node) = self.small_at(ptr)?;
-        let (user, pass) = cache::find(self.id, key)?;
+        let user = cache::find(key)?;
         let using = {
             let mut inner = user.lock();
-            if inner.pass() != Some(pass) {
+            if !inner.serves(self.owner(key)) {
                 return None;
             }
             let using = Using::one(inner.slot)?;

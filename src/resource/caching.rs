@@ -78,15 +78,15 @@ impl MemoryResource for Allocator {
         let identity = BlockIdentity {
             key: BlockKey {
                 source: engine.id,
-                id: grant.id,
-                generation: u64::from(grant.generation),
+                id: engine.id_of(&grant.place),
+                generation: u64::from(grant.place.generation),
             },
-            ptr: grant.ptr,
+            ptr: grant.ptr(),
             bytes,
             stream: stream.id()?,
             device: engine.device.ordinal(),
         };
-        Ok(ResourceBlock::new(identity, grant.bytes, alignment, tag))
+        Ok(ResourceBlock::new(identity, grant.bytes(), alignment, tag))
     }
 
     #[inline]

@@ -9,21 +9,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::Front;
 use crate::allocator::engine::Engine;
 
-const ENTRIES: usize = 16;
+const ENTRIES: usize = 32;
 
 #[derive(Clone, Copy)]
 struct Entry {
-    allocator: u64,
     key: u64,
     front: Option<&'static Front<Engine>>,
-    pass: u64,
 }
 
 const EMPTY: Entry = Entry {
-    allocator: 0,
     key: 0,
     front: None,
-    pass: 0,
 };
 
 thread_local! {
@@ -31,26 +27,17 @@ thread_local! {
     static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// The front that this thread last used for a stream of an allocator, and its pass at that time.
+/// The front that this thread last used for a stream with this number, of some allocator.
 #[inline(always)]
-pub(crate) fn find(allocator: u64, key: u64) -> Option<(&'static Front<Engine>, u64)> {
+pub(crate) fn find(key: u64) -> Option<&'static Front<Engine>> {
     let entry = SEEN.with(|seen| seen[key as usize % ENTRIES].get());
-    if entry.allocator == allocator && entry.key == key {
-        entry.front.map(|front| (front, entry.pass))
-    } else {
-        None
-    }
+    if entry.key == key { entry.front } else { None }
 }
 
-pub(crate) fn remember(allocator: u64, key: u64, front: &'static Front<Engine>) {
-    let Some(pass) = front.lock().pass() else {
-        return;
-    };
+pub(crate) fn remember(key: u64, front: &'static Front<Engine>) {
     let entry = Entry {
-        allocator,
         key,
         front: Some(front),
-        pass,
     };
     SEEN.with(|seen| seen[key as usize % ENTRIES].set(entry));
 }

@@ -1,17 +1,21 @@
 //! What a heap is made of: granules, runs, pages.
 
+use super::super::size::GRANULE;
+
 /// Granules of a page, and the longest run.
 pub(crate) const PAGE_GRAINS: u32 = 128;
 pub(super) const GRAINS: usize = PAGE_GRAINS as usize;
 /// Bits of a place in a page.
 pub(super) const PLACE_BITS: u32 = 7;
 pub(super) const PLACE_MASK: u32 = PAGE_GRAINS - 1;
-/// No run.
-pub(super) const NIL: u32 = u32::MAX;
+/// No run. Like all nodes it has its top bit clear.
+pub(super) const NIL: u32 = u32::MAX >> 1;
+/// Set in every generation, and in no node: tells a live block's word from a link.
+pub(super) const LIVE: u32 = 1 << 31;
+
 /// What a granule that begins a run says about it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    #[default]
     Free,
     /// Freed, and kept as it is.
     Quick,
@@ -21,17 +25,26 @@ pub(crate) enum Kind {
     Pending,
 }
 
+/// How a run stands. Live blocks and quick runs change into each other without a word about it here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Status {
+    #[default]
+    Free,
+    /// Live or quick, as [`Grain::a`] says.
+    Out,
+    Pending,
+}
+
 /// Twelve bytes per granule; all but `back` mean something only where a run begins.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grain {
-    /// Free, quick: the next run of the list. Used: the generation.
+    /// Free, quick: the next run of the list. Live: the generation.
     pub a: u32,
-    /// Free: the run before in the list. Used: bytes that were not asked for.
-    pub b: u16,
-    /// The run before in the list, its high half; used: the one other stream, see [`Using`].
-    pub c: u16,
+    /// Free: the run before in the list. Live: bytes that were not asked for, and above them the one
+    /// other stream, see [`Using`].
+    pub b: u32,
     pub len: u8,
-    pub kind: Kind,
+    pub status: Status,
     /// Where a run ends: its length.
     pub back: u8,
 }
@@ -40,16 +53,46 @@ impl Default for Grain {
     fn default() -> Self {
         Grain {
             a: NIL,
-            b: 0,
-            c: 0,
+            b: NIL,
             len: 0,
-            kind: Kind::Free,
+            status: Status::Free,
             back: 0,
         }
     }
 }
 
 const _: () = assert!(size_of::<Grain>() == 12);
+
+impl Grain {
+    pub(super) fn kind(&self) -> Kind {
+        match self.status {
+            _ if self.a & LIVE != 0 => Kind::Used,
+            Status::Free => Kind::Free,
+            Status::Out => Kind::Quick,
+            Status::Pending => Kind::Pending,
+        }
+    }
+
+    pub(super) fn is_free(&self) -> bool {
+        self.status == Status::Free
+    }
+
+    /// What is there, if a live block begins here.
+    #[inline(always)]
+    pub(super) fn live(&self) -> Option<Live> {
+        (self.a & LIVE != 0).then(|| self.as_live())
+    }
+
+    #[inline(always)]
+    pub(super) fn as_live(&self) -> Live {
+        Live {
+            granules: u32::from(self.len),
+            generation: self.a,
+            slack: self.b as u16,
+            using: Using((self.b >> 16) as u16),
+        }
+    }
+}
 
 /// Which other streams were recorded on a live block: the number of the stream's slot, none, or
 /// that the books outside know.
@@ -89,11 +132,6 @@ impl Node {
     }
 
     #[inline]
-    pub(super) fn at(self) -> usize {
-        self.0 as usize
-    }
-
-    #[inline]
     pub(super) fn place(self) -> usize {
         (self.0 & PLACE_MASK) as usize
     }
@@ -104,18 +142,45 @@ impl Node {
 pub(crate) struct PageInfo {
     /// First byte.
     pub base: u64,
-    /// Number of the first granule among all that the allocator ever had.
-    pub first_id: u32,
     /// The last generation that was given to a block in it.
     pub generation: u32,
 }
 
+/// A page on cache lines of its own.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(super) struct Page {
     pub info: PageInfo,
-    pub present: bool,
     /// Of the newest free in it; of quick runs, when they were merged.
     pub ticket: u64,
+    pub present: bool,
+    pub grains: [Grain; GRAINS],
+}
+
+impl Page {
+    pub(super) fn new(info: PageInfo, ticket: u64) -> Self {
+        Page {
+            info,
+            ticket,
+            present: true,
+            grains: [Grain::default(); GRAINS],
+        }
+    }
+
+    /// Makes a run that is out a live block.
+    #[inline(always)]
+    pub(super) fn hand_out(&mut self, node: Node, slack: u16) -> Taken {
+        let generation = self.info.generation.wrapping_add(1) | LIVE;
+        self.info.generation = generation;
+        let grain = &mut self.grains[node.place()];
+        grain.a = generation;
+        grain.b = u32::from(slack);
+        Taken {
+            node,
+            ptr: self.info.base + node.place() as u64 * GRANULE,
+            generation,
+        }
+    }
 }
 
 /// One bit per length: which lists hold something.
@@ -156,7 +221,6 @@ impl Bits {
 pub(crate) struct Taken {
     pub node: Node,
     pub ptr: u64,
-    pub id: u32,
     pub generation: u32,
 }
 
@@ -179,13 +243,4 @@ pub(crate) struct Run {
     pub kind: Kind,
     /// If it is live.
     pub live: Option<Live>,
-}
-
-pub(super) fn before(grain: &Grain) -> u32 {
-    u32::from(grain.b) | u32::from(grain.c) << 16
-}
-
-pub(super) fn set_before(grain: &mut Grain, before: u32) {
-    grain.b = before as u16;
-    grain.c = (before >> 16) as u16;
 }

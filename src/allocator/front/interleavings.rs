@@ -21,19 +21,15 @@ fn request(granules: u32) -> Small {
 
 /// A front with one page and room for some granules.
 fn front(rank: u32, base: u64, room: u64) -> &'static Front<()> {
-    let front: &'static Front<()> = Box::leak(Box::new(Front {
-        lock: Lock::new(Inner::default()),
-        rank,
-    }));
+    let front: &'static Front<()> = Box::leak(Box::new(Front::new(rank)));
     let mut inner = front.lock();
     inner.allocator = ALLOCATOR;
     inner.set_fast(true);
     inner.heap.add_page(PageInfo {
         base,
-        first_id: SMALL_ID | rank << 7,
         generation: 1,
     });
-    inner.share([room * GRANULE, room * GRANULE, room]);
+    inner.accounts.allocated.set_room(room * GRANULE);
     drop(inner);
     front
 }
