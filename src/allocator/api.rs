@@ -137,14 +137,10 @@ impl Allocator {
     /// [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
-        let mut missed = None;
-        if let Some(key) = stream.known_id() {
-            match self.engine.allocate_at_once(key, bytes) {
-                Ok(grant) => return Ok(Block::new(&self.engine, grant, bytes)),
-                Err(why) => missed = Some(why),
-            }
-        }
-        let grant = self.allocate_missed(bytes, stream, missed)?;
+        let grant = match self.engine.allocate_at_once(stream.id_at_hand(), bytes) {
+            Ok(grant) => grant,
+            Err(missed) => self.allocate_missed(bytes, stream, missed)?,
+        };
         Ok(Block::new(&self.engine, grant, bytes))
     }
 
@@ -155,10 +151,9 @@ impl Allocator {
         &self,
         bytes: usize,
         stream: &Stream,
-        missed: Option<Missed>,
+        missed: Missed,
     ) -> Result<Grant, Error> {
-        let grant = missed.and_then(|missed| self.engine.allocate_with_effort(missed));
-        if let Some(grant) = grant {
+        if let Some(grant) = self.engine.allocate_with_effort(missed) {
             return Ok(grant);
         }
         let request = Request::new(bytes, 1)?;
@@ -228,24 +223,36 @@ impl Allocator {
     /// `stream` must be a live stream or a special handle, and the caller follows the contract for
     /// raw streams that [`Allocator`] states: [`retire_raw`](Self::retire_raw) before it is
     /// destroyed.
+    #[inline]
     pub unsafe fn allocate_raw(
         &self,
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if !is_special(stream) && self.engine.unwatched() {
+        if is_special(stream) || !self.engine.unwatched() {
             // SAFETY: the caller's contract.
-            match unsafe { self.engine.driver().stream_id(stream) } {
-                Ok(Some(key)) => {
-                    return match self.engine.allocate_at_once(key, bytes) {
-                        Ok(grant) => Ok(grant.ptr()),
-                        Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
-                    };
-                }
-                Ok(None) => {}
-                Err(error) => return Err(self.engine.unnamed(stream, error)),
-            }
+            return unsafe { self.allocate_raw_watched(bytes, stream) };
         }
+        // SAFETY: the caller's contract.
+        match unsafe { self.engine.driver().stream_id(stream) } {
+            Ok(Some(key)) => match self.engine.allocate_at_once(key, bytes) {
+                Ok(grant) => Ok(grant.ptr()),
+                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
+            },
+            // SAFETY: the caller's contract.
+            Ok(None) => unsafe { self.allocate_raw_watched(bytes, stream) },
+            Err(error) => Err(self.engine.unnamed(stream, error)),
+        }
+    }
+
+    /// # Safety
+    /// As [`allocate_raw`](Self::allocate_raw).
+    #[inline(never)]
+    unsafe fn allocate_raw_watched(
+        &self,
+        bytes: usize,
+        stream: sys::CUstream,
+    ) -> Result<sys::CUdeviceptr, Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         Ok(self.engine.allocate(&named, bytes, 1)?.ptr())
@@ -278,6 +285,7 @@ impl Allocator {
     /// # Safety
     /// Nobody submits work that uses the block after this call, and the block has no other owner.
     /// Its stream, and every stream recorded on it, is alive or was retired.
+    #[inline]
     pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.engine.free_ptr(ptr)
     }

@@ -372,7 +372,7 @@ impl State {
                     for block in inner.heap.runs(page).filter_map(|run| run.live) {
                         let bytes = u64::from(block.granules) * super::size::GRANULE;
                         live[0] += bytes;
-                        live[1] += bytes - u64::from(block.slack);
+                        live[1] += u64::from(block.requested);
                         live[2] += 1;
                     }
                 }

@@ -195,7 +195,7 @@ impl Engine {
     }
 
     /// Whether fronts may serve a call without a look at anything else.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn unwatched(&self) -> bool {
         self.at_once_id() != 0 && process::is_quiet()
     }
@@ -213,6 +213,7 @@ impl Engine {
         !process::is_quiet() || self.ask_captures
     }
 
+    #[inline]
     pub(crate) fn driver(&self) -> &Driver {
         self.context.driver()
     }
@@ -474,6 +475,7 @@ impl Engine {
 }
 
 /// The null, legacy and per-thread handles.
+#[inline]
 pub(crate) fn is_special(raw: sys::CUstream) -> bool {
     (raw as usize) <= 2
 }

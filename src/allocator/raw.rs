@@ -6,7 +6,7 @@ use crate::driver::sys;
 
 use super::engine::{Engine, Guard, Named, is_per_thread};
 use super::error::Error;
-use super::front::{self, Freed, Life, Node, PAGE_GRAINS, SMALL_ID, Small, Taken};
+use super::front::{self, Life, Node, PAGE_GRAINS, SMALL_ID, Small, Taken};
 use super::fronts::EngineFront;
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, MAX_ALIGNMENT, round_size};
@@ -323,23 +323,16 @@ impl Engine {
     pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         if self.unwatched()
             && let Some((front, node)) = self.small_at(ptr)
+            && let Some(mut inner) = front.try_lock()
+            && inner.free_at_once(node, Life::At(ptr))
         {
-            let mut inner = front.lock();
-            if inner.free_at_once(node, Life::At(ptr)) {
-                return Ok(());
-            }
-            let freed = inner.free(node, ptr, None);
-            drop(inner);
-            if freed == Freed::Done {
-                return Ok(());
-            }
-            return self.small_freed(front, (node, ptr), None, freed);
+            return Ok(());
         }
-        self.free_watched(ptr)
+        self.free_with_care(ptr)
     }
 
     #[inline(never)]
-    fn free_watched(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+    fn free_with_care(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
         if let Some((front, node)) = self.small_at(ptr) {
             return self.free_small(front, node, ptr, None);

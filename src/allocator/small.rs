@@ -12,14 +12,16 @@ use super::size::{GRANULE, PACKED_SMALL_LIMIT};
 use super::state::{AfterFree, PAGE_GRANULES, Want};
 use super::streams::StreamKey;
 
-/// A request that no front served at once: what is known of it, and the front that was tried.
-pub(crate) struct Missed {
-    owner: Owner,
-    request: Small,
-    front: Option<&'static EngineFront>,
-    /// Locked still, if nobody else was at it.
-    inner: Option<Held<'static, Inner<Engine>>>,
-}
+/// A request that no front served at once: the front that was tried, still locked if nobody else was
+/// at it, and what was asked of it.
+pub(crate) struct Missed(Option<Tried>);
+
+type Tried = (
+    &'static EngineFront,
+    Option<Held<'static, Inner<Engine>>>,
+    Owner,
+    Small,
+);
 
 /// Rounds of getting room until the books are asked.
 const ROUNDS: u32 = 4;
@@ -38,47 +40,39 @@ impl Engine {
     #[inline(always)]
     pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
         let last = bytes.wrapping_sub(1);
-        let mut missed = Missed {
-            owner: Owner {
-                allocator: self.at_once_id(),
-                key,
-            },
-            request: Small {
-                granules: (last / GRANULE as usize) as u32 % PAGE_GRAINS + 1,
-                align: 1,
-                requested: bytes as u32,
-            },
-            front: None,
-            inner: None,
-        };
         if last >= PACKED_SMALL_LIMIT as usize || !process::is_quiet() {
-            return Err(missed);
+            return Err(Missed(None));
         }
         let Some(front) = cache::find(key) else {
-            return Err(missed);
+            return Err(Missed(None));
         };
-        missed.front = Some(front);
+        let owner = Owner {
+            allocator: self.at_once_id(),
+            key,
+        };
+        let request = Small {
+            granules: (last / GRANULE as usize) as u32 + 1,
+            align: 1,
+            requested: bytes as u32,
+        };
         let Some(mut inner) = front.try_lock() else {
-            return Err(missed);
+            return Err(Missed(Some((front, None, owner, request))));
         };
-        match inner.take_at_once(missed.owner, missed.request) {
-            Some(taken) => Ok(Grant::small(front, taken, missed.request.granules)),
-            None => {
-                missed.inner = Some(inner);
-                Err(missed)
-            }
+        match inner.take_at_once(owner, request) {
+            Some(taken) => Ok(Grant::small(front, taken, request.granules)),
+            None => Err(Missed(Some((front, Some(inner), owner, request)))),
         }
     }
 
     /// Allocates from a front that could not serve at once, if it can be had without the driver.
     #[inline(never)]
     pub(crate) fn allocate_with_effort(&self, missed: Missed) -> Option<Grant> {
-        let (owner, request, front) = (missed.owner, missed.request, missed.front?);
-        let (mut inner, crowded) = match missed.inner {
+        let (front, inner, owner, request) = missed.0?;
+        let (mut inner, crowded) = match inner {
             Some(inner) => (inner, false),
             None => {
                 let mut inner = front.lock();
-                let crowded = inner.crowded();
+                let crowded = inner.serves(owner) && inner.crowded();
                 (inner, crowded)
             }
         };
@@ -87,7 +81,7 @@ impl Engine {
         while inner.serves(owner) {
             outcome = inner.take(request);
             match outcome {
-                Allocated::NoRun if inner.heap.flush_if_many() => {}
+                Allocated::NoRun if inner.heap.flush_for(request.span()) => {}
                 Allocated::NoRoom if rounds < ROUNDS => {
                     rounds += 1;
                     let bytes = request.bytes();
@@ -159,7 +153,7 @@ impl Engine {
                 }
                 return Ok((state, Grant::small(front, taken, request.granules)));
             }
-            if front.lock().heap.flush_if_many() {
+            if front.lock().heap.flush_for(request.span()) {
                 continue;
             }
             if !polled && front.lock().asks() {

@@ -9,42 +9,30 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::Front;
 use crate::allocator::engine::Engine;
 
-const ENTRIES: usize = 32;
+/// Numbers of streams follow each other: as many may be in use at once.
+const ENTRIES: usize = 64;
 
-#[derive(Clone, Copy)]
-struct Entry {
-    key: u64,
-    front: Option<&'static Front<Engine>>,
-}
-
-const EMPTY: Entry = Entry {
-    key: 0,
-    front: None,
-};
+type Entry = Option<&'static Front<Engine>>;
 
 thread_local! {
-    static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(EMPTY) }; ENTRIES] };
+    static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(None) }; ENTRIES] };
     static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// The front that this thread last used for a stream with this number, of some allocator.
+/// The front that this thread last used for a stream with this number, or for another one in its
+/// place.
 #[inline(always)]
-pub(crate) fn find(key: u64) -> Option<&'static Front<Engine>> {
-    let entry = SEEN.with(|seen| seen[key as usize % ENTRIES].get());
-    if entry.key == key { entry.front } else { None }
+pub(crate) fn find(key: u64) -> Entry {
+    SEEN.with(|seen| seen[key as usize % ENTRIES].get())
 }
 
 pub(crate) fn remember(key: u64, front: &'static Front<Engine>) {
-    let entry = Entry {
-        key,
-        front: Some(front),
-    };
-    SEEN.with(|seen| seen[key as usize % ENTRIES].set(entry));
+    SEEN.with(|seen| seen[key as usize % ENTRIES].set(Some(front)));
 }
 
 /// The next allocation of this thread looks at the books for the stream's fronts.
 pub(crate) fn forget(key: u64) {
-    SEEN.with(|seen| seen[key as usize % ENTRIES].set(EMPTY));
+    SEEN.with(|seen| seen[key as usize % ENTRIES].set(None));
 }
 
 /// The calling thread's number: 0, 1, ... in the order in which threads first ask.

@@ -25,37 +25,34 @@ pub(crate) enum Kind {
     Pending,
 }
 
-/// How a run stands. Live blocks and quick runs change into each other without a word about it here.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) enum Status {
-    #[default]
-    Free,
-    /// Live or quick, as [`Grain::a`] says.
-    Out,
-    Pending,
-}
-
 /// Twelve bytes per granule; all but `back` mean something only where a run begins.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grain {
     /// Free, quick: the next run of the list. Live: the generation.
     pub a: u32,
-    /// Free: the run before in the list. Live: bytes that were not asked for, and above them the one
-    /// other stream, see [`Using`].
+    /// Free: the run before in the list. Live: bytes that were asked for.
     pub b: u32,
+    /// How the run stands, and while it is live the one other stream, see [`Using`]. Live blocks and quick
+    /// runs change into each other without a word about it here: of both it says `OUT`.
+    pub c: u16,
     pub len: u8,
-    pub status: Status,
     /// Where a run ends: its length.
     pub back: u8,
 }
+
+const FREE: u16 = 0;
+pub(super) const OUT: u16 = 1 << 14;
+const PENDING: u16 = 2 << 14;
+/// Bits for the other stream.
+const USING: u16 = OUT - 1;
 
 impl Default for Grain {
     fn default() -> Self {
         Grain {
             a: NIL,
             b: NIL,
+            c: FREE,
             len: 0,
-            status: Status::Free,
             back: 0,
         }
     }
@@ -65,16 +62,34 @@ const _: () = assert!(size_of::<Grain>() == 12);
 
 impl Grain {
     pub(super) fn kind(&self) -> Kind {
-        match self.status {
+        match self.c & !USING {
             _ if self.a & LIVE != 0 => Kind::Used,
-            Status::Free => Kind::Free,
-            Status::Out => Kind::Quick,
-            Status::Pending => Kind::Pending,
+            FREE => Kind::Free,
+            OUT => Kind::Quick,
+            _ => Kind::Pending,
         }
     }
 
     pub(super) fn is_free(&self) -> bool {
-        self.status == Status::Free
+        self.c == FREE
+    }
+
+    /// Makes it free, and no run's beginning.
+    pub(super) fn set_free(&mut self) {
+        (self.a, self.c) = (NIL, FREE);
+    }
+
+    pub(super) fn set_out(&mut self) {
+        (self.a, self.c) = (NIL, OUT);
+    }
+
+    pub(super) fn set_pending(&mut self) {
+        (self.a, self.c) = (NIL, PENDING);
+    }
+
+    /// Of a live block.
+    pub(super) fn set_using(&mut self, using: Using) {
+        self.c = OUT | using.0;
     }
 
     /// What is there, if a live block begins here.
@@ -88,27 +103,27 @@ impl Grain {
         Live {
             granules: u32::from(self.len),
             generation: self.a,
-            slack: self.b as u16,
-            using: Using((self.b >> 16) as u16),
+            requested: self.b,
+            using: Using(self.c & USING),
         }
     }
 }
 
 /// Which other streams were recorded on a live block: the number of the stream's slot, none, or
 /// that the books outside know.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Using(pub u16);
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd)]
+pub(crate) struct Using(u16);
 
 impl Using {
     pub(crate) const NONE: Using = Using(0);
-    pub(crate) const MANY: Using = Using(u16::MAX);
+    pub(crate) const MANY: Using = Using(USING);
 
     /// One stream, if its number fits.
     pub(crate) fn one(slot: u32) -> Option<Using> {
         u16::try_from(slot + 1)
             .ok()
             .map(Using)
-            .filter(|using| *using != Using::MANY)
+            .filter(|using| *using < Using::MANY)
     }
 
     /// The one stream.
@@ -169,12 +184,12 @@ impl Page {
 
     /// Makes a run that is out a live block.
     #[inline(always)]
-    pub(super) fn hand_out(&mut self, node: Node, slack: u16) -> Taken {
+    pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
         let generation = self.info.generation.wrapping_add(1) | LIVE;
         self.info.generation = generation;
         let grain = &mut self.grains[node.place()];
         grain.a = generation;
-        grain.b = u32::from(slack);
+        grain.b = requested;
         Taken {
             node,
             ptr: self.info.base + node.place() as u64 * GRANULE,
@@ -229,8 +244,8 @@ pub(crate) struct Taken {
 pub(crate) struct Live {
     pub granules: u32,
     pub generation: u32,
-    /// Bytes that were not asked for.
-    pub slack: u16,
+    /// Bytes that were asked for.
+    pub requested: u32,
     pub using: Using,
 }
 

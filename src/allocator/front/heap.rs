@@ -8,14 +8,14 @@
 
 use super::super::size::GRANULE;
 use super::grain::{
-    Bits, GRAINS, Grain, Kind, LIVE, Live, NIL, Node, PAGE_GRAINS, Page, PageInfo, Status, Taken,
-    Using,
+    Bits, GRAINS, Grain, Kind, LIVE, Live, NIL, Node, PAGE_GRAINS, Page, PageInfo, Taken, Using,
 };
 
-/// Quick runs together are at most this part of the pages, but at least one page's worth.
-const QUICK_SHARE: u32 = 8;
-/// Quick runs of one length are kept up to this many granules together, but at least one.
-const QUICK_GRAINS: u32 = 64;
+/// Quick runs together are at most this part of the pages, or that many granules.
+const QUICK_SHARE: u32 = 4;
+const QUICK_LEAST: u32 = 4 * PAGE_GRAINS;
+/// Quick runs of one length are kept up to this many granules together.
+const QUICK_GRAINS: u32 = 512;
 /// They are many if they are more than this part of all pages.
 const QUICK_PART: u64 = 16;
 
@@ -29,9 +29,9 @@ pub(super) struct Quick {
 
 /// No quick runs, by length less one.
 pub(super) const NO_QUICK: [Quick; GRAINS] = {
-    let mut lists = [Quick { head: NIL, left: 1 }; GRAINS];
+    let mut lists = [Quick { head: NIL, left: 0 }; GRAINS];
     let mut length = 1;
-    while length < QUICK_GRAINS {
+    while length <= PAGE_GRAINS {
         lists[length as usize - 1].left = QUICK_GRAINS / length;
         length += 1;
     }
@@ -95,10 +95,10 @@ impl Heap {
 
     // ---- blocks ----------------------------------------------------------------------------
 
-    /// Takes a quick run of just `granules` (1 to 128) for a block that leaves `slack` bytes of it
-    /// unused.
+    /// Takes a quick run of just `granules` (1 to 128) for a block of which `requested` bytes were
+    /// asked for.
     #[inline(always)]
-    pub(crate) fn take_quick(&mut self, granules: u32, slack: u16) -> Option<Taken> {
+    pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
         let quick = &mut self.quick[(granules as usize - 1) % GRAINS];
         if quick.head == NIL {
             return None;
@@ -108,22 +108,22 @@ impl Heap {
         quick.head = page.grains[node.place()].a;
         quick.left += 1;
         self.quick_room += granules;
-        Some(page.hand_out(node, slack))
+        Some(page.hand_out(node, requested))
     }
 
     /// Takes a run of `granules` (1 to 128) at a multiple of `align` granules.
-    pub(crate) fn take(&mut self, granules: u32, align: u32, slack: u16) -> Option<Taken> {
+    pub(crate) fn take(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
         if align > 1 {
-            return self.take_aligned(granules, align, slack);
+            return self.take_aligned(granules, align, requested);
         }
-        let quick = self.take_quick(granules, slack);
+        let quick = self.take_quick(granules, requested);
         quick.or_else(|| {
             let node = self.carve(granules)?;
-            Some(self.hand_out(node, slack))
+            Some(self.hand_out(node, requested))
         })
     }
 
-    fn take_aligned(&mut self, granules: u32, align: u32, slack: u16) -> Option<Taken> {
+    fn take_aligned(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
         let mut list = granules as usize - 1;
         while let Some(found) = self.filled.first_from(list) {
             let length = found as u32 + 1;
@@ -134,7 +134,7 @@ impl Heap {
                 let skip = (place.next_multiple_of(u64::from(align)) - place) as u32;
                 if skip + granules <= length {
                     self.cut(node, skip, granules);
-                    return Some(self.hand_out(Node(at + skip), slack));
+                    return Some(self.hand_out(Node(at + skip), requested));
                 }
                 at = self.grain(node).a;
             }
@@ -152,7 +152,7 @@ impl Heap {
         page: u32,
         ptr: u64,
         granules: u32,
-        slack: u16,
+        requested: u32,
     ) -> Option<Taken> {
         let run = self.around(page, ptr)?;
         let skip = ((ptr - run.ptr) / GRANULE) as u32;
@@ -163,7 +163,7 @@ impl Heap {
             Kind::Free if skip + granules <= run.granules => self.cut(run.node, skip, granules),
             _ => return None,
         }
-        Some(self.hand_out(Node(run.node.0 + skip), slack))
+        Some(self.hand_out(Node(run.node.0 + skip), requested))
     }
 
     /// Takes a run out of the quick ones.
@@ -198,8 +198,8 @@ impl Heap {
         run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
     }
 
-    fn hand_out(&mut self, node: Node, slack: u16) -> Taken {
-        self.pages[node.page()].hand_out(node, slack)
+    fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
+        self.pages[node.page()].hand_out(node, requested)
     }
 
     /// The live block at a node, if its first byte is at `ptr`.
@@ -221,8 +221,7 @@ impl Heap {
 
     /// Says which other streams use a live block.
     pub(crate) fn set_using(&mut self, node: Node, using: Using) {
-        let grain = self.grain_mut(node);
-        grain.b = grain.b & 0xffff | u32::from(using.0) << 16;
+        self.grain_mut(node).set_using(using);
     }
 
     /// Takes back a live block of `granules` that nobody else uses: kept as it is if there is room
@@ -259,8 +258,7 @@ impl Heap {
         let page = &mut self.pages[node.page()];
         page.ticket = self.ticket;
         let grain = &mut page.grains[node.place()];
-        grain.status = Status::Pending;
-        grain.a = NIL;
+        grain.set_pending();
         self.pending_grains += u64::from(grain.len);
     }
 
@@ -310,7 +308,7 @@ impl Heap {
         page.grains[(node.place() + granules as usize - 1) % GRAINS].back = granules as u8;
         let grain = &mut page.grains[node.place()];
         grain.len = granules as u8;
-        grain.status = Status::Out;
+        grain.set_out();
     }
 
     /// Makes a range a free run of its list.
@@ -321,7 +319,7 @@ impl Heap {
         page.grains[(node.place() + length) % GRAINS].back = granules as u8;
         let grain = &mut page.grains[node.place()];
         grain.len = granules as u8;
-        grain.status = Status::Free;
+        grain.set_free();
         grain.a = head;
         grain.b = NIL;
         if head != NIL {
@@ -366,8 +364,7 @@ impl Heap {
         let (mut start, mut length) = (node, u32::from(grain.len));
         // Only where a run begins may a granule look like anything but free: an old pointer to the
         // middle of a free run finds nothing live.
-        grain.status = Status::Free;
-        grain.a = NIL;
+        grain.set_free();
         let end = place + length as usize;
         let right = page.grains.get(end).filter(|grain| grain.is_free());
         let right = right.map(|grain| (Node(node.0 + length), u32::from(grain.len)));
@@ -388,31 +385,39 @@ impl Heap {
         self.list(start, length);
     }
 
-    /// Merges the quick runs if they are a good part of the pages, so that a request which found no
-    /// run may find one; true if that was done. Else another page is worth more: kept apart they
-    /// serve the requests to come at a fraction of the cost.
-    pub(crate) fn flush_if_many(&mut self) -> bool {
+    /// Merges quick runs, the longest first, until one of `granules` is free, if they are a good part of
+    /// the pages; true if one is. Else another page is worth more: kept apart they serve the requests
+    /// to come at a fraction of the cost.
+    pub(crate) fn flush_for(&mut self, granules: u32) -> bool {
         let many = u64::from(self.quick_granules()) * QUICK_PART
             > self.page_count() as u64 * u64::from(PAGE_GRAINS);
-        many && self.flush_quick()
+        let wanted = granules as usize - 1;
+        many && (0..GRAINS).rev().any(|at| {
+            self.flush_list(at);
+            self.filled.first_from(wanted).is_some()
+        })
     }
 
     /// Merges all quick runs; true if there were any.
     pub(crate) fn flush_quick(&mut self) -> bool {
         let any = self.quick_granules() > 0;
-        if !any {
-            return false;
+        if any {
+            (0..GRAINS).for_each(|at| self.flush_list(at));
         }
-        for (at, none) in NO_QUICK.iter().enumerate() {
-            let mut at = std::mem::replace(&mut self.quick[at], *none).head;
-            while at != NIL {
-                let node = Node(at);
-                at = self.grain(node).a;
-                self.put_merged(node);
-            }
+        any
+    }
+
+    /// Merges the quick runs of one length.
+    fn flush_list(&mut self, at: usize) {
+        let none = NO_QUICK[at % GRAINS];
+        let quick = std::mem::replace(&mut self.quick[at % GRAINS], none);
+        self.quick_room += (none.left - quick.left) * (at as u32 + 1);
+        let mut at = quick.head;
+        while at != NIL {
+            let node = Node(at);
+            at = self.grain(node).a;
+            self.put_merged(node);
         }
-        self.quick_room = self.cap;
-        true
     }
 
     // ---- pages -----------------------------------------------------------------------------
@@ -469,19 +474,13 @@ impl Heap {
 
     /// Bounds what quick runs may hold together, after pages came or went.
     fn set_cap(&mut self) {
-        let (granules, held) = (
-            self.page_count() as u32 * PAGE_GRAINS,
-            self.quick_granules(),
-        );
-        self.cap = (granules / QUICK_SHARE).max(PAGE_GRAINS);
-        match self.cap.checked_sub(held) {
-            Some(room) => self.quick_room = room,
-            None => {
-                // More than they may: all of them go, so nobody need count how many.
-                self.quick_room = 0;
-                self.flush_quick();
-            }
+        let granules = self.page_count() as u32 * PAGE_GRAINS;
+        let cap = (granules / QUICK_SHARE).max(QUICK_LEAST);
+        if self.quick_granules() > cap {
+            self.flush_quick();
         }
+        self.quick_room = cap - self.quick_granules();
+        self.cap = cap;
     }
 
     /// Granules in quick runs.

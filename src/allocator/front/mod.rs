@@ -204,9 +204,9 @@ impl Small {
         u64::from(self.granules) * GRANULE
     }
 
-    #[inline(always)]
-    fn slack(self) -> u16 {
-        (self.bytes() as u32).wrapping_sub(self.requested) as u16
+    /// Granules of a run in which it surely fits.
+    pub(crate) fn span(self) -> u32 {
+        self.granules + self.align.max(1) - 1
     }
 }
 
@@ -311,7 +311,7 @@ impl<E> Inner<E> {
         if !self.accounts.allocated.fits(bytes) {
             return None;
         }
-        let taken = self.heap.take_quick(request.granules, request.slack())?;
+        let taken = self.heap.take_quick(request.granules, request.requested)?;
         self.accounts.add(bytes, u64::from(request.requested));
         Some(taken)
     }
@@ -323,7 +323,7 @@ impl<E> Inner<E> {
             return Allocated::NoRoom;
         }
         let (granules, align) = (request.granules, request.align);
-        let Some(taken) = self.heap.take(granules, align, request.slack()) else {
+        let Some(taken) = self.heap.take(granules, align, request.requested) else {
             return Allocated::NoRun;
         };
         self.accounts.add(bytes, u64::from(request.requested));
@@ -340,8 +340,10 @@ impl<E> Inner<E> {
         if !self.accounts.allocated.fits(bytes) {
             return Allocated::NoRoom;
         }
-        let slack = request.slack();
-        match self.heap.take_at(page, ptr, request.granules, slack) {
+        match self
+            .heap
+            .take_at(page, ptr, request.granules, request.requested)
+        {
             Some(taken) => {
                 self.accounts.add(bytes, requested);
                 Allocated::Taken(taken)
@@ -440,7 +442,7 @@ impl<E> Inner<E> {
     #[inline(always)]
     pub(crate) fn account_free(&mut self, live: Live) {
         let bytes = u64::from(live.granules) * GRANULE;
-        self.accounts.sub(bytes, bytes - u64::from(live.slack));
+        self.accounts.sub(bytes, u64::from(live.requested));
     }
 
     fn free_shared(&mut self, node: Node, live: Live) -> Freed {

@@ -67,7 +67,7 @@ impl<E> PageTable<E> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn places(ptr: u64) -> [usize; 3] {
         let at = |shift: u32, bits: u32| (ptr >> shift) as usize & ((1 << bits) - 1);
         let low = LEAF_BITS + BITS[2];
@@ -78,13 +78,13 @@ impl<E> PageTable<E> {
         ]
     }
 
-    #[inline]
+    #[inline(always)]
     fn entry(&self, ptr: u64) -> Option<&Entry<E>> {
         let leaf = self.find_leaf(ptr)?;
         Some(&leaf.entries[(ptr >> PAGE_BITS) as usize % LEAF_PAGES])
     }
 
-    #[inline]
+    #[inline(always)]
     fn find_leaf(&self, ptr: u64) -> Option<&Leaf<E>> {
         if ptr >> ADDRESS_BITS != 0 {
             return None;
