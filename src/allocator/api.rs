@@ -153,7 +153,8 @@ impl Allocator {
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
-        if let Some(grant) = self.engine.allocate_with_effort(missed) {
+        let key = stream.id_at_hand();
+        if let Some(grant) = self.engine.allocate_with_effort(key, bytes, missed) {
             return Ok(grant);
         }
         let request = Request::new(bytes, 1)?;
@@ -265,7 +266,7 @@ impl Allocator {
         (raw, key): (sys::CUstream, u64),
         missed: Missed,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if let Some(grant) = self.engine.allocate_with_effort(missed) {
+        if let Some(grant) = self.engine.allocate_with_effort(key, bytes, missed) {
             return Ok(grant.ptr());
         }
         let request = Request::new(bytes, 1)?;

@@ -41,6 +41,11 @@ pub(crate) struct Named<'a> {
     pub stream: Option<&'a Stream>,
 }
 
+/// On cache lines of its own: around it lies what every call reads.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Apart<T>(T);
+
 #[derive(Debug)]
 pub(crate) struct Engine {
     /// Tells this allocator from every other one of the process; starts at 1.
@@ -68,7 +73,7 @@ pub(crate) struct Engine {
     handles: AtomicUsize,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
     ask_captures: bool,
-    state: Lock<State>,
+    state: Apart<Lock<State>>,
     lost: OnceLock<DriverError>,
     /// The allocator's id as long as fronts serve here and the context is not lost, then 0.
     at_once: AtomicU64,
@@ -140,14 +145,14 @@ impl Engine {
             log: RareLog::default(),
             handles: AtomicUsize::new(1),
             ask_captures: config.capture_checks,
-            state: Lock::new(State::new(
+            state: Apart(Lock::new(State::new(
                 (me.clone(), id),
                 Arc::clone(&pages),
                 device.ordinal(),
                 packed,
                 limit,
                 config.tuning(),
-            )),
+            ))),
             pages,
             lost: OnceLock::new(),
             at_once: AtomicU64::new(if packed && !config.capture_checks {
@@ -221,7 +226,7 @@ impl Engine {
     /// The books. They are consistent whenever the lock is free, also after a panic elsewhere: no
     /// foreign code runs under the lock.
     pub(crate) fn lock(&self) -> Guard<'_> {
-        self.state.lock()
+        self.state.0.lock()
     }
 
     /// Turns a driver's error into ours, and remembers a lost context.

@@ -215,7 +215,7 @@ impl Engine {
             match self.allocate_at_once(key, bytes) {
                 Ok(grant) => return Ok(grant),
                 Err(missed) => {
-                    if let Some(grant) = self.allocate_with_effort(missed) {
+                    if let Some(grant) = self.allocate_with_effort(key, bytes, missed) {
                         return Ok(grant);
                     }
                 }

@@ -13,18 +13,24 @@ use super::state::{AfterFree, PAGE_GRANULES, Want};
 use super::streams::StreamKey;
 
 /// A request that no front served at once: the front that was tried, still locked if nobody else was
-/// at it, and what was asked of it.
-pub(crate) struct Missed(Option<Tried>);
+/// at it.
+pub(crate) struct Missed(Option<(&'static EngineFront, Option<Locked>)>);
 
-type Tried = (
-    &'static EngineFront,
-    Option<Held<'static, Inner<Engine>>>,
-    Owner,
-    Small,
-);
+type Locked = Held<'static, Inner<Engine>>;
 
 /// Rounds of getting room until the books are asked.
 const ROUNDS: u32 = 4;
+
+/// A request for bytes anywhere, if it is one for fronts.
+#[inline(always)]
+fn unaligned(bytes: usize) -> Option<Small> {
+    let last = bytes.wrapping_sub(1);
+    (last < PACKED_SMALL_LIMIT as usize).then(|| Small {
+        granules: (last / GRANULE as usize) as u32 + 1,
+        align: 1,
+        requested: bytes as u32,
+    })
+}
 
 impl Engine {
     /// The request to a front, if fronts serve it here.
@@ -39,35 +45,32 @@ impl Engine {
     /// without a look at anything else.
     #[inline(always)]
     pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
-        let last = bytes.wrapping_sub(1);
-        if last >= PACKED_SMALL_LIMIT as usize || !process::is_quiet() {
+        let Some(request) = unaligned(bytes).filter(|_| process::is_quiet()) else {
             return Err(Missed(None));
-        }
+        };
         let Some(front) = cache::find(key) else {
             return Err(Missed(None));
         };
-        let owner = Owner {
-            allocator: self.at_once_id(),
-            key,
-        };
-        let request = Small {
-            granules: (last / GRANULE as usize) as u32 + 1,
-            align: 1,
-            requested: bytes as u32,
-        };
+        let owner = self.owner(key);
         let Some(mut inner) = front.try_lock() else {
-            return Err(Missed(Some((front, None, owner, request))));
+            return Err(Missed(Some((front, None))));
         };
         match inner.take_at_once(owner, request) {
             Some(taken) => Ok(Grant::small(front, taken, request.granules)),
-            None => Err(Missed(Some((front, Some(inner), owner, request)))),
+            None => Err(Missed(Some((front, Some(inner))))),
         }
     }
 
     /// Allocates from a front that could not serve at once, if it can be had without the driver.
     #[inline(never)]
-    pub(crate) fn allocate_with_effort(&self, missed: Missed) -> Option<Grant> {
-        let (front, inner, owner, request) = missed.0?;
+    pub(crate) fn allocate_with_effort(
+        &self,
+        key: u64,
+        bytes: usize,
+        missed: Missed,
+    ) -> Option<Grant> {
+        let (front, inner) = missed.0?;
+        let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
             Some(inner) => (inner, false),
             None => {
@@ -109,8 +112,10 @@ impl Engine {
         }
     }
 
+    /// Whom a front serves without a look at anything else; nobody, where more is to be looked at.
+    #[inline(always)]
     fn owner(&self, key: u64) -> Owner {
-        let allocator = self.id;
+        let allocator = self.at_once_id();
         Owner { allocator, key }
     }
 

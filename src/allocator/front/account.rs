@@ -109,6 +109,16 @@ impl Gauge {
         }
     }
 
+    /// [`add`](Self::add) of one: what the peak rises by needs no reckoning.
+    #[inline(always)]
+    pub(crate) fn add_one(&mut self) {
+        self.total += 1;
+        if self.total > self.mark {
+            self.peak += 1;
+            self.mark += 1;
+        }
+    }
+
     #[inline(always)]
     pub(crate) fn sub(&mut self, amount: u64) {
         self.mark += amount;
@@ -150,7 +160,7 @@ impl Accounts {
     pub(crate) fn add(&mut self, bytes: u64, requested: u64) {
         self.allocated.add(bytes);
         self.requested.add(requested);
-        self.blocks.add(1);
+        self.blocks.add_one();
     }
 
     #[inline(always)]

@@ -41,7 +41,7 @@ pub(super) struct Grain {
 }
 
 const FREE: u16 = 0;
-pub(super) const OUT: u16 = 1 << 14;
+const OUT: u16 = 1 << 14;
 const PENDING: u16 = 2 << 14;
 /// Bits for the other stream.
 const USING: u16 = OUT - 1;
@@ -89,7 +89,7 @@ impl Grain {
 
     /// Of a live block.
     pub(super) fn set_using(&mut self, using: Using) {
-        self.c = OUT | using.0;
+        self.c = using.0;
     }
 
     /// What is there, if a live block begins here.
@@ -104,31 +104,29 @@ impl Grain {
             granules: u32::from(self.len),
             generation: self.a,
             requested: self.b,
-            using: Using(self.c & USING),
+            using: Using(self.c),
         }
     }
 }
 
 /// Which other streams were recorded on a live block: the number of the stream's slot, none, or
 /// that the books outside know.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Using(u16);
 
 impl Using {
-    pub(crate) const NONE: Using = Using(0);
-    pub(crate) const MANY: Using = Using(USING);
+    pub(crate) const NONE: Using = Using(OUT);
+    pub(crate) const MANY: Using = Using(OUT | USING);
 
     /// One stream, if its number fits.
     pub(crate) fn one(slot: u32) -> Option<Using> {
-        u16::try_from(slot + 1)
-            .ok()
-            .map(Using)
-            .filter(|using| *using < Using::MANY)
+        let bits = u16::try_from(slot + 1).ok().filter(|bits| *bits < USING);
+        bits.map(|bits| Using(OUT | bits))
     }
 
     /// The one stream.
     pub(crate) fn slot(self) -> Option<u32> {
-        (self != Using::NONE && self != Using::MANY).then(|| u32::from(self.0) - 1)
+        (self != Using::NONE && self != Using::MANY).then(|| u32::from(self.0 & USING) - 1)
     }
 }
 

@@ -16,6 +16,8 @@ const QUICK_SHARE: u32 = 4;
 const QUICK_LEAST: u32 = 4 * PAGE_GRAINS;
 /// Quick runs of one length are kept up to this many granules together.
 const QUICK_GRAINS: u32 = 512;
+/// Pages that a front makes room for in its list of them at first.
+const PAGES: usize = 32;
 /// They are many if they are more than this part of all pages.
 const QUICK_PART: u64 = 16;
 
@@ -27,12 +29,15 @@ pub(super) struct Quick {
     pub left: u32,
 }
 
-/// No quick runs, by length less one.
-pub(super) const NO_QUICK: [Quick; GRAINS] = {
-    let mut lists = [Quick { head: NIL, left: 0 }; GRAINS];
+/// Lists of quick runs by length: as many as a byte has values, so that no length needs a check.
+pub(super) const LISTS: usize = 1 << 8;
+
+/// No quick runs.
+pub(super) const NO_QUICK: [Quick; LISTS] = {
+    let mut lists = [Quick { head: NIL, left: 0 }; LISTS];
     let mut length = 1;
     while length <= PAGE_GRAINS {
-        lists[length as usize - 1].left = QUICK_GRAINS / length;
+        lists[length as usize].left = QUICK_GRAINS / length;
         length += 1;
     }
     lists
@@ -60,7 +65,7 @@ pub(crate) struct Heap {
     /// Lists of free runs by length less one, and a bit for each that is not empty.
     pub(super) filled: Bits,
     pub(super) free: [u32; GRAINS],
-    pub(super) quick: [Quick; GRAINS],
+    pub(super) quick: [Quick; LISTS],
     pub(super) vacant: Vec<u32>,
 }
 
@@ -99,7 +104,7 @@ impl Heap {
     /// asked for.
     #[inline(always)]
     pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
-        let quick = &mut self.quick[(granules as usize - 1) % GRAINS];
+        let quick = &mut self.quick[granules as usize % LISTS];
         if quick.head == NIL {
             return None;
         }
@@ -168,7 +173,7 @@ impl Heap {
 
     /// Takes a run out of the quick ones.
     fn unquick(&mut self, node: Node, granules: u32) {
-        let length = granules as usize - 1;
+        let length = granules as usize % LISTS;
         let next = self.grain(node).a;
         let mut at = self.quick[length].head;
         if at == node.0 {
@@ -236,7 +241,7 @@ impl Heap {
     /// too much.
     #[inline(always)]
     pub(crate) fn put_quick(&mut self, node: Node, granules: u32) -> bool {
-        let quick = &mut self.quick[(granules as usize - 1) % GRAINS];
+        let quick = &mut self.quick[granules as usize % LISTS];
         let (Some(left), Some(room)) = (
             quick.left.checked_sub(1),
             self.quick_room.checked_sub(granules),
@@ -392,8 +397,8 @@ impl Heap {
         let many = u64::from(self.quick_granules()) * QUICK_PART
             > self.page_count() as u64 * u64::from(PAGE_GRAINS);
         let wanted = granules as usize - 1;
-        many && (0..GRAINS).rev().any(|at| {
-            self.flush_list(at);
+        many && (1..=PAGE_GRAINS).rev().any(|length| {
+            self.flush_list(length);
             self.filled.first_from(wanted).is_some()
         })
     }
@@ -402,16 +407,17 @@ impl Heap {
     pub(crate) fn flush_quick(&mut self) -> bool {
         let any = self.quick_granules() > 0;
         if any {
-            (0..GRAINS).for_each(|at| self.flush_list(at));
+            (1..=PAGE_GRAINS).for_each(|length| self.flush_list(length));
         }
         any
     }
 
     /// Merges the quick runs of one length.
-    fn flush_list(&mut self, at: usize) {
-        let none = NO_QUICK[at % GRAINS];
-        let quick = std::mem::replace(&mut self.quick[at % GRAINS], none);
-        self.quick_room += (none.left - quick.left) * (at as u32 + 1);
+    fn flush_list(&mut self, length: u32) {
+        let at = length as usize % LISTS;
+        let none = NO_QUICK[at];
+        let quick = std::mem::replace(&mut self.quick[at], none);
+        self.quick_room += (none.left - quick.left) * length;
         let mut at = quick.head;
         while at != NIL {
             let node = Node(at);
@@ -432,6 +438,10 @@ impl Heap {
                 at
             }
             None => {
+                if self.pages.capacity() == 0 {
+                    // Read all the time: the ends of so many words may have busy neighbours, no more.
+                    self.pages.reserve(PAGES);
+                }
                 self.pages.push(Box::new(page));
                 self.pages.len() as u32 - 1
             }

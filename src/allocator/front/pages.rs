@@ -47,9 +47,10 @@ const _: () = assert!(BITS[1] == BITS[2]);
 fn slots<T, const N: usize>() -> Slots<T, N> {
     // Not by way of the stack, which a directory of leaves would fill.
     let slots: Box<[OnceLock<T>]> = (0..N).map(|_| OnceLock::new()).collect();
-    slots
-        .try_into()
-        .unwrap_or_else(|_| Box::new([const { OnceLock::new() }; N]))
+    match slots.try_into() {
+        Ok(slots) => slots,
+        Err(_) => unreachable!("as many were collected"),
+    }
 }
 
 /// See the module's text.

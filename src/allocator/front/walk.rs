@@ -81,7 +81,7 @@ impl Heap {
                 return Err("runs fill their page");
             }
         }
-        let quick = self.quick.map(|quick| quick.head);
+        let quick: [u32; GRAINS] = std::array::from_fn(|at| self.quick[at + 1].head);
         for (lists, kind, counts) in [
             (&self.free, Kind::Free, &counts[0]),
             (&quick, Kind::Quick, &counts[1]),
@@ -105,8 +105,8 @@ impl Heap {
                 if kind == Kind::Free && self.filled.has(length) != (count > 0) {
                     return Err("the bits say which lists hold runs");
                 }
-                let left = u64::from(self.quick[length].left);
-                if kind == Kind::Quick && left + count != u64::from(NO_QUICK[length].left) {
+                let left = u64::from(self.quick[length + 1].left);
+                if kind == Kind::Quick && left + count != u64::from(NO_QUICK[length + 1].left) {
                     return Err("quick runs are counted");
                 }
             }
