@@ -405,28 +405,29 @@ impl Allocator {
 
     /// Whether a live block lies around `ptr`.
     pub fn owns(&self, ptr: sys::CUdeviceptr) -> bool {
-        let state = self.engine.lock();
-        state.small_around(ptr).is_some() || self.engine.around(&state, ptr).is_some()
+        let mut state = self.engine.lock();
+        state.small_around(ptr).is_some() || state.large_around(ptr).is_some()
     }
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
-        let state = self.engine.lock();
+        let mut state = self.engine.lock();
         if let Some((_, run, stream)) = state.small_around(ptr) {
             return Some(state.run_info(stream, &run, &[]));
         }
-        let id = self.engine.around(&state, ptr)?;
+        let id = state.large_around(ptr)?;
         Some(state.block_info(id))
     }
 
     /// Usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
-        let state = self.engine.lock();
+        let mut state = self.engine.lock();
         if let Some((_, run, _)) = state.small_around(ptr) {
             return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
         }
-        let id = state.lookup.exact(ptr)?;
-        Some(state.records[id].bytes())
+        let id = state.large_around(ptr)?;
+        let hot = &state.records[id];
+        (hot.addr == ptr).then(|| hot.bytes())
     }
 
     // ---- memory ----------------------------------------------------------------------------
@@ -532,7 +533,9 @@ impl Allocator {
 
     /// How far the free memory could serve: a walk over all of it.
     pub fn fragmentation(&self) -> Fragmentation {
-        self.engine.lock().fragmentation()
+        let mut state = self.engine.lock();
+        state.clear_shelves();
+        state.fragmentation()
     }
 
     /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
@@ -555,12 +558,15 @@ impl Allocator {
 
     /// All segments with their blocks, by address, at one instant.
     pub fn snapshot(&self) -> Vec<SegmentInfo> {
-        self.engine.lock().snapshot()
+        let mut state = self.engine.lock();
+        state.clear_shelves();
+        state.snapshot()
     }
 
     /// [`stats`](Self::stats) and [`snapshot`](Self::snapshot) of the same instant.
     pub fn stats_and_snapshot(&self) -> (Stats, Vec<SegmentInfo>) {
-        let state = self.engine.lock();
+        let mut state = self.engine.lock();
+        state.clear_shelves();
         (state.statistics(), state.snapshot())
     }
 

@@ -129,6 +129,7 @@ impl Block {
         let place = &self.place;
         match place.node() {
             Some(node) => engine.free_small(place.home(), node, place.ptr, Some(place.generation)),
+            None if !engine.watchful() && self.free_large() => Ok(()),
             None => engine.free_block(&self.lifetime()),
         }
     }
@@ -149,10 +150,21 @@ impl Block {
         }
     }
 
+    /// Frees a large block onto the shelf of its front; false if the books have to.
+    fn free_large(&self) -> bool {
+        let id = self.place.record();
+        id.is_some_and(|id| {
+            let mut inner = self.place.home().lock();
+            inner.free_large(id, self.place.generation)
+        })
+    }
+
     #[inline(never)]
     fn drop_slowly(&self) {
         match self.place.node() {
             Some(node) if process::is_quiet() => self.drop_small(self.place.home().lock(), node),
+            // Blocks of fronts that serve keep the engine as well.
+            None if !self.engine().watchful() && self.free_large() => {}
             _ => self.engine().drop_block(self.lifetime()),
         }
     }

@@ -450,6 +450,7 @@ impl State {
             )?;
         }
         self.check_limits()?;
+        self.check_shelves()?;
         for (all, small, large) in [
             (
                 stats.all.allocations,

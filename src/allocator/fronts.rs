@@ -4,7 +4,8 @@
 
 use super::engine::Engine;
 use super::error::Error;
-use super::front::{Batch, Front, FrontPool, MOST_FRONTS, Node, QUANTITIES, Run, Using};
+use super::front::{Amounts, Batch, Front, FrontPool, MOST_FRONTS, Node, QUANTITIES, Run, Using};
+use super::habits::Habits;
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, PAGE};
 use super::state::{AfterFree, PAGE_GRANULES, State};
@@ -39,12 +40,21 @@ pub(crate) struct Fronts {
     pub requested: u64,
     pub(super) sharings: u64,
     pub held_back: Vec<HeldBack>,
+    pub habits: Habits,
+    /// Large requests until shelves keep to the order of the books again: threads met at their lock.
+    pub crowd: u32,
+    /// The block on a shelf that must leave it when anything else happens in the books.
+    pub loose: Option<u32>,
+    /// Streams whose markers are due for what came off the shelves.
+    pub due: Vec<(u32, StreamKey)>,
     /// Uses of live small blocks that their fronts cannot note themselves, by address.
     pub recorded: std::collections::HashMap<u64, Vec<Recorded>>,
     /// Small requests that did not find room in their front at once.
     pub misses: u64,
     /// Of fronts that are gone: everything ever added.
     pub(super) gone: [u64; QUANTITIES],
+    /// and everything that was handed out from their shelves again.
+    pub(super) reused: Amounts,
     pub(super) pending_peak: u64,
 }
 
@@ -132,6 +142,10 @@ impl State {
     pub(crate) fn set_orphaned(&mut self, orphaned: bool) {
         self.orphaned = orphaned;
         self.open_fronts();
+        if orphaned {
+            // Every free comes to the books from here on: the last one closes them.
+            self.settle_shelves();
+        }
     }
 
     /// Streams that we keep alive and whose frees no marker covers yet.
@@ -153,6 +167,7 @@ impl State {
             for (gone, total) in self.fronts.gone.iter_mut().zip(inner.accounts.totals()) {
                 *gone += total;
             }
+            self.fronts.reused += inner.shelf.reused();
             self.fronts.pending_peak += inner.pending_peak;
         }
         self.fronts
@@ -234,6 +249,7 @@ impl State {
         let mut any = false;
         for front in self.streams[stream].fronts.clone() {
             self.close_batches(front, None);
+            any |= self.settle_shelf(front);
             front.lock().heap.flush_quick();
             any |= self.return_pages(front, 0, &mut AfterFree::default());
         }

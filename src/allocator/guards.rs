@@ -95,7 +95,7 @@ impl Allocator {
         ptr: sys::CUdeviceptr,
         bytes: u64,
     ) -> Result<Vec<PhysicalSegment>, Error> {
-        let state = self.engine().open()?;
+        let mut state = self.engine().open()?;
         Ok(state.segments(ptr, bytes)?.1)
     }
 
@@ -190,7 +190,11 @@ impl Engine {
 
 impl State {
     /// The live block around a range, and where the range lies.
-    fn segments(&self, ptr: u64, bytes: u64) -> Result<(Guarding, Vec<PhysicalSegment>), Error> {
+    fn segments(
+        &mut self,
+        ptr: u64,
+        bytes: u64,
+    ) -> Result<(Guarding, Vec<PhysicalSegment>), Error> {
         if let Some((_, run, _)) = self.small_around(ptr) {
             let last = run.ptr + u64::from(run.granules) * GRANULE;
             let end = ptr.checked_add(bytes).filter(|end| *end <= last);
@@ -199,13 +203,10 @@ impl State {
             };
             return Ok((Guarding::Small(run.ptr), self.home_segments(ptr, end)));
         }
-        let Some(id) = self.lookup.at_or_below(ptr) else {
+        let Some(id) = self.large_around(ptr) else {
             return Err(self.not_live(ptr));
         };
         let hot = &self.records[id];
-        if ptr >= hot.end() {
-            return Err(self.not_live(ptr));
-        }
         let end = ptr.checked_add(bytes).filter(|end| *end <= hot.end());
         let Some(end) = end.filter(|_| bytes > 0) else {
             return Err(Error::InvalidRange { ptr, bytes });

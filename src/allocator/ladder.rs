@@ -29,6 +29,8 @@ const VIEW_ADDRESSES: u64 = 8;
 /// What a climb has done already.
 #[derive(Default)]
 pub(crate) struct Climb {
+    /// Shelves hold nothing back.
+    settled: bool,
     flushed: bool,
     retried: bool,
     evicted: bool,
@@ -48,6 +50,7 @@ pub(crate) struct Climb {
 impl Climb {
     /// Memory became complete: pages may be whole now, views idle, and handles free to stitch.
     fn look_again(&mut self) {
+        self.settled = false;
         self.flushed = false;
         self.evicted = false;
         self.unstitched = false;
@@ -67,6 +70,8 @@ enum Step {
     Reserve(SpaceId, u64),
     Grow(Growth),
     Flush,
+    /// Takes off the shelves what nobody holds.
+    Settle,
     /// Tries again to release what an earlier failure left behind.
     Retry,
     Release(Vec<Release>),
@@ -186,6 +191,13 @@ impl Engine {
                         return Ok((state, id, true));
                     }
                 }
+                Step::Settle => {
+                    climb.settled = true;
+                    if state.settle_shelves() {
+                        state = self.mark_due(state);
+                        state = self.poll(state)?;
+                    }
+                }
                 Step::Flush => {
                     climb.flushed = true;
                     if state.flush_fronts() {
@@ -268,6 +280,9 @@ impl Engine {
 
     fn next_step(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
         if self.packed && want.in_one_handle() {
+            if !climb.settled {
+                return Step::Settle;
+            }
             return match state.next_in_one_handle(want) {
                 Next::Take(place) => Step::Place(place),
                 Next::Reserve(bytes) => Step::Reserve(want.space, bytes),
@@ -277,6 +292,9 @@ impl Engine {
         }
         if let Some(step) = self.fitting(state, want) {
             return step;
+        }
+        if self.packed && !climb.settled {
+            return Step::Settle;
         }
         if self.packed {
             if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {

@@ -105,6 +105,7 @@ impl Engine {
                 .iter()
                 .map(|(_, slot)| u64::from(slot.calls))
                 .sum();
+            state.settle_shelves();
             let (blocks, bytes) = state.shut(calls);
             if blocks > 0 {
                 return Err(Error::LiveBlocks { blocks, bytes });

@@ -17,6 +17,8 @@ mod fit;
 pub(crate) mod front;
 mod fronts;
 mod guards;
+mod habits;
+
 mod handles;
 mod hooks;
 mod ladder;
@@ -33,6 +35,7 @@ mod records;
 mod remap;
 mod roster;
 mod settle;
+mod shelves;
 mod single;
 pub mod size;
 mod small;

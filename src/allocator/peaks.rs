@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::check::{CheckError, holds, same};
 use super::engine::Engine;
-use super::front::{Allocated, Held, Inner, Owner, QUANTITIES, Small};
+use super::front::{Allocated, Amounts, Held, Inner, Owner, QUANTITIES, Small};
 use super::fronts::EngineFront;
 use super::size::GRANULE;
 use super::state::State;
@@ -38,6 +38,11 @@ impl State {
         owner: Option<Owner>,
     ) -> Allocated {
         let mut locked = self.lock_fronts();
+        if locked.iter().any(|inner| inner.shelf.held().blocks > 0) {
+            drop(locked);
+            self.settle_shelves();
+            locked = self.lock_fronts();
+        }
         let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
         let outcome = match at.and_then(|at| locked.get_mut(at)) {
             Some(inner) if owner.is_none_or(|owner| inner.serves(owner)) => {
@@ -47,6 +52,20 @@ impl State {
         };
         self.settle_peaks(&mut locked);
         outcome
+    }
+
+    /// A large block is about to be counted: if it may be a peak, nothing that nobody holds is counted
+    /// along with it.
+    pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) {
+        let all = &self.stats.all.allocated;
+        let more = [bytes, requested, 1];
+        let within = all.current + self.fronts.limit + bytes <= all.peak && {
+            let mut large = counters(&mut self.stats.large).into_iter().zip(more);
+            large.all(|(counter, more)| counter.current + more <= counter.peak)
+        };
+        if !within {
+            self.settle_shelves();
+        }
     }
 
     /// A large block was counted: raises the peaks of everything together if it is one.
@@ -69,6 +88,7 @@ impl State {
     /// out among the fronts that are busy.
     fn settle_peaks(&mut self, locked: &mut [Locked<'_>]) {
         let small = small_bytes(locked);
+        let held = held(locked);
         self.fold(locked);
         self.fronts.sharings += 1;
         let now = self.fronts.sharings;
@@ -78,10 +98,12 @@ impl State {
             &mut self.stats.small.allocated,
             &mut self.stats.all.allocated,
         );
-        let large = all.current;
+        let (large, sum) = (all.current, all.current + small);
         pool.peak = pool.peak.max(small);
-        all.peak = all.peak.max(large + small);
-        let mut room = (pool.peak - small).min(all.peak - large - small);
+        all.peak = all.peak.max(sum - held[0]);
+        // What lies on a shelf may be handed out again without a look at the peak.
+        let below = all.peak.saturating_sub(sum);
+        let mut room = (pool.peak - small).min(below);
         if large > 0 {
             // The rest is for the next large block.
             room /= 2;
@@ -185,6 +207,25 @@ impl State {
                 bound.max(active.current)
             };
         }
+        let held = held(&locked);
+        let mut reused = self.fronts.reused;
+        for inner in &locked {
+            reused += inner.shelf.reused();
+        }
+        let reused = [reused.bytes, reused.requested, reused.blocks];
+        for pool in [&mut stats.all, &mut stats.large] {
+            for ((counter, held), reused) in counters(pool).into_iter().zip(held).zip(reused) {
+                counter.current -= held;
+                counter.total_allocated += reused;
+                counter.total_freed += reused + held;
+            }
+            let active = &mut pool.active;
+            active.current -= held[0];
+            active.total_allocated += reused[0];
+            active.total_freed += reused[0] + held[0];
+        }
+        free += held[0];
+        stats.hits += reused[2];
         stats.hits += totals[2] - self.fronts.misses.min(totals[2]);
         stats.front_bytes = quick;
         stats.free += free + pending;
@@ -203,6 +244,7 @@ impl State {
 
     /// Sets the peaks to what is there.
     pub(crate) fn reset_peaks(&mut self) {
+        self.settle_shelves();
         let mut locked = self.lock_fronts();
         self.stats.reset_peaks();
         self.mixed_peak = self.stats.all.active.current - self.stats.all.allocated.current;
@@ -248,12 +290,22 @@ impl State {
     /// Live blocks and their bytes, small ones included.
     pub(crate) fn live_totals(&mut self) -> (u64, u64) {
         let small = self.small_totals();
+        let held = self.held_on_shelves();
         let all = &self.stats.all;
         (
-            all.allocations.current + small[2],
-            all.allocated.current + small[0],
+            all.allocations.current + small[2] - held.blocks,
+            all.allocated.current + small[0] - held.bytes,
         )
     }
+}
+
+/// What the books count for large blocks that nobody holds.
+fn held(locked: &[Locked<'_>]) -> SmallTotals {
+    let mut held = Amounts::default();
+    for inner in locked {
+        held += inner.shelf.held();
+    }
+    [held.bytes, held.requested, held.blocks]
 }
 
 fn totals(locked: &[Locked<'_>]) -> SmallTotals {

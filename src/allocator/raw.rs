@@ -48,6 +48,24 @@ impl Grant {
         Grant { place, granules }
     }
 
+    /// A block with a record: its number and generation, the granules that it has and the bytes that were
+    /// asked for.
+    pub(crate) fn large(
+        home: &'static EngineFront,
+        ptr: u64,
+        (id, generation): (u32, u32),
+        (granules, requested): (u32, u64),
+    ) -> Self {
+        let wide = requested.div_ceil(GRANULE) < u64::from(granules);
+        let place = Place {
+            home,
+            ptr,
+            node: RECORD | if wide { WIDE } else { 0 } | id,
+            generation,
+        };
+        Grant { place, granules }
+    }
+
     #[inline(always)]
     pub(crate) fn ptr(&self) -> u64 {
         self.place.ptr
@@ -258,7 +276,7 @@ impl Engine {
                     .ok_or(Error::OutOfMemory(refusal))?,
                 obtained => obtained?,
             },
-            None => self.allocate_large(state, stream, front, request)?,
+            None => self.allocate_large(state, (named.key, stream), front, request)?,
         };
         call.end(&mut state);
         self.repay(state, stream, grant.bytes());
@@ -278,29 +296,40 @@ impl Engine {
 
     fn allocate_large<'a>(
         &'a self,
-        state: Guard<'a>,
-        stream: u32,
+        mut state: Guard<'a>,
+        (key, stream): (StreamKey, u32),
         front: &'static EngineFront,
         request: &Request,
     ) -> Result<(Guard<'a>, Grant), Error> {
-        let space = state.space_of(request);
-        let (mut state, id, missed) = self.obtain(state, &request.want(space, stream))?;
+        if let StreamKey::Id(key) = key {
+            front::cache::remember(key, front);
+        }
+        let want = request.want(state.space_of(request), stream);
+        if self.packed {
+            let contended = state.contended;
+            state.pass_by_shelf(front, contended);
+        }
+        let state = self.mark_due(state);
+        let (mut state, id, missed) = self.obtain(state, &want)?;
         if missed {
             state.stats.misses += 1;
         } else {
             state.stats.hits += 1;
         }
         let grant = state.granted(id, stream, request.requested, front);
+        if self.packed {
+            state.shelve(id, front);
+        }
         Ok((state, grant))
     }
 
     /// The live large block that starts at a pointer.
-    fn live(&self, state: &State, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
+    fn live(&self, state: &mut State, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
         if let Some(id) = state.lookup.exact(ptr) {
             return Ok(id);
         }
         let interior = |base| Error::InteriorPointer { ptr, base };
-        Err(match self.around(state, ptr) {
+        Err(match state.large_around(ptr) {
             Some(id) => interior(state.records[id].addr),
             None => match state.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
@@ -308,14 +337,6 @@ impl Engine {
                 None => Error::NotOurs { ptr },
             },
         })
-    }
-
-    /// The live large block around a pointer.
-    pub(crate) fn around(&self, state: &State, ptr: sys::CUdeviceptr) -> Option<u32> {
-        state
-            .lookup
-            .at_or_below(ptr)
-            .filter(|id| ptr < state.records[*id].end())
     }
 
     /// Frees the block that starts at a pointer.
@@ -342,23 +363,34 @@ impl Engine {
 
     #[inline(never)]
     fn free_large(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        let state = self.open()?;
-        let id = self.live(&state, ptr)?;
-        let generation = state.records[id].generation;
-        self.free_record(state, (id, generation), ptr)
+        let mut state = self.open()?;
+        let id = self.live(&mut state, ptr)?;
+        self.free_record(state, (id, None), ptr)
     }
 
-    /// Frees the large block of a record.
+    /// Frees the large block of a record; with a generation only that life of it.
     fn free_record<'a>(
         &'a self,
         mut state: Guard<'a>,
-        block: (u32, u32),
+        (id, generation): (u32, Option<u32>),
         ptr: sys::CUdeviceptr,
     ) -> Result<(), Error> {
+        if !self.watchful()
+            && let Some(freed) = state.free_on_shelf(id, generation)
+        {
+            return if freed {
+                Ok(())
+            } else {
+                Err(Error::NotLive { ptr })
+            };
+        }
+        state.unshelve(id);
+        let generation = generation.unwrap_or(state.records[id].generation);
+        let block = (id, generation);
         if !state.is_live(block) {
             return Err(Error::NotLive { ptr });
         }
-        let stream = state.records[block.0].stream;
+        let stream = state.records[id].stream;
         if self.watchful()
             && let Some(suspect) = state.capture_suspect(stream)
         {
@@ -371,7 +403,7 @@ impl Engine {
                 return Err(Error::NotLive { ptr });
             }
         }
-        let after = state.free(block.0);
+        let after = state.free(id);
         self.finish_free(state, &after);
         Ok(())
     }
@@ -398,7 +430,7 @@ impl Engine {
             return self.free_small(front, node, ptr, Some(block.generation));
         }
         let state = self.open()?;
-        self.free_record(state, (block.id, block.generation), ptr)
+        self.free_record(state, (block.id, Some(block.generation)), ptr)
     }
 
     /// Frees a block whose owner went out of scope: what cannot be done now is done later.
@@ -481,8 +513,8 @@ impl Engine {
         now: bool,
     ) -> Result<(), Error> {
         {
-            let state = self.open()?;
-            if self.around(&state, ptr).is_none() && state.small_around(ptr).is_none() {
+            let mut state = self.open()?;
+            if state.large_around(ptr).is_none() && state.small_around(ptr).is_none() {
                 return Err(if state.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
@@ -496,7 +528,7 @@ impl Engine {
         if let StreamKey::Id(key) = named.key {
             front::cache::remember(key, front);
         }
-        let block = self.around(&state, ptr);
+        let block = state.large_around(ptr);
         let owner = match block {
             Some(id) => Some(state.records[id].stream),
             None => state.small_around(ptr).map(|(_, _, owner)| owner),
@@ -543,6 +575,9 @@ impl State {
     /// Whether a block with this identity is live.
     pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
         let hot = self.records.get(id);
+        if hot.is_some_and(|hot| hot.shelved) {
+            return self.is_live_on_shelf(id, generation);
+        }
         hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
     }
 
@@ -556,16 +591,8 @@ impl State {
     ) -> Grant {
         self.born(id, stream, requested);
         let hot = &self.records[id];
-        let wide = requested.next_multiple_of(GRANULE) < hot.bytes();
-        Grant {
-            place: Place {
-                home,
-                ptr: hot.addr,
-                node: RECORD | if wide { WIDE } else { 0 } | id,
-                generation: hot.generation,
-            },
-            granules: hot.granules,
-        }
+        let life = (id, hot.generation);
+        Grant::large(home, hot.addr, life, (hot.granules, requested))
     }
 
     /// The arena of a request that fronts do not serve.

@@ -3,6 +3,7 @@
 //! A record describes one extent of address space: a block in use, a free piece, a range that a
 //! driver call is working on, or a range without memory. Ids are 32 bits; records never move.
 
+use super::fronts::EngineFront;
 use super::uses::Uses;
 
 /// No record.
@@ -62,6 +63,8 @@ pub(crate) struct Hot {
     /// [`MIXED`].
     pub stream: u32,
     pub state: State,
+    /// Used: its front says whether somebody holds it, and in which life.
+    pub shelved: bool,
 }
 
 const _: () = assert!(size_of::<Hot>() == 32);
@@ -98,6 +101,8 @@ pub(crate) struct Cold {
     pub home: Vec<u32>,
     /// Lent: the block.
     pub lent_to: u32,
+    /// Used: the front on whose shelf it lies.
+    pub front: Option<&'static EngineFront>,
 }
 
 /// A use of a live block on a stream other than its own.
@@ -142,6 +147,7 @@ impl Records {
             next: NIL,
             stream: COMPLETE,
             state,
+            shelved: false,
         };
         *self.cold_mut(id) = Cold {
             space,

@@ -69,6 +69,9 @@ impl Engine {
         bytes: usize,
         missed: Missed,
     ) -> Option<Grant> {
+        if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
+            return self.allocate_shelved(key, bytes);
+        }
         let (front, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
@@ -114,7 +117,7 @@ impl Engine {
 
     /// Whom a front serves without a look at anything else; nobody, where more is to be looked at.
     #[inline(always)]
-    fn owner(&self, key: u64) -> Owner {
+    pub(crate) fn owner(&self, key: u64) -> Owner {
         let allocator = self.at_once_id();
         Owner { allocator, key }
     }

@@ -300,6 +300,10 @@ impl State {
     /// Counts a request in the peak that the soft cap follows. Returns the peak before and with it.
     pub(crate) fn announce(&mut self, requested: u64) -> (u64, u64) {
         let before = self.peak_live;
+        if self.requested_now() + requested > before {
+            // What nobody holds is no peak.
+            self.settle_shelves();
+        }
         self.peak_live = before.max(self.requested_now() + requested);
         (before, self.peak_live)
     }
@@ -434,6 +438,7 @@ impl State {
         let small = cold.space != SpaceId::Large;
         self.lookup.insert(addr, id);
         self.streams[stream].live += 1;
+        self.make_sure_of_peaks(bytes, requested);
         self.stats.on_pool(small, |pool| {
             pool.allocations.add(1);
             pool.allocated.add(bytes);
@@ -457,6 +462,8 @@ impl State {
 
     /// Frees a live block.
     pub(crate) fn free(&mut self, id: u32) -> AfterFree {
+        self.unshelve_loose();
+        self.unshelve_beside(id);
         let hot = self.records[id];
         let (space, owner, bytes) = (self.records.cold(id).space, hot.stream, hot.bytes());
         let requested = self.records.cold(id).requested;
@@ -492,6 +499,9 @@ impl State {
             let all = &self.stats.all;
             let mixed = all.active.current.saturating_sub(all.allocated.current);
             self.mixed_peak = self.mixed_peak.max(mixed);
+        }
+        if self.packed {
+            self.fronts.habits.freed(id, hot.granules);
         }
         self.frees += 1;
         self.records.cold_mut(id).freed = self.frees;

@@ -44,10 +44,11 @@ impl<T> Lock<T> {
 
     #[inline(always)]
     pub(crate) fn lock(&self) -> Held<'_, T> {
-        if self.taken.swap(true, Ordering::Acquire) {
+        let contended = self.taken.swap(true, Ordering::Acquire);
+        if contended {
             self.wait();
         }
-        self.held()
+        self.held(contended)
     }
 
     /// The value, if nobody has it.
@@ -56,13 +57,14 @@ impl<T> Lock<T> {
         if self.taken.swap(true, Ordering::Acquire) {
             return None;
         }
-        Some(self.held())
+        Some(self.held(false))
     }
 
     #[inline(always)]
-    fn held(&self) -> Held<'_, T> {
+    fn held(&self, contended: bool) -> Held<'_, T> {
         Held {
             lock: self,
+            contended,
             #[cfg(loom)]
             pointer: Some(self.value.0.get_mut()),
             _thread: std::marker::PhantomData,
@@ -118,6 +120,8 @@ fn pause(_round: u32) {
 #[derive(Debug)]
 pub(crate) struct Held<'a, T> {
     lock: &'a Lock<T>,
+    /// Whether somebody else had it when it was asked for.
+    pub(crate) contended: bool,
     #[cfg(loom)]
     pointer: Option<loom::cell::MutPtr<T>>,
     /// Like the standard library's guards it stays on its thread.

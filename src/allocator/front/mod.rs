@@ -17,6 +17,7 @@ mod interleavings;
 mod lock;
 mod pages;
 mod room;
+mod shelf;
 mod walk;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,6 +28,7 @@ pub(crate) use heap::Heap;
 use lock::AtomicPtr;
 pub(crate) use lock::{Held, Lock};
 pub(crate) use pages::{PageTable, SMALL_ID};
+pub(crate) use shelf::{Amounts, Shelf, Shelved};
 
 use super::size::GRANULE;
 use std::sync::atomic::Ordering;
@@ -129,6 +131,8 @@ pub(crate) struct Inner<E: 'static> {
     pub allocator: u64,
     /// The stream's slot.
     pub slot: u32,
+    /// Large blocks.
+    pub shelf: Shelf,
     /// The allocator, as long as it is open or blocks of this front are live.
     pub owner: Option<Arc<E>>,
     pub batches: Vec<Batch>,
@@ -166,6 +170,7 @@ impl<E> Default for Inner<E> {
             slot: 0,
             open: CLOSED,
             heap: Heap::default(),
+            shelf: Shelf::default(),
             accounts: Accounts::default(),
             batches: Vec::new(),
             waiting: 0,
@@ -391,6 +396,12 @@ impl<E> Inner<E> {
         }
         self.account_free(live);
         true
+    }
+
+    /// Takes a large block back onto the shelf. False if the books have to free it.
+    #[inline]
+    pub(crate) fn free_large(&mut self, id: u32, generation: u32) -> bool {
+        self.is_fast() && self.shelf.put(id, Some(generation)) == Some(true)
     }
 
     /// Frees a block that begins at an address; with a generation only that life of it.

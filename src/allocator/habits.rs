@@ -1,0 +1,118 @@
+//! Which lengths of large blocks are freed at once and asked for again at once.
+//!
+//! Only such blocks go on a shelf while nobody waits for the books: every other one would leave it at
+//! the next event, for nothing. The rule is that of a branch predictor with saturating counters (J. E.
+//! Smith, "A study of branch prediction strategies", 1981), by a hash of the length.
+
+const COUNTERS: usize = 128;
+/// Counters stop here,
+const MOST: u8 = 4;
+/// and from here on a length is expected to come again.
+const EXPECTED: u8 = 2;
+/// What a counter loses by a block that went on the shelf in vain.
+const LOSS: u8 = 2;
+
+/// The last large event in the books.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Last {
+    #[default]
+    Other,
+    /// This record was handed out.
+    Allocated(u32),
+    /// A block of this length was freed, right after it was handed out.
+    Returned(u32),
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(crate) struct Habits {
+    last: Last,
+    counters: [u8; COUNTERS],
+}
+
+impl Default for Habits {
+    fn default() -> Self {
+        Habits {
+            last: Last::Other,
+            counters: [0; COUNTERS],
+        }
+    }
+}
+
+impl Habits {
+    fn counter(&mut self, granules: u32) -> &mut u8 {
+        let hash = granules.wrapping_mul(0x9e37_79b1) >> 25;
+        &mut self.counters[hash as usize % COUNTERS]
+    }
+
+    /// A block of this length is handed out. Whether it is expected to be back, and asked for again,
+    /// before anything else happens.
+    pub(crate) fn allocated(&mut self, id: u32, granules: u32) -> bool {
+        if self.last == Last::Returned(granules) {
+            self.came_again(granules, 1);
+        }
+        self.last = Last::Allocated(id);
+        *self.counter(granules) >= EXPECTED
+    }
+
+    /// A block was freed.
+    pub(crate) fn freed(&mut self, id: u32, granules: u32) {
+        self.last = match self.last {
+            Last::Allocated(last) if last == id => Last::Returned(granules),
+            _ => Last::Other,
+        };
+    }
+
+    /// A block left its shelf, from which it was handed out again so many times.
+    pub(crate) fn was_shelved(&mut self, granules: u32, reuses: u32) {
+        if reuses > 0 {
+            self.came_again(granules, reuses);
+        } else {
+            let counter = self.counter(granules);
+            *counter = counter.saturating_sub(LOSS);
+        }
+    }
+
+    fn came_again(&mut self, granules: u32, times: u32) {
+        let counter = self.counter(granules);
+        *counter = u32::from(*counter)
+            .saturating_add(times)
+            .min(u32::from(MOST)) as u8;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair(habits: &mut Habits, id: u32) -> bool {
+        let expected = habits.allocated(id, 300);
+        habits.freed(id, 300);
+        expected
+    }
+
+    #[test]
+    fn a_length_is_expected_once_it_came_again_twice() {
+        let mut habits = Habits::default();
+        assert!(!pair(&mut habits, 1));
+        assert!(!pair(&mut habits, 2));
+        assert!(pair(&mut habits, 3));
+        assert!(!habits.allocated(4, 301));
+        habits.was_shelved(300, 0);
+        assert!(!habits.allocated(5, 300));
+        habits.was_shelved(300, 9);
+        habits.was_shelved(300, 0);
+        assert!(habits.allocated(6, 300));
+    }
+
+    #[test]
+    fn what_something_else_comes_between_is_not_expected() {
+        let mut habits = Habits::default();
+        for at in 0..10 {
+            assert!(!habits.allocated(2 * at, 300));
+            habits.allocated(2 * at + 1, 500);
+            habits.freed(2 * at, 300);
+            habits.freed(2 * at + 1, 500);
+        }
+    }
+}

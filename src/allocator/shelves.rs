@@ -1,0 +1,382 @@
+//! The books' side of the shelves: which large blocks lie on them, and how they come back.
+//!
+//! The books do not see what a front does with the blocks on its shelf. Whoever wants to know more
+//! of a large block than its place takes it off first, and whoever needs memory that is not ready
+//! takes everything off that nobody holds.
+
+use super::check::{CheckError, holds, same};
+use super::engine::{Engine, Guard};
+use super::front::{Amounts, Shelved, cache};
+use super::fronts::EngineFront;
+use super::raw::Grant;
+use super::records::{NIL, State as Extent};
+use super::size::GRANULE;
+use super::state::State;
+
+/// Large requests after which nobody waits for the books any more, if nobody did meanwhile.
+const CROWD: u32 = 256;
+
+impl Engine {
+    /// Allocates a large block from the shelf of the front that the thread used last for the stream.
+    #[inline(never)]
+    pub(crate) fn allocate_shelved(&self, key: u64, bytes: usize) -> Option<Grant> {
+        let granules = u32::try_from((bytes as u64).div_ceil(GRANULE)).ok()?;
+        let front = cache::find(key)?;
+        let mut inner = front.lock();
+        if !inner.serves(self.owner(key)) {
+            return None;
+        }
+        let block = inner.shelf.take(granules, bytes as u64)?;
+        drop(inner);
+        let life = (block.id, block.generation);
+        Some(Grant::large(
+            front,
+            block.ptr,
+            life,
+            (granules, bytes as u64),
+        ))
+    }
+}
+
+impl Engine {
+    /// Records the markers that are due for what came off the shelves.
+    pub(crate) fn mark_due<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+        if state.fronts.due.is_empty() {
+            return state;
+        }
+        let due = std::mem::take(&mut state.fronts.due);
+        drop(state);
+        self.mark_all(&due);
+        self.lock()
+    }
+}
+
+impl State {
+    /// A block was handed out by the books: puts it on the shelf of its front if that may be of use.
+    pub(crate) fn shelve(&mut self, id: u32, front: &'static EngineFront) {
+        let hot = self.records[id];
+        let again = self.fronts.habits.allocated(id, hot.granules);
+        if !again && self.fronts.crowd == 0 {
+            return;
+        }
+        let cold = self.records.cold(id);
+        if !cold.home.is_empty() {
+            return;
+        }
+        let free = |id: u32| id != NIL && self.records[id].is_free();
+        let tight = self.fronts.crowd > 0 && !free(hot.prev) && !free(hot.next);
+        if !tight && !again {
+            return;
+        }
+        let requested = cold.requested;
+        let block = Shelved {
+            id,
+            generation: hot.generation,
+            ptr: hot.addr,
+            granules: hot.granules,
+            counted: requested,
+            requested,
+            reuses: 0,
+        };
+        let gone = {
+            let mut inner = front.lock();
+            if !inner.is_fast() || inner.slot != hot.stream {
+                return;
+            }
+            inner.shelf.add(block)
+        };
+        if !tight {
+            self.fronts.loose = Some(id);
+        }
+        self.records[id].shelved = true;
+        self.records.cold_mut(id).front = Some(front);
+        if let Some(gone) = gone {
+            self.off_shelf(gone);
+        }
+    }
+
+    /// Makes the books right about a block that was taken off its shelf.
+    fn off_shelf(&mut self, block: Shelved) {
+        self.records.cold_mut(block.id).front = None;
+        self.fronts.habits.was_shelved(block.granules, block.reuses);
+        let hot = &mut self.records[block.id];
+        hot.shelved = false;
+        hot.generation = block.generation;
+        if !block.is_live() {
+            let after = self.free(block.id);
+            self.fronts.due.extend(after.mark);
+            return;
+        }
+        let less = block.counted - block.requested;
+        let cold = self.records.cold_mut(block.id);
+        cold.requested = block.requested;
+        let small = cold.space != super::records::SpaceId::Large;
+        self.stats.on_pool(small, |pool| pool.requested.sub(less));
+    }
+
+    /// Takes a block off its shelf, if it lies on one: it is freed if nobody holds it.
+    pub(crate) fn unshelve(&mut self, id: u32) {
+        let Some(front) = self.shelf_of(id) else {
+            return;
+        };
+        let block = front.lock().shelf.remove(id);
+        if let Some(block) = block {
+            self.off_shelf(block);
+        }
+    }
+
+    /// The front on whose shelf a block lies.
+    pub(crate) fn shelf_of(&self, id: u32) -> Option<&'static EngineFront> {
+        if !self.records[id].shelved {
+            return None;
+        }
+        self.records.cold(id).front
+    }
+
+    /// Frees a block that lies on a shelf, with a generation only that life of it, and leaves it there.
+    /// Whether it was live; `None` if the books have to free it.
+    pub(crate) fn free_on_shelf(&self, id: u32, generation: Option<u32>) -> Option<bool> {
+        let mut inner = self.shelf_of(id)?.lock();
+        if !inner.is_fast() {
+            return None;
+        }
+        inner.shelf.put(id, generation)
+    }
+
+    /// Whether a block on a shelf is in this life.
+    pub(crate) fn is_live_on_shelf(&self, id: u32, generation: u32) -> bool {
+        let front = self.shelf_of(id);
+        front.is_some_and(|front| {
+            let inner = front.lock();
+            let block = inner.shelf.find(id);
+            block.is_some_and(|block| block.is_live() && block.generation == generation)
+        })
+    }
+
+    /// The live large block around an address, off its shelf.
+    pub(crate) fn large_around(&mut self, ptr: u64) -> Option<u32> {
+        let id = self.lookup.at_or_below(ptr)?;
+        if ptr >= self.records[id].end() {
+            return None;
+        }
+        self.unshelve(id);
+        (self.lookup.exact(self.records[id].addr) == Some(id)).then_some(id)
+    }
+
+    /// Frees what nobody holds on the shelves of one stream.
+    pub(crate) fn settle_shelves_of(&mut self, stream: u32) {
+        for at in 0..self.streams[stream].fronts.len() {
+            self.settle_shelf(self.streams[stream].fronts[at]);
+        }
+    }
+
+    /// A large request that the shelf of its front could not serve: what nobody holds there goes back,
+    /// so that the request finds what it would find without shelves.
+    pub(crate) fn pass_by_shelf(&mut self, front: &'static EngineFront, contended: bool) {
+        self.unshelve_loose();
+        self.settle_shelf(front);
+        self.fronts.crowd = match contended {
+            true => CROWD,
+            false => self.fronts.crowd.saturating_sub(1),
+        };
+    }
+
+    /// Takes the block off its shelf that was there on the condition that nothing else happens.
+    pub(crate) fn unshelve_loose(&mut self) {
+        if let Some(id) = self.fronts.loose.take() {
+            self.unshelve(id);
+        }
+    }
+
+    /// A block is about to be free: those beside it would merge with it.
+    pub(crate) fn unshelve_beside(&mut self, block: u32) {
+        let hot = self.records[block];
+        for id in [hot.prev, hot.next] {
+            if id != NIL && self.records[id].shelved {
+                self.unshelve(id);
+            }
+        }
+    }
+
+    /// Frees what nobody holds on any shelf; true if there was anything.
+    pub(crate) fn settle_shelves(&mut self) -> bool {
+        let mut any = false;
+        for at in 0..self.fronts.all().len() {
+            any |= self.settle_shelf(self.fronts.all()[at]);
+        }
+        any
+    }
+
+    /// Frees what nobody holds on one shelf; true if there was anything.
+    pub(crate) fn settle_shelf(&mut self, front: &'static EngineFront) -> bool {
+        let mut any = false;
+        loop {
+            let block = front.lock().shelf.remove_idle();
+            let Some(block) = block else {
+                return any;
+            };
+            any = true;
+            self.off_shelf(block);
+        }
+    }
+
+    /// Takes everything off all shelves: from here on the books are right about every block.
+    pub(crate) fn clear_shelves(&mut self) {
+        for at in 0..self.fronts.all().len() {
+            let front = self.fronts.all()[at];
+            loop {
+                let block = front.lock().shelf.remove_any();
+                let Some(block) = block else {
+                    break;
+                };
+                self.off_shelf(block);
+            }
+        }
+    }
+
+    /// Every block on a shelf is known to the books, and none else.
+    pub(crate) fn check_shelves(&self) -> Result<(), CheckError> {
+        let mut known = 0;
+        for front in self.fronts.all() {
+            let inner = front.lock();
+            inner.shelf.check()?;
+            for block in inner.shelf.blocks() {
+                known += 1;
+                let (hot, cold) = (&self.records[block.id], self.records.cold(block.id));
+                let here = cold.front.is_some_and(|known| std::ptr::eq(known, *front));
+                holds("a block on a shelf is known there", hot.shelved && here)?;
+                holds(
+                    "a block on a shelf is in use for the books",
+                    hot.state == Extent::Used && hot.stream == inner.slot,
+                )?;
+                holds(
+                    "nobody else uses a block on a shelf",
+                    cold.recorded.is_empty(),
+                )?;
+                same("address of a block on a shelf", block.ptr, hot.addr)?;
+                same(
+                    "length of a block on a shelf",
+                    u64::from(block.granules),
+                    u64::from(hot.granules),
+                )?;
+                same("bytes asked for on a shelf", block.counted, cold.requested)?;
+                holds(
+                    "a block on a shelf asks for no more than is counted",
+                    block.requested <= block.counted,
+                )?;
+            }
+        }
+        let marked = self.records.iter().filter(|(_, hot)| hot.shelved).count() as u64;
+        same("blocks on shelves", known, marked)
+    }
+
+    /// What the books count for blocks on shelves that nobody holds.
+    pub(crate) fn held_on_shelves(&self) -> Amounts {
+        let mut held = Amounts::default();
+        for front in self.fronts.all() {
+            held += front.lock().shelf.held();
+        }
+        held
+    }
+}
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod tests {
+    use crate::allocator::{Allocator, Config};
+    use crate::driver::{Context, Stream};
+    use crate::sim::{SimConfig, Simulator};
+    use crate::{Block, Policy};
+
+    const MIB: usize = 1 << 20;
+
+    /// An allocator at whose books threads met a moment ago, and two streams.
+    fn crowded(test: impl FnOnce(&Allocator, [&Stream; 2])) {
+        let simulator = Simulator::new(SimConfig::default()).unwrap();
+        let driver = simulator.driver().unwrap();
+        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let config = Config::new().policy(Policy::Packed);
+        let allocator = Allocator::with_config(&context, config).unwrap();
+        let streams = [0, 1].map(|_| Stream::new(&context).unwrap());
+        // Both are known from here on.
+        for stream in &streams {
+            drop(allocator.allocate(1, stream).unwrap());
+        }
+        allocator.engine().lock().fronts.crowd = u32::MAX;
+        test(&allocator, streams.each_ref());
+        allocator.check().unwrap();
+        allocator.close().unwrap();
+    }
+
+    /// Blocks side by side, of which the second one lies on a shelf.
+    fn row(allocator: &Allocator, stream: &Stream) -> [Block; 3] {
+        drop(allocator.allocate(64 * MIB, stream).unwrap());
+        // Whichever stream comes: nothing has to wait.
+        allocator.synchronize().unwrap();
+        let [left, middle, right] =
+            [2, 3, 2].map(|mib| allocator.allocate(mib * MIB, stream).unwrap());
+        let at = middle.ptr();
+        drop(middle);
+        let middle = allocator.allocate(3 * MIB, stream).unwrap();
+        assert_eq!(middle.ptr(), at);
+        [left, middle, right]
+    }
+
+    fn on_shelves(allocator: &Allocator) -> u64 {
+        allocator.engine().lock().held_on_shelves().blocks
+    }
+
+    #[test]
+    fn a_block_between_others_stays_beside_other_work() {
+        crowded(|allocator, [a, _]| {
+            let [left, middle, right] = row(allocator, a);
+            let at = middle.ptr();
+            drop(middle);
+            assert_eq!(on_shelves(allocator), 1);
+            // One that does not lie beside it.
+            drop(right);
+            let far = allocator.engine().lock().held_on_shelves().blocks;
+            assert_eq!(far, 0, "its neighbour is free now");
+            let middle = allocator.allocate(3 * MIB, a).unwrap();
+            assert_eq!(middle.ptr(), at);
+            drop((left, middle));
+        });
+    }
+
+    #[test]
+    fn memory_on_shelves_comes_before_more_memory() {
+        crowded(|allocator, [a, b]| {
+            let [left, middle, right] = row(allocator, a);
+            // No free piece is long enough, and what is live is far from a peak.
+            let rest = [2, 1, 2, 52].map(|mib| Some(allocator.allocate(mib * MIB, a).unwrap()));
+            let [hole, wall, gap, rest] = rest;
+            drop((hole, gap));
+            allocator.synchronize().unwrap();
+            let reserved = allocator.stats().all.reserved.current;
+            drop(middle);
+            assert_eq!(on_shelves(allocator), 1);
+            let other = allocator.allocate(3 * MIB, b).unwrap();
+            assert_eq!(allocator.stats().all.reserved.current, reserved);
+            assert_eq!(on_shelves(allocator), 0);
+            drop((left, right, wall, rest, other));
+        });
+    }
+
+    #[test]
+    fn s1_19_what_lies_on_a_shelf_is_no_part_of_a_peak() {
+        crowded(|allocator, [a, b]| {
+            let [left, middle, right] = row(allocator, a);
+            let other = allocator.allocate(MIB, b).unwrap();
+            drop(other);
+            allocator.reset_peaks();
+            let peak = allocator.stats().all.allocated.peak;
+            drop(middle);
+            assert_eq!(on_shelves(allocator), 1);
+            let other = allocator.allocate(3 * MIB, b).unwrap();
+            assert_eq!(allocator.stats().all.allocated.peak, peak);
+            assert_eq!(allocator.stats().large.allocated.peak, peak);
+            let more = allocator.allocate(MIB, b).unwrap();
+            assert_eq!(allocator.stats().all.allocated.peak, peak + MIB as u64);
+            drop((left, right, other, more));
+        });
+    }
+}
