@@ -9,11 +9,11 @@ use super::engine::{Engine, Guard};
 use super::front::{Amounts, Shelved, cache};
 use super::fronts::EngineFront;
 use super::raw::Grant;
-use super::records::{NIL, State as Extent};
+use super::records::State as Extent;
 use super::size::GRANULE;
 use super::state::State;
 
-/// Large requests after which nobody waits for the books any more, if nobody did meanwhile.
+/// Large requests in the books after which nobody waits for them any more, if nobody did meanwhile.
 const CROWD: u32 = 256;
 
 impl Engine {
@@ -36,9 +36,7 @@ impl Engine {
             (granules, bytes as u64),
         ))
     }
-}
 
-impl Engine {
     /// Records the markers that are due for what came off the shelves.
     pub(crate) fn mark_due<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
         if state.fronts.due.is_empty() {
@@ -63,11 +61,6 @@ impl State {
         if !cold.home.is_empty() {
             return;
         }
-        let free = |id: u32| id != NIL && self.records[id].is_free();
-        let tight = self.fronts.crowd > 0 && !free(hot.prev) && !free(hot.next);
-        if !tight && !again {
-            return;
-        }
         let requested = cold.requested;
         let block = Shelved {
             id,
@@ -85,7 +78,7 @@ impl State {
             }
             inner.shelf.add(block)
         };
-        if !tight {
+        if self.fronts.crowd == 0 {
             self.fronts.loose = Some(id);
         }
         self.records[id].shelved = true;
@@ -175,26 +168,20 @@ impl State {
     pub(crate) fn pass_by_shelf(&mut self, front: &'static EngineFront, contended: bool) {
         self.unshelve_loose();
         self.settle_shelf(front);
-        self.fronts.crowd = match contended {
-            true => CROWD,
-            false => self.fronts.crowd.saturating_sub(1),
-        };
+        if contended {
+            self.fronts.crowd = CROWD;
+        } else if self.fronts.crowd > 0 {
+            self.fronts.crowd -= 1;
+            if self.fronts.crowd == 0 {
+                self.clear_shelves();
+            }
+        }
     }
 
     /// Takes the block off its shelf that was there on the condition that nothing else happens.
     pub(crate) fn unshelve_loose(&mut self) {
         if let Some(id) = self.fronts.loose.take() {
             self.unshelve(id);
-        }
-    }
-
-    /// A block is about to be free: those beside it would merge with it.
-    pub(crate) fn unshelve_beside(&mut self, block: u32) {
-        let hot = self.records[block];
-        for id in [hot.prev, hot.next] {
-            if id != NIL && self.records[id].shelved {
-                self.unshelve(id);
-            }
         }
     }
 
@@ -326,19 +313,20 @@ mod tests {
     }
 
     #[test]
-    fn a_block_between_others_stays_beside_other_work() {
-        crowded(|allocator, [a, _]| {
+    fn blocks_stay_beside_other_work_until_the_crowd_is_gone() {
+        crowded(|allocator, [a, b]| {
             let [left, middle, right] = row(allocator, a);
             let at = middle.ptr();
-            drop(middle);
-            assert_eq!(on_shelves(allocator), 1);
-            // One that does not lie beside it.
-            drop(right);
-            let far = allocator.engine().lock().held_on_shelves().blocks;
-            assert_eq!(far, 0, "its neighbour is free now");
+            let other = allocator.allocate(MIB, b).unwrap();
+            drop((middle, right, other));
+            assert_eq!(on_shelves(allocator), 3);
             let middle = allocator.allocate(3 * MIB, a).unwrap();
             assert_eq!(middle.ptr(), at);
-            drop((left, middle));
+            drop(middle);
+            allocator.engine().lock().fronts.crowd = 1;
+            let whole = allocator.allocate(5 * MIB, b).unwrap();
+            assert_eq!(on_shelves(allocator), 0);
+            drop((left, whole));
         });
     }
 
@@ -349,11 +337,14 @@ mod tests {
             // No free piece is long enough, and what is live is far from a peak.
             let rest = [2, 1, 2, 52].map(|mib| Some(allocator.allocate(mib * MIB, a).unwrap()));
             let [hole, wall, gap, rest] = rest;
-            drop((hole, gap));
+            drop((hole, gap, middle));
             allocator.synchronize().unwrap();
+            // Takes everything off the shelves.
+            allocator.snapshot();
+            let middle = allocator.allocate(3 * MIB, a).unwrap();
             let reserved = allocator.stats().all.reserved.current;
             drop(middle);
-            assert_eq!(on_shelves(allocator), 1);
+            assert!(on_shelves(allocator) > 0);
             let other = allocator.allocate(3 * MIB, b).unwrap();
             assert_eq!(allocator.stats().all.reserved.current, reserved);
             assert_eq!(on_shelves(allocator), 0);

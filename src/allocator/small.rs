@@ -23,7 +23,7 @@ const ROUNDS: u32 = 4;
 
 /// A request for bytes anywhere, if it is one for fronts.
 #[inline(always)]
-fn unaligned(bytes: usize) -> Option<Small> {
+pub(super) fn unaligned(bytes: usize) -> Option<Small> {
     let last = bytes.wrapping_sub(1);
     (last < PACKED_SMALL_LIMIT as usize).then(|| Small {
         granules: (last / GRANULE as usize) as u32 + 1,
@@ -124,7 +124,7 @@ impl Engine {
 
     /// Threads keep meeting at a front: its stream gets more of them, and this thread chooses anew.
     #[cold]
-    fn crowded(&self, key: u64, front: &'static EngineFront) {
+    pub(super) fn crowded(&self, key: u64, front: &'static EngineFront) {
         cache::forget(key);
         let mut state = self.lock();
         let (stream, own) = {

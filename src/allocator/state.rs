@@ -463,7 +463,6 @@ impl State {
     /// Frees a live block.
     pub(crate) fn free(&mut self, id: u32) -> AfterFree {
         self.unshelve_loose();
-        self.unshelve_beside(id);
         let hot = self.records[id];
         let (space, owner, bytes) = (self.records.cold(id).space, hot.stream, hot.bytes());
         let requested = self.records.cold(id).requested;

@@ -8,15 +8,17 @@
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Block};
-use crate::driver::{Context, DriverError, Entered, Event, Stream, StreamKind, sys};
+use crate::allocator::{Allocator, Beside, Block};
+use crate::driver::{Context, DriverError, Entered, Event, Stream, StreamKind, process, sys};
 
 use super::error::{BufferError, FromBlockError};
 
 /// A block and its home stream.
-pub(super) struct Memory {
+pub(crate) struct Memory {
     block: ManuallyDrop<Block>,
-    stream: Stream,
+    stream: ManuallyDrop<Stream>,
+    /// The stream is somebody else's, who keeps it for as long.
+    lent: bool,
     /// For the per-thread default stream this is the one of the thread that allocated.
     stream_id: u64,
     /// Work may use the block that neither the home nor the allocator knows of.
@@ -45,12 +47,60 @@ impl Memory {
         }
     }
 
-    pub(super) fn new(block: Block, stream: Stream, stream_id: u64) -> Memory {
+    #[inline(always)]
+    pub(crate) fn new(block: Block, stream: Stream, stream_id: u64) -> Memory {
         Memory {
             block: ManuallyDrop::new(block),
-            stream,
+            stream: ManuallyDrop::new(stream),
+            lent: false,
             stream_id,
             abandoned: AtomicBool::new(false),
+        }
+    }
+
+    /// [`new`](Self::new) without a count of the stream's users, which would be a word that they all
+    /// write.
+    ///
+    /// # Safety
+    /// A clone of the stream lives until after the memory, and whatever it becomes part of.
+    #[inline(always)]
+    pub(crate) unsafe fn on_lent_stream(block: Block, stream: &Stream, stream_id: u64) -> Memory {
+        Memory {
+            block: ManuallyDrop::new(block),
+            // SAFETY: the copy is never dropped, and the original outlives it.
+            stream: ManuallyDrop::new(unsafe { std::ptr::read(stream) }),
+            lent: true,
+            stream_id,
+            abandoned: AtomicBool::new(false),
+        }
+    }
+
+    /// Frees a small block if that takes no more than its front, and notes it beside that in the same
+    /// step.
+    ///
+    /// # Safety
+    /// If it returns something the memory is gone: it must not be used, nor dropped.
+    #[inline(always)]
+    pub(super) unsafe fn free_beside<N, R>(
+        &mut self,
+        side: &Beside<N>,
+        note: impl FnOnce(&mut N) -> R,
+    ) -> Option<R> {
+        if *self.abandoned.get_mut() {
+            return None;
+        }
+        // SAFETY: the caller's contract.
+        let noted = unsafe { self.block.free_beside(side, note) }?;
+        self.let_go_of_stream();
+        Some(noted)
+    }
+
+    /// The stream must not be used after this.
+    #[inline]
+    fn let_go_of_stream(&mut self) {
+        if !self.lent {
+            // SAFETY: all callers are at the end of the memory.
+            unsafe { ManuallyDrop::drop(&mut self.stream) };
         }
     }
 
@@ -68,7 +118,7 @@ impl Memory {
 
     /// The home stream and its id.
     pub(super) fn home(&self) -> (Stream, u64) {
-        (self.stream.clone(), self.stream_id)
+        (Stream::clone(&self.stream), self.stream_id)
     }
 
     pub(super) fn context(&self) -> &Context {
@@ -177,16 +227,18 @@ impl Memory {
             return Err((self, error));
         }
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: `this` is not dropped and neither field is used again.
-        unsafe {
-            std::ptr::drop_in_place(&mut this.stream);
-            Ok(ManuallyDrop::take(&mut this.block))
-        }
+        this.let_go_of_stream();
+        // SAFETY: `this` is not dropped, and the field is not used again.
+        Ok(unsafe { ManuallyDrop::take(&mut this.block) })
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if process::is_gone() {
+            // In a forked child a lock may be held by a thread that does not exist there.
+            return;
+        }
         let settled = self.settle();
         // SAFETY: this is the drop, so the block is used no more.
         let block = unsafe { ManuallyDrop::take(&mut self.block) };
@@ -194,6 +246,7 @@ impl Drop for Memory {
             log::warn!("the block at {:#x} is leaked: {error}", block.ptr());
             block.into_raw();
         }
+        self.let_go_of_stream();
     }
 }
 

@@ -174,6 +174,12 @@ impl Stream {
         }
     }
 
+    /// The stream's id, if it is known without a question to the driver.
+    #[inline]
+    pub(crate) fn known_id(&self) -> Option<u64> {
+        self.0.id
+    }
+
     /// The stream's id, or [`NO_ID`] if that is not known without a question to the driver.
     #[inline(always)]
     pub(crate) fn id_at_hand(&self) -> u64 {

@@ -19,34 +19,34 @@ use super::threshold;
 /// `Send` and `Sync`.
 pub struct PooledBuffer<T: DeviceCopy> {
     buffer: ManuallyDrop<DeviceBuffer<T>>,
-    pool: Option<Arc<threshold::Inner>>,
-    place: Option<Place>,
+    pool: ManuallyDrop<Pool>,
+}
+
+/// Whose a buffer is.
+pub(super) enum Pool {
+    /// Without elements it is nobody's.
+    None,
+    Threshold(Arc<threshold::Inner>),
+    Typed(Place),
 }
 
 impl<T: DeviceCopy> PooledBuffer<T> {
-    pub(super) fn new(
-        buffer: DeviceBuffer<T>,
-        pool: Option<Arc<threshold::Inner>>,
-        place: Option<Place>,
-    ) -> Self {
+    #[inline(always)]
+    pub(super) fn new(buffer: DeviceBuffer<T>, pool: Pool) -> Self {
         PooledBuffer {
             buffer: ManuallyDrop::new(buffer),
-            pool,
-            place,
+            pool: ManuallyDrop::new(pool),
         }
     }
 
-    fn into_parts(
-        self,
-    ) -> (
-        DeviceBuffer<T>,
-        Option<Arc<threshold::Inner>>,
-        Option<Place>,
-    ) {
+    #[inline(always)]
+    fn into_parts(self) -> (DeviceBuffer<T>, Pool) {
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: `this` is not dropped, and the field is used no more.
-        let buffer = unsafe { ManuallyDrop::take(&mut this.buffer) };
-        (buffer, this.pool.take(), this.place.take())
+        // SAFETY: `this` is not dropped, and the fields are used no more.
+        unsafe {
+            let buffer = ManuallyDrop::take(&mut this.buffer);
+            (buffer, ManuallyDrop::take(&mut this.pool))
+        }
     }
 
     /// All elements, to write to.
@@ -85,29 +85,36 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     /// # Errors
     /// As [`DeviceBuffer::free`].
     pub fn free(self) -> Result<(), Box<PooledFreeError<T>>> {
-        let (buffer, pool, mut place) = self.into_parts();
-        if let Some(place) = &place {
-            place.leave();
-        }
-        match buffer.free() {
+        let (buffer, mut pool) = self.into_parts();
+        let left = match &pool {
+            Pool::Typed(place) => Some(place.leave()),
+            _ => None,
+        };
+        let failed = match buffer.free() {
+            Err(failed) => failed,
             Ok(()) => {
-                returned(pool, place);
-                Ok(())
-            }
-            Err(failed) => {
-                if let Some(place) = &mut place {
-                    place.stay();
+                match (pool, left) {
+                    (Pool::Typed(place), Some(left)) => place.end(left),
+                    (Pool::Threshold(pool), _) => pool.release_surplus(false),
+                    _ => {}
                 }
-                Err(Box::new(PooledFreeError {
-                    buffer: Self::new(failed.buffer, pool, place),
-                    error: failed.error.into(),
-                }))
+                return Ok(());
             }
+        };
+        if let (Pool::Typed(place), Some(left)) = (&mut pool, left) {
+            place.stay(left, failed.buffer.as_device_ptr());
         }
+        Err(Box::new(PooledFreeError {
+            buffer: Self::new(failed.buffer, pool),
+            error: failed.error.into(),
+        }))
     }
 
-    pub(super) fn place_mut(&mut self) -> Option<&mut Place> {
-        self.place.as_mut()
+    pub(super) fn place(&self) -> Option<&Place> {
+        match &*self.pool {
+            Pool::Typed(place) => Some(place),
+            _ => None,
+        }
     }
 }
 
@@ -118,9 +125,9 @@ impl<T: DeviceCopy> PooledBuffer<MaybeUninit<T>> {
     /// Work that writes values to all elements was given to the buffer's stream, or that stream waits
     /// for it.
     pub unsafe fn assume_init(self) -> PooledBuffer<T> {
-        let (buffer, pool, place) = self.into_parts();
+        let (buffer, pool) = self.into_parts();
         // SAFETY: the caller's contract.
-        PooledBuffer::new(unsafe { buffer.assume_init() }, pool, place)
+        PooledBuffer::new(unsafe { buffer.assume_init() }, pool)
     }
 
     pub(super) fn zeroed(self, stream: &Stream) -> Result<PooledBuffer<T>, PoolError> {
@@ -128,15 +135,6 @@ impl<T: DeviceCopy> PooledBuffer<MaybeUninit<T>> {
         let mut buffer = unsafe { self.assume_init() };
         buffer.as_mut_slice().set_zero(stream)?;
         Ok(buffer)
-    }
-}
-
-fn returned(pool: Option<Arc<threshold::Inner>>, place: Option<Place>) {
-    if let Some(place) = place {
-        place.release_surplus();
-    }
-    if let Some(pool) = pool {
-        pool.release_surplus(false);
     }
 }
 
@@ -149,13 +147,35 @@ impl<T: DeviceCopy> Deref for PooledBuffer<T> {
 }
 
 impl<T: DeviceCopy> Drop for PooledBuffer<T> {
+    #[inline]
     fn drop(&mut self) {
-        if let Some(place) = &self.place {
-            place.leave();
+        if let Pool::Typed(place) = &*self.pool {
+            // SAFETY: this is the drop, which ends here if both are gone.
+            if unsafe { place.give_back_at_once(&mut self.buffer) } {
+                return;
+            }
         }
-        // SAFETY: this is the drop, so the field is used no more.
-        drop(unsafe { ManuallyDrop::take(&mut self.buffer) });
-        returned(self.pool.take(), self.place.take());
+        self.drop_slowly();
+    }
+}
+
+impl<T: DeviceCopy> PooledBuffer<T> {
+    /// The fields must not be used after this.
+    #[inline(never)]
+    fn drop_slowly(&mut self) {
+        // SAFETY: only the drop calls this, and it does nothing else then.
+        let (buffer, pool) = unsafe {
+            let buffer = ManuallyDrop::take(&mut self.buffer);
+            (buffer, ManuallyDrop::take(&mut self.pool))
+        };
+        match pool {
+            Pool::Typed(place) => place.give_back(buffer),
+            Pool::Threshold(pool) => {
+                drop(buffer);
+                pool.release_surplus(false);
+            }
+            Pool::None => drop(buffer),
+        }
     }
 }
 

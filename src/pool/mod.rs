@@ -26,14 +26,17 @@ mod histogram;
 mod native;
 mod native_block;
 mod native_config;
+mod notes;
 mod pinned;
 mod pinned_lease;
 mod places;
 mod pressure;
 mod report;
+mod slabs;
 mod table;
 mod threshold;
 mod typed;
+mod typed_device;
 mod usage;
 mod workspace;
 
@@ -48,7 +51,8 @@ pub use pinned_lease::PinnedLease;
 pub use pressure::{Pressure, PressureConfig, PressureMonitor};
 pub use report::{Fragmentation, PoolReport};
 pub use threshold::{OpenThresholdPool, ThresholdPool, ThresholdStats};
-pub use typed::{DeviceTypedPool, TypedPool, TypedStats, round_elements};
+pub use typed::{TypedPool, TypedStats, round_elements};
+pub use typed_device::DeviceTypedPool;
 pub use usage::{Gauge, PoolUsage};
 pub use workspace::{
     Lease, LeaseRef, LeaseView, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats,

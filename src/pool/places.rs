@@ -1,281 +1,320 @@
 //! Where the buffers of a typed pool are and were, for one device.
 
 use std::any::TypeId;
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ptr::NonNull;
+use std::sync::Arc;
 
-use crate::driver::sys;
-
+use super::notes::{Gone, Left, Notes, Sought, TRIES};
 use super::threshold::ThresholdPool;
 use super::typed::TypedStats;
-use crate::allocator::Mixed;
-
-/// Returned addresses that are remembered for each stream and size.
-const REMEMBERED: usize = 32;
-/// Stream and size pairs of which addresses are remembered.
-const PAIRS: usize = 256;
-/// Remembered addresses to try for one request.
-const TRIES: usize = 4;
+use crate::allocator::{Allocator, Beside, Block, Error, Lock, Sides};
+use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
+use crate::driver::{Stream, process, sys};
 
 /// A typed pool's part for one device.
 pub(super) struct Cache {
     pub pool: ThresholdPool,
-    index: Mutex<Index>,
+    pub allocator: Allocator,
+    /// Of blocks that come from fronts, each under its front's lock,
+    sides: Sides<Notes>,
+    /// and of all others.
+    rest: Lock<Notes>,
 }
 
-/// Hints and names, no books: whether memory is free only the allocator says.
-#[derive(Default)]
-struct Index {
-    /// By stream and bytes: the addresses returned last, the newest at the end.
-    returned: HashMap<(u64, usize), VecDeque<sys::CUdeviceptr>, Mixed>,
-    /// Live buffers, and vacant places between them.
-    live: Vec<Live>,
-    vacant: Vec<u32>,
-    stats: TypedStats,
-}
-
-/// A live buffer as others may name it.
-struct Live {
-    /// Its rounded length.
-    capacity: usize,
-    element: TypeId,
-    /// 0 where there is none.
-    address: sys::CUdeviceptr,
-}
-
-/// What a request looks for.
+/// Notes, by whose lock they are under.
 #[derive(Clone, Copy)]
-pub(super) struct Sought {
-    pub stream: u64,
-    pub bytes: usize,
-    /// The rounded length.
-    pub capacity: usize,
-    pub element: TypeId,
+enum Desk<'a> {
+    Side(&'a Beside<Notes>),
+    Rest(&'a Lock<Notes>),
 }
 
-/// A request under way: a place for its buffer, which others may take for live at the first of the
-/// hints already, and where it might be.
-pub(super) struct Asked {
-    slot: u32,
+impl Desk<'_> {
+    fn with<R>(self, run: impl FnOnce(&mut Notes) -> R) -> R {
+        match self {
+            Desk::Side(side) => side.with(run),
+            Desk::Rest(rest) => run(&mut rest.lock()),
+        }
+    }
+}
+
+/// A request under way, and where its memory might be.
+pub(super) struct Asked<'a> {
+    desk: Desk<'a>,
     hints: [sys::CUdeviceptr; TRIES],
     count: usize,
 }
 
-impl Asked {
+impl Asked<'_> {
     /// The addresses returned last, the newest first.
     pub fn hints(&self) -> &[sys::CUdeviceptr] {
         &self.hints[..self.count]
     }
 }
 
-impl Index {
-    fn occupy(&mut self, live: Live) -> u32 {
-        if let Some(slot) = self.vacant.pop() {
-            self.live[slot as usize] = live;
-            return slot;
-        }
-        self.live.push(live);
-        (self.live.len() - 1) as u32
-    }
-
-    fn vacate(&mut self, slot: u32) {
-        self.live[slot as usize].address = 0;
-        self.vacant.push(slot);
-    }
-
-    fn remember(&mut self, key: (u64, usize), address: sys::CUdeviceptr) {
-        if self.returned.len() >= PAIRS && !self.returned.contains_key(&key) {
-            self.returned.clear();
-        }
-        let addresses = self.returned.entry(key).or_default();
-        if addresses.len() == REMEMBERED {
-            addresses.pop_front();
-        }
-        addresses.push_back(address);
-    }
-
-    fn forget(&mut self, key: (u64, usize), address: sys::CUdeviceptr) {
-        if let Some(addresses) = self.returned.get_mut(&key)
-            && let Some(at) = addresses.iter().rposition(|known| *known == address)
-        {
-            addresses.remove(at);
-        }
-    }
-}
-
 impl Cache {
-    pub fn new(pool: ThresholdPool) -> Arc<Cache> {
+    pub fn new(pool: ThresholdPool, allocator: Allocator) -> Arc<Cache> {
         Arc::new(Cache {
             pool,
-            index: Mutex::default(),
+            allocator,
+            sides: Sides::default(),
+            rest: Lock::new(Notes::default()),
         })
     }
 
-    fn index<T>(&self, run: impl FnOnce(&mut Index) -> T) -> T {
-        run(&mut self.index.lock().unwrap_or_else(PoisonError::into_inner))
+    fn desks(&self) -> impl Iterator<Item = Desk<'_>> {
+        let sides = self.sides.iter().map(Desk::Side);
+        sides.chain([Desk::Rest(&self.rest)])
     }
 
-    /// Begins a request; [`found`](Self::found) or [`missed`](Self::missed) ends it. It counts as a hit
-    /// at the newest hint until then, for that is what it mostly is.
-    pub fn ask(&self, sought: &Sought) -> Asked {
-        let key = (sought.stream, sought.bytes);
-        self.index(|index| {
-            let mut hints = [0; TRIES];
-            let mut count = 0;
-            if let Some(addresses) = index.returned.get_mut(&key) {
-                for (hint, address) in hints.iter_mut().zip(addresses.iter().rev()) {
-                    *hint = *address;
-                    count += 1;
-                }
-                addresses.pop_back();
-            }
-            index.stats.hits += 1;
-            let slot = index.occupy(Live {
-                capacity: sought.capacity,
-                element: sought.element,
-                address: hints[0],
-            });
-            Asked { slot, hints, count }
-        })
-    }
-
-    /// The request got its memory, and `free` are those of its hints that lie in free memory still.
-    pub fn found(&self, sought: &Sought, asked: &Asked, address: u64, free: &[u64]) -> u32 {
-        if asked.hints().first() != Some(&address) {
-            self.index(|index| {
-                index.live[asked.slot as usize].address = address;
-                index.keep(sought, asked, free);
-            });
+    fn desk_of(&self, block: &Block) -> Desk<'_> {
+        match block.front() {
+            Some(front) => Desk::Side(self.sides.of(front)),
+            None => Desk::Rest(&self.rest),
         }
-        asked.slot
     }
 
-    /// The request found nothing at hand.
-    pub fn missed(&self, sought: &Sought, asked: &Asked, free: &[u64]) {
-        self.index(|index| {
-            index.keep(sought, asked, free);
-            index.vacate(asked.slot);
-            index.stats.hits = index.stats.hits.saturating_sub(1);
-            index.stats.misses += 1;
+    /// The memory that the stream returned last, if the front of the thread would give it out next:
+    /// one step under one lock.
+    #[inline(always)]
+    pub fn at_once<T: DeviceCopy>(
+        &self,
+        sought: &Sought,
+        len: usize,
+        stream: &Stream,
+    ) -> Option<(DeviceBuffer<T>, Place)> {
+        let engine = self.allocator.engine();
+        let (side, grant, (slot, lent)) = engine.take_beside(
+            &self.sides,
+            (sought.stream, sought.bytes),
+            |notes| notes.latest(sought),
+            |notes, address| notes.taken(sought, address),
+        )?;
+        let block = Block::new(engine, grant, sought.bytes);
+        let memory = if lent {
+            // SAFETY: the notes keep a clone of the stream while the buffer is live, as far as they
+            // know, and its place is the last thing of it that goes.
+            unsafe { Memory::on_lent_stream(block, stream, sought.stream) }
+        } else {
+            Memory::new(block, stream.clone(), sought.stream)
+        };
+        let place = Place {
+            cache: NonNull::from(self),
+            side: Some(NonNull::from(side)),
+            slot,
+        };
+        Some((DeviceBuffer::over(memory, len), place))
+    }
+
+    /// Begins a request; [`answered`](Self::answered) ends one that did not fail.
+    pub fn ask(
+        &self,
+        sought: &Sought,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Asked<'_>, Error> {
+        let engine = self.allocator.engine();
+        let front = if engine.is_small(sought.bytes, alignment) {
+            engine.front_for(stream)?
+        } else {
+            None
+        };
+        let desk = match front {
+            Some(front) => Desk::Side(self.sides.of(front)),
+            None => Desk::Rest(&self.rest),
+        };
+        let (hints, count) = desk.with(|notes| notes.hints(sought));
+        Ok(Asked { desk, hints, count })
+    }
+
+    /// A request was a hit or a miss. Of its hints only those stay that lie in free memory still.
+    pub fn answered(&self, sought: &Sought, asked: &Asked<'_>, hit: bool, free: &[u64]) {
+        asked.desk.with(|notes| {
+            let gone = asked.hints().iter().filter(|hint| !free.contains(hint));
+            gone.for_each(|hint| notes.forget(sought, *hint));
+            if hit {
+                notes.stats.hits += 1;
+            } else {
+                notes.stats.misses += 1;
+            }
         });
     }
 
-    /// The request failed, and is neither hit nor miss.
-    pub fn failed(&self, asked: &Asked) {
-        self.index(|index| {
-            index.vacate(asked.slot);
-            index.stats.hits = index.stats.hits.saturating_sub(1);
+    /// Gives a place to a buffer of a block.
+    pub fn enter(self: &Arc<Self>, sought: &Sought, block: &Block, stream: &Stream) -> Place {
+        let desk = self.desk_of(block);
+        // What others cost hides the cost of counting a stream's users.
+        let small = matches!(desk, Desk::Side(_));
+        let (slot, lends, former) = desk.with(|notes| {
+            let slot = notes.enter(sought, block.ptr(), self);
+            let lends = small && notes.may_lend(stream, sought.stream);
+            let former = lends.then(|| notes.lend(stream, sought.stream)).flatten();
+            (slot, lends, former)
         });
+        drop(former);
+        if lends {
+            self.let_go_of_streams();
+        }
+        Place {
+            cache: NonNull::from(&**self),
+            side: match desk {
+                Desk::Side(side) => Some(NonNull::from(side)),
+                Desk::Rest(_) => None,
+            },
+            slot,
+        }
     }
 
-    /// Enters a buffer that was a miss.
-    pub fn enter(&self, sought: &Sought, address: u64) -> u32 {
-        self.index(|index| {
-            index.occupy(Live {
-                capacity: sought.capacity,
-                element: sought.element,
-                address,
-            })
-        })
-    }
-
-    /// A block that nobody names by length and type needs no place.
-    pub fn unname(&self, slot: u32) {
-        self.index(|index| index.vacate(slot));
-    }
-
-    /// Such a block was freed.
-    pub fn returned(&self, stream: u64, bytes: usize, address: u64) {
-        self.index(|index| {
-            index.remember((stream, bytes), address);
-            index.stats.returns += 1;
-        });
+    /// Where to note that a block which nobody names was freed: to be asked before.
+    pub fn when_returned(&self, address: sys::CUdeviceptr) -> impl FnOnce(&Sought) + use<'_> {
+        let desk = match self.allocator.engine().front_at(address) {
+            Some(front) => Desk::Side(self.sides.of(front)),
+            None => Desk::Rest(&self.rest),
+        };
+        move |sought| desk.with(|notes| notes.remember(sought, address))
     }
 
     /// Addresses of the live buffers of a rounded length and type.
     pub fn live(&self, capacity: usize, element: TypeId) -> Vec<sys::CUdeviceptr> {
-        self.index(|index| {
-            let live = index.live.iter().filter(|live| {
-                live.address != 0 && live.capacity == capacity && live.element == element
-            });
-            live.map(|live| live.address).collect()
-        })
+        let mut live = Vec::new();
+        for desk in self.desks() {
+            desk.with(|notes| live.extend(notes.named(capacity, element)));
+        }
+        live
     }
 
     pub fn stats(&self) -> TypedStats {
-        self.index(|index| index.stats)
+        let mut sum = TypedStats::default();
+        for desk in self.desks() {
+            sum.add(desk.with(|notes| notes.stats));
+        }
+        sum
     }
 
     pub fn reset_stats(&self) {
-        self.index(|index| index.stats = TypedStats::default());
-    }
-}
-
-impl Index {
-    /// Of the hints of a request only those stay that lie in free memory. The first was taken out when
-    /// it began.
-    fn keep(&mut self, sought: &Sought, asked: &Asked, free: &[u64]) {
-        let key = (sought.stream, sought.bytes);
-        for (at, hint) in asked.hints().iter().enumerate() {
-            match free.contains(hint) {
-                true if at == 0 => self.remember(key, *hint),
-                false if at > 0 => self.forget(key, *hint),
-                _ => {}
-            }
+        for desk in self.desks() {
+            desk.with(|notes| notes.stats = TypedStats::default());
         }
     }
+
+    /// Lets go of streams that nobody else holds, but the allocator.
+    pub fn let_go_of_streams(&self) {
+        for desk in self.desks() {
+            drop(desk.with(Notes::idle_stream));
+        }
+    }
+
+    /// Nobody can take buffers any more.
+    pub fn close(&self) {
+        let gone: Vec<Gone> = self.desks().map(|desk| desk.with(Notes::close)).collect();
+        drop(gone);
+    }
 }
 
-/// A live buffer as its cache knows it.
+/// A live buffer's place in the notes of its cache. Ends when that is given back, or with
+/// [`leave`](Self::leave) and [`end`](Self::end).
 pub(super) struct Place {
-    cache: Arc<Cache>,
-    sought: Sought,
+    /// Kept by the notes while the place is taken.
+    cache: NonNull<Cache>,
+    /// The notes: beside a front, or the rest's.
+    side: Option<NonNull<Beside<Notes>>>,
     slot: u32,
-    address: sys::CUdeviceptr,
 }
+
+// SAFETY: a `Cache` is `Send` and `Sync`, and what is beside a front may be reached by any thread.
+unsafe impl Send for Place {}
+// SAFETY: as above.
+unsafe impl Sync for Place {}
 
 impl Place {
-    pub fn new(cache: &Arc<Cache>, sought: Sought, slot: u32, address: u64) -> Place {
-        let cache = Arc::clone(cache);
-        Place {
-            cache,
-            sought,
-            slot,
-            address,
+    #[inline]
+    fn cache(&self) -> &Cache {
+        // SAFETY: the notes keep the cache while the place is taken.
+        unsafe { self.cache.as_ref() }
+    }
+
+    #[inline]
+    fn side(&self) -> Option<&Beside<Notes>> {
+        // SAFETY: it lies in the cache.
+        self.side.map(|side| unsafe { side.as_ref() })
+    }
+
+    fn with<R>(&self, run: impl FnOnce(&mut Notes) -> R) -> R {
+        match self.side() {
+            Some(side) => side.with(run),
+            None => run(&mut self.cache().rest.lock()),
         }
     }
 
     /// The buffer is to be returned on another stream than its own.
-    pub fn move_to(&mut self, stream: u64) {
-        self.sought.stream = stream;
+    pub fn move_to(&self, stream: u64) {
+        self.with(|notes| notes.move_to(self.slot, stream));
     }
 
-    /// Just before the buffer is freed: from then on its address may be somebody else's. Who takes the
-    /// hint before the memory is free does not get it, and loses no more than the hint.
-    pub fn leave(&self) {
-        self.cache.index(|index| {
-            index.vacate(self.slot);
-            index.remember((self.sought.stream, self.sought.bytes), self.address);
-            index.stats.returns += 1;
-        });
+    /// Frees the buffer, and the place, if that takes no more than the front of the block.
+    ///
+    /// # Safety
+    /// If it returns true both are gone: they must not be used, nor dropped.
+    #[inline(always)]
+    pub unsafe fn give_back_at_once<T: DeviceCopy>(&self, buffer: &mut DeviceBuffer<T>) -> bool {
+        let Some(side) = self.side() else {
+            return false;
+        };
+        if self.cache().pool.0.is_bounded() {
+            return false;
+        }
+        let note = |notes: &mut Notes| {
+            let left = notes.leave(self.slot);
+            notes.end(left)
+        };
+        // SAFETY: the caller's contract.
+        match unsafe { buffer.free_beside(side, note) } {
+            Some(last) => {
+                if last {
+                    self.close();
+                }
+                true
+            }
+            None => false,
+        }
     }
 
-    /// After a [`leave`](Self::leave) the buffer could not be freed.
-    pub fn stay(&mut self) {
-        let (sought, address) = (self.sought, self.address);
-        self.slot = self.cache.index(|index| {
-            index.forget((sought.stream, sought.bytes), address);
-            index.stats.returns = index.stats.returns.saturating_sub(1);
-            index.occupy(Live {
-                capacity: sought.capacity,
-                element: sought.element,
-                address,
-            })
-        });
+    /// Frees the buffer, and the place.
+    #[inline(never)]
+    pub fn give_back<T: DeviceCopy>(self, buffer: DeviceBuffer<T>) {
+        if process::is_gone() {
+            // In a forked child a lock may be held by a thread that does not exist there.
+            return std::mem::forget(buffer);
+        }
+        let left = self.leave();
+        drop(buffer);
+        self.end(left);
     }
 
-    /// After the buffer was freed.
-    pub fn release_surplus(&self) {
-        self.cache.pool.0.release_surplus(false);
+    /// Just before the buffer is freed. Afterwards, [`end`](Self::end) or [`stay`](Self::stay).
+    pub fn leave(&self) -> (Option<Sought>, Left) {
+        self.with(|notes| (notes.sought(self.slot), notes.leave(self.slot)))
+    }
+
+    /// The buffer could not be freed.
+    pub fn stay(&mut self, (sought, left): (Option<Sought>, Left), address: sys::CUdeviceptr) {
+        if let Some(sought) = sought {
+            self.slot = self.with(|notes| notes.stay(&sought, address, &left));
+        }
+    }
+
+    /// The buffer was freed.
+    pub fn end(self, (_, left): (Option<Sought>, Left)) {
+        self.cache().pool.0.release_surplus(false);
+        if self.with(|notes| notes.end(left)) {
+            self.close();
+        }
+    }
+
+    /// The cache goes with this, unless others use it.
+    #[cold]
+    #[inline(never)]
+    fn close(&self) {
+        let gone = self.with(Notes::close);
+        drop(gone);
     }
 }

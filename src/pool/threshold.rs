@@ -9,7 +9,7 @@ use crate::allocator::{Allocator, Config, Policy, Trimmed};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 
-use super::buffer::PooledBuffer;
+use super::buffer::{Pool, PooledBuffer};
 use super::error::PoolError;
 use super::{RareLog, device_of};
 
@@ -169,7 +169,10 @@ impl ThresholdPool {
         let allocator = self.0.allocator()?;
         self.0.release_surplus(true);
         let buffer = DeviceBuffer::<T>::uninit(allocator, len, stream).map_err(too_large)?;
-        Ok(PooledBuffer::new(buffer, Some(Arc::clone(&self.0)), None))
+        Ok(PooledBuffer::new(
+            buffer,
+            Pool::Threshold(Arc::clone(&self.0)),
+        ))
     }
 
     /// Elements whose bytes are all zero, in the order of the stream.
@@ -272,6 +275,12 @@ impl Inner {
         // Two threads may both get here: one of the two allocators, which holds nothing yet, goes.
         let made = Allocator::with_config(&context, self.config.clone())?;
         Ok(self.allocator.get_or_init(|| made))
+    }
+
+    /// Whether there is a threshold.
+    #[inline]
+    pub(super) fn is_bounded(&self) -> bool {
+        self.threshold.load(Ordering::Relaxed) != u64::MAX
     }
 
     /// Gives back what is above the threshold. `may_wait` says whether that may be by a call which

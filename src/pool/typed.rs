@@ -6,17 +6,21 @@ use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::allocator::{Allocator, Block, Config, Error, Trimmed};
+use crate::allocator::{Allocator, Block, Config, Error, Trimmed, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Driver, Stream};
 
-use super::buffer::PooledBuffer;
+use super::buffer::{Pool, PooledBuffer};
 use super::device_of;
 use super::error::PoolError;
-use super::places::{Cache, Place, Sought};
+use super::notes::Sought;
+use super::places::Cache;
 use super::threshold::ThresholdPool;
+use super::typed_device::DeviceTypedPool;
 use super::usage::zero_is_invalid;
 
+/// Every block is aligned to this many bytes.
+const GRANULE: usize = size::GRANULE as usize;
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
 
@@ -45,6 +49,14 @@ pub struct TypedStats {
     pub returns: u64,
 }
 
+impl TypedStats {
+    pub(super) fn add(&mut self, other: TypedStats) {
+        self.hits += other.hits;
+        self.misses += other.misses;
+        self.returns += other.returns;
+    }
+}
+
 /// A pool of typed buffers over all devices of a driver.
 ///
 /// A view on one allocator for each device. What is returned is free memory of the allocator, so that
@@ -52,6 +64,10 @@ pub struct TypedStats {
 /// remembers where the last returned ones were, and asks for those first. A buffer comes from memory
 /// that its stream may use without a wait ([`take`](Self::take)) or from wherever the allocator finds
 /// it ([`uninit`](Self::uninit)), never from memory that a recorded use still needs.
+///
+/// A buffer keeps its stream alive, as a [`DeviceBuffer`] does; for small buffers one clone of an owned
+/// stream does that for all of them, and stays for the next until the pool sees buffers of other streams
+/// and nobody but the allocator holds it.
 ///
 /// The device is that of the stream. Clones are handles to the same pool; all methods may be called
 /// from any thread, and driver calls are made without any lock of the pool.
@@ -97,10 +113,12 @@ struct Device {
 }
 
 impl Devices {
+    #[inline]
     fn iter(&self) -> impl Iterator<Item = &Device> {
         std::iter::successors(self.0.get(), |device| device.next.0.get()).map(|device| &**device)
     }
 
+    #[inline]
     fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
         let mut devices = self.iter();
         let device = devices.find(|device| device.ordinal == ordinal)?;
@@ -126,6 +144,13 @@ impl Devices {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Live buffers keep their device's part.
+        self.devices.iter().for_each(|device| device.cache.close());
+    }
+}
+
 impl TypedPool {
     /// The pool of the process: over the process-wide driver, with the settings of `CUALLOC_CONFIG`
     /// (the default ones if those are invalid; [`Config::from_env`] tells). Made on first use; needs no
@@ -148,7 +173,8 @@ impl TypedPool {
         // The first one that is added for a device stays.
         for allocator in allocators.iter().rev() {
             let ordinal = allocator.context().device().ordinal();
-            devices.add(ordinal, Cache::new(ThresholdPool::over(allocator)));
+            let pool = ThresholdPool::over(allocator);
+            devices.add(ordinal, Cache::new(pool, Allocator::clone(allocator)));
         }
         let first = allocators.first();
         TypedPool(Arc::new(Inner {
@@ -175,6 +201,7 @@ impl TypedPool {
         devices.into_iter().map(|device| &device.cache).collect()
     }
 
+    #[inline]
     fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
         self.0.devices.find(ordinal)
     }
@@ -190,10 +217,11 @@ impl TypedPool {
         };
         let device = device_of(&driver, ordinal)?;
         let pool = ThresholdPool::on_driver(&driver, ordinal, self.0.config.clone())?;
-        pool.allocator()?;
+        let allocator = pool.allocator()?.clone();
         pool.set_release_threshold(self.0.cap.load(Ordering::Relaxed))?;
         // Another thread may have been quicker; then this one's allocator, which holds nothing, goes.
-        Ok(self.0.devices.add(device.ordinal(), Cache::new(pool)))
+        let cache = Cache::new(pool, allocator);
+        Ok(self.0.devices.add(device.ordinal(), cache))
     }
 
     /// The allocator of a device, made on first use.
@@ -202,7 +230,7 @@ impl TypedPool {
     /// [`PoolError::InvalidDevice`]; a driver that cannot be had; those of
     /// [`Allocator::with_config`].
     pub fn allocator(&self, ordinal: i64) -> Result<Allocator, PoolError> {
-        Ok(self.cache(ordinal)?.pool.allocator()?.clone())
+        Ok(self.cache(ordinal)?.allocator.clone())
     }
 
     /// The pool's part for one device, as a source of memory without a type; its allocator is made if
@@ -212,8 +240,7 @@ impl TypedPool {
     /// As [`allocator`](Self::allocator).
     pub fn on_device(&self, ordinal: i64) -> Result<DeviceTypedPool, PoolError> {
         let cache = Arc::clone(self.cache(ordinal)?);
-        let allocator = cache.pool.allocator()?.clone();
-        Ok(DeviceTypedPool { cache, allocator })
+        Ok(DeviceTypedPool::new(cache))
     }
 
     /// A buffer of `len` elements from memory at hand that the stream may use without a wait: what was
@@ -230,11 +257,14 @@ impl TypedPool {
         len: usize,
         stream: &Stream,
     ) -> Result<Option<PooledBuffer<MaybeUninit<T>>>, PoolError> {
+        if let Some(buffer) = self.at_once(len, stream) {
+            return Ok(Some(buffer));
+        }
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Some(Self::empty_buffer()));
         };
         match wish.at_hand(stream)? {
-            Some((block, slot)) => Ok(Some(wish.buffer(block, slot, stream)?)),
+            Some(block) => Ok(Some(wish.buffer(block, stream)?)),
             None => Ok(None),
         }
     }
@@ -249,11 +279,44 @@ impl TypedPool {
         len: usize,
         stream: &Stream,
     ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
+        if let Some(buffer) = self.at_once(len, stream) {
+            return Ok(buffer);
+        }
+        self.obtain(len, stream)
+    }
+
+    /// A buffer of the memory that was returned last, if it needs no closer look.
+    #[inline(always)]
+    fn at_once<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Option<PooledBuffer<MaybeUninit<T>>> {
+        let capacity = round_elements(len);
+        let sought = Sought {
+            stream: stream.known_id()?,
+            bytes: capacity.checked_mul(size_of::<T>())?,
+            capacity,
+            element: TypeId::of::<T>(),
+        };
+        let cache = self.find(stream.context().device().ordinal())?;
+        if align_of::<T>() > GRANULE || cache.pool.0.is_bounded() {
+            return None;
+        }
+        let (buffer, place) = cache.at_once(&sought, len, stream)?;
+        Some(PooledBuffer::new(buffer, Pool::Typed(place)))
+    }
+
+    #[inline(never)]
+    fn obtain<T: DeviceCopy>(
+        &self,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
         let Some(wish) = self.wish::<T>(len, stream)? else {
             return Ok(Self::empty_buffer());
         };
-        let (block, slot) = wish.obtain(stream)?;
-        wish.buffer(block, slot, stream)
+        wish.buffer(wish.obtain(stream)?, stream)
     }
 
     /// A buffer of `len` elements whose bytes are all zero, in the order of the stream.
@@ -269,7 +332,7 @@ impl TypedPool {
     }
 
     fn empty_buffer<T: DeviceCopy>() -> PooledBuffer<MaybeUninit<T>> {
-        PooledBuffer::new(DeviceBuffer::empty(), None, None)
+        PooledBuffer::new(DeviceBuffer::empty(), Pool::None)
     }
 
     fn wish<T: DeviceCopy>(
@@ -314,7 +377,7 @@ impl TypedPool {
     /// stream.
     pub fn put<T: DeviceCopy>(
         &self,
-        mut buffer: PooledBuffer<T>,
+        buffer: PooledBuffer<T>,
         stream: Option<&Stream>,
     ) -> Result<(), PoolError> {
         let (Some(home), Some(block)) = (buffer.stream().cloned(), buffer.block()) else {
@@ -331,7 +394,7 @@ impl TypedPool {
         }
         block.record_use(&next)?;
         let allocator = Allocator::of(block);
-        if let Some(place) = buffer.place_mut() {
+        if let Some(place) = buffer.place() {
             place.move_to(id);
         }
         drop(buffer);
@@ -372,7 +435,7 @@ impl TypedPool {
             return Ok(0);
         };
         let live = cache.live(round_elements(len), element);
-        let allocator = cache.pool.allocator()?;
+        let allocator = &cache.allocator;
         let mut recorded = 0;
         for address in live {
             match allocator.record_use_at(address, stream) {
@@ -462,10 +525,7 @@ impl TypedPool {
     pub fn stats(&self) -> TypedStats {
         let mut sum = TypedStats::default();
         for cache in self.known() {
-            let stats = cache.stats();
-            sum.hits += stats.hits;
-            sum.misses += stats.misses;
-            sum.returns += stats.returns;
+            sum.add(cache.stats());
         }
         sum
     }
@@ -479,64 +539,51 @@ impl TypedPool {
 }
 
 /// A request whose numbers are in order.
-struct Wish<'a> {
-    cache: &'a Arc<Cache>,
-    len: usize,
-    alignment: usize,
-    sought: Sought,
+pub(super) struct Wish<'a> {
+    pub cache: &'a Arc<Cache>,
+    pub len: usize,
+    pub alignment: usize,
+    pub sought: Sought,
 }
 
 impl Wish<'_> {
-    /// A block from memory at hand, else a new one, and its place.
-    fn obtain(&self, stream: &Stream) -> Result<(Block, u32), PoolError> {
+    /// A block from memory at hand, else a new one.
+    pub fn obtain(&self, stream: &Stream) -> Result<Block, PoolError> {
         if let Some(found) = self.at_hand(stream)? {
             return Ok(found);
         }
         self.cache.pool.0.release_surplus(true);
-        let allocator = self.cache.pool.allocator()?;
+        let allocator = &self.cache.allocator;
         let made = allocator.allocate_aligned(self.sought.bytes, self.alignment, stream);
-        let block = made.map_err(zero_is_invalid)?;
-        let slot = self.cache.enter(&self.sought, block.ptr());
-        Ok((block, slot))
+        made.map_err(zero_is_invalid)
     }
 
-    /// A block from memory at hand, and its place.
-    fn at_hand(&self, stream: &Stream) -> Result<Option<(Block, u32)>, PoolError> {
+    /// A block from memory at hand.
+    fn at_hand(&self, stream: &Stream) -> Result<Option<Block>, PoolError> {
         let (cache, sought) = (self.cache, &self.sought);
-        let allocator = cache.pool.allocator()?;
-        let asked = cache.ask(sought);
-        let found = allocator.allocate_near(sought.bytes, self.alignment, stream, asked.hints());
-        match found {
-            Ok((Some(block), free)) => {
-                let slot = cache.found(sought, &asked, block.ptr(), &free);
-                Ok(Some((block, slot)))
-            }
-            Ok((None, free)) => {
-                cache.missed(sought, &asked, &free);
-                Ok(None)
-            }
-            Err(error) => {
-                cache.failed(&asked);
-                Err(error.into())
-            }
-        }
+        let asked = cache.ask(sought, self.alignment, stream)?;
+        let allocator = &cache.allocator;
+        let (block, free) =
+            allocator.allocate_near(sought.bytes, self.alignment, stream, asked.hints())?;
+        cache.answered(sought, &asked, block.is_some(), &free);
+        Ok(block)
     }
 
     fn buffer<T: DeviceCopy>(
-        self,
+        &self,
         block: Block,
-        slot: u32,
         stream: &Stream,
     ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
-        let address = block.ptr();
+        let place = self.cache.enter(&self.sought, &block, stream);
         // SAFETY: the block was allocated on the stream just now, and its elements need no
         // initialisation.
         let made = unsafe { DeviceBuffer::<MaybeUninit<T>>::from_block(block, self.len, stream) };
-        let place = Place::new(self.cache, self.sought, slot, address);
         match made {
-            Ok(buffer) => Ok(PooledBuffer::new(buffer, None, Some(place))),
+            Ok(buffer) => Ok(PooledBuffer::new(buffer, Pool::Typed(place))),
             Err(failed) => {
-                place.leave();
+                let left = place.leave();
+                drop(failed.block);
+                place.end(left);
                 Err(failed.error.into())
             }
         }
@@ -548,61 +595,6 @@ impl fmt::Debug for TypedPool {
         f.debug_struct("TypedPool")
             .field("stats", &self.stats())
             .field("cached_bytes", &self.cached_bytes_total())
-            .finish_non_exhaustive()
-    }
-}
-
-/// A [`TypedPool`] on one device, as a [`MemoryResource`](crate::resource::MemoryResource): bytes come
-/// from what the stream returned last with the same size, else from the best fit at hand, else from
-/// wherever the allocator finds them. Shares memory and figures with the pool; cheap to clone.
-#[derive(Clone)]
-pub struct DeviceTypedPool {
-    cache: Arc<Cache>,
-    allocator: Allocator,
-}
-
-/// The element type of what has none, so that no buffer's is the same.
-struct Untyped;
-
-impl DeviceTypedPool {
-    /// The device's allocator, under the pool.
-    pub fn allocator(&self) -> &Allocator {
-        &self.allocator
-    }
-
-    pub(crate) fn block(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-    ) -> Result<Block, PoolError> {
-        let wish = Wish {
-            cache: &self.cache,
-            len: bytes,
-            alignment,
-            sought: Sought {
-                stream: stream.id()?,
-                bytes,
-                capacity: bytes,
-                element: TypeId::of::<Untyped>(),
-            },
-        };
-        let (block, slot) = wish.obtain(stream)?;
-        self.cache.unname(slot);
-        Ok(block)
-    }
-
-    /// A block of `bytes` of a stream was freed.
-    pub(crate) fn returned(&self, stream: u64, bytes: usize, address: u64) {
-        self.cache.returned(stream, bytes, address);
-        self.cache.pool.0.release_surplus(false);
-    }
-}
-
-impl fmt::Debug for DeviceTypedPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceTypedPool")
-            .field("allocator", &self.allocator)
             .finish_non_exhaustive()
     }
 }

@@ -1,23 +1,21 @@
 //! Scratch memory on lease.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::allocator::{Allocator, Block, Error, size};
+use crate::allocator::{Allocator, Block, Error, Lock, size};
 use crate::driver::{Stream, sys};
 
 use super::error::PoolError;
+use super::slabs::{Shelves, Slab};
 use super::table::Table;
 use super::usage::zero_is_invalid;
-use crate::allocator::Mixed;
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;
-/// Sizes of which the empty list of idle slabs is kept.
-const KEPT_SIZES: usize = 64;
 
 /// The size class of a request in bytes: the next power of two, at least 1024. `None` where there is
 /// none.
@@ -80,28 +78,39 @@ pub struct WorkspaceStats {
     pub misses: u64,
 }
 
-struct Slab {
-    block: Block,
-    bytes: usize,
-    /// How often it was returned.
-    life: Arc<AtomicU64>,
-}
-
 #[derive(Default)]
 struct State {
-    /// By size, all streams together, with their streams: few, as the cap says. The last returned is
-    /// at the end.
-    idle: HashMap<usize, Vec<(u64, Slab)>, Mixed>,
+    idle: Shelves,
     stats: WorkspaceStats,
+    /// Keeps the pool as long as it has handles, or leases are out.
+    keep: Option<Arc<Inner>>,
+    closed: bool,
 }
 
 struct Inner {
     allocator: Allocator,
     config: WorkspaceConfig,
     name: String,
-    state: Mutex<State>,
+    state: Lock<State>,
     /// Leases that go by their keys.
     keyed: Table<Lease>,
+}
+
+/// What all handles share, and leases do not.
+struct Handle(Arc<Inner>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let last = self.0.change(|state| {
+            state.closed = true;
+            if state.stats.leases == 0 {
+                state.keep.take()
+            } else {
+                None
+            }
+        });
+        drop(last);
+    }
 }
 
 /// Scratch memory for kernels that need it for one launch, such as a matrix product's workspace: one
@@ -137,7 +146,7 @@ struct Inner {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
-pub struct WorkspacePool(Arc<Inner>);
+pub struct WorkspacePool(Arc<Handle>);
 
 impl WorkspacePool {
     /// A pool over an allocator.
@@ -153,7 +162,7 @@ impl WorkspacePool {
                 allocator: allocator.clone(),
                 config,
                 name,
-                state: Mutex::default(),
+                state: Lock::new(State::default()),
                 keyed: Table::default(),
             }
         });
@@ -161,12 +170,17 @@ impl WorkspacePool {
         allocator.add_relief_hook(inner.name.clone(), move |missing| {
             weak.upgrade().map_or(0, |pool| pool.shrink_by(missing))
         });
-        WorkspacePool(inner)
+        WorkspacePool(Arc::new(Handle(inner)))
+    }
+
+    #[inline]
+    fn inner(&self) -> &Arc<Inner> {
+        &self.0.0
     }
 
     /// The allocator under the pool.
     pub fn allocator(&self) -> &Allocator {
-        &self.0.allocator
+        &self.inner().allocator
     }
 
     /// Leases at least `bytes` for use on a stream.
@@ -174,7 +188,8 @@ impl WorkspacePool {
     /// # Errors
     /// [`PoolError::InvalidSize`] for a request without a class, and those of [`Allocator::allocate`].
     pub fn lease(&self, stream: &Stream, bytes: usize) -> Result<Lease, PoolError> {
-        let slab_bytes = match self.0.config.sizing {
+        let pool = self.inner();
+        let slab_bytes = match pool.config.sizing {
             WorkspaceSizing::Classes => size_class(bytes),
             WorkspaceSizing::Exact => size::round_size(bytes).map(|rounded| rounded as usize),
         };
@@ -183,97 +198,104 @@ impl WorkspacePool {
                 requested: bytes as u64,
             });
         };
-        let device = self.0.allocator.context().device().ordinal();
-        super::admit(stream, device)?;
+        super::admit(stream, pool.allocator.context().device().ordinal())?;
         let id = stream.id()?;
-        let idle = self.0.change(|state| {
-            let slab = state.take(id, slab_bytes);
-            if slab.is_some() {
-                state.stats.hits += 1;
-                state.leased(bytes, slab_bytes);
-            }
-            slab
-        });
+        let mut state = pool.state.lock();
+        let idle = state.take(id, slab_bytes);
+        if idle.is_some() {
+            state.stats.hits += 1;
+            state.leased(pool, bytes, slab_bytes);
+        }
+        drop(state);
         let slab = match idle {
             Some(slab) => slab,
-            None => {
-                let allocated = self.0.allocator.allocate(slab_bytes, stream);
-                let block = allocated.map_err(zero_is_invalid)?;
-                self.0.change(|state| {
-                    state.stats.misses += 1;
-                    state.leased(bytes, slab_bytes);
-                });
-                Slab {
-                    block,
-                    bytes: slab_bytes,
-                    life: Arc::default(),
-                }
-            }
+            None => self.slab(stream, bytes, slab_bytes)?,
         };
         Ok(Lease {
             slab: Some(slab),
-            pool: Arc::clone(&self.0),
+            pool: NonNull::from(&**pool),
             stream: id,
             requested: bytes,
-            shared: Mutex::new(false),
+            shared: AtomicBool::new(false),
         })
+    }
+
+    /// A new slab, and a lease of it in the figures.
+    #[inline(never)]
+    fn slab(
+        &self,
+        stream: &Stream,
+        bytes: usize,
+        slab_bytes: usize,
+    ) -> Result<Box<Slab>, PoolError> {
+        let pool = self.inner();
+        let allocated = pool.allocator.allocate(slab_bytes, stream);
+        let block = allocated.map_err(zero_is_invalid)?;
+        pool.change(|state| {
+            state.stats.misses += 1;
+            state.leased(pool, bytes, slab_bytes);
+        });
+        Ok(Box::new(Slab {
+            block,
+            bytes: slab_bytes,
+            life: Arc::default(),
+        }))
     }
 
     /// Gives idle slabs back to the allocator until at most `keep` bytes of them are left, the largest
     /// first; returns their bytes. The memory stays with the allocator, for all to use;
     /// [`Allocator::trim`] gives it back to the driver.
     pub fn trim(&self, keep: u64) -> u64 {
-        self.0.shrink_to(keep)
+        self.inner().shrink_to(keep)
     }
 
     /// Leases that go by their keys.
     pub(crate) fn keyed(&self) -> &Table<Lease> {
-        &self.0.keyed
+        &self.inner().keyed
     }
 
     /// The figures, all of one instant.
     pub fn stats(&self) -> WorkspaceStats {
-        self.0.change(|state| state.stats)
+        self.inner().change(|state| state.stats)
     }
 }
 
 impl State {
-    fn take(&mut self, stream: u64, bytes: usize) -> Option<Slab> {
-        let slabs = self.idle.get_mut(&bytes)?;
-        let at = slabs.iter().rposition(|(owner, _)| *owner == stream)?;
-        let (_, slab) = slabs.remove(at);
-        // An empty list spares the next return an allocation, but sizes may be without number.
-        if slabs.is_empty() && self.idle.len() > KEPT_SIZES {
-            self.idle.remove(&bytes);
-        }
+    #[inline]
+    fn take(&mut self, stream: u64, bytes: usize) -> Option<Box<Slab>> {
+        let slab = self.idle.take(stream, bytes)?;
         self.stats.free_slabs -= 1;
         self.stats.free_bytes -= bytes as u64;
         Some(slab)
     }
 
-    fn leased(&mut self, requested: usize, bytes: usize) {
+    #[inline]
+    fn leased(&mut self, pool: &Arc<Inner>, requested: usize, bytes: usize) {
         self.stats.leases += 1;
         self.stats.requested_bytes += requested as u64;
         self.stats.leased_bytes += bytes as u64;
+        if self.keep.is_none() {
+            self.keep = Some(Arc::clone(pool));
+        }
     }
 
-    /// Takes a slab back; the one that is too many, if there is one.
-    fn give(&mut self, slab: Slab, stream: u64, cap: usize) -> Option<Slab> {
+    /// Takes a slab back; gives it again if it is too many.
+    #[inline]
+    fn give(&mut self, slab: Box<Slab>, stream: u64, cap: usize) -> Option<Box<Slab>> {
         let bytes = slab.bytes;
-        let slabs = self.idle.entry(bytes).or_default();
-        if slabs.len() >= cap {
-            return Some(slab);
+        let surplus = self.idle.give(slab, stream, cap);
+        if surplus.is_none() {
+            self.stats.free_slabs += 1;
+            self.stats.free_bytes += bytes as u64;
         }
-        slabs.push((stream, slab));
-        self.stats.free_slabs += 1;
-        self.stats.free_bytes += bytes as u64;
-        None
+        surplus
     }
 }
 
 impl Inner {
+    #[inline]
     fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
-        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        change(&mut self.state.lock())
     }
 
     fn shrink_by(&self, bytes: u64) -> u64 {
@@ -283,12 +305,7 @@ impl Inner {
 
     fn shrink_to(&self, keep: u64) -> u64 {
         let gone = self.change(|state| {
-            let streams = |(bytes, slabs): (&usize, &Vec<(u64, Slab)>)| {
-                let bytes = *bytes;
-                let keys = slabs.iter().map(move |(stream, _)| (*stream, bytes));
-                keys.collect::<Vec<_>>()
-            };
-            let mut keys: Vec<_> = state.idle.iter().flat_map(streams).collect();
+            let mut keys: Vec<_> = state.idle.keys().collect();
             // Of equal ones the streams in order, so that equal states shrink equally.
             keys.sort_unstable_by_key(|(stream, bytes)| (std::cmp::Reverse(*bytes), *stream));
             let mut gone = Vec::new();
@@ -315,7 +332,7 @@ impl Drop for Inner {
 impl fmt::Debug for WorkspacePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("WorkspacePool")
-            .field("config", &self.0.config)
+            .field("config", &self.inner().config)
             .field("stats", &self.stats())
             .finish()
     }
@@ -350,13 +367,20 @@ impl fmt::Debug for WorkspacePool {
 /// A lease that a captured graph uses must live as long as the graph. `Send` and `Sync`.
 #[must_use = "a lease that is dropped at once is of no use"]
 pub struct Lease {
-    slab: Option<Slab>,
-    pool: Arc<Inner>,
+    slab: Option<Box<Slab>>,
+    /// Kept by its own state while leases are out: a count of references would be one more word that
+    /// all threads write.
+    pool: NonNull<Inner>,
     stream: u64,
     requested: usize,
     /// Whether other streams were recorded on it.
-    shared: Mutex<bool>,
+    shared: AtomicBool,
 }
+
+// SAFETY: an `Inner` is `Send` and `Sync`, and so is all the rest.
+unsafe impl Send for Lease {}
+// SAFETY: as above.
+unsafe impl Sync for Lease {}
 
 impl Lease {
     /// The first byte's address. Using it is for `unsafe` code, which answers for doing so while the
@@ -421,7 +445,7 @@ impl Lease {
     ) -> Result<(), PoolError> {
         if let Some(slab) = &self.slab {
             if stream.id()? != self.stream {
-                *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = true;
+                self.shared.store(true, Ordering::Relaxed);
             }
             record(&slab.block)?;
         }
@@ -430,6 +454,7 @@ impl Lease {
 }
 
 impl Drop for Lease {
+    #[inline]
     fn drop(&mut self) {
         let Some(slab) = self.slab.take() else {
             return;
@@ -437,21 +462,25 @@ impl Drop for Lease {
         // Nobody else writes it, so this need not be one step.
         let lives = slab.life.load(Ordering::Relaxed);
         slab.life.store(lives + 1, Ordering::Release);
-        let shared = *self
-            .shared
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner);
-        let surplus = self.pool.change(|state| {
+        let shared = *self.shared.get_mut();
+        // SAFETY: this lease is counted until the end of the next block, which keeps the pool.
+        let pool = unsafe { self.pool.as_ref() };
+        let (surplus, last) = {
+            let mut state = pool.state.lock();
             state.stats.leases -= 1;
             state.stats.requested_bytes -= self.requested as u64;
             state.stats.leased_bytes -= slab.bytes as u64;
-            if shared {
-                return Some(slab);
-            }
-            state.give(slab, self.stream, self.pool.config.cap)
-        });
+            let surplus = if shared {
+                Some(slab)
+            } else {
+                state.give(slab, self.stream, pool.config.cap)
+            };
+            let last = state.closed && state.stats.leases == 0;
+            (surplus, if last { state.keep.take() } else { None })
+        };
         // Freed without the lock.
         drop(surplus);
+        drop(last);
     }
 }
 

@@ -151,21 +151,27 @@ pub struct ResourceBlock {
     size: u64,
     alignment: usize,
     tag: Tag,
-    charges: Vec<Charge>,
     first: Option<Charge>,
+    /// Further ones, which few blocks have.
+    #[expect(
+        clippy::box_collection,
+        reason = "one word instead of three in every block"
+    )]
+    more: Option<Box<Vec<Charge>>>,
 }
 
 impl ResourceBlock {
     /// Names memory. For those who write a source of memory: `size` is what may be used of it, and
     /// the key must be new.
+    #[inline]
     pub fn new(identity: BlockIdentity, size: u64, alignment: usize, tag: Tag) -> ResourceBlock {
         ResourceBlock {
             identity,
             size,
             alignment,
             tag,
-            charges: Vec::new(),
             first: None,
+            more: None,
         }
     }
 
@@ -215,27 +221,37 @@ impl ResourceBlock {
     }
 
     /// Ties a charge to the memory: it ends when the memory has really left.
+    #[inline]
     pub(crate) fn attach(&mut self, charge: Charge) {
         // Mostly there is one, which needs no allocation.
-        if self.first.is_none() && self.charges.is_empty() {
+        if self.first.is_none() && self.more.is_none() {
             self.first = Some(charge);
         } else {
-            self.charges.push(charge);
+            self.more.get_or_insert_default().push(charge);
         }
     }
 
+    #[inline]
     pub(crate) fn charges(&self) -> impl Iterator<Item = &Charge> {
-        self.first.iter().chain(&self.charges)
+        self.first
+            .iter()
+            .chain(self.more.iter().flat_map(|more| &**more))
     }
 
     /// Takes the charges above the first `keep`, in their order.
     pub(crate) fn split_charges(&mut self, keep: usize) -> Vec<Charge> {
         if keep == 0 {
             let first = self.first.take();
-            let rest = std::mem::take(&mut self.charges);
-            return first.into_iter().chain(rest).collect();
+            let rest = self.more.take();
+            return first
+                .into_iter()
+                .chain(rest.into_iter().flat_map(|rest| *rest))
+                .collect();
         }
-        let at = (keep - usize::from(self.first.is_some())).min(self.charges.len());
-        self.charges.split_off(at)
+        let Some(more) = &mut self.more else {
+            return Vec::new();
+        };
+        let at = (keep - usize::from(self.first.is_some())).min(more.len());
+        more.split_off(at)
     }
 }

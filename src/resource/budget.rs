@@ -74,6 +74,12 @@ impl<R: MemoryResource> Budget<R> {
         &self.inner
     }
 
+    #[cold]
+    fn charge_after_reap(&self, bytes: u64) -> Result<Charge, ResourceError> {
+        self.reap()?;
+        self.gauge.charge(bytes)
+    }
+
     fn take_base(&self, bytes: u64) -> Option<Charge> {
         let mut base = self.base.lock().unwrap_or_else(PoisonError::into_inner);
         base.as_mut().map(|base| base.split(bytes))
@@ -94,6 +100,7 @@ impl<R: MemoryResource> Budget<R> {
 }
 
 impl<R: MemoryResource> MemoryResource for Budget<R> {
+    #[inline]
     fn allocate_aligned(
         &self,
         bytes: usize,
@@ -107,10 +114,7 @@ impl<R: MemoryResource> MemoryResource for Budget<R> {
         }
         let charge = match self.gauge.charge(wanted) {
             Ok(charge) => charge,
-            Err(_) => {
-                self.reap()?;
-                self.gauge.charge(wanted)?
-            }
+            Err(_) => self.charge_after_reap(wanted)?,
         };
         // An error drops the charge.
         let mut block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;

@@ -1,6 +1,6 @@
 //! The caching resource: the allocator itself.
 
-use crate::allocator::{Allocator, Block, Error, Lifetime, Trimmed};
+use crate::allocator::{Allocator, Block, Engine, Error, Grant, Lifetime, Trimmed, size};
 use crate::driver::{Context, Stream};
 use crate::pool::PoolUsage;
 
@@ -9,16 +9,21 @@ use super::error::{DeallocateError, ResourceError};
 use super::traits::{MemoryResource, Outstanding, Tracking, not_tracked};
 
 /// The life of a block that came from here.
-fn parts(allocator: &Allocator, block: &BlockIdentity) -> Result<Lifetime, ResourceError> {
+#[inline]
+fn life(allocator: &Allocator, block: &BlockIdentity) -> Option<Lifetime> {
     let key = block.key;
     match u32::try_from(key.generation) {
-        Ok(generation) if key.source == allocator.id() => Ok(Lifetime {
+        Ok(generation) if key.source == allocator.engine().id => Some(Lifetime {
             id: key.id,
             generation,
             ptr: block.ptr,
         }),
-        _ => Err(gone(block)),
+        _ => None,
     }
+}
+
+fn parts(allocator: &Allocator, block: &BlockIdentity) -> Result<Lifetime, ResourceError> {
+    life(allocator, block).ok_or_else(|| gone(block))
 }
 
 fn gone(block: &BlockIdentity) -> ResourceError {
@@ -56,6 +61,52 @@ pub(super) fn adopt(block: Block, stream: u64, alignment: usize, tag: Tag) -> Re
     named
 }
 
+/// A block that was just handed out, by name.
+#[inline(always)]
+fn named(
+    engine: &Engine,
+    grant: &Grant,
+    (bytes, alignment): (usize, usize),
+    stream: u64,
+    tag: Tag,
+) -> ResourceBlock {
+    let identity = BlockIdentity {
+        key: BlockKey {
+            source: engine.id,
+            id: engine.id_of(&grant.place),
+            generation: u64::from(grant.place.generation),
+        },
+        ptr: grant.ptr(),
+        bytes,
+        stream,
+        device: engine.device.ordinal(),
+    };
+    ResourceBlock::new(identity, grant.bytes(), alignment, tag)
+}
+
+#[inline(never)]
+fn allocate_named(
+    engine: &Engine,
+    (bytes, alignment): (usize, usize),
+    stream: &Stream,
+    tag: Tag,
+) -> Result<ResourceBlock, ResourceError> {
+    let grant = engine.allocate(&engine.named(stream)?, bytes, alignment)?;
+    let wanted = (bytes, alignment);
+    Ok(named(engine, &grant, wanted, stream.id()?, tag))
+}
+
+#[inline(never)]
+fn deallocate_watched(allocator: &Allocator, block: ResourceBlock) -> Result<(), DeallocateError> {
+    let identity = block.identity();
+    let life = parts(allocator, &identity);
+    let freed = life.and_then(|life| match allocator.engine().free_block(&life) {
+        Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(gone(&identity)),
+        other => other.map_err(Into::into),
+    });
+    freed.map_err(|error| DeallocateError::new(block, error))
+}
+
 /// The caching resource. Deallocated memory goes to the cache at once, which keeps it from other
 /// streams until every recorded use is complete; so nothing is ever pending here, and the
 /// allocator's own limit bounds what is held from the driver.
@@ -73,30 +124,24 @@ impl MemoryResource for Allocator {
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
         let engine = self.engine();
-        let named = engine.named(stream)?;
-        let grant = engine.allocate(&named, bytes, alignment)?;
-        let identity = BlockIdentity {
-            key: BlockKey {
-                source: engine.id,
-                id: engine.id_of(&grant.place),
-                generation: u64::from(grant.place.generation),
-            },
-            ptr: grant.ptr(),
-            bytes,
-            stream: stream.id()?,
-            device: engine.device.ordinal(),
-        };
-        Ok(ResourceBlock::new(identity, grant.bytes(), alignment, tag))
+        if alignment.is_power_of_two()
+            && alignment as u64 <= size::GRANULE
+            && let Some(key) = stream.known_id()
+            && let Ok(grant) = engine.allocate_at_once(key, bytes)
+        {
+            return Ok(named(engine, &grant, (bytes, alignment), key, tag));
+        }
+        allocate_named(engine, (bytes, alignment), stream, tag)
     }
 
     #[inline]
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        let identity = block.identity();
-        let freed = parts(self, &identity).and_then(|life| match self.engine().free_block(&life) {
-            Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(gone(&identity)),
-            other => other.map_err(Into::into),
-        });
-        freed.map_err(|error| DeallocateError::new(block, error))
+        if let Some(life) = life(self, &block.identity())
+            && self.engine().free_at_once(&life)
+        {
+            return Ok(());
+        }
+        deallocate_watched(self, block)
     }
 
     fn context(&self) -> &Context {

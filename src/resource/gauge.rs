@@ -89,7 +89,6 @@ pub(crate) struct Gauge {
     limit: AtomicU64,
     used: AtomicU64,
     peak: AtomicU64,
-    charges: AtomicU64,
     level: AtomicU8,
     listeners: RwLock<Arc<Listeners>>,
     next_listener: AtomicU64,
@@ -102,7 +101,6 @@ impl Gauge {
             limit: AtomicU64::new(limit),
             used: AtomicU64::new(0),
             peak: AtomicU64::new(0),
-            charges: AtomicU64::new(0),
             level: AtomicU8::new(0),
             listeners: RwLock::default(),
             next_listener: AtomicU64::new(1),
@@ -142,9 +140,10 @@ impl Gauge {
         self.peak.fetch_max(used, Ordering::AcqRel);
     }
 
-    /// Charges there are: live allocations.
-    pub(crate) fn count(&self) -> u64 {
-        self.charges.load(Ordering::Relaxed)
+    /// Charges there are: live allocations. They hold the gauge, and so does its owner, but nobody
+    /// else.
+    pub(crate) fn count(self: &Arc<Self>) -> u64 {
+        Arc::strong_count(self) as u64 - 1
     }
 
     pub(crate) fn pressure(&self) -> Pressure {
@@ -176,6 +175,7 @@ impl Gauge {
     }
 
     /// Takes `bytes` out of the budget, all or nothing.
+    #[inline]
     pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge, ResourceError> {
         let taken = self
             .used
@@ -189,8 +189,8 @@ impl Gauge {
         Ok(self.charged(before, bytes))
     }
 
+    #[inline]
     fn charged(self: &Arc<Self>, before: u64, bytes: u64) -> Charge {
-        self.charges.fetch_add(1, Ordering::Relaxed);
         // Mostly it stands higher, and then nothing need be written.
         if self.peak.load(Ordering::SeqCst) < before + bytes {
             self.peak.fetch_max(before + bytes, Ordering::AcqRel);
@@ -208,9 +208,20 @@ impl Gauge {
         self.charged(before, bytes)
     }
 
-    /// Tells the listeners of a change of level. The swap makes their pairs a chain; the loop makes
-    /// its end the level that holds.
+    /// Tells the listeners of a change of level.
+    #[inline]
     fn announce(&self) {
+        // Mostly there is plenty, as there was before.
+        let limit = self.limit();
+        let plenty = limit.saturating_sub(self.used()) > limit / 2;
+        if !plenty || self.level.load(Ordering::Acquire) != Pressure::None as u8 {
+            self.announce_change();
+        }
+    }
+
+    /// The swap makes the listeners' pairs a chain; the loop makes its end the level that holds.
+    #[inline(never)]
+    fn announce_change(&self) {
         loop {
             let new = self.pressure();
             if self.level.load(Ordering::Acquire) == new as u8 {
@@ -270,6 +281,7 @@ pub(crate) struct Charge {
 }
 
 impl Charge {
+    #[inline]
     pub(crate) fn is_of(&self, gauge: &Arc<Gauge>) -> bool {
         Arc::ptr_eq(&self.gauge, gauge)
     }
@@ -282,7 +294,6 @@ impl Charge {
     pub(crate) fn split(&mut self, bytes: u64) -> Charge {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
-        self.gauge.charges.fetch_add(1, Ordering::Relaxed);
         Charge {
             gauge: Arc::clone(&self.gauge),
             bytes,
@@ -291,8 +302,8 @@ impl Charge {
 }
 
 impl Drop for Charge {
+    #[inline]
     fn drop(&mut self) {
-        self.gauge.charges.fetch_sub(1, Ordering::Relaxed);
         // Exactly what was added, so the count cannot wrap.
         self.gauge.used.fetch_sub(self.bytes, Ordering::AcqRel);
         self.gauge.announce();

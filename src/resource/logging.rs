@@ -329,6 +329,38 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         }
     }
 
+    #[inline(never)]
+    fn log_allocation(
+        &self,
+        result: &Result<ResourceBlock, ResourceError>,
+        (bytes, stream, tag): (usize, &Stream, Tag),
+    ) {
+        let mut record = self.record(LogAction::Allocate, result.as_ref().err());
+        record.bytes = bytes as u64;
+        record.tag = tag;
+        record.stream = stream.id().unwrap_or(0);
+        if let Ok(block) = result {
+            record.ptr = block.ptr();
+            record.generation = block.generation();
+        }
+        self.write(&record);
+    }
+
+    #[inline(never)]
+    fn deallocate_logged(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let (identity, tag) = (block.identity(), block.tag());
+        let result = self.inner.deallocate(block);
+        let error = result.as_ref().err().map(|failure| &failure.error);
+        let mut record = self.record(LogAction::Deallocate, error);
+        record.bytes = identity.bytes as u64;
+        record.tag = tag;
+        record.stream = identity.stream;
+        record.ptr = identity.ptr;
+        record.generation = identity.key.generation;
+        self.write(&record);
+        result
+    }
+
     fn write(&self, record: &LogRecord) {
         if self.sink.write(record).is_err() {
             self.dropped.fetch_add(1, Ordering::Relaxed);
@@ -347,34 +379,17 @@ impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
     ) -> Result<ResourceBlock, ResourceError> {
         let result = self.inner.allocate_aligned(bytes, alignment, stream, tag);
         if self.sink.is_enabled() {
-            let mut record = self.record(LogAction::Allocate, result.as_ref().err());
-            record.bytes = bytes as u64;
-            record.tag = tag;
-            record.stream = stream.id().unwrap_or(0);
-            if let Ok(block) = &result {
-                record.ptr = block.ptr();
-                record.generation = block.generation();
-            }
-            self.write(&record);
+            self.log_allocation(&result, (bytes, stream, tag));
         }
         result
     }
 
     #[inline]
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        let (identity, tag) = (block.identity(), block.tag());
-        let result = self.inner.deallocate(block);
         if self.sink.is_enabled() {
-            let error = result.as_ref().err().map(|failure| &failure.error);
-            let mut record = self.record(LogAction::Deallocate, error);
-            record.bytes = identity.bytes as u64;
-            record.tag = tag;
-            record.stream = identity.stream;
-            record.ptr = identity.ptr;
-            record.generation = identity.key.generation;
-            self.write(&record);
+            return self.deallocate_logged(block);
         }
-        result
+        self.inner.deallocate(block)
     }
 
     fn reap(&self) -> Result<u64, ResourceError> {

@@ -131,9 +131,12 @@ impl MemoryResource for DeviceTypedPool {
     }
 
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        let identity = block.identity();
+        let BlockIdentity {
+            stream, bytes, ptr, ..
+        } = block.identity();
+        let returned = self.when_returned(stream, bytes, ptr);
         self.allocator().deallocate(block)?;
-        self.returned(identity.stream, identity.bytes, identity.ptr);
+        returned();
         Ok(())
     }
 

@@ -41,6 +41,34 @@ pub enum Op {
         align: u8,
         raw: bool,
     },
+    /// A block inside one handle, or outside views.
+    Place {
+        stream: u8,
+        bytes: usize,
+        single: bool,
+        views: bool,
+    },
+    /// A block of memory at hand, near so many addresses that were freed last.
+    AtHand {
+        stream: u8,
+        bytes: usize,
+        near: u8,
+    },
+    /// Guards a part of a block; in parts of 256.
+    Guard {
+        block: u16,
+        from: u8,
+        part: u8,
+    },
+    Unguard {
+        guard: u16,
+    },
+    /// Asks where a part of a block lies.
+    Segments {
+        block: u16,
+        from: u8,
+        part: u8,
+    },
     /// Sizes and alignments that no device has.
     Absurd {
         stream: u8,
@@ -304,6 +332,13 @@ pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
                     rng.below(base * 2)
                 },
             },
+            874..914 => match placed(&mut rng, (block, stream), largest, live < blocks) {
+                Some(op) => {
+                    live += u64::from(matches!(op, Op::Place { .. } | Op::AtHand { .. }));
+                    op
+                }
+                None => continue,
+            },
             _ if mode == Mode::Manual => Op::Complete {
                 pick: block,
                 count: 1 + rng.below(6) as u8,
@@ -313,6 +348,29 @@ pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
         ops.push(op);
     }
     (setup, ops)
+}
+
+/// A wish about a block's place (if one may be made), a guard, or a question.
+fn placed(rng: &mut Rng, (block, stream): (u16, u8), largest: u64, more: bool) -> Option<Op> {
+    let bytes = rng.log_uniform(largest) as usize;
+    let (from, part) = (rng.next() as u8, rng.next() as u8);
+    Some(match rng.below(40) {
+        0..8 if more => Op::Place {
+            stream,
+            bytes,
+            single: rng.chance(50),
+            views: rng.chance(50),
+        },
+        8..14 if more => Op::AtHand {
+            stream,
+            bytes,
+            near: rng.below(4) as u8,
+        },
+        14..22 => Op::Guard { block, from, part },
+        22..34 => Op::Unguard { guard: block },
+        34..40 => Op::Segments { block, from, part },
+        _ => return None,
+    })
 }
 
 /// A random program of large blocks that fill a limit: what is free is mostly scattered.
@@ -334,6 +392,8 @@ pub fn crowded(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
         per_thread: false,
     };
     let streams = 1 + rng.below(4);
+    // What guards keep makes no room.
+    let guards = rng.chance(10);
     let faults = rng.chance(30);
     let mut ops: Vec<Op> = (1..streams)
         .map(|_| Op::NewStream {
@@ -411,6 +471,12 @@ pub fn crowded(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
             },
             781..805 if faults => Op::Mend,
             805..807 => Op::CompleteAll,
+            807..813 if guards => {
+                match placed(&mut rng, (block, stream), room.clamp(1, limit / 8), false) {
+                    Some(op) => op,
+                    None => continue,
+                }
+            }
             _ if setup.mode == Mode::Manual => Op::Complete {
                 pick: block,
                 count: 1 + rng.below(6) as u8,

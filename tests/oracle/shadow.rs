@@ -51,6 +51,14 @@ struct Mapping {
     view: bool,
 }
 
+/// A block that a guard keeps, by its address.
+struct Guarded {
+    start: u64,
+    end: u64,
+    /// Its physical bytes, in ranges.
+    parts: Vec<(u64, u64)>,
+}
+
 /// Physical bytes of each handle are numbered from a multiple of this.
 const HANDLE_SPAN: u64 = 1 << 40;
 
@@ -67,6 +75,8 @@ pub struct Shadow {
     occupied: BTreeMap<u64, u64>,
     /// By physical bytes.
     pending: BTreeMap<u64, Pending>,
+    /// As often as there are guards.
+    guarded: Vec<Guarded>,
     /// Mapped or allocated memory by address.
     held: BTreeMap<u64, Mapping>,
     /// The first physical byte of each handle.
@@ -168,6 +178,11 @@ impl Shadow {
                     "block {start:#x}..{end:#x} shares its memory at {address:#x} with a live block"
                 ));
             }
+            if self.is_guarded(from, to) {
+                return Err(format!(
+                    "block {start:#x}..{end:#x} has its memory at {address:#x} from a guarded one"
+                ));
+            }
             for piece in self.take_pending(from, to) {
                 if let Some(use_) = piece.uses.iter().find(|u| !self.ordered(stream, **u)) {
                     return Err(format!(
@@ -187,6 +202,48 @@ impl Shadow {
         self.live.insert(start, end);
         let at = self.held.range(..=start).next_back();
         Ok(at.is_some_and(|(_, mapping)| mapping.view))
+    }
+
+    /// A guard keeps a block from now on.
+    pub fn guarded(&mut self, start: u64, end: u64) {
+        let parts = self.translate(start, end).unwrap_or_default();
+        let parts = parts.into_iter().map(|(_, from, to)| (from, to)).collect();
+        self.guarded.push(Guarded { start, end, parts });
+    }
+
+    /// One guard less.
+    pub fn unguarded(&mut self, start: u64, end: u64) {
+        let mut guarded = self.guarded.iter();
+        let at = guarded.position(|g| (g.start, g.end) == (start, end));
+        if let Some(at) = at {
+            self.guarded.swap_remove(at);
+        }
+    }
+
+    /// A guarded block in a range of addresses.
+    fn guarded_around(&self, start: u64, end: u64) -> Option<(u64, u64)> {
+        let mut guarded = self.guarded.iter();
+        let found = guarded.find(|g| g.start < end && start < g.end)?;
+        Some((found.start, found.end))
+    }
+
+    /// Whether physical bytes are those of a guarded block.
+    fn is_guarded(&self, from: u64, to: u64) -> bool {
+        let mut parts = self.guarded.iter().flat_map(|g| &g.parts);
+        parts.any(|(start, end)| from < *end && *start < to)
+    }
+
+    /// Whether a handle's (for `None`, a segment's) byte is mapped at an address.
+    pub fn is_at(&self, address: u64, handle: Option<u64>, offset: u64) -> bool {
+        let Some((base, mapping)) = self.held.range(..=address).next_back() else {
+            return false;
+        };
+        let first = match handle {
+            Some(handle) => self.handles.get(&handle).copied(),
+            None => Some(mapping.physical),
+        };
+        address - base < mapping.bytes
+            && first.is_some_and(|first| first + offset == mapping.physical + (address - base))
     }
 
     /// Takes what is pending out of a physical range; what sticks out of it stays.
@@ -280,6 +337,7 @@ impl Shadow {
             self.held.values().map(|m| (m.physical, m.bytes)).collect();
         let idle = |(from, bytes): &(&u64, &u64)| {
             !pinned.contains(*from)
+                && !self.is_guarded(**from, **from + **bytes)
                 && overlapping(&self.occupied, **from, **from + **bytes).is_none()
         };
         ranges.iter().filter(idle).map(|(_, bytes)| bytes).sum()
@@ -292,7 +350,8 @@ impl Shadow {
         let views = self.held.iter().filter(|(_, mapping)| mapping.view);
         for (at, mapping) in views.map(|(at, m)| (*at, Some(m))).chain([(0, None)]) {
             if at != end || mapping.is_none() {
-                if overlapping(&self.live, start, end).is_some() {
+                let guarded = self.guarded_around(start, end).is_some();
+                if guarded || overlapping(&self.live, start, end).is_some() {
                     found.extend(row.drain(..));
                 }
                 row.clear();
@@ -320,6 +379,11 @@ impl Shadow {
         if let Some((s, e)) = overlapping(&self.live, start, end) {
             self.violations.push(format!(
                 "{call} of {start:#x}..{end:#x} under the live block {s:#x}..{e:#x}"
+            ));
+        }
+        if let Some((s, e)) = self.guarded_around(start, end) {
+            self.violations.push(format!(
+                "{call} of {start:#x}..{end:#x} under the guarded block {s:#x}..{e:#x}"
             ));
         }
         let range = mapping.physical..mapping.physical + mapping.bytes;

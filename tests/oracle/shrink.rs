@@ -141,6 +141,32 @@ fn simpler(op: Op) -> Vec<Op> {
                 });
             }
         }
+        Op::Place {
+            stream,
+            bytes,
+            single,
+            views,
+        } => {
+            for (single, views) in [(single, true), (false, views)] {
+                list.push(Op::Place {
+                    stream,
+                    bytes,
+                    single,
+                    views,
+                });
+            }
+            list.push(Op::Place {
+                stream,
+                bytes: bytes.div_ceil(2),
+                single,
+                views,
+            });
+        }
+        Op::Guard { block, .. } => list.push(Op::Guard {
+            block,
+            from: 0,
+            part: 255,
+        }),
         Op::Free { block } if block > 300 => list.push(Op::Free { block: block % 256 }),
         Op::Drop { block } => list.push(Op::Free { block }),
         Op::Trim { keep } if keep > 0 => list.push(Op::Trim { keep: 0 }),

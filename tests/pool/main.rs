@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod beside;
 mod diagnostics;
 mod model;
 mod native;

@@ -14,6 +14,7 @@ mod growth;
 mod layout;
 mod life;
 mod order;
+mod share;
 
 use common::*;
 use cualloc::Block;

@@ -9,6 +9,7 @@
 //! Lock order: the books, then fronts by rank. A front is never waited for with a higher one held.
 
 mod account;
+mod again;
 pub(crate) mod cache;
 mod grain;
 mod heap;

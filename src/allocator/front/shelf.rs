@@ -7,8 +7,9 @@
 //!
 //! What lies here free is not merged with its neighbours, and must not change where other blocks go. So
 //! the next request that the shelf cannot serve sends everything back, and a block is only here while
-//! its neighbours are in use, or while nothing else happened in the books since it was handed out: the
-//! best fit for the next request of its length is then the place where it lies.
+//! nothing else happened in the books since it was handed out: the best fit for the next request of its
+//! length is then the place where it lies. Only where threads meet at the lock of the books, so that
+//! their order is chance anyway, do blocks stay beside other work.
 
 use super::super::check::{CheckError, holds, same};
 use super::super::records::NIL;

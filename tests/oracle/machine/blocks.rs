@@ -54,9 +54,20 @@ impl Machine<'_> {
         };
         let (ptr, block) = match self.obtain(at, bytes, align, raw) {
             Ok(got) => got,
-            Err(error) => return self.refused(error, bytes as u64, align as u64),
+            Err(error) => return self.refused(error, bytes as u64, align as u64, true),
         };
-        self.lanes[at].kept |= owned;
+        self.handed_out(at, (ptr, block), bytes, align)
+    }
+
+    /// Judges a block that was handed out, and takes it in.
+    pub(super) fn handed_out(
+        &mut self,
+        at: usize,
+        (ptr, block): (u64, Option<Block>),
+        bytes: usize,
+        align: usize,
+    ) -> Step {
+        self.lanes[at].kept |= matches!(self.lanes[at].handle, Handle::Owned(_));
         let size = self
             .alloc
             .usable_size(ptr)
@@ -96,7 +107,7 @@ impl Machine<'_> {
     }
 
     /// Whether a refused allocation was right to be.
-    fn refused(&mut self, error: Error, bytes: u64, align: u64) -> Step {
+    pub(super) fn refused(&mut self, error: Error, bytes: u64, align: u64, stitched: bool) -> Step {
         if self.armed && matches!(error, Error::OutOfMemory(_) | Error::Driver(_)) {
             return Ok(());
         }
@@ -115,7 +126,7 @@ impl Machine<'_> {
         // What small blocks need is made by giving other memory back, which a view in use prevents;
         // larger ones may be stitched of it.
         let small = self.setup.policy == Policy::Packed && span <= 64 << 10;
-        let idle = shadow(|s| s.idle_bytes(small));
+        let idle = shadow(|s| s.idle_bytes(small || !stitched));
         if small && oom.largest_free >= span {
             return Err(format!("{oom} although an extent is large enough"));
         }
@@ -161,7 +172,7 @@ impl Machine<'_> {
                 self.figures.peak = self.figures.peak.max(self.figures.requested + bytes as u64);
                 Ok(())
             }
-            Err(error) => self.refused(error, bytes as u64, 1),
+            Err(error) => self.refused(error, bytes as u64, 1, true),
         }
     }
 

@@ -1,6 +1,7 @@
 //! Runs a program on an allocator over the simulator, and judges every step.
 
 mod blocks;
+mod places;
 mod streams;
 mod uses;
 
@@ -99,6 +100,7 @@ pub struct Machine<'a> {
     blocks: Vec<Held>,
     freed: Vec<u64>,
     deferred: Vec<Held>,
+    guards: Vec<places::Kept>,
     figures: Figures,
     reserved: u64,
     limit: Option<u64>,
@@ -180,6 +182,7 @@ impl<'a> Machine<'a> {
             blocks: Vec::new(),
             freed: Vec::new(),
             deferred: Vec::new(),
+            guards: Vec::new(),
             figures: Figures::default(),
             reserved: 0,
             limit: setup.limit,
@@ -235,6 +238,20 @@ impl<'a> Machine<'a> {
                 align,
                 raw,
             } => self.allocate(stream, bytes, align, raw),
+            Op::Place {
+                stream,
+                bytes,
+                single,
+                views,
+            } => self.place(stream, bytes, single, views),
+            Op::AtHand {
+                stream,
+                bytes,
+                near,
+            } => self.take_at_hand(stream, bytes, near),
+            Op::Guard { block, from, part } => self.guard(block, from, part),
+            Op::Unguard { guard } => self.unguard(guard),
+            Op::Segments { block, from, part } => self.segments(block, from, part),
             Op::Absurd {
                 stream,
                 bytes,
@@ -408,6 +425,7 @@ impl<'a> Machine<'a> {
             ("requested", self.figures.requested, all.requested.current),
             ("allocated", self.figures.allocated, all.allocated.current),
             ("reserved", self.sim.memory_in_use(0), all.reserved.current),
+            ("guarded", self.guarded_bytes(), stats.packing.guarded),
         ];
         for (what, model, found) in figures {
             if model != found {
@@ -438,11 +456,22 @@ impl<'a> Machine<'a> {
         if self.figures.live > 0 {
             match self.unchanged(|m| m.alloc.close())? {
                 Err(Error::LiveBlocks { .. }) => {}
+                Err(Error::Guarded { .. }) if !self.guards.is_empty() => {}
                 other => return Err(format!("close with live blocks: {other:?}")),
             }
         }
         while !self.blocks.is_empty() {
             self.free(0, false)?;
+        }
+        self.judge(true)?;
+        if !self.guards.is_empty() {
+            match self.unchanged(|m| m.alloc.close())? {
+                Err(Error::Guarded { .. }) => {}
+                other => return Err(format!("close with guards: {other:?}")),
+            }
+        }
+        while !self.guards.is_empty() {
+            self.unguard(0)?;
         }
         self.judge(true)?;
         self.alloc.close().map_err(text)?;

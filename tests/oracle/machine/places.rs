@@ -1,0 +1,147 @@
+//! Blocks with wishes about their place, guards, and where blocks lie physically.
+
+use cualloc::allocator::{PhysicalSegment, Placement, RangeGuard};
+use cualloc::{Block, Error, Policy};
+
+use super::{Handle, Machine, Step, text};
+use crate::shadow::shadow;
+
+/// A guard and what it keeps.
+pub(super) struct Kept {
+    guard: RangeGuard,
+    /// The block's first byte and its bytes.
+    block: (u64, u64),
+}
+
+impl Machine<'_> {
+    fn obtain_placed(
+        &self,
+        at: usize,
+        bytes: usize,
+        placement: &Placement,
+    ) -> Option<Result<(u64, Option<Block>), Error>> {
+        match &self.lanes[at].handle {
+            Handle::Owned(stream) => {
+                let block = self.alloc.allocate_with(bytes, placement, stream);
+                Some(block.map(|block| (block.ptr(), Some(block))))
+            }
+            Handle::Raw(handle) | Handle::Special(handle) if self.setup.stream_ids => {
+                // SAFETY: a live stream of the context, retired before it is destroyed.
+                let ptr = unsafe { self.alloc.allocate_raw_with(bytes, placement, *handle) };
+                Some(ptr.map(|ptr| (ptr, None)))
+            }
+            _ => None,
+        }
+    }
+
+    pub(super) fn place(&mut self, stream: u8, bytes: usize, single: bool, views: bool) -> Step {
+        let at = self.lane(stream);
+        let placement = Placement::new().single_handle(single).views(views);
+        let (ptr, block) = match self.obtain_placed(at, bytes, &placement) {
+            None => return Ok(()),
+            Some(Ok(got)) => got,
+            // Neither is stitched of what lies scattered.
+            Some(Err(error)) => return self.refused(error, bytes as u64, 1, views && !single),
+        };
+        self.handed_out(at, (ptr, block), bytes, 1)?;
+        let held = self.blocks.last().ok_or("no block was handed out")?;
+        let (size, view) = (held.size, held.view);
+        if view && (!views || single) {
+            return Err(format!("{ptr:#x} lies in a view"));
+        }
+        let segments = self.alloc.segments_of(ptr, size).map_err(text)?;
+        if single && segments.len() != 1 {
+            return Err(format!("{ptr:#x} lies in {} handles", segments.len()));
+        }
+        Ok(())
+    }
+
+    /// Asks for memory at hand near what was freed lately.
+    pub(super) fn take_at_hand(&mut self, stream: u8, bytes: usize, near: u8) -> Step {
+        let at = self.lane(stream);
+        let Handle::Owned(stream) = &self.lanes[at].handle else {
+            return Ok(());
+        };
+        let near: Vec<u64> = self.freed.iter().rev().take(near.into()).copied().collect();
+        let held = self.sim.memory_in_use(0);
+        let taken = self.alloc.allocate_at_hand(bytes, 1, stream, &near);
+        if self.sim.memory_in_use(0) > held {
+            return Err("memory at hand was taken from the driver".into());
+        }
+        self.lanes[at].kept = true;
+        match self.tolerate(taken)?.flatten() {
+            None => Ok(()),
+            Some(block) => self.handed_out(at, (block.ptr(), Some(block)), bytes, 1),
+        }
+    }
+
+    pub(super) fn guard(&mut self, pick: u16, from: u8, part: u8) -> Step {
+        let Some(at) = self.block(pick) else {
+            return Ok(());
+        };
+        let held = &self.blocks[at];
+        let (ptr, size) = (held.ptr, held.size);
+        let from = ptr + size * u64::from(from) / 256;
+        let bytes = ((ptr + size - from) * (1 + u64::from(part)) / 256).max(1);
+        let guard = self.alloc.guard(from, bytes).map_err(text)?;
+        self.judge_segments(from, bytes, guard.segments())?;
+        shadow(|s| s.guarded(ptr, ptr + size));
+        let block = (ptr, size);
+        self.guards.push(Kept { guard, block });
+        Ok(())
+    }
+
+    pub(super) fn unguard(&mut self, pick: u16) -> Step {
+        if self.guards.is_empty() {
+            return Ok(());
+        }
+        let at = usize::from(pick) % self.guards.len();
+        let kept = self.guards.swap_remove(at);
+        let (ptr, size) = kept.block;
+        drop(kept.guard);
+        shadow(|s| s.unguarded(ptr, ptr + size));
+        Ok(())
+    }
+
+    pub(super) fn segments(&mut self, pick: u16, from: u8, part: u8) -> Step {
+        let Some(at) = self.block(pick) else {
+            return Ok(());
+        };
+        let (ptr, size) = (self.blocks[at].ptr, self.blocks[at].size);
+        let from = ptr + size * u64::from(from) / 256;
+        let bytes = ((ptr + size - from) * (1 + u64::from(part)) / 256).max(1);
+        let segments = self.alloc.segments_of(from, bytes).map_err(text)?;
+        self.judge_segments(from, bytes, &segments)
+    }
+
+    /// Segments lie side by side, cover their range, and name the memory that is mapped there.
+    fn judge_segments(&self, from: u64, bytes: u64, segments: &[PhysicalSegment]) -> Step {
+        let mut at = from;
+        for segment in segments {
+            let named = segment.handle.is_some() == (self.setup.policy == Policy::Packed);
+            let inside = segment.offset + segment.bytes <= segment.handle_bytes;
+            let here = shadow(|s| s.is_at(segment.address, segment.handle, segment.offset));
+            if segment.address != at || segment.bytes == 0 || !named || !inside || !here {
+                return Err(format!("{segment:?} of {from:#x} and {bytes} bytes"));
+            }
+            at += segment.bytes;
+        }
+        if at != from + bytes {
+            return Err(format!("segments of {from:#x} end at {at:#x}"));
+        }
+        Ok(())
+    }
+
+    /// Bytes of blocks that are guarded and not live any more.
+    pub(super) fn guarded_bytes(&self) -> u64 {
+        let mut blocks: Vec<_> = self.guards.iter().map(|kept| kept.block).collect();
+        blocks.sort_unstable();
+        blocks.dedup();
+        let held = || self.blocks.iter().chain(&self.deferred);
+        blocks
+            .iter()
+            .filter(|(ptr, _)| !held().any(|held| held.ptr == *ptr))
+            .map(|(_, size)| size)
+            .sum()
+    }
+}

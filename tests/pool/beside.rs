@@ -1,0 +1,200 @@
+//! Small buffers of the typed pool, which are noted under the locks of their streams' fronts.
+
+use std::any::TypeId;
+use std::sync::mpsc;
+
+use cualloc::driver::{Context, Stream};
+use cualloc::pool::{TypedPool, TypedStats};
+use cualloc::sim::{SimConfig, Simulator};
+use cualloc::{Config, Policy};
+
+use crate::common::{Rig, each, on_cuda, only};
+use crate::fill;
+
+fn pool_of(rig: &Rig) -> TypedPool {
+    TypedPool::new(&rig.driver, Config::new().policy(rig.policy))
+}
+
+/// S2.10: buffers outlive their pool's last handle; with the last of them everything goes.
+#[test]
+fn s2_10_the_last_buffer_ends_its_pool() {
+    each(|rig| {
+        let stream = rig.stream();
+        let pool = pool_of(rig);
+        drop(pool.uninit::<u8>(1000, &stream).unwrap());
+        let small: Vec<_> = (0..3)
+            .map(|_| pool.uninit::<u8>(1000, &stream).unwrap())
+            .collect();
+        let large = pool.uninit::<u8>(1 << 20, &stream).unwrap();
+        let device = pool.on_device(0).unwrap();
+        drop(pool);
+        for buffer in small {
+            fill(&rig.context, buffer.as_device_ptr(), 1000, &stream);
+            assert_eq!(buffer.stream().unwrap().id().unwrap(), stream.id().unwrap());
+            drop(buffer);
+        }
+        assert!(rig.driver_held().is_none_or(|held| held > 0));
+        // The resource still has the memory, and its hints.
+        let allocator = device.allocator().clone();
+        assert_eq!(allocator.stats().all.allocations.current, 1);
+        drop((device, allocator));
+        fill(&rig.context, large.as_device_ptr(), 1 << 20, &stream);
+        drop(large);
+        assert!(rig.driver_held().is_none_or(|held| held == 0));
+        assert_eq!(stream.holders(), 1, "nobody else is left");
+    });
+}
+
+/// S2.10: the stream of a buffer lives as long, also if only the buffer holds it; and no longer than
+/// until the pool sees others.
+#[test]
+fn s2_10_streams_are_kept_by_buffers_and_let_go_by_pools() {
+    only(Policy::Packed, |rig| {
+        let pool = pool_of(rig);
+        let destroyed = || rig.calls("cuStreamDestroy_v2");
+        let before = destroyed();
+        for round in 0..20 {
+            let stream = rig.stream();
+            drop(pool.uninit::<u32>(256, &stream).unwrap());
+            let mut buffers: Vec<_> = (0..2)
+                .map(|_| pool.uninit::<u32>(256, &stream).unwrap())
+                .collect();
+            drop(stream);
+            for buffer in &mut buffers {
+                let home = buffer.stream().unwrap().clone();
+                buffer.as_mut_slice().set_zero(&home).unwrap();
+            }
+            buffers.pop();
+            let last = buffers.pop().unwrap();
+            // SAFETY: zeroed above, on its own stream.
+            let values = unsafe { last.assume_init() }.to_vec().unwrap();
+            assert_eq!(values, vec![0; 256]);
+            assert!(
+                destroyed() - before + 3 > round,
+                "{round} streams, {} destroyed",
+                destroyed() - before
+            );
+        }
+    });
+}
+
+/// S2.7: what was given to a retired stream through a buffer comes before the memory's next user.
+#[test]
+fn s2_7_buffers_of_a_retired_stream_wait_for_what_it_was_given() {
+    each(|rig| {
+        let (pool, [home, other]) = (pool_of(rig), rig.streams());
+        let allocator = pool.allocator(0).unwrap();
+        drop(pool.uninit::<u8>(4096, &home).unwrap());
+        let mut buffer = pool.uninit::<u8>(4096, &home).unwrap();
+        let address = buffer.as_device_ptr();
+        allocator.retire(&home).unwrap();
+        rig.settle(&home);
+        let hold = rig.hold(&home);
+        buffer.as_mut_slice().set_zero(&home).unwrap();
+        drop(buffer);
+        let taken: Vec<_> = (0..200)
+            .map(|_| pool.uninit::<u8>(4096, &other).unwrap())
+            .collect();
+        for buffer in &taken {
+            assert_ne!(buffer.as_device_ptr(), address, "still being zeroed");
+            fill(&rig.context, buffer.as_device_ptr(), 4096, &other);
+        }
+        hold.release();
+    });
+}
+
+/// S2.8: counts of all threads together, wherever buffers were taken and returned.
+#[test]
+fn s2_8_s2_13_threads_count_exactly_and_name_each_others_buffers() {
+    each(|rig| {
+        const THREADS: u64 = 4;
+        const ROUNDS: u64 = 200;
+        let pool = pool_of(rig);
+        let stream = rig.stream();
+        drop(pool.uninit::<f32>(300, &stream).unwrap());
+        pool.reset_stats();
+        let (send, receive) = mpsc::channel();
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                let (pool, stream, send) = (pool.clone(), stream.clone(), send.clone());
+                scope.spawn(move || {
+                    for round in 0..ROUNDS {
+                        let buffer = pool.uninit::<f32>(300, &stream).unwrap();
+                        // Half of them are returned by another thread.
+                        if round % 2 == 0 {
+                            send.send(buffer).unwrap();
+                        }
+                    }
+                });
+            }
+            drop(send);
+            receive.iter().for_each(drop);
+        });
+        let stats = pool.stats();
+        assert_eq!(stats.hits + stats.misses, THREADS * ROUNDS);
+        assert_eq!(stats.returns, THREADS * ROUNDS);
+        let live: Vec<_> = (0..5)
+            .map(|_| pool.uninit::<f32>(300, &stream).unwrap())
+            .collect();
+        let large = pool.uninit::<f32>(1 << 20, &stream).unwrap();
+        let element = TypeId::of::<f32>();
+        let count = |len| pool.record_use_of_type(0, len, element, &stream).unwrap();
+        assert_eq!(
+            [count(300), count(512), count(1 << 20), count(1)],
+            [5, 5, 1, 0]
+        );
+        drop((live, large));
+        assert_eq!([count(300), count(1 << 20)], [0, 0]);
+        pool.allocator(0).unwrap().check().unwrap();
+        pool.reset_stats();
+        assert_eq!(pool.stats(), TypedStats::default());
+    });
+}
+
+/// S2.2: buffers and blocks of the resource share what came back, small ones too.
+#[test]
+fn s2_2_small_blocks_and_buffers_share_what_came_back() {
+    use cualloc::resource::{MemoryResource, Tag};
+    each(|rig| {
+        let (pool, stream) = (pool_of(rig), rig.stream());
+        let resource = pool.on_device(0).unwrap();
+        let [a, b] = [0; 2].map(|_| resource.allocate(12_288, &stream, Tag::default()).unwrap());
+        let [first, second] = [a.ptr(), b.ptr()];
+        let buffer = pool.uninit::<u8>(12_288, &stream).unwrap();
+        let third = buffer.as_device_ptr();
+        resource.deallocate(b).unwrap();
+        drop(buffer);
+        resource.deallocate(a).unwrap();
+        let taken = [0; 3].map(|_| pool.take::<u32>(3072, &stream).unwrap().expect("a hit"));
+        assert_eq!(
+            taken.each_ref().map(|b| b.as_device_ptr()),
+            [first, third, second]
+        );
+        assert_eq!(pool.stats().returns, 3);
+    });
+}
+
+/// A stream of another device finds that device's part, also where ids of threads' fronts are near.
+#[test]
+fn s2_8_small_buffers_come_from_their_streams_device() {
+    if on_cuda() {
+        eprintln!("SKIPPED on cuda: needs two devices");
+        return;
+    }
+    let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
+    let driver = sim.driver().unwrap();
+    let pool = TypedPool::new(&driver, Config::new());
+    let streams = [0, 1].map(|ordinal| {
+        Stream::new(&Context::primary(&driver, driver.device(ordinal).unwrap()).unwrap()).unwrap()
+    });
+    for _ in 0..3 {
+        for (ordinal, stream) in streams.iter().enumerate() {
+            let buffer = pool.uninit::<u8>(512, stream).unwrap();
+            assert_eq!(buffer.device().unwrap().ordinal(), ordinal);
+        }
+    }
+    let stats = pool.stats();
+    assert_eq!((stats.hits, stats.misses, stats.returns), (4, 2, 6));
+    drop(pool);
+    assert_eq!(sim.memory_in_use(0) + sim.memory_in_use(1), 0);
+}
