@@ -186,6 +186,12 @@ impl Stream {
         self.0.at_hand
     }
 
+    /// Whether the other one is a clone of this one: not only the same stream, but kept alive with it.
+    #[inline]
+    pub(crate) fn is_clone_of(&self, other: &Stream) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// The context that the stream belongs to.
     pub fn context(&self) -> &Context {
         &self.0.context

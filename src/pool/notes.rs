@@ -60,7 +60,6 @@ impl Size {
 /// The stream of most buffers: one clone for all of them.
 struct Home {
     stream: Stream,
-    id: u64,
     users: usize,
 }
 
@@ -243,12 +242,17 @@ impl Notes {
     /// The request that [`latest`](Self::latest) was asked for got it: a hit. Its note, and whether its
     /// stream is lent to it.
     #[inline(always)]
-    pub fn taken(&mut self, sought: &Sought, address: sys::CUdeviceptr) -> (u32, bool) {
+    pub fn taken(
+        &mut self,
+        sought: &Sought,
+        address: sys::CUdeviceptr,
+        stream: &Stream,
+    ) -> (u32, bool) {
         self.stats.hits += 1;
         self.users += 1;
         let mut lent = false;
         if let Some(home) = &mut self.home
-            && home.id == sought.stream
+            && home.stream.is_clone_of(stream)
         {
             home.users += 1;
             lent = true;
@@ -378,18 +382,17 @@ impl Notes {
 
     /// Whether this stream could be lent from now on: it may be kept, is not lent yet, and nobody uses
     /// the one that is.
-    pub fn may_lend(&self, stream: &Stream, id: u64) -> bool {
+    pub fn may_lend(&self, stream: &Stream) -> bool {
         let kind = stream.kind();
         let home = self.home.as_ref();
         matches!(kind, StreamKind::Owned | StreamKind::LegacyDefault)
-            && home.is_none_or(|home| home.users == 0 && home.id != id)
+            && home.is_none_or(|home| home.users == 0 && !home.stream.is_clone_of(stream))
     }
 
     /// Lends this stream from now on. Returns the one before.
-    pub fn lend(&mut self, stream: &Stream, id: u64) -> Option<Stream> {
+    pub fn lend(&mut self, stream: &Stream) -> Option<Stream> {
         let before = self.home.replace(Home {
             stream: stream.clone(),
-            id,
             users: 0,
         });
         before.map(|home| home.stream)

@@ -87,12 +87,12 @@ impl Cache {
             &self.sides,
             (sought.stream, sought.bytes),
             |notes| notes.latest(sought),
-            |notes, address| notes.taken(sought, address),
+            |notes, address| notes.taken(sought, address, stream),
         )?;
         let block = Block::new(engine, grant, sought.bytes);
         let memory = if lent {
-            // SAFETY: the notes keep a clone of the stream while the buffer is live, as far as they
-            // know, and its place is the last thing of it that goes.
+            // SAFETY: the notes keep a clone of just this stream while the buffer is live, as far as
+            // they know, and its place is the last thing of it that goes.
             unsafe { Memory::on_lent_stream(block, stream, sought.stream) }
         } else {
             Memory::new(block, stream.clone(), sought.stream)
@@ -146,8 +146,8 @@ impl Cache {
         let small = matches!(desk, Desk::Side(_));
         let (slot, lends, former) = desk.with(|notes| {
             let slot = notes.enter(sought, block.ptr(), self);
-            let lends = small && notes.may_lend(stream, sought.stream);
-            let former = lends.then(|| notes.lend(stream, sought.stream)).flatten();
+            let lends = small && notes.may_lend(stream);
+            let former = lends.then(|| notes.lend(stream)).flatten();
             (slot, lends, former)
         });
         drop(former);

@@ -78,6 +78,36 @@ fn s2_10_streams_are_kept_by_buffers_and_let_go_by_pools() {
     });
 }
 
+/// S2.10: two objects may stand for one stream, and one of them may go while its buffers live.
+#[test]
+fn s2_10_buffers_keep_the_very_stream_they_were_taken_with() {
+    each(|rig| {
+        let (pool, owned) = (pool_of(rig), rig.stream());
+        drop(pool.uninit::<u32>(256, &owned).unwrap());
+        for _ in 0..3 {
+            // SAFETY: the stream is alive until the end of the test.
+            let borrowed = unsafe { Stream::from_raw(&rig.context, owned.raw()) }.unwrap();
+            let mut buffer = pool.uninit::<u32>(256, &borrowed).unwrap();
+            assert_eq!(borrowed.holders(), 2);
+            drop(borrowed);
+            let home = buffer.stream().unwrap().clone();
+            assert_eq!((home.holders(), home.raw()), (2, owned.raw()));
+            buffer.as_mut_slice().set_zero(&home).unwrap();
+            drop(buffer);
+            assert_eq!(home.holders(), 1);
+            drop(pool.uninit::<u32>(256, &owned).unwrap());
+        }
+        let legacy = [0; 2].map(|_| Stream::legacy_default(&rig.context).unwrap());
+        for stream in &legacy {
+            for _ in 0..2 {
+                drop(pool.uninit::<u32>(256, stream).unwrap());
+            }
+        }
+        drop(pool);
+        assert_eq!(legacy.map(|stream| stream.holders()), [1, 1]);
+    });
+}
+
 /// S2.7: what was given to a retired stream through a buffer comes before the memory's next user.
 #[test]
 fn s2_7_buffers_of_a_retired_stream_wait_for_what_it_was_given() {
