@@ -396,6 +396,41 @@ fn s1_42_huge_sizes_ask_nothing_of_the_driver() {
     });
 }
 
+/// Of one stream's small blocks all peaks are exact; of several streams' those of requested bytes and of
+/// numbers are bounds, which no observer ever finds too low, nor above what can have lived.
+#[test]
+fn s1_19_peaks_are_exact_or_bounds() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let streams = [rig.stream(), rig.stream(), rig.stream()];
+        let mut blocks: Vec<_> = (0..50)
+            .map(|n| allocator.allocate(700 + 100 * n, &streams[0]).unwrap())
+            .collect();
+        blocks.truncate(10);
+        let requested = (0..50).map(|n| 700 + 100 * n).sum::<usize>() as u64;
+        let all = allocator.stats().all;
+        assert_eq!((all.requested.peak, all.allocations.peak), (requested, 50));
+        // In turn: one stream's rise is another one's fall.
+        for round in 0..60 {
+            let stream = &streams[round % 3];
+            for n in 0..20 {
+                blocks.push(allocator.allocate(1 + 977 * n, stream).unwrap());
+            }
+            blocks.drain(..20);
+            let all = allocator.stats().all;
+            assert!(all.requested.peak >= requested.max(all.requested.current));
+            assert!(all.requested.peak <= all.allocated.peak);
+            assert!(all.allocations.peak >= 50.max(all.allocations.current));
+            assert!(all.allocations.peak * 512 <= all.allocated.peak);
+            allocator.check().unwrap();
+        }
+        allocator.reset_peaks();
+        let all = allocator.stats().all;
+        assert_eq!(all.requested.peak, all.requested.current);
+        assert_eq!(all.allocations.peak, all.allocations.current);
+    });
+}
+
 /// S1.19: all figures, and the reset of peaks.
 #[test]
 fn s1_19_statistics_say_what_happened() {

@@ -8,13 +8,16 @@ use crate::driver::{CallCounts, Context, Driver, Stream, sys};
 use super::block::Block;
 use super::check::CheckError;
 use super::config::{Config, Policy};
-use super::engine::{Engine, Shared, is_special};
+use super::engine::{Engine, Named, Shared, is_special};
 use super::error::Error;
 use super::figures::{Fragmentation, SelfTest};
 use super::life::{Keep, Trimmed};
+use super::raw::{Grant, Request};
 use super::size;
+use super::small::Missed;
 use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
+use super::streams::StreamKey;
 
 /// A caching allocator for the memory of one device.
 ///
@@ -134,12 +137,29 @@ impl Allocator {
     /// [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
-        if let Some(key) = stream.known_id()
-            && let Some(grant) = self.engine.allocate_at_once(key, bytes)
-        {
-            return Ok(Block::new(&self.engine, grant, bytes));
+        let grant = match self.engine.allocate_at_once(stream.id_at_hand(), bytes) {
+            Ok(grant) => grant,
+            Err(missed) => self.allocate_missed(bytes, stream, missed)?,
+        };
+        Ok(Block::new(&self.engine, grant, bytes))
+    }
+
+    /// [`allocate`](Self::allocate) of what no front served at once. Apart from it, and with a result
+    /// of another type, so that the common case needs no copy in memory.
+    #[inline(never)]
+    fn allocate_missed(
+        &self,
+        bytes: usize,
+        stream: &Stream,
+        missed: Missed,
+    ) -> Result<Grant, Error> {
+        let key = stream.id_at_hand();
+        if let Some(grant) = self.engine.allocate_with_effort(key, bytes, missed) {
+            return Ok(grant);
         }
-        self.allocate_aligned(bytes, 1, stream)
+        let request = Request::new(bytes, 1)?;
+        let named = self.engine.named(stream)?;
+        self.engine.allocate_request(&named, &request)
     }
 
     /// [`allocate`](Self::allocate) at a multiple of `alignment` bytes, a power of two up to 2 MiB.
@@ -204,26 +224,56 @@ impl Allocator {
     /// `stream` must be a live stream or a special handle, and the caller follows the contract for
     /// raw streams that [`Allocator`] states: [`retire_raw`](Self::retire_raw) before it is
     /// destroyed.
+    #[inline]
     pub unsafe fn allocate_raw(
         &self,
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if !is_special(stream) && self.engine.unwatched() {
+        if is_special(stream) || !self.engine.unwatched() {
             // SAFETY: the caller's contract.
-            match unsafe { self.engine.driver().stream_id(stream) } {
-                Ok(Some(key)) => {
-                    if let Some(grant) = self.engine.allocate_at_once(key, bytes) {
-                        return Ok(grant.ptr);
-                    }
-                }
-                Ok(None) => {}
-                Err(error) => return Err(self.engine.unnamed(stream, error)),
-            }
+            return unsafe { self.allocate_raw_watched(bytes, stream) };
         }
         // SAFETY: the caller's contract.
+        match unsafe { self.engine.driver().stream_id(stream) } {
+            Ok(Some(key)) => match self.engine.allocate_at_once(key, bytes) {
+                Ok(grant) => Ok(grant.ptr()),
+                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
+            },
+            // SAFETY: the caller's contract.
+            Ok(None) => unsafe { self.allocate_raw_watched(bytes, stream) },
+            Err(error) => Err(self.engine.unnamed(stream, error)),
+        }
+    }
+
+    /// # Safety
+    /// As [`allocate_raw`](Self::allocate_raw).
+    #[inline(never)]
+    unsafe fn allocate_raw_watched(
+        &self,
+        bytes: usize,
+        stream: sys::CUstream,
+    ) -> Result<sys::CUdeviceptr, Error> {
+        // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
-        Ok(self.engine.allocate(&named, bytes, 1)?.ptr)
+        Ok(self.engine.allocate(&named, bytes, 1)?.ptr())
+    }
+
+    #[inline(never)]
+    fn allocate_raw_missed(
+        &self,
+        bytes: usize,
+        (raw, key): (sys::CUstream, u64),
+        missed: Missed,
+    ) -> Result<sys::CUdeviceptr, Error> {
+        if let Some(grant) = self.engine.allocate_with_effort(key, bytes, missed) {
+            return Ok(grant.ptr());
+        }
+        let request = Request::new(bytes, 1)?;
+        let key = StreamKey::Id(key);
+        let stream = None;
+        let named = Named { key, raw, stream };
+        Ok(self.engine.allocate_request(&named, &request)?.ptr())
     }
 
     /// Frees a block by the address that [`allocate_raw`](Self::allocate_raw) or
@@ -236,6 +286,7 @@ impl Allocator {
     /// # Safety
     /// Nobody submits work that uses the block after this call, and the block has no other owner.
     /// Its stream, and every stream recorded on it, is alive or was retired.
+    #[inline]
     pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.engine.free_ptr(ptr)
     }

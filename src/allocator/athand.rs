@@ -45,7 +45,7 @@ impl Engine {
         let (mut state, found, free) = match self.small_request(&request) {
             Some(small) => {
                 if let StreamKey::Id(key) = named.key {
-                    cache::remember(self.id, key, front);
+                    cache::remember(key, front);
                 }
                 let (state, found) = self.take_small(state, front, small, near)?;
                 let free = near.iter().copied();

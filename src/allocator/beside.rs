@@ -12,8 +12,7 @@ use super::error::Error;
 use super::front::{Held, Inner, cache};
 use super::fronts::EngineFront;
 use super::raw::{Grant, Request};
-use super::size::{GRANULE, PACKED_SMALL_LIMIT};
-use super::small::granted;
+use super::small::unaligned;
 use crate::driver::Stream;
 
 /// Notes under the lock of one front.
@@ -128,18 +127,14 @@ impl Engine {
         latest: impl FnOnce(&mut N) -> Option<u64>,
         note: impl FnOnce(&mut N, u64) -> R,
     ) -> Option<(&'a Beside<N>, Grant, R)> {
-        let last = bytes.wrapping_sub(1);
-        if last >= PACKED_SMALL_LIMIT as usize || !self.unwatched() {
-            return None;
-        }
-        let granules = (last as u64 / GRANULE) as u32 + 1;
-        let (front, pass) = cache::find(self.id, key)?;
+        let request = unaligned(bytes).filter(|_| self.unwatched())?;
+        let front = cache::find(key)?;
         let side = sides.find(front)?;
         let mut both = side.lock();
         let ptr = latest(both.notes())?;
-        let taken = both.inner.take_again(pass, granules, bytes as u32, ptr)?;
-        let grant = granted(front, taken, granules);
-        let noted = note(both.notes(), grant.ptr);
+        let taken = both.inner.take_again(self.owner(key), request, ptr)?;
+        let grant = Grant::small(front, taken, request.granules);
+        let noted = note(both.notes(), grant.ptr());
         if both.inner.contended && both.inner.crowded() {
             drop(both);
             self.crowded(key, front);
@@ -154,7 +149,10 @@ impl Engine {
             return Ok(None);
         }
         let key = stream.known_id();
-        if let Some((front, _)) = key.and_then(|key| cache::find(self.id, key)) {
+        if let Some(key) = key
+            && let Some(front) = cache::find(key)
+            && front.lock().serves(self.owner(key))
+        {
             return Ok(Some(front));
         }
         let named = self.named(stream)?;
@@ -164,7 +162,7 @@ impl Engine {
         let front = state.front_of(slot, cache::thread_number());
         drop(state);
         if let Some(key) = key {
-            cache::remember(self.id, key, front);
+            cache::remember(key, front);
         }
         Ok(Some(front))
     }

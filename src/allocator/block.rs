@@ -1,7 +1,6 @@
 //! A block of device memory that frees itself.
 
 use std::fmt;
-use std::ptr::NonNull;
 
 use crate::driver::{Stream, process, sys};
 
@@ -10,7 +9,8 @@ use super::engine::Engine;
 use super::error::Error;
 use super::front::{Freed, Held, Inner, Life, Node};
 use super::fronts::EngineFront;
-use super::raw::{Grant, Lifetime};
+use super::raw::{Grant, Lifetime, Place};
+use super::size;
 use super::streams::Holder;
 
 /// Device memory with one owner. Dropping it gives the memory back in the order of its stream:
@@ -19,10 +19,9 @@ use super::streams::Holder;
 /// `Send` and `Sync`: a block is an address with a lifetime, nothing in it is read or written on the
 /// host. It may outlive the [`Allocator`](super::Allocator) handle it came from.
 pub struct Block {
-    /// Kept alive by the front that is the block's home. A count of references would be a word that
-    /// all threads write.
-    engine: NonNull<Engine>,
-    grant: Grant,
+    /// With the front that is the block's home and keeps the allocator alive. A count of references
+    /// would be a word that all threads write.
+    place: Place,
     requested: usize,
 }
 
@@ -32,24 +31,28 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Block {
-    /// The engine is one that lies in an `Arc`, and the grant is its.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn new(engine: &Engine, grant: Grant, requested: usize) -> Self {
+        debug_assert!(std::ptr::eq(engine, grant.place.home().engine()));
+        let rounded = size::round_size(requested);
+        debug_assert!(grant.place.wide() || rounded == Some(grant.bytes()));
         Block {
-            engine: NonNull::from(engine),
-            grant,
+            place: grant.place,
             requested,
         }
     }
 
     /// The first byte's address, a multiple of 512.
     pub fn ptr(&self) -> sys::CUdeviceptr {
-        self.grant.ptr
+        self.place.ptr
     }
 
     /// Usable bytes: the request, rounded up.
     pub fn size(&self) -> u64 {
-        self.grant.bytes
+        match self.place.record() {
+            Some(id) if self.place.wide() => self.engine().lock().records[id].bytes(),
+            _ => (self.requested as u64).next_multiple_of(size::GRANULE),
+        }
     }
 
     /// Bytes as they were asked for.
@@ -60,20 +63,20 @@ impl Block {
     /// The number of the block's life: no two lives of the same memory have the same pair of id and
     /// generation.
     pub fn generation(&self) -> (u32, u32) {
-        (self.grant.id, self.grant.generation)
+        (self.engine().id_of(&self.place), self.place.generation)
     }
 
     pub(crate) fn engine(&self) -> &Engine {
-        // SAFETY: the block is live, so its engine is not closed, and the front of the block's
-        // stream holds a reference to it.
-        unsafe { self.engine.as_ref() }
+        // SAFETY: the block is live, so its engine is not closed, and the front that is its home
+        // holds a reference to it.
+        unsafe { &*self.place.home().engine() }
     }
 
     fn lifetime(&self) -> Lifetime {
         Lifetime {
-            id: self.grant.id,
-            generation: self.grant.generation,
-            ptr: self.grant.ptr,
+            id: self.engine().id_of(&self.place),
+            generation: self.place.generation,
+            ptr: self.place.ptr,
         }
     }
 
@@ -81,16 +84,16 @@ impl Block {
     /// of all its work.
     pub(crate) fn stream_retired(&self) -> bool {
         let state = self.engine().lock();
-        let stream = match self.grant.node {
-            Some(_) => self.grant.home.lock().slot,
-            None => state.records[self.grant.id].stream,
+        let stream = match self.place.record() {
+            Some(id) => state.records[id].stream,
+            None => self.place.home().lock().slot,
         };
         matches!(state.streams[stream].holder, Holder::Retired)
     }
 
     /// The front that a small block comes from.
     pub(crate) fn front(&self) -> Option<&'static EngineFront> {
-        self.grant.node.map(|_| self.grant.home)
+        self.place.node().map(|_| self.place.home())
     }
 
     /// Frees a small block if its front can do it at once, as it cannot once the block's stream was
@@ -104,12 +107,12 @@ impl Block {
         side: &Beside<N>,
         note: impl FnOnce(&mut N) -> R,
     ) -> Option<R> {
-        let node = self.grant.node?;
-        if !side.is_beside(self.grant.home) || !process::is_quiet() {
+        let node = self.place.node()?;
+        if !side.is_beside(self.place.home()) || !process::is_quiet() {
             return None;
         }
         let mut both = side.lock();
-        let life = Life::Generation(self.grant.generation);
+        let life = Life::Generation(self.place.generation);
         let freed = both.inner.free_at_once(node, life);
         freed.then(|| note(both.notes()))
     }
@@ -121,7 +124,7 @@ impl Block {
     /// [`Error::Capturing`]; a lost context; driver errors.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         let engine = self.engine();
-        engine.record(self.grant.ptr, &engine.named(stream)?, false)
+        engine.record(self.place.ptr, &engine.named(stream)?, false)
     }
 
     /// Says that another stream used the block and will not again: reuse waits only for what that
@@ -131,7 +134,7 @@ impl Block {
     /// As [`record_stream`](Self::record_stream).
     pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
         let engine = self.engine();
-        engine.record(self.grant.ptr, &engine.named(stream)?, true)
+        engine.record(self.place.ptr, &engine.named(stream)?, true)
     }
 
     /// Frees the block; unlike a drop it reports failures, and gives the block back with them.
@@ -151,22 +154,18 @@ impl Block {
     fn try_free(&self) -> Result<(), Error> {
         let engine = self.engine();
         engine.usable()?;
-        let grant = &self.grant;
-        match grant.node {
-            Some(node) => engine.free_small(grant.home, node, grant.ptr, Some(grant.generation)),
-            None if !engine.watchful()
-                && grant.home.lock().free_large(grant.id, grant.generation) =>
-            {
-                Ok(())
-            }
+        let place = &self.place;
+        match place.node() {
+            Some(node) => engine.free_small(place.home(), node, place.ptr, Some(place.generation)),
+            None if !engine.watchful() && self.free_large() => Ok(()),
             None => engine.free_block(&self.lifetime()),
         }
     }
 
     /// Frees a small block when its front cannot do it at once.
-    #[cold]
+    #[inline(never)]
     fn drop_small(&self, mut inner: Held<'_, Inner<Engine>>, node: Node) {
-        let freed = inner.free(node, self.grant.ptr, Some(self.grant.generation));
+        let freed = inner.free(node, self.place.ptr, Some(self.place.generation));
         if freed == Freed::Done {
             return;
         }
@@ -174,14 +173,34 @@ impl Block {
         let engine = inner.owner.clone();
         drop(inner);
         if let Some(engine) = engine {
-            engine.small_dropped(self.grant.home, self.lifetime(), node, freed);
+            let (home, block) = (self.place.home(), (node, self.place.ptr));
+            engine.small_dropped(home, block, self.place.generation, freed);
+        }
+    }
+
+    /// Frees a large block onto the shelf of its front; false if the books have to.
+    fn free_large(&self) -> bool {
+        let id = self.place.record();
+        id.is_some_and(|id| {
+            let mut inner = self.place.home().lock();
+            inner.free_large(id, self.place.generation)
+        })
+    }
+
+    #[inline(never)]
+    fn drop_slowly(&self) {
+        match self.place.node() {
+            Some(node) if process::is_quiet() => self.drop_small(self.place.home().lock(), node),
+            // Blocks of fronts that serve keep the engine as well.
+            None if !self.engine().watchful() && self.free_large() => {}
+            _ => self.engine().drop_block(self.lifetime()),
         }
     }
 
     /// Gives up ownership: the memory stays allocated until
     /// [`Allocator::free_raw`](super::Allocator::free_raw) gets its address.
     pub fn into_raw(self) -> sys::CUdeviceptr {
-        let ptr = self.grant.ptr;
+        let ptr = self.place.ptr;
         std::mem::forget(self);
         ptr
     }
@@ -190,29 +209,24 @@ impl Block {
 impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
-        if let Some(node) = self.grant.node
+        if let Some(node) = self.place.node()
             && process::is_quiet()
+            && let Some(mut inner) = self.place.home().try_lock()
         {
-            let mut inner = self.grant.home.lock();
-            if !inner.free_at_once(node, Life::Generation(self.grant.generation)) {
+            if !inner.free_at_once(node, Life::Generation(self.place.generation)) {
                 self.drop_small(inner, node);
             }
             return;
         }
-        // Blocks of fronts that serve keep the engine as well.
-        let (id, generation) = (self.grant.id, self.grant.generation);
-        if !self.engine().watchful() && self.grant.home.lock().free_large(id, generation) {
-            return;
-        }
-        self.engine().drop_block(self.lifetime());
+        self.drop_slowly();
     }
 }
 
 impl fmt::Debug for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Block")
-            .field("ptr", &format_args!("{:#x}", self.grant.ptr))
-            .field("size", &self.grant.bytes)
+            .field("ptr", &format_args!("{:#x}", self.place.ptr))
+            .field("size", &self.size())
             .field("requested", &self.requested)
             .finish()
     }

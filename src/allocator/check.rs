@@ -401,12 +401,12 @@ impl State {
                     for block in inner.heap.runs(page).filter_map(|run| run.live) {
                         let bytes = u64::from(block.granules) * super::size::GRANULE;
                         live[0] += bytes;
-                        live[1] += bytes - u64::from(block.slack);
+                        live[1] += u64::from(block.requested);
                         live[2] += 1;
                     }
                 }
-                for (account, live) in inner.accounts.each().into_iter().zip(live) {
-                    same("a front counts what is live in it", live, account.current())?;
+                for (count, live) in inner.accounts.current().into_iter().zip(live) {
+                    same("a front counts what is live in it", live, count)?;
                 }
                 same(
                     "batches that wait are known to their front",

@@ -41,6 +41,11 @@ pub(crate) struct Named<'a> {
     pub stream: Option<&'a Stream>,
 }
 
+/// On cache lines of its own: around it lies what every call reads.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Apart<T>(T);
+
 #[derive(Debug)]
 pub(crate) struct Engine {
     /// Tells this allocator from every other one of the process; starts at 1.
@@ -68,10 +73,10 @@ pub(crate) struct Engine {
     handles: AtomicUsize,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
     ask_captures: bool,
-    state: Lock<State>,
+    state: Apart<Lock<State>>,
     lost: OnceLock<DriverError>,
-    /// Fronts serve here, and the context is not lost.
-    at_once: AtomicBool,
+    /// The allocator's id as long as fronts serve here and the context is not lost, then 0.
+    at_once: AtomicU64,
     /// Blocks wait in the books to be freed by a call that may.
     pub deferred: AtomicBool,
 }
@@ -140,17 +145,21 @@ impl Engine {
             log: RareLog::default(),
             handles: AtomicUsize::new(1),
             ask_captures: config.capture_checks,
-            state: Lock::new(State::new(
+            state: Apart(Lock::new(State::new(
                 (me.clone(), id),
                 Arc::clone(&pages),
                 device.ordinal(),
                 packed,
                 limit,
                 config.tuning(),
-            )),
+            ))),
             pages,
             lost: OnceLock::new(),
-            at_once: AtomicBool::new(packed && !config.capture_checks),
+            at_once: AtomicU64::new(if packed && !config.capture_checks {
+                id
+            } else {
+                0
+            }),
             deferred: AtomicBool::new(false),
         });
         engine.recall_aliasing();
@@ -191,9 +200,15 @@ impl Engine {
     }
 
     /// Whether fronts may serve a call without a look at anything else.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn unwatched(&self) -> bool {
-        self.at_once.load(Ordering::Relaxed) && process::is_quiet()
+        self.at_once_id() != 0 && process::is_quiet()
+    }
+
+    /// The id by which threads find their fronts; 0, which finds none, where more is to be looked at.
+    #[inline(always)]
+    pub(crate) fn at_once_id(&self) -> u64 {
+        self.at_once.load(Ordering::Relaxed)
     }
 
     /// Whether a call has to look at more than its front: the process forked or ends, or somebody
@@ -203,6 +218,7 @@ impl Engine {
         !process::is_quiet() || self.ask_captures
     }
 
+    #[inline]
     pub(crate) fn driver(&self) -> &Driver {
         self.context.driver()
     }
@@ -210,13 +226,13 @@ impl Engine {
     /// The books. They are consistent whenever the lock is free, also after a panic elsewhere: no
     /// foreign code runs under the lock.
     pub(crate) fn lock(&self) -> Guard<'_> {
-        self.state.lock()
+        self.state.0.lock()
     }
 
     /// Turns a driver's error into ours, and remembers a lost context.
     pub(crate) fn error(&self, error: DriverError) -> Error {
         if error.is_fatal() {
-            self.at_once.store(false, Ordering::Relaxed);
+            self.at_once.store(0, Ordering::Relaxed);
             return Error::ContextLost(*self.lost.get_or_init(|| error));
         }
         Error::Driver(error)
@@ -464,6 +480,7 @@ impl Engine {
 }
 
 /// The null, legacy and per-thread handles.
+#[inline]
 pub(crate) fn is_special(raw: sys::CUstream) -> bool {
     (raw as usize) <= 2
 }

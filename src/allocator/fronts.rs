@@ -32,7 +32,10 @@ pub(crate) struct Fronts {
     /// By rank.
     pub(super) all: Vec<&'static EngineFront>,
     /// What the fronts may count to together.
-    pub(super) limits: [u64; QUANTITIES],
+    pub(super) limit: u64,
+    /// Most requested bytes and most blocks among those that are not small, since the fronts' own peaks
+    /// were last reset.
+    pub(super) high: [u64; 2],
     /// Requested bytes of small blocks as of the last look.
     pub requested: u64,
     pub(super) sharings: u64,
@@ -80,6 +83,9 @@ impl State {
             let slot = &self.streams[stream];
             let mut inner = front.lock();
             inner.owner = self.engine.upgrade();
+            if let Some(engine) = &inner.owner {
+                front.set_engine(engine);
+            }
             inner.allocator = self.id;
             inner.key = slot.key.number();
             inner.slot = stream;
@@ -154,11 +160,12 @@ impl State {
     /// Gives the fronts of a stream back; nothing is live or held back in them.
     pub(crate) fn drop_fronts(&mut self, stream: u32) {
         let fronts = std::mem::take(&mut self.streams[stream].fronts);
+        self.fold_peaks();
         for front in &fronts {
             let inner = front.lock();
-            for (at, account) in inner.accounts.each().into_iter().enumerate() {
-                self.fronts.limits[at] -= account.limit();
-                self.fronts.gone[at] += account.total();
+            self.fronts.limit -= inner.accounts.allocated.limit();
+            for (gone, total) in self.fronts.gone.iter_mut().zip(inner.accounts.totals()) {
+                *gone += total;
             }
             self.fronts.reused += inner.shelf.reused();
             self.fronts.pending_peak += inner.pending_peak;

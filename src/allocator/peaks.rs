@@ -1,8 +1,10 @@
 //! Sums and peaks over all fronts and the books together.
 
+use std::sync::Arc;
+
 use super::check::{CheckError, holds, same};
 use super::engine::Engine;
-use super::front::{Allocated, Amounts, Held, Inner, QUANTITIES, Small};
+use super::front::{Allocated, Amounts, Held, Inner, Owner, QUANTITIES, Small};
 use super::fronts::EngineFront;
 use super::size::GRANULE;
 use super::state::State;
@@ -27,11 +29,13 @@ impl State {
         self.fronts.all.iter().map(|front| front.lock()).collect()
     }
 
-    /// Takes a small request that may be a new peak.
+    /// Takes a small request that may be a new peak; with an owner only if the front still serves it
+    /// without a look at the books.
     pub(crate) fn take_at_peak(
         &mut self,
         front: &'static EngineFront,
         request: Small,
+        owner: Option<Owner>,
     ) -> Allocated {
         let mut locked = self.lock_fronts();
         if locked.iter().any(|inner| inner.shelf.held().blocks > 0) {
@@ -41,8 +45,10 @@ impl State {
         }
         let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
         let outcome = match at.and_then(|at| locked.get_mut(at)) {
-            Some(inner) => inner.take_beyond(request),
-            None => Allocated::Stranger,
+            Some(inner) if owner.is_none_or(|owner| inner.serves(owner)) => {
+                inner.take_beyond(request)
+            }
+            _ => return Allocated::Stranger,
         };
         self.settle_peaks(&mut locked);
         outcome
@@ -51,18 +57,12 @@ impl State {
     /// A large block is about to be counted: if it may be a peak, nothing that nobody holds is counted
     /// along with it.
     pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) {
+        let all = &self.stats.all.allocated;
         let more = [bytes, requested, 1];
-        let limits = self.fronts.limits;
-        let no_limits = [0; QUANTITIES];
-        let pools = [
-            (&mut self.stats.all, limits),
-            (&mut self.stats.large, no_limits),
-        ];
-        let within = pools.into_iter().all(|(pool, limits)| {
-            let each = counters(pool).into_iter().zip(limits).zip(more);
-            each.into_iter()
-                .all(|((counter, limit), more)| counter.current + limit + more <= counter.peak)
-        });
+        let within = all.current + self.fronts.limit + bytes <= all.peak && {
+            let mut large = counters(&mut self.stats.large).into_iter().zip(more);
+            large.all(|(counter, more)| counter.current + more <= counter.peak)
+        };
         if !within {
             self.settle_shelves();
         }
@@ -70,14 +70,15 @@ impl State {
 
     /// A large block was counted: raises the peaks of everything together if it is one.
     pub(crate) fn large_counted(&mut self) {
+        let all = &self.stats.all;
+        let now = [all.requested.current, all.allocations.current];
+        for (high, now) in self.fronts.high.iter_mut().zip(now) {
+            *high = now.max(*high);
+        }
         if self.fronts.all.is_empty() {
             return;
         }
-        let limits = self.fronts.limits;
-        let all = counters(&mut self.stats.all);
-        let within =
-            |(counter, limit): (&mut Counter, &u64)| counter.current + *limit <= counter.peak;
-        if !all.into_iter().zip(&limits).all(within) {
+        if all.allocated.current + self.fronts.limit > all.allocated.peak {
             let mut locked = self.lock_fronts();
             self.settle_peaks(&mut locked);
         }
@@ -86,44 +87,80 @@ impl State {
     /// With all fronts locked: raises the peaks to what is there, and shares the room below them
     /// out among the fronts that are busy.
     fn settle_peaks(&mut self, locked: &mut [Locked<'_>]) {
-        let totals = totals(locked);
+        let small = small_bytes(locked);
         let held = held(locked);
-        self.fronts.requested = totals[1];
+        self.fold(locked);
         self.fronts.sharings += 1;
         let now = self.fronts.sharings;
         let busy: Vec<bool> = locked.iter_mut().map(|inner| inner.busy(now)).collect();
         let sharers = busy.iter().filter(|busy| **busy).count().max(1) as u64;
-        let mut room = [0; QUANTITIES];
-        let small = counters(&mut self.stats.small);
-        let all = counters(&mut self.stats.all);
-        for (at, (small, all)) in small.into_iter().zip(all).enumerate() {
-            small.peak = small.peak.max(totals[at]);
-            let sum = all.current + totals[at];
-            all.peak = all.peak.max(sum - held[at]);
-            // What lies on a shelf may be handed out again without a look at the peak.
-            let below = all.peak.saturating_sub(sum);
-            room[at] = (small.peak - totals[at]).min(below) / sharers;
+        let (pool, all) = (
+            &mut self.stats.small.allocated,
+            &mut self.stats.all.allocated,
+        );
+        let (large, sum) = (all.current, all.current + small);
+        pool.peak = pool.peak.max(small);
+        all.peak = all.peak.max(sum - held[0]);
+        // What lies on a shelf may be handed out again without a look at the peak.
+        let below = all.peak.saturating_sub(sum);
+        let mut room = (pool.peak - small).min(below);
+        if large > 0 {
+            // The rest is for the next large block.
+            room /= 2;
         }
-        let mut limits = [0; QUANTITIES];
+        self.fronts.limit = 0;
         for (inner, busy) in locked.iter_mut().zip(&busy) {
-            let own = inner.share(if *busy { room } else { [0; QUANTITIES] });
-            for (limit, own) in limits.iter_mut().zip(own) {
-                *limit += own;
-            }
+            let room = if *busy { room / sharers } else { 0 };
+            inner.accounts.allocated.set_room(room);
+            self.fronts.limit += inner.accounts.allocated.limit();
         }
-        self.fronts.limits = limits;
-        let active: Vec<&'static EngineFront> = (self.fronts.all.iter().zip(&busy))
+        let row: Arc<[&'static EngineFront]> = (self.fronts.all.iter().zip(&busy))
             .filter(|(_, busy)| **busy)
             .map(|(front, _)| *front)
             .collect();
-        for (inner, front) in locked.iter_mut().zip(&self.fronts.all) {
-            let at = active.iter().position(|f| std::ptr::eq(*f, *front));
-            let near = |step: usize| {
-                let at = at? + step;
-                (active.len() > step).then(|| active[at % active.len()])
-            };
-            inner.set_neighbours([near(1), near(2)]);
+        for inner in locked {
+            inner.set_others(&row);
         }
+    }
+
+    /// Takes the fronts' own peaks into those of all together, and begins them anew.
+    fn fold(&mut self, locked: &mut [Locked<'_>]) {
+        let (small, all) = self.bounds(locked);
+        for (pool, bounds) in [(&mut self.stats.small, small), (&mut self.stats.all, all)] {
+            [pool.requested.peak, pool.allocations.peak] = bounds;
+        }
+        let all = &self.stats.all;
+        self.fronts.high = [all.requested.current, all.allocations.current];
+        self.fronts.requested = 0;
+        for inner in locked {
+            let accounts = &mut inner.accounts;
+            accounts.requested.reset_peak();
+            accounts.blocks.reset_peak();
+            self.fronts.requested += accounts.requested.current();
+        }
+    }
+
+    /// [`fold`](Self::fold) before fronts go.
+    pub(crate) fn fold_peaks(&mut self) {
+        let mut locked = self.lock_fronts();
+        self.fold(&mut locked);
+    }
+
+    /// What requested bytes and numbers of blocks were never above, of small ones and of all: the
+    /// largest sum of peaks between two times at which all fronts began anew.
+    fn bounds(&self, locked: &[Locked<'_>]) -> ([u64; 2], [u64; 2]) {
+        let mut own = [0; 2];
+        for inner in locked {
+            own[0] += inner.accounts.requested.peak();
+            own[1] += inner.accounts.blocks.peak();
+        }
+        let past = |pool: &PoolStats| [pool.requested.peak, pool.allocations.peak];
+        let (mut small, mut all) = (past(&self.stats.small), past(&self.stats.all));
+        for at in 0..2 {
+            small[at] = small[at].max(own[at]);
+            all[at] = all[at].max(own[at] + self.fronts.high[at]);
+        }
+        (small, all)
     }
 
     /// Live small blocks in fronts.
@@ -140,8 +177,8 @@ impl State {
         let (mut pending, mut quick, mut free) = (0, 0, 0);
         let mut pending_peak = self.fronts.pending_peak;
         for inner in &locked {
-            for (total, account) in totals.iter_mut().zip(inner.accounts.each()) {
-                *total += account.total();
+            for (total, own) in totals.iter_mut().zip(inner.accounts.totals()) {
+                *total += own;
             }
             pending += inner.pending_bytes();
             pending_peak += inner.pending_peak;
@@ -149,7 +186,11 @@ impl State {
             free += inner.heap.free_granules() * GRANULE;
         }
         let current = self::totals(&locked);
-        for pool in [&mut stats.all, &mut stats.small] {
+        let (small, all) = self.bounds(&locked);
+        for (pool, [requested, blocks]) in [(&mut stats.all, all), (&mut stats.small, small)] {
+            // No block has more requested bytes than bytes, nor less than a granule.
+            pool.requested.peak = requested.min(pool.allocated.peak);
+            pool.allocations.peak = blocks.min(pool.allocated.peak / GRANULE);
             for (at, counter) in counters(pool).into_iter().enumerate() {
                 counter.current += current[at];
                 counter.total_allocated += totals[at];
@@ -210,30 +251,25 @@ impl State {
         self.fronts.pending_peak = 0;
         for inner in &mut locked {
             inner.pending_peak = inner.pending_bytes();
+            inner.accounts.requested.reset_peak();
+            inner.accounts.blocks.reset_peak();
         }
+        let all = &self.stats.all;
+        self.fronts.high = [all.requested.current, all.allocations.current];
         self.settle_peaks(&mut locked);
     }
 
     /// What the fronts may count to never passes a peak.
     pub(crate) fn check_limits(&self) -> Result<(), CheckError> {
-        let mut limits = [0; QUANTITIES];
-        for inner in self.lock_fronts() {
-            for (limit, account) in limits.iter_mut().zip(inner.accounts.each()) {
-                *limit += account.limit();
-            }
-        }
-        let (mut all, mut small) = (self.stats.all, self.stats.small);
-        let quantities = counters(&mut all).into_iter().zip(counters(&mut small));
-        for ((all, small), (limit, known)) in
-            quantities.zip(limits.into_iter().zip(self.fronts.limits))
-        {
-            same("limits of fronts are known", limit, known)?;
-            holds(
-                "fronts stay below the peak",
-                limit <= small.peak && all.current + limit <= all.peak,
-            )?;
-        }
-        Ok(())
+        let locked = self.lock_fronts();
+        let limits = locked.iter().map(|inner| inner.accounts.allocated.limit());
+        let limit = limits.sum();
+        same("limits of fronts are known", limit, self.fronts.limit)?;
+        let (all, small) = (&self.stats.all.allocated, &self.stats.small.allocated);
+        holds(
+            "fronts stay below the peak",
+            limit <= small.peak && all.current + limit <= all.peak,
+        )
     }
 
     /// Stops the fronts if no block is live and no call under way. Else says how many there are,
@@ -275,9 +311,16 @@ fn held(locked: &[Locked<'_>]) -> SmallTotals {
 fn totals(locked: &[Locked<'_>]) -> SmallTotals {
     let mut totals = [0; QUANTITIES];
     for inner in locked {
-        for (total, account) in totals.iter_mut().zip(inner.accounts.each()) {
-            *total += account.current();
+        for (total, own) in totals.iter_mut().zip(inner.accounts.current()) {
+            *total += own;
         }
     }
     totals
+}
+
+fn small_bytes(locked: &[Locked<'_>]) -> u64 {
+    let bytes = locked
+        .iter()
+        .map(|inner| inner.accounts.allocated.current());
+    bytes.sum()
 }

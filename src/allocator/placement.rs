@@ -98,6 +98,6 @@ impl Allocator {
         let request = placement.request(bytes)?;
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine().named_raw(stream) }?;
-        Ok(self.engine().allocate_request(&named, &request)?.ptr)
+        Ok(self.engine().allocate_request(&named, &request)?.ptr())
     }
 }

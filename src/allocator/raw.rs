@@ -6,7 +6,7 @@ use crate::driver::sys;
 
 use super::engine::{Engine, Guard, Named, is_per_thread};
 use super::error::Error;
-use super::front::{self, Freed, Life, Node, PAGE_GRAINS, SMALL_ID, Small};
+use super::front::{self, Life, Node, PAGE_GRAINS, SMALL_ID, Small, Taken};
 use super::fronts::EngineFront;
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, MAX_ALIGNMENT, round_size};
@@ -16,14 +16,88 @@ use super::streams::{Holder, StreamKey};
 /// A live block as it was handed out.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Grant {
-    pub id: u32,
-    pub generation: u32,
-    pub ptr: sys::CUdeviceptr,
-    pub bytes: u64,
+    pub place: Place,
+    granules: u32,
+}
+
+/// What it takes to find a live block again and to free it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
     /// The front of its stream that keeps the allocator alive for it, and
-    pub home: &'static EngineFront,
-    /// where a small block lies in there.
-    pub node: Option<Node>,
+    home: &'static EngineFront,
+    pub ptr: sys::CUdeviceptr,
+    /// where a small block lies in there, or `RECORD` and the number of a record, with `WIDE` if it has
+    /// more bytes than its request rounded up.
+    node: u32,
+    pub generation: u32,
+}
+
+/// Set where no node has a bit.
+const RECORD: u32 = 1 << 31;
+const WIDE: u32 = 1 << 30;
+
+impl Grant {
+    #[inline(always)]
+    pub(crate) fn small(home: &'static EngineFront, taken: Taken, granules: u32) -> Self {
+        let place = Place {
+            home,
+            ptr: taken.ptr,
+            node: taken.node.0,
+            generation: taken.generation,
+        };
+        Grant { place, granules }
+    }
+
+    /// A block with a record: its number and generation, the granules that it has and the bytes that were
+    /// asked for.
+    pub(crate) fn large(
+        home: &'static EngineFront,
+        ptr: u64,
+        (id, generation): (u32, u32),
+        (granules, requested): (u32, u64),
+    ) -> Self {
+        let wide = requested.div_ceil(GRANULE) < u64::from(granules);
+        let place = Place {
+            home,
+            ptr,
+            node: RECORD | if wide { WIDE } else { 0 } | id,
+            generation,
+        };
+        Grant { place, granules }
+    }
+
+    #[inline(always)]
+    pub(crate) fn ptr(&self) -> u64 {
+        self.place.ptr
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.granules) * GRANULE
+    }
+}
+
+impl Place {
+    /// The front that keeps the allocator alive.
+    #[inline(always)]
+    pub(crate) fn home(&self) -> &'static EngineFront {
+        self.home
+    }
+
+    /// Where a small block lies in its front.
+    #[inline(always)]
+    pub(crate) fn node(&self) -> Option<Node> {
+        (self.node & RECORD == 0).then_some(Node(self.node))
+    }
+
+    /// The record of any other block.
+    pub(crate) fn record(&self) -> Option<u32> {
+        (self.node & RECORD != 0).then_some(self.node & !(RECORD | WIDE))
+    }
+
+    /// Whether the block has more bytes than its request rounded up.
+    pub(crate) fn wide(&self) -> bool {
+        self.node & (RECORD | WIDE) == RECORD | WIDE
+    }
 }
 
 /// One life of a block: its number, its generation, and where it is.
@@ -155,11 +229,24 @@ impl Engine {
         let request = Request::new(bytes, alignment)?;
         if alignment as u64 <= GRANULE
             && let StreamKey::Id(key) = named.key
-            && let Some(grant) = self.allocate_at_once(key, bytes)
         {
-            return Ok(grant);
+            match self.allocate_at_once(key, bytes) {
+                Ok(grant) => return Ok(grant),
+                Err(missed) => {
+                    if let Some(grant) = self.allocate_with_effort(key, bytes, missed) {
+                        return Ok(grant);
+                    }
+                }
+            }
         }
         self.allocate_request(named, &request)
+    }
+
+    /// The number of a block among all that the allocator can have.
+    pub(crate) fn id_of(&self, place: &Place) -> u32 {
+        let id = place.record().or_else(|| self.pages.id(place.ptr));
+        debug_assert!(id.is_some(), "the page of a live block is known");
+        id.unwrap_or(SMALL_ID)
     }
 
     /// [`allocate`](Self::allocate) of a request with wishes, with a look at the books.
@@ -192,7 +279,7 @@ impl Engine {
             None => self.allocate_large(state, (named.key, stream), front, request)?,
         };
         call.end(&mut state);
-        self.repay(state, stream, grant.bytes);
+        self.repay(state, stream, grant.bytes());
         Ok(grant)
     }
 
@@ -215,7 +302,7 @@ impl Engine {
         request: &Request,
     ) -> Result<(Guard<'a>, Grant), Error> {
         if let StreamKey::Id(key) = key {
-            front::cache::remember(self.id, key, front);
+            front::cache::remember(key, front);
         }
         let want = request.want(state.space_of(request), stream);
         if self.packed {
@@ -257,23 +344,16 @@ impl Engine {
     pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         if self.unwatched()
             && let Some((front, node)) = self.small_at(ptr)
+            && let Some(mut inner) = front.try_lock()
+            && inner.free_at_once(node, Life::At(ptr))
         {
-            let mut inner = front.lock();
-            if inner.free_at_once(node, Life::At(ptr)) {
-                return Ok(());
-            }
-            let freed = inner.free(node, ptr, None);
-            drop(inner);
-            if freed == Freed::Done {
-                return Ok(());
-            }
-            return self.small_freed(front, (node, ptr), None, freed);
+            return Ok(());
         }
-        self.free_watched(ptr)
+        self.free_with_care(ptr)
     }
 
     #[inline(never)]
-    fn free_watched(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+    fn free_with_care(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
         if let Some((front, node)) = self.small_at(ptr) {
             return self.free_small(front, node, ptr, None);
@@ -446,7 +526,7 @@ impl Engine {
         let (mut state, stream) = self.slot(self.open()?, named)?;
         let front = state.front_of(stream, front::cache::thread_number());
         if let StreamKey::Id(key) = named.key {
-            front::cache::remember(self.id, key, front);
+            front::cache::remember(key, front);
         }
         let block = state.large_around(ptr);
         let owner = match block {
@@ -511,14 +591,8 @@ impl State {
     ) -> Grant {
         self.born(id, stream, requested);
         let hot = &self.records[id];
-        Grant {
-            id,
-            generation: hot.generation,
-            ptr: hot.addr,
-            bytes: hot.bytes(),
-            home,
-            node: None,
-        }
+        let life = (id, hot.generation);
+        Grant::large(home, hot.addr, life, (hot.granules, requested))
     }
 
     /// The arena of a request that fronts do not serve.

@@ -21,20 +21,20 @@ impl Engine {
     #[inline(never)]
     pub(crate) fn allocate_shelved(&self, key: u64, bytes: usize) -> Option<Grant> {
         let granules = u32::try_from((bytes as u64).div_ceil(GRANULE)).ok()?;
-        let (front, pass) = cache::find(self.id, key)?;
+        let front = cache::find(key)?;
         let mut inner = front.lock();
-        if inner.pass() != Some(pass) {
+        if !inner.serves(self.owner(key)) {
             return None;
         }
         let block = inner.shelf.take(granules, bytes as u64)?;
-        Some(Grant {
-            id: block.id,
-            generation: block.generation,
-            ptr: block.ptr,
-            bytes: u64::from(granules) * GRANULE,
-            home: front,
-            node: None,
-        })
+        drop(inner);
+        let life = (block.id, block.generation);
+        Some(Grant::large(
+            front,
+            block.ptr,
+            life,
+            (granules, bytes as u64),
+        ))
     }
 
     /// Records the markers that are due for what came off the shelves.

@@ -1,25 +1,35 @@
 //! Small blocks of the packed policy: what fronts do alone, and what they need the books for.
 
+use crate::driver::process;
+
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::front::{Allocated, Freed, Held, Inner, Node, PAGE_GRAINS, Small, Taken, Using, cache};
+use super::front::{Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRAINS, Small, Using, cache};
 use super::fronts::EngineFront;
-use super::raw::{Grant, Lifetime, Request};
+use super::raw::{Grant, Request};
 use super::records::SpaceId;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT};
 use super::state::{AfterFree, PAGE_GRANULES, Want};
 use super::streams::StreamKey;
 
+/// A request that no front served at once: the front that was tried, still locked if nobody else was
+/// at it.
+pub(crate) struct Missed(Option<(&'static EngineFront, Option<Locked>)>);
+
+type Locked = Held<'static, Inner<Engine>>;
+
+/// Rounds of getting room until the books are asked.
+const ROUNDS: u32 = 4;
+
+/// A request for bytes anywhere, if it is one for fronts.
 #[inline(always)]
-pub(super) fn granted(home: &'static EngineFront, taken: Taken, granules: u32) -> Grant {
-    Grant {
-        id: taken.id,
-        generation: taken.generation,
-        ptr: taken.ptr,
-        bytes: u64::from(granules) * GRANULE,
-        home,
-        node: Some(taken.node),
-    }
+pub(super) fn unaligned(bytes: usize) -> Option<Small> {
+    let last = bytes.wrapping_sub(1);
+    (last < PACKED_SMALL_LIMIT as usize).then(|| Small {
+        granules: (last / GRANULE as usize) as u32 + 1,
+        align: 1,
+        requested: bytes as u32,
+    })
 }
 
 impl Engine {
@@ -34,78 +44,82 @@ impl Engine {
     /// Allocates from the front that the thread used last for the stream, if that can be done
     /// without a look at anything else.
     #[inline(always)]
-    pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Option<Grant> {
-        let last = bytes.wrapping_sub(1);
-        if !self.unwatched() {
-            return None;
-        }
-        if last >= PACKED_SMALL_LIMIT as usize {
-            return self.allocate_shelved(key, bytes);
-        }
-        let granules = (last as u64 / GRANULE) as u32 + 1;
-        let (front, pass) = cache::find(self.id, key)?;
-        let mut inner = front.lock();
-        let Some(taken) = inner.take_at_once(pass, granules, bytes as u32) else {
-            drop(inner);
-            let request = Small {
-                granules,
-                align: 1,
-                requested: bytes as u32,
-            };
-            return self.allocate_with_effort(key, (front, pass), request);
+    pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
+        let Some(request) = unaligned(bytes).filter(|_| process::is_quiet()) else {
+            return Err(Missed(None));
         };
-        if inner.contended {
-            return Some(self.granted_in_a_crowd(key, front, inner, taken, granules));
+        let Some(front) = cache::find(key) else {
+            return Err(Missed(None));
+        };
+        let owner = self.owner(key);
+        let Some(mut inner) = front.try_lock() else {
+            return Err(Missed(Some((front, None))));
+        };
+        match inner.take_at_once(owner, request) {
+            Some(taken) => Ok(Grant::small(front, taken, request.granules)),
+            None => Err(Missed(Some((front, Some(inner))))),
         }
-        drop(inner);
-        Some(granted(front, taken, granules))
     }
 
-    /// Allocates from a front that could not serve at once, as long as that needs no books.
+    /// Allocates from a front that could not serve at once, if it can be had without the driver.
     #[inline(never)]
-    fn allocate_with_effort(
+    pub(crate) fn allocate_with_effort(
         &self,
         key: u64,
-        (front, pass): (&'static EngineFront, u64),
-        request: Small,
+        bytes: usize,
+        missed: Missed,
     ) -> Option<Grant> {
-        loop {
-            let mut inner = front.lock();
-            if inner.pass() != Some(pass) {
-                return None;
+        if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
+            return self.allocate_shelved(key, bytes);
+        }
+        let (front, inner) = missed.0?;
+        let (owner, request) = (self.owner(key), unaligned(bytes)?);
+        let (mut inner, crowded) = match inner {
+            Some(inner) => (inner, false),
+            None => {
+                let mut inner = front.lock();
+                let crowded = inner.serves(owner) && inner.crowded();
+                (inner, crowded)
             }
-            match inner.take(request) {
-                Allocated::Taken(taken) if inner.contended => {
-                    let granules = request.granules;
-                    return Some(self.granted_in_a_crowd(key, front, inner, taken, granules));
+        };
+        let mut outcome = Allocated::Stranger;
+        let mut rounds = 0;
+        while inner.serves(owner) {
+            outcome = inner.take(request);
+            match outcome {
+                Allocated::NoRun if inner.heap.flush_for(request.span()) => {}
+                Allocated::NoRoom if rounds < ROUNDS => {
+                    rounds += 1;
+                    let bytes = request.bytes();
+                    if !inner.borrow_room(bytes) {
+                        drop(inner);
+                        if !front.pool_room(bytes) {
+                            rounds = ROUNDS;
+                        }
+                        inner = front.lock();
+                    }
                 }
-                Allocated::Taken(taken) => return Some(granted(front, taken, request.granules)),
-                Allocated::NoRun if inner.heap.flush_if_many() => {}
-                Allocated::NoRun | Allocated::Stranger => return None,
-                Allocated::NoRoom => break,
+                _ => break,
             }
         }
-        match front.take_with_help(self.id, request) {
-            Allocated::Taken(taken) => Some(granted(front, taken, request.granules)),
+        drop(inner);
+        if outcome == Allocated::NoRoom {
+            outcome = self.lock().take_at_peak(front, request, Some(owner));
+        }
+        if crowded {
+            self.crowded(owner.key, front);
+        }
+        match outcome {
+            Allocated::Taken(taken) => Some(Grant::small(front, taken, request.granules)),
             _ => None,
         }
     }
 
-    #[cold]
-    fn granted_in_a_crowd(
-        &self,
-        key: u64,
-        front: &'static EngineFront,
-        mut inner: Held<'_, Inner<Engine>>,
-        taken: Taken,
-        granules: u32,
-    ) -> Grant {
-        let crowded = inner.crowded();
-        drop(inner);
-        if crowded {
-            self.crowded(key, front);
-        }
-        granted(front, taken, granules)
+    /// Whom a front serves without a look at anything else; nobody, where more is to be looked at.
+    #[inline(always)]
+    pub(crate) fn owner(&self, key: u64) -> Owner {
+        let allocator = self.at_once_id();
+        Owner { allocator, key }
     }
 
     /// Threads keep meeting at a front: its stream gets more of them, and this thread chooses anew.
@@ -131,21 +145,13 @@ impl Engine {
         request: Small,
     ) -> Result<(Guard<'a>, Grant), Error> {
         if let StreamKey::Id(key) = key {
-            cache::remember(self.id, key, front);
+            cache::remember(key, front);
         }
         let (mut missed, mut polled) = (false, false);
         loop {
             let outcome = front.lock().take(request);
             let outcome = match outcome {
-                Allocated::NoRoom => {
-                    drop(state);
-                    let helped = front.take_with_help(self.id, request);
-                    state = self.lock();
-                    match helped {
-                        Allocated::NoRoom => state.take_at_peak(front, request),
-                        helped => helped,
-                    }
-                }
+                Allocated::NoRoom => state.take_at_peak(front, request, None),
                 outcome => outcome,
             };
             if let Allocated::Taken(taken) = outcome {
@@ -153,9 +159,9 @@ impl Engine {
                     state.stats.misses += 1;
                     state.fronts.misses += 1;
                 }
-                return Ok((state, granted(front, taken, request.granules)));
+                return Ok((state, Grant::small(front, taken, request.granules)));
             }
-            if front.lock().heap.flush_if_many() {
+            if front.lock().heap.flush_for(request.span()) {
                 continue;
             }
             if !polled && front.lock().asks() {
@@ -240,9 +246,9 @@ impl Engine {
         if !self.unwatched() || near.is_empty() {
             return None;
         }
-        let (front, pass) = cache::find(self.id, key)?;
+        let front = cache::find(key)?;
         let mut inner = front.lock();
-        if inner.pass() != Some(pass) {
+        if !inner.serves(self.owner(key)) {
             return None;
         }
         let Allocated::Taken(taken) = self.take_near(front, &mut inner, request, near) else {
@@ -255,7 +261,7 @@ impl Engine {
         });
         let free = free.collect();
         drop(inner);
-        Some((Some(granted(front, taken, request.granules)), free))
+        Some((Some(Grant::small(front, taken, request.granules)), free))
     }
 
     fn take_near(
@@ -295,11 +301,11 @@ impl Engine {
                 outcome => outcome,
             };
             let outcome = match outcome {
-                Allocated::NoRoom => state.take_at_peak(front, request),
+                Allocated::NoRoom => state.take_at_peak(front, request, None),
                 outcome => outcome,
             };
             if let Allocated::Taken(taken) = outcome {
-                return Ok((state, Some(granted(front, taken, request.granules))));
+                return Ok((state, Some(Grant::small(front, taken, request.granules))));
             }
             if front.lock().heap.flush_quick() {
                 continue;
@@ -424,12 +430,11 @@ impl Engine {
     pub(crate) fn small_dropped(
         &self,
         front: &'static EngineFront,
-        block: Lifetime,
-        node: Node,
+        block: (Node, u64),
+        generation: u32,
         freed: Freed,
     ) {
-        let generation = Some(block.generation);
-        match self.small_freed(front, (node, block.ptr), generation, freed) {
+        match self.small_freed(front, block, Some(generation), freed) {
             Ok(()) => {}
             Err(error) => debug_assert!(false, "a live block is freed: {error}"),
         }
@@ -463,10 +468,10 @@ impl Engine {
             return None;
         }
         let (front, node) = self.small_at(ptr)?;
-        let (user, pass) = cache::find(self.id, key)?;
+        let user = cache::find(key)?;
         let using = {
             let mut inner = user.lock();
-            if inner.pass() != Some(pass) {
+            if !inner.serves(self.owner(key)) {
                 return None;
             }
             let using = Using::one(inner.slot)?;

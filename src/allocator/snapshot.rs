@@ -221,7 +221,7 @@ impl State {
             device: Some(self.device),
             address: run.ptr,
             size,
-            requested: run.live.map_or(0, |live| size - u64::from(live.slack)),
+            requested: run.live.map_or(0, |live| live.requested.into()),
             state: match run.kind {
                 Kind::Used => BlockState::Allocated,
                 Kind::Pending => BlockState::PendingFree,

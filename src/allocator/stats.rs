@@ -9,7 +9,8 @@ use super::figures::Packing;
 pub struct Counter {
     /// Now.
     pub current: u64,
-    /// The largest value since the start or the last reset of peaks; exact.
+    /// The largest value since the start or the last reset of peaks; exact, where the field does not say
+    /// that it is a bound.
     pub peak: u64,
     /// Everything that was ever added.
     pub total_allocated: u64,
@@ -39,18 +40,21 @@ impl Counter {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Live blocks (a number).
+    /// Live blocks (a number). Under the packed policy its peak is an upper bound once several streams
+    /// or threads have had blocks of up to 64 KiB, or such blocks lived beside larger ones: never below
+    /// a value that was seen, and no more than fit into the peak of [`allocated`](Self::allocated).
     pub allocations: Counter,
     /// Segments (classic) or physical handles (packed) held from the driver (a number).
     pub segments: Counter,
-    /// Bytes of live blocks, after rounding.
+    /// Bytes of live blocks, after rounding. Its peak is exact.
     pub allocated: Counter,
-    /// Bytes of live blocks as they were asked for.
+    /// Bytes of live blocks as they were asked for. Its peak is a bound where that of
+    /// [`allocations`](Self::allocations) is, and no more than that of [`allocated`](Self::allocated).
     pub requested: Counter,
     /// Bytes of live blocks and of freed blocks that streams other than their own still use. Under
-    /// the packed policy its peak is an upper bound; all other peaks are exact.
+    /// the packed policy its peak is an upper bound.
     pub active: Counter,
-    /// Bytes held from the driver.
+    /// Bytes held from the driver. Its peak is exact.
     pub reserved: Counter,
 }
 

@@ -222,7 +222,6 @@ impl Memory {
     }
 
     /// The block, ready to be freed.
-    #[expect(clippy::result_large_err, reason = "the error owns the memory")]
     pub(super) fn into_block(self) -> Result<Block, (Memory, BufferError)> {
         if let Err(error) = self.settle() {
             return Err((self, error));

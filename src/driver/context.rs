@@ -149,6 +149,7 @@ impl Context {
     }
 
     /// The driver that this context belongs to.
+    #[inline]
     pub fn driver(&self) -> &Driver {
         &self.0.driver
     }

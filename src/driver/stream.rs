@@ -38,12 +38,17 @@ pub enum StreamKind {
     PerThreadDefault,
 }
 
+/// No stream has this id.
+pub(crate) const NO_ID: u64 = u64::MAX;
+
 struct Inner {
     context: Context,
     raw: sys::CUstream,
     kind: StreamKind,
     /// None for the per-thread default stream: it depends on who asks.
     id: Option<u64>,
+    /// The same in one word.
+    at_hand: u64,
 }
 
 // SAFETY: a stream handle may be used from any thread; the driver synchronises.
@@ -91,9 +96,11 @@ impl Stream {
             raw,
             kind: StreamKind::Owned,
             id: None,
+            at_hand: NO_ID,
         };
         // SAFETY: the stream has just been created in the current context.
-        inner.id = Some(unsafe { driver.stream_id(raw) }?.unwrap_or_else(next_substitute));
+        let id = unsafe { driver.stream_id(raw) }?.unwrap_or_else(next_substitute);
+        (inner.id, inner.at_hand) = (Some(id), id);
         drop(entered);
         Ok(Stream(Arc::new(inner)))
     }
@@ -122,6 +129,7 @@ impl Stream {
             raw,
             kind,
             id,
+            at_hand: id.unwrap_or(NO_ID),
         })))
     }
 
@@ -170,6 +178,12 @@ impl Stream {
     #[inline]
     pub(crate) fn known_id(&self) -> Option<u64> {
         self.0.id
+    }
+
+    /// The stream's id, or [`NO_ID`] if that is not known without a question to the driver.
+    #[inline(always)]
+    pub(crate) fn id_at_hand(&self) -> u64 {
+        self.0.at_hand
     }
 
     /// Whether the other one is a clone of this one: not only the same stream, but kept alive with it.

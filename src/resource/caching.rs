@@ -73,15 +73,15 @@ fn named(
     let identity = BlockIdentity {
         key: BlockKey {
             source: engine.id,
-            id: grant.id,
-            generation: u64::from(grant.generation),
+            id: engine.id_of(&grant.place),
+            generation: u64::from(grant.place.generation),
         },
-        ptr: grant.ptr,
+        ptr: grant.ptr(),
         bytes,
         stream,
         device: engine.device.ordinal(),
     };
-    ResourceBlock::new(identity, grant.bytes, alignment, tag)
+    ResourceBlock::new(identity, grant.bytes(), alignment, tag)
 }
 
 #[inline(never)]
@@ -127,7 +127,7 @@ impl MemoryResource for Allocator {
         if alignment.is_power_of_two()
             && alignment as u64 <= size::GRANULE
             && let Some(key) = stream.known_id()
-            && let Some(grant) = engine.allocate_at_once(key, bytes)
+            && let Ok(grant) = engine.allocate_at_once(key, bytes)
         {
             return Ok(named(engine, &grant, (bytes, alignment), key, tag));
         }

@@ -1,11 +1,14 @@
-//! Exact sums and exact peaks over many fronts, without a word that they share.
+//! Exact sums over many fronts, and an exact peak, without a word that they share.
 //!
-//! Each front may count up to a limit of its own, and the limits together never pass the peak so
-//! far: as long as every front stays within its limit no sum can be a new peak, and nobody has to
+//! Of bytes each front may have up to a limit of its own, and the limits together never pass the peak
+//! so far: as long as every front stays within its limit no sum can be a new peak, and nobody has to
 //! look. Who needs more takes room from another front, or has all of them locked, the sum taken, the
 //! peak raised if it is one, and the room below the peak shared out again.
+//!
+//! Of all else each front keeps a peak of its own. Their sum is no less than the peak of the sum, and
+//! just that as long as one front works alone.
 
-/// One quantity of one front.
+/// Bytes of one front.
 ///
 /// What may still be added is the bound less the total: an addition touches one of the two words,
 /// a removal the other.
@@ -42,7 +45,7 @@ impl Account {
     }
 
     /// What may still be added.
-    fn room(&self) -> u64 {
+    pub(crate) fn room(&self) -> u64 {
         self.bound - self.total
     }
 
@@ -86,12 +89,67 @@ impl Account {
     }
 }
 
-/// The quantities that a front counts: bytes of blocks, bytes as asked for, and blocks.
+/// Another quantity of one front, with a peak of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Gauge {
+    /// Everything that was ever added.
+    total: u64,
+    /// Everything that was ever taken away, and the peak: where the total passes it, the peak rises.
+    mark: u64,
+    peak: u64,
+}
+
+impl Gauge {
+    #[inline(always)]
+    pub(crate) fn add(&mut self, amount: u64) {
+        self.total += amount;
+        if self.total > self.mark {
+            self.peak += self.total - self.mark;
+            self.mark = self.total;
+        }
+    }
+
+    /// [`add`](Self::add) of one: what the peak rises by needs no reckoning.
+    #[inline(always)]
+    pub(crate) fn add_one(&mut self) {
+        self.total += 1;
+        if self.total > self.mark {
+            self.peak += 1;
+            self.mark += 1;
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn sub(&mut self, amount: u64) {
+        self.mark += amount;
+    }
+
+    pub(crate) fn current(&self) -> u64 {
+        self.peak - (self.mark - self.total)
+    }
+
+    pub(crate) fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// The largest value since the last reset.
+    pub(crate) fn peak(&self) -> u64 {
+        self.peak
+    }
+
+    pub(crate) fn reset_peak(&mut self) {
+        self.peak = self.current();
+        self.mark = self.total;
+    }
+}
+
+/// What a front counts: bytes of blocks, bytes as asked for, and blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(C)]
 pub(crate) struct Accounts {
     pub allocated: Account,
-    pub requested: Account,
-    pub blocks: Account,
+    pub requested: Gauge,
+    pub blocks: Gauge,
 }
 
 /// How many quantities there are.
@@ -99,15 +157,10 @@ pub(crate) const QUANTITIES: usize = 3;
 
 impl Accounts {
     #[inline(always)]
-    pub(crate) fn fit(&self, bytes: u64, requested: u64) -> bool {
-        self.allocated.fits(bytes) && self.requested.fits(requested) && self.blocks.fits(1)
-    }
-
-    #[inline(always)]
     pub(crate) fn add(&mut self, bytes: u64, requested: u64) {
         self.allocated.add(bytes);
         self.requested.add(requested);
-        self.blocks.add(1);
+        self.blocks.add_one();
     }
 
     #[inline(always)]
@@ -117,30 +170,21 @@ impl Accounts {
         self.blocks.sub(1);
     }
 
-    pub(crate) fn extend(&mut self, bytes: u64, requested: u64) {
-        self.allocated.extend(bytes);
-        self.requested.extend(requested);
-        self.blocks.extend(1);
+    /// What is there of each quantity.
+    pub(crate) fn current(&self) -> [u64; QUANTITIES] {
+        [
+            self.allocated.current(),
+            self.requested.current(),
+            self.blocks.current(),
+        ]
     }
 
-    /// Moves room to another front, see [`Account::lend`].
-    pub(crate) fn lend(&mut self, other: &mut Accounts, bytes: u64, requested: u64) -> bool {
-        let enough = |mine: &Account, theirs: &Account, amount: u64| {
-            amount.saturating_sub(theirs.room()) <= mine.room()
-        };
-        enough(&self.allocated, &other.allocated, bytes)
-            && enough(&self.requested, &other.requested, requested)
-            && enough(&self.blocks, &other.blocks, 1)
-            && self.allocated.lend(&mut other.allocated, bytes)
-            && self.requested.lend(&mut other.requested, requested)
-            && self.blocks.lend(&mut other.blocks, 1)
-    }
-
-    pub(crate) fn each(&self) -> [&Account; QUANTITIES] {
-        [&self.allocated, &self.requested, &self.blocks]
-    }
-
-    pub(crate) fn each_mut(&mut self) -> [&mut Account; QUANTITIES] {
-        [&mut self.allocated, &mut self.requested, &mut self.blocks]
+    /// Everything that was ever added of each.
+    pub(crate) fn totals(&self) -> [u64; QUANTITIES] {
+        [
+            self.allocated.total(),
+            self.requested.total(),
+            self.blocks.total(),
+        ]
     }
 }

@@ -9,55 +9,30 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::Front;
 use crate::allocator::engine::Engine;
 
-const ENTRIES: usize = 16;
+/// Numbers of streams follow each other: as many may be in use at once.
+const ENTRIES: usize = 64;
 
-#[derive(Clone, Copy)]
-struct Entry {
-    allocator: u64,
-    key: u64,
-    front: Option<&'static Front<Engine>>,
-    pass: u64,
-}
-
-const EMPTY: Entry = Entry {
-    allocator: 0,
-    key: 0,
-    front: None,
-    pass: 0,
-};
+type Entry = Option<&'static Front<Engine>>;
 
 thread_local! {
-    static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(EMPTY) }; ENTRIES] };
+    static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(None) }; ENTRIES] };
     static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// The front that this thread last used for a stream of an allocator, and its pass at that time.
+/// The front that this thread last used for a stream with this number, or for another one in its
+/// place.
 #[inline(always)]
-pub(crate) fn find(allocator: u64, key: u64) -> Option<(&'static Front<Engine>, u64)> {
-    let entry = SEEN.with(|seen| seen[key as usize % ENTRIES].get());
-    if entry.allocator == allocator && entry.key == key {
-        entry.front.map(|front| (front, entry.pass))
-    } else {
-        None
-    }
+pub(crate) fn find(key: u64) -> Entry {
+    SEEN.with(|seen| seen[key as usize % ENTRIES].get())
 }
 
-pub(crate) fn remember(allocator: u64, key: u64, front: &'static Front<Engine>) {
-    let Some(pass) = front.lock().pass() else {
-        return;
-    };
-    let entry = Entry {
-        allocator,
-        key,
-        front: Some(front),
-        pass,
-    };
-    SEEN.with(|seen| seen[key as usize % ENTRIES].set(entry));
+pub(crate) fn remember(key: u64, front: &'static Front<Engine>) {
+    SEEN.with(|seen| seen[key as usize % ENTRIES].set(Some(front)));
 }
 
 /// The next allocation of this thread looks at the books for the stream's fronts.
 pub(crate) fn forget(key: u64) {
-    SEEN.with(|seen| seen[key as usize % ENTRIES].set(EMPTY));
+    SEEN.with(|seen| seen[key as usize % ENTRIES].set(None));
 }
 
 /// The calling thread's number: 0, 1, ... in the order in which threads first ask.

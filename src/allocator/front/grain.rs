@@ -1,17 +1,21 @@
 //! What a heap is made of: granules, runs, pages.
 
+use super::super::size::GRANULE;
+
 /// Granules of a page, and the longest run.
 pub(crate) const PAGE_GRAINS: u32 = 128;
 pub(super) const GRAINS: usize = PAGE_GRAINS as usize;
 /// Bits of a place in a page.
 pub(super) const PLACE_BITS: u32 = 7;
 pub(super) const PLACE_MASK: u32 = PAGE_GRAINS - 1;
-/// No run.
-pub(super) const NIL: u32 = u32::MAX;
+/// No run. Like all nodes it has its top bit clear.
+pub(super) const NIL: u32 = u32::MAX >> 1;
+/// Set in every generation, and in no node: tells a live block's word from a link.
+pub(super) const LIVE: u32 = 1 << 31;
+
 /// What a granule that begins a run says about it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    #[default]
     Free,
     /// Freed, and kept as it is.
     Quick,
@@ -24,26 +28,31 @@ pub(crate) enum Kind {
 /// Twelve bytes per granule; all but `back` mean something only where a run begins.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grain {
-    /// Free, quick: the next run of the list. Used: the generation.
+    /// Free, quick: the next run of the list. Live: the generation.
     pub a: u32,
-    /// Free: the run before in the list. Used: bytes that were not asked for.
-    pub b: u16,
-    /// The run before in the list, its high half; used: the one other stream, see [`Using`].
+    /// Free: the run before in the list. Live: bytes that were asked for.
+    pub b: u32,
+    /// How the run stands, and while it is live the one other stream, see [`Using`]. Live blocks and quick
+    /// runs change into each other without a word about it here: of both it says `OUT`.
     pub c: u16,
     pub len: u8,
-    pub kind: Kind,
     /// Where a run ends: its length.
     pub back: u8,
 }
+
+const FREE: u16 = 0;
+const OUT: u16 = 1 << 14;
+const PENDING: u16 = 2 << 14;
+/// Bits for the other stream.
+const USING: u16 = OUT - 1;
 
 impl Default for Grain {
     fn default() -> Self {
         Grain {
             a: NIL,
-            b: 0,
-            c: 0,
+            b: NIL,
+            c: FREE,
             len: 0,
-            kind: Kind::Free,
             back: 0,
         }
     }
@@ -51,26 +60,73 @@ impl Default for Grain {
 
 const _: () = assert!(size_of::<Grain>() == 12);
 
+impl Grain {
+    pub(super) fn kind(&self) -> Kind {
+        match self.c & !USING {
+            _ if self.a & LIVE != 0 => Kind::Used,
+            FREE => Kind::Free,
+            OUT => Kind::Quick,
+            _ => Kind::Pending,
+        }
+    }
+
+    pub(super) fn is_free(&self) -> bool {
+        self.c == FREE
+    }
+
+    /// Makes it free, and no run's beginning.
+    pub(super) fn set_free(&mut self) {
+        (self.a, self.c) = (NIL, FREE);
+    }
+
+    pub(super) fn set_out(&mut self) {
+        (self.a, self.c) = (NIL, OUT);
+    }
+
+    pub(super) fn set_pending(&mut self) {
+        (self.a, self.c) = (NIL, PENDING);
+    }
+
+    /// Of a live block.
+    pub(super) fn set_using(&mut self, using: Using) {
+        self.c = using.0;
+    }
+
+    /// What is there, if a live block begins here.
+    #[inline(always)]
+    pub(super) fn live(&self) -> Option<Live> {
+        (self.a & LIVE != 0).then(|| self.as_live())
+    }
+
+    #[inline(always)]
+    pub(super) fn as_live(&self) -> Live {
+        Live {
+            granules: u32::from(self.len),
+            generation: self.a,
+            requested: self.b,
+            using: Using(self.c),
+        }
+    }
+}
+
 /// Which other streams were recorded on a live block: the number of the stream's slot, none, or
 /// that the books outside know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Using(pub u16);
+pub(crate) struct Using(u16);
 
 impl Using {
-    pub(crate) const NONE: Using = Using(0);
-    pub(crate) const MANY: Using = Using(u16::MAX);
+    pub(crate) const NONE: Using = Using(OUT);
+    pub(crate) const MANY: Using = Using(OUT | USING);
 
     /// One stream, if its number fits.
     pub(crate) fn one(slot: u32) -> Option<Using> {
-        u16::try_from(slot + 1)
-            .ok()
-            .map(Using)
-            .filter(|using| *using != Using::MANY)
+        let bits = u16::try_from(slot + 1).ok().filter(|bits| *bits < USING);
+        bits.map(|bits| Using(OUT | bits))
     }
 
     /// The one stream.
     pub(crate) fn slot(self) -> Option<u32> {
-        (self != Using::NONE && self != Using::MANY).then(|| u32::from(self.0) - 1)
+        (self != Using::NONE && self != Using::MANY).then(|| u32::from(self.0 & USING) - 1)
     }
 }
 
@@ -89,11 +145,6 @@ impl Node {
     }
 
     #[inline]
-    pub(super) fn at(self) -> usize {
-        self.0 as usize
-    }
-
-    #[inline]
     pub(super) fn place(self) -> usize {
         (self.0 & PLACE_MASK) as usize
     }
@@ -104,18 +155,45 @@ impl Node {
 pub(crate) struct PageInfo {
     /// First byte.
     pub base: u64,
-    /// Number of the first granule among all that the allocator ever had.
-    pub first_id: u32,
     /// The last generation that was given to a block in it.
     pub generation: u32,
 }
 
+/// A page on cache lines of its own.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(super) struct Page {
     pub info: PageInfo,
-    pub present: bool,
     /// Of the newest free in it; of quick runs, when they were merged.
     pub ticket: u64,
+    pub present: bool,
+    pub grains: [Grain; GRAINS],
+}
+
+impl Page {
+    pub(super) fn new(info: PageInfo, ticket: u64) -> Self {
+        Page {
+            info,
+            ticket,
+            present: true,
+            grains: [Grain::default(); GRAINS],
+        }
+    }
+
+    /// Makes a run that is out a live block.
+    #[inline(always)]
+    pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
+        let generation = self.info.generation.wrapping_add(1) | LIVE;
+        self.info.generation = generation;
+        let grain = &mut self.grains[node.place()];
+        grain.a = generation;
+        grain.b = requested;
+        Taken {
+            node,
+            ptr: self.info.base + node.place() as u64 * GRANULE,
+            generation,
+        }
+    }
 }
 
 /// One bit per length: which lists hold something.
@@ -156,7 +234,6 @@ impl Bits {
 pub(crate) struct Taken {
     pub node: Node,
     pub ptr: u64,
-    pub id: u32,
     pub generation: u32,
 }
 
@@ -165,8 +242,8 @@ pub(crate) struct Taken {
 pub(crate) struct Live {
     pub granules: u32,
     pub generation: u32,
-    /// Bytes that were not asked for.
-    pub slack: u16,
+    /// Bytes that were asked for.
+    pub requested: u32,
     pub using: Using,
 }
 
@@ -179,13 +256,4 @@ pub(crate) struct Run {
     pub kind: Kind,
     /// If it is live.
     pub live: Option<Live>,
-}
-
-pub(super) fn before(grain: &Grain) -> u32 {
-    u32::from(grain.b) | u32::from(grain.c) << 16
-}
-
-pub(super) fn set_before(grain: &mut Grain, before: u32) {
-    grain.b = before as u16;
-    grain.c = (before >> 16) as u16;
 }

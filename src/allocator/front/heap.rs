@@ -8,108 +8,140 @@
 
 use super::super::size::GRANULE;
 use super::grain::{
-    Bits, GRAINS, Grain, Kind, Live, NIL, Node, PAGE_GRAINS, PLACE_MASK, Page, PageInfo, Taken,
-    Using, before, set_before,
+    Bits, GRAINS, Grain, Kind, LIVE, Live, NIL, Node, PAGE_GRAINS, Page, PageInfo, Taken, Using,
 };
 
-/// Quick runs together are at most this part of the pages, but at least one page's worth.
-const QUICK_SHARE: u32 = 8;
-/// Quick runs of one length are kept up to this many granules together, but at least one.
-const QUICK_GRAINS: usize = 64;
-/// That in runs, by length less one.
-const QUICK_RUNS: [u8; GRAINS] = {
-    let (mut runs, mut length) = ([1; GRAINS], 1);
-    while length < QUICK_GRAINS {
-        runs[length - 1] = (QUICK_GRAINS / length) as u8;
-        length += 1;
-    }
-    runs
-};
+/// Quick runs together are at most this part of the pages, or that many granules.
+const QUICK_SHARE: u32 = 4;
+const QUICK_LEAST: u32 = 4 * PAGE_GRAINS;
+/// Quick runs of one length are kept up to this many granules together.
+const QUICK_GRAINS: u32 = 512;
+/// Pages that a front makes room for in its list of them at first.
+const PAGES: usize = 32;
 /// They are many if they are more than this part of all pages.
 const QUICK_PART: u64 = 16;
 
+/// The quick runs of one length.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Quick {
+    pub head: u32,
+    /// How many more there may be.
+    pub left: u32,
+}
+
+/// Lists of quick runs by length: as many as a byte has values, so that no length needs a check.
+pub(super) const LISTS: usize = 1 << 8;
+
+/// No quick runs.
+pub(super) const NO_QUICK: [Quick; LISTS] = {
+    let mut lists = [Quick { head: NIL, left: 0 }; LISTS];
+    let mut length = 1;
+    while length <= PAGE_GRAINS {
+        lists[length as usize].left = QUICK_GRAINS / length;
+        length += 1;
+    }
+    lists
+};
+
 /// See the module's text.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Heap {
-    pub(super) pages: Vec<Page>,
-    /// All granules of all pages, by node.
-    pub(super) grains: Vec<Grain>,
-    pub(super) vacant: Vec<u32>,
-    /// Lists of free runs by length less one, and a bit for each that is not empty.
-    pub(super) free: [u32; GRAINS],
-    pub(super) filled: Bits,
-    pub(super) quick: [u32; GRAINS],
-    pub(super) quick_filled: Bits,
-    pub(super) quick_runs: [u8; GRAINS],
-    pub(super) quick_grains: u32,
-    /// Granules that quick runs may hold together.
+    #[expect(
+        clippy::vec_box,
+        reason = "pages are large, and stay where they are when there are more"
+    )]
+    pub(super) pages: Vec<Box<Page>>,
+    /// Granules that quick runs may still take, of
+    pub(super) quick_room: u32,
+    /// so many in all.
     pub(super) cap: u32,
     /// Pages that are one free run.
     pub(super) whole: u32,
-    pub(super) free_grains: u64,
-    pub(super) pending_grains: u64,
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
+    pub(super) free_grains: u64,
+    pub(super) pending_grains: u64,
+    /// Lists of free runs by length less one, and a bit for each that is not empty.
+    pub(super) filled: Bits,
+    pub(super) free: [u32; GRAINS],
+    pub(super) quick: [Quick; LISTS],
+    pub(super) vacant: Vec<u32>,
 }
 
 impl Default for Heap {
     fn default() -> Self {
         Heap {
             pages: Vec::new(),
-            grains: Vec::new(),
-            vacant: Vec::new(),
-            free: [NIL; GRAINS],
-            filled: Bits::default(),
-            quick: [NIL; GRAINS],
-            quick_filled: Bits::default(),
-            quick_runs: [0; GRAINS],
-            quick_grains: 0,
+            quick_room: 0,
             cap: 0,
             whole: 0,
+            ticket: 0,
             free_grains: 0,
             pending_grains: 0,
-            ticket: 0,
+            filled: Bits::default(),
+            free: [NIL; GRAINS],
+            quick: NO_QUICK,
+            vacant: Vec::new(),
         }
     }
 }
 
 impl Heap {
-    // ---- blocks ----------------------------------------------------------------------------
-
-    /// Takes a run of `granules` (1 to 128) for a block that leaves `slack` bytes of it unused.
     #[inline(always)]
-    pub(crate) fn take(&mut self, granules: u32, slack: u16) -> Option<Taken> {
-        let length = granules as usize - 1;
-        let node = Node(self.quick[length % GRAINS]);
-        if node.0 == NIL {
-            let node = self.carve(granules)?;
-            return Some(self.hand_out(node, slack));
-        }
-        self.quick[length % GRAINS] = self.grains[node.at()].a;
-        self.quick_runs[length % GRAINS] -= 1;
-        self.quick_grains -= granules;
-        Some(self.hand_out(node, slack))
+    pub(super) fn grain(&self, node: Node) -> &Grain {
+        &self.pages[node.page()].grains[node.place()]
     }
 
-    /// [`take`](Self::take) at a multiple of `align` granules.
-    pub(crate) fn take_aligned(&mut self, granules: u32, align: u32, slack: u16) -> Option<Taken> {
-        if align <= 1 {
-            return self.take(granules, slack);
+    #[inline(always)]
+    fn grain_mut(&mut self, node: Node) -> &mut Grain {
+        &mut self.pages[node.page()].grains[node.place()]
+    }
+
+    // ---- blocks ----------------------------------------------------------------------------
+
+    /// Takes a quick run of just `granules` (1 to 128) for a block of which `requested` bytes were
+    /// asked for.
+    #[inline(always)]
+    pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
+        let quick = &mut self.quick[granules as usize % LISTS];
+        if quick.head == NIL {
+            return None;
         }
+        let node = Node(quick.head);
+        let page = self.pages.get_mut(node.page())?;
+        quick.head = page.grains[node.place()].a;
+        quick.left += 1;
+        self.quick_room += granules;
+        Some(page.hand_out(node, requested))
+    }
+
+    /// Takes a run of `granules` (1 to 128) at a multiple of `align` granules.
+    pub(crate) fn take(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
+        if align > 1 {
+            return self.take_aligned(granules, align, requested);
+        }
+        let quick = self.take_quick(granules, requested);
+        quick.or_else(|| {
+            let node = self.carve(granules)?;
+            Some(self.hand_out(node, requested))
+        })
+    }
+
+    fn take_aligned(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
         let mut list = granules as usize - 1;
         while let Some(found) = self.filled.first_from(list) {
             let length = found as u32 + 1;
             let mut at = self.free[found % GRAINS];
             while at != NIL {
                 let node = Node(at);
-                let page = &self.pages[node.page()];
-                let place = page.info.base / GRANULE + node.place() as u64;
+                let place = self.address(node) / GRANULE;
                 let skip = (place.next_multiple_of(u64::from(align)) - place) as u32;
                 if skip + granules <= length {
                     self.cut(node, skip, granules);
-                    return Some(self.hand_out(Node(at + skip), slack));
+                    return Some(self.hand_out(Node(at + skip), requested));
                 }
-                at = self.grains[node.at()].a;
+                at = self.grain(node).a;
             }
             list = found + 1;
             if list >= GRAINS {
@@ -125,7 +157,7 @@ impl Heap {
         page: u32,
         ptr: u64,
         granules: u32,
-        slack: u16,
+        requested: u32,
     ) -> Option<Taken> {
         let run = self.around(page, ptr)?;
         let skip = ((ptr - run.ptr) / GRANULE) as u32;
@@ -136,21 +168,20 @@ impl Heap {
             Kind::Free if skip + granules <= run.granules => self.cut(run.node, skip, granules),
             _ => return None,
         }
-        Some(self.hand_out(Node(run.node.0 + skip), slack))
+        Some(self.hand_out(Node(run.node.0 + skip), requested))
     }
 
     /// Takes a run out of the quick ones.
     fn unquick(&mut self, node: Node, granules: u32) {
-        let length = granules as usize - 1;
-        let next = self.grains[node.at()].a;
-        let mut at = self.quick[length];
+        let length = granules as usize % LISTS;
+        let next = self.grain(node).a;
+        let mut at = self.quick[length].head;
         if at == node.0 {
-            self.quick[length] = next;
+            self.quick[length].head = next;
         } else {
             // Not many: a list is bounded in granules.
             while at != NIL {
-                let before = Node(at);
-                let grain = &mut self.grains[before.at()];
+                let grain = self.grain_mut(Node(at));
                 at = grain.a;
                 if at == node.0 {
                     grain.a = next;
@@ -158,8 +189,12 @@ impl Heap {
                 }
             }
         }
-        self.quick_runs[length] -= 1;
-        self.quick_grains -= granules;
+        self.quick[length].left += 1;
+        self.quick_room += granules;
+    }
+
+    fn address(&self, node: Node) -> u64 {
+        self.pages[node.page()].info.base + node.place() as u64 * GRANULE
     }
 
     /// Whether an address of a page is free.
@@ -168,23 +203,8 @@ impl Heap {
         run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
     }
 
-    #[inline(always)]
-    fn hand_out(&mut self, node: Node, slack: u16) -> Taken {
-        let grain = &mut self.grains[node.at()];
-        let page = &mut self.pages[node.page()];
-        let generation = page.info.generation.wrapping_add(2);
-        page.info.generation = generation;
-        grain.kind = Kind::Used;
-        grain.a = generation;
-        grain.b = slack;
-        grain.c = Using::NONE.0;
-        let place = node.0 & PLACE_MASK;
-        Taken {
-            node,
-            ptr: page.info.base + u64::from(place) * GRANULE,
-            id: page.info.first_id + place,
-            generation,
-        }
+    fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
+        self.pages[node.page()].hand_out(node, requested)
     }
 
     /// The live block at a node, if its first byte is at `ptr`.
@@ -192,24 +212,21 @@ impl Heap {
     pub(crate) fn live(&self, node: Node, ptr: u64) -> Option<Live> {
         let page = self.pages.get(node.page())?;
         let at = page.info.base + node.place() as u64 * GRANULE;
-        self.live_at(node).filter(|_| at == ptr)
+        page.grains[node.place()].live().filter(|_| at == ptr)
     }
 
-    /// The live block at a node.
+    /// The live block at a node, in this life of it.
     #[inline(always)]
-    pub(crate) fn live_at(&self, node: Node) -> Option<Live> {
-        let grain = self.grains.get(node.at())?;
-        (grain.kind == Kind::Used).then_some(Live {
-            granules: u32::from(grain.len),
-            generation: grain.a,
-            slack: grain.b,
-            using: Using(grain.c),
-        })
+    pub(crate) fn live_as(&self, node: Node, generation: u32) -> Option<Live> {
+        let page = self.pages.get(node.page())?;
+        let grain = &page.grains[node.place()];
+        debug_assert!(generation & LIVE != 0, "no link looks like it");
+        (grain.a == generation).then(|| grain.as_live())
     }
 
     /// Says which other streams use a live block.
     pub(crate) fn set_using(&mut self, node: Node, using: Using) {
-        self.grains[node.at()].c = using.0;
+        self.grain_mut(node).set_using(using);
     }
 
     /// Takes back a live block of `granules` that nobody else uses: kept as it is if there is room
@@ -224,29 +241,29 @@ impl Heap {
     /// too much.
     #[inline(always)]
     pub(crate) fn put_quick(&mut self, node: Node, granules: u32) -> bool {
-        let length = granules as usize - 1;
-        if granules + self.quick_grains > self.cap {
+        let quick = &mut self.quick[granules as usize % LISTS];
+        let (Some(left), Some(room)) = (
+            quick.left.checked_sub(1),
+            self.quick_room.checked_sub(granules),
+        ) else {
             return false;
-        }
-        let runs = &mut self.quick_runs[length % GRAINS];
-        if *runs >= QUICK_RUNS[length % GRAINS] {
+        };
+        let Some(page) = self.pages.get_mut(node.page()) else {
             return false;
-        }
-        *runs += 1;
-        self.quick_grains += granules;
-        let grain = &mut self.grains[node.at()];
-        grain.kind = Kind::Quick;
-        grain.a = std::mem::replace(&mut self.quick[length % GRAINS], node.0);
-        // Stays set when the list runs empty, until the next flush: that costs less.
-        self.quick_filled.set(length);
+        };
+        page.grains[node.place()].a = quick.head;
+        quick.head = node.0;
+        quick.left = left;
+        self.quick_room = room;
         true
     }
 
     /// Takes back a live block that other streams may still use.
     pub(crate) fn hold_back(&mut self, node: Node) {
-        self.pages[node.page()].ticket = self.ticket;
-        let grain = &mut self.grains[node.at()];
-        grain.kind = Kind::Pending;
+        let page = &mut self.pages[node.page()];
+        page.ticket = self.ticket;
+        let grain = &mut page.grains[node.place()];
+        grain.set_pending();
         self.pending_grains += u64::from(grain.len);
     }
 
@@ -256,30 +273,28 @@ impl Heap {
         if !over {
             self.pages[node.page()].ticket = self.ticket;
         }
-        let grain = &self.grains[node.at()];
-        self.pending_grains -= u64::from(grain.len);
+        self.pending_grains -= u64::from(self.grain(node).len);
         self.merge(node);
     }
 
     // ---- runs ------------------------------------------------------------------------------
 
     /// Takes the shortest free run that is long enough, from its low end.
-    #[inline(never)]
     fn carve(&mut self, granules: u32) -> Option<Node> {
         let found = self.filled.first_from(granules as usize - 1)?;
         let node = Node(self.free[found % GRAINS]);
         let length = found as u32 + 1;
         self.unlist(node, length);
         if length > granules {
-            self.shape(node, granules);
             self.list(Node(node.0 + granules), length - granules);
         }
+        self.shape(node, granules);
         Some(node)
     }
 
     /// Takes `granules` out of a free run; what is left on either side stays free.
     fn cut(&mut self, node: Node, skip: u32, granules: u32) {
-        let length = u32::from(self.grains[node.at()].len);
+        let length = u32::from(self.grain(node).len);
         self.unlist(node, length);
         if skip > 0 {
             self.list(node, skip);
@@ -291,26 +306,29 @@ impl Heap {
         self.shape(Node(node.0 + skip), granules);
     }
 
-    /// Writes a run's length where it begins and where it ends.
+    /// Makes a range a run that is out, with its length where it begins and where it ends.
     #[inline]
     fn shape(&mut self, node: Node, granules: u32) {
-        self.grains[node.at()].len = granules as u8;
-        self.grains[node.at() + granules as usize - 1].back = granules as u8;
+        let page = &mut self.pages[node.page()];
+        page.grains[(node.place() + granules as usize - 1) % GRAINS].back = granules as u8;
+        let grain = &mut page.grains[node.place()];
+        grain.len = granules as u8;
+        grain.set_out();
     }
 
     /// Makes a range a free run of its list.
     fn list(&mut self, node: Node, granules: u32) {
         let length = granules as usize - 1;
         let head = std::mem::replace(&mut self.free[length % GRAINS], node.0);
-        self.grains[node.at() + length].back = granules as u8;
-        let grain = &mut self.grains[node.at()];
+        let page = &mut self.pages[node.page()];
+        page.grains[(node.place() + length) % GRAINS].back = granules as u8;
+        let grain = &mut page.grains[node.place()];
         grain.len = granules as u8;
-        grain.kind = Kind::Free;
+        grain.set_free();
         grain.a = head;
-        set_before(grain, NIL);
+        grain.b = NIL;
         if head != NIL {
-            let next = Node(head);
-            set_before(&mut self.grains[next.at()], node.0);
+            self.grain_mut(Node(head)).b = node.0;
         }
         self.filled.set(length);
         self.free_grains += u64::from(granules);
@@ -318,8 +336,8 @@ impl Heap {
     }
 
     fn unlist(&mut self, node: Node, granules: u32) {
-        let grain = self.grains[node.at()];
-        let (next, before) = (grain.a, before(&grain));
+        let grain = self.grain(node);
+        let (next, before) = (grain.a, grain.b);
         if before == NIL {
             let length = granules as usize - 1;
             self.free[length % GRAINS] = next;
@@ -327,10 +345,10 @@ impl Heap {
                 self.filled.clear(length);
             }
         } else {
-            self.grains[before as usize].a = next;
+            self.grain_mut(Node(before)).a = next;
         }
         if next != NIL {
-            set_before(&mut self.grains[next as usize], before);
+            self.grain_mut(Node(next)).b = before;
         }
         self.free_grains -= u64::from(granules);
         self.whole -= u32::from(granules == PAGE_GRAINS);
@@ -345,77 +363,86 @@ impl Heap {
 
     /// Makes a run free, together with the free runs beside it.
     fn merge(&mut self, node: Node) {
-        let (at, place) = (node.at(), node.place());
-        let (mut start, mut length) = (node, u32::from(self.grains[at].len));
+        let page = &mut self.pages[node.page()];
+        let place = node.place();
+        let grain = &mut page.grains[place];
+        let (mut start, mut length) = (node, u32::from(grain.len));
         // Only where a run begins may a granule look like anything but free: an old pointer to the
         // middle of a free run finds nothing live.
-        self.grains[at].kind = Kind::Free;
+        grain.set_free();
         let end = place + length as usize;
-        let right = (end < GRAINS)
-            .then(|| (Node(node.0 + length), self.grains[at + length as usize]))
-            .filter(|(_, grain)| grain.kind == Kind::Free)
-            .map(|(node, grain)| (node, u32::from(grain.len)));
-        let left = (place > 0).then(|| u32::from(self.grains[at - 1].back));
-        let left = left
-            .map(|length| (Node(node.0 - length), length))
-            .filter(|(left, _)| self.grains[left.at()].kind == Kind::Free);
+        let right = page.grains.get(end).filter(|grain| grain.is_free());
+        let right = right.map(|grain| (Node(node.0 + length), u32::from(grain.len)));
+        let left = place.checked_sub(1).map(|last| page.grains[last].back);
+        let left = left.map(u32::from).filter(|more| {
+            let place = place - *more as usize;
+            page.grains[place % GRAINS].is_free()
+        });
         if let Some((right, more)) = right {
             self.unlist(right, more);
             length += more;
         }
-        if let Some((left, more)) = left {
-            self.unlist(left, more);
-            start = left;
+        if let Some(more) = left {
+            start = Node(node.0 - more);
+            self.unlist(start, more);
             length += more;
         }
         self.list(start, length);
     }
 
-    /// Merges the quick runs if they are a good part of the pages, so that a request which found no
-    /// run may find one; true if that was done. Else another page is worth more: kept apart they
-    /// serve the requests to come at a fraction of the cost.
-    pub(crate) fn flush_if_many(&mut self) -> bool {
-        let many = u64::from(self.quick_grains) * QUICK_PART
+    /// Merges quick runs, the longest first, until one of `granules` is free, if they are a good part of
+    /// the pages; true if one is. Else another page is worth more: kept apart they serve the requests
+    /// to come at a fraction of the cost.
+    pub(crate) fn flush_for(&mut self, granules: u32) -> bool {
+        let many = u64::from(self.quick_granules()) * QUICK_PART
             > self.page_count() as u64 * u64::from(PAGE_GRAINS);
-        many && self.flush_quick()
+        let wanted = granules as usize - 1;
+        many && (1..=PAGE_GRAINS).rev().any(|length| {
+            self.flush_list(length);
+            self.filled.first_from(wanted).is_some()
+        })
     }
 
     /// Merges all quick runs; true if there were any.
     pub(crate) fn flush_quick(&mut self) -> bool {
-        let any = self.quick_grains > 0;
-        while let Some(length) = self.quick_filled.first_from(0) {
-            self.quick_filled.clear(length);
-            self.quick_runs[length % GRAINS] = 0;
-            let mut at = std::mem::replace(&mut self.quick[length % GRAINS], NIL);
-            while at != NIL {
-                let node = Node(at);
-                at = self.grains[node.at()].a;
-                self.put_merged(node);
-            }
+        let any = self.quick_granules() > 0;
+        if any {
+            (1..=PAGE_GRAINS).for_each(|length| self.flush_list(length));
         }
-        self.quick_grains = 0;
         any
+    }
+
+    /// Merges the quick runs of one length.
+    fn flush_list(&mut self, length: u32) {
+        let at = length as usize % LISTS;
+        let none = NO_QUICK[at];
+        let quick = std::mem::replace(&mut self.quick[at], none);
+        self.quick_room += (none.left - quick.left) * length;
+        let mut at = quick.head;
+        while at != NIL {
+            let node = Node(at);
+            at = self.grain(node).a;
+            self.put_merged(node);
+        }
     }
 
     // ---- pages -----------------------------------------------------------------------------
 
     /// Adds a page as one free run. Returns its place in the heap.
     pub(crate) fn add_page(&mut self, info: PageInfo) -> u32 {
-        let page = Page {
-            info,
-            present: true,
-            // The stream may be using it still, or follow who is.
-            ticket: self.ticket,
-        };
+        // Of its ticket: the stream may be using it still, or follow who is.
+        let page = Page::new(info, self.ticket);
         let at = match self.vacant.pop() {
             Some(at) => {
-                self.pages[at as usize] = page;
+                *self.pages[at as usize] = page;
                 at
             }
             None => {
-                self.pages.push(page);
-                self.grains
-                    .resize(self.pages.len() * GRAINS, Grain::default());
+                if self.pages.capacity() == 0 {
+                    // Read all the time: the ends of so many words may have busy neighbours, no more.
+                    self.pages.reserve(PAGES);
+                }
+                self.pages.push(Box::new(page));
                 self.pages.len() as u32 - 1
             }
         };
@@ -458,20 +485,22 @@ impl Heap {
     /// Bounds what quick runs may hold together, after pages came or went.
     fn set_cap(&mut self) {
         let granules = self.page_count() as u32 * PAGE_GRAINS;
-        self.cap = (granules / QUICK_SHARE).max(PAGE_GRAINS);
-        if self.quick_grains > self.cap {
+        let cap = (granules / QUICK_SHARE).max(QUICK_LEAST);
+        if self.quick_granules() > cap {
             self.flush_quick();
         }
+        self.quick_room = cap - self.quick_granules();
+        self.cap = cap;
     }
 
     /// Granules in quick runs.
     pub(crate) fn quick_granules(&self) -> u32 {
-        self.quick_grains
+        self.cap - self.quick_room
     }
 
     /// Granules that are free, quick runs included.
     pub(crate) fn free_granules(&self) -> u64 {
-        self.free_grains + u64::from(self.quick_grains)
+        self.free_grains + u64::from(self.quick_granules())
     }
 
     /// Granules of freed blocks that other streams may still use.

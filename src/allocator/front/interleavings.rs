@@ -8,7 +8,10 @@ use super::grain::PageInfo;
 use super::*;
 use loom::thread;
 
-const ALLOCATOR: u64 = 7;
+const OWNER: Owner = Owner {
+    allocator: 7,
+    key: 3,
+};
 const PAGE: u64 = 64 << 10;
 
 fn request(granules: u32) -> Small {
@@ -21,19 +24,15 @@ fn request(granules: u32) -> Small {
 
 /// A front with one page and room for some granules.
 fn front(rank: u32, base: u64, room: u64) -> &'static Front<()> {
-    let front: &'static Front<()> = Box::leak(Box::new(Front {
-        lock: Lock::new(Inner::default()),
-        rank,
-    }));
+    let front: &'static Front<()> = Box::leak(Box::new(Front::new(rank)));
     let mut inner = front.lock();
-    inner.allocator = ALLOCATOR;
+    (inner.allocator, inner.key) = (OWNER.allocator, OWNER.key);
     inner.set_fast(true);
     inner.heap.add_page(PageInfo {
         base,
-        first_id: SMALL_ID | rank << 7,
         generation: 1,
     });
-    inner.share([room * GRANULE, room * GRANULE, room]);
+    inner.accounts.allocated.set_room(room * GRANULE);
     drop(inner);
     front
 }
@@ -83,22 +82,93 @@ fn interleavings_of_a_double_free() {
     });
 }
 
-/// Two fronts that lend each other room at once: no deadlock, and the limits together stay.
+/// Fronts that know each other.
+fn row(fronts: &[&'static Front<()>]) {
+    let row: Others<()> = fronts.into();
+    for front in fronts {
+        front.lock().set_others(&row);
+    }
+}
+
+/// Takes a request beyond the room that is left, as callers do who have not come to the books.
+fn take_with_help(front: &'static Front<()>, granules: u32) -> Option<Taken> {
+    let request = request(granules);
+    let mut inner = front.lock();
+    let borrowed = inner.borrow_room(request.bytes());
+    drop(inner);
+    if borrowed || front.pool_room(request.bytes()) {
+        return take(front, granules);
+    }
+    None
+}
+
+fn limits(fronts: &[&'static Front<()>]) -> u64 {
+    let limits = fronts.iter().map(|f| f.lock().accounts.allocated.limit());
+    limits.sum::<u64>() / GRANULE
+}
+
+/// Two fronts that take room from each other at once, one by one or all together: no deadlock, the
+/// limits together stay, and while there is enough for one of them somebody gets it.
 #[test]
 fn interleavings_of_lent_room() {
     loom::model(|| {
-        let (left, right) = (front(0, PAGE, 3), front(1, 2 * PAGE, 3));
-        left.lock().set_neighbours([Some(right), None]);
-        right.lock().set_neighbours([Some(left), None]);
-        let other = thread::spawn(move || right.take_with_help(ALLOCATOR, request(4)));
-        let mine = left.take_with_help(ALLOCATOR, request(4));
-        let theirs = other.join().unwrap_or(Allocated::Stranger);
-        let taken = [mine, theirs].map(|outcome| matches!(outcome, Allocated::Taken(_)));
-        assert!(taken[0] || taken[1], "one of them has enough");
-        let limit = |front: &Front<()>| front.lock().accounts.allocated.limit();
-        assert_eq!(limit(left) + limit(right), 6 * GRANULE);
+        let fronts = [front(0, PAGE, 3), front(1, 2 * PAGE, 3)];
+        row(&fronts);
+        let [left, right] = fronts;
+        let other = thread::spawn(move || take_with_help(right, 4).is_some());
+        let mine = take_with_help(left, 4).is_some();
+        let theirs = other.join().unwrap_or(false);
+        assert!(mine || theirs, "one of them has enough");
+        assert!(!(mine && theirs), "there is not enough for both");
+        assert_eq!(limits(&fronts), 6);
         let current = |front: &Front<()>| front.lock().accounts.allocated.current();
-        assert!(current(left) + current(right) <= 6 * GRANULE);
+        assert_eq!(current(left) + current(right), 4 * GRANULE);
+    });
+}
+
+/// All room is pooled while the front that lends it serves its own thread.
+#[test]
+fn interleavings_of_pooled_room() {
+    loom::model(|| {
+        let fronts = [front(0, PAGE, 2), front(1, 2 * PAGE, 2)];
+        row(&fronts);
+        let [left, right] = fronts;
+        let other = thread::spawn(move || {
+            let mine = right.lock().take(request(1));
+            matches!(mine, Allocated::Taken(_))
+        });
+        let pooled = left.pool_room(3 * GRANULE);
+        let mine = take(left, 3);
+        let theirs = other.join().unwrap_or(false);
+        assert!(theirs || pooled, "one of them came first");
+        assert_eq!(mine.is_some(), pooled, "what was pooled is there");
+        assert_eq!(limits(&fronts), 4);
+        let accounts = [left, right].map(|front| front.lock().accounts.allocated);
+        let [mine, theirs] = accounts.map(|account| account.current() + account.room());
+        assert_eq!(mine + theirs, 4 * GRANULE);
+    });
+}
+
+/// A front that is stopped lends nothing any more.
+#[test]
+fn interleavings_of_room_and_a_retirement() {
+    loom::model(|| {
+        let fronts = [front(0, PAGE, 1), front(1, 2 * PAGE, 3)];
+        row(&fronts);
+        let [left, right] = fronts;
+        let other = thread::spawn(move || {
+            let mut inner = right.lock();
+            inner.set_fast(false);
+            inner.accounts.allocated.room()
+        });
+        let mine = take_with_help(left, 2);
+        let room = other.join().unwrap_or(0);
+        assert_eq!(
+            room < 3 * GRANULE,
+            mine.is_some(),
+            "it lent before, or never"
+        );
+        assert_eq!(limits(&fronts), 4);
     });
 }
 
@@ -123,24 +193,25 @@ fn interleavings_of_a_flush() {
     });
 }
 
-/// The stream of a front retires: a thread that still has its pass gets a block before, or none.
+/// The stream of a front retires: a thread that still knows it gets a block before, or none.
 #[test]
 fn interleavings_of_a_retirement() {
     loom::model(|| {
         let front = front(0, PAGE, 8);
-        let pass = front.lock().pass().unwrap_or(NO_PASS);
+        assert!(take(front, 1).is_some_and(|first| free(front, &first)));
         let other = thread::spawn(move || {
             let mut inner = front.lock();
             inner.set_fast(false);
             inner.accounts.blocks.current()
         });
-        let mine = front.lock().take_at_once(pass, 1, 512);
+        let mine = front.lock().take_at_once(OWNER, request(1));
         let seen = other.join().unwrap_or(0);
         assert_eq!(seen == 1, mine.is_some(), "what was given was seen");
-        assert!(front.lock().take_at_once(pass, 1, 512).is_none());
-        // Another stream gets the front: the old pass is not its.
+        assert!(front.lock().take_at_once(OWNER, request(1)).is_none());
+        // Another stream gets the front.
+        front.lock().key = OWNER.key + 1;
         front.lock().set_fast(true);
-        assert!(front.lock().take_at_once(pass, 1, 512).is_none());
+        assert!(front.lock().take_at_once(OWNER, request(1)).is_none());
     });
 }
 

@@ -15,14 +15,17 @@ pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering;
 
-/// Rounds of pauses, each twice as long as the one before, until a waiting thread yields.
-const SPINS: u32 = 6;
-/// Yields until a waiting thread sleeps.
-const YIELDS: u32 = 64;
+/// Rounds of pauses until a waiting thread yields: at first one pause, in the end so many that a
+/// look at the lock costs little beside them, and still no more than the lock is mostly held.
+const SPINS: u32 = 16;
+const MOST_PAUSES: u32 = 8;
+/// Yields until a waiting thread sleeps. Who comes this far waits for a thread that does not run.
+const YIELDS: u32 = 256;
 const NAP: std::time::Duration = std::time::Duration::from_micros(50);
 
-/// A value that one thread at a time may use.
+/// A value that one thread at a time may use. The lock and the value's first fields are neighbours.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Lock<T> {
     taken: AtomicBool,
     value: Cell<T>,
@@ -45,6 +48,20 @@ impl<T> Lock<T> {
         if contended {
             self.wait();
         }
+        self.held(contended)
+    }
+
+    /// The value, if nobody has it.
+    #[inline(always)]
+    pub(crate) fn try_lock(&self) -> Option<Held<'_, T>> {
+        if self.taken.swap(true, Ordering::Acquire) {
+            return None;
+        }
+        Some(self.held(false))
+    }
+
+    #[inline(always)]
+    fn held(&self, contended: bool) -> Held<'_, T> {
         Held {
             lock: self,
             contended,
@@ -83,7 +100,7 @@ impl<T> Lock<T> {
 #[cfg(not(loom))]
 fn pause(round: u32) {
     if round < SPINS {
-        for _ in 0..1 << round {
+        for _ in 0..(1 << (round / 2)).min(MOST_PAUSES) {
             std::hint::spin_loop();
         }
     } else if round < SPINS + YIELDS {
@@ -95,7 +112,7 @@ fn pause(round: u32) {
 
 #[cfg(loom)]
 fn pause(_round: u32) {
-    let _ = (SPINS, YIELDS, NAP);
+    let _ = (SPINS, MOST_PAUSES, YIELDS, NAP);
     loom::thread::yield_now();
 }
 

@@ -17,6 +17,7 @@ mod heap;
 mod interleavings;
 mod lock;
 mod pages;
+mod room;
 mod shelf;
 mod walk;
 
@@ -25,6 +26,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) use account::{Accounts, QUANTITIES};
 pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use heap::Heap;
+use lock::AtomicPtr;
 pub(crate) use lock::{Held, Lock};
 pub(crate) use pages::{PageTable, SMALL_ID};
 pub(crate) use shelf::{Amounts, Shelf, Shelved};
@@ -32,14 +34,17 @@ pub(crate) use shelf::{Amounts, Shelf, Shelved};
 use super::size::GRANULE;
 use std::sync::atomic::Ordering;
 
-/// No pass: every call needs the books.
-const NO_PASS: u64 = 0;
+/// No allocator: every call needs the books.
+const CLOSED: u64 = u64::MAX;
 /// Most fronts of a stream.
 pub(crate) const MOST_FRONTS: usize = 16;
-/// Wholly free pages that a front keeps: one, and this part of its pages, up to so many. Memory is
-/// not added for others before they were handed back.
+/// Wholly free pages that a front keeps when it hands some back: one, and this part of its pages, up
+/// to so many. Memory is not added for others before they were handed back.
 const SPARE_PART: usize = 4;
 const SPARE_PAGES: usize = 16;
+/// It hands none back before there are more than so many times that: a front whose need goes up and
+/// down would give and ask all the time.
+const SPARE_EXCESS: u32 = 2;
 /// Bytes that are held back for other streams before anybody asks whether those are done.
 const PENDING_BYTES: u64 = BATCH_BYTES;
 /// Most requests that find nothing to be let pass before they are asked again.
@@ -51,12 +56,17 @@ const BATCH_FREES: usize = 256;
 const BATCH_BYTES: u64 = 1 << 20;
 
 /// One front. Never freed: a front that nobody needs waits for its next stream.
+///
+/// On cache lines of its own, and the first of them is all that other fronts touch when they ask for
+/// room.
 #[derive(Debug)]
-#[repr(align(128))]
+#[repr(C, align(128))]
 pub(crate) struct Front<E: 'static> {
     lock: Lock<Inner<E>>,
     /// Place in the order of locks.
     pub(crate) rank: u32,
+    /// The allocator while the front has a stream.
+    engine: AtomicPtr<E>,
 }
 
 /// Fronts that wait for a stream.
@@ -82,10 +92,8 @@ impl<E> FrontPool<E> {
             .unwrap_or_else(PoisonError::into_inner)
             .pop();
         waiting.unwrap_or_else(|| {
-            Box::leak(Box::new(Front {
-                lock: Lock::new(Inner::default()),
-                rank: self.made.fetch_add(1, Ordering::Relaxed),
-            }))
+            let rank = self.made.fetch_add(1, Ordering::Relaxed);
+            Box::leak(Box::new(Front::new(rank)))
         })
     }
 
@@ -112,21 +120,22 @@ pub(crate) struct Batch {
 
 /// What a front is to its stream.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Inner<E: 'static> {
-    /// The allocator, as long as it is open or blocks of this front are live.
-    pub owner: Option<Arc<E>>,
-    /// Number of the allocator, 0 for none, and the stream's number in it: who may come in.
-    pub allocator: u64,
+    /// The number of the allocator as long as calls may go on without a look at the books, and
+    open: u64,
+    /// the stream's number in it: who may come in then.
     pub key: u64,
+    pub accounts: Accounts,
+    pub heap: Heap,
+    /// Number of the allocator, 0 for none.
+    pub allocator: u64,
     /// The stream's slot.
     pub slot: u32,
-    /// Who shows this number is of the stream that the front serves now, and may go on without a look
-    /// at the books. Never used again after the front was stopped.
-    pass: u64,
-    pub heap: Heap,
     /// Large blocks.
     pub shelf: Shelf,
-    pub accounts: Accounts,
+    /// The allocator, as long as it is open or blocks of this front are live.
+    pub owner: Option<Arc<E>>,
     pub batches: Vec<Batch>,
     /// Batches that wait for their streams outside.
     pub waiting: u32,
@@ -144,9 +153,14 @@ pub(crate) struct Inner<E: 'static> {
     /// were more.
     shared_at: u64,
     busy_at: u64,
-    /// Fronts to ask for room first.
-    neighbours: [Option<&'static Front<E>>; 2],
+    /// Fronts that were busy then, this one among them if it was, by rank: who may have room, and where
+    /// in the row to ask next.
+    others: Option<Others<E>>,
+    turn: u32,
 }
+
+/// Fronts, by rank.
+pub(crate) type Others<E> = Arc<[&'static Front<E>]>;
 
 impl<E> Default for Inner<E> {
     fn default() -> Self {
@@ -155,7 +169,7 @@ impl<E> Default for Inner<E> {
             allocator: 0,
             key: 0,
             slot: 0,
-            pass: NO_PASS,
+            open: CLOSED,
             heap: Heap::default(),
             shelf: Shelf::default(),
             accounts: Accounts::default(),
@@ -168,9 +182,17 @@ impl<E> Default for Inner<E> {
             patience: 0,
             shared_at: 0,
             busy_at: 0,
-            neighbours: [None; 2],
+            others: None,
+            turn: 0,
         }
     }
+}
+
+/// A stream by its number in an allocator, by its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub allocator: u64,
+    pub key: u64,
 }
 
 /// A small request in numbers that fit.
@@ -183,12 +205,14 @@ pub(crate) struct Small {
 }
 
 impl Small {
-    fn bytes(self) -> u64 {
+    #[inline(always)]
+    pub(crate) fn bytes(self) -> u64 {
         u64::from(self.granules) * GRANULE
     }
 
-    fn slack(self) -> u16 {
-        (self.bytes() as u32).saturating_sub(self.requested) as u16
+    /// Granules of a run in which it surely fits.
+    pub(crate) fn span(self) -> u32 {
+        self.granules + self.align.max(1) - 1
     }
 }
 
@@ -233,40 +257,40 @@ impl<E> Front<E> {
         self.lock.lock()
     }
 
-    /// Locks this front and another one in their order.
-    fn lock_both<'a>(&'a self, other: &'a Self) -> (Held<'a, Inner<E>>, Held<'a, Inner<E>>) {
-        if self.rank < other.rank {
-            let mine = self.lock();
-            (mine, other.lock())
-        } else {
-            let theirs = other.lock();
-            (self.lock(), theirs)
+    /// The front, if nobody is at it.
+    #[inline(always)]
+    pub(crate) fn try_lock(&self) -> Option<Held<'_, Inner<E>>> {
+        self.lock.try_lock()
+    }
+
+    fn new(rank: u32) -> Self {
+        Front {
+            lock: Lock::new(Inner::default()),
+            rank,
+            engine: AtomicPtr::new(std::ptr::null_mut()),
         }
     }
 
-    /// Takes a request beyond the room that is left, with room from a neighbour. `NoRoom` if none
-    /// has enough.
-    pub(crate) fn take_with_help(&self, allocator: u64, request: Small) -> Allocated {
-        let neighbours = self.lock().neighbours;
-        for other in neighbours.into_iter().flatten() {
-            if std::ptr::eq(other, self) {
-                continue;
-            }
-            let (mut mine, mut theirs) = self.lock_both(other);
-            if mine.allocator != allocator || theirs.allocator != allocator {
-                continue;
-            }
-            let (bytes, requested) = (request.bytes(), u64::from(request.requested));
-            if theirs.accounts.lend(&mut mine.accounts, bytes, requested) {
-                return mine.take(request);
-            }
-        }
-        Allocated::NoRoom
+    /// The allocator from now on.
+    pub(crate) fn set_engine(&self, engine: &Arc<E>) {
+        let engine = Arc::as_ptr(engine).cast_mut();
+        self.engine.store(engine, Ordering::Release);
+    }
+
+    /// The allocator that was set last. Alive as long as a block has this front as its home.
+    #[inline]
+    pub(crate) fn engine(&self) -> *const E {
+        self.engine.load(Ordering::Acquire)
     }
 }
 
-impl<E> Held<'_, Inner<E>> {
-    /// Whether the stream should get another front, because threads keep meeting here.
+impl<E> Inner<E> {
+    /// Lets the front work without a look at the books, or stops it.
+    pub(crate) fn set_fast(&mut self, fast: bool) {
+        self.open = if fast { self.allocator } else { CLOSED };
+    }
+
+    /// Threads met here: whether the stream should get another front, because they keep doing so.
     pub(crate) fn crowded(&mut self) -> bool {
         self.contentions += 1;
         let crowded = self.contentions >= CONTENTIONS;
@@ -275,62 +299,40 @@ impl<E> Held<'_, Inner<E>> {
         }
         crowded
     }
-}
-
-impl<E> Inner<E> {
-    /// Lets the front work without a look at the books, or stops it.
-    pub(crate) fn set_fast(&mut self, fast: bool) {
-        static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
-        match (fast, self.pass) {
-            (true, NO_PASS) => self.pass = NEXT.fetch_add(1, Ordering::Relaxed),
-            (true, _) => {}
-            (false, _) => self.pass = NO_PASS,
-        }
-    }
 
     /// Whether allocations and frees may go on without a look at the books.
     #[inline(always)]
     pub(crate) fn is_fast(&self) -> bool {
-        self.pass != NO_PASS
+        self.open != CLOSED
     }
 
-    /// Takes an unaligned request if nothing stands in the way.
+    /// Takes an unaligned request if nothing stands in the way, and a run of just its length is at
+    /// hand.
     #[inline(always)]
-    pub(crate) fn take_at_once(
-        &mut self,
-        pass: u64,
-        granules: u32,
-        requested: u32,
-    ) -> Option<Taken> {
-        if pass != self.pass {
+    pub(crate) fn take_at_once(&mut self, owner: Owner, request: Small) -> Option<Taken> {
+        if !self.serves(owner) {
             return None;
         }
-        let bytes = u64::from(granules) * GRANULE;
-        if !self.accounts.fit(bytes, u64::from(requested)) {
+        let bytes = request.bytes();
+        if !self.accounts.allocated.fits(bytes) {
             return None;
         }
-        let slack = (bytes as u32).wrapping_sub(requested) as u16;
-        let taken = self.heap.take(granules, slack)?;
-        self.accounts.add(bytes, u64::from(requested));
+        let taken = self.heap.take_quick(request.granules, request.requested)?;
+        self.accounts.add(bytes, u64::from(request.requested));
         Some(taken)
     }
 
     /// Takes a request.
     pub(crate) fn take(&mut self, request: Small) -> Allocated {
-        let (bytes, requested) = (request.bytes(), u64::from(request.requested));
-        if !self.accounts.fit(bytes, requested) {
+        let bytes = request.bytes();
+        if !self.accounts.allocated.fits(bytes) {
             return Allocated::NoRoom;
         }
-        let taken = if request.align <= 1 {
-            self.heap.take(request.granules, request.slack())
-        } else {
-            let (granules, align) = (request.granules, request.align);
-            self.heap.take_aligned(granules, align, request.slack())
-        };
-        let Some(taken) = taken else {
+        let (granules, align) = (request.granules, request.align);
+        let Some(taken) = self.heap.take(granules, align, request.requested) else {
             return Allocated::NoRun;
         };
-        self.accounts.add(bytes, requested);
+        self.accounts.add(bytes, u64::from(request.requested));
         Allocated::Taken(taken)
     }
 
@@ -341,11 +343,13 @@ impl<E> Inner<E> {
         if !aligned {
             return Allocated::NoRun;
         }
-        if !self.accounts.fit(bytes, requested) {
+        if !self.accounts.allocated.fits(bytes) {
             return Allocated::NoRoom;
         }
-        let slack = request.slack();
-        match self.heap.take_at(page, ptr, request.granules, slack) {
+        match self
+            .heap
+            .take_at(page, ptr, request.granules, request.requested)
+        {
             Some(taken) => {
                 self.accounts.add(bytes, requested);
                 Allocated::Taken(taken)
@@ -356,14 +360,14 @@ impl<E> Inner<E> {
 
     /// Takes a request whatever it does to the peak, which is the caller's to look at.
     pub(crate) fn take_beyond(&mut self, request: Small) -> Allocated {
-        self.accounts
-            .extend(request.bytes(), u64::from(request.requested));
+        self.accounts.allocated.extend(request.bytes());
         self.take(request)
     }
 
-    /// What allows a thread to allocate here without a look at the books.
-    pub(crate) fn pass(&self) -> Option<u64> {
-        self.is_fast().then_some(self.pass)
+    /// Whether calls for a stream may go on here without a look at the books.
+    #[inline(always)]
+    pub(crate) fn serves(&self, owner: Owner) -> bool {
+        self.open == owner.allocator && self.key == owner.key
     }
 
     /// The live block that begins at an address.
@@ -379,10 +383,7 @@ impl<E> Inner<E> {
     pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
         let live = match life {
             // The page of a block that somebody owns cannot have gone.
-            Life::Generation(generation) => {
-                let live = self.heap.live_at(node);
-                live.filter(|live| live.generation == generation)
-            }
+            Life::Generation(generation) => self.heap.live_as(node, generation),
             Life::At(ptr) => self.heap.live(node, ptr),
         };
         let Some(live) = live else {
@@ -392,11 +393,7 @@ impl<E> Inner<E> {
             return false;
         }
         if !self.heap.put_quick(node, live.granules) {
-            if self.heap.whole_pages() >= self.spare_pages() {
-                // There may be a page to hand back then.
-                return false;
-            }
-            self.heap.put_merged(node);
+            return false;
         }
         self.account_free(live);
         true
@@ -418,13 +415,13 @@ impl<E> Inner<E> {
         }
         self.account_free(live);
         self.heap.put(node, live.granules);
-        if self.heap.whole_pages() > self.spare_pages() {
+        if self.heap.whole_pages() > SPARE_EXCESS * self.spare_pages() {
             return Freed::Page;
         }
         Freed::Done
     }
 
-    /// Wholly free pages to keep.
+    /// Wholly free pages to keep when some are handed back.
     pub(crate) fn spare_pages(&self) -> u32 {
         (1 + self.heap.page_count() / SPARE_PART).min(SPARE_PAGES) as u32
     }
@@ -457,7 +454,7 @@ impl<E> Inner<E> {
     #[inline(always)]
     pub(crate) fn account_free(&mut self, live: Live) {
         let bytes = u64::from(live.granules) * GRANULE;
-        self.accounts.sub(bytes, bytes - u64::from(live.slack));
+        self.accounts.sub(bytes, u64::from(live.requested));
     }
 
     fn free_shared(&mut self, node: Node, live: Live) -> Freed {
@@ -507,23 +504,6 @@ impl<E> Inner<E> {
         closed
     }
 
-    /// Shares out room: `room` for each quantity if the front is busy, else none. Returns what it
-    /// may count to.
-    pub(crate) fn share(&mut self, room: [u64; QUANTITIES]) -> [u64; QUANTITIES] {
-        let mut limits = [0; QUANTITIES];
-        for ((account, room), limit) in self
-            .accounts
-            .each_mut()
-            .into_iter()
-            .zip(room)
-            .zip(&mut limits)
-        {
-            account.set_room(room);
-            *limit = account.limit();
-        }
-        limits
-    }
-
     /// Whether the front handed anything out lately. `now` is the number of the sharing.
     pub(crate) fn busy(&mut self, now: u64) -> bool {
         let total = self.accounts.blocks.total();
@@ -533,11 +513,7 @@ impl<E> Inner<E> {
         }
         now - self.busy_at <= EPOCH
     }
-
-    pub(crate) fn set_neighbours(&mut self, neighbours: [Option<&'static Front<E>>; 2]) {
-        self.neighbours = neighbours;
-    }
 }
 
 /// Sharings after which a front that hands nothing out gets no room.
-const EPOCH: u64 = 64;
+const EPOCH: u64 = 16;

@@ -7,6 +7,7 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, Ordering};
 
+use super::super::size::GRANULE;
 use super::Front;
 use super::grain::PageInfo;
 use super::lock::{AtomicPtr, AtomicU32};
@@ -37,28 +38,37 @@ struct Leaf<E: 'static> {
     entries: [Entry<E>; LEAF_PAGES],
 }
 
-type Slots<T> = Box<[OnceLock<T>]>;
+/// As long as its index has values: what is masked needs no check.
+type Slots<T, const N: usize> = Box<[OnceLock<T>; N]>;
+const TOPS: usize = 1 << BITS[0];
+const BELOW: usize = 1 << BITS[1];
+const _: () = assert!(BITS[1] == BITS[2]);
 
-fn slots<T>(bits: u32) -> Slots<T> {
-    (0..1 << bits).map(|_| OnceLock::new()).collect()
+fn slots<T, const N: usize>() -> Slots<T, N> {
+    // Not by way of the stack, which a directory of leaves would fill.
+    let slots: Box<[OnceLock<T>]> = (0..N).map(|_| OnceLock::new()).collect();
+    match slots.try_into() {
+        Ok(slots) => slots,
+        Err(_) => unreachable!("as many were collected"),
+    }
 }
 
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct PageTable<E: 'static> {
-    top: Slots<Slots<Slots<Leaf<E>>>>,
+    top: Slots<Slots<Slots<Leaf<E>, BELOW>, BELOW>, TOPS>,
     leaves: Count,
 }
 
 impl<E> PageTable<E> {
     pub(crate) fn new() -> Self {
         PageTable {
-            top: slots(BITS[0]),
+            top: slots(),
             leaves: Count::new(0),
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn places(ptr: u64) -> [usize; 3] {
         let at = |shift: u32, bits: u32| (ptr >> shift) as usize & ((1 << bits) - 1);
         let low = LEAF_BITS + BITS[2];
@@ -69,22 +79,21 @@ impl<E> PageTable<E> {
         ]
     }
 
-    #[inline]
+    #[inline(always)]
     fn entry(&self, ptr: u64) -> Option<&Entry<E>> {
+        let leaf = self.find_leaf(ptr)?;
+        Some(&leaf.entries[(ptr >> PAGE_BITS) as usize % LEAF_PAGES])
+    }
+
+    #[inline(always)]
+    fn find_leaf(&self, ptr: u64) -> Option<&Leaf<E>> {
         if ptr >> ADDRESS_BITS != 0 {
             return None;
         }
         let [top, middle, low] = Self::places(ptr);
-        let leaf = self
-            .top
-            .get(top)?
-            .get()?
-            .get(middle)?
-            .get()?
-            .get(low)?
-            .get()?;
-        leaf.entries
-            .get((ptr >> PAGE_BITS) as usize & (LEAF_PAGES - 1))
+        let middles = self.top[top % TOPS].get()?;
+        let lows = middles[middle % BELOW].get()?;
+        lows[low % BELOW].get()
     }
 
     /// The front that owns the page around an address, and the page's place in it. Another thread
@@ -104,16 +113,20 @@ impl<E> PageTable<E> {
             return None;
         }
         let [top, middle, low] = Self::places(base);
-        let directory = self.top.get(top)?.get_or_init(|| slots(BITS[1]));
-        let directory = directory.get(middle)?.get_or_init(|| slots(BITS[2]));
-        let leaf = directory.get(low)?.get_or_init(|| self.leaf());
-        let page = (base >> PAGE_BITS) as usize & (LEAF_PAGES - 1);
-        let number = leaf.number << ID_BITS | (page as u32) << (PAGE_BITS - 9);
+        let middles = self.top[top % TOPS].get_or_init(slots);
+        let lows = middles[middle % BELOW].get_or_init(slots);
+        let leaf = lows[low % BELOW].get_or_init(|| self.leaf());
+        let page = (base >> PAGE_BITS) as usize % LEAF_PAGES;
         Some(PageInfo {
             base,
-            first_id: SMALL_ID | number,
-            generation: leaf.entries.get(page)?.generation.load(Ordering::Relaxed),
+            generation: leaf.entries[page].generation.load(Ordering::Relaxed),
         })
+    }
+
+    /// The number of the small block that begins at an address, among all that there can be.
+    pub(crate) fn id(&self, ptr: u64) -> Option<u32> {
+        let granule = (ptr / GRANULE) as u32 & ((1 << ID_BITS) - 1);
+        Some(SMALL_ID | self.find_leaf(ptr)?.number << ID_BITS | granule)
     }
 
     fn leaf(&self) -> Leaf<E> {
@@ -122,8 +135,7 @@ impl<E> PageTable<E> {
             entries: std::array::from_fn(|_| Entry {
                 front: AtomicPtr::new(std::ptr::null_mut()),
                 page: AtomicU32::new(0),
-                // Odd while a block is live.
-                generation: AtomicU32::new(1),
+                generation: AtomicU32::new(0),
             }),
         }
     }

@@ -2,7 +2,7 @@
 
 use super::super::size::GRANULE;
 use super::grain::{GRAINS, Kind, NIL, Node, PAGE_GRAINS, PageInfo, Run};
-use super::heap::Heap;
+use super::heap::{Heap, NO_QUICK};
 
 impl Heap {
     /// Pages with their places in the heap.
@@ -21,7 +21,7 @@ impl Heap {
             if place >= PAGE_GRAINS {
                 return None;
             }
-            let grain = self.grains.get(Node::new(page, place).at())?;
+            let grain = held.grains.get(place as usize)?;
             let node = Node::new(page, place);
             let ptr = held.info.base + u64::from(place) * GRANULE;
             // A length of zero would never end; the check reports it.
@@ -30,7 +30,7 @@ impl Heap {
                 node,
                 ptr,
                 granules: u32::from(grain.len),
-                kind: grain.kind,
+                kind: grain.kind(),
                 live: self.live(node, ptr),
             })
         })
@@ -46,7 +46,7 @@ impl Heap {
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         let mut counts = [[0u64; GRAINS]; 2];
         let (mut whole, mut pending) = (0, 0);
-        for (at, _) in self.pages() {
+        for (at, page) in (0u32..).zip(&self.pages).filter(|(_, page)| page.present) {
             let mut end = 0;
             let mut before = None;
             for run in self.runs(at) {
@@ -55,15 +55,11 @@ impl Heap {
                     return Err("runs of a page lie side by side");
                 }
                 end = place + length;
-                let inner =
-                    Node::new(at, place).at() + 1..Node::new(at, place).at() + length as usize;
-                if self.grains[inner]
-                    .iter()
-                    .any(|grain| grain.kind != Kind::Free)
-                {
+                let inner = &page.grains[place as usize + 1..end as usize];
+                if inner.iter().any(|grain| grain.kind() != Kind::Free) {
                     return Err("only the first granule of a run says what it is");
                 }
-                let last = self.grains[Node::new(at, end - 1).at()];
+                let last = &page.grains[end as usize - 1];
                 if u32::from(last.back) != length {
                     return Err("a run's length stands at both of its ends");
                 }
@@ -85,16 +81,17 @@ impl Heap {
                 return Err("runs fill their page");
             }
         }
+        let quick: [u32; GRAINS] = std::array::from_fn(|at| self.quick[at + 1].head);
         for (lists, kind, counts) in [
             (&self.free, Kind::Free, &counts[0]),
-            (&self.quick, Kind::Quick, &counts[1]),
+            (&quick, Kind::Quick, &counts[1]),
         ] {
             for (length, head) in lists.iter().enumerate() {
                 let (mut at, mut count) = (*head, 0);
                 while at != NIL {
                     let node = Node(at);
-                    let grain = &self.grains[node.at()];
-                    if grain.kind != kind || usize::from(grain.len) != length + 1 {
+                    let grain = self.grain(node);
+                    if grain.kind() != kind || usize::from(grain.len) != length + 1 {
                         return Err("a listed run is what its list says");
                     }
                     (at, count) = (grain.a, count + 1);
@@ -108,7 +105,8 @@ impl Heap {
                 if kind == Kind::Free && self.filled.has(length) != (count > 0) {
                     return Err("the bits say which lists hold runs");
                 }
-                if kind == Kind::Quick && u64::from(self.quick_runs[length]) != count {
+                let left = u64::from(self.quick[length + 1].left);
+                if kind == Kind::Quick && left + count != u64::from(NO_QUICK[length + 1].left) {
                     return Err("quick runs are counted");
                 }
             }
@@ -121,13 +119,13 @@ impl Heap {
                 .sum()
         };
         if sum(&counts[0]) != self.free_grains
-            || sum(&counts[1]) != u64::from(self.quick_grains)
+            || sum(&counts[1]) != u64::from(self.quick_granules())
             || pending != self.pending_grains
             || whole != self.whole
         {
             return Err("granules are counted");
         }
-        if self.quick_grains > self.cap {
+        if self.quick_room > self.cap {
             return Err("quick runs stay below their cap");
         }
         Ok(())

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use cualloc::driver::{Context, Driver, DriverError, Entered, Event, sys};
 use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
-use cualloc::{Allocator, Block, Config, Error, Stats};
+use cualloc::{Allocator, Block, Config, Error, Policy, Stats};
 
 use super::program::{CALLS, Op, Setup};
 use super::shadow::{Position, install, shadow};
@@ -424,7 +424,6 @@ impl<'a> Machine<'a> {
             ("live blocks", self.figures.live, all.allocations.current),
             ("requested", self.figures.requested, all.requested.current),
             ("allocated", self.figures.allocated, all.allocated.current),
-            ("peak requested", self.figures.peak, all.requested.peak),
             ("reserved", self.sim.memory_in_use(0), all.reserved.current),
             ("guarded", self.guarded_bytes(), stats.packing.guarded),
         ];
@@ -434,6 +433,17 @@ impl<'a> Machine<'a> {
                     "{what}: {model} by the model, {found} by the statistics"
                 ));
             }
+        }
+        // Several fronts give a bound of the peak: no less than it is, and no more than was allocated.
+        let peak = self.figures.peak;
+        if all.requested.peak < peak || all.requested.peak > all.allocated.peak.max(peak) {
+            return Err(format!(
+                "peak requested: {peak} by the model, {} by the statistics",
+                all.requested.peak
+            ));
+        }
+        if self.alloc.policy() == Policy::Classic && all.requested.peak != peak {
+            return Err("the peak of what was requested is exact without fronts".to_owned());
         }
         Ok(())
     }
