@@ -396,6 +396,31 @@ fn s1_42_huge_sizes_ask_nothing_of_the_driver() {
     });
 }
 
+/// No stream alone has as much room below the peak as a request needs, but all of them together: the
+/// peak stays what it was.
+#[test]
+fn s1_19_room_below_the_peak_is_shared() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let streams = [(); 4].map(|()| rig.stream());
+        let allocate = |kib: usize, stream| allocator.allocate(kib << 10, stream).unwrap();
+        let mut blocks: Vec<_> = (0..8).map(|n| allocate(16, &streams[n % 4])).collect();
+        let peak = allocator.stats().all.allocated.peak;
+        assert_eq!(peak, 128 << 10);
+        blocks.truncate(4);
+        // 64 KiB of room in four parts.
+        blocks.push(allocate(40, &streams[0]));
+        allocator.check().unwrap();
+        blocks.push(allocate(16, &streams[1]));
+        blocks.push(allocate(8, &streams[2]));
+        allocator.check().unwrap();
+        assert_eq!(allocator.stats().all.allocated.peak, peak);
+        blocks.push(allocate(1, &streams[3]));
+        assert_eq!(allocator.stats().all.allocated.peak, peak + 1024);
+        allocator.check().unwrap();
+    });
+}
+
 /// Of one stream's small blocks all peaks are exact; of several streams' those of requested bytes and of
 /// numbers are bounds, which no observer ever finds too low, nor above what can have lived.
 #[test]

@@ -362,7 +362,8 @@ fn s1_13_pointers_into_merged_memory_are_dead() {
         let allocator = rig.allocator();
         let stream = rig.stream();
         for bytes in [512, 3000, 24 << 10] {
-            let blocks: Vec<Block> = (0..24)
+            // More than are kept apart: some of them merge as they are freed.
+            let blocks: Vec<Block> = (0..60)
                 .map(|_| allocator.allocate(bytes, &stream).unwrap())
                 .collect();
             let (even, odd): (Vec<_>, Vec<_>) = blocks
@@ -374,16 +375,20 @@ fn s1_13_pointers_into_merged_memory_are_dead() {
             drop(even);
             merge(&allocator);
             drop(odd);
-            merge(&allocator);
-            let before = allocator.stats();
-            for ptr in all {
-                // SAFETY: refused.
-                let freed = unsafe { allocator.free_raw(ptr) };
-                assert!(matches!(freed, Err(Error::NotLive { .. })), "{freed:?}");
-                assert!(!allocator.owns(ptr));
+            for merged in [false, true] {
+                if merged {
+                    merge(&allocator);
+                }
+                let before = allocator.stats();
+                for ptr in &all {
+                    // SAFETY: refused.
+                    let freed = unsafe { allocator.free_raw(*ptr) };
+                    assert!(matches!(freed, Err(Error::NotLive { .. })), "{freed:?}");
+                    assert!(!allocator.owns(*ptr));
+                }
+                assert_eq!(allocator.stats(), before);
+                allocator.check().unwrap();
             }
-            assert_eq!(allocator.stats(), before);
-            allocator.check().unwrap();
         }
         rig.close(&allocator);
     });

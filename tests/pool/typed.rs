@@ -40,8 +40,8 @@ fn s2_2_the_last_returned_comes_first() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         // The second are more together than a front keeps as they are.
-        for len in [1000, 3000, 300_000, 5_000_000] {
-            let buffers: Vec<_> = (0..4)
+        for len in [1000, 8000, 300_000, 5_000_000] {
+            let buffers: Vec<_> = (0..10)
                 .map(|_| pool.uninit::<f32>(len, &stream).unwrap())
                 .collect();
             // Neighbours, so that the free memory is one piece in the end.
@@ -53,7 +53,7 @@ fn s2_2_the_last_returned_comes_first() {
                 drop(buffer);
             }
             let mut taken = Vec::new();
-            for _ in 0..4 {
+            for _ in 0..10 {
                 // Rounded to the same length.
                 let found = pool.take::<f32>(round_elements(len), &stream).unwrap();
                 taken.push(found.expect("a hit"));

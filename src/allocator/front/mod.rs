@@ -19,6 +19,8 @@ mod lock;
 mod pages;
 mod room;
 mod shelf;
+#[cfg(all(test, not(loom)))]
+mod tests;
 mod walk;
 
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,0 +1,63 @@
+//! What a heap does by itself.
+
+use super::grain::PageInfo;
+use super::heap::Heap;
+
+const PAGE: u64 = 64 << 10;
+
+fn heap(pages: u64) -> Heap {
+    let mut heap = Heap::default();
+    for at in 1..=pages {
+        heap.add_page(PageInfo {
+            base: at * PAGE,
+            generation: 0,
+        });
+    }
+    heap
+}
+
+/// Blocks of so many granules, taken and given back.
+fn pass(heap: &mut Heap, count: u32, granules: u32) {
+    let taken = |heap: &mut Heap| heap.take(granules, 1, granules * 512).map(|t| t.node);
+    let nodes: Vec<_> = (0..count).filter_map(|_| taken(heap)).collect();
+    assert_eq!(nodes.len(), count as usize);
+    nodes.into_iter().for_each(|node| heap.put(node, granules));
+    assert_eq!(heap.check(), Ok(()));
+}
+
+/// R61: runs that were kept as they are merge for a request that finds none, no more than it takes.
+#[test]
+fn r61_kept_runs_merge_for_a_longer_one() {
+    let mut heap = heap(2);
+    pass(&mut heap, 256, 1);
+    assert_eq!(heap.quick_granules(), 256);
+    assert!(heap.take(64, 1, 1).is_none());
+    assert!(heap.flush_for(64));
+    assert!(heap.take(64, 1, 1).is_some());
+    assert_eq!(heap.check(), Ok(()));
+}
+
+/// The longest go first, and those of other lengths stay if they were enough.
+#[test]
+fn r61_short_runs_are_kept_if_longer_ones_do() {
+    let mut heap = heap(2);
+    let whole = heap.take(128, 1, 1);
+    pass(&mut heap, 2, 40);
+    pass(&mut heap, 32, 1);
+    assert!(heap.take(70, 1, 1).is_none());
+    assert!(heap.flush_for(70));
+    assert_eq!(heap.quick_granules(), 32);
+    assert!(heap.take(70, 1, 1).is_some() && whole.is_some());
+    assert_eq!(heap.check(), Ok(()));
+}
+
+/// Where little is kept another page is worth more.
+#[test]
+fn r61_few_runs_are_kept() {
+    let mut heap = heap(8);
+    let others: Vec<_> = (0..7).map(|_| heap.take(128, 1, 1)).collect();
+    pass(&mut heap, 2, 30);
+    assert!(heap.take(100, 1, 1).is_none() && others.iter().all(Option::is_some));
+    assert!(!heap.flush_for(100));
+    assert_eq!(heap.quick_granules(), 60);
+}
