@@ -25,7 +25,7 @@ const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 
 /// Views that stand idle go before there is more address space for views than so many times the
 /// device's memory.
-const VIEW_ADDRESSES: u64 = 8;
+pub(crate) const VIEW_ADDRESSES: u64 = 8;
 
 /// What a climb has done already.
 #[derive(Default)]

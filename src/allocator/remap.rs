@@ -4,7 +4,8 @@ use crate::driver::DriverError;
 
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::ladder::Climb;
+use super::ladder::{Climb, VIEW_ADDRESSES};
+use super::plan::LEVELS;
 use super::records::SpaceId;
 use super::size::GRANULE;
 use super::state::{State, Want};
@@ -100,22 +101,42 @@ impl Engine {
                 state.spent(maps);
                 self.driver().add_view_maps(maps as u64);
                 let id = state.stitched(want, stitch, &handles);
-                let excess = state.excess_view_maps();
-                if excess > 0 {
-                    let idle = state.idle_views(excess);
-                    drop(state);
-                    // A view that cannot be unmapped stays; that is no reason to fail the request.
-                    if let Err(error) = self.evict(&idle) {
-                        log::debug!("idle views were kept: {error}");
-                    }
-                    state = self.lock();
+                drop(state);
+                // A view that cannot be unmapped stays; that is no reason to fail the request.
+                if let Err(error) = self.shed_views(want.stream) {
+                    log::debug!("idle views were kept: {error}");
                 }
-                return Ok((state, Some(id)));
+                return Ok((self.lock(), Some(id)));
             }
             Err(failed) => state.not_mapped(want, stitch, failed),
         };
         self.refused(&mut state, error, free.min(new.saturating_sub(1)), climb)?;
         Ok((state, None))
+    }
+
+    /// After a stitch: lets views go that stand idle if all of them have too many mappings, or too many
+    /// addresses.
+    fn shed_views(&self, stream: u32) -> Result<(), Error> {
+        let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
+        let (excess, alone) = {
+            let state = self.lock();
+            let excess = state.excess_view_maps();
+            let alone = !state.streams.several();
+            let cuts = alone && state.level + 1 == LEVELS;
+            if excess == 0 && state.view_addresses() <= most && !cuts {
+                return Ok(());
+            }
+            (excess, alone.then(|| state.streams[stream].key))
+        };
+        if let Some(key) = alone {
+            // While one stream works nobody else asks whether it is done with a view, so that it may
+            // go or be cut. The marker of the last time says so by now.
+            self.mark(stream, key)?;
+            let state = self.lock();
+            drop(self.poll(state)?);
+        }
+        let idle = self.lock().idle_views(excess);
+        self.evict(&idle)
     }
 
     pub(crate) fn map_stitch(&self, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {

@@ -12,7 +12,7 @@ use super::grain::{
 };
 
 /// Quick runs together are at most this part of the pages, or that many granules.
-const QUICK_SHARE: u32 = 4;
+const QUICK_SHARE: u32 = 8;
 const QUICK_LEAST: u32 = 4 * PAGE_GRAINS;
 /// Quick runs of one length are kept up to this many granules together.
 const QUICK_GRAINS: u32 = 512;
