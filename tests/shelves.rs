@@ -336,6 +336,26 @@ fn what_lies_on_a_shelf_goes_home_when_something_else_is_freed() {
     });
 }
 
+/// A place that was chosen for an alignment is not given to a request that asked for none.
+#[test]
+fn blocks_with_wishes_do_not_go_on_a_shelf() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(64 * MIB, &a).unwrap());
+        let wall = allocator.allocate(LARGE - 512, &a).unwrap();
+        make_used(&allocator, &a);
+        let first = allocator.allocate(LARGE, &a).unwrap().ptr();
+        let aligned = allocator.allocate_aligned(LARGE, 2 * MIB, &a).unwrap();
+        assert_ne!(aligned.ptr(), first);
+        drop(aligned);
+        let block = allocator.allocate(LARGE, &a).unwrap();
+        assert_eq!(block.ptr(), first, "where the books would put it");
+        drop((wall, block));
+        rig.close(&allocator);
+    });
+}
+
 /// Every block lies where it would lie if the books served each request.
 #[test]
 fn layouts_do_not_depend_on_shelves() {

@@ -70,6 +70,7 @@ impl Engine {
     ) -> Result<(Guard<'a>, Option<Grant>, Vec<u64>), Error> {
         let space = state.space_of(request);
         let stream = front.lock().slot;
+        state.unshelve_loose();
         state.settle_shelves_of(stream);
         let want = request.want(space, stream);
         let mut found = state.take_near(&want, near);

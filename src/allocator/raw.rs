@@ -188,6 +188,11 @@ impl Request {
         })
     }
 
+    /// Whether the block may lie anywhere.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.align == 1 && !self.single && self.views
+    }
+
     /// Bytes of a run in which the request surely fits.
     pub(crate) fn span_bytes(&self) -> u64 {
         u64::from(self.granules + self.align - 1) * GRANULE
@@ -318,7 +323,7 @@ impl Engine {
         }
         let grant = state.granted(id, stream, request.requested, front);
         if self.packed {
-            state.shelve(id, front);
+            state.shelve(id, front, request.is_plain());
         }
         Ok((state, grant))
     }

@@ -50,11 +50,12 @@ impl Engine {
 }
 
 impl State {
-    /// A block was handed out by the books: puts it on the shelf of its front if that may be of use.
-    pub(crate) fn shelve(&mut self, id: u32, front: &'static EngineFront) {
+    /// A block was handed out by the books: puts it on the shelf of its front if that may be of use. Not
+    /// one for which a request had wishes: another one would get a place elsewhere.
+    pub(crate) fn shelve(&mut self, id: u32, front: &'static EngineFront, plain: bool) {
         let hot = self.records[id];
         let again = self.fronts.habits.allocated(id, hot.granules);
-        if !again && self.fronts.crowd == 0 {
+        if !plain || (!again && self.fronts.crowd == 0) {
             return;
         }
         let cold = self.records.cold(id);

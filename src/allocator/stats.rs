@@ -147,11 +147,11 @@ pub struct Stats {
     pub fronts: u64,
     /// Bytes of freed blocks that fronts keep as they are, for the next request of their size.
     pub front_bytes: u64,
-    /// Free pieces.
+    /// Free pieces, apart from what fronts keep for the next request of its size.
     pub free_blocks: u64,
     /// Bytes of free memory, whatever it is pending on.
     pub free: u64,
-    /// The largest free piece in bytes.
+    /// The largest of the free pieces in bytes.
     pub largest_free: u64,
     /// Records in use: blocks, free pieces, holes and pages.
     pub nodes: u64,

@@ -6,7 +6,7 @@ use crate::pool::PoolUsage;
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
-use super::traits::{MemoryResource, Outstanding, Tracking, not_tracked};
+use super::traits::{MemoryResource, Outstanding, Tracking, callers_order, not_tracked};
 
 /// The life of a block that came from here.
 #[inline]
@@ -196,25 +196,5 @@ impl MemoryResource for Allocator {
         Ok(engine.record(block.ptr, &engine.named(stream)?, false)?)
     }
 
-    fn prepare_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        _access: Access,
-    ) -> Result<(), ResourceError> {
-        live(self, block)?;
-        if stream.id()? == block.stream {
-            return Ok(());
-        }
-        Err(not_tracked("preparing a use", stream))
-    }
-
-    fn finish_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        _access: Access,
-    ) -> Result<(), ResourceError> {
-        self.record_use(block, stream)
-    }
+    callers_order!(live);
 }

@@ -11,7 +11,9 @@ use crate::pool::{
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
 use super::caching::adopt;
 use super::error::{DeallocateError, ResourceError};
-use super::traits::{MemoryResource, Outstanding, Tracking, forward, forward_uses, not_tracked};
+use super::traits::{
+    MemoryResource, Outstanding, Tracking, callers_order, forward, forward_uses, not_tracked,
+};
 
 /// Blocks of [`NativePool`]s and [`WorkspacePool`]s have addresses that are multiples of this many bytes.
 const ALIGNMENT: usize = 256;
@@ -34,8 +36,7 @@ fn gone(block: &BlockIdentity) -> ResourceError {
     }
 }
 
-/// What a pool says of its own blocks, and how their uses are recorded. `$known` finds a live one. On a
-/// block's own stream there is nothing to prepare; elsewhere the order is the caller's.
+/// What a pool says of its own blocks, and how their uses are recorded. `$known` finds a live one.
 macro_rules! known_uses {
     ($known:ident) => {
         fn state(&self, block: &BlockIdentity) -> BlockState {
@@ -61,27 +62,7 @@ macro_rules! known_uses {
             Ok($known(self, block)?.record_stream(stream)?)
         }
 
-        fn prepare_use(
-            &self,
-            block: &BlockIdentity,
-            stream: &Stream,
-            _access: Access,
-        ) -> Result<(), ResourceError> {
-            $known(self, block)?;
-            if stream.id()? == block.stream {
-                return Ok(());
-            }
-            Err(not_tracked("preparing a use", stream))
-        }
-
-        fn finish_use(
-            &self,
-            block: &BlockIdentity,
-            stream: &Stream,
-            _access: Access,
-        ) -> Result<(), ResourceError> {
-            self.record_use(block, stream)
-        }
+        callers_order!($known);
     };
 }
 

@@ -221,6 +221,35 @@ pub trait MemoryResource: Send + Sync {
     }
 }
 
+/// Uses where reuse is the resource's and order between streams the caller's: on a block's own stream
+/// there is nothing to prepare, and elsewhere nothing that could be. `$known` refuses what is not live.
+macro_rules! callers_order {
+    ($known:ident) => {
+        fn prepare_use(
+            &self,
+            block: &BlockIdentity,
+            stream: &Stream,
+            _access: Access,
+        ) -> Result<(), ResourceError> {
+            $known(self, block)?;
+            if stream.id()? == block.stream {
+                return Ok(());
+            }
+            Err(not_tracked("preparing a use", stream))
+        }
+
+        fn finish_use(
+            &self,
+            block: &BlockIdentity,
+            stream: &Stream,
+            _access: Access,
+        ) -> Result<(), ResourceError> {
+            self.record_use(block, stream)
+        }
+    };
+}
+pub(super) use callers_order;
+
 pub(crate) fn not_tracked(asked: &'static str, stream: &Stream) -> ResourceError {
     match stream.id() {
         Ok(stream) => StreamMisuse::NotTracked { asked, stream }.into(),

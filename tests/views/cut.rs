@@ -88,15 +88,21 @@ fn a_view_is_continued_where_its_open_run_ends() {
     });
 }
 
+/// The whole of the view in two blocks.
+fn halves(allocator: &Allocator, base: u64, stream: &Stream) -> (Block, Block) {
+    let front = allocator.allocate(FRONT, stream).unwrap();
+    let back = allocator.allocate(ALL - FRONT, stream).unwrap();
+    assert_eq!(view_of(allocator, &back), Some(base));
+    (front, back)
+}
+
 /// A view is not cut below a block that lies in it.
 #[test]
 fn a_block_in_the_end_of_a_view_keeps_it() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let (allocator, kept, base) = restless(rig, [&a, &b]);
-        let front = allocator.allocate(FRONT, &a).unwrap();
-        let back = allocator.allocate(ALL - FRONT, &a).unwrap();
-        assert_eq!(view_of(&allocator, &back), Some(base));
+        let (front, back) = halves(&allocator, base, &a);
         rig.stamp(back.ptr(), ALL - FRONT, 3, &a);
         drop(front);
         a.synchronize().unwrap();
@@ -117,9 +123,7 @@ fn a_view_that_a_stream_uses_is_not_cut() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let (allocator, kept, base) = restless(rig, [&a, &b]);
-        let front = allocator.allocate(FRONT, &a).unwrap();
-        let back = allocator.allocate(ALL - FRONT, &a).unwrap();
-        assert_eq!(view_of(&allocator, &back), Some(base));
+        let (front, back) = halves(&allocator, base, &a);
         back.record_stream(&b).unwrap();
         a.synchronize().unwrap();
         let hold = rig.hold(&b);
