@@ -58,6 +58,8 @@ pub(crate) struct Heap {
     pub(super) cap: u32,
     /// Pages that are one free run.
     pub(super) whole: u32,
+    /// Fewest of them since somebody last asked.
+    idle: u32,
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
     pub(super) free_grains: u64,
@@ -76,6 +78,7 @@ impl Default for Heap {
             quick_room: 0,
             cap: 0,
             whole: 0,
+            idle: 0,
             ticket: 0,
             free_grains: 0,
             pending_grains: 0,
@@ -268,12 +271,20 @@ impl Heap {
     }
 
     /// The other streams are done with a block that was held back; or, not `over` yet, its own
-    /// stream has come to follow them.
-    pub(crate) fn let_go(&mut self, node: Node, over: bool) {
+    /// stream has come to follow them. With `keep` it is kept as it is if there is room.
+    ///
+    /// What is kept counts as freed when it is merged, and is no longer what only others waited for.
+    pub(crate) fn let_go(&mut self, node: Node, over: bool, keep: bool) {
+        let grain = self.grain_mut(node);
+        grain.set_out();
+        let granules = u32::from(grain.len);
+        self.pending_grains -= u64::from(granules);
+        if keep && self.put_quick(node, granules) {
+            return;
+        }
         if !over {
             self.pages[node.page()].ticket = self.ticket;
         }
-        self.pending_grains -= u64::from(self.grain(node).len);
         self.merge(node);
     }
 
@@ -351,7 +362,10 @@ impl Heap {
             self.grain_mut(Node(next)).b = before;
         }
         self.free_grains -= u64::from(granules);
-        self.whole -= u32::from(granules == PAGE_GRAINS);
+        if granules == PAGE_GRAINS {
+            self.whole -= 1;
+            self.idle = self.idle.min(self.whole);
+        }
     }
 
     /// Takes back a live block together with the free runs beside it.
@@ -475,6 +489,11 @@ impl Heap {
     /// Pages that are one free run.
     pub(crate) fn whole_pages(&self) -> u32 {
         self.whole
+    }
+
+    /// Pages of those that are one free run, or were in the meantime used, since this was last asked.
+    pub(crate) fn needed_pages(&mut self) -> u32 {
+        self.whole - std::mem::replace(&mut self.idle, self.whole)
     }
 
     /// Pages in all.
