@@ -158,7 +158,14 @@ impl Allocator {
             return Ok(grant);
         }
         let request = Request::new(bytes, 1)?;
-        let named = self.engine.named(stream)?;
+        let named = match stream.known_id() {
+            Some(id) => Named {
+                key: StreamKey::Id(id),
+                raw: stream.raw(),
+                stream: Some(stream),
+            },
+            None => self.engine.named(stream)?,
+        };
         self.engine.allocate_request(&named, &request)
     }
 

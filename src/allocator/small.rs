@@ -75,7 +75,12 @@ impl Engine {
         let (front, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
-            Some(inner) => (inner, false),
+            Some(mut inner) => {
+                if let Some(taken) = inner.take_carved(owner, request) {
+                    return Some(Grant::small(front, taken, request.granules));
+                }
+                (inner, false)
+            }
             None => {
                 let mut inner = front.lock();
                 let crowded = inner.serves(owner) && inner.crowded();

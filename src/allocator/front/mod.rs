@@ -290,6 +290,7 @@ impl<E> Inner<E> {
     /// Lets the front work without a look at the books, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
         self.open = if fast { self.allocator } else { CLOSED };
+        self.heap.keep_quick(fast);
     }
 
     /// Threads met here: whether the stream should get another front, because they keep doing so.
@@ -320,6 +321,19 @@ impl<E> Inner<E> {
             return None;
         }
         let taken = self.heap.take_quick(request.granules, request.requested)?;
+        self.accounts.add(bytes, u64::from(request.requested));
+        Some(taken)
+    }
+
+    /// Takes an unaligned request that [`take_at_once`](Self::take_at_once) found no quick run for, if
+    /// nothing else stands in the way.
+    #[inline(always)]
+    pub(crate) fn take_carved(&mut self, owner: Owner, request: Small) -> Option<Taken> {
+        let bytes = request.bytes();
+        if !self.serves(owner) || !self.accounts.allocated.fits(bytes) {
+            return None;
+        }
+        let taken = self.heap.carve(request.granules, request.requested)?;
         self.accounts.add(bytes, u64::from(request.requested));
         Some(taken)
     }
@@ -391,12 +405,11 @@ impl<E> Inner<E> {
         let Some(live) = live else {
             return false;
         };
-        if !self.is_fast() || live.using != Using::NONE {
+        // A front that was stopped keeps no quick runs: its blocks come no further than this.
+        if live.using != Using::NONE || !self.heap.put_quick(node, live.granules) {
             return false;
         }
-        if !self.heap.put_quick(node, live.granules) {
-            return false;
-        }
+        debug_assert!(self.is_fast(), "else there is no room for quick runs");
         self.account_free(live);
         true
     }
@@ -417,7 +430,8 @@ impl<E> Inner<E> {
         }
         self.account_free(live);
         self.heap.put(node, live.granules);
-        if self.heap.whole_pages() > SPARE_EXCESS * self.spare_pages() {
+        let whole = self.heap.whole_pages();
+        if whole > SPARE_EXCESS && whole > SPARE_EXCESS * self.spare_pages() {
             return Freed::Page;
         }
         Freed::Done
