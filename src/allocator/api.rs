@@ -154,9 +154,15 @@ impl Allocator {
         missed: Missed,
     ) -> Result<Grant, Error> {
         let key = stream.id_at_hand();
-        if let Some(grant) = self.engine.allocate_with_effort(key, bytes, missed) {
-            return Ok(grant);
+        match self.engine.allocate_with_effort(key, bytes, missed) {
+            Some(grant) => Ok(grant),
+            None => self.allocate_in_books(bytes, stream),
         }
+    }
+
+    /// Apart from what comes before it, which needs less of the stack.
+    #[inline(never)]
+    fn allocate_in_books(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
         let request = Request::new(bytes, 1)?;
         let named = match stream.known_id() {
             Some(id) => Named {

@@ -20,12 +20,15 @@ struct Leaf {
 }
 
 impl Leaf {
-    fn new() -> Self {
-        Leaf {
+    /// Out of line: so much on the stack must not be part of each call.
+    #[cold]
+    #[inline(never)]
+    fn new() -> Box<Self> {
+        Box::new(Leaf {
             count: 0,
             starts: [0; LEAF_SLOTS / 64],
             ids: [0; LEAF_SLOTS],
-        }
+        })
     }
 
     /// Whether a block starts at a granule.
@@ -45,12 +48,14 @@ struct Directory {
 }
 
 impl Directory {
-    fn new() -> Self {
-        Directory {
+    #[cold]
+    #[inline(never)]
+    fn new() -> Box<Self> {
+        Box::new(Directory {
             leaves: Box::new([const { None }; DIR_SLOTS]),
             count: 0,
             occupied: [0; DIR_SLOTS / 64],
-        }
+        })
     }
 }
 
@@ -130,14 +135,13 @@ impl Lookup {
         debug_assert!(addr.is_multiple_of(GRANULE));
         let (dir, leaf, slot) = split(addr);
         let at = self.place_again(dir).unwrap_or_else(|at| {
-            self.directories
-                .insert(at, (dir, Box::new(Directory::new())));
+            self.directories.insert(at, (dir, Directory::new()));
             at
         });
         let directory = &mut self.directories[at].1;
         let entry = directory.leaves[leaf].get_or_insert_with(|| {
             directory.count += 1;
-            Box::new(Leaf::new())
+            Leaf::new()
         });
         entry.ids[slot] = id;
         if entry.starts_at(slot) {

@@ -186,9 +186,11 @@ impl Request {
         if bytes == 0 {
             return Err(Error::InvalidSize { requested: 0 });
         }
-        let rounded = round_size(bytes).ok_or_else(|| Error::InvalidSize {
-            requested: bytes as u64,
-        })?;
+        let Some(rounded) = round_size(bytes) else {
+            return Err(Error::InvalidSize {
+                requested: bytes as u64,
+            });
+        };
         if !alignment.is_power_of_two() || alignment as u64 > MAX_ALIGNMENT {
             return Err(Error::InvalidAlignment {
                 alignment: alignment as u64,

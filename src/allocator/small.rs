@@ -62,7 +62,7 @@ impl Engine {
     }
 
     /// Allocates from a front that could not serve at once, if it can be had without the driver.
-    #[inline(never)]
+    #[inline]
     pub(crate) fn allocate_with_effort(
         &self,
         key: u64,
@@ -72,6 +72,11 @@ impl Engine {
         if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
             return self.allocate_shelved(key, bytes);
         }
+        self.take_with_effort(key, bytes, missed)
+    }
+
+    #[inline(never)]
+    fn take_with_effort(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         let (front, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
