@@ -62,7 +62,7 @@ impl Engine {
     }
 
     /// Allocates from a front that could not serve at once, if it can be had without the driver.
-    #[inline(never)]
+    #[inline]
     pub(crate) fn allocate_with_effort(
         &self,
         key: u64,
@@ -72,10 +72,20 @@ impl Engine {
         if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
             return self.allocate_shelved(key, bytes);
         }
+        self.take_with_effort(key, bytes, missed)
+    }
+
+    #[inline(never)]
+    fn take_with_effort(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         let (front, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
-            Some(inner) => (inner, false),
+            Some(mut inner) => {
+                if let Some(taken) = inner.take_carved(owner, request) {
+                    return Some(Grant::small(front, taken, request.granules));
+                }
+                (inner, false)
+            }
             None => {
                 let mut inner = front.lock();
                 let crowded = inner.serves(owner) && inner.crowded();

@@ -306,6 +306,7 @@ impl<E> Inner<E> {
     /// Lets the front work without a look at the books, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
         self.open = if fast { self.allocator } else { CLOSED };
+        self.heap.keep_quick(fast);
     }
 
     /// Threads met here: whether the stream should get another front, because they keep doing so.
@@ -336,6 +337,19 @@ impl<E> Inner<E> {
             return None;
         }
         let taken = self.heap.take_quick(request.granules, request.requested)?;
+        self.accounts.add(bytes, u64::from(request.requested));
+        Some(taken)
+    }
+
+    /// Takes an unaligned request that [`take_at_once`](Self::take_at_once) found no quick run for, if
+    /// nothing else stands in the way.
+    #[inline(always)]
+    pub(crate) fn take_carved(&mut self, owner: Owner, request: Small) -> Option<Taken> {
+        let bytes = request.bytes();
+        if !self.serves(owner) || !self.accounts.allocated.fits(bytes) {
+            return None;
+        }
+        let taken = self.heap.carve(request.granules, request.requested)?;
         self.accounts.add(bytes, u64::from(request.requested));
         Some(taken)
     }
@@ -407,12 +421,11 @@ impl<E> Inner<E> {
         let Some(live) = live else {
             return false;
         };
-        if !self.is_fast() || live.using != Using::NONE {
+        // A front that was stopped keeps no quick runs: its blocks come no further than this.
+        if live.using != Using::NONE || !self.heap.put_quick(node, live.granules) {
             return false;
         }
-        if !self.heap.put_quick(node, live.granules) {
-            return false;
-        }
+        debug_assert!(self.is_fast(), "else there is no room for quick runs");
         self.account_free(live);
         true
     }
@@ -441,9 +454,13 @@ impl<E> Inner<E> {
 
     /// How many wholly free pages to keep, if there are so many that some should be handed back.
     pub(crate) fn surplus(&self) -> Option<u32> {
+        let whole = self.heap.whole_pages();
+        if whole <= SPARE_EXCESS * SPARE_LEAST as u32 {
+            return None;
+        }
         let pages = self.heap.page_count() / SPARE_PART;
         let keep = pages.clamp(SPARE_LEAST, SPARE_PAGES) as u32;
-        (self.heap.whole_pages() > SPARE_EXCESS * keep).then_some(keep)
+        (whole > SPARE_EXCESS * keep).then_some(keep)
     }
 
     /// Whether it is time to ask if other streams are done with what is held back for them.
