@@ -307,7 +307,9 @@ impl Heap {
         }
         let length = found as u32 + 1;
         self.free_grains -= u64::from(length);
-        self.whole -= u32::from(length == PAGE_GRAINS);
+        if length == PAGE_GRAINS {
+            self.whole_used();
+        }
         if length > granules {
             self.list(Node(node.0 + granules), length - granules);
         }
@@ -366,9 +368,13 @@ impl Heap {
         }
         self.free_grains -= u64::from(granules);
         if granules == PAGE_GRAINS {
-            self.whole -= 1;
-            self.idle = self.idle.min(self.whole);
+            self.whole_used();
         }
+    }
+
+    fn whole_used(&mut self) {
+        self.whole -= 1;
+        self.idle = self.idle.min(self.whole);
     }
 
     /// Takes back a live block together with the free runs beside it.
