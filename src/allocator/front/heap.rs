@@ -60,6 +60,8 @@ pub(crate) struct Heap {
     merges_all: bool,
     /// Pages that are one free run.
     pub(super) whole: u32,
+    /// Fewest of them since somebody last asked.
+    idle: u32,
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
     pub(super) free_grains: u64,
@@ -79,6 +81,7 @@ impl Default for Heap {
             cap: 0,
             merges_all: false,
             whole: 0,
+            idle: 0,
             ticket: 0,
             free_grains: 0,
             pending_grains: 0,
@@ -268,12 +271,20 @@ impl Heap {
     }
 
     /// The other streams are done with a block that was held back; or, not `over` yet, its own
-    /// stream has come to follow them.
-    pub(crate) fn let_go(&mut self, node: Node, over: bool) {
+    /// stream has come to follow them. With `keep` it is kept as it is if there is room.
+    ///
+    /// What is kept counts as freed when it is merged, and is no longer what only others waited for.
+    pub(crate) fn let_go(&mut self, node: Node, over: bool, keep: bool) {
+        let grain = self.grain_mut(node);
+        grain.set_out();
+        let granules = u32::from(grain.len);
+        self.pending_grains -= u64::from(granules);
+        if keep && self.put_quick(node, granules) {
+            return;
+        }
         if !over {
             self.pages[node.page()].ticket = self.ticket;
         }
-        self.pending_grains -= u64::from(self.grain(node).len);
         self.merge(node);
     }
 
@@ -295,8 +306,7 @@ impl Heap {
             self.grain_mut(Node(next)).b = NIL;
         }
         let length = found as u32 + 1;
-        self.free_grains -= u64::from(length);
-        self.whole -= u32::from(length == PAGE_GRAINS);
+        self.unlisted(length);
         if length > granules {
             self.list(Node(node.0 + granules), length - granules);
         }
@@ -353,8 +363,17 @@ impl Heap {
         if next != NIL {
             self.grain_mut(Node(next)).b = before;
         }
+        self.unlisted(granules);
+    }
+
+    /// Counts a run of `granules` that is no more in its list.
+    #[inline]
+    fn unlisted(&mut self, granules: u32) {
         self.free_grains -= u64::from(granules);
-        self.whole -= u32::from(granules == PAGE_GRAINS);
+        if granules == PAGE_GRAINS {
+            self.whole -= 1;
+            self.idle = self.idle.min(self.whole);
+        }
     }
 
     /// Takes back a live block together with the free runs beside it.
@@ -479,6 +498,11 @@ impl Heap {
     /// Pages that are one free run.
     pub(crate) fn whole_pages(&self) -> u32 {
         self.whole
+    }
+
+    /// Pages of those that are one free run, or were in the meantime used, since this was last asked.
+    pub(crate) fn needed_pages(&mut self) -> u32 {
+        self.whole - std::mem::replace(&mut self.idle, self.whole)
     }
 
     /// Pages in all.
