@@ -454,9 +454,13 @@ impl<E> Inner<E> {
 
     /// How many wholly free pages to keep, if there are so many that some should be handed back.
     pub(crate) fn surplus(&self) -> Option<u32> {
+        let whole = self.heap.whole_pages();
+        if whole <= SPARE_EXCESS * SPARE_LEAST as u32 {
+            return None;
+        }
         let pages = self.heap.page_count() / SPARE_PART;
         let keep = pages.clamp(SPARE_LEAST, SPARE_PAGES) as u32;
-        (self.heap.whole_pages() > SPARE_EXCESS * keep).then_some(keep)
+        (whole > SPARE_EXCESS * keep).then_some(keep)
     }
 
     /// Whether it is time to ask if other streams are done with what is held back for them.
