@@ -306,10 +306,7 @@ impl Heap {
             self.grain_mut(Node(next)).b = NIL;
         }
         let length = found as u32 + 1;
-        self.free_grains -= u64::from(length);
-        if length == PAGE_GRAINS {
-            self.whole_used();
-        }
+        self.unlisted(length);
         if length > granules {
             self.list(Node(node.0 + granules), length - granules);
         }
@@ -366,15 +363,17 @@ impl Heap {
         if next != NIL {
             self.grain_mut(Node(next)).b = before;
         }
-        self.free_grains -= u64::from(granules);
-        if granules == PAGE_GRAINS {
-            self.whole_used();
-        }
+        self.unlisted(granules);
     }
 
-    fn whole_used(&mut self) {
-        self.whole -= 1;
-        self.idle = self.idle.min(self.whole);
+    /// Counts a run of `granules` that is no more in its list.
+    #[inline]
+    fn unlisted(&mut self, granules: u32) {
+        self.free_grains -= u64::from(granules);
+        if granules == PAGE_GRAINS {
+            self.whole -= 1;
+            self.idle = self.idle.min(self.whole);
+        }
     }
 
     /// Takes back a live block together with the free runs beside it.
