@@ -3,8 +3,8 @@
 #
 #   benches/instructions.sh [--check | --bless] [--all | NAME...]
 #
-# For each NAME (pair, pair_raw, churn_op; with --all also those of front ends and of the churn's own
-# loop) a line `NAME N`, N being instructions per operation, and a line with the file that callgrind
+# For each NAME (pair, pair_raw, churn_op; with --all also those of front ends, of large blocks and of
+# the churn's own loop) a line `NAME N`, N being instructions per operation, and a line with the file that callgrind
 # wrote and both iteration counts:
 #
 #   pair            allocate 4096 bytes and drop the block
@@ -12,6 +12,7 @@
 #   churn_op        an allocation or a free: random ones of 4096 slots are filled where empty, else
 #                   emptied, with 512 B to 64 KiB (logarithm uniform); the loop around it is included
 #   churn_harness   that loop with blocks that cost nothing
+#   churn_wide      the same with 2048 slots and up to 32 MiB, once views are found again
 #   stack, workspace, typed_pool   pairs of 4096 bytes through the front ends
 #
 # N is a difference: of two runs that differ in nothing but the number of operations, divided by it,
@@ -29,7 +30,7 @@ cd "$(dirname "$0")/.."
 recorded=benches/instructions.txt
 mode=show
 names=()
-every=(pair pair_raw churn_op churn_harness stack workspace typed_pool)
+every=(pair pair_raw churn_op churn_harness churn_wide stack workspace typed_pool)
 while [ $# -gt 0 ]; do
     case $1 in
     --check | --bless) mode=${1#--} ;;
@@ -73,6 +74,7 @@ failed=0
 figures=
 for name in "${names[@]}"; do
     case $name in
+    churn_wide) few=200000 many=400000 ;;
     churn*) few=20000 many=220000 ;;
     *) few=1000 many=11000 ;;
     esac

@@ -54,8 +54,9 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
     match work {
         "pair" => pair(&handles, count)?,
         "pair_raw" => pair(&Pointers { allocator, streams }, count)?,
-        "churn_op" => churn(&handles, count)?,
-        "churn_harness" => churn(&Nothing, count)?,
+        "churn_op" => churn(&handles, &small(), count)?,
+        "churn_harness" => churn(&Nothing, &small(), count)?,
+        "churn_wide" => churn(&handles, &wide(), count)?,
         "stack" => pair(&Stack::new(allocator, streams), count)?,
         "workspace" => pair(&Workspaces::new(allocator, streams), count)?,
         "typed_pool" => pair(&Typed::new(allocator, streams), count)?,
@@ -69,11 +70,20 @@ fn pair(source: &impl Source, count: usize) -> Result<(), Failure> {
     pairs(source, BYTES, &source.stream(0), WARM_PAIRS + count)
 }
 
-fn churn<S: Source>(source: &S, count: usize) -> Result<(), Failure> {
+/// Blocks of fronts.
+fn small() -> Churn {
+    Churn::log_uniform(4096, WARM_CHURN + MOST_CHURN, 1, 512, 64 << 10)
+}
+
+/// Mostly large blocks.
+fn wide() -> Churn {
+    Churn::log_uniform(2048, WARM_CHURN + MOST_CHURN, 2, 512, 32 << 20)
+}
+
+fn churn<S: Source>(source: &S, work: &Churn, count: usize) -> Result<(), Failure> {
     if count > MOST_CHURN {
         return Err("so many operations are not drawn".into());
     }
-    let work = Churn::log_uniform(4096, WARM_CHURN + MOST_CHURN, 1, 512, 64 << 10);
     let mut slots = work.slots::<S>();
     work.run(source, &source.stream(0), &mut slots, WARM_CHURN + count)?;
     // How many blocks live at the end depends on the count: their frees must not be part of it.

@@ -154,11 +154,24 @@ impl Allocator {
         missed: Missed,
     ) -> Result<Grant, Error> {
         let key = stream.id_at_hand();
-        if let Some(grant) = self.engine.allocate_with_effort(key, bytes, missed) {
-            return Ok(grant);
+        match self.engine.allocate_with_effort(key, bytes, missed) {
+            Some(grant) => Ok(grant),
+            None => self.allocate_in_books(bytes, stream),
         }
+    }
+
+    /// Apart from what comes before it, which needs less of the stack.
+    #[inline(never)]
+    fn allocate_in_books(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
         let request = Request::new(bytes, 1)?;
-        let named = self.engine.named(stream)?;
+        let named = match stream.known_id() {
+            Some(id) => Named {
+                key: StreamKey::Id(id),
+                raw: stream.raw(),
+                stream: Some(stream),
+            },
+            None => self.engine.named(stream)?,
+        };
         self.engine.allocate_request(&named, &request)
     }
 

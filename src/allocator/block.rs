@@ -180,11 +180,17 @@ impl Block {
 
     /// Frees a large block onto the shelf of its front; false if the books have to.
     fn free_large(&self) -> bool {
-        let id = self.place.record();
+        let id = self.place.shelved();
         id.is_some_and(|id| {
             let mut inner = self.place.home().lock();
             inner.free_large(id, self.place.generation)
         })
+    }
+
+    /// Frees a large block in the books, if that is all there is to do.
+    fn free_simply(&self) -> bool {
+        let (engine, id) = (self.engine(), self.place.record());
+        engine.unwatched() && id.is_some_and(|id| engine.drop_large(id, self.place.generation))
     }
 
     #[inline(never)]
@@ -192,7 +198,7 @@ impl Block {
         match self.place.node() {
             Some(node) if process::is_quiet() => self.drop_small(self.place.home().lock(), node),
             // Blocks of fronts that serve keep the engine as well.
-            None if !self.engine().watchful() && self.free_large() => {}
+            None if !self.engine().watchful() && (self.free_large() || self.free_simply()) => {}
             _ => self.engine().drop_block(self.lifetime()),
         }
     }

@@ -23,6 +23,16 @@ pub(crate) struct Run {
 }
 
 impl Run {
+    /// One piece.
+    #[inline]
+    fn alone(entry: Entry) -> Run {
+        Run {
+            first: entry.id,
+            addr: entry.addr,
+            granules: u64::from(entry.granules),
+        }
+    }
+
     fn better(self, other: Option<Run>) -> Run {
         match other {
             Some(o) if (o.granules, o.addr) <= (self.granules, self.addr) => o,
@@ -78,15 +88,8 @@ impl Finder<'_> {
 
     /// Best fit over ready runs, the lowest address on ties.
     pub(crate) fn ready_run(&self, want: &Want) -> Option<Run> {
-        let alone = |e: Entry| Run {
-            first: e.id,
-            addr: e.addr,
-            granules: u64::from(e.granules),
-        };
         if self.only_own() {
-            // All free memory is the stream's own and merged: the index has the answer.
-            let fitting = self.space.index(self.stream)?.iter_from(want.granules);
-            return fitting.map(alone).find(|run| run.holds(want));
+            return self.own_run(want);
         }
         let mut best = None;
         let lone = |id: u32| {
@@ -96,7 +99,7 @@ impl Finder<'_> {
         if let Some(complete) = self.space.index(COMPLETE)
             && let Some(run) = complete
                 .iter_from(want.granules)
-                .map(alone)
+                .map(Run::alone)
                 .find(|r| lone(r.first) && r.holds(want))
         {
             best = Some(run);
@@ -115,8 +118,15 @@ impl Finder<'_> {
         best
     }
 
+    /// Best fit where all free memory is the stream's own and merged: the index has the answer.
+    #[inline]
+    pub(crate) fn own_run(&self, want: &Want) -> Option<Run> {
+        let fitting = self.space.index(self.stream)?.iter_from(want.granules);
+        fitting.map(Run::alone).find(|run| run.holds(want))
+    }
+
     /// Whether the stream's own pieces are all there is and adjacent ones are merged.
-    fn only_own(&self) -> bool {
+    pub(crate) fn only_own(&self) -> bool {
         self.space.merge_own
             && self
                 .space

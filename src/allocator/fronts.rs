@@ -4,7 +4,9 @@
 
 use super::engine::Engine;
 use super::error::Error;
-use super::front::{Amounts, Batch, Front, FrontPool, MOST_FRONTS, Node, QUANTITIES, Run, Using};
+use super::front::{
+    Amounts, Batch, Front, FrontPool, MOST_FRONTS, Node, QUANTITIES, Returned, Run, Using,
+};
 use super::habits::Habits;
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, PAGE};
@@ -24,6 +26,7 @@ pub(crate) struct HeldBack {
     pub owner: u32,
     pub uses: Uses,
     pub nodes: Vec<Node>,
+    pub bytes: u64,
 }
 
 /// What the books know of all fronts together.
@@ -244,16 +247,60 @@ impl State {
         any
     }
 
+    /// Hands back wholly free pages of a front if they are many; of a retired stream, all.
+    pub(crate) fn return_surplus(&mut self, front: &'static EngineFront, after: &mut AfterFree) {
+        let keep = {
+            let mut inner = front.lock();
+            match self.streams[inner.slot].holder {
+                Holder::Retired => {
+                    inner.take_back(false);
+                    inner.heap.flush_quick();
+                    Some(0)
+                }
+                _ => inner.surplus(),
+            }
+        };
+        if let Some(keep) = keep {
+            self.return_pages(front, keep, after);
+        }
+    }
+
     /// Hands back what one stream's fronts hold and do not need; true if there was anything.
     pub(crate) fn flush_fronts_of(&mut self, stream: u32) -> bool {
-        let mut any = false;
-        for front in self.streams[stream].fronts.clone() {
-            self.close_batches(front, None);
-            any |= self.settle_shelf(front);
-            front.lock().heap.flush_quick();
-            any |= self.return_pages(front, 0, &mut AfterFree::default());
+        let fronts = self.streams[stream].fronts.clone();
+        let flush = |any, front| self.flush_front(front) | any;
+        fronts.into_iter().fold(false, flush)
+    }
+
+    fn flush_front(&mut self, front: &'static EngineFront) -> bool {
+        self.close_batches(front, None);
+        let settled = self.settle_shelf(front);
+        {
+            let mut inner = front.lock();
+            inner.take_back(false);
+            inner.heap.flush_quick();
         }
-        any
+        settled | self.return_pages(front, 0, &mut AfterFree::default())
+    }
+
+    /// Hands back what fronts did not need since this was last done: pages, and of a front that handed
+    /// nothing out all that it has. Returns the streams that gave anything.
+    pub(crate) fn flush_idle(&mut self) -> Vec<u32> {
+        let mut givers = Vec::new();
+        for front in self.fronts.all.clone() {
+            let (stream, quiet, needed) = {
+                let mut inner = front.lock();
+                (inner.slot, inner.quiet(), inner.heap.needed_pages())
+            };
+            let gave = match quiet {
+                true => self.flush_front(front),
+                false => self.return_pages(front, needed, &mut AfterFree::default()),
+            };
+            if gave {
+                givers.push(stream);
+            }
+        }
+        givers
     }
 
     /// Hands back what all fronts hold and do not need; true if there was anything.
@@ -371,6 +418,7 @@ impl State {
             owner,
             uses: Uses::One(u),
             nodes: batch.nodes,
+            bytes: batch.bytes,
         });
     }
 
@@ -412,26 +460,28 @@ impl State {
                 owner,
                 uses: Uses::collect(uses),
                 nodes: vec![node],
+                bytes,
             };
             let held = self.unless_guarded_small(ptr, bytes, held);
             self.fronts.held_back.extend(held);
             self.settle_held_back();
         }
-        let retired = matches!(self.streams[owner].holder, Holder::Retired);
-        if retired {
-            front.lock().heap.flush_quick();
-        }
-        let keep = if retired {
-            0
-        } else {
-            front.lock().spare_pages()
-        };
-        self.return_pages(front, keep, after);
+        self.return_surplus(front, after);
         true
     }
 
+    /// The streams for which blocks of a front are held back.
+    pub(crate) fn held_back_for(&self, front: &'static EngineFront) -> Vec<u32> {
+        let held = self.fronts.held_back.iter();
+        let own = held.filter(|held| std::ptr::eq(held.front, front));
+        own.flat_map(|held| held.uses.as_slice())
+            .map(|u| u.stream)
+            .collect()
+    }
+
     /// Gives back to their fronts the blocks whose other streams are done, or are followed by the
-    /// blocks' own; true if there were any.
+    /// blocks' own; true if there were any. The fronts merge what came in batches, when they next lack
+    /// a run: it takes longer than everything else here.
     pub(crate) fn settle_held_back(&mut self) -> bool {
         let streams = &self.streams;
         let over = |held: &mut HeldBack| {
@@ -439,28 +489,28 @@ impl State {
             uses.all(|u| streams.ready(held.owner, u))
         };
         let done: Vec<HeldBack> = self.fronts.held_back.extract_if(.., over).collect();
-        for held in &done {
+        let any = !done.is_empty();
+        for held in done {
+            let mut uses = held.uses.as_slice().iter();
+            let over = uses.all(|u| self.streams.complete(u));
+            let batch = held.nodes.len() > 1;
             {
                 let mut inner = held.front.lock();
-                let over = held
-                    .uses
-                    .as_slice()
-                    .iter()
-                    .all(|u| self.streams.complete(u));
-                for node in &held.nodes {
-                    inner.heap.let_go(*node, over);
-                }
+                inner.returned.push(Returned {
+                    nodes: held.nodes,
+                    bytes: held.bytes,
+                    over,
+                });
                 inner.waiting -= 1;
+                if !batch {
+                    inner.take_back(false);
+                }
             }
-            let retired = matches!(self.streams[held.owner].holder, Holder::Retired);
-            let keep = if retired {
-                0
-            } else {
-                held.front.lock().spare_pages()
-            };
-            self.return_pages(held.front, keep, &mut AfterFree::default());
+            if !batch || matches!(self.streams[held.owner].holder, Holder::Retired) {
+                self.return_surplus(held.front, &mut AfterFree::default());
+            }
         }
-        !done.is_empty()
+        any
     }
 }
 

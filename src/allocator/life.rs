@@ -52,6 +52,8 @@ impl Engine {
         state.ask_again();
         let mut state = self.poll(state)?;
         state.settle();
+        // What was held back for streams that are done by now.
+        state.flush_fronts();
         let (_, allocated) = state.live_totals();
         let all = &state.stats.all;
         let idle = if keep.held(allocated) < all.reserved.current {

@@ -5,8 +5,6 @@
 //! found without touching the ids. Leaves hang below directories of 16 GiB. Starts are granule
 //! aligned, so a pointer that is not can only be an interior one.
 
-use std::collections::BTreeMap;
-
 use super::size::GRANULE;
 
 const LEAF_BITS: u32 = 21;
@@ -16,39 +14,48 @@ const DIR_SLOTS: usize = 1 << (DIR_BITS - LEAF_BITS);
 
 #[derive(Debug)]
 struct Leaf {
-    ids: Box<[u32]>,
-    starts: Box<[u64]>,
     count: u32,
+    starts: [u64; LEAF_SLOTS / 64],
+    ids: [u32; LEAF_SLOTS],
 }
 
 impl Leaf {
-    fn new() -> Self {
-        Leaf {
-            ids: vec![0; LEAF_SLOTS].into_boxed_slice(),
-            starts: vec![0; LEAF_SLOTS / 64].into_boxed_slice(),
+    /// Out of line: so much on the stack must not be part of each call.
+    #[cold]
+    #[inline(never)]
+    fn new() -> Box<Self> {
+        Box::new(Leaf {
             count: 0,
-        }
+            starts: [0; LEAF_SLOTS / 64],
+            ids: [0; LEAF_SLOTS],
+        })
+    }
+
+    /// Whether a block starts at a granule.
+    #[inline]
+    fn starts_at(&self, slot: usize) -> bool {
+        self.starts[slot / 64] >> (slot % 64) & 1 == 1
     }
 }
 
 #[derive(Debug)]
 struct Directory {
-    leaves: Vec<Option<Box<Leaf>>>,
+    leaves: Box<[Option<Box<Leaf>>; DIR_SLOTS]>,
     /// Leaves that exist.
     count: u32,
     /// Bit per leaf that holds at least one start.
-    occupied: Box<[u64]>,
+    occupied: [u64; DIR_SLOTS / 64],
 }
 
 impl Directory {
-    fn new() -> Self {
-        let mut leaves = Vec::new();
-        leaves.resize_with(DIR_SLOTS, || None);
-        Directory {
-            leaves,
+    #[cold]
+    #[inline(never)]
+    fn new() -> Box<Self> {
+        Box::new(Directory {
+            leaves: Box::new([const { None }; DIR_SLOTS]),
             count: 0,
-            occupied: vec![0; DIR_SLOTS / 64].into_boxed_slice(),
-        }
+            occupied: [0; DIR_SLOTS / 64],
+        })
     }
 }
 
@@ -68,7 +75,10 @@ fn last_bit(words: &[u64], at: usize) -> Option<usize> {
 /// The table; see the module's text.
 #[derive(Debug, Default)]
 pub(crate) struct Lookup {
-    directories: BTreeMap<u64, Directory>,
+    /// By number. There are few: the address space of an allocator is of one piece, mostly.
+    directories: Vec<(u64, Box<Directory>)>,
+    /// Where the last one is that something was entered in or taken out of.
+    latest: usize,
     len: usize,
 }
 
@@ -86,38 +96,80 @@ impl Lookup {
         self.len
     }
 
+    /// Where a directory is, or would be.
+    #[inline]
+    fn place(&self, dir: u64) -> Result<usize, usize> {
+        let at = self
+            .directories
+            .iter()
+            .position(|(number, _)| *number >= dir);
+        match at {
+            Some(at) if self.directories[at].0 == dir => Ok(at),
+            _ => Err(at.unwrap_or(self.directories.len())),
+        }
+    }
+
+    /// [`place`](Self::place), mostly without a search.
+    #[inline]
+    fn place_again(&mut self, dir: u64) -> Result<usize, usize> {
+        if self
+            .directories
+            .get(self.latest)
+            .is_some_and(|(number, _)| *number == dir)
+        {
+            return Ok(self.latest);
+        }
+        let place = self.place(dir);
+        let (Ok(at) | Err(at)) = place;
+        self.latest = at;
+        place
+    }
+
+    #[inline]
+    fn directory(&self, dir: u64) -> Option<&Directory> {
+        let at = self.place(dir).ok()?;
+        Some(&self.directories[at].1)
+    }
+
     pub(crate) fn insert(&mut self, addr: u64, id: u32) {
         debug_assert!(addr.is_multiple_of(GRANULE));
         let (dir, leaf, slot) = split(addr);
-        let directory = self.directories.entry(dir).or_insert_with(Directory::new);
+        let at = self.place_again(dir).unwrap_or_else(|at| {
+            self.directories.insert(at, (dir, Directory::new()));
+            at
+        });
+        let directory = &mut self.directories[at].1;
         let entry = directory.leaves[leaf].get_or_insert_with(|| {
             directory.count += 1;
-            Box::new(Leaf::new())
+            Leaf::new()
         });
         entry.ids[slot] = id;
-        let (word, bit) = (slot / 64, 1 << (slot % 64));
-        if entry.starts[word] & bit == 0 {
-            entry.starts[word] |= bit;
-            entry.count += 1;
-            self.len += 1;
+        if entry.starts_at(slot) {
+            return;
         }
-        directory.occupied[leaf / 64] |= 1 << (leaf % 64);
+        entry.starts[slot / 64] |= 1 << (slot % 64);
+        if entry.count == 0 {
+            directory.occupied[leaf / 64] |= 1 << (leaf % 64);
+        }
+        entry.count += 1;
+        self.len += 1;
     }
 
     pub(crate) fn remove(&mut self, addr: u64) {
         let (dir, leaf, slot) = split(addr);
-        let Some(directory) = self.directories.get_mut(&dir) else {
+        let Ok(at) = self.place_again(dir) else {
             return;
         };
-        let Some(entry) = directory.leaves[leaf].as_mut() else {
+        let directory = &mut self.directories[at].1;
+        let Some(entry) = &mut directory.leaves[leaf] else {
             return;
         };
-        let (word, bit) = (slot / 64, 1 << (slot % 64));
-        if entry.starts[word] & bit != 0 {
-            entry.starts[word] &= !bit;
-            entry.count -= 1;
-            self.len -= 1;
+        if !entry.starts_at(slot) {
+            return;
         }
+        entry.starts[slot / 64] &= !(1 << (slot % 64));
+        entry.count -= 1;
+        self.len -= 1;
         if entry.count == 0 {
             directory.occupied[leaf / 64] &= !(1 << (leaf % 64));
         }
@@ -129,15 +181,17 @@ impl Lookup {
             return None;
         }
         let (dir, leaf, slot) = split(addr);
-        let entry = self.directories.get(&dir)?.leaves[leaf].as_ref()?;
-        (entry.starts[slot / 64] >> (slot % 64) & 1 == 1).then(|| entry.ids[slot])
+        let entry = self.directory(dir)?.leaves[leaf].as_ref()?;
+        entry.starts_at(slot).then(|| entry.ids[slot])
     }
 
     /// The block with the highest start at or below `addr`. Whether it reaches `addr` is for the
     /// caller to see.
     pub(crate) fn at_or_below(&self, addr: u64) -> Option<u32> {
         let (dir, leaf, slot) = split(addr);
-        if let Some(directory) = self.directories.get(&dir) {
+        let place = self.place(dir);
+        if let Ok(at) = place {
+            let directory = &self.directories[at].1;
             if let Some(entry) = &directory.leaves[leaf]
                 && let Some(slot) = last_bit(&entry.starts, slot)
             {
@@ -149,10 +203,9 @@ impl Lookup {
                 return Some(id);
             }
         }
-        self.directories
-            .range(..dir)
-            .rev()
-            .find_map(|(_, directory)| last_in(directory, DIR_SLOTS - 1))
+        let (Ok(below) | Err(below)) = place;
+        let mut below = self.directories[..below].iter().rev();
+        below.find_map(|(_, directory)| last_in(directory, DIR_SLOTS - 1))
     }
 
     /// Drops the leaves of a range that no longer holds memory.
@@ -160,18 +213,21 @@ impl Lookup {
         let mut leaf_addr = addr.next_multiple_of(1 << LEAF_BITS);
         while leaf_addr + (1 << LEAF_BITS) <= addr + bytes {
             let (dir, leaf, _) = split(leaf_addr);
-            if let Some(directory) = self.directories.get_mut(&dir)
-                && directory.leaves[leaf]
-                    .as_ref()
-                    .is_some_and(|l| l.count == 0)
+            leaf_addr += 1 << LEAF_BITS;
+            let Ok(at) = self.place(dir) else {
+                continue;
+            };
+            let directory = &mut self.directories[at].1;
+            if directory.leaves[leaf]
+                .as_ref()
+                .is_some_and(|l| l.count == 0)
             {
                 directory.leaves[leaf] = None;
                 directory.count -= 1;
                 if directory.count == 0 {
-                    self.directories.remove(&dir);
+                    self.directories.remove(at);
                 }
             }
-            leaf_addr += 1 << LEAF_BITS;
         }
     }
 }
@@ -184,6 +240,8 @@ fn last_in(directory: &Directory, leaf: usize) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     #[test]

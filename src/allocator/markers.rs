@@ -108,9 +108,18 @@ impl Engine {
     }
 
     /// Finds out which markers of each stream are complete.
-    pub(crate) fn poll<'a>(&'a self, mut state: Guard<'a>) -> Result<Guard<'a>, Error> {
+    pub(crate) fn poll<'a>(&'a self, state: Guard<'a>) -> Result<Guard<'a>, Error> {
+        self.poll_some(state, |_| true)
+    }
+
+    /// [`poll`](Self::poll) of the streams that are wanted.
+    pub(crate) fn poll_some<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        wanted: impl Fn(u32) -> bool,
+    ) -> Result<Guard<'a>, Error> {
         loop {
-            let mut due = state.due_markers();
+            let mut due = state.due_markers(&wanted);
             if due.is_empty() {
                 return Ok(state);
             }

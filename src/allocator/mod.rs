@@ -34,6 +34,7 @@ mod peaks;
 mod placement;
 mod plan;
 mod raw;
+mod ready;
 mod records;
 mod remap;
 mod roster;

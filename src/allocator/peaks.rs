@@ -183,7 +183,7 @@ impl State {
             pending += inner.pending_bytes();
             pending_peak += inner.pending_peak;
             quick += u64::from(inner.heap.quick_granules()) * GRANULE;
-            free += inner.heap.free_granules() * GRANULE;
+            free += inner.free_bytes();
         }
         let current = self::totals(&locked);
         let (small, all) = self.bounds(&locked);
@@ -236,8 +236,7 @@ impl State {
     pub(crate) fn free_in_fronts(&self) -> Vec<(u32, u64)> {
         let free = self.fronts.all.iter().map(|front| {
             let inner = front.lock();
-            let granules = inner.heap.free_granules() + inner.heap.pending_granules();
-            (inner.slot, granules * GRANULE)
+            (inner.slot, inner.free_bytes() + inner.pending_bytes())
         });
         free.filter(|(_, bytes)| *bytes > 0).collect()
     }

@@ -27,7 +27,7 @@ pub(crate) struct Place {
     home: &'static EngineFront,
     pub ptr: sys::CUdeviceptr,
     /// where a small block lies in there, or `RECORD` and the number of a record, with `WIDE` if it has
-    /// more bytes than its request rounded up.
+    /// more bytes than its request rounded up, and `SHELF` if it was put on a shelf.
     node: u32,
     pub generation: u32,
 }
@@ -35,6 +35,8 @@ pub(crate) struct Place {
 /// Set where no node has a bit.
 const RECORD: u32 = 1 << 31;
 const WIDE: u32 = 1 << 30;
+const SHELF: u32 = 1 << 29;
+const FLAGS: u32 = RECORD | WIDE | SHELF;
 
 impl Grant {
     #[inline(always)]
@@ -66,6 +68,12 @@ impl Grant {
         Grant { place, granules }
     }
 
+    /// The block lies on the shelf of its front.
+    #[inline]
+    pub(crate) fn set_shelved(&mut self, shelved: bool) {
+        self.place.node |= if shelved { SHELF } else { 0 };
+    }
+
     #[inline(always)]
     pub(crate) fn ptr(&self) -> u64 {
         self.place.ptr
@@ -90,8 +98,16 @@ impl Place {
     }
 
     /// The record of any other block.
+    #[inline]
     pub(crate) fn record(&self) -> Option<u32> {
-        (self.node & RECORD != 0).then_some(self.node & !(RECORD | WIDE))
+        (self.node & RECORD != 0).then_some(self.node & !FLAGS)
+    }
+
+    /// The record of a block that was put on a shelf, where it may be no more.
+    #[inline]
+    pub(crate) fn shelved(&self) -> Option<u32> {
+        let shelved = self.node & (RECORD | SHELF) == RECORD | SHELF;
+        shelved.then_some(self.node & !FLAGS)
     }
 
     /// Whether the block has more bytes than its request rounded up.
@@ -170,9 +186,11 @@ impl Request {
         if bytes == 0 {
             return Err(Error::InvalidSize { requested: 0 });
         }
-        let rounded = round_size(bytes).ok_or(Error::InvalidSize {
-            requested: bytes as u64,
-        })?;
+        let Some(rounded) = round_size(bytes) else {
+            return Err(Error::InvalidSize {
+                requested: bytes as u64,
+            });
+        };
         if !alignment.is_power_of_two() || alignment as u64 > MAX_ALIGNMENT {
             return Err(Error::InvalidAlignment {
                 alignment: alignment as u64,
@@ -189,6 +207,7 @@ impl Request {
     }
 
     /// Whether the block may lie anywhere.
+    #[inline]
     pub(crate) fn is_plain(&self) -> bool {
         self.align == 1 && !self.single && self.views
     }
@@ -266,7 +285,13 @@ impl Engine {
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }
-        let (mut state, stream) = self.slot(self.open()?, named)?;
+        let mut state = self.open()?;
+        if !state.contended
+            && let Some(grant) = state.take_ready(self, named.key, request)
+        {
+            return Ok(grant);
+        }
+        let (mut state, stream) = self.slot(state, named)?;
         self.same_device(&state, stream)?;
         if state.closed {
             return Err(Error::Closed);
@@ -321,9 +346,9 @@ impl Engine {
         } else {
             state.stats.hits += 1;
         }
-        let grant = state.granted(id, stream, request.requested, front);
+        let mut grant = state.granted(id, stream, request.requested, front);
         if self.packed {
-            state.shelve(id, front, request.is_plain());
+            grant.set_shelved(state.shelve(id, front, request.is_plain()));
         }
         Ok((state, grant))
     }

@@ -105,6 +105,23 @@ pub(crate) struct Cold {
     pub front: Option<&'static EngineFront>,
 }
 
+impl Cold {
+    /// Makes it what a new one is. Word by word: little of it is ever set.
+    fn clear(&mut self) {
+        self.space = SpaceId::default();
+        self.requested = 0;
+        self.uses = Uses::None;
+        (self.owner, self.freed, self.lent_to) = (0, 0, 0);
+        self.front = None;
+        if self.recorded.capacity() > 0 {
+            self.recorded = Vec::new();
+        }
+        if self.home.capacity() > 0 {
+            self.home = Vec::new();
+        }
+    }
+}
+
 /// A use of a live block on a stream other than its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Recorded {
@@ -116,11 +133,19 @@ pub(crate) struct Recorded {
 const CHUNK_BITS: u32 = 12;
 const CHUNK: usize = 1 << CHUNK_BITS;
 
+/// A chunk of new records; not by way of the stack.
+fn chunk<T: Clone + Default>() -> Box<[T; CHUNK]> {
+    match vec![T::default(); CHUNK].into_boxed_slice().try_into() {
+        Ok(chunk) => chunk,
+        Err(_) => unreachable!("as many were made"),
+    }
+}
+
 /// All records of an allocator, in chunks that never move.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
-    hot: Vec<Box<[Hot]>>,
-    cold: Vec<Box<[Cold]>>,
+    hot: Vec<Box<[Hot; CHUNK]>>,
+    cold: Vec<Box<[Cold; CHUNK]>>,
     vacant: Vec<u32>,
     made: u32,
 }
@@ -130,10 +155,8 @@ impl Records {
     pub(crate) fn make(&mut self, space: SpaceId, state: State, addr: u64, granules: u32) -> u32 {
         let id = self.vacant.pop().unwrap_or_else(|| {
             if self.made as usize == self.hot.len() * CHUNK {
-                self.hot
-                    .push(vec![Hot::default(); CHUNK].into_boxed_slice());
-                self.cold
-                    .push(vec![Cold::default(); CHUNK].into_boxed_slice());
+                self.hot.push(chunk());
+                self.cold.push(chunk());
             }
             self.made += 1;
             self.made - 1
@@ -149,10 +172,8 @@ impl Records {
             state,
             shelved: false,
         };
-        *self.cold_mut(id) = Cold {
-            space,
-            ..Cold::default()
-        };
+        // The rest is as it was when the record was given back.
+        self.cold_mut(id).space = space;
         id
     }
 
@@ -162,23 +183,24 @@ impl Records {
         hot.state = State::Vacant;
         // A handle to the dead record must never look live.
         hot.generation = (hot.generation + 1) & !1;
-        *self.cold_mut(id) = Cold::default();
+        self.cold_mut(id).clear();
         self.vacant.push(id);
     }
 
     /// The record, if the id was ever handed out.
     pub(crate) fn get(&self, id: u32) -> Option<&Hot> {
-        self.hot
-            .get((id >> CHUNK_BITS) as usize)?
-            .get(id as usize & (CHUNK - 1))
+        let chunk = self.hot.get((id >> CHUNK_BITS) as usize)?;
+        Some(&chunk[id as usize % CHUNK])
     }
 
+    #[inline]
     pub(crate) fn cold(&self, id: u32) -> &Cold {
-        &self.cold[(id >> CHUNK_BITS) as usize][id as usize & (CHUNK - 1)]
+        &self.cold[(id >> CHUNK_BITS) as usize][id as usize % CHUNK]
     }
 
+    #[inline]
     pub(crate) fn cold_mut(&mut self, id: u32) -> &mut Cold {
-        &mut self.cold[(id >> CHUNK_BITS) as usize][id as usize & (CHUNK - 1)]
+        &mut self.cold[(id >> CHUNK_BITS) as usize][id as usize % CHUNK]
     }
 
     /// Records that describe something.
@@ -196,13 +218,15 @@ impl Records {
 
 impl std::ops::Index<u32> for Records {
     type Output = Hot;
+    #[inline]
     fn index(&self, id: u32) -> &Hot {
-        &self.hot[(id >> CHUNK_BITS) as usize][id as usize & (CHUNK - 1)]
+        &self.hot[(id >> CHUNK_BITS) as usize][id as usize % CHUNK]
     }
 }
 
 impl std::ops::IndexMut<u32> for Records {
+    #[inline]
     fn index_mut(&mut self, id: u32) -> &mut Hot {
-        &mut self.hot[(id >> CHUNK_BITS) as usize][id as usize & (CHUNK - 1)]
+        &mut self.hot[(id >> CHUNK_BITS) as usize][id as usize % CHUNK]
     }
 }

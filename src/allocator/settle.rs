@@ -92,10 +92,10 @@ impl State {
     }
 
     /// The streams that are due to be asked for completed markers, each with a marker to begin with.
-    pub(crate) fn due_markers(&mut self) -> Vec<Probe> {
+    pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Vec<Probe> {
         let mut due = Vec::new();
         for (stream, slot) in self.streams.iter_mut() {
-            if slot.markers.is_empty() {
+            if slot.markers.is_empty() || !wanted(stream) {
                 continue;
             }
             if slot.backoff > 0 {

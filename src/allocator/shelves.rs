@@ -28,13 +28,10 @@ impl Engine {
         }
         let block = inner.shelf.take(granules, bytes as u64)?;
         drop(inner);
-        let life = (block.id, block.generation);
-        Some(Grant::large(
-            front,
-            block.ptr,
-            life,
-            (granules, bytes as u64),
-        ))
+        let (life, size) = ((block.id, block.generation), (granules, bytes as u64));
+        let mut grant = Grant::large(front, block.ptr, life, size);
+        grant.set_shelved(true);
+        Some(grant)
     }
 
     /// Records the markers that are due for what came off the shelves.
@@ -51,16 +48,19 @@ impl Engine {
 
 impl State {
     /// A block was handed out by the books: puts it on the shelf of its front if that may be of use. Not
-    /// one for which a request had wishes: another one would get a place elsewhere.
-    pub(crate) fn shelve(&mut self, id: u32, front: &'static EngineFront, plain: bool) {
-        let hot = self.records[id];
-        let again = self.fronts.habits.allocated(id, hot.granules);
-        if !plain || (!again && self.fronts.crowd == 0) {
-            return;
-        }
-        let cold = self.records.cold(id);
+    /// one for which a request had wishes: another one would get a place elsewhere. Whether it is there.
+    #[inline]
+    pub(crate) fn shelve(&mut self, id: u32, front: &'static EngineFront, plain: bool) -> bool {
+        let granules = self.records[id].granules;
+        let again = self.fronts.habits.allocated(id, granules);
+        plain && (again || self.fronts.crowd > 0) && self.put_on_shelf(id, front)
+    }
+
+    #[inline(never)]
+    fn put_on_shelf(&mut self, id: u32, front: &'static EngineFront) -> bool {
+        let (hot, cold) = (self.records[id], self.records.cold(id));
         if !cold.home.is_empty() {
-            return;
+            return false;
         }
         let requested = cold.requested;
         let block = Shelved {
@@ -75,7 +75,7 @@ impl State {
         let gone = {
             let mut inner = front.lock();
             if !inner.is_fast() || inner.slot != hot.stream {
-                return;
+                return false;
             }
             inner.shelf.add(block)
         };
@@ -87,6 +87,7 @@ impl State {
         if let Some(gone) = gone {
             self.off_shelf(gone);
         }
+        true
     }
 
     /// Makes the books right about a block that was taken off its shelf.
@@ -168,7 +169,9 @@ impl State {
     /// so that the request finds what it would find without shelves.
     pub(crate) fn pass_by_shelf(&mut self, front: &'static EngineFront, contended: bool) {
         self.unshelve_loose();
-        self.settle_shelf(front);
+        if self.fronts.crowd > 0 {
+            self.settle_shelf(front);
+        }
         if contended {
             self.fronts.crowd = CROWD;
         } else if self.fronts.crowd > 0 {
@@ -180,6 +183,7 @@ impl State {
     }
 
     /// Takes the block off its shelf that was there on the condition that nothing else happens.
+    #[inline]
     pub(crate) fn unshelve_loose(&mut self) {
         if let Some(id) = self.fronts.loose.take() {
             self.unshelve(id);
@@ -230,6 +234,11 @@ impl State {
             inner.shelf.check()?;
             for block in inner.shelf.blocks() {
                 known += 1;
+                let loose = self.fronts.loose == Some(block.id);
+                holds(
+                    "without a crowd there is one block on a shelf at most",
+                    loose || self.fronts.crowd > 0,
+                )?;
                 let (hot, cold) = (&self.records[block.id], self.records.cold(block.id));
                 let here = cold.front.is_some_and(|known| std::ptr::eq(known, *front));
                 holds("a block on a shelf is known there", hot.shelved && here)?;

@@ -62,7 +62,7 @@ impl Engine {
     }
 
     /// Allocates from a front that could not serve at once, if it can be had without the driver.
-    #[inline(never)]
+    #[inline]
     pub(crate) fn allocate_with_effort(
         &self,
         key: u64,
@@ -72,10 +72,20 @@ impl Engine {
         if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
             return self.allocate_shelved(key, bytes);
         }
+        self.take_with_effort(key, bytes, missed)
+    }
+
+    #[inline(never)]
+    fn take_with_effort(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         let (front, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
-            Some(inner) => (inner, false),
+            Some(mut inner) => {
+                if let Some(taken) = inner.take_carved(owner, request) {
+                    return Some(Grant::small(front, taken, request.granules));
+                }
+                (inner, false)
+            }
             None => {
                 let mut inner = front.lock();
                 let crowded = inner.serves(owner) && inner.crowded();
@@ -87,11 +97,14 @@ impl Engine {
         while inner.serves(owner) {
             outcome = inner.take(request);
             match outcome {
+                Allocated::NoRun if inner.take_back(true) => {}
                 Allocated::NoRun if inner.heap.flush_for(request.span()) => {}
                 Allocated::NoRoom if rounds < ROUNDS => {
                     rounds += 1;
                     let bytes = request.bytes();
-                    if !inner.borrow_room(bytes) {
+                    let borrowed;
+                    (inner, borrowed) = front.borrow_room(inner, bytes);
+                    if !borrowed {
                         drop(inner);
                         if !front.pool_room(bytes) {
                             rounds = ROUNDS;
@@ -161,8 +174,11 @@ impl Engine {
                 }
                 return Ok((state, Grant::small(front, taken, request.granules)));
             }
-            if front.lock().heap.flush_for(request.span()) {
-                continue;
+            {
+                let mut inner = front.lock();
+                if inner.take_back(true) || inner.heap.flush_for(request.span()) {
+                    continue;
+                }
             }
             if !polled && front.lock().asks() {
                 // Blocks that other streams used may be free by now.
@@ -179,7 +195,8 @@ impl Engine {
         }
     }
 
-    /// Brings another page to a front. Returns whether memory was added for it.
+    /// Brings another page to a front, or merges what it keeps at hand. Returns whether memory was
+    /// added for it.
     fn obtain_page<'a>(
         &'a self,
         state: Guard<'a>,
@@ -199,9 +216,17 @@ impl Engine {
         };
         let mut state = state;
         let mut ready = state.take_best(&page);
-        if ready.is_none() && state.flush_fronts() {
-            // What other fronts keep for themselves comes before more memory.
-            ready = state.take_best(&page);
+        if ready.is_none() && front.lock().heap.flush_quick() {
+            return Ok((state, false));
+        }
+        if ready.is_none() {
+            // What other fronts did not need lately comes before more memory.
+            let mut givers = state.flush_idle();
+            if !givers.is_empty() {
+                givers.retain(|giver| *giver != stream);
+                state = self.cover(state, &givers)?;
+                ready = state.take_best(&page);
+            }
         }
         if let Some(id) = ready {
             state.page_taken(id, front)?;
@@ -210,6 +235,18 @@ impl Engine {
         let (mut state, id, missed) = self.obtain(state, &page)?;
         state.page_taken(id, front)?;
         Ok((state, missed))
+    }
+
+    /// Covers what streams freed by markers, as far as that may be done here, and asks about them.
+    fn cover<'a>(&'a self, state: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
+        let mut ours = state.kept_uncovered();
+        ours.retain(|(stream, _)| streams.contains(stream));
+        if ours.is_empty() {
+            return Ok(state);
+        }
+        drop(state);
+        self.mark_all(&ours);
+        self.poll_some(self.lock(), |stream| streams.contains(&stream))
     }
 
     /// Asks whether other streams are done with what a front holds back for them; with `close` also
@@ -227,7 +264,9 @@ impl Engine {
             self.mark_all(&ours);
             state = self.lock();
         }
-        state = self.poll(state)?;
+        // Of no use to ask about streams for which others hold blocks back: they ask themselves.
+        let users = state.held_back_for(front);
+        state = self.poll_some(state, |stream| users.contains(&stream))?;
         state.settle_held_back();
         let freed = front.lock().pending_bytes() < before;
         Ok((state, freed))
@@ -295,10 +334,13 @@ impl Engine {
     ) -> Result<(Guard<'a>, Option<Grant>), Error> {
         let (mut polled, mut paged) = (false, false);
         loop {
-            let near = self.take_near(front, &mut front.lock(), request, near);
-            let outcome = match near {
-                Allocated::NoRun => front.lock().take(request),
-                outcome => outcome,
+            let outcome = {
+                let mut inner = front.lock();
+                inner.take_back(true);
+                match self.take_near(front, &mut inner, request, near) {
+                    Allocated::NoRun => inner.take(request),
+                    outcome => outcome,
+                }
             };
             let outcome = match outcome {
                 Allocated::NoRoom => state.take_at_peak(front, request, None),
@@ -315,6 +357,7 @@ impl Engine {
                 polled = true;
                 state.ask_again();
                 (state, _) = self.reclaim(state, front, true)?;
+                state = self.poll(state)?;
                 continue;
             }
             let page = Want {
@@ -397,8 +440,7 @@ impl Engine {
             // The page may have gone with the last of its blocks.
             Freed::Page if !ours => {}
             Freed::Page => {
-                let keep = front.lock().spare_pages();
-                state.return_pages(front, keep, &mut after);
+                state.return_surplus(front, &mut after);
             }
             Freed::Full(batch) => {
                 let stream = batch.stream;

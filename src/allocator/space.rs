@@ -153,24 +153,29 @@ impl Space {
             .unwrap_or(0)
     }
 
-    fn entry(records: &Records, id: u32) -> Entry {
+    /// The class of a free piece, and what its index says of it.
+    #[inline]
+    fn entry(records: &Records, id: u32) -> (u32, Entry) {
         let hot = &records[id];
-        Entry {
+        let entry = Entry {
             granules: hot.granules,
             addr: hot.addr,
             id,
-        }
+        };
+        (hot.stream, entry)
     }
 
+    #[inline]
     fn enlist(&mut self, records: &Records, id: u32) {
-        let class = records[id].stream;
-        self.index_mut(class).insert(Self::entry(records, id));
+        let (class, entry) = Self::entry(records, id);
+        self.index_mut(class).insert(entry);
         self.count += 1;
     }
 
+    #[inline]
     fn delist(&mut self, records: &Records, id: u32) {
-        let class = records[id].stream;
-        let found = self.index_mut(class).remove(&Self::entry(records, id));
+        let (class, entry) = Self::entry(records, id);
+        let found = self.index_mut(class).remove(&entry);
         debug_assert!(found, "a free piece is in the index of its class");
         self.count -= 1;
     }
@@ -270,27 +275,38 @@ impl Space {
 
     /// Cuts an extent that is in no index; the right part gets a record of its own.
     fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
-        let hot = records[id];
         let cold = records.cold(id);
         let (uses, owner, freed) = (cold.uses.clone(), cold.owner, cold.freed);
-        let right = records.make(
-            self.id,
-            hot.state,
-            hot.addr + u64::from(left) * GRANULE,
-            hot.granules - left,
-        );
-        records[right].prev = id;
-        records[right].next = hot.next;
-        records[right].stream = hot.stream;
-        records.cold_mut(right).uses = uses;
-        records.cold_mut(right).owner = owner;
-        records.cold_mut(right).freed = freed;
-        if hot.next != NIL {
-            records[hot.next].prev = right;
+        let state = records[id].state;
+        let right = self.part(records, id, left, state);
+        let cold = records.cold_mut(right);
+        (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
+        right
+    }
+
+    /// Makes the right part of an extent one of its own, in its place in the row and in the given state.
+    #[inline]
+    fn part(&mut self, records: &mut Records, id: u32, left: u32, state: State) -> u32 {
+        let hot = &mut records[id];
+        let (next, stream, addr) = (hot.next, hot.stream, hot.addr);
+        let more = hot.granules - left;
+        hot.granules = left;
+        let right = records.make(self.id, state, addr + u64::from(left) * GRANULE, more);
+        let hot = &mut records[right];
+        (hot.prev, hot.next, hot.stream) = (id, next, stream);
+        if next != NIL {
+            records[next].prev = right;
         }
         records[id].next = right;
-        records[id].granules = left;
         right
+    }
+
+    /// Lets a free piece swallow the one on its right; both are in no index.
+    fn merge_next(&mut self, records: &mut Records, id: u32) {
+        let next = records[id].next;
+        let uses = records.cold(id).uses.union(&records.cold(next).uses);
+        self.absorb_next(records, id);
+        records.cold_mut(id).uses = uses;
     }
 
     /// Lets an extent swallow its right neighbour; both are in no index.
@@ -324,17 +340,13 @@ impl Space {
         let prev = records[id].prev;
         if prev != NIL && self.mergeable(records, prev, id) {
             self.delist(records, prev);
-            let uses = records.cold(prev).uses.union(&records.cold(id).uses);
-            self.absorb_next(records, prev);
-            records.cold_mut(prev).uses = uses;
+            self.merge_next(records, prev);
             id = prev;
         }
         let next = records[id].next;
         if next != NIL && self.mergeable(records, id, next) {
             self.delist(records, next);
-            let uses = records.cold(id).uses.union(&records.cold(next).uses);
-            self.absorb_next(records, id);
-            records.cold_mut(id).uses = uses;
+            self.merge_next(records, id);
         }
         self.enlist(records, id);
         id
@@ -433,12 +445,16 @@ impl Space {
     /// Takes `granules` from the front of one free piece: the common case of [`claim`](Self::claim).
     pub(crate) fn carve(&mut self, records: &mut Records, id: u32, granules: u32) {
         self.delist(records, id);
-        if records[id].granules > granules {
-            let rest = self.split(records, id, granules);
+        let cold = records.cold_mut(id);
+        let (uses, owner, freed) = (std::mem::take(&mut cold.uses), cold.owner, cold.freed);
+        let hot = &mut records[id];
+        hot.state = State::Used;
+        if hot.granules > granules {
+            let rest = self.part(records, id, granules, State::Free);
+            let cold = records.cold_mut(rest);
+            (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
             self.enlist(records, rest);
         }
-        records[id].state = State::Used;
-        records.cold_mut(id).uses = Uses::None;
     }
 
     /// Cuts a claimed extent in two claimed ones; returns the right one.
@@ -480,7 +496,9 @@ impl Space {
         let cold = records.cold_mut(id);
         cold.uses = uses;
         cold.requested = 0;
-        cold.recorded = Vec::new();
+        if cold.recorded.capacity() > 0 {
+            cold.recorded = Vec::new();
+        }
         self.coalesce(records, id)
     }
 

@@ -467,16 +467,19 @@ impl State {
     /// Frees a live block.
     pub(crate) fn free(&mut self, id: u32) -> AfterFree {
         self.unshelve_loose();
-        let hot = self.records[id];
-        let (space, owner, bytes) = (self.records.cold(id).space, hot.stream, hot.bytes());
-        let requested = self.records.cold(id).requested;
-        let recorded = std::mem::take(&mut self.records.cold_mut(id).recorded);
-        self.lookup.remove(hot.addr);
-        self.records[id].generation = hot.generation.wrapping_add(1);
-
-        let shared = !recorded.is_empty();
-        let small = space != SpaceId::Large;
-        self.stats.on_pool(small, |pool| {
+        let hot = &mut self.records[id];
+        let (addr, granules, bytes, owner) = (hot.addr, hot.granules, hot.bytes(), hot.stream);
+        hot.generation = hot.generation.wrapping_add(1);
+        self.frees += 1;
+        let cold = self.records.cold_mut(id);
+        cold.freed = self.frees;
+        let (space, requested, in_view) = (cold.space, cold.requested, !cold.home.is_empty());
+        let shared = !cold.recorded.is_empty();
+        self.lookup.remove(addr);
+        if self.packed {
+            self.fronts.habits.freed(id, granules);
+        }
+        self.stats.on_pool(space != SpaceId::Large, |pool| {
             pool.allocations.sub(1);
             pool.allocated.sub(bytes);
             pool.requested.sub(requested);
@@ -484,34 +487,21 @@ impl State {
                 pool.active.sub(bytes);
             }
         });
+        let mut after = AfterFree::default();
         let own = self.ticket(owner, None);
         let uses = if shared {
-            let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
-            Uses::collect(std::iter::once(own).chain(others).collect())
+            self.shared_uses(id, own)
         } else {
             Uses::One(own)
         };
         for u in uses.as_slice() {
             self.streams[u.stream].live -= 1;
-        }
-        let mut after = AfterFree::default();
-        for u in uses.as_slice() {
             self.count_free(u, bytes, &mut after);
         }
-        if shared {
-            let all = &self.stats.all;
-            let mixed = all.active.current.saturating_sub(all.allocated.current);
-            self.mixed_peak = self.mixed_peak.max(mixed);
-        }
-        if self.packed {
-            self.fronts.habits.freed(id, hot.granules);
-        }
-        self.frees += 1;
-        self.records.cold_mut(id).freed = self.frees;
         let Some(uses) = self.unless_guarded(id, uses) else {
             return after;
         };
-        if !self.records.cold(id).home.is_empty() {
+        if in_view {
             for piece in self.view_block_freed(id, &uses) {
                 if shared {
                     self.settle_piece(SpaceId::Large, piece);
@@ -529,7 +519,19 @@ impl State {
         after
     }
 
+    /// The last uses of a block that other streams used, which is counted as free already.
+    fn shared_uses(&mut self, id: u32, own: Use) -> Uses {
+        let recorded = std::mem::take(&mut self.records.cold_mut(id).recorded);
+        let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
+        let uses = Uses::collect(std::iter::once(own).chain(others).collect());
+        let all = &self.stats.all;
+        let mixed = all.active.current.saturating_sub(all.allocated.current);
+        self.mixed_peak = self.mixed_peak.max(mixed);
+        uses
+    }
+
     /// The use that a free now leaves on a stream.
+    #[inline]
     pub(crate) fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
         let slot = &self.streams[stream];
         // A retired stream gets no more work, so its last marker covers everything.
@@ -544,6 +546,7 @@ impl State {
         }
     }
 
+    #[inline]
     pub(crate) fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
         let several = self.streams.several();
         let slot = &mut self.streams[u.stream];

@@ -61,6 +61,11 @@ impl Uses {
 
     /// What is pending in either.
     pub(crate) fn union(&self, other: &Self) -> Self {
+        if let (Uses::One(a), Uses::One(b)) = (self, other)
+            && a.stream == b.stream
+        {
+            return Uses::One(*a.max(b));
+        }
         Self::collect(
             self.as_slice()
                 .iter()

@@ -6,6 +6,7 @@ mod bytes;
 mod common;
 mod markers;
 mod order;
+mod pages;
 mod streams;
 
 use common::*;

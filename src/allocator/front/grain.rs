@@ -180,6 +180,15 @@ impl Page {
         }
     }
 
+    /// Makes a range a run that is out, with its length where it begins and where it ends.
+    #[inline(always)]
+    pub(super) fn shape(&mut self, node: Node, granules: u32) {
+        self.grains[(node.place() + granules as usize - 1) % GRAINS].back = granules as u8;
+        let grain = &mut self.grains[node.place()];
+        grain.len = granules as u8;
+        grain.set_out();
+    }
+
     /// Makes a run that is out a live block.
     #[inline(always)]
     pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Taken {

@@ -56,8 +56,12 @@ pub(crate) struct Heap {
     pub(super) quick_room: u32,
     /// so many in all.
     pub(super) cap: u32,
+    /// None are kept.
+    merges_all: bool,
     /// Pages that are one free run.
     pub(super) whole: u32,
+    /// Fewest of them since somebody last asked.
+    idle: u32,
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
     pub(super) free_grains: u64,
@@ -75,7 +79,9 @@ impl Default for Heap {
             pages: Vec::new(),
             quick_room: 0,
             cap: 0,
+            merges_all: false,
             whole: 0,
+            idle: 0,
             ticket: 0,
             free_grains: 0,
             pending_grains: 0,
@@ -122,10 +128,7 @@ impl Heap {
             return self.take_aligned(granules, align, requested);
         }
         let quick = self.take_quick(granules, requested);
-        quick.or_else(|| {
-            let node = self.carve(granules)?;
-            Some(self.hand_out(node, requested))
-        })
+        quick.or_else(|| self.carve(granules, requested))
     }
 
     fn take_aligned(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
@@ -268,28 +271,47 @@ impl Heap {
     }
 
     /// The other streams are done with a block that was held back; or, not `over` yet, its own
-    /// stream has come to follow them.
-    pub(crate) fn let_go(&mut self, node: Node, over: bool) {
+    /// stream has come to follow them. With `keep` it is kept as it is if there is room.
+    ///
+    /// What is kept counts as freed when it is merged, and is no longer what only others waited for.
+    pub(crate) fn let_go(&mut self, node: Node, over: bool, keep: bool) {
+        let grain = self.grain_mut(node);
+        grain.set_out();
+        let granules = u32::from(grain.len);
+        self.pending_grains -= u64::from(granules);
+        if keep && self.put_quick(node, granules) {
+            return;
+        }
         if !over {
             self.pages[node.page()].ticket = self.ticket;
         }
-        self.pending_grains -= u64::from(self.grain(node).len);
         self.merge(node);
     }
 
     // ---- runs ------------------------------------------------------------------------------
 
     /// Takes the shortest free run that is long enough, from its low end.
-    fn carve(&mut self, granules: u32) -> Option<Node> {
+    #[inline]
+    pub(crate) fn carve(&mut self, granules: u32, requested: u32) -> Option<Taken> {
         let found = self.filled.first_from(granules as usize - 1)?;
         let node = Node(self.free[found % GRAINS]);
+        let page = self.pages.get_mut(node.page())?;
+        let next = page.grains[node.place()].a;
+        page.shape(node, granules);
+        let taken = page.hand_out(node, requested);
+        self.free[found % GRAINS] = next;
+        if next == NIL {
+            self.filled.clear(found);
+        } else {
+            self.grain_mut(Node(next)).b = NIL;
+        }
         let length = found as u32 + 1;
-        self.unlist(node, length);
+        self.free_grains -= u64::from(length);
+        self.whole -= u32::from(length == PAGE_GRAINS);
         if length > granules {
             self.list(Node(node.0 + granules), length - granules);
         }
-        self.shape(node, granules);
-        Some(node)
+        Some(taken)
     }
 
     /// Takes `granules` out of a free run; what is left on either side stays free.
@@ -303,17 +325,8 @@ impl Heap {
         if rest > 0 {
             self.list(Node(node.0 + skip + granules), rest);
         }
-        self.shape(Node(node.0 + skip), granules);
-    }
-
-    /// Makes a range a run that is out, with its length where it begins and where it ends.
-    #[inline]
-    fn shape(&mut self, node: Node, granules: u32) {
-        let page = &mut self.pages[node.page()];
-        page.grains[(node.place() + granules as usize - 1) % GRAINS].back = granules as u8;
-        let grain = &mut page.grains[node.place()];
-        grain.len = granules as u8;
-        grain.set_out();
+        let node = Node(node.0 + skip);
+        self.pages[node.page()].shape(node, granules);
     }
 
     /// Makes a range a free run of its list.
@@ -327,10 +340,11 @@ impl Heap {
         grain.set_free();
         grain.a = head;
         grain.b = NIL;
-        if head != NIL {
+        if head == NIL {
+            self.filled.set(length);
+        } else {
             self.grain_mut(Node(head)).b = node.0;
         }
-        self.filled.set(length);
         self.free_grains += u64::from(granules);
         self.whole += u32::from(granules == PAGE_GRAINS);
     }
@@ -351,7 +365,10 @@ impl Heap {
             self.grain_mut(Node(next)).b = before;
         }
         self.free_grains -= u64::from(granules);
-        self.whole -= u32::from(granules == PAGE_GRAINS);
+        if granules == PAGE_GRAINS {
+            self.whole -= 1;
+            self.idle = self.idle.min(self.whole);
+        }
     }
 
     /// Takes back a live block together with the free runs beside it.
@@ -362,6 +379,7 @@ impl Heap {
     }
 
     /// Makes a run free, together with the free runs beside it.
+    #[inline(always)]
     fn merge(&mut self, node: Node) {
         let page = &mut self.pages[node.page()];
         let place = node.place();
@@ -477,6 +495,11 @@ impl Heap {
         self.whole
     }
 
+    /// Pages of those that are one free run, or were in the meantime used, since this was last asked.
+    pub(crate) fn needed_pages(&mut self) -> u32 {
+        self.whole - std::mem::replace(&mut self.idle, self.whole)
+    }
+
     /// Pages in all.
     pub(crate) fn page_count(&self) -> usize {
         self.pages.len() - self.vacant.len()
@@ -485,12 +508,24 @@ impl Heap {
     /// Bounds what quick runs may hold together, after pages came or went.
     fn set_cap(&mut self) {
         let granules = self.page_count() as u32 * PAGE_GRAINS;
-        let cap = (granules / QUICK_SHARE).max(QUICK_LEAST);
+        let cap = match self.merges_all {
+            true => 0,
+            false => (granules / QUICK_SHARE).max(QUICK_LEAST),
+        };
         if self.quick_granules() > cap {
             self.flush_quick();
         }
         self.quick_room = cap - self.quick_granules();
         self.cap = cap;
+    }
+
+    /// Whether any quick runs are kept from now on: where none are, no live block is taken back by
+    /// [`put_quick`](Self::put_quick).
+    pub(crate) fn keep_quick(&mut self, keep: bool) {
+        if self.merges_all == keep {
+            self.merges_all = !keep;
+            self.set_cap();
+        }
     }
 
     /// Granules in quick runs.

@@ -93,8 +93,7 @@ fn row(fronts: &[&'static Front<()>]) {
 /// Takes a request beyond the room that is left, as callers do who have not come to the books.
 fn take_with_help(front: &'static Front<()>, granules: u32) -> Option<Taken> {
     let request = request(granules);
-    let mut inner = front.lock();
-    let borrowed = inner.borrow_room(request.bytes());
+    let (inner, borrowed) = front.borrow_room(front.lock(), request.bytes());
     drop(inner);
     if borrowed || front.pool_room(request.bytes()) {
         return take(front, granules);

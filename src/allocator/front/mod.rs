@@ -40,9 +40,10 @@ use std::sync::atomic::Ordering;
 const CLOSED: u64 = u64::MAX;
 /// Most fronts of a stream.
 pub(crate) const MOST_FRONTS: usize = 16;
-/// Wholly free pages that a front keeps when it hands some back: one, and this part of its pages, up
-/// to so many. Memory is not added for others before they were handed back.
+/// Wholly free pages that a front keeps when it hands some back: this part of its pages, between so
+/// many and so many. Of those that it did not need lately no memory is added for others.
 const SPARE_PART: usize = 4;
+const SPARE_LEAST: usize = 8;
 const SPARE_PAGES: usize = 16;
 /// It hands none back before there are more than so many times that: a front whose need goes up and
 /// down would give and ask all the time.
@@ -54,8 +55,8 @@ const PATIENCE: u32 = 64;
 /// Times that threads met at a front's lock before its stream gets another front.
 const CONTENTIONS: u32 = 32;
 /// Frees of blocks that one other stream used, and their bytes, until their batch is closed.
-const BATCH_FREES: usize = 256;
-const BATCH_BYTES: u64 = 1 << 20;
+const BATCH_FREES: usize = 512;
+const BATCH_BYTES: u64 = 2 << 20;
 
 /// One front. Never freed: a front that nobody needs waits for its next stream.
 ///
@@ -120,6 +121,15 @@ pub(crate) struct Batch {
     pub bytes: u64,
 }
 
+/// Blocks that were held back for other streams, which are done with them.
+#[derive(Debug)]
+pub(crate) struct Returned {
+    pub nodes: Vec<Node>,
+    pub bytes: u64,
+    /// Else their own stream has come to follow the others.
+    pub over: bool,
+}
+
 /// What a front is to its stream.
 #[derive(Debug)]
 #[repr(C)]
@@ -139,8 +149,10 @@ pub(crate) struct Inner<E: 'static> {
     /// The allocator, as long as it is open or blocks of this front are live.
     pub owner: Option<Arc<E>>,
     pub batches: Vec<Batch>,
-    /// Batches that wait for their streams outside.
+    /// Batches that wait for their streams outside,
     pub waiting: u32,
+    /// and those that do no more.
+    pub returned: Vec<Returned>,
     /// Small blocks of other streams on which this stream is recorded, live or in a batch that is
     /// open, as far as this front counts them: only the sum over a stream's fronts means something.
     pub recorded: i64,
@@ -155,6 +167,8 @@ pub(crate) struct Inner<E: 'static> {
     /// were more.
     shared_at: u64,
     busy_at: u64,
+    /// Blocks handed out when it was last asked what the front did not need.
+    asked_at: u64,
     /// Fronts that were busy then, this one among them if it was, by rank: who may have room, and where
     /// in the row to ask next.
     others: Option<Others<E>>,
@@ -177,6 +191,7 @@ impl<E> Default for Inner<E> {
             accounts: Accounts::default(),
             batches: Vec::new(),
             waiting: 0,
+            returned: Vec::new(),
             recorded: 0,
             pending_peak: 0,
             contentions: 0,
@@ -184,6 +199,7 @@ impl<E> Default for Inner<E> {
             patience: 0,
             shared_at: 0,
             busy_at: 0,
+            asked_at: 0,
             others: None,
             turn: 0,
         }
@@ -290,6 +306,7 @@ impl<E> Inner<E> {
     /// Lets the front work without a look at the books, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
         self.open = if fast { self.allocator } else { CLOSED };
+        self.heap.keep_quick(fast);
     }
 
     /// Threads met here: whether the stream should get another front, because they keep doing so.
@@ -320,6 +337,19 @@ impl<E> Inner<E> {
             return None;
         }
         let taken = self.heap.take_quick(request.granules, request.requested)?;
+        self.accounts.add(bytes, u64::from(request.requested));
+        Some(taken)
+    }
+
+    /// Takes an unaligned request that [`take_at_once`](Self::take_at_once) found no quick run for, if
+    /// nothing else stands in the way.
+    #[inline(always)]
+    pub(crate) fn take_carved(&mut self, owner: Owner, request: Small) -> Option<Taken> {
+        let bytes = request.bytes();
+        if !self.serves(owner) || !self.accounts.allocated.fits(bytes) {
+            return None;
+        }
+        let taken = self.heap.carve(request.granules, request.requested)?;
         self.accounts.add(bytes, u64::from(request.requested));
         Some(taken)
     }
@@ -391,12 +421,11 @@ impl<E> Inner<E> {
         let Some(live) = live else {
             return false;
         };
-        if !self.is_fast() || live.using != Using::NONE {
+        // A front that was stopped keeps no quick runs: its blocks come no further than this.
+        if live.using != Using::NONE || !self.heap.put_quick(node, live.granules) {
             return false;
         }
-        if !self.heap.put_quick(node, live.granules) {
-            return false;
-        }
+        debug_assert!(self.is_fast(), "else there is no room for quick runs");
         self.account_free(live);
         true
     }
@@ -417,15 +446,21 @@ impl<E> Inner<E> {
         }
         self.account_free(live);
         self.heap.put(node, live.granules);
-        if self.heap.whole_pages() > SPARE_EXCESS * self.spare_pages() {
-            return Freed::Page;
+        match self.surplus() {
+            Some(_) => Freed::Page,
+            None => Freed::Done,
         }
-        Freed::Done
     }
 
-    /// Wholly free pages to keep when some are handed back.
-    pub(crate) fn spare_pages(&self) -> u32 {
-        (1 + self.heap.page_count() / SPARE_PART).min(SPARE_PAGES) as u32
+    /// How many wholly free pages to keep, if there are so many that some should be handed back.
+    pub(crate) fn surplus(&self) -> Option<u32> {
+        let whole = self.heap.whole_pages();
+        if whole <= SPARE_EXCESS * SPARE_LEAST as u32 {
+            return None;
+        }
+        let pages = self.heap.page_count() / SPARE_PART;
+        let keep = pages.clamp(SPARE_LEAST, SPARE_PAGES) as u32;
+        (whole > SPARE_EXCESS * keep).then_some(keep)
     }
 
     /// Whether it is time to ask if other streams are done with what is held back for them.
@@ -493,9 +528,31 @@ impl<E> Inner<E> {
         self.pending_peak = self.pending_peak.max(self.pending_bytes());
     }
 
+    /// Makes what was returned free again; with `keep` as quick runs, as far as there is room for them.
+    /// False if there was nothing.
+    pub(crate) fn take_back(&mut self, keep: bool) -> bool {
+        let any = !self.returned.is_empty();
+        for returned in std::mem::take(&mut self.returned) {
+            for node in returned.nodes {
+                self.heap.let_go(node, returned.over, keep);
+            }
+        }
+        any
+    }
+
     /// Bytes of freed blocks that other streams may still use.
     pub(crate) fn pending_bytes(&self) -> u64 {
-        self.heap.pending_granules() * GRANULE
+        self.heap.pending_granules() * GRANULE - self.returned_bytes()
+    }
+
+    /// Bytes of blocks that were returned, and are not free again yet.
+    fn returned_bytes(&self) -> u64 {
+        self.returned.iter().map(|returned| returned.bytes).sum()
+    }
+
+    /// Free bytes in the pages.
+    pub(crate) fn free_bytes(&self) -> u64 {
+        self.heap.free_granules() * GRANULE + self.returned_bytes()
     }
 
     /// All open batches, or those of one stream: they are closed by this.
@@ -504,6 +561,12 @@ impl<E> Inner<E> {
         let closed: Vec<Batch> = self.batches.extract_if(.., wanted).collect();
         self.waiting += closed.len() as u32;
         closed
+    }
+
+    /// Whether the front handed nothing out since this was last asked.
+    pub(crate) fn quiet(&mut self) -> bool {
+        let total = self.accounts.blocks.total();
+        std::mem::replace(&mut self.asked_at, total) == total
     }
 
     /// Whether the front handed anything out lately. `now` is the number of the sharing.

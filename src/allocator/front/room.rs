@@ -7,33 +7,18 @@ use std::sync::Arc;
 use super::{CLOSED, Front, Held, Inner, Others};
 
 /// Fronts that are asked for room before all of them are locked.
-const ASKED: usize = 6;
-/// Spreads the fronts that are asked first: 2^32 over the golden ratio.
+const ASKED: usize = 4;
+/// Spreads the fronts that are asked: 2^32 over the golden ratio.
 const SPREAD: u32 = 0x9e37_79b9;
 
 impl<E> Inner<E> {
-    /// Room for `bytes` more from one of a few other fronts at which nobody is. True if there is
-    /// enough now.
-    pub(crate) fn borrow_room(&mut self, bytes: u64) -> bool {
-        let Some(others) = &self.others else {
-            return false;
-        };
+    /// Whom to ask for room next.
+    fn next_lender(&mut self, own: &Front<E>) -> Option<&'static Front<E>> {
+        let others = self.others.as_ref()?;
         self.turn = self.turn.wrapping_add(SPREAD);
-        let start = ((u64::from(self.turn) * others.len() as u64) >> 32) as usize;
-        let row = others[start..].iter().chain(&others[..start]);
-        for other in row.take(ASKED) {
-            // It is never waited for, so the order of locks does not matter; and this front, which is
-            // in the row, too, is not free.
-            let Some(mut theirs) = other.try_lock() else {
-                continue;
-            };
-            let same = theirs.open == self.open;
-            let (from, to) = (&mut theirs.accounts.allocated, &mut self.accounts.allocated);
-            if same && from.lend(to, bytes) {
-                return true;
-            }
-        }
-        false
+        let at = ((u64::from(self.turn) * others.len() as u64) >> 32) as usize;
+        let mut row = others[at..].iter().chain(&others[..at]);
+        row.find(|front| !std::ptr::eq(**front, own)).copied()
     }
 
     /// Who was busy when room was shared out.
@@ -49,6 +34,41 @@ impl<E> Inner<E> {
 }
 
 impl<E> Front<E> {
+    /// Room for `bytes` more from one of a few other fronts. The lock is let go where the order of
+    /// locks asks for it. True if there is enough now.
+    pub(crate) fn borrow_room<'a>(
+        &'a self,
+        mut inner: Held<'a, Inner<E>>,
+        bytes: u64,
+    ) -> (Held<'a, Inner<E>>, bool) {
+        for _ in 0..ASKED {
+            let Some(lender) = inner.next_lender(self) else {
+                break;
+            };
+            // Who is at a front has done in a moment: to wait for one costs less than to disturb
+            // others.
+            let mut theirs = match lender.try_lock() {
+                Some(theirs) => theirs,
+                None if lender.rank > self.rank => lender.lock(),
+                None => {
+                    drop(inner);
+                    let theirs = lender.lock();
+                    inner = self.lock();
+                    theirs
+                }
+            };
+            let same = theirs.open == inner.open;
+            let (from, to) = (
+                &mut theirs.accounts.allocated,
+                &mut inner.accounts.allocated,
+            );
+            if same && from.lend(to, bytes) {
+                return (inner, true);
+            }
+        }
+        (inner, false)
+    }
+
     /// Room for `bytes` more from all other fronts that are known here, of which each then has as
     /// much. True if there was enough.
     pub(crate) fn pool_room(&self, bytes: u64) -> bool {

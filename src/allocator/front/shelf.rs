@@ -70,6 +70,8 @@ pub(crate) struct Shelf {
     /// When each was last allocated or freed here.
     touched: [u32; PLACES],
     now: u32,
+    /// Blocks here, free ones among them.
+    count: u32,
     /// What the books count and nobody holds.
     held: Amounts,
     /// What was ever handed out again.
@@ -84,6 +86,7 @@ impl Default for Shelf {
             blocks: [Shelved::default(); PLACES],
             touched: [0; PLACES],
             now: 0,
+            count: 0,
             held: Amounts::default(),
             reused: Amounts::default(),
         }
@@ -92,7 +95,16 @@ impl Default for Shelf {
 
 impl Shelf {
     /// Hands out a free block of exactly this length.
+    #[inline]
     pub(crate) fn take(&mut self, granules: u32, requested: u64) -> Option<Shelved> {
+        if self.held.blocks == 0 {
+            return None;
+        }
+        self.take_any(granules, requested)
+    }
+
+    #[inline(never)]
+    fn take_any(&mut self, granules: u32, requested: u64) -> Option<Shelved> {
         let at = position(&self.free, granules)?;
         let block = &mut self.blocks[at];
         if granules == 0 || requested > block.counted {
@@ -138,8 +150,10 @@ impl Shelf {
 
     /// Puts a live block here. Gives back the one that has to go for it.
     pub(crate) fn add(&mut self, block: Shelved) -> Option<Shelved> {
-        let at = self.place(NIL).or_else(|| self.least_wanted())?;
+        let vacant = position(&self.ids, NIL);
+        let at = vacant.or_else(|| self.least_wanted())?;
         let gone = self.clear(at);
+        self.count += 1;
         self.ids[at] = block.id;
         self.blocks[at] = block;
         self.touch(at);
@@ -178,6 +192,9 @@ impl Shelf {
 
     /// Takes any block off the shelf.
     pub(crate) fn remove_any(&mut self) -> Option<Shelved> {
+        if self.count == 0 {
+            return None;
+        }
         let at = self.ids.iter().position(|id| *id != NIL)?;
         self.clear(at)
     }
@@ -200,13 +217,14 @@ impl Shelf {
 
     /// The sums are those of the blocks.
     pub(crate) fn check(&self) -> Result<(), CheckError> {
-        let mut held = Amounts::default();
+        let (mut held, mut count) = (Amounts::default(), 0);
         for at in 0..PLACES {
             let block = &self.blocks[at];
             if self.ids[at] == NIL {
                 same("an empty place on a shelf", 0, u64::from(self.free[at]))?;
                 continue;
             }
+            count += 1;
             let free = if block.is_live() { 0 } else { block.granules };
             same("a block at hand", u64::from(free), u64::from(self.free[at]))?;
             held.requested += block.counted - block.requested;
@@ -215,10 +233,15 @@ impl Shelf {
                 held.blocks += 1;
             }
         }
+        same("blocks on a shelf", count, u64::from(self.count))?;
         holds("sums of a shelf", held == self.held)
     }
 
+    #[inline]
     fn place(&self, id: u32) -> Option<usize> {
+        if self.count == 0 {
+            return None;
+        }
         position(&self.ids, id)
     }
 
@@ -232,6 +255,7 @@ impl Shelf {
             return None;
         }
         let block = self.blocks[at];
+        self.count -= 1;
         self.ids[at] = NIL;
         self.free[at] = 0;
         self.held.requested -= block.counted - block.requested;

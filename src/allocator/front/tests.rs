@@ -2,6 +2,7 @@
 
 use super::grain::PageInfo;
 use super::heap::Heap;
+use super::{Inner, Life, Owner, Small};
 
 const PAGE: u64 = 64 << 10;
 
@@ -60,4 +61,41 @@ fn r61_few_runs_are_kept() {
     assert!(heap.take(100, 1, 1).is_none() && others.iter().all(Option::is_some));
     assert!(!heap.flush_for(100));
     assert_eq!(heap.quick_granules(), 60);
+}
+
+/// R24: a front that was stopped merges everything, and leaves each free to who looks at the books.
+#[test]
+fn r24_a_stopped_front_takes_no_block_back_at_once() {
+    let mut inner = Inner::<()> {
+        allocator: 1,
+        key: 7,
+        heap: heap(1),
+        ..Inner::default()
+    };
+    inner.set_fast(true);
+    inner.accounts.allocated.extend(1 << 20);
+    let owner = Owner {
+        allocator: 1,
+        key: 7,
+    };
+    let request = Small {
+        granules: 3,
+        align: 1,
+        requested: 1500,
+    };
+    let [first, second] = [(); 2].map(|()| inner.take_carved(owner, request).unwrap());
+    let life = |generation| Life::Generation(generation);
+    assert!(inner.free_at_once(first.node, life(first.generation)));
+    assert_eq!(inner.heap.quick_granules(), 3);
+    inner.set_fast(false);
+    assert_eq!(inner.heap.quick_granules(), 0);
+    assert!(!inner.free_at_once(second.node, life(second.generation)));
+    assert_eq!(inner.take_at_once(owner, request), None);
+    inner.set_fast(true);
+    assert!(inner.free_at_once(second.node, life(second.generation)));
+    assert_eq!(
+        inner.take_at_once(owner, request).map(|t| t.ptr),
+        Some(second.ptr)
+    );
+    assert_eq!(inner.heap.check(), Ok(()));
 }

@@ -1,0 +1,126 @@
+//! Pages of small blocks: which stream has them, and who gets them next.
+
+use crate::common::*;
+use cualloc::allocator::{Allocator, Block, Policy};
+use cualloc::driver::Stream;
+
+/// Bytes of a page, and of a block that fills one.
+const PAGE: usize = 64 * KIB;
+/// Pages in the memory that is added at once.
+const STEP: usize = 2 * MIB / PAGE;
+
+fn pages(allocator: &Allocator, stream: &Stream, count: usize) -> Vec<Block> {
+    let block = |_| allocator.allocate(PAGE, stream).unwrap();
+    (0..count).map(block).collect()
+}
+
+fn reserved(allocator: &Allocator) -> usize {
+    allocator.stats().all.reserved.current as usize
+}
+
+/// R61: what one stream's front did not need since the last time that somebody lacked a page serves
+/// others before memory is added.
+#[test]
+fn r61_idle_pages_serve_other_streams() {
+    only(Policy::Packed, |rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        drop(pages(&allocator, &a, 12));
+        assert_eq!(reserved(&allocator), STEP * PAGE);
+        // The other stream takes the rest, and finds the front of the first just as it was.
+        let mut kept = pages(&allocator, &b, STEP - 12);
+        assert_eq!(reserved(&allocator), STEP * PAGE);
+        kept.extend(pages(&allocator, &b, 1));
+        assert_eq!(
+            reserved(&allocator),
+            2 * STEP * PAGE,
+            "they were in use lately"
+        );
+        // The next time that it lacks one, all of them were idle.
+        kept.extend(pages(&allocator, &b, 2 * STEP - kept.len()));
+        assert_eq!(reserved(&allocator), 2 * STEP * PAGE);
+        allocator.check().unwrap();
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// A front whose need goes up and down keeps the pages that it needs, also while others lack
+/// some.
+#[test]
+fn pages_in_use_stay_with_their_front() {
+    only(Policy::Packed, |rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        let taken = |blocks: &[Block]| -> Vec<u64> { blocks.iter().map(Block::ptr).collect() };
+        let first = pages(&allocator, &a, 12);
+        let mut places = taken(&first);
+        drop(first);
+        places.sort_unstable();
+        let mut kept = Vec::new();
+        for round in 1..=4 {
+            // Each time the other stream lacks a page once.
+            kept.extend(pages(&allocator, &b, round * STEP - 12 + 1 - kept.len()));
+            let again = pages(&allocator, &a, 12);
+            let mut found = taken(&again);
+            found.sort_unstable();
+            assert_eq!(found, places, "round {round}");
+        }
+        allocator.check().unwrap();
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// R61: of a front that hands nothing out also the runs that it kept as they were go.
+#[test]
+fn r61_a_quiet_front_gives_all_that_it_has() {
+    only(Policy::Packed, |rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        let small: Vec<_> = (0..128)
+            .map(|_| allocator.allocate(512, &a).unwrap())
+            .collect();
+        drop(small);
+        let kept = allocator.stats().front_bytes;
+        assert!(kept > 0, "nothing is kept as it was");
+        let mut blocks = pages(&allocator, &b, STEP);
+        blocks.extend(pages(&allocator, &b, STEP - 1));
+        assert_eq!(reserved(&allocator), 2 * STEP * PAGE);
+        // The one page of the first stream is the last there is.
+        blocks.extend(pages(&allocator, &b, 1));
+        assert_eq!(reserved(&allocator), 2 * STEP * PAGE);
+        allocator.check().unwrap();
+        drop(blocks);
+        rig.close(&allocator);
+    });
+}
+
+/// Blocks that another stream used are one free run again once it is done, whoever merges them.
+#[test]
+fn returned_blocks_merge() {
+    only(Policy::Packed, |rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        let blocks: Vec<_> = (0..PAGE / 512)
+            .map(|_| allocator.allocate(512, &a).unwrap())
+            .collect();
+        let page = blocks.iter().map(Block::ptr).min();
+        for block in &blocks {
+            block.record_stream(&b).unwrap();
+        }
+        let busy = rig.busy(&b);
+        drop(blocks);
+        let pending = allocator.stats().all.active.current;
+        assert_eq!(pending as usize, PAGE);
+        drop(busy);
+        rig.settle(&b);
+        allocator.trim(0).unwrap();
+        allocator.check().unwrap();
+        assert_eq!(allocator.stats().all.active.current, 0);
+        let block = allocator.allocate(PAGE, &a).unwrap();
+        assert_eq!(Some(block.ptr()), page);
+        drop(block);
+        rig.close(&allocator);
+    });
+}
