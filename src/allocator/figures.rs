@@ -221,7 +221,7 @@ impl State {
         let pending = self.streams.several()
             && self
                 .finder(want.space, want.stream)
-                .is_some_and(|finder| finder.reachable_runs(want).0.is_some());
+                .is_some_and(|finder| finder.tightest_run(want, u64::MAX).is_some());
         if pending {
             return GrowthReason::Pending;
         }

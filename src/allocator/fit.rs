@@ -33,10 +33,10 @@ impl Run {
         }
     }
 
-    fn better(self, other: Option<Run>) -> Option<Run> {
+    fn better(self, other: Option<Run>) -> Run {
         match other {
-            Some(o) if (o.granules, o.addr) <= (self.granules, self.addr) => Some(o),
-            _ => Some(self),
+            Some(o) if (o.granules, o.addr) <= (self.granules, self.addr) => o,
+            _ => self,
         }
     }
 }
@@ -104,18 +104,17 @@ impl Finder<'_> {
         {
             best = Some(run);
         }
-        for class in self.space.pending_streams().chain([MIXED]) {
-            let Some(index) = self.space.index(class) else {
-                continue;
-            };
-            for entry in index.iter() {
-                if let Some(run) = self.run_led_by(entry.id, |id| self.ready(id))
-                    && run.holds(want)
-                {
-                    best = run.better(best);
-                }
-            }
-        }
+        let most = best.map_or(u64::MAX, |best: Run| best.granules);
+        self.pending_runs(
+            want,
+            most,
+            |id| self.ready(id),
+            |run| {
+                let better = run.better(best);
+                best = Some(better);
+                better.granules
+            },
+        );
         best
     }
 
@@ -135,31 +134,68 @@ impl Finder<'_> {
                 .is_some_and(|own| own.len() == self.space.piece_count())
     }
 
-    /// The best run that can be used after waits, by size, then address; and the one whose newest
-    /// marker is the oldest.
-    pub(crate) fn reachable_runs(&self, want: &Want) -> (Option<Run>, Option<Run>) {
-        let (mut tightest, mut oldest): (Option<Run>, Option<(u64, Run)>) = (None, None);
-        for class in self.space.pending_streams().chain([MIXED]) {
-            let Some(index) = self.space.index(class) else {
-                continue;
-            };
-            for entry in index.iter() {
-                let Some(run) = self.run_led_by(entry.id, |id| self.reachable(id)) else {
-                    continue;
-                };
-                if !run.holds(want) {
-                    continue;
-                }
-                tightest = run.better(tightest);
+    /// The best run of at most so many granules that can be used after waits, by size, then address.
+    pub(crate) fn tightest_run(&self, want: &Want, most: u64) -> Option<Run> {
+        let mut best: Option<Run> = None;
+        self.pending_runs(
+            want,
+            most,
+            |id| self.reachable(id),
+            |run| {
+                let better = run.better(best);
+                best = Some(better);
+                better.granules
+            },
+        );
+        best
+    }
+
+    /// The run that can be used after waits of which the newest marker is the oldest.
+    pub(crate) fn oldest_run(&self, want: &Want) -> Option<Run> {
+        let mut oldest: Option<(u64, Run)> = None;
+        self.pending_runs(
+            want,
+            u64::MAX,
+            |id| self.reachable(id),
+            |run| {
                 let age = self.newest_marker(run, want.skip(run.addr) + want.granules);
                 if oldest
                     .is_none_or(|(a, r)| (age, run.granules, run.addr) < (a, r.granules, r.addr))
                 {
                     oldest = Some((age, run));
                 }
+                u64::MAX
+            },
+        );
+        oldest.map(|(_, run)| run)
+    }
+
+    /// Looks at the runs of at most so many granules that hold a request, and have a piece in them that
+    /// is not complete. `look` says how many granules are of interest from then on.
+    fn pending_runs(
+        &self,
+        want: &Want,
+        mut most: u64,
+        usable: impl Fn(u32) -> bool,
+        mut look: impl FnMut(Run) -> u64,
+    ) {
+        for class in self.space.pending_streams().chain([MIXED]) {
+            let Some(index) = self.space.index(class) else {
+                continue;
+            };
+            for entry in index.iter() {
+                // A run is as long as each of its pieces at least, and these come by length.
+                if u64::from(entry.granules) > most {
+                    break;
+                }
+                if let Some(run) = self.run_led_by(entry.id, &usable)
+                    && run.granules <= most
+                    && run.holds(want)
+                {
+                    most = look(run);
+                }
             }
         }
-        (tightest, oldest.map(|(_, run)| run))
     }
 
     /// The order number of the newest marker that the head of a run has to wait for.

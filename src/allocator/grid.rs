@@ -88,33 +88,43 @@ impl Grid {
         self.shorten(first as u32, room, 0);
     }
 
-    /// The views that may have a run of so many granules, if a grid can tell: a view that is not among
-    /// them has none. `touch` says which handles are open, by number.
-    pub(crate) fn candidates(&self, granules: u32, touch: &[u8]) -> Option<Vec<u64>> {
-        let grid = (granules.checked_div(POINTS * FINEST)?.max(1).ilog2() as usize).min(GRIDS - 1);
-        let covered = (granules / (FINEST << grid)) as usize;
+    /// Hands out the views that may have a run of so many granules, if a grid can tell (else it is
+    /// false): one that is not among them has none. What `look` returns is how many granules are of
+    /// interest from then on; not fewer. `touch` says which handles are open, by number.
+    pub(crate) fn candidates(
+        &self,
+        granules: u32,
+        touch: &[u8],
+        mut look: impl FnMut(u64) -> u32,
+    ) -> bool {
+        let grid = ((granules / (POINTS * FINEST)).max(1).ilog2() as usize).min(GRIDS - 1);
+        let mut least = granules;
+        let mut covered = (least / (FINEST << grid)) as usize;
         if covered == 0 {
-            return None;
+            return false;
         }
         let points = &self.points[grid];
-        let closed = |at: &usize| touch[points[*at] as usize] == 0;
-        let mut found: Vec<u64> = Vec::new();
+        let mut seen = NOBODY;
         // The last of so many points in a row is looked at first: if it is closed, none of them begins
         // a row.
         let mut last = covered - 1;
         while last < points.len() {
-            if let Some(at) = (last + 1 - covered..=last).rev().find(closed) {
-                last = at + covered;
+            let row = &points[last + 1 - covered..=last];
+            if let Some(at) = row.iter().rposition(|point| touch[*point as usize] == 0) {
+                last += at + 1;
                 continue;
             }
             let (from, right) = self.reach(grid, last, touch);
             let owner = self.owners[last >> (GRIDS - 1 - grid)];
-            if right - from >= (granules / FINEST) as usize && found.last() != Some(&owner) {
-                found.push(owner);
+            if right - from >= (least / FINEST) as usize && seen != owner {
+                seen = owner;
+                least = least.max(look(owner));
             }
-            last += covered.max((right >> grid).saturating_sub(last));
+            let next = last + covered.max((right >> grid).saturating_sub(last));
+            covered = (least / (FINEST << grid)) as usize;
+            last = next.max(covered - 1);
         }
-        Some(found)
+        true
     }
 
     /// Which points of the finest grid a run may cover that covers a point of another: from one, up to
@@ -202,6 +212,32 @@ mod tests {
         handles.iter().map(seg).collect()
     }
 
+    /// The views that may have a run of so many granules, if the grid can tell.
+    fn candidates(grid: &Grid, granules: u32, touch: &[u8]) -> Option<Vec<u64>> {
+        let mut found = Vec::new();
+        let told = grid.candidates(granules, touch, |base| {
+            found.push(base);
+            granules
+        });
+        told.then_some(found)
+    }
+
+    #[test]
+    fn what_is_shorter_than_what_was_found_is_passed_over() {
+        // Runs of 128, 512, 256, 512 and 768 MiB.
+        let runs = [8, 32, 16, 32, 48].map(|count| vec![(1, 16); count]);
+        let runs: Vec<&[(u32, u32)]> = runs.iter().map(Vec::as_slice).collect();
+        let grid = grid(&runs);
+        let touch = [0, WHOLE];
+        let mut found = Vec::new();
+        let told = grid.candidates(100 * MIB, &touch, |base| {
+            found.push(base);
+            runs[base as usize - 1].len() as u32 * 16 * MIB
+        });
+        assert!(told);
+        assert_eq!(found, [1, 2, 4, 5]);
+    }
+
     #[test]
     fn a_view_with_a_run_is_always_a_candidate() {
         // Sizes of handles and what is open, by a small generator.
@@ -240,7 +276,7 @@ mod tests {
                 longest = longest.max(run);
             }
             for granules in [longest, longest * 3 / 4, longest / 3] {
-                if let Some(found) = grid.candidates(granules.max(1), &touch) {
+                if let Some(found) = candidates(&grid, granules.max(1), &touch) {
                     assert!(found.contains(&2), "{granules} of {handles:?}: {touch:?}");
                 }
             }
@@ -253,12 +289,16 @@ mod tests {
         let grid = grid(&[&handles]);
         let mut touch = vec![WHOLE; 33];
         touch[0] = 0;
-        assert_eq!(grid.candidates(512 * MIB, &touch), Some(vec![1]));
+        assert_eq!(candidates(&grid, 512 * MIB, &touch), Some(vec![1]));
         touch[9] = 0;
-        assert_eq!(grid.candidates(512 * MIB, &touch), Some(vec![]));
-        assert_eq!(grid.candidates(400 * MIB, &touch), Some(vec![]));
-        assert_eq!(grid.candidates(368 * MIB, &touch), Some(vec![1]));
-        assert_eq!(grid.candidates(4 * MIB, &touch), None, "too short to tell");
+        assert_eq!(candidates(&grid, 512 * MIB, &touch), Some(vec![]));
+        assert_eq!(candidates(&grid, 400 * MIB, &touch), Some(vec![]));
+        assert_eq!(candidates(&grid, 368 * MIB, &touch), Some(vec![1]));
+        assert_eq!(
+            candidates(&grid, 4 * MIB, &touch),
+            None,
+            "too short to tell"
+        );
     }
 
     #[test]

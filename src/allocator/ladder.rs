@@ -317,7 +317,9 @@ impl Engine {
             if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {
                 return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
             }
+            // What was cut for this request served it no better before.
             if self.stitches(want)
+                && !climb.shortened
                 && let Some(step) = self.ready_in_view(state, want, &mut open)
             {
                 return step;
@@ -361,14 +363,14 @@ impl Engine {
         let loose =
             |tight: u64| ready.granules > (1 + TOLERANCES[state.level]) * tight + TOLERANCE_SLACK;
         // No run is tighter than the request itself.
-        if self.packed && state.streams.several() && loose(u64::from(want.granules)) {
-            let (tightest, _) = finder.reachable_runs(want);
-            if let Some(tight) = tightest
-                && loose(tight.granules)
-            {
-                state.stats.rungs.tighter += 1;
-                return Some(Step::Wait(tight));
-            }
+        if self.packed
+            && state.streams.several()
+            && loose(u64::from(want.granules))
+            && let Some(tight) = finder.tightest_run(want, ready.granules)
+            && loose(tight.granules)
+        {
+            state.stats.rungs.tighter += 1;
+            return Some(Step::Wait(tight));
         }
         Some(Step::Take(ready))
     }
@@ -378,10 +380,7 @@ impl Engine {
         if !state.streams.several() {
             return None;
         }
-        state
-            .finder(want.space, want.stream)?
-            .reachable_runs(want)
-            .1
+        state.finder(want.space, want.stream)?.oldest_run(want)
     }
 
     /// Whether a view could serve a request at all.

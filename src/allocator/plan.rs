@@ -27,8 +27,11 @@ const LAST_STEP: usize = LEVELS - 2;
 /// amount, whichever is more. Values from simulation over recorded work.
 const CAP_SHARES: [u64; LEVELS] = [1, 2, 3, 4, 5, 6];
 const CAP_SLACK: u64 = 16 << 20;
-/// A new handle is at least this part of the request that it is made for, by level.
-const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 12, 8, 8, 8];
+/// A new handle is at least this part of the request that it is made for, by level. Most memory is made
+/// on the levels between, and what is large there is pinned by a small part for ever: with an eighth from
+/// the fourth level on, random programs on eight streams that run 200 rows late held 1.10 of their peak
+/// instead of 1.07.
+const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 16, 16, 16, 8];
 /// The share of a handle in the pool grows until the pool has about this many.
 const POOL_HANDLES: u64 = 1024;
 const POOL_HANDLE_MAX: u64 = 32 << 20;
@@ -570,7 +573,7 @@ mod tests {
             let slack = (state.soft_cap() - state.peak_live) >> 20;
             (slack, state.handle_size(&want, want.requested) >> 20)
         };
-        let levels = [(100, 30), (200, 60), (300, 80), (400, 120), (500, 120)];
+        let levels = [(100, 30), (200, 60), (300, 60), (400, 60), (500, 60)];
         for (level, expected) in levels.into_iter().enumerate() {
             assert_eq!((state.level, figures(&state)), (level, expected));
             state.spent(LEVEL_MAPS[level] as usize);

@@ -135,6 +135,9 @@ impl Engine {
             let state = self.lock();
             drop(self.poll(state)?);
         }
+        if excess == 0 {
+            return Ok(());
+        }
         let idle = self.lock().idle_views(excess);
         self.evict(&idle)
     }

@@ -28,9 +28,10 @@ impl View {
         self.blocks.iter().map(|(_, end)| *end).max().unwrap_or(0)
     }
 
-    /// The longest open run behind which the view may be cut and can be continued for a request of so
-    /// many granules: its length, at most the request's, and how many handles stay.
-    fn best_cut(&self, open: &Openings, need: u32) -> Option<(u32, usize)> {
+    /// The longest open run of at least some granules behind which the view may be cut and can be
+    /// continued for a request of so many: its length, at most the request's, and how many handles
+    /// stay.
+    fn best_cut(&self, open: &Openings, need: u32, least: u32) -> Option<(u32, usize)> {
         let held = self.held();
         let (mut offset, mut run) = (0, 0u32);
         let mut best: Option<(u32, usize)> = None;
@@ -43,8 +44,9 @@ impl View {
             };
             offset += seg.granules;
             let length = run.min(need);
-            if offset >= held
-                && length > best.map_or(0, |(most, _)| most)
+            if length > best.map_or(least - 1, |(most, _)| most)
+                && offset >= held
+                && at + 1 < self.segs.len()
                 && self.room - offset >= need - length
             {
                 best = Some((length, at + 1));
@@ -60,22 +62,22 @@ impl State {
         if self.level + 1 < LEVELS || want.align > 1 {
             return None;
         }
-        let mut best: Option<(u32, Cut)> = None;
-        for (base, view) in &self.views {
-            if self.may_cut(view)
-                && let Some((run, keep)) = view.best_cut(open, want.granules)
-                && keep < view.segs.len()
-                && best.is_none_or(|(most, _)| run > most)
-            {
-                best = Some((run, Cut { base: *base, keep }));
-            }
-        }
-        let (run, cut) = best?;
         let need = u64::from(want.granules) * GRANULE;
         let suffixes = self.best_suffixes(need, open);
-        let suffix = suffixes.first().map_or(0, |(suffix, _)| *suffix);
-        let (before, after) = (need - suffix, need - u64::from(run) * GRANULE);
-        (after * 100 <= before * WORTH_PERCENT).then_some(cut)
+        let lacks = need - suffixes.first().map_or(0, |(suffix, _)| *suffix);
+        let worth = ((need - lacks * WORTH_PERCENT / 100).div_ceil(GRANULE) as u32).max(1);
+        let mut best: Option<(u32, Cut)> = None;
+        self.views_with_runs(worth, &open.borders, |base, view| {
+            let least = best.map_or(worth, |(most, _)| most);
+            if self.may_cut(view)
+                && let Some((run, keep)) = view.best_cut(open, want.granules, least)
+                && best.is_none_or(|(most, cut)| run > most || base < cut.base)
+            {
+                best = Some((run, Cut { base, keep }));
+            }
+            best.map_or(worth, |(most, _)| most)
+        });
+        best.map(|(_, cut)| cut)
     }
 
     /// Whether mappings of a view may go in which no block lies.
@@ -148,5 +150,126 @@ impl Engine {
         state.cut_done(cut, gone, unmapped.is_ok());
         drop(state);
         unmapped.map_err(|error| self.error(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::allocator::Config;
+    use crate::allocator::front::PageTable;
+    use crate::allocator::handles::Borders;
+    use crate::allocator::records::SpaceId;
+    use crate::allocator::uses::Uses;
+    use std::sync::{Arc, Weak};
+
+    const HANDLE: u64 = 16 << 20;
+    const GRANULES: u32 = (HANDLE / GRANULE) as u32;
+
+    /// Books on the last level with views of handles that are open (`true`) or not, each with room for
+    /// many more.
+    fn books(views: &[(u64, &[bool])]) -> (State, Openings) {
+        let tuning = Config::new().tuning();
+        let table = Arc::new(PageTable::new());
+        let mut state = State::new((Weak::new(), 0), table, 0, true, None, tuning);
+        state.level = LEVELS - 1;
+        let (mut ranges, mut home) = (Vec::new(), HANDLE);
+        for (base, open) in views {
+            let mut segs = Vec::new();
+            for open in *open {
+                let handle = state.handles.add(home, GRANULES);
+                segs.push(Seg {
+                    home,
+                    granules: GRANULES,
+                    handle,
+                });
+                if *open {
+                    ranges.push((home, home + HANDLE));
+                }
+                home += 2 * HANDLE;
+            }
+            let granules = GRANULES * open.len() as u32;
+            let view = View {
+                range: 0,
+                room: 256 * GRANULES,
+                segs,
+                granules,
+                place: 0,
+                live: 0,
+                blocks: Vec::new(),
+                uses: Uses::None,
+                stamp: 0,
+                busy: false,
+                dead: false,
+            };
+            state.put_view(*base, view);
+        }
+        let open = Openings {
+            borders: Borders::new(&state.handles, &ranges),
+            ranges,
+            more: false,
+        };
+        (state, open)
+    }
+
+    fn want(handles: u32) -> Want {
+        Want {
+            space: SpaceId::Large,
+            stream: 0,
+            granules: handles * GRANULES,
+            align: 1,
+            requested: u64::from(handles) * HANDLE,
+            single: false,
+            views: true,
+        }
+    }
+
+    const SHORT: &[bool] = &[true, true, true, true, true, false, false];
+    const LONG: &[bool] = &[false, true, true, true, true, true, true, false];
+    const BUSY: &[bool] = &[true, true, true, true, true, true, true, true, false];
+
+    /// Among views of which the grid is asked, and in either order of their addresses.
+    #[test]
+    fn the_longest_run_is_continued() {
+        for (base, keep) in [(1 << 40, 7), (3 << 40, 7)] {
+            let other = 2 << 40;
+            let (state, open) = books(&[(other, SHORT), (base, LONG)]);
+            let cut = state.plan_cut(&want(20), &open);
+            assert_eq!(cut, Some(Cut { base, keep }));
+        }
+        // Of equal ones, the one with the lowest address.
+        let (state, open) = books(&[(4 << 40, LONG), (2 << 40, SHORT), (3 << 40, LONG)]);
+        let base = 3 << 40;
+        assert_eq!(
+            state.plan_cut(&want(20), &open),
+            Some(Cut { base, keep: 7 })
+        );
+        let (mut state, open) = books(&[(1 << 40, LONG), (2 << 40, BUSY)]);
+        let busy = |state: &mut State, busy| {
+            let view = state.views.get_mut(&(2 << 40));
+            view.into_iter().for_each(|view| view.busy = busy);
+            state.plan_cut(&want(20), &open).map(|cut| cut.base)
+        };
+        assert_eq!(busy(&mut state, true), Some(1 << 40));
+        assert_eq!(busy(&mut state, false), Some(2 << 40));
+    }
+
+    /// An open end serves as well as a run that is hardly longer.
+    #[test]
+    fn a_cut_saves_a_twentieth_or_is_not_made() {
+        let mut end = [true; 8];
+        end[0] = false;
+        for (open_end, cut) in [(5, true), (6, false), (7, false)] {
+            let (state, open) = books(&[(1 << 40, LONG), (2 << 40, &end[..=open_end])]);
+            assert_eq!(
+                state.plan_cut(&want(20), &open).is_some(),
+                cut,
+                "{open_end}"
+            );
+        }
+        // Six handles are a twentieth of 120.
+        let (state, open) = books(&[(1 << 40, LONG)]);
+        assert!(state.plan_cut(&want(120), &open).is_some());
+        assert_eq!(state.plan_cut(&want(121), &open), None);
     }
 }

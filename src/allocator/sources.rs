@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::handles::Marks;
-use super::size::PHYSICAL_GRANULE;
+use super::size::{GRANULE, PHYSICAL_GRANULE};
 
 /// From this many handles on, taking the largest first is tried as well,
 const MANY_HANDLES: usize = 24;
@@ -59,45 +59,61 @@ pub(crate) struct Sources {
     all: Vec<Source>,
     /// The longest first.
     rows: Vec<Row>,
-    /// Whole ones, the largest first.
-    by_size: Vec<Source>,
+    /// Which ones are whole, the largest first.
+    by_size: Vec<usize>,
     /// Bytes of the first so many of these.
     sums: Vec<u64>,
     /// Bytes of the smallest whole one.
     smallest: u64,
-    /// Open bytes from the start of a handle on, its address, and which source it is.
-    fronts: Vec<(u64, u64, usize)>,
+    /// Granules of each that are open from its start on.
+    fronts: Vec<u32>,
+    /// The most of them, in bytes.
+    front: u64,
+}
+
+/// Numbers from 0 on in the order of what `size` says of them, equal ones by number; none of those for
+/// which it says nothing. Sorting plain words is several times faster than sorting what they stand for.
+fn ordered<T>(all: &[T], size: impl Fn(&T) -> Option<u32>) -> impl Iterator<Item = usize> {
+    let sizes = (0u32..).zip(all);
+    let key = |(at, item)| Some(u64::from(size(item)?) << 32 | u64::from(at));
+    let mut keys: Vec<u64> = sizes.filter_map(key).collect();
+    keys.sort_unstable();
+    keys.into_iter().map(|key| key as u32 as usize)
+}
+
+fn granules(bytes: u64) -> u32 {
+    (bytes / GRANULE) as u32
 }
 
 impl Sources {
     /// From a list by address.
     pub(crate) fn new(all: Vec<Source>) -> Self {
-        let mut rows = rows_in(&all, 0, all.len(), |_| true);
-        rows.sort_unstable_by(|a, b| b.cmp(a));
-        let mut by_size: Vec<Source> = all.iter().filter(|s| s.whole()).copied().collect();
-        by_size.sort_unstable_by_key(|s| (Reverse(s.bytes), s.home));
+        let rows = rows_in(&all, 0, all.len(), |_| true);
+        let longest = |row: &Row| Some(!granules(row.bytes));
+        let rows = ordered(&rows, longest).map(|at| rows[at]).collect();
+        let largest = |s: &Source| s.whole().then(|| !granules(s.bytes));
+        let by_size: Vec<usize> = ordered(&all, largest).collect();
         let mut sum = 0;
-        let sums = by_size.iter().map(|s| {
-            sum += s.bytes;
+        let sums = by_size.iter().map(|at| {
+            sum += all[*at].bytes;
             sum
         });
-        let fronts = all.iter().enumerate().filter(|(_, s)| s.prefix() > 0);
-        let mut fronts: Vec<_> = fronts.map(|(at, s)| (s.prefix(), s.home, at)).collect();
-        fronts.sort_unstable();
+        let fronts: Vec<u32> = all.iter().map(|s| granules(s.prefix())).collect();
+        let front = fronts.iter().max().copied().unwrap_or(0);
         Sources {
             sums: sums.collect(),
-            smallest: by_size.last().map_or(u64::MAX, |s| s.bytes),
+            smallest: by_size.last().map_or(u64::MAX, |at| all[*at].bytes),
+            front: u64::from(front) * GRANULE,
+            fronts,
             all,
             rows,
             by_size,
-            fronts,
         }
     }
 
     /// No choice for so many bytes takes fewer handles.
     pub(crate) fn fewest(&self, need: u64) -> usize {
-        let last = self.fronts.last().map_or(0, |(bytes, ..)| *bytes);
-        match need.checked_sub(last) {
+        match need.checked_sub(self.front) {
             None | Some(0) => usize::from(need > 0),
             Some(rest) => self.sums.partition_point(|sum| *sum < rest) + 2,
         }
@@ -146,11 +162,11 @@ impl Sources {
             return by_rows;
         }
         let mut by_size = self.filling(lead, need, used);
-        for source in &self.by_size {
+        for at in &self.by_size {
             if by_size.left < self.smallest {
                 break;
             }
-            by_size.offer(source);
+            by_size.offer(&self.all[*at]);
         }
         let by_size = self.finish(by_size);
         if by_size.1 <= by_rows.1 && by_size.0.len() * FEWER_TENTHS <= by_rows.0.len() * 10 {
@@ -197,16 +213,33 @@ impl Sources {
         }
     }
 
+    /// The smallest open front of at least so many granules in a handle without a place, the lowest
+    /// among equals.
+    fn last(&self, mut least: u32, taken: &Marks) -> Option<&Source> {
+        loop {
+            // Over plain numbers, without a branch: this is most of the work.
+            let enough = |front: &u32| if *front < least { u32::MAX } else { *front };
+            let front = self.fronts.iter().map(enough).min()?;
+            if front == u32::MAX {
+                return None;
+            }
+            let fronts = self.all.iter().zip(&self.fronts);
+            let mut equal = fronts.filter(|(_, bytes)| **bytes == front);
+            if let Some((source, _)) = equal.find(|(source, _)| !taken.has(source.number)) {
+                return Some(source);
+            }
+            least = front + 1;
+        }
+    }
+
     /// Adds the last handle.
     fn finish(&self, mut filling: Filling) -> (Vec<(u64, u64)>, u64) {
         let Filling { left, taken, .. } = &filling;
-        if *left > 0 {
-            let enough = self.fronts.partition_point(|(bytes, ..)| bytes < left);
-            let enough = self.fronts[enough..].iter().map(|(.., at)| &self.all[*at]);
-            if let Some(last) = enough.into_iter().find(|s| !taken.has(s.number)) {
-                filling.adds.push((last.home, last.bytes));
-                filling.left = 0;
-            }
+        if *left > 0
+            && let Some(last) = self.last(granules(left.next_multiple_of(GRANULE)), taken)
+        {
+            filling.adds.push((last.home, last.bytes));
+            filling.left = 0;
         }
         let missing = filling.left.next_multiple_of(PHYSICAL_GRANULE);
         (filling.adds, missing)
@@ -252,4 +285,56 @@ fn rows_in(all: &[Source], first: usize, end: usize, open: impl Fn(usize) -> boo
         }
     }
     rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::allocator::handles::Handles;
+
+    const MIB: u64 = 1 << 20;
+    const HANDLE: u64 = 8 * MIB;
+
+    /// Handles of 8 MiB in a row, each open from its start on for so many MiB.
+    fn open_fronts(handles: &mut Handles, fronts: &[u64]) -> Sources {
+        let each = (0..).zip(fronts).map(|(at, mib)| Source {
+            home: at * HANDLE,
+            bytes: HANDLE,
+            open: (at * HANDLE, at * HANDLE + mib * MIB),
+            number: handles.add(at * HANDLE, granules(HANDLE)),
+        });
+        Sources::new(each.collect())
+    }
+
+    #[test]
+    fn the_last_handle_is_the_smallest_that_is_enough() {
+        let mut handles = Handles::default();
+        let sources = open_fronts(&mut handles, &[7, 3, 5, 3, 0]);
+        let mut taken = handles.marks();
+        let mut last = |least: u64, take: bool| {
+            let found = sources.last(granules(least), &taken).copied();
+            if let Some(source) = found.filter(|_| take) {
+                taken.set(source.number);
+            }
+            found.map(|source| source.home / HANDLE)
+        };
+        assert_eq!(last(3 * MIB, false), Some(1), "the lowest among equals");
+        assert_eq!(last(3 * MIB + GRANULE, false), Some(2));
+        assert_eq!(last(7 * MIB + GRANULE, false), None);
+        let all: Vec<_> = (0..5).map(|_| last(2 * MIB, true)).collect();
+        assert_eq!(all, [Some(1), Some(3), Some(2), Some(0), None]);
+    }
+
+    #[test]
+    fn rows_go_by_length_and_equal_ones_by_address() {
+        let mut handles = Handles::default();
+        // Whole are: one handle, three in a row, one, three.
+        let sources = open_fronts(&mut handles, &[8, 1, 8, 8, 8, 1, 8, 1, 8, 8, 8]);
+        let none = handles.marks();
+        let (adds, missing) = sources.gather(&[], 8 * HANDLE, &none);
+        let order: Vec<u64> = adds.iter().map(|(home, _)| home / HANDLE).collect();
+        assert_eq!((order, missing), (vec![2, 3, 4, 8, 9, 10, 0, 6], 0));
+        assert_eq!(sources.fewest(8 * HANDLE), 8);
+        assert_eq!(sources.fewest(HANDLE), 1);
+    }
 }

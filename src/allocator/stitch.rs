@@ -193,18 +193,18 @@ impl State {
     pub(crate) fn best_suffixes(&self, need: u64, open: &Openings) -> Vec<(u64, u64)> {
         let views = self.views.iter();
         let room = views.filter(|(_, view)| !view.dead && !view.busy && view.granules < view.room);
-        let (mut none, mut suffixes) = (Vec::with_capacity(EXTENSIONS), Vec::new());
+        let mut best: Vec<(u64, u64)> = Vec::with_capacity(EXTENSIONS + 1);
         for (base, view) in room {
-            match view.open_suffix(&open.borders).min(need) {
-                0 if none.len() < EXTENSIONS => none.push((0, *base)),
-                0 => {}
-                suffix => suffixes.push((suffix, *base)),
+            let suffix = view.open_suffix(&open.borders).min(need);
+            let last = best.last().filter(|_| best.len() == EXTENSIONS);
+            if last.is_none_or(|(least, _)| suffix > *least) {
+                // Equal ones stay in the order of their addresses.
+                let at = best.partition_point(|(more, _)| *more >= suffix);
+                best.insert(at, (suffix, *base));
+                best.truncate(EXTENSIONS);
             }
         }
-        suffixes.sort_unstable_by_key(|(suffix, base)| (std::cmp::Reverse(*suffix), *base));
-        suffixes.extend(none);
-        suffixes.truncate(EXTENSIONS);
-        suffixes
+        best
     }
 
     /// Extensions of the views with the longest open suffix.

@@ -92,12 +92,12 @@ impl Openings {
         mut usable: impl FnMut(u32) -> bool,
     ) -> Vec<(u64, u64)> {
         let mut ranges: Vec<(u64, u64)> = Vec::with_capacity(finder.space.piece_count());
-        for piece in finder.space.pieces() {
+        finder.space.pieces().for_each(|piece| {
             if usable(piece.id) {
                 ranges.push((piece.addr, piece.addr + u64::from(piece.granules) * GRANULE));
             }
-        }
-        ranges.sort_unstable();
+        });
+        ranges.sort_unstable_by_key(|(start, _)| *start);
         ranges.dedup_by(|next, last| {
             let touch = last.1 == next.0;
             if touch {
@@ -216,17 +216,31 @@ impl State {
                 });
             }
         };
-        match self.grid.candidates(want.granules, open.borders.touch()) {
-            Some(bases) => {
-                let views = bases.iter().filter_map(|base| self.views.get(base));
-                bases
-                    .iter()
-                    .zip(views)
-                    .for_each(|(base, view)| look(*base, view));
-            }
-            None => self.views.iter().for_each(|(base, view)| look(*base, view)),
-        }
+        self.views_with_runs(want.granules, &open.borders, |base, view| {
+            look(base, view);
+            want.granules
+        });
         best
+    }
+
+    /// Looks at the views that may have a run of so many granules, and says from when on only longer
+    /// ones are of interest.
+    pub(crate) fn views_with_runs(
+        &self,
+        granules: u32,
+        borders: &Borders,
+        mut look: impl FnMut(u64, &View) -> u32,
+    ) {
+        let seen = self.grid.candidates(granules, borders.touch(), |base| {
+            self.views
+                .get(&base)
+                .map_or(granules, |view| look(base, view))
+        });
+        if !seen {
+            self.views.iter().for_each(|(base, view)| {
+                look(*base, view);
+            });
+        }
     }
 
     /// What is open at home for a request.

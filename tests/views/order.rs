@@ -206,3 +206,28 @@ fn a_view_serves_another_stream_when_its_last_block_is_over() {
         rig.close(&allocator);
     });
 }
+
+/// Of runs that are equally long the lowest is taken, also if it is the stream's own and has work under way
+/// while the other one is complete.
+#[test]
+fn of_equal_runs_the_lowest_is_taken() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        let other = allocator.allocate(100, &b).unwrap();
+        let mut blocks: Vec<Block> = (0..6)
+            .map(|_| allocator.allocate(PART, &a).unwrap())
+            .collect();
+        blocks.sort_by_key(Block::ptr);
+        drop(blocks.remove(4));
+        a.synchronize().unwrap();
+        let low = blocks.remove(1);
+        let at = low.ptr();
+        let hold = use_and_free(rig, low, &a);
+        let block = allocator.allocate(PART, &a).unwrap();
+        assert_eq!(block.ptr(), at);
+        hold.release();
+        drop((block, blocks, other));
+        rig.close(&allocator);
+    });
+}
