@@ -11,7 +11,8 @@ use super::engine::Engine;
 use super::error::Error;
 use super::front::{Held, Inner, cache};
 use super::fronts::EngineFront;
-use super::raw::{Grant, Request};
+use super::grant::Grant;
+use super::request::Request;
 use super::small::unaligned;
 use crate::driver::Stream;
 

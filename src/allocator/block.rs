@@ -9,7 +9,7 @@ use super::engine::Engine;
 use super::error::Error;
 use super::front::{Freed, Held, Inner, Life, Node};
 use super::fronts::EngineFront;
-use super::raw::{Grant, Lifetime, Place};
+use super::grant::{Grant, Lifetime, Place};
 use super::size;
 use super::streams::Holder;
 

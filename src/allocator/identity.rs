@@ -2,7 +2,7 @@
 
 use super::engine::Engine;
 use super::front::{Life, SMALL_ID};
-use super::raw::Lifetime;
+use super::grant::Lifetime;
 
 impl Engine {
     /// Frees a block by its identity, if that is a live small one and its front can do it without a

@@ -5,7 +5,7 @@ use crate::driver::{Stream, sys};
 use super::api::Allocator;
 use super::block::Block;
 use super::error::Error;
-use super::raw::Request;
+use super::request::Request;
 
 /// Where a block has to lie. The default asks nothing; every block begins at a multiple of 512 bytes
 /// in any case.

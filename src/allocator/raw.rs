@@ -6,123 +6,14 @@ use crate::driver::sys;
 
 use super::engine::{Engine, Guard, Named, is_per_thread};
 use super::error::Error;
-use super::front::{self, Life, Node, PAGE_GRAINS, SMALL_ID, Small, Taken};
+use super::front::{self, Life, SMALL_ID};
 use super::fronts::EngineFront;
+use super::grant::{Grant, Lifetime, Place};
 use super::records::{Recorded, SpaceId, State as Extent};
-use super::size::{GRANULE, MAX_ALIGNMENT, round_size};
+use super::request::Request;
+use super::size::GRANULE;
 use super::state::{AfterFree, State, Want};
 use super::streams::{Holder, StreamKey};
-
-/// A live block as it was handed out.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Grant {
-    pub place: Place,
-    granules: u32,
-}
-
-/// What it takes to find a live block again and to free it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
-    /// The front of its stream that keeps the allocator alive for it, and
-    home: &'static EngineFront,
-    pub ptr: sys::CUdeviceptr,
-    /// where a small block lies in there, or `RECORD` and the number of a record, with `WIDE` if it has
-    /// more bytes than its request rounded up, and `SHELF` if it was put on a shelf.
-    node: u32,
-    pub generation: u32,
-}
-
-/// Set where no node has a bit.
-const RECORD: u32 = 1 << 31;
-const WIDE: u32 = 1 << 30;
-const SHELF: u32 = 1 << 29;
-const FLAGS: u32 = RECORD | WIDE | SHELF;
-
-impl Grant {
-    #[inline(always)]
-    pub(crate) fn small(home: &'static EngineFront, taken: Taken, granules: u32) -> Self {
-        let place = Place {
-            home,
-            ptr: taken.ptr,
-            node: taken.node.0,
-            generation: taken.generation,
-        };
-        Grant { place, granules }
-    }
-
-    /// A block with a record: its number and generation, the granules that it has and the bytes that were
-    /// asked for.
-    pub(crate) fn large(
-        home: &'static EngineFront,
-        ptr: u64,
-        (id, generation): (u32, u32),
-        (granules, requested): (u32, u64),
-    ) -> Self {
-        let wide = requested.div_ceil(GRANULE) < u64::from(granules);
-        let place = Place {
-            home,
-            ptr,
-            node: RECORD | if wide { WIDE } else { 0 } | id,
-            generation,
-        };
-        Grant { place, granules }
-    }
-
-    /// The block lies on the shelf of its front.
-    #[inline]
-    pub(crate) fn set_shelved(&mut self, shelved: bool) {
-        self.place.node |= if shelved { SHELF } else { 0 };
-    }
-
-    #[inline(always)]
-    pub(crate) fn ptr(&self) -> u64 {
-        self.place.ptr
-    }
-
-    pub(crate) fn bytes(&self) -> u64 {
-        u64::from(self.granules) * GRANULE
-    }
-}
-
-impl Place {
-    /// The front that keeps the allocator alive.
-    #[inline(always)]
-    pub(crate) fn home(&self) -> &'static EngineFront {
-        self.home
-    }
-
-    /// Where a small block lies in its front.
-    #[inline(always)]
-    pub(crate) fn node(&self) -> Option<Node> {
-        (self.node & RECORD == 0).then_some(Node(self.node))
-    }
-
-    /// The record of any other block.
-    #[inline]
-    pub(crate) fn record(&self) -> Option<u32> {
-        (self.node & RECORD != 0).then_some(self.node & !FLAGS)
-    }
-
-    /// The record of a block that was put on a shelf, where it may be no more.
-    #[inline]
-    pub(crate) fn shelved(&self) -> Option<u32> {
-        let shelved = self.node & (RECORD | SHELF) == RECORD | SHELF;
-        shelved.then_some(self.node & !FLAGS)
-    }
-
-    /// Whether the block has more bytes than its request rounded up.
-    pub(crate) fn wide(&self) -> bool {
-        self.node & (RECORD | WIDE) == RECORD | WIDE
-    }
-}
-
-/// One life of a block: its number, its generation, and where it is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Lifetime {
-    pub id: u32,
-    pub generation: u32,
-    pub ptr: sys::CUdeviceptr,
-}
 
 /// A stream that may be capturing. One that we hold stays alive with this.
 pub(crate) struct Suspect {
@@ -167,77 +58,6 @@ impl Drop for Call<'_> {
         let mut state = self.engine.lock();
         state.streams[self.stream].calls -= 1;
         state.withdraw(self.peak);
-    }
-}
-
-/// A request whose numbers are in order.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Request {
-    requested: u64,
-    granules: u32,
-    align: u32,
-    /// See [`Placement`](super::Placement).
-    pub single: bool,
-    pub views: bool,
-}
-
-impl Request {
-    pub(crate) fn new(bytes: usize, alignment: usize) -> Result<Self, Error> {
-        if bytes == 0 {
-            return Err(Error::InvalidSize { requested: 0 });
-        }
-        let Some(rounded) = round_size(bytes) else {
-            return Err(Error::InvalidSize {
-                requested: bytes as u64,
-            });
-        };
-        if !alignment.is_power_of_two() || alignment as u64 > MAX_ALIGNMENT {
-            return Err(Error::InvalidAlignment {
-                alignment: alignment as u64,
-            });
-        }
-        let granules = |bytes: u64| u32::try_from(bytes / GRANULE).unwrap_or(u32::MAX);
-        Ok(Request {
-            requested: bytes as u64,
-            granules: granules(rounded),
-            align: granules((alignment as u64).max(GRANULE)),
-            single: false,
-            views: true,
-        })
-    }
-
-    /// Whether the block may lie anywhere.
-    #[inline]
-    pub(crate) fn is_plain(&self) -> bool {
-        self.align == 1 && !self.single && self.views
-    }
-
-    /// Bytes of a run in which the request surely fits.
-    pub(crate) fn span_bytes(&self) -> u64 {
-        u64::from(self.granules + self.align - 1) * GRANULE
-    }
-
-    /// The request to a front, if it is one for fronts.
-    #[inline]
-    pub(crate) fn small(&self) -> Option<Small> {
-        let span = self.granules + self.align - 1;
-        (span <= PAGE_GRAINS).then_some(Small {
-            granules: self.granules,
-            align: self.align,
-            requested: self.requested as u32,
-        })
-    }
-
-    pub(crate) fn want(&self, space: SpaceId, stream: u32) -> Want {
-        Want {
-            space,
-            stream,
-            granules: self.granules,
-            align: self.align,
-            requested: self.requested,
-            single: self.single,
-            views: self.views,
-        }
     }
 }
 

@@ -6,8 +6,9 @@
 
 use super::engine::Engine;
 use super::front::cache;
-use super::raw::{Grant, Request};
+use super::grant::Grant;
 use super::records::SpaceId;
+use super::request::Request;
 use super::state::State;
 use super::streams::StreamKey;
 

@@ -4,9 +4,9 @@ use crate::driver::DriverError;
 
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::ladder::{Climb, VIEW_ADDRESSES};
 use super::plan::LEVELS;
 use super::records::SpaceId;
+use super::rungs::{Climb, VIEW_ADDRESSES};
 use super::size::GRANULE;
 use super::state::{State, Want};
 use super::stitch::Stitch;

@@ -8,7 +8,7 @@ use super::check::{CheckError, holds, same};
 use super::engine::{Engine, Guard};
 use super::front::{Amounts, Shelved, cache};
 use super::fronts::EngineFront;
-use super::raw::Grant;
+use super::grant::Grant;
 use super::records::State as Extent;
 use super::size::GRANULE;
 use super::state::State;

@@ -1,0 +1,332 @@
+//! Which rung of the ladder is next: what there is, what it is worth, and what stands in its way.
+//!
+//! Everything here runs under the lock of the books and changes nothing outside them; what a step
+//! takes is [`ladder`](super::ladder)'s to do.
+
+use std::sync::Arc;
+
+use super::engine::Engine;
+use super::fit::Run;
+use super::plan::{Growth, LEVELS, Release};
+use super::records::SpaceId;
+use super::shorten::Cut;
+use super::single::{Next, Place};
+use super::state::{State, Want};
+use super::stitch::{STITCH_MIN, Stitch};
+use super::view::{Openings, ViewRun};
+
+/// A ready extent is passed over for one that needs a wait if it is longer than this many times the
+/// other (plus a page), by level of the stitching budget.
+const TOLERANCES: [u64; LEVELS] = [16, 8, 2, 1, 0, 0];
+const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
+
+/// Views that stand idle go before there is more address space for views than so many times the
+/// device's memory.
+pub(crate) const VIEW_ADDRESSES: u64 = 8;
+
+/// What a climb has done already.
+#[derive(Default)]
+pub(crate) struct Climb {
+    /// Shelves hold nothing back.
+    pub settled: bool,
+    pub flushed: bool,
+    pub retried: bool,
+    pub evicted: bool,
+    /// A stitch was refused; no other is tried for this request.
+    pub unstitched: bool,
+    /// A view was cut short for the request.
+    pub shortened: bool,
+    pub marked: bool,
+    pub asked_again: bool,
+    /// No more address space can be had; what there is may do.
+    pub cramped: bool,
+    pub hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
+    pub synchronised: bool,
+    pub missed: bool,
+    /// The driver's last refusal.
+    pub refusal: Option<crate::driver::DriverError>,
+}
+
+impl Climb {
+    /// Memory became complete: pages may be whole now, views idle, and handles free to stitch.
+    pub(crate) fn look_again(&mut self) {
+        self.settled = false;
+        self.flushed = false;
+        self.evicted = false;
+        self.unstitched = false;
+    }
+}
+
+/// The next rung.
+pub(crate) enum Step {
+    Take(Run),
+    Wait(Run),
+    Place(Place),
+    View(ViewRun),
+    Stitch(Box<Stitch>),
+    Evict(Vec<u64>),
+    /// Cuts a view short for a stitch.
+    Shorten(Cut),
+    /// Lets idle views go for their addresses.
+    MakeWay(Vec<u64>),
+    Reserve(SpaceId, u64),
+    Grow(Growth),
+    Flush,
+    /// Takes off the shelves what nobody holds.
+    Settle,
+    /// Tries again to release what an earlier failure left behind.
+    Retry,
+    Release(Vec<Release>),
+    Mark,
+    /// Memory that the driver refused earlier may be there now.
+    AskAgain,
+    HostWait(u32, u64, Arc<crate::driver::Event>),
+    Hook(Arc<super::hooks::ReliefHook>, u64),
+    Synchronise,
+    Fail,
+}
+
+impl Engine {
+    pub(crate) fn next_step(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
+        if self.packed && want.in_one_handle() {
+            if !climb.settled {
+                return Step::Settle;
+            }
+            return match state.next_in_one_handle(want) {
+                Next::Take(place) => Step::Place(place),
+                Next::Reserve(bytes) => Step::Reserve(want.space, bytes),
+                Next::Grow(growth) => Step::Grow(growth),
+                Next::MakeRoom => self.make_room(state, want, climb),
+            };
+        }
+        if let Some(step) = self.fitting(state, want) {
+            return step;
+        }
+        if self.packed && !climb.settled {
+            return Step::Settle;
+        }
+        let mut open = None;
+        if self.packed {
+            if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {
+                return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
+            }
+            // What was cut for this request served it no better before.
+            if self.stitches(want)
+                && !climb.shortened
+                && let Some(step) = self.ready_in_view(state, want, &mut open)
+            {
+                return step;
+            }
+            let room = state.soft_room().min(state.room());
+            if let Some(growth) = state.plan_growth(want, room, false) {
+                state.stats.rungs.grown += 1;
+                return Step::Grow(growth);
+            }
+        } else if let Some(growth) = state.plan_segment(want) {
+            state.stats.rungs.grown += 1;
+            return Step::Grow(growth);
+        }
+        if let Some(run) = self.behind_waits(state, want) {
+            state.stats.rungs.waited += 1;
+            return Step::Wait(run);
+        }
+        if self.packed {
+            if self.stitches(want)
+                && !climb.unstitched
+                && let Some(step) = self.stitch_step(state, want, open, climb.shortened)
+            {
+                return step;
+            }
+            let room = state.room();
+            let growth = state
+                .plan_growth(want, room, false)
+                .or_else(|| state.plan_growth(want, room, true));
+            if let Some(growth) = growth {
+                state.stats.rungs.grown_hard += 1;
+                return Step::Grow(growth);
+            }
+        }
+        self.make_room(state, want, climb)
+    }
+
+    /// A fitting extent: ready, or much tighter behind a wait.
+    fn fitting(&self, state: &mut State, want: &Want) -> Option<Step> {
+        let finder = state.finder(want.space, want.stream)?;
+        let ready = finder.ready_run(want)?;
+        let loose =
+            |tight: u64| ready.granules > (1 + TOLERANCES[state.level]) * tight + TOLERANCE_SLACK;
+        // No run is tighter than the request itself.
+        if self.packed
+            && state.streams.several()
+            && loose(u64::from(want.granules))
+            && let Some(tight) = finder.tightest_run(want, ready.granules)
+            && loose(tight.granules)
+        {
+            state.stats.rungs.tighter += 1;
+            return Some(Step::Wait(tight));
+        }
+        Some(Step::Take(ready))
+    }
+
+    /// Memory that fits behind waits: where the newest of them is the oldest.
+    fn behind_waits(&self, state: &State, want: &Want) -> Option<Run> {
+        if !state.streams.several() {
+            return None;
+        }
+        state.finder(want.space, want.stream)?.oldest_run(want)
+    }
+
+    /// Whether a view could serve a request at all.
+    fn views_for(&self, want: &Want) -> bool {
+        let bytes = u64::from(want.granules) * super::size::GRANULE;
+        self.views_allowed() && want.may_view() && bytes <= self.total_memory
+    }
+
+    /// Whether a request is worth a view before the limit is reached.
+    fn stitches(&self, want: &Want) -> bool {
+        let bytes = u64::from(want.granules) * super::size::GRANULE;
+        self.views_for(want) && bytes >= STITCH_MIN
+    }
+
+    /// A place in a view that is ready; and what was open.
+    fn ready_in_view(
+        &self,
+        state: &State,
+        want: &Want,
+        open: &mut Option<Openings>,
+    ) -> Option<Step> {
+        if state.views.is_empty() {
+            return None;
+        }
+        let open = open.insert(state.openings(want, false)?);
+        state.find_in_views(want, open).map(Step::View)
+    }
+
+    /// A place in a view that the stream may use without a wait.
+    pub(crate) fn view_at_hand(&self, state: &State, want: &Want) -> Option<ViewRun> {
+        if !self.views_for(want) || state.views.is_empty() {
+            return None;
+        }
+        state.find_in_views(want, &state.openings(want, false)?)
+    }
+
+    /// A place in a view behind waits, or a stitch. `open` is what is ready, if that is known.
+    fn stitch_step(
+        &self,
+        state: &mut State,
+        want: &Want,
+        open: Option<Openings>,
+        shortened: bool,
+    ) -> Option<Step> {
+        let open = match open {
+            Some(open) => open,
+            None => state.openings(want, false)?,
+        };
+        let reachable = match open.more {
+            true => Some(state.openings(want, true)?),
+            false => None,
+        };
+        if let Some(reachable) = &reachable
+            && let Some(run) = state.find_in_views(want, reachable)
+        {
+            return Some(Step::View(run));
+        }
+        if let Some(bytes) = state.view_room_missing(want) {
+            let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
+            if state.view_addresses().saturating_add(bytes) > most {
+                let idle = state.idle_addresses(bytes);
+                if !idle.is_empty() {
+                    return Some(Step::MakeWay(idle));
+                }
+            }
+            return Some(Step::Reserve(SpaceId::Views, bytes));
+        }
+        if !shortened && let Some(cut) = state.plan_cut(want, &open) {
+            return Some(Step::Shorten(cut));
+        }
+        let room = state.room();
+        state
+            .plan_stitch(want, room, open, reachable)
+            .map(|stitch| Step::Stitch(Box::new(stitch)))
+    }
+
+    /// What the other arena has to give back so that a stitch can take the rest that it lacks from
+    /// the driver.
+    fn plan_for_stitch(&self, state: &mut State, want: &Want, climb: &Climb) -> Vec<Release> {
+        if !self.views_for(want) || climb.unstitched {
+            return Vec::new();
+        }
+        match state.stitch_missing(want) {
+            Some(missing) if missing > state.room() => {
+                state.plan_release(&[SpaceId::Small], missing, self.context.key())
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// The rungs that make room below a limit.
+    fn make_room(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
+        if !climb.flushed {
+            return Step::Flush;
+        }
+        if !climb.retried && state.has_leftovers() {
+            return Step::Retry;
+        }
+        if self.views_for(want) && !self.stitches(want) && !climb.unstitched {
+            let mut open = None;
+            // At the limit memory always wins, also for requests that are not worth a view before.
+            if let Some(step) = self
+                .ready_in_view(state, want, &mut open)
+                .or_else(|| self.stitch_step(state, want, open, climb.shortened))
+            {
+                return step;
+            }
+        }
+        if let Some(missing) = state.missing(want) {
+            let arenas = [SpaceId::Large, SpaceId::Small];
+            let plan = state.plan_release(&arenas, missing, self.context.key());
+            if !plan.is_empty() {
+                return Step::Release(plan);
+            }
+            let plan = self.plan_for_stitch(state, want, climb);
+            if !plan.is_empty() {
+                return Step::Release(plan);
+            }
+            let idle = if missing > state.room() && !climb.evicted {
+                state.idle_views(usize::MAX)
+            } else {
+                Vec::new()
+            };
+            if !idle.is_empty() {
+                return Step::Evict(idle);
+            }
+        }
+        if !climb.marked && !state.streams[want.stream].covered() {
+            return Step::Mark;
+        }
+        if !climb.asked_again && climb.refusal.is_none() && state.full_at.is_some() {
+            return Step::AskAgain;
+        }
+        let oldest = state
+            .streams
+            .iter()
+            .filter_map(|(stream, slot)| slot.markers.front().map(|m| (m.order, stream, m)))
+            .min_by_key(|(order, _, _)| *order);
+        if let Some((_, stream, marker)) = oldest {
+            return Step::HostWait(stream, marker.bound, Arc::clone(&marker.event));
+        }
+        let hooks = climb
+            .hooks
+            .get_or_insert_with(|| self.hooks.all().into_iter());
+        if let Some(hook) = hooks.next() {
+            let missing = state
+                .missing(want)
+                .unwrap_or(u64::from(want.span()) * super::size::GRANULE);
+            return Step::Hook(hook, missing.saturating_sub(state.room()));
+        }
+        if !climb.synchronised && state.streams.iter().any(|(_, slot)| !slot.covered()) {
+            return Step::Synchronise;
+        }
+        Step::Fail
+    }
+}
