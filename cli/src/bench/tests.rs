@@ -90,7 +90,12 @@ fn threads_have_streams_of_their_own_or_one() {
 fn blocks_of_other_streams_cost_markers() {
     rig(|allocator, streams| {
         let handles = Handles { allocator, streams };
-        let figures = crossing(&handles, 2, &SCALE).unwrap();
+        // Batches of 512 frees get a marker.
+        let scale = Scale {
+            pairs: 2_000,
+            ..SCALE
+        };
+        let figures = crossing(&handles, 2, &scale).unwrap();
         assert!(figures.free > 0.0 && figures.pair > figures.free);
         // Records of markers and their queries are counted calls.
         assert!(figures.calls > 0.0, "{figures:?}");
