@@ -24,9 +24,18 @@ pub fn on_cuda() -> bool {
     }
 }
 
+/// Name of the variable that picks one policy where a test would run with each: `packed` or `classic`.
+pub const POLICY_VARIABLE: &str = "CUALLOC_TEST_POLICY";
+
 /// Runs a test once per segment policy, on a driver of its own each time.
 pub fn each(test: impl Fn(&Rig)) {
-    for policy in [Policy::Packed, Policy::Classic] {
+    let policies = match std::env::var(POLICY_VARIABLE).as_deref() {
+        Ok("packed") => vec![Policy::Packed],
+        Ok("classic") => vec![Policy::Classic],
+        Ok(other) => panic!("{POLICY_VARIABLE}={other}: expected packed or classic"),
+        Err(_) => vec![Policy::Packed, Policy::Classic],
+    };
+    for policy in policies {
         only(policy, &test);
     }
 }
