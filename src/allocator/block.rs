@@ -165,10 +165,25 @@ impl Block {
     /// Frees a small block when its front cannot do it at once.
     #[inline(never)]
     fn drop_small(&self, mut inner: Held<'_, Inner<Engine>>, node: Node) {
-        let freed = inner.free(node, self.place.ptr, Some(self.place.generation));
-        if freed == Freed::Done {
-            return;
+        match inner.free_merged(node, self.place.generation) {
+            Some(false) => {}
+            Some(true) => self.finish_drop(inner, node, Freed::Page),
+            None => self.drop_with_care(inner, node),
         }
+    }
+
+    #[inline(never)]
+    fn drop_with_care(&self, mut inner: Held<'_, Inner<Engine>>, node: Node) {
+        let freed = inner.free(node, self.place.ptr, Some(self.place.generation));
+        if freed != Freed::Done {
+            self.finish_drop(inner, node, freed);
+        }
+    }
+
+    /// Does what a front left to do of a free.
+    #[cold]
+    #[inline(never)]
+    fn finish_drop(&self, inner: Held<'_, Inner<Engine>>, node: Node, freed: Freed) {
         // From here on only this keeps the engine, if the block was the last one.
         let engine = inner.owner.clone();
         drop(inner);
@@ -196,7 +211,9 @@ impl Block {
     #[inline(never)]
     fn drop_slowly(&self) {
         match self.place.node() {
-            Some(node) if process::is_quiet() => self.drop_small(self.place.home().lock(), node),
+            Some(node) if process::is_quiet() => {
+                self.drop_with_care(self.place.home().lock(), node);
+            }
             // Blocks of fronts that serve keep the engine as well.
             None if !self.engine().watchful() && (self.free_large() || self.free_simply()) => {}
             _ => self.engine().drop_block(self.lifetime()),

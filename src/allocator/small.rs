@@ -56,7 +56,7 @@ impl Engine {
         let Some(mut inner) = front.try_lock() else {
             return Err(Missed(Some((front, None))));
         };
-        match inner.take_at_once(owner, request) {
+        match inner.take_anywhere(owner, request) {
             Some(taken) => Ok(Grant::small(front, taken, request.granules)),
             None => Err(Missed(Some((front, Some(inner))))),
         }
@@ -81,12 +81,7 @@ impl Engine {
         let (front, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
-            Some(mut inner) => {
-                if let Some(taken) = inner.take_carved(owner, request) {
-                    return Some(Grant::small(front, taken, request.granules));
-                }
-                (inner, false)
-            }
+            Some(inner) => (inner, false),
             None => {
                 let mut inner = front.lock();
                 let crowded = inner.serves(owner) && inner.crowded();

@@ -156,7 +156,11 @@ impl Churn {
             let slot = &mut slots[*pick as usize];
             match slot.take() {
                 Some(block) => source.free(block)?,
-                None => *slot = Some(source.allocate(self.sizes[index & mask], stream)?),
+                None => {
+                    let block = source.allocate(self.sizes[index & mask], stream)?;
+                    // It is empty: no need to look for a block to drop.
+                    std::mem::forget(slot.replace(block));
+                }
             }
         }
         Ok(())

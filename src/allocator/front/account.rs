@@ -9,44 +9,42 @@
 //! just that as long as one front works alone.
 
 /// Bytes of one front.
-///
-/// What may still be added is the bound less the total: an addition touches one of the two words,
-/// a removal the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Account {
     /// Everything that was ever added.
     total: u64,
-    /// What the total may come to: everything that was ever taken away, and the limit.
-    bound: u64,
-    /// What may be there.
+    /// What may still be added, of
+    room: u64,
+    /// what may be there.
     limit: u64,
 }
 
 impl Account {
     #[inline(always)]
     pub(crate) fn fits(&self, amount: u64) -> bool {
-        self.total + amount <= self.bound
+        amount <= self.room
     }
 
     /// Adds what fits.
     #[inline(always)]
     pub(crate) fn add(&mut self, amount: u64) {
         self.total += amount;
+        self.room -= amount;
     }
 
     /// Takes away what was added.
     #[inline(always)]
     pub(crate) fn sub(&mut self, amount: u64) {
-        self.bound += amount;
+        self.room += amount;
     }
 
     pub(crate) fn current(&self) -> u64 {
-        self.limit - self.room()
+        self.limit - self.room
     }
 
     /// What may still be added.
     pub(crate) fn room(&self) -> u64 {
-        self.bound - self.total
+        self.room
     }
 
     pub(crate) fn limit(&self) -> u64 {
@@ -60,15 +58,15 @@ impl Account {
     /// Makes room for an amount beyond the limit. The peak must be looked at before any lock that
     /// was held for this is let go.
     pub(crate) fn extend(&mut self, amount: u64) {
-        let more = amount.saturating_sub(self.room());
-        self.bound += more;
+        let more = amount.saturating_sub(self.room);
+        self.room += more;
         self.limit += more;
     }
 
     /// Sets the room above the present value.
     pub(crate) fn set_room(&mut self, room: u64) {
         self.limit = self.current() + room;
-        self.bound = self.total + room;
+        self.room = room;
     }
 
     /// Moves room to another front that lacks it for `amount`: what it needs, and half of the rest.
@@ -94,38 +92,31 @@ impl Account {
 pub(crate) struct Gauge {
     /// Everything that was ever added.
     total: u64,
-    /// Everything that was ever taken away, and the peak: where the total passes it, the peak rises.
-    mark: u64,
+    /// How far below its peak it is: what is more than that raises the peak.
+    below: u64,
     peak: u64,
 }
 
 impl Gauge {
     #[inline(always)]
     pub(crate) fn add(&mut self, amount: u64) {
+        let (below, passed) = self.below.overflowing_sub(amount);
+        self.below = below;
+        if passed {
+            let gauge = anew(self);
+            gauge.peak = gauge.peak.wrapping_sub(gauge.below);
+            gauge.below = 0;
+        }
         self.total += amount;
-        if self.total > self.mark {
-            self.peak += self.total - self.mark;
-            self.mark = self.total;
-        }
-    }
-
-    /// [`add`](Self::add) of one: what the peak rises by needs no reckoning.
-    #[inline(always)]
-    pub(crate) fn add_one(&mut self) {
-        self.total += 1;
-        if self.total > self.mark {
-            self.peak += 1;
-            self.mark += 1;
-        }
     }
 
     #[inline(always)]
     pub(crate) fn sub(&mut self, amount: u64) {
-        self.mark += amount;
+        self.below += amount;
     }
 
     pub(crate) fn current(&self) -> u64 {
-        self.peak - (self.mark - self.total)
+        self.peak - self.below
     }
 
     pub(crate) fn total(&self) -> u64 {
@@ -139,9 +130,22 @@ impl Gauge {
 
     pub(crate) fn reset_peak(&mut self) {
         self.peak = self.current();
-        self.mark = self.total;
+        self.below = 0;
     }
 }
+
+/// What is read through this is read from memory, so that what mostly happens needs no register for it; and
+/// keeps what follows out of the way of that.
+#[inline(always)]
+fn anew<T>(value: &mut T) -> &mut T {
+    rarely();
+    std::hint::black_box(value)
+}
+
+/// Marks what seldom happens.
+#[cold]
+#[inline]
+pub(super) fn rarely() {}
 
 /// What a front counts: bytes of blocks, bytes as asked for, and blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -160,7 +164,7 @@ impl Accounts {
     pub(crate) fn add(&mut self, bytes: u64, requested: u64) {
         self.allocated.add(bytes);
         self.requested.add(requested);
-        self.blocks.add_one();
+        self.blocks.add(1);
     }
 
     #[inline(always)]

@@ -8,7 +8,7 @@ pub(super) const GRAINS: usize = PAGE_GRAINS as usize;
 /// Bits of a place in a page.
 pub(super) const PLACE_BITS: u32 = 7;
 pub(super) const PLACE_MASK: u32 = PAGE_GRAINS - 1;
-/// No run. Like all nodes it has its top bit clear.
+/// No run. Like all nodes it has its top bit clear; no heap has so many pages that one would be it.
 pub(super) const NIL: u32 = u32::MAX >> 1;
 /// Set in every generation, and in no node: tells a live block's word from a link.
 pub(super) const LIVE: u32 = 1 << 31;
@@ -40,7 +40,7 @@ pub(super) struct Grain {
     pub back: u8,
 }
 
-const FREE: u16 = 0;
+pub(super) const FREE: u16 = 0;
 const OUT: u16 = 1 << 14;
 const PENDING: u16 = 2 << 14;
 /// Bits for the other stream.
@@ -225,7 +225,7 @@ impl Bits {
     }
 
     /// The first one from `at` on.
-    #[inline]
+    #[inline(always)]
     pub(super) fn first_from(&self, at: usize) -> Option<usize> {
         let word = self.0[at >> 6 & 1] & u64::MAX << (at & 63);
         if word != 0 {

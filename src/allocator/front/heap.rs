@@ -7,8 +7,10 @@
 //! they are, the latest first.
 
 use super::super::size::GRANULE;
+use super::account::rarely;
 use super::grain::{
-    Bits, GRAINS, Grain, Kind, LIVE, Live, NIL, Node, PAGE_GRAINS, Page, PageInfo, Taken, Using,
+    Bits, FREE, GRAINS, Grain, Kind, LIVE, Live, NIL, Node, PAGE_GRAINS, Page, PageInfo, Taken,
+    Using,
 };
 
 /// Quick runs together are at most this part of the pages, or that many granules.
@@ -27,6 +29,21 @@ pub(super) struct Quick {
     pub head: u32,
     /// How many more there may be.
     pub left: u32,
+}
+
+/// A run that is free no more, and nobody's yet.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    node: Node,
+    bytes: u64,
+}
+
+impl Cut {
+    #[inline(always)]
+    fn new(node: Node, granules: u32) -> Self {
+        let bytes = u64::from(granules) * GRANULE;
+        Cut { node, bytes }
+    }
 }
 
 /// Lists of quick runs by length: as many as a byte has values, so that no length needs a check.
@@ -64,7 +81,6 @@ pub(crate) struct Heap {
     idle: u32,
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
-    pub(super) free_grains: u64,
     pub(super) pending_grains: u64,
     /// Lists of free runs by length less one, and a bit for each that is not empty.
     pub(super) filled: Bits,
@@ -83,7 +99,6 @@ impl Default for Heap {
             whole: 0,
             idle: 0,
             ticket: 0,
-            free_grains: 0,
             pending_grains: 0,
             filled: Bits::default(),
             free: [NIL; GRAINS],
@@ -111,11 +126,9 @@ impl Heap {
     #[inline(always)]
     pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
         let quick = &mut self.quick[granules as usize % LISTS];
-        if quick.head == NIL {
-            return None;
-        }
         let node = Node(quick.head);
-        let page = self.pages.get_mut(node.page())?;
+        // There is no page for `NIL`.
+        let page = &mut **self.pages.get_mut(node.page())?;
         quick.head = page.grains[node.place()].a;
         quick.left += 1;
         self.quick_room += granules;
@@ -127,8 +140,30 @@ impl Heap {
         if align > 1 {
             return self.take_aligned(granules, align, requested);
         }
-        let quick = self.take_quick(granules, requested);
-        quick.or_else(|| self.carve(granules, requested))
+        let taken = self.take_anywhere(granules, requested);
+        taken.map(|(taken, _)| taken)
+    }
+
+    /// Takes a run of `granules`: a quick one of just so many, else the low end of the shortest free run
+    /// that is long enough. With its bytes, so that nobody need remember them.
+    #[inline(always)]
+    pub(crate) fn take_anywhere(&mut self, granules: u32, requested: u32) -> Option<(Taken, u64)> {
+        let quick = &mut self.quick[granules as usize % LISTS];
+        let node = Node(quick.head);
+        // There is no page for `NIL`.
+        let (page, cut) = if let Some(page) = self.pages.get_mut(node.page()) {
+            let page = &mut **page;
+            quick.head = page.grains[node.place()].a;
+            quick.left += 1;
+            self.quick_room += granules;
+            (page, Cut::new(node, granules))
+        } else {
+            rarely();
+            let found = self.filled.first_from(granules as usize - 1)?;
+            let cut = self.carve(found, granules);
+            (&mut *self.pages[cut.node.page()], cut)
+        };
+        Some((page.hand_out(cut.node, requested), cut.bytes))
     }
 
     fn take_aligned(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
@@ -245,18 +280,22 @@ impl Heap {
     #[inline(always)]
     pub(crate) fn put_quick(&mut self, node: Node, granules: u32) -> bool {
         let quick = &mut self.quick[granules as usize % LISTS];
-        let (Some(left), Some(room)) = (
-            quick.left.checked_sub(1),
+        let (Some(page), Some(room)) = (
+            self.pages.get_mut(node.page()),
             self.quick_room.checked_sub(granules),
         ) else {
             return false;
         };
-        let Some(page) = self.pages.get_mut(node.page()) else {
+        // Counted before it is sure: there is one more mostly.
+        let (left, none) = quick.left.overflowing_sub(1);
+        quick.left = left;
+        if none {
+            rarely();
+            quick.left = 0;
             return false;
-        };
+        }
         page.grains[node.place()].a = quick.head;
         quick.head = node.0;
-        quick.left = left;
         self.quick_room = room;
         true
     }
@@ -290,27 +329,24 @@ impl Heap {
 
     // ---- runs ------------------------------------------------------------------------------
 
-    /// Takes the shortest free run that is long enough, from its low end.
-    #[inline]
-    pub(crate) fn carve(&mut self, granules: u32, requested: u32) -> Option<Taken> {
-        let found = self.filled.first_from(granules as usize - 1)?;
+    /// Cuts the low end off the latest run of a list of free ones.
+    #[inline(never)]
+    fn carve(&mut self, found: usize, granules: u32) -> Cut {
         let node = Node(self.free[found % GRAINS]);
-        let page = self.pages.get_mut(node.page())?;
+        let page = &mut *self.pages[node.page()];
         let next = page.grains[node.place()].a;
         page.shape(node, granules);
-        let taken = page.hand_out(node, requested);
         self.free[found % GRAINS] = next;
-        if next == NIL {
-            self.filled.clear(found);
-        } else {
-            self.grain_mut(Node(next)).b = NIL;
+        match self.find(Node(next)) {
+            Some(next) => next.b = NIL,
+            None => self.filled.clear(found),
         }
         let length = found as u32 + 1;
         self.unlisted(length);
         if length > granules {
-            self.list(Node(node.0 + granules), length - granules);
+            self.list_here(Node(node.0 + granules), length - granules);
         }
-        Some(taken)
+        Cut::new(node, granules)
     }
 
     /// Takes `granules` out of a free run; what is left on either side stays free.
@@ -330,46 +366,59 @@ impl Heap {
 
     /// Makes a range a free run of its list.
     fn list(&mut self, node: Node, granules: u32) {
+        self.list_here(node, granules);
+    }
+
+    #[inline(always)]
+    fn list_here(&mut self, node: Node, granules: u32) {
         let length = granules as usize - 1;
         let head = std::mem::replace(&mut self.free[length % GRAINS], node.0);
-        let page = &mut self.pages[node.page()];
+        let page = &mut *self.pages[node.page()];
         page.grains[(node.place() + length) % GRAINS].back = granules as u8;
         let grain = &mut page.grains[node.place()];
-        grain.len = granules as u8;
-        grain.set_free();
-        grain.a = head;
-        grain.b = NIL;
-        if head == NIL {
-            self.filled.set(length);
-        } else {
-            self.grain_mut(Node(head)).b = node.0;
+        (grain.len, grain.c) = (granules as u8, FREE);
+        (grain.a, grain.b) = (head, NIL);
+        match self.find(Node(head)) {
+            Some(next) => next.b = node.0,
+            None => self.filled.set(length),
         }
-        self.free_grains += u64::from(granules);
         self.whole += u32::from(granules == PAGE_GRAINS);
     }
 
+    #[inline]
     fn unlist(&mut self, node: Node, granules: u32) {
         let grain = self.grain(node);
         let (next, before) = (grain.a, grain.b);
-        if before == NIL {
-            let length = granules as usize - 1;
-            self.free[length % GRAINS] = next;
-            if next == NIL {
-                self.filled.clear(length);
+        let last = match self.find(Node(next)) {
+            Some(next) => {
+                next.b = before;
+                false
             }
-        } else {
-            self.grain_mut(Node(before)).a = next;
-        }
-        if next != NIL {
-            self.grain_mut(Node(next)).b = before;
+            None => true,
+        };
+        match self.find(Node(before)) {
+            Some(before) => before.a = next,
+            None => {
+                let length = granules as usize - 1;
+                self.free[length % GRAINS] = next;
+                if last {
+                    self.filled.clear(length);
+                }
+            }
         }
         self.unlisted(granules);
+    }
+
+    /// The run of a link, unless that is `NIL`, for which there is no page.
+    #[inline(always)]
+    fn find(&mut self, node: Node) -> Option<&mut Grain> {
+        let page = self.pages.get_mut(node.page())?;
+        Some(&mut page.grains[node.place()])
     }
 
     /// Counts a run of `granules` that is no more in its list.
     #[inline]
     fn unlisted(&mut self, granules: u32) {
-        self.free_grains -= u64::from(granules);
         if granules == PAGE_GRAINS {
             self.whole -= 1;
             self.idle = self.idle.min(self.whole);
@@ -379,14 +428,26 @@ impl Heap {
     /// Takes back a live block together with the free runs beside it.
     #[inline(never)]
     pub(crate) fn put_merged(&mut self, node: Node) {
-        self.pages[node.page()].ticket = self.ticket;
-        self.merge(node);
+        self.put_merged_here(node);
+    }
+
+    #[inline(always)]
+    pub(super) fn put_merged_here(&mut self, node: Node) {
+        self.merge_at(node, Some(self.ticket));
     }
 
     /// Makes a run free, together with the free runs beside it.
-    #[inline(always)]
     fn merge(&mut self, node: Node) {
-        let page = &mut self.pages[node.page()];
+        self.merge_at(node, None);
+    }
+
+    /// [`merge`](Self::merge); with the ticket of a free that is newer than all others in the page.
+    #[inline(always)]
+    fn merge_at(&mut self, node: Node, ticket: Option<u64>) {
+        let page = &mut *self.pages[node.page()];
+        if let Some(ticket) = ticket {
+            page.ticket = ticket;
+        }
         let place = node.place();
         let grain = &mut page.grains[place];
         let (mut start, mut length) = (node, u32::from(grain.len));
@@ -410,7 +471,7 @@ impl Heap {
             self.unlist(start, more);
             length += more;
         }
-        self.list(start, length);
+        self.list_here(start, length);
     }
 
     /// Merges quick runs, the longest first, until one of `granules` is free, if they are a good part of
@@ -536,11 +597,6 @@ impl Heap {
     /// Granules in quick runs.
     pub(crate) fn quick_granules(&self) -> u32 {
         self.cap - self.quick_room
-    }
-
-    /// Granules that are free, quick runs included.
-    pub(crate) fn free_granules(&self) -> u64 {
-        self.free_grains + u64::from(self.quick_granules())
     }
 
     /// Granules of freed blocks that other streams may still use.

@@ -341,16 +341,16 @@ impl<E> Inner<E> {
         Some(taken)
     }
 
-    /// Takes an unaligned request that [`take_at_once`](Self::take_at_once) found no quick run for, if
-    /// nothing else stands in the way.
+    /// Takes an unaligned request if nothing stands in the way, and any free run is long enough.
     #[inline(always)]
-    pub(crate) fn take_carved(&mut self, owner: Owner, request: Small) -> Option<Taken> {
+    pub(crate) fn take_anywhere(&mut self, owner: Owner, request: Small) -> Option<Taken> {
         let bytes = request.bytes();
         if !self.serves(owner) || !self.accounts.allocated.fits(bytes) {
             return None;
         }
-        let taken = self.heap.carve(request.granules, request.requested)?;
-        self.accounts.add(bytes, u64::from(request.requested));
+        let (granules, requested) = (request.granules, request.requested);
+        let (taken, bytes) = self.heap.take_anywhere(granules, requested)?;
+        self.accounts.add(bytes, u64::from(requested));
         Some(taken)
     }
 
@@ -428,6 +428,20 @@ impl<E> Inner<E> {
         debug_assert!(self.is_fast(), "else there is no room for quick runs");
         self.account_free(live);
         true
+    }
+
+    /// Frees a block in this life of it that [`free_at_once`](Self::free_at_once) did not, if that was for
+    /// want of room to keep its run as it is: merges it. Whether there is a page to hand back then; `None`,
+    /// with nothing done, if more stands in the way.
+    #[inline(always)]
+    pub(crate) fn free_merged(&mut self, node: Node, generation: u32) -> Option<bool> {
+        let live = self.heap.live_as(node, generation)?;
+        if live.using != Using::NONE || !self.is_fast() {
+            return None;
+        }
+        self.account_free(live);
+        self.heap.put_merged_here(node);
+        Some(self.surplus().is_some())
     }
 
     /// Takes a large block back onto the shelf. False if the books have to free it.
@@ -552,7 +566,8 @@ impl<E> Inner<E> {
 
     /// Free bytes in the pages.
     pub(crate) fn free_bytes(&self) -> u64 {
-        self.heap.free_granules() * GRANULE + self.returned_bytes()
+        let pages = self.heap.page_count() as u64 * u64::from(PAGE_GRAINS) * GRANULE;
+        pages - self.accounts.allocated.current() - self.pending_bytes()
     }
 
     /// All open batches, or those of one stream: they are closed by this.

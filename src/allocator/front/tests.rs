@@ -83,13 +83,14 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
         align: 1,
         requested: 1500,
     };
-    let [first, second] = [(); 2].map(|()| inner.take_carved(owner, request).unwrap());
+    let [first, second] = [(); 2].map(|()| inner.take_anywhere(owner, request).unwrap());
     let life = |generation| Life::Generation(generation);
     assert!(inner.free_at_once(first.node, life(first.generation)));
     assert_eq!(inner.heap.quick_granules(), 3);
     inner.set_fast(false);
     assert_eq!(inner.heap.quick_granules(), 0);
     assert!(!inner.free_at_once(second.node, life(second.generation)));
+    assert_eq!(inner.free_merged(second.node, second.generation), None);
     assert_eq!(inner.take_at_once(owner, request), None);
     inner.set_fast(true);
     assert!(inner.free_at_once(second.node, life(second.generation)));
@@ -97,6 +98,38 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
         inner.take_at_once(owner, request).map(|t| t.ptr),
         Some(second.ptr)
     );
+    assert_eq!(inner.heap.check(), Ok(()));
+}
+
+/// R40: what there is no room to keep as it is, is merged, but only in the life that was meant, and only
+/// if no other stream uses it.
+#[test]
+fn r40_a_block_is_merged_once_and_when_it_is_nobody_elses() {
+    let mut inner = Inner::<()> {
+        allocator: 1,
+        heap: heap(1),
+        ..Inner::default()
+    };
+    inner.set_fast(true);
+    inner.accounts.allocated.extend(1 << 20);
+    let request = Small {
+        granules: 3,
+        align: 1,
+        requested: 1500,
+    };
+    let Allocated::Taken(block) = inner.take(request) else {
+        panic!("there is room");
+    };
+    let generation = block.generation;
+    assert_eq!(inner.free_merged(block.node, generation + 1), None);
+    inner.heap.set_using(block.node, Using::MANY);
+    assert_eq!(inner.free_merged(block.node, generation), None);
+    inner.heap.set_using(block.node, Using::NONE);
+    assert_eq!(inner.accounts.current(), [1536, 1500, 1]);
+    assert_eq!(inner.free_merged(block.node, generation), Some(false));
+    assert_eq!(inner.free_merged(block.node, generation), None);
+    assert_eq!(inner.accounts.current(), [0; 3]);
+    assert_eq!((inner.heap.whole_pages(), inner.free_bytes()), (1, 1 << 16));
     assert_eq!(inner.heap.check(), Ok(()));
 }
 

@@ -118,8 +118,7 @@ impl Heap {
                 .map(|(count, length)| count * length)
                 .sum()
         };
-        if sum(&counts[0]) != self.free_grains
-            || sum(&counts[1]) != u64::from(self.quick_granules())
+        if sum(&counts[1]) != u64::from(self.quick_granules())
             || pending != self.pending_grains
             || whole != self.whole
         {
