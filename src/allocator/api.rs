@@ -173,7 +173,7 @@ impl Allocator {
             },
             None => self.engine.named(stream)?,
         };
-        self.engine.allocate_request(&named, &request)
+        self.engine.allocate_request_here(&named, &request)
     }
 
     /// [`allocate`](Self::allocate) at a multiple of `alignment` bytes, a power of two up to 2 MiB.

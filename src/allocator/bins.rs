@@ -55,6 +55,16 @@ fn place(list: &[Key], key: Key) -> usize {
     list.partition_point(|k| *k < key)
 }
 
+/// Takes out a key by its place, which it has; mostly there is nothing behind it to be moved.
+#[inline(always)]
+fn remove_at(list: &mut Vec<Key>, at: usize) {
+    if at + 1 == list.len() {
+        list.pop();
+    } else {
+        list.remove(at);
+    }
+}
+
 impl Bin {
     #[inline]
     fn is_empty(&self) -> bool {
@@ -64,14 +74,21 @@ impl Bin {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn insert(&mut self, key: Key) {
         match self {
+            Bin::List(list) if list.len() < TREE_FROM => list.insert(place(list, key), key),
+            _ => self.insert_in_tree(key),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn insert_in_tree(&mut self, key: Key) {
+        match self {
             Bin::List(list) => {
-                list.insert(place(list, key), key);
-                if list.len() > TREE_FROM {
-                    *self = Bin::Tree(list.drain(..).collect());
-                }
+                list.push(key);
+                *self = Bin::Tree(list.drain(..).collect());
             }
             Bin::Tree(tree) => {
                 tree.insert(key);
@@ -79,25 +96,49 @@ impl Bin {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn remove(&mut self, key: Key) -> bool {
         match self {
             Bin::List(list) => {
                 let at = place(list, key);
                 let found = list.get(at) == Some(&key);
                 if found {
-                    list.remove(at);
+                    remove_at(list, at);
                 }
                 found
+            }
+            Bin::Tree(_) => self.remove_from_tree(key).is_some(),
+        }
+    }
+
+    /// Takes out the first key that is not below `from`.
+    #[inline(always)]
+    fn take_from(&mut self, from: Key) -> Option<Key> {
+        match self {
+            Bin::List(list) => {
+                let at = place(list, from);
+                let key = *list.get(at)?;
+                remove_at(list, at);
+                Some(key)
             }
             Bin::Tree(tree) => {
-                let found = tree.remove(&key);
-                if tree.len() <= LIST_FROM {
-                    *self = Bin::List(std::mem::take(tree).into_iter().collect());
-                }
-                found
+                let key = *tree.range(from..).next()?;
+                self.remove_from_tree(key)
             }
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn remove_from_tree(&mut self, key: Key) -> Option<Key> {
+        let Bin::Tree(tree) = self else {
+            return None;
+        };
+        let found = tree.remove(&key).then_some(key);
+        if tree.len() <= LIST_FROM {
+            *self = Bin::List(std::mem::take(tree).into_iter().collect());
+        }
+        found
     }
 
     /// The first key that is not below `from`.
@@ -187,15 +228,21 @@ impl FreeIndex {
 
     pub(crate) fn insert(&mut self, entry: Entry) {
         if self.bins.is_empty() {
-            self.bins
-                .resize_with(GROUPS * BINS_PER_GROUP, || Bin::List(Vec::new()));
+            self.make_bins();
         }
+        self.len += 1;
         let (group, sub) = bin_of(entry.granules);
         self.bins[group * BINS_PER_GROUP + sub].insert(entry.key());
         self.groups[group] |= 1 << sub;
         self.summary |= 1 << group;
-        self.len += 1;
         self.granules += u64::from(entry.granules);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn make_bins(&mut self) {
+        self.bins
+            .resize_with(GROUPS * BINS_PER_GROUP, || Bin::List(Vec::new()));
     }
 
     /// Takes an entry out; false if it is not there.
@@ -208,15 +255,52 @@ impl FreeIndex {
         if !bin.remove(entry.key()) {
             return false;
         }
-        if bin.is_empty() {
+        self.removed(group, sub, entry.granules);
+        true
+    }
+
+    #[inline(always)]
+    fn removed(&mut self, group: usize, sub: usize, granules: u32) {
+        self.len -= 1;
+        if self.bins[group * BINS_PER_GROUP + sub].is_empty() {
             self.groups[group] &= !(1 << sub);
             if self.groups[group] == 0 {
                 self.summary &= !(1 << group);
             }
         }
-        self.len -= 1;
-        self.granules -= u64::from(entry.granules);
-        true
+        self.granules -= u64::from(granules);
+    }
+
+    /// Takes out what [`best_fit`](Self::best_fit) finds.
+    pub(crate) fn take_best_fit(&mut self, granules: u32) -> Option<Entry> {
+        if self.bins.is_empty() {
+            return None;
+        }
+        let (mut group, mut sub) = bin_of(granules);
+        let from = Key::from(granules) << 96;
+        let mut taken = self.bins[group * BINS_PER_GROUP + sub].take_from(from);
+        if taken.is_none() {
+            (group, sub) = self.filled_above(group, sub)?;
+            taken = self.bins[group * BINS_PER_GROUP + sub].take_from(0);
+        }
+        let entry = Entry::of(taken?);
+        self.removed(group, sub, entry.granules);
+        Some(entry)
+    }
+
+    /// The first bin above one that holds anything.
+    #[inline(always)]
+    fn filled_above(&self, group: usize, sub: usize) -> Option<(usize, usize)> {
+        let above = self.groups[group] & (u16::MAX << sub << 1);
+        if above != 0 {
+            return Some((group, above.trailing_zeros() as usize));
+        }
+        let groups = self.summary & (u32::MAX << group << 1);
+        if groups == 0 {
+            return None;
+        }
+        let group = groups.trailing_zeros() as usize;
+        Some((group, self.groups[group].trailing_zeros() as usize))
     }
 
     /// Gives up the bins of an empty index: a stream that is gone must not keep them.
@@ -279,17 +363,7 @@ impl FreeIndex {
         if let Some(key) = self.bins[group * BINS_PER_GROUP + sub].first_from(from.key()) {
             return Some(Entry::of(key));
         }
-        let above = self.groups[group] & (u16::MAX << sub << 1);
-        let (group, sub) = if above != 0 {
-            (group, above.trailing_zeros() as usize)
-        } else {
-            let groups = self.summary & (u32::MAX << group << 1);
-            if groups == 0 {
-                return None;
-            }
-            let group = groups.trailing_zeros() as usize;
-            (group, self.groups[group].trailing_zeros() as usize)
-        };
+        let (group, sub) = self.filled_above(group, sub)?;
         self.bins[group * BINS_PER_GROUP + sub]
             .first()
             .map(Entry::of)
@@ -348,6 +422,11 @@ mod tests {
                 model.remove(&e);
             }
             let want = (random() % 50_000) as u32;
+            if step % 5 == 0 {
+                let best = model.range(entry(want, 0, 0)..).next().copied();
+                assert_eq!(index.take_best_fit(want), best);
+                best.map(|best| model.remove(&best));
+            }
             assert_eq!(
                 index.best_fit(want),
                 model.range(entry(want, 0, 0)..).next().copied()

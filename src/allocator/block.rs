@@ -202,20 +202,29 @@ impl Block {
         })
     }
 
-    /// Frees a large block in the books, if that is all there is to do.
-    fn free_simply(&self) -> bool {
-        let (engine, id) = (self.engine(), self.place.record());
-        engine.unwatched() && id.is_some_and(|id| engine.drop_large(id, self.place.generation))
+    /// Frees a block that is not small. Blocks of fronts that serve keep the engine as well.
+    #[inline(always)]
+    fn drop_large(&self, id: u32) {
+        let engine = self.engine();
+        let done = if engine.unwatched() {
+            self.free_large() || engine.drop_large(id, self.place.generation)
+        } else {
+            !engine.watchful() && self.free_large()
+        };
+        if !done {
+            engine.drop_block(self.lifetime());
+        }
     }
 
     #[inline(never)]
     fn drop_slowly(&self) {
+        if let Some(id) = self.place.record() {
+            return self.drop_large(id);
+        }
         match self.place.node() {
             Some(node) if process::is_quiet() => {
                 self.drop_with_care(self.place.home().lock(), node);
             }
-            // Blocks of fronts that serve keep the engine as well.
-            None if !self.engine().watchful() && (self.free_large() || self.free_simply()) => {}
             _ => self.engine().drop_block(self.lifetime()),
         }
     }

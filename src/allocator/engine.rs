@@ -1,6 +1,6 @@
 //! The allocator's inside: one lock around the books, driver calls outside it.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::driver::process;
@@ -69,6 +69,8 @@ pub(crate) struct Engine {
     pub log: RareLog,
     /// Which front has which page.
     pub pages: Arc<PageTable<Engine>>,
+    /// Blocks on shelves: where there are none, no front is asked for one.
+    pub on_shelves: Arc<AtomicU32>,
     /// Allocators that stand for this one.
     handles: AtomicUsize,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
@@ -129,38 +131,42 @@ impl Engine {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let pages = Arc::new(PageTable::new());
-        let engine = Arc::new_cyclic(|me| Engine {
-            id,
-            context: context.clone(),
-            device,
-            packed,
-            views: packed && config.views,
-            self_test: config.self_test,
-            views_failed: AtomicBool::new(false),
-            properties,
-            access,
-            total_memory,
-            addresses: Addresses::of(driver, device, total_memory),
-            hooks: Hooks::default(),
-            log: RareLog::default(),
-            handles: AtomicUsize::new(1),
-            ask_captures: config.capture_checks,
-            state: Apart(Lock::new(State::new(
+        let engine = Arc::new_cyclic(|me| {
+            let state = State::new(
                 (me.clone(), id),
                 Arc::clone(&pages),
                 device.ordinal(),
                 packed,
                 limit,
                 config.tuning(),
-            ))),
-            pages,
-            lost: OnceLock::new(),
-            at_once: AtomicU64::new(if packed && !config.capture_checks {
-                id
-            } else {
-                0
-            }),
-            deferred: AtomicBool::new(false),
+            );
+            Engine {
+                id,
+                context: context.clone(),
+                device,
+                packed,
+                views: packed && config.views,
+                self_test: config.self_test,
+                views_failed: AtomicBool::new(false),
+                properties,
+                access,
+                total_memory,
+                addresses: Addresses::of(driver, device, total_memory),
+                hooks: Hooks::default(),
+                log: RareLog::default(),
+                handles: AtomicUsize::new(1),
+                ask_captures: config.capture_checks,
+                on_shelves: Arc::clone(&state.fronts.on_shelves),
+                state: Apart(Lock::new(state)),
+                pages,
+                lost: OnceLock::new(),
+                at_once: AtomicU64::new(if packed && !config.capture_checks {
+                    id
+                } else {
+                    0
+                }),
+                deferred: AtomicBool::new(false),
+            }
         });
         engine.recall_aliasing();
         Ok(engine)
@@ -317,15 +323,34 @@ impl Engine {
     }
 
     /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
+    #[inline]
     pub(crate) fn refuse_capture(&self, named: &Named<'_>) -> Result<(), Error> {
-        let capturing = if is_special(named.raw) {
-            let _entered = self.context.enter().map_err(|e| self.error(e))?;
-            // SAFETY: special handles are valid while a context is current.
-            unsafe { self.driver().is_capturing(named.raw) }
-        } else {
-            // SAFETY: whoever made the name vouched for the stream.
-            unsafe { self.driver().is_capturing(named.raw) }
-        };
+        if is_special(named.raw) {
+            return self.refuse_special_capture(named);
+        }
+        // SAFETY: whoever made the name vouched for the stream.
+        match unsafe { self.driver().is_capturing(named.raw) } {
+            Ok(false) => Ok(()),
+            capturing => self.refuse_if(named, capturing),
+        }
+    }
+
+    #[inline(never)]
+    fn refuse_special_capture(&self, named: &Named<'_>) -> Result<(), Error> {
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        // SAFETY: special handles are valid while a context is current.
+        let capturing = unsafe { self.driver().is_capturing(named.raw) };
+        drop(entered);
+        self.refuse_if(named, capturing)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn refuse_if(
+        &self,
+        named: &Named<'_>,
+        capturing: Result<bool, DriverError>,
+    ) -> Result<(), Error> {
         match capturing {
             Ok(false) => Ok(()),
             Ok(true) => {

@@ -2,6 +2,9 @@
 //!
 //! Everything here runs under the lock of the books and takes those of fronts below it.
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
 use super::engine::Engine;
 use super::error::Error;
 use super::front::{
@@ -46,6 +49,8 @@ pub(crate) struct Fronts {
     pub habits: Habits,
     /// Large requests until shelves keep to the order of the books again: threads met at their lock.
     pub crowd: u32,
+    /// Blocks on shelves, for those who do not hold the lock of the books, under which it changes.
+    pub(crate) on_shelves: Arc<AtomicU32>,
     /// The block on a shelf that must leave it when anything else happens in the books.
     pub loose: Option<u32>,
     /// Streams whose markers are due for what came off the shelves.

@@ -152,6 +152,12 @@ struct GuardedSmall {
 }
 
 impl Guards {
+    /// Whether any large block is guarded.
+    #[inline]
+    pub(crate) fn any(&self) -> bool {
+        !self.blocks.is_empty()
+    }
+
     /// Bytes of freed blocks that wait for their guards.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes

@@ -55,8 +55,9 @@ impl State {
     }
 
     /// A large block is about to be counted: if it may be a peak, nothing that nobody holds is counted
-    /// along with it.
-    pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) {
+    /// along with it. Whether it surely is none.
+    #[inline]
+    pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) -> bool {
         let all = &self.stats.all.allocated;
         let more = [bytes, requested, 1];
         let within = all.current + self.fronts.limit + bytes <= all.peak && {
@@ -66,16 +67,18 @@ impl State {
         if !within {
             self.settle_shelves();
         }
+        within
     }
 
     /// A large block was counted: raises the peaks of everything together if it is one.
-    pub(crate) fn large_counted(&mut self) {
+    #[inline]
+    pub(crate) fn large_counted(&mut self, within: bool) {
         let all = &self.stats.all;
         let now = [all.requested.current, all.allocations.current];
         for (high, now) in self.fronts.high.iter_mut().zip(now) {
             *high = now.max(*high);
         }
-        if self.fronts.all.is_empty() {
+        if within || self.fronts.all.is_empty() {
             return;
         }
         if all.allocated.current + self.fronts.limit > all.allocated.peak {

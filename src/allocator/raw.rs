@@ -100,17 +100,43 @@ impl Engine {
         named: &Named<'_>,
         request: &Request,
     ) -> Result<Grant, Error> {
-        self.usable()?;
+        self.allocate_request_here(named, request)
+    }
+
+    #[inline(always)]
+    pub(crate) fn allocate_request_here(
+        &self,
+        named: &Named<'_>,
+        request: &Request,
+    ) -> Result<Grant, Error> {
+        if !self.unwatched() {
+            self.usable()?;
+        }
         self.refuse_capture(named)?;
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }
-        let mut state = self.open()?;
+        let mut state = self.lock();
+        if state.closed {
+            return Err(Error::Closed);
+        }
         if !state.contended
             && let Some(grant) = state.take_ready(self, named.key, request)
         {
             return Ok(grant);
         }
+        self.allocate_in_order(state, named, request)
+    }
+
+    /// Goes on where more is to be done than to take memory that is ready. Apart from that, which needs less
+    /// of the stack.
+    #[inline(never)]
+    fn allocate_in_order<'a>(
+        &'a self,
+        state: Guard<'a>,
+        named: &Named<'_>,
+        request: &Request,
+    ) -> Result<Grant, Error> {
         let (mut state, stream) = self.slot(state, named)?;
         self.same_device(&state, stream)?;
         if state.closed {

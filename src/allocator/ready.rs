@@ -4,13 +4,14 @@
 //! one index, and nothing is to be asked or waited for. What [`Engine::obtain`] would do for such a
 //! request is done here in one go, to the same end: same place, same figures.
 
-use super::engine::Engine;
+use super::engine::{Engine, Guard};
 use super::front::cache;
 use super::grant::Grant;
-use super::records::SpaceId;
+use super::records::{Hot, SpaceId, State as Extent};
 use super::request::Request;
 use super::state::State;
-use super::streams::StreamKey;
+use super::streams::{Holder, StreamKey};
+use super::uses::Use;
 
 impl Engine {
     /// Frees a large block in the books, if that needs no look at anything else: neither the shelves, nor
@@ -18,8 +19,19 @@ impl Engine {
     #[inline(never)]
     pub(crate) fn drop_large(&self, id: u32, generation: u32) -> bool {
         let mut state = self.lock();
-        let simple = !state.closed && !state.orphaned && state.is_live((id, generation));
-        if !simple || state.records[id].shelved {
+        if state.closed || state.orphaned {
+            return false;
+        }
+        if state.free_alone(id, generation) {
+            return true;
+        }
+        self.drop_among(state, id, generation)
+    }
+
+    /// Goes on where others are to be thought of.
+    #[inline(never)]
+    fn drop_among(&self, mut state: Guard<'_>, id: u32, generation: u32) -> bool {
+        if !state.is_live((id, generation)) || state.records[id].shelved {
             return false;
         }
         let after = state.free(id);
@@ -46,7 +58,7 @@ impl State {
         if !(plain && alone && calm) {
             return None;
         }
-        let stream = self.streams.find(key)?;
+        let stream = self.streams.find_again(key)?;
         let slot = &mut self.streams[stream];
         let front = *slot.fronts.first()?;
         if slot.fronts.len() > 1 || slot.context.device() != engine.device {
@@ -55,12 +67,15 @@ impl State {
         // Asked a moment ago, by the call under way.
         slot.capturing = false;
         self.unshelve_loose();
+        if !self.large.merge_own {
+            return None;
+        }
         self.adopt_complete(SpaceId::Large, stream);
         let want = request.want(SpaceId::Large, stream);
-        let finder = self.finder(want.space, stream)?;
-        let run = (finder.only_own()).then(|| finder.own_run(&want))??;
-        let block = run.first;
-        self.large.carve(&mut self.records, block, want.granules);
+        let block = self
+            .large
+            .carve_own(&mut self.records, stream, want.granules)?
+            .id;
         self.announce(want.requested);
         self.large_request(&want);
         self.stats.rungs.ready += 1;
@@ -69,5 +84,50 @@ impl State {
         grant.set_shelved(self.shelve(block, front, true));
         cache::remember(id, front);
         Some(grant)
+    }
+
+    /// [`free`](Self::free) of a block that only its own stream used, while that is alone. False, with
+    /// nothing changed, if more is to be thought of.
+    fn free_alone(&mut self, id: u32, generation: u32) -> bool {
+        if self.streams.several() || !self.large.merge_own || self.guards.any() || !self.packed {
+            return false;
+        }
+        let Some(hot) = self.records.get(id) else {
+            return false;
+        };
+        let Hot {
+            addr,
+            granules,
+            stream,
+            ..
+        } = *hot;
+        let live = hot.generation == generation && hot.state == Extent::Used && !hot.shelved;
+        let (cold, bytes) = (self.records.cold(id), hot.bytes());
+        let plain =
+            cold.space == SpaceId::Large && cold.recorded.is_empty() && cold.home.is_empty();
+        if !live || !plain {
+            return false;
+        }
+        let requested = cold.requested;
+        let slot = &self.streams[stream];
+        if matches!(slot.holder, Holder::Retired) {
+            return false;
+        }
+        let ticket = slot.open;
+        // From here on it is freed. What leaves a shelf for that may lie beside it.
+        self.unshelve_loose();
+        let slot = &mut self.streams[stream];
+        slot.live -= 1;
+        slot.open_uses += 1;
+        slot.open_bytes += bytes;
+        self.frees += 1;
+        self.records[id].generation = generation.wrapping_add(1);
+        self.lookup.remove(addr);
+        self.fronts.habits.freed(id, granules);
+        self.stats.freed(false, bytes, requested, true);
+        let last = Use { stream, ticket };
+        let freed = self.frees;
+        self.large.release_own(&mut self.records, id, last, freed);
+        true
     }
 }

@@ -81,6 +81,13 @@ impl Hot {
     pub(crate) fn is_free(&self) -> bool {
         self.state == State::Free
     }
+
+    /// Makes it another extent. Its generation goes on.
+    #[inline(always)]
+    pub(crate) fn renew(&mut self, new: Hot) {
+        let generation = self.generation;
+        *self = Hot { generation, ..new };
+    }
 }
 
 /// The part of a record that only frees across streams, statistics and diagnostics need.
@@ -153,31 +160,44 @@ pub(crate) struct Records {
 impl Records {
     /// Takes a vacant record. Its generation goes on from its former life.
     pub(crate) fn make(&mut self, space: SpaceId, state: State, addr: u64, granules: u32) -> u32 {
-        let id = self.vacant.pop().unwrap_or_else(|| {
-            if self.made as usize == self.hot.len() * CHUNK {
-                self.hot.push(chunk());
-                self.cold.push(chunk());
-            }
-            self.made += 1;
-            self.made - 1
-        });
-        let generation = self[id].generation;
-        self[id] = Hot {
+        let id = self.vacant_id();
+        self[id].renew(Hot {
             addr,
             granules,
-            generation,
+            generation: 0,
             prev: NIL,
             next: NIL,
             stream: COMPLETE,
             state,
             shelved: false,
-        };
+        });
         // The rest is as it was when the record was given back.
         self.cold_mut(id).space = space;
         id
     }
 
+    /// A vacant record, whose [`Cold`] is a new one's but for its space.
+    #[inline(always)]
+    pub(crate) fn vacant_id(&mut self) -> u32 {
+        match self.vacant.pop() {
+            Some(id) => id,
+            None => self.new_id(),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn new_id(&mut self) -> u32 {
+        if self.made as usize == self.hot.len() * CHUNK {
+            self.hot.push(chunk());
+            self.cold.push(chunk());
+        }
+        self.made += 1;
+        self.made - 1
+    }
+
     /// Gives a record back.
+    #[inline]
     pub(crate) fn retire(&mut self, id: u32) {
         let hot = &mut self[id];
         hot.state = State::Vacant;

@@ -3,6 +3,7 @@
 
 use crate::driver::Context;
 
+use super::bins::FreeIndex;
 use super::records::{COMPLETE, SpaceId};
 use super::space::Space;
 use super::state::State;
@@ -64,9 +65,10 @@ impl State {
     }
 
     /// While one stream exists, complete memory is as good as its own, and merges with it.
+    #[inline]
     pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
         let (space, records) = self.parts(space);
-        if !space.merge_own {
+        if !space.merge_own || space.index(COMPLETE).is_none_or(FreeIndex::is_empty) {
             return;
         }
         while let Some(entry) = space.index(COMPLETE).and_then(|i| i.largest()) {

@@ -4,6 +4,8 @@
 //! of a large block than its place takes it off first, and whoever needs memory that is not ready
 //! takes everything off that nobody holds.
 
+use std::sync::atomic::Ordering;
+
 use super::check::{CheckError, holds, same};
 use super::engine::{Engine, Guard};
 use super::front::{Amounts, Shelved, cache};
@@ -84,6 +86,7 @@ impl State {
         }
         self.records[id].shelved = true;
         self.records.cold_mut(id).front = Some(front);
+        self.fronts.on_shelves.fetch_add(1, Ordering::Relaxed);
         if let Some(gone) = gone {
             self.off_shelf(gone);
         }
@@ -93,6 +96,7 @@ impl State {
     /// Makes the books right about a block that was taken off its shelf.
     fn off_shelf(&mut self, block: Shelved) {
         self.records.cold_mut(block.id).front = None;
+        self.fronts.on_shelves.fetch_sub(1, Ordering::Relaxed);
         self.fronts.habits.was_shelved(block.granules, block.reuses);
         let hot = &mut self.records[block.id];
         hot.shelved = false;
@@ -264,6 +268,12 @@ impl State {
             }
         }
         let marked = self.records.iter().filter(|(_, hot)| hot.shelved).count() as u64;
+        let on_shelves = self.fronts.on_shelves.load(Ordering::Relaxed);
+        same(
+            "blocks on shelves, as told to all",
+            known,
+            u64::from(on_shelves),
+        )?;
         same("blocks on shelves", known, marked)
     }
 

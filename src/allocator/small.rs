@@ -1,5 +1,7 @@
 //! Small blocks of the packed policy: what fronts do alone, and what they need the books for.
 
+use std::sync::atomic::Ordering;
+
 use crate::driver::process;
 
 use super::engine::{Engine, Guard};
@@ -71,7 +73,10 @@ impl Engine {
         missed: Missed,
     ) -> Option<Grant> {
         if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
-            return self.allocate_shelved(key, bytes);
+            return match self.on_shelves.load(Ordering::Relaxed) {
+                0 => None,
+                _ => self.allocate_shelved(key, bytes),
+            };
         }
         self.take_with_effort(key, bytes, missed)
     }

@@ -442,14 +442,13 @@ impl State {
         let small = cold.space != SpaceId::Large;
         self.lookup.insert(addr, id);
         self.streams[stream].live += 1;
-        self.make_sure_of_peaks(bytes, requested);
-        self.stats.on_pool(small, |pool| {
-            pool.allocations.add(1);
-            pool.allocated.add(bytes);
-            pool.active.add(bytes);
-            pool.requested.add(requested);
-        });
-        self.large_counted();
+        let within = self.make_sure_of_peaks(bytes, requested);
+        if within && !small {
+            self.stats.born_below(bytes, requested);
+        } else {
+            self.stats.born(small, bytes, requested);
+        }
+        self.large_counted(within);
     }
 
     /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is
@@ -479,14 +478,8 @@ impl State {
         if self.packed {
             self.fronts.habits.freed(id, granules);
         }
-        self.stats.on_pool(space != SpaceId::Large, |pool| {
-            pool.allocations.sub(1);
-            pool.allocated.sub(bytes);
-            pool.requested.sub(requested);
-            if !shared {
-                pool.active.sub(bytes);
-            }
-        });
+        self.stats
+            .freed(space != SpaceId::Large, bytes, requested, !shared);
         let mut after = AfterFree::default();
         let own = self.ticket(owner, None);
         let uses = if shared {

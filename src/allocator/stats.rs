@@ -19,12 +19,25 @@ pub struct Counter {
 }
 
 impl Counter {
+    #[inline(always)]
     pub(crate) fn add(&mut self, amount: u64) {
-        self.current += amount;
+        let current = self.current + amount;
+        self.current = current;
+        if current > self.peak {
+            self.peak = current;
+        }
         self.total_allocated += amount;
-        self.peak = self.peak.max(self.current);
     }
 
+    /// [`add`](Self::add) of what is known to make no peak.
+    #[inline(always)]
+    fn add_below(&mut self, amount: u64) {
+        self.current += amount;
+        self.total_allocated += amount;
+        debug_assert!(self.current <= self.peak, "no peak");
+    }
+
+    #[inline(always)]
     pub(crate) fn sub(&mut self, amount: u64) {
         debug_assert!(amount <= self.current, "a counter never wraps");
         self.current = self.current.saturating_sub(amount);
@@ -59,6 +72,16 @@ pub struct PoolStats {
 }
 
 impl PoolStats {
+    #[inline(always)]
+    fn freed(&mut self, bytes: u64, requested: u64, over: bool) {
+        self.allocations.sub(1);
+        self.allocated.sub(bytes);
+        self.requested.sub(requested);
+        if over {
+            self.active.sub(bytes);
+        }
+    }
+
     fn reset_peaks(&mut self) {
         let PoolStats {
             allocations,
@@ -176,6 +199,45 @@ impl Stats {
         }
     }
 
+    /// A block was handed out.
+    #[inline]
+    pub(crate) fn born(&mut self, small: bool, bytes: u64, requested: u64) {
+        self.on_pool(small, |pool| {
+            pool.allocations.add(1);
+            pool.allocated.add(bytes);
+            pool.active.add(bytes);
+            pool.requested.add(requested);
+        });
+    }
+
+    /// [`born`](Self::born) of a block of the large pool which is known to be a peak of bytes nowhere, and
+    /// of nothing else in that pool.
+    #[inline]
+    pub(crate) fn born_below(&mut self, bytes: u64, requested: u64) {
+        let Stats { all, large, .. } = self;
+        all.allocations.add(1);
+        all.requested.add(requested);
+        large.allocations.add_below(1);
+        large.requested.add_below(requested);
+        for pool in [all, large] {
+            pool.allocated.add_below(bytes);
+            pool.active.add(bytes);
+        }
+    }
+
+    /// A block was freed; `over`: nobody but its own stream uses it any more.
+    #[inline]
+    pub(crate) fn freed(&mut self, small: bool, bytes: u64, requested: u64, over: bool) {
+        self.all.freed(bytes, requested, over);
+        let pool = if small {
+            &mut self.small
+        } else {
+            &mut self.large
+        };
+        pool.freed(bytes, requested, over);
+    }
+
+    #[inline(always)]
     pub(crate) fn on_pool(&mut self, small: bool, change: impl Fn(&mut PoolStats)) {
         change(&mut self.all);
         change(if small {

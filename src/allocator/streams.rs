@@ -186,6 +186,12 @@ impl Slot {
         bound + 1 >= self.open && self.open_uses == 0
     }
 
+    /// Whether it is what a stream of this name is known by.
+    #[inline]
+    fn is_called(&self, key: StreamKey) -> bool {
+        self.in_use && self.key == key && !matches!(self.holder, Holder::Retired)
+    }
+
     fn drained(&self) -> bool {
         matches!(self.holder, Holder::Retired) && self.live == 0 && self.completed + 1 >= self.open
     }
@@ -201,11 +207,23 @@ pub(crate) struct Streams {
     orders: u64,
     /// Streams of which more is complete than when this was last taken.
     advanced: Vec<u32>,
+    /// The slot that was last found.
+    latest: u32,
 }
 
 impl Streams {
     pub(crate) fn find(&self, key: StreamKey) -> Option<u32> {
         self.by_key.get(&key).copied()
+    }
+
+    /// [`find`](Self::find), mostly without a search.
+    #[inline]
+    pub(crate) fn find_again(&mut self, key: StreamKey) -> Option<u32> {
+        let slot = self.slots.get(self.latest as usize);
+        if !slot.is_some_and(|slot| slot.is_called(key)) {
+            self.latest = self.find(key)?;
+        }
+        Some(self.latest)
     }
 
     /// More than one stream may hold or ask for memory.

@@ -2,7 +2,7 @@
 
 use super::grain::PageInfo;
 use super::heap::Heap;
-use super::{Inner, Life, Owner, Small};
+use super::{Allocated, Inner, Life, Owner, Small, Using};
 
 const PAGE: u64 = 64 << 10;
 
@@ -101,10 +101,10 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
     assert_eq!(inner.heap.check(), Ok(()));
 }
 
-/// R40: what there is no room to keep as it is, is merged, but only in the life that was meant, and only
+/// S1.13: what there is no room to keep as it is, is merged, but only in the life that was meant, and only
 /// if no other stream uses it.
 #[test]
-fn r40_a_block_is_merged_once_and_when_it_is_nobody_elses() {
+fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
     let mut inner = Inner::<()> {
         allocator: 1,
         heap: heap(1),
