@@ -1,9 +1,10 @@
 //! Pointer to block: a sparse table of block starts.
 //!
-//! The address space is cut into leaves of 2 MiB; a leaf holds one id per 512-byte granule and a
-//! bitmap of the granules at which a block starts, so that the start below an interior pointer is
-//! found without touching the ids. Leaves hang below directories of 16 GiB. Starts are granule
-//! aligned, so a pointer that is not can only be an interior one.
+//! The address space is cut into leaves of 2 MiB, which know where in them blocks start. Blocks are
+//! large, mostly: a leaf is one cache line with room for a few starts, and only where there are more it
+//! has an id per 512-byte granule, with a bitmap, so that the start below an interior pointer is found
+//! without touching the ids. Leaves stand in directories of 16 GiB. Starts are granule aligned, so a
+//! pointer that is not can only be an interior one.
 
 use super::size::GRANULE;
 
@@ -11,39 +12,137 @@ const LEAF_BITS: u32 = 21;
 const DIR_BITS: u32 = 34;
 const LEAF_SLOTS: usize = 1 << (LEAF_BITS - 9);
 const DIR_SLOTS: usize = 1 << (DIR_BITS - LEAF_BITS);
+/// Starts in a leaf's own line: as many as fit.
+const FEW: usize = 8;
 
-#[derive(Debug)]
+#[derive(Debug, Clone, Default)]
+#[repr(C, align(64))]
 struct Leaf {
+    /// Starts of blocks,
     count: u32,
+    /// while they are few: granules in the leaf, in no order, and the ids of the blocks.
+    ids: [u32; FEW],
+    slots: [u16; FEW],
+    /// Once they were more: all of them.
+    many: Option<Box<Many>>,
+}
+
+const _: () = assert!(size_of::<Leaf>() == 64);
+
+#[derive(Debug, Clone)]
+struct Many {
     starts: [u64; LEAF_SLOTS / 64],
     ids: [u32; LEAF_SLOTS],
 }
 
 impl Leaf {
+    /// Where a start is noted in the leaf's own line.
+    #[inline(always)]
+    fn few(&self, slot: u16) -> Option<usize> {
+        let few = &self.slots[..FEW.min(self.count as usize)];
+        few.iter().position(|known| *known == slot)
+    }
+
+    /// Notes a start. Whether it is a new one.
+    #[inline]
+    fn insert(&mut self, slot: u16, id: u32) -> bool {
+        if self.many.is_some() {
+            return self.insert_among_many(slot, id);
+        }
+        if let Some(at) = self.few(slot) {
+            self.ids[at] = id;
+            return false;
+        }
+        let at = self.count as usize;
+        if at >= FEW {
+            return self.insert_among_many(slot, id);
+        }
+        (self.slots[at], self.ids[at]) = (slot, id);
+        self.count += 1;
+        true
+    }
+
     /// Out of line: so much on the stack must not be part of each call.
     #[cold]
     #[inline(never)]
-    fn new() -> Box<Self> {
-        Box::new(Leaf {
-            count: 0,
-            starts: [0; LEAF_SLOTS / 64],
-            ids: [0; LEAF_SLOTS],
-        })
+    fn insert_among_many(&mut self, slot: u16, id: u32) -> bool {
+        let many = self.many.get_or_insert_with(|| {
+            let mut many = Box::new(Many {
+                starts: [0; LEAF_SLOTS / 64],
+                ids: [0; LEAF_SLOTS],
+            });
+            for (slot, id) in self.slots.iter().zip(self.ids).take(self.count as usize) {
+                many.insert(*slot, id);
+            }
+            many
+        });
+        let new = many.insert(slot, id);
+        self.count += u32::from(new);
+        new
     }
 
-    /// Whether a block starts at a granule.
+    /// Takes a start out. Whether it was there.
     #[inline]
-    fn starts_at(&self, slot: usize) -> bool {
-        self.starts[slot / 64] >> (slot % 64) & 1 == 1
+    fn remove(&mut self, slot: u16) -> bool {
+        if let Some(many) = &mut self.many {
+            let found = many.remove(slot);
+            self.count -= u32::from(found);
+            return found;
+        }
+        let Some(at) = self.few(slot) else {
+            return false;
+        };
+        self.count -= 1;
+        let last = self.count as usize % FEW;
+        (self.slots[at], self.ids[at]) = (self.slots[last], self.ids[last]);
+        true
+    }
+
+    /// The block that starts at a granule.
+    #[inline]
+    fn exact(&self, slot: u16) -> Option<u32> {
+        match &self.many {
+            Some(many) => many.starts_at(slot).then(|| many.ids[usize::from(slot)]),
+            None => self.few(slot).map(|at| self.ids[at]),
+        }
+    }
+
+    /// The block with the highest start at or below a granule.
+    fn at_or_below(&self, slot: u16) -> Option<u32> {
+        if let Some(many) = &self.many {
+            return last_bit(&many.starts, usize::from(slot)).map(|slot| many.ids[slot]);
+        }
+        let few = self.slots.iter().zip(&self.ids).take(self.count as usize);
+        let below = few.filter(|(start, _)| **start <= slot);
+        below.max_by_key(|(start, _)| **start).map(|(_, id)| *id)
+    }
+}
+
+impl Many {
+    fn insert(&mut self, slot: u16, id: u32) -> bool {
+        let new = !self.starts_at(slot);
+        self.starts[usize::from(slot) / 64] |= 1 << (slot % 64);
+        self.ids[usize::from(slot)] = id;
+        new
+    }
+
+    fn remove(&mut self, slot: u16) -> bool {
+        let found = self.starts_at(slot);
+        self.starts[usize::from(slot) / 64] &= !(1 << (slot % 64));
+        found
+    }
+
+    fn starts_at(&self, slot: u16) -> bool {
+        self.starts[usize::from(slot) / 64] >> (slot % 64) & 1 == 1
     }
 }
 
 #[derive(Debug)]
 struct Directory {
-    leaves: Box<[Option<Box<Leaf>>; DIR_SLOTS]>,
-    /// Leaves that exist.
+    leaves: Box<[Leaf; DIR_SLOTS]>,
+    /// Leaves that hold at least one start, and
     count: u32,
-    /// Bit per leaf that holds at least one start.
+    /// a bit for each.
     occupied: [u64; DIR_SLOTS / 64],
 }
 
@@ -51,8 +150,14 @@ impl Directory {
     #[cold]
     #[inline(never)]
     fn new() -> Box<Self> {
+        // Not by way of the stack.
+        let leaves = vec![Leaf::default(); DIR_SLOTS].into_boxed_slice();
+        let leaves = match leaves.try_into() {
+            Ok(leaves) => leaves,
+            Err(_) => unreachable!("as many were made"),
+        };
         Box::new(Directory {
-            leaves: Box::new([const { None }; DIR_SLOTS]),
+            leaves,
             count: 0,
             occupied: [0; DIR_SLOTS / 64],
         })
@@ -82,11 +187,11 @@ pub(crate) struct Lookup {
     len: usize,
 }
 
-const fn split(addr: u64) -> (u64, usize, usize) {
+const fn split(addr: u64) -> (u64, usize, u16) {
     (
         addr >> DIR_BITS,
         (addr >> LEAF_BITS) as usize & (DIR_SLOTS - 1),
-        (addr >> 9) as usize & (LEAF_SLOTS - 1),
+        (addr >> 9) as u16 & (LEAF_SLOTS - 1) as u16,
     )
 }
 
@@ -139,19 +244,14 @@ impl Lookup {
             at
         });
         let directory = &mut self.directories[at].1;
-        let entry = directory.leaves[leaf].get_or_insert_with(|| {
-            directory.count += 1;
-            Leaf::new()
-        });
-        entry.ids[slot] = id;
-        if entry.starts_at(slot) {
+        let entry = &mut directory.leaves[leaf];
+        if !entry.insert(slot, id) {
             return;
         }
-        entry.starts[slot / 64] |= 1 << (slot % 64);
-        if entry.count == 0 {
+        if entry.count == 1 {
             directory.occupied[leaf / 64] |= 1 << (leaf % 64);
+            directory.count += 1;
         }
-        entry.count += 1;
         self.len += 1;
     }
 
@@ -161,17 +261,14 @@ impl Lookup {
             return;
         };
         let directory = &mut self.directories[at].1;
-        let Some(entry) = &mut directory.leaves[leaf] else {
-            return;
-        };
-        if !entry.starts_at(slot) {
+        let entry = &mut directory.leaves[leaf];
+        if !entry.remove(slot) {
             return;
         }
-        entry.starts[slot / 64] &= !(1 << (slot % 64));
-        entry.count -= 1;
         self.len -= 1;
         if entry.count == 0 {
             directory.occupied[leaf / 64] &= !(1 << (leaf % 64));
+            directory.count -= 1;
         }
     }
 
@@ -181,8 +278,7 @@ impl Lookup {
             return None;
         }
         let (dir, leaf, slot) = split(addr);
-        let entry = self.directory(dir)?.leaves[leaf].as_ref()?;
-        entry.starts_at(slot).then(|| entry.ids[slot])
+        self.directory(dir)?.leaves[leaf].exact(slot)
     }
 
     /// The block with the highest start at or below `addr`. Whether it reaches `addr` is for the
@@ -192,10 +288,8 @@ impl Lookup {
         let place = self.place(dir);
         if let Ok(at) = place {
             let directory = &self.directories[at].1;
-            if let Some(entry) = &directory.leaves[leaf]
-                && let Some(slot) = last_bit(&entry.starts, slot)
-            {
-                return Some(entry.ids[slot]);
+            if let Some(id) = directory.leaves[leaf].at_or_below(slot) {
+                return Some(id);
             }
             if leaf > 0
                 && let Some(id) = last_in(directory, leaf - 1)
@@ -218,15 +312,12 @@ impl Lookup {
                 continue;
             };
             let directory = &mut self.directories[at].1;
-            if directory.leaves[leaf]
-                .as_ref()
-                .is_some_and(|l| l.count == 0)
-            {
-                directory.leaves[leaf] = None;
-                directory.count -= 1;
-                if directory.count == 0 {
-                    self.directories.remove(at);
-                }
+            let entry = &mut directory.leaves[leaf];
+            if entry.count == 0 {
+                entry.many = None;
+            }
+            if directory.count == 0 {
+                self.directories.remove(at);
             }
         }
     }
@@ -234,8 +325,7 @@ impl Lookup {
 
 fn last_in(directory: &Directory, leaf: usize) -> Option<u32> {
     let leaf = last_bit(&directory.occupied, leaf)?;
-    let entry = directory.leaves[leaf].as_ref()?;
-    last_bit(&entry.starts, LEAF_SLOTS - 1).map(|slot| entry.ids[slot])
+    directory.leaves[leaf].at_or_below(LEAF_SLOTS as u16 - 1)
 }
 
 #[cfg(test)]
