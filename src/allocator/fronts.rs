@@ -467,7 +467,7 @@ impl State {
                 nodes: vec![node],
                 bytes,
             };
-            let held = self.unless_guarded_small(ptr, bytes, held);
+            let held = self.unless_guarded_small(ptr, held);
             self.fronts.held_back.extend(held);
             self.settle_held_back();
         }
