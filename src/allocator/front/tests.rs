@@ -137,12 +137,12 @@ fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
 #[test]
 fn r61_pages_used_meanwhile_are_needed() {
     let mut heap = heap(3);
-    assert_eq!(heap.needed_pages(), 3);
-    assert_eq!(heap.needed_pages(), 0);
+    assert_eq!(heap.take_needed_pages(), 3);
+    assert_eq!(heap.take_needed_pages(), 0);
     let taken = [(); 2].map(|()| heap.take(100, 1, 1).unwrap().node);
     heap.put_merged(taken[0]);
-    assert_eq!(heap.needed_pages(), 1);
+    assert_eq!(heap.take_needed_pages(), 1);
     heap.put_merged(taken[1]);
-    assert_eq!(heap.needed_pages(), 1);
-    assert_eq!(heap.needed_pages(), 0);
+    assert_eq!(heap.take_needed_pages(), 1);
+    assert_eq!(heap.take_needed_pages(), 0);
 }
