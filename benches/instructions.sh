@@ -13,6 +13,7 @@
 #                   emptied, with 512 B to 64 KiB (logarithm uniform); the loop around it is included
 #   churn_harness   that loop with blocks that cost nothing
 #   churn_wide      the same with 2048 slots and up to 32 MiB, once views are found again
+#   churn_equal     the same with 64 slots of 1 MiB each
 #   stack, workspace, typed_pool   pairs of 4096 bytes through the front ends
 #
 # N is a difference: of two runs that differ in nothing but the number of operations, divided by it,
@@ -30,7 +31,7 @@ cd "$(dirname "$0")/.."
 recorded=benches/instructions.txt
 mode=show
 names=()
-every=(pair pair_raw churn_op churn_harness churn_wide stack workspace typed_pool)
+every=(pair pair_raw churn_op churn_harness churn_wide churn_equal stack workspace typed_pool)
 while [ $# -gt 0 ]; do
     case $1 in
     --check | --bless) mode=${1#--} ;;

@@ -57,6 +57,7 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
         "churn_op" => churn(&handles, &small(), count)?,
         "churn_harness" => churn(&Nothing, &small(), count)?,
         "churn_wide" => churn(&handles, &wide(), count)?,
+        "churn_equal" => churn(&handles, &equal(), count)?,
         "stack" => pair(&Stack::new(allocator, streams), count)?,
         "workspace" => pair(&Workspaces::new(allocator, streams), count)?,
         "typed_pool" => pair(&Typed::new(allocator, streams), count)?,
@@ -78,6 +79,11 @@ fn small() -> Churn {
 /// Mostly large blocks.
 fn wide() -> Churn {
     Churn::log_uniform(2048, WARM_CHURN + MOST_CHURN, 2, 512, 32 << 20)
+}
+
+/// Blocks of one size that is large.
+fn equal() -> Churn {
+    Churn::of_thread_sized(0, WARM_CHURN + MOST_CHURN, 1 << 20)
 }
 
 fn churn<S: Source>(source: &S, work: &Churn, count: usize) -> Result<(), Failure> {

@@ -31,6 +31,7 @@ mod lookup;
 mod markers;
 mod memory;
 mod mix;
+mod own;
 mod peaks;
 mod placement;
 mod plan;
