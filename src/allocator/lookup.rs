@@ -204,14 +204,8 @@ impl Lookup {
     /// Where a directory is, or would be.
     #[inline]
     fn place(&self, dir: u64) -> Result<usize, usize> {
-        let at = self
-            .directories
-            .iter()
-            .position(|(number, _)| *number >= dir);
-        match at {
-            Some(at) if self.directories[at].0 == dir => Ok(at),
-            _ => Err(at.unwrap_or(self.directories.len())),
-        }
+        self.directories
+            .binary_search_by_key(&dir, |(number, _)| *number)
     }
 
     /// [`place`](Self::place), mostly without a search.

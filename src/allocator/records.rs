@@ -115,16 +115,28 @@ pub(crate) struct Cold {
 impl Cold {
     /// Makes it what a new one is. Word by word: little of it is ever set.
     fn clear(&mut self) {
-        self.space = SpaceId::default();
-        self.requested = 0;
-        self.uses = Uses::None;
-        (self.owner, self.freed, self.lent_to) = (0, 0, 0);
-        self.front = None;
-        if self.recorded.capacity() > 0 {
-            self.recorded = Vec::new();
+        // All of them: what is left out would live on in the record's next life.
+        let Cold {
+            space,
+            requested,
+            uses,
+            owner,
+            freed,
+            recorded,
+            home,
+            lent_to,
+            front,
+        } = self;
+        *space = SpaceId::default();
+        *requested = 0;
+        *uses = Uses::None;
+        (*owner, *freed, *lent_to) = (0, 0, 0);
+        *front = None;
+        if recorded.capacity() > 0 {
+            *recorded = Vec::new();
         }
-        if self.home.capacity() > 0 {
-            self.home = Vec::new();
+        if home.capacity() > 0 {
+            *home = Vec::new();
         }
     }
 }

@@ -48,16 +48,20 @@ impl Request {
         self.align == 1 && !self.single && self.views
     }
 
-    /// Bytes of a run in which the request surely fits.
+    /// Granules of a run in which the request surely fits.
+    fn span(&self) -> u32 {
+        self.granules + self.align - 1
+    }
+
+    /// Bytes of such a run.
     pub(crate) fn span_bytes(&self) -> u64 {
-        u64::from(self.granules + self.align - 1) * GRANULE
+        u64::from(self.span()) * GRANULE
     }
 
     /// The request to a front, if it is one for fronts.
     #[inline]
     pub(crate) fn small(&self) -> Option<Small> {
-        let span = self.granules + self.align - 1;
-        (span <= PAGE_GRAINS).then_some(Small {
+        (self.span() <= PAGE_GRAINS).then_some(Small {
             granules: self.granules,
             align: self.align,
             requested: self.requested as u32,

@@ -286,7 +286,7 @@ impl Space {
 
     /// Makes the right part of an extent one of its own, in its place in the row and in the given state.
     #[inline]
-    fn part(&mut self, records: &mut Records, id: u32, left: u32, state: State) -> u32 {
+    fn part(&self, records: &mut Records, id: u32, left: u32, state: State) -> u32 {
         let hot = &mut records[id];
         let (next, stream, addr) = (hot.next, hot.stream, hot.addr);
         let more = hot.granules - left;
