@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::sync::{Arc, Mutex};
+
 use common::{KIB, MIB, Rig, only};
 use cualloc::allocator::{BlockState, Counter, Placement, Policy, PoolStats};
 use cualloc::driver::Stream;
@@ -397,5 +399,46 @@ fn layouts_do_not_depend_on_shelves() {
         let (with_shelves, left) = place(false);
         assert_eq!(by_books, with_shelves);
         assert!(left < served / 2, "{left} of {served}");
+    });
+}
+
+/// While a request waits for its memory, a relief hook gets a block that is expected to come again, as
+/// the request's own is: only the last one stays with its front.
+#[test]
+fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.limited(30 * MIB);
+        for bytes in [LARGE, 8 * MIB] {
+            for _ in 0..4 {
+                drop(allocator.allocate(bytes, &a).unwrap());
+            }
+        }
+        let given = Arc::new(Mutex::new(Some(allocator.allocate(24 * MIB, &a).unwrap())));
+        let taken: Arc<Mutex<Option<Block>>> = Arc::default();
+        let hook = {
+            let (given, taken) = (given.clone(), taken.clone());
+            let (allocator, a) = (allocator.clone(), a.clone());
+            move |_| {
+                given.lock().unwrap().take();
+                let mut taken = taken.lock().unwrap();
+                if taken.is_none() {
+                    *taken = allocator.allocate(LARGE, &a).ok();
+                }
+                0
+            }
+        };
+        allocator.add_relief_hook("takes some", hook);
+        let large = allocator.allocate(8 * MIB, &a).unwrap();
+        allocator.check().unwrap();
+        let inner = taken.lock().unwrap().take().expect("the hook was asked");
+        let hole = inner.ptr();
+        drop(inner);
+        allocator.check().unwrap();
+        let small = allocator.allocate(MIB, &a).unwrap();
+        assert_eq!(small.ptr(), hole, "the shortest hole that is long enough");
+        allocator.remove_relief_hook("takes some");
+        drop((large, small));
+        rig.close(&allocator);
     });
 }

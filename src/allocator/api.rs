@@ -8,7 +8,7 @@ use crate::driver::{CallCounts, Context, Driver, Stream, sys};
 use super::block::Block;
 use super::check::CheckError;
 use super::config::{Config, Policy};
-use super::engine::{Engine, Named, Shared, is_special};
+use super::engine::{Engine, Named, Shared};
 use super::error::Error;
 use super::figures::{Fragmentation, SelfTest};
 use super::grant::Grant;
@@ -38,7 +38,7 @@ use super::streams::StreamKey;
 /// allocated or recorded on it. Memory freed on a stream that was destroyed without this is not
 /// lost, but other streams get it only after the whole context was synchronised.
 pub struct Allocator {
-    engine: Shared,
+    pub(super) engine: Shared,
 }
 
 impl Clone for Allocator {
@@ -226,128 +226,6 @@ impl Allocator {
             .allocate_at_hand(&named, bytes, alignment, near)?;
         let block = grant.map(|grant| Block::new(&self.engine, grant, bytes));
         Ok((block, free))
-    }
-
-    /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default
-    /// stream, 2 the calling thread's own.
-    ///
-    /// # Errors
-    /// As [`allocate`](Self::allocate).
-    ///
-    /// # Safety
-    /// `stream` must be a live stream or a special handle, and the caller follows the contract for
-    /// raw streams that [`Allocator`] states: [`retire_raw`](Self::retire_raw) before it is
-    /// destroyed.
-    #[inline]
-    pub unsafe fn allocate_raw(
-        &self,
-        bytes: usize,
-        stream: sys::CUstream,
-    ) -> Result<sys::CUdeviceptr, Error> {
-        if is_special(stream) || !self.engine.unwatched() {
-            // SAFETY: the caller's contract.
-            return unsafe { self.allocate_raw_watched(bytes, stream) };
-        }
-        // SAFETY: the caller's contract.
-        match unsafe { self.engine.driver().stream_id(stream) } {
-            Ok(Some(key)) => match self.engine.allocate_at_once(key, bytes) {
-                Ok(grant) => Ok(grant.ptr()),
-                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
-            },
-            // SAFETY: the caller's contract.
-            Ok(None) => unsafe { self.allocate_raw_watched(bytes, stream) },
-            Err(error) => Err(self.engine.unnamed(stream, error)),
-        }
-    }
-
-    /// # Safety
-    /// As [`allocate_raw`](Self::allocate_raw).
-    #[inline(never)]
-    unsafe fn allocate_raw_watched(
-        &self,
-        bytes: usize,
-        stream: sys::CUstream,
-    ) -> Result<sys::CUdeviceptr, Error> {
-        // SAFETY: the caller's contract.
-        let named = unsafe { self.engine.named_raw(stream) }?;
-        Ok(self.engine.allocate(&named, bytes, 1)?.ptr())
-    }
-
-    #[inline(never)]
-    fn allocate_raw_missed(
-        &self,
-        bytes: usize,
-        (raw, key): (sys::CUstream, u64),
-        missed: Missed,
-    ) -> Result<sys::CUdeviceptr, Error> {
-        if let Some(grant) = self.engine.allocate_with_effort(key, bytes, missed) {
-            return Ok(grant.ptr());
-        }
-        let request = Request::new(bytes, 1)?;
-        let key = StreamKey::Id(key);
-        let stream = None;
-        let named = Named { key, raw, stream };
-        Ok(self.engine.allocate_request(&named, &request)?.ptr())
-    }
-
-    /// Frees a block by the address that [`allocate_raw`](Self::allocate_raw) or
-    /// [`Block::into_raw`] gave.
-    ///
-    /// # Errors
-    /// [`Error::NotOurs`], [`Error::NotLive`] (also a second free), [`Error::InteriorPointer`],
-    /// [`Error::Capturing`], [`Error::Closed`], a lost context. In each of them nothing changes.
-    ///
-    /// # Safety
-    /// Nobody submits work that uses the block after this call, and the block has no other owner.
-    /// Its stream, and every stream recorded on it, is alive or was retired.
-    #[inline]
-    pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        self.engine.free_ptr(ptr)
-    }
-
-    /// Says that another stream uses the block around `ptr` (any address inside it): after its free
-    /// it is reused only when everything which that stream was given until the free has completed.
-    ///
-    /// # Errors
-    /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Capturing`], driver errors.
-    ///
-    /// # Safety
-    /// As [`allocate_raw`](Self::allocate_raw). The stream may be of another device.
-    pub unsafe fn record_stream_raw(
-        &self,
-        ptr: sys::CUdeviceptr,
-        stream: sys::CUstream,
-    ) -> Result<(), Error> {
-        // SAFETY: the caller's contract.
-        let named = unsafe { self.engine.named_raw(stream) }?;
-        self.engine.record(ptr, &named, false)
-    }
-
-    /// Says that another stream used the block around `ptr` and will not again: reuse waits only for
-    /// what that stream was given so far.
-    ///
-    /// # Errors
-    /// As [`record_stream_raw`](Self::record_stream_raw).
-    ///
-    /// # Safety
-    /// As [`record_stream_raw`](Self::record_stream_raw).
-    pub unsafe fn record_use_raw(
-        &self,
-        ptr: sys::CUdeviceptr,
-        stream: sys::CUstream,
-    ) -> Result<(), Error> {
-        // SAFETY: the caller's contract.
-        let named = unsafe { self.engine.named_raw(stream) }?;
-        self.engine.record(ptr, &named, true)
-    }
-
-    /// [`Block::record_use`] for a block that somebody else owns, by its address.
-    pub(crate) fn record_use_at(
-        &self,
-        ptr: sys::CUdeviceptr,
-        stream: &Stream,
-    ) -> Result<(), Error> {
-        self.engine.record(ptr, &self.engine.named(stream)?, true)
     }
 
     /// The allocator that a block came from.

@@ -14,6 +14,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use super::front::{Kind, Node};
 use super::records::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
 use super::size::{PAGE, PHYSICAL_GRANULE};
 use super::space::{Space, class_of};
@@ -377,8 +378,12 @@ impl State {
     fn check_fronts(&self, sums: &Sums) -> Result<(), CheckError> {
         let (mut pages, mut fronts) = (0, 0);
         let mut waiting: HashMap<u32, u64> = HashMap::new();
+        let mut held_back: HashMap<(u32, Node), u64> = HashMap::new();
         for held in self.fronts.held_back.iter().chain(self.guards.held_back()) {
             *waiting.entry(held.front.rank).or_default() += 1;
+            for node in &held.nodes {
+                *held_back.entry((held.front.rank, *node)).or_default() += 1;
+            }
         }
         for (stream, slot) in self.streams.iter() {
             let mut own = 0;
@@ -392,12 +397,25 @@ impl State {
                     return holds(what, false);
                 }
                 let mut live = [0; 3];
+                let batches = inner.batches.iter().map(|batch| &batch.nodes);
+                let returned = inner.returned.iter().map(|returned| &returned.nodes);
+                for node in batches.chain(returned).flatten() {
+                    *held_back.entry((front.rank, *node)).or_default() += 1;
+                }
                 for (page, info) in inner.heap.pages() {
                     let found = self.table.find(info.base).map(|(f, at)| (f.rank, at));
                     holds(
                         "a page is found by its address",
                         found == Some((front.rank, page)),
                     )?;
+                    for run in inner
+                        .heap
+                        .runs(page)
+                        .filter(|run| run.kind == Kind::Pending)
+                    {
+                        let times = held_back.remove(&(front.rank, run.node)).unwrap_or(0);
+                        same("a run that waits is held back once", 1, times)?;
+                    }
                     for block in inner.heap.runs(page).filter_map(|run| run.live) {
                         let bytes = u64::from(block.granules) * super::size::GRANULE;
                         live[0] += bytes;
@@ -417,6 +435,7 @@ impl State {
             same("pages of a stream", own, slot.pages.into())?;
             pages += own;
         }
+        holds("what is held back waits in a page", held_back.is_empty())?;
         same(
             "every front has a stream",
             fronts,

@@ -257,7 +257,7 @@ impl State {
                     inner.heap.flush_quick();
                     Some(0)
                 }
-                _ => inner.surplus(),
+                _ => inner.pages_to_keep(),
             }
         };
         if let Some(keep) = keep {
@@ -284,13 +284,18 @@ impl State {
     }
 
     /// Hands back what fronts did not need since this was last done: pages, and of a front that handed
-    /// nothing out all that it has. Returns the streams that gave anything.
+    /// nothing out all that it has. What was returned to a busy front it merges itself when it next lacks
+    /// a run. Returns the streams that gave anything.
     pub(crate) fn flush_idle(&mut self) -> Vec<u32> {
         let mut givers = Vec::new();
         for front in self.fronts.all.clone() {
             let (stream, quiet, needed) = {
                 let mut inner = front.lock();
-                (inner.slot, inner.quiet(), inner.heap.needed_pages())
+                (
+                    inner.slot,
+                    inner.take_quiet(),
+                    inner.heap.take_needed_pages(),
+                )
             };
             let gave = match quiet {
                 true => self.flush_front(front),
@@ -462,7 +467,7 @@ impl State {
                 nodes: vec![node],
                 bytes,
             };
-            let held = self.unless_guarded_small(ptr, bytes, held);
+            let held = self.unless_guarded_small(ptr, held);
             self.fronts.held_back.extend(held);
             self.settle_held_back();
         }

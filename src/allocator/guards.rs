@@ -147,8 +147,8 @@ struct Guarded {
 #[derive(Debug, Default)]
 struct GuardedSmall {
     guards: u64,
-    /// The block, if it was freed meanwhile, and its bytes.
-    freed: Option<(HeldBack, u64)>,
+    /// The block, if it was freed meanwhile.
+    freed: Option<HeldBack>,
 }
 
 impl Guards {
@@ -159,11 +159,9 @@ impl Guards {
 
     /// Small blocks that were freed and wait for their guards.
     pub(crate) fn held_back(&self) -> impl Iterator<Item = &HeldBack> {
-        let freed = self
-            .small
+        self.small
             .values()
-            .filter_map(|guarded| guarded.freed.as_ref());
-        freed.map(|(held, _)| held)
+            .filter_map(|guarded| guarded.freed.as_ref())
     }
 
     /// Guards that live.
@@ -286,17 +284,12 @@ impl State {
     }
 
     /// A small block was freed: if a guard keeps its memory, that waits. Gives it back if none does.
-    pub(crate) fn unless_guarded_small(
-        &mut self,
-        ptr: u64,
-        bytes: u64,
-        held: HeldBack,
-    ) -> Option<HeldBack> {
+    pub(crate) fn unless_guarded_small(&mut self, ptr: u64, held: HeldBack) -> Option<HeldBack> {
         let Some(guarded) = self.guards.small.get_mut(&ptr) else {
             return Some(held);
         };
-        self.guards.bytes += bytes;
-        guarded.freed = Some((held, bytes));
+        self.guards.bytes += held.bytes;
+        guarded.freed = Some(held);
         None
     }
 
@@ -310,8 +303,8 @@ impl State {
             return;
         }
         let freed = self.guards.small.remove(&ptr).and_then(|g| g.freed);
-        if let Some((held, bytes)) = freed {
-            self.guards.bytes -= bytes;
+        if let Some(held) = freed {
+            self.guards.bytes -= held.bytes;
             self.fronts.held_back.push(held);
             self.settle_held_back();
         }

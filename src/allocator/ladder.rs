@@ -90,6 +90,7 @@ impl Engine {
                 }
                 Step::Stitch(stitch) => {
                     climb.missed = true;
+                    climb.just_cut = false;
                     let stitched;
                     (state, stitched) = self.stitch(state, want, *stitch, &mut climb)?;
                     climb.unstitched = stitched.is_none();
@@ -105,6 +106,7 @@ impl Engine {
                 }
                 Step::Shorten(cut) => {
                     climb.shortened = true;
+                    climb.just_cut = true;
                     drop(state);
                     match self.shorten(cut) {
                         Ok(()) => {}

@@ -35,6 +35,7 @@ mod mix;
 mod peaks;
 mod placement;
 mod plan;
+mod pointers;
 mod raw;
 mod ready;
 mod records;

@@ -114,32 +114,38 @@ impl Engine {
         Ok((state, None))
     }
 
-    /// After a stitch: lets views go that stand idle if all of them have too many mappings, or too many
-    /// addresses.
+    /// After a stitch: lets idle views go if all of them have too many mappings.
     fn shed_views(&self, stream: u32) -> Result<(), Error> {
-        let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
-        let (excess, alone) = {
+        let (excess, asks) = {
             let state = self.lock();
-            let excess = state.excess_view_maps();
-            let alone = !state.streams.several();
-            let cuts = alone && state.level + 1 == LEVELS;
-            if excess == 0 && state.view_addresses() <= most && !cuts {
-                return Ok(());
-            }
-            (excess, alone.then(|| state.streams[stream].key))
+            (state.excess_view_maps(), self.asks_about_views(&state))
         };
-        if let Some(key) = alone {
-            // While one stream works nobody else asks whether it is done with a view, so that it may
-            // go or be cut. The marker of the last time says so by now.
-            self.mark(stream, key)?;
-            let state = self.lock();
-            drop(self.poll(state)?);
+        if asks {
+            self.see_views_idle(stream)?;
         }
         if excess == 0 {
             return Ok(());
         }
         let idle = self.lock().idle_views(excess);
         self.evict(&idle)
+    }
+
+    /// Whether one stream works alone, and a view might go or be cut before its next stitch: nobody else
+    /// asks then if the stream is done with it.
+    fn asks_about_views(&self, state: &State) -> bool {
+        let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
+        let wanted = state.excess_view_maps() > 0
+            || state.view_addresses() > most
+            || state.level + 1 == LEVELS;
+        wanted && !state.streams.several()
+    }
+
+    /// Marks what a stream uses by now, and sees what the marker of the last time says.
+    fn see_views_idle(&self, stream: u32) -> Result<(), Error> {
+        let key = self.lock().streams[stream].key;
+        self.mark_all(&[(stream, key)]);
+        drop(self.poll(self.lock())?);
+        Ok(())
     }
 
     pub(crate) fn map_stitch(&self, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {

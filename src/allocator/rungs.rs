@@ -39,8 +39,10 @@ pub(crate) struct Climb {
     pub evicted: bool,
     /// A stitch was refused; no other is tried for this request.
     pub unstitched: bool,
-    /// A view was cut short for the request.
+    /// A view was cut short for the request,
     pub shortened: bool,
+    /// and nothing happened since. What was cut served the request no better before.
+    pub just_cut: bool,
     /// Memory was made for a stitch.
     pub supplied: bool,
     pub marked: bool,
@@ -61,6 +63,7 @@ impl Climb {
         self.flushed = false;
         self.evicted = false;
         self.unstitched = false;
+        self.just_cut = false;
     }
 }
 
@@ -129,9 +132,8 @@ impl Engine {
             if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {
                 return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
             }
-            // What was cut for this request served it no better before.
             if self.stitches(want)
-                && !climb.shortened
+                && !climb.just_cut
                 && let Some(step) = self.ready_in_view(state, want, &mut open)
             {
                 return step;

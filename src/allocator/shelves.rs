@@ -63,6 +63,11 @@ impl State {
             return false;
         }
         let requested = cold.requested;
+        if self.fronts.crowd == 0 {
+            // Somebody else's may have come since this request took the last one off: the books were
+            // let go for a call of the driver, or of a hook.
+            self.unshelve_loose();
+        }
         let block = Shelved {
             id,
             generation: hot.generation,

@@ -187,7 +187,7 @@ impl State {
         };
         let (runs, batches): (Vec<Run>, Vec<Batch>) = {
             let inner = front.lock();
-            (inner.heap.runs(page).collect(), inner.batches.clone())
+            (inner.runs(page), inner.batches.clone())
         };
         for run in runs {
             let open = batches.iter().filter(|b| b.nodes.contains(&run.node));

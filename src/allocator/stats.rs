@@ -147,7 +147,7 @@ pub struct Stats {
     pub fronts: u64,
     /// Bytes of freed blocks that fronts keep as they are, for the next request of their size.
     pub front_bytes: u64,
-    /// Free pieces, apart from what fronts keep for the next request of its size.
+    /// Free pieces, apart from what fronts keep for the next request of their size.
     pub free_blocks: u64,
     /// Bytes of free memory, whatever it is pending on.
     pub free: u64,

@@ -1,7 +1,7 @@
 //! Pages of small blocks: which stream has them, and who gets them next.
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Block, Policy};
+use cualloc::allocator::{Allocator, Block, BlockState, Policy};
 use cualloc::driver::Stream;
 
 /// Bytes of a page, and of a block that fills one.
@@ -121,6 +121,43 @@ fn returned_blocks_merge() {
         let block = allocator.allocate(PAGE, &a).unwrap();
         assert_eq!(Some(block.ptr()), page);
         drop(block);
+        rig.close(&allocator);
+    });
+}
+
+/// Blocks that other streams are done with are free, also while their front has not merged them.
+#[test]
+fn returned_blocks_are_shown_free() {
+    only(Policy::Packed, |rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(512, &b).unwrap());
+        // As many as a front gives to the books at once.
+        let blocks: Vec<_> = (0..512)
+            .map(|_| allocator.allocate(512, &a).unwrap())
+            .collect();
+        for block in &blocks {
+            block.record_stream(&b).unwrap();
+        }
+        let busy = rig.busy(&b);
+        drop(blocks);
+        let pending = || {
+            let (stats, segments) = allocator.stats_and_snapshot();
+            let blocks = segments.into_iter().flat_map(|segment| segment.blocks);
+            let pending = blocks.filter(|block| block.state == BlockState::PendingFree);
+            let shown: u64 = pending.map(|block| block.size).sum();
+            assert_eq!(shown, stats.all.active.current);
+            allocator.check().unwrap();
+            shown
+        };
+        assert_eq!(pending(), 512 * 512);
+        drop(busy);
+        rig.settle(&b);
+        // Large requests ask what is done by now, and leave the fronts' runs to them.
+        for _ in 0..32 {
+            drop(allocator.allocate(MIB, &a).unwrap());
+        }
+        assert_eq!(pending(), 0);
         rig.close(&allocator);
     });
 }

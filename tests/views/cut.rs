@@ -144,3 +144,32 @@ fn a_view_that_a_stream_uses_is_not_cut() {
         rig.close(&allocator);
     });
 }
+
+/// One stream alone never meets markers of others: each stitch of the last level records one, so that views
+/// can be cut then, too.
+#[test]
+fn views_of_a_lone_stream_are_cut() {
+    packed(|rig| {
+        let a = rig.stream();
+        let (allocator, kept, base) = restless(rig, [&a, &a]);
+        let before = allocator.stats();
+        assert!(before.packing.view_maps > 0);
+        let mut parts = fill(&allocator, &a);
+        drop(parts.drain(10..));
+        // A short view of the last parts says that the stream is done with the long one.
+        drop(allocator.allocate(12 * MIB, &a).unwrap());
+        a.synchronize().unwrap();
+        drop(parts.drain(..6));
+        let block = allocator.allocate(NEED, &a).unwrap();
+        assert_eq!(block.ptr(), base + MIB as u64);
+        let after = allocator.stats();
+        assert_eq!(after.rungs.shortened - before.rungs.shortened, 1);
+        assert!(after.markers > before.markers);
+        allocator.check().unwrap();
+        rig.stamp(block.ptr(), NEED, 7, &a);
+        assert_eq!(rig.mismatches(block.ptr(), NEED, 7, &a), 0);
+        kept.assert_intact(rig);
+        drop((block, parts, kept));
+        rig.close(&allocator);
+    });
+}

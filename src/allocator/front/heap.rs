@@ -16,10 +16,10 @@ const QUICK_SHARE: u32 = 8;
 const QUICK_LEAST: u32 = 4 * PAGE_GRAINS;
 /// Quick runs of one length are kept up to this many granules together.
 const QUICK_GRAINS: u32 = 512;
-/// Pages that a front makes room for in its list of them at first.
-const PAGES: usize = 32;
 /// They are many if they are more than this part of all pages.
 const QUICK_PART: u64 = 16;
+/// Pages that a front makes room for in its list of them at first.
+const PAGES: usize = 32;
 
 /// The quick runs of one length.
 #[derive(Debug, Clone, Copy)]
@@ -61,7 +61,7 @@ pub(crate) struct Heap {
     /// Pages that are one free run.
     pub(super) whole: u32,
     /// Fewest of them since somebody last asked.
-    idle: u32,
+    pub(super) idle: u32,
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
     pub(super) free_grains: u64,
@@ -501,7 +501,7 @@ impl Heap {
     }
 
     /// Pages of those that are one free run, or were in the meantime used, since this was last asked.
-    pub(crate) fn needed_pages(&mut self) -> u32 {
+    pub(crate) fn take_needed_pages(&mut self) -> u32 {
         self.whole - std::mem::replace(&mut self.idle, self.whole)
     }
 

@@ -171,6 +171,27 @@ fn interleavings_of_room_and_a_retirement() {
     });
 }
 
+/// Of fronts that are stopped, one after the other, none lends to the other any more: their limits can be
+/// taken out of the sum one by one.
+#[test]
+fn interleavings_of_room_and_the_end_of_a_row() {
+    loom::model(|| {
+        let fronts = [front(0, PAGE, 3), front(1, 2 * PAGE, 1)];
+        row(&fronts);
+        let [left, right] = fronts;
+        let other = thread::spawn(move || {
+            for front in [left, right] {
+                front.lock().set_fast(false);
+            }
+            let limits = [left, right].map(|front| front.lock().accounts.allocated.limit());
+            limits.iter().sum::<u64>() / GRANULE
+        });
+        let (inner, _) = right.borrow_room(right.lock(), 2 * GRANULE);
+        drop(inner);
+        assert_eq!(other.join().unwrap_or(0), 4);
+    });
+}
+
 /// Pages are taken away under pressure while a thread allocates and frees.
 #[test]
 fn interleavings_of_a_flush() {

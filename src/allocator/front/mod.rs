@@ -10,6 +10,7 @@
 
 mod account;
 mod again;
+mod batch;
 pub(crate) mod cache;
 mod grain;
 mod heap;
@@ -26,6 +27,7 @@ mod walk;
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub(crate) use account::{Accounts, QUANTITIES};
+pub(crate) use batch::{Batch, Returned};
 pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use heap::Heap;
 use lock::AtomicPtr;
@@ -48,15 +50,8 @@ const SPARE_PAGES: usize = 16;
 /// It hands none back before there are more than so many times that: a front whose need goes up and
 /// down would give and ask all the time.
 const SPARE_EXCESS: u32 = 2;
-/// Bytes that are held back for other streams before anybody asks whether those are done.
-const PENDING_BYTES: u64 = BATCH_BYTES;
-/// Most requests that find nothing to be let pass before they are asked again.
-const PATIENCE: u32 = 64;
 /// Times that threads met at a front's lock before its stream gets another front.
 const CONTENTIONS: u32 = 32;
-/// Frees of blocks that one other stream used, and their bytes, until their batch is closed.
-const BATCH_FREES: usize = 512;
-const BATCH_BYTES: u64 = 2 << 20;
 
 /// One front. Never freed: a front that nobody needs waits for its next stream.
 ///
@@ -110,24 +105,6 @@ impl<E> FrontPool<E> {
         // The last user of an allocator may go with it: outside the locks.
         drop(former);
     }
-}
-
-/// Frees of blocks that one other stream used, which nothing orders yet.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Batch {
-    /// Slot of the other stream.
-    pub stream: u32,
-    pub nodes: Vec<Node>,
-    pub bytes: u64,
-}
-
-/// Blocks that were held back for other streams, which are done with them.
-#[derive(Debug)]
-pub(crate) struct Returned {
-    pub nodes: Vec<Node>,
-    pub bytes: u64,
-    /// Else their own stream has come to follow the others.
-    pub over: bool,
 }
 
 /// What a front is to its stream.
@@ -446,14 +423,14 @@ impl<E> Inner<E> {
         }
         self.account_free(live);
         self.heap.put(node, live.granules);
-        match self.surplus() {
+        match self.pages_to_keep() {
             Some(_) => Freed::Page,
             None => Freed::Done,
         }
     }
 
     /// How many wholly free pages to keep, if there are so many that some should be handed back.
-    pub(crate) fn surplus(&self) -> Option<u32> {
+    pub(crate) fn pages_to_keep(&self) -> Option<u32> {
         let whole = self.heap.whole_pages();
         if whole <= SPARE_EXCESS * SPARE_LEAST as u32 {
             return None;
@@ -463,30 +440,6 @@ impl<E> Inner<E> {
         (whole > SPARE_EXCESS * keep).then_some(keep)
     }
 
-    /// Whether it is time to ask if other streams are done with what is held back for them.
-    pub(crate) fn asks(&mut self) -> bool {
-        if self.waiting == 0 && self.pending_bytes() < PENDING_BYTES {
-            return false;
-        }
-        let asks = self.skips == 0;
-        self.skips = self.skips.saturating_sub(1);
-        asks
-    }
-
-    /// They were asked: if nothing came of it, more requests are let pass the next time.
-    pub(crate) fn asked(&mut self, freed: bool) {
-        self.patience = match freed {
-            true => 0,
-            false => (2 * self.patience + 1).min(PATIENCE),
-        };
-        self.skips = self.patience;
-    }
-
-    /// Whether enough is held back to close a batch that is not full.
-    pub(crate) fn holds_much(&self) -> bool {
-        self.pending_bytes() >= PENDING_BYTES
-    }
-
     /// Takes a block out of the sums.
     #[inline(always)]
     pub(crate) fn account_free(&mut self, live: Live) {
@@ -494,78 +447,9 @@ impl<E> Inner<E> {
         self.accounts.sub(bytes, u64::from(live.requested));
     }
 
-    fn free_shared(&mut self, node: Node, live: Live) -> Freed {
-        let (true, Some(stream)) = (self.is_fast(), live.using.slot()) else {
-            return Freed::Books;
-        };
-        self.account_free(live);
-        self.hold_back(node);
-        let bytes = u64::from(live.granules) * GRANULE;
-        let at = match self.batches.iter().position(|b| b.stream == stream) {
-            Some(at) => at,
-            None => {
-                self.batches.push(Batch {
-                    stream,
-                    nodes: Vec::with_capacity(BATCH_FREES),
-                    bytes: 0,
-                });
-                self.batches.len() - 1
-            }
-        };
-        let batch = &mut self.batches[at];
-        batch.nodes.push(node);
-        batch.bytes += bytes;
-        if batch.nodes.len() < BATCH_FREES && batch.bytes < BATCH_BYTES {
-            return Freed::Done;
-        }
-        self.waiting += 1;
-        Freed::Full(self.batches.swap_remove(at))
-    }
-
-    /// Keeps a block that is no longer live out of use.
-    pub(crate) fn hold_back(&mut self, node: Node) {
-        self.heap.hold_back(node);
-        self.pending_peak = self.pending_peak.max(self.pending_bytes());
-    }
-
-    /// Makes what was returned free again; with `keep` as quick runs, as far as there is room for them.
-    /// False if there was nothing.
-    pub(crate) fn take_back(&mut self, keep: bool) -> bool {
-        let any = !self.returned.is_empty();
-        for returned in std::mem::take(&mut self.returned) {
-            for node in returned.nodes {
-                self.heap.let_go(node, returned.over, keep);
-            }
-        }
-        any
-    }
-
-    /// Bytes of freed blocks that other streams may still use.
-    pub(crate) fn pending_bytes(&self) -> u64 {
-        self.heap.pending_granules() * GRANULE - self.returned_bytes()
-    }
-
-    /// Bytes of blocks that were returned, and are not free again yet.
-    fn returned_bytes(&self) -> u64 {
-        self.returned.iter().map(|returned| returned.bytes).sum()
-    }
-
-    /// Free bytes in the pages.
-    pub(crate) fn free_bytes(&self) -> u64 {
-        self.heap.free_granules() * GRANULE + self.returned_bytes()
-    }
-
-    /// All open batches, or those of one stream: they are closed by this.
-    pub(crate) fn close_batches(&mut self, stream: Option<u32>) -> Vec<Batch> {
-        let wanted = |batch: &mut Batch| stream.is_none_or(|s| s == batch.stream);
-        let closed: Vec<Batch> = self.batches.extract_if(.., wanted).collect();
-        self.waiting += closed.len() as u32;
-        closed
-    }
-
-    /// Whether the front handed nothing out since this was last asked.
-    pub(crate) fn quiet(&mut self) -> bool {
-        let total = self.accounts.blocks.total();
+    /// Whether the front handed nothing out, also from its shelf, since this was last asked.
+    pub(crate) fn take_quiet(&mut self) -> bool {
+        let total = self.accounts.blocks.total() + self.shelf.reused().blocks;
         std::mem::replace(&mut self.asked_at, total) == total
     }
 

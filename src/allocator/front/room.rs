@@ -57,7 +57,7 @@ impl<E> Front<E> {
                     theirs
                 }
             };
-            let same = theirs.open == inner.open;
+            let same = inner.open != CLOSED && theirs.open == inner.open;
             let (from, to) = (
                 &mut theirs.accounts.allocated,
                 &mut inner.accounts.allocated,

@@ -104,12 +104,12 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
 #[test]
 fn r61_pages_used_meanwhile_are_needed() {
     let mut heap = heap(3);
-    assert_eq!(heap.needed_pages(), 3);
-    assert_eq!(heap.needed_pages(), 0);
+    assert_eq!(heap.take_needed_pages(), 3);
+    assert_eq!(heap.take_needed_pages(), 0);
     let taken = [(); 2].map(|()| heap.take(100, 1, 1).unwrap().node);
     heap.put_merged(taken[0]);
-    assert_eq!(heap.needed_pages(), 1);
+    assert_eq!(heap.take_needed_pages(), 1);
     heap.put_merged(taken[1]);
-    assert_eq!(heap.needed_pages(), 1);
-    assert_eq!(heap.needed_pages(), 0);
+    assert_eq!(heap.take_needed_pages(), 1);
+    assert_eq!(heap.take_needed_pages(), 0);
 }

@@ -125,6 +125,9 @@ impl Heap {
         {
             return Err("granules are counted");
         }
+        if self.idle > self.whole {
+            return Err("pages that are one free run were idle at most");
+        }
         if self.quick_room > self.cap {
             return Err("quick runs stay below their cap");
         }
