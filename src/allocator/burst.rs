@@ -89,7 +89,7 @@ impl Account {
 
 impl State {
     /// Whether so many bytes more leave the bounds in force.
-    fn bounds_hold(&self, more: u64) -> bool {
+    pub(crate) fn bounds_hold(&self, more: u64) -> bool {
         let limit = self.limit.unwrap_or(u64::MAX);
         let bound = limit.min(self.full_at.unwrap_or(u64::MAX));
         let held = self.stats.all.reserved.current + self.planned;
@@ -167,6 +167,7 @@ fn cut(want: &Want, sources: &[Source]) -> Layout {
         skip: 0,
         adds,
         fresh,
+        lacking: fresh,
         fresh_handle: part.next_multiple_of(PHYSICAL_GRANULE).min(CREATED_MAX),
     }
 }

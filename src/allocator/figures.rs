@@ -77,7 +77,7 @@ pub struct Packing {
     /// Bytes that growth does not pass while anything else helps. 0 under the classic policy, and
     /// before the first request.
     pub soft_cap: u64,
-    /// Level of the stitching budget, from 0 to 4: the higher, the more slack, the larger the handles
+    /// Level of the stitching budget, from 0 to 5: the higher, the more slack, the larger the handles
     /// and the more waits.
     pub level: u32,
     /// Views (a number).

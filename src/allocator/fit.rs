@@ -7,10 +7,15 @@
 //! merge as markers are observed.
 
 use super::bins::Entry;
+use super::handles::Handles;
 use super::records::{COMPLETE, MIXED, NIL, Records};
+use super::size::GRANULE;
 use super::space::Space;
 use super::state::Want;
 use super::streams::Streams;
+
+/// Runs of each class that are looked at for one that spares whole handles.
+const SPARING_RUNS: usize = 16;
 
 /// A place for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +53,27 @@ pub(crate) struct Finder<'a> {
     pub space: &'a Space,
     /// The asking stream.
     pub stream: u32,
+}
+
+/// Bytes of handles that a run has as a whole, and has no more once a request lies in it.
+fn broken(want: &Want, run: Run, handles: &Handles) -> u64 {
+    let start = run.addr + u64::from(want.skip(run.addr)) * GRANULE;
+    let (end, stop) = (
+        run.addr + run.granules * GRANULE,
+        start + u64::from(want.granules) * GRANULE,
+    );
+    let (mut at, mut bytes) = (start, 0);
+    while at < stop {
+        let handle = handles.get(handles.at(at));
+        if handle.end() <= at {
+            break;
+        }
+        if handle.home >= run.addr && handle.end() <= end {
+            bytes += handle.end() - handle.home;
+        }
+        at = handle.end();
+    }
+    bytes
 }
 
 impl Run {
@@ -116,6 +142,33 @@ impl Finder<'_> {
             },
         );
         best
+    }
+
+    /// Of the ready runs that are hardly longer than the best fit, the one in which the request takes the
+    /// fewest bytes of handles that are open as a whole; of equal ones the best fit.
+    pub(crate) fn sparing_run(&self, want: &Want, best: Run, handles: &Handles) -> Run {
+        let mut least = broken(want, best, handles);
+        let mut sparing = best;
+        for class in self.space.pending_streams().chain([MIXED, COMPLETE]) {
+            let Some(index) = self.space.index(class) else {
+                continue;
+            };
+            let fitting = index.iter_from(want.granules).take(SPARING_RUNS);
+            for entry in fitting.filter(|entry| self.ready(entry.id)) {
+                if least == 0 {
+                    return sparing;
+                }
+                let (first, _) = self.usable_before(entry.id, |id| self.ready(id));
+                let run = self.extend(first, |id| self.ready(id));
+                let bytes = broken(want, run, handles);
+                if run.holds(want)
+                    && (bytes, run.granules, run.addr) < (least, sparing.granules, sparing.addr)
+                {
+                    (least, sparing) = (bytes, run);
+                }
+            }
+        }
+        sparing
     }
 
     /// Best fit where all free memory is the stream's own and merged: the index has the answer.

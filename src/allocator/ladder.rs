@@ -8,6 +8,7 @@ use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::figures::{GrowthReason, free_among};
 use super::fit::Run;
+use super::memory::GrowthFailure;
 use super::plan::Growth;
 use super::records::{SpaceId, State as Extent};
 use super::rungs::{Climb, Step};
@@ -133,6 +134,11 @@ impl Engine {
                         return Ok((state, id, true));
                     }
                 }
+                Step::Supply(growth) => {
+                    climb.missed = true;
+                    climb.supplied = true;
+                    state = self.supply(state, want, growth, &mut climb)?;
+                }
                 Step::Settle => {
                     climb.settled = true;
                     if state.settle_shelves() {
@@ -250,15 +256,46 @@ impl Engine {
                 Ok((state, Some(id)))
             }
             Err(failure) => {
-                let (error, asked) = (failure.error, growth.bytes());
-                let free = self.driver_free(error);
                 drop(waits);
-                let mut state = self.lock();
-                state.growth_failed(growth, failure);
-                self.refused(&mut state, error, free.min(asked - 1), climb)?;
-                Ok((state, None))
+                Ok((self.not_grown(growth, failure, climb)?, None))
             }
         }
+    }
+
+    /// Asks the driver for free memory.
+    fn supply<'a>(
+        &'a self,
+        state: Guard<'a>,
+        want: &Want,
+        growth: Growth,
+        climb: &mut Climb,
+    ) -> Result<Guard<'a>, Error> {
+        let reason = state.growth_reason(want, 0);
+        drop(state);
+        match self.map(growth.addr, &growth.sizes) {
+            Ok(handles) => {
+                let mut state = self.lock();
+                state.supplied(want, &growth, &handles);
+                state.note_growth(reason, want, growth.bytes());
+                Ok(state)
+            }
+            Err(failure) => self.not_grown(growth, failure, climb),
+        }
+    }
+
+    /// The driver had no memory for a growth.
+    fn not_grown<'a>(
+        &'a self,
+        growth: Growth,
+        failure: GrowthFailure,
+        climb: &mut Climb,
+    ) -> Result<Guard<'a>, Error> {
+        let (error, asked) = (failure.error, growth.bytes());
+        let free = self.driver_free(error);
+        let mut state = self.lock();
+        state.growth_failed(growth, failure);
+        self.refused(&mut state, error, free.min(asked - 1), climb)?;
+        Ok(state)
     }
 
     fn grow_segment<'a>(

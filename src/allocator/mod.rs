@@ -7,6 +7,7 @@ mod athand;
 mod beside;
 mod bins;
 mod block;
+mod budget;
 mod burst;
 mod carver;
 mod check;

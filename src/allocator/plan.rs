@@ -1,6 +1,7 @@
 //! What to ask of the driver: growth and release, planned on the books before any call is made.
 
 use super::bins::Entry;
+use super::budget::LEVELS;
 use super::fit::Finder;
 use super::life::Keep;
 use super::records::{SpaceId, State as Extent};
@@ -9,24 +10,6 @@ use super::space::Shard;
 use super::state::{PendingWait, State, Want};
 use super::uses::Uses;
 
-/// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
-/// larger handles, more willingness to wait.
-pub(crate) const LEVELS: usize = 6;
-/// Handles that may be mapped into views on each level,
-const LEVEL_MAPS: [u64; LEVELS] = [1500, 1500, 1500, 1500, 12_000, u64::MAX];
-/// less one for so many large requests.
-pub(crate) const REQUESTS_PER_MAP: u64 = 50;
-/// A handle counts so many times if it is mapped while streams have work under way: what is free
-/// then depends on what happens to be complete, layouts come back less often, and room or a wait is
-/// the better remedy.
-const IN_FLIGHT: u64 = 6;
-/// The last level is for work that never comes to rest, whatever it waits for: none counts more on
-/// the way there.
-const LAST_STEP: usize = LEVELS - 2;
-/// Slack of the soft cap over the peak of live requested bytes, by level: a share in 1/100, or an
-/// amount, whichever is more. Values from simulation over recorded work.
-const CAP_SHARES: [u64; LEVELS] = [1, 2, 3, 4, 5, 6];
-const CAP_SLACK: u64 = 16 << 20;
 /// A new handle is at least this part of the request that it is made for, by level. Most memory is made
 /// on the levels between, and what is large there is pinned by a small part for ever: with an eighth from
 /// the fourth level on, random programs on eight streams that run 200 rows late held 1.10 of their peak
@@ -91,45 +74,6 @@ struct Opening {
 const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 
 impl State {
-    /// Bytes that growth should not pass while anything else helps.
-    pub(crate) fn soft_cap(&self) -> u64 {
-        let share = match self.tuning.slack {
-            Some(share) => (self.peak_live as f64 * share) as u64,
-            None => self.peak_live / 100 * CAP_SHARES[self.level],
-        };
-        self.peak_live.saturating_add(share.max(CAP_SLACK))
-    }
-
-    /// Counts a large request, which makes up for a part of a map.
-    pub(crate) fn large_request(&mut self, want: &Want) {
-        if want.space == SpaceId::Large {
-            self.work = self.work.saturating_sub(1);
-            self.bursts.request();
-        }
-    }
-
-    /// Counts handles that a stitch mapped.
-    pub(crate) fn spent(&mut self, maps: usize) {
-        self.bursts.mapped(maps);
-        let weight = match self.level < LAST_STEP && self.streams.in_flight() {
-            true => IN_FLIGHT,
-            false => 1,
-        };
-        self.work += maps as u64 * REQUESTS_PER_MAP * weight;
-        let budget = self.tuning.budget.unwrap_or(LEVEL_MAPS[self.level]);
-        let spent = self.work / REQUESTS_PER_MAP > budget;
-        if spent && self.level + 1 < LEVELS {
-            self.level += 1;
-            self.work = 0;
-        }
-    }
-
-    /// Bytes below the soft cap.
-    pub(crate) fn soft_room(&self) -> u64 {
-        self.soft_cap()
-            .saturating_sub(self.stats.all.reserved.current + self.planned)
-    }
-
     /// Size of the handles for a growth.
     pub(crate) fn handle_size(&self, want: &Want, missing: u64) -> u64 {
         if want.space == SpaceId::Small {
@@ -402,12 +346,7 @@ impl State {
 
     /// A growth succeeded: the handles are the allocator's, the front of the extent is the block.
     pub(crate) fn grown(&mut self, want: &Want, growth: &Growth, handles: &[u64]) -> u32 {
-        let mut addr = growth.addr;
-        for (bytes, handle) in growth.sizes.iter().zip(handles) {
-            self.hold(addr, *bytes, Some(*handle), growth.space);
-            addr += bytes;
-        }
-        self.planned -= growth.bytes();
+        self.hold_all(growth, handles);
         let mut id = growth.id;
         if growth.skip > 0 {
             let (space, records) = self.parts(growth.space);
@@ -427,6 +366,22 @@ impl State {
             self.put_fresh(growth.space, rest, want.stream);
         }
         id
+    }
+
+    /// What a growth brought is held.
+    fn hold_all(&mut self, growth: &Growth, handles: &[u64]) {
+        let mut addr = growth.addr;
+        for (bytes, handle) in growth.sizes.iter().zip(handles) {
+            self.hold(addr, *bytes, Some(*handle), growth.space);
+            addr += bytes;
+        }
+        self.planned -= growth.bytes();
+    }
+
+    /// A growth succeeded that only adds free memory.
+    pub(crate) fn supplied(&mut self, want: &Want, growth: &Growth, handles: &[u64]) {
+        self.hold_all(growth, handles);
+        self.put_fresh(growth.space, growth.id, want.stream);
     }
 
     /// Makes memory that nobody has used yet free. Where only one stream is known it merges with
@@ -551,40 +506,5 @@ mod tests {
                 );
             }
         }
-    }
-
-    #[test]
-    fn stitching_beyond_the_budget_raises_the_level() {
-        let nobody = (std::sync::Weak::new(), 0);
-        let table = std::sync::Arc::new(crate::allocator::front::PageTable::new());
-        let tuning = crate::allocator::Config::new().tuning();
-        let mut state = State::new(nobody, table, 0, true, None, tuning);
-        let want = Want {
-            space: SpaceId::Large,
-            stream: 0,
-            granules: (960 << 20 >> 9) as u32,
-            align: 1,
-            requested: 960 << 20,
-            single: false,
-            views: true,
-        };
-        state.peak_live = 10_000 << 20;
-        let figures = |state: &State| {
-            let slack = (state.soft_cap() - state.peak_live) >> 20;
-            (slack, state.handle_size(&want, want.requested) >> 20)
-        };
-        let levels = [(100, 30), (200, 60), (300, 60), (400, 60), (500, 60)];
-        for (level, expected) in levels.into_iter().enumerate() {
-            assert_eq!((state.level, figures(&state)), (level, expected));
-            state.spent(LEVEL_MAPS[level] as usize);
-            assert_eq!(state.level, level, "the budget is just spent");
-            // As many requests make up for one map, so one more is still within it.
-            (0..REQUESTS_PER_MAP).for_each(|_| state.large_request(&want));
-            state.spent(1);
-            assert_eq!(state.level, level);
-            state.spent(1);
-        }
-        state.spent(1 << 40);
-        assert_eq!((state.level, figures(&state)), (LEVELS - 1, (600, 120)));
     }
 }

@@ -2,9 +2,9 @@
 
 use crate::driver::DriverError;
 
+use super::budget::LEVELS;
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::plan::LEVELS;
 use super::records::SpaceId;
 use super::rungs::{Climb, VIEW_ADDRESSES};
 use super::size::GRANULE;

@@ -5,9 +5,10 @@
 
 use std::sync::Arc;
 
+use super::budget::LEVELS;
 use super::engine::Engine;
 use super::fit::Run;
-use super::plan::{Growth, LEVELS, Release};
+use super::plan::{Growth, Release};
 use super::records::SpaceId;
 use super::shorten::Cut;
 use super::single::{Next, Place};
@@ -19,6 +20,10 @@ use super::view::{Openings, ViewRun};
 /// other (plus a page), by level of the stitching budget.
 const TOLERANCES: [u64; LEVELS] = [16, 8, 2, 1, 0, 0];
 const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
+
+/// Requests below this many bytes leave handles whole near the limit, if they can. Larger ones would take
+/// from long runs what large requests find in one piece now. From simulation over recorded work.
+const SPARING_BELOW: u64 = 8 << 20;
 
 /// Views that stand idle go before there is more address space for views than so many times the
 /// device's memory.
@@ -38,6 +43,8 @@ pub(crate) struct Climb {
     pub shortened: bool,
     /// and nothing happened since. What was cut served the request no better before.
     pub just_cut: bool,
+    /// Memory was made for a stitch.
+    pub supplied: bool,
     pub marked: bool,
     pub asked_again: bool,
     /// No more address space can be had; what there is may do.
@@ -74,6 +81,8 @@ pub(crate) enum Step {
     MakeWay(Vec<u64>),
     Reserve(SpaceId, u64),
     Grow(Growth),
+    /// Makes memory that a stitch lacks, as free memory.
+    Supply(Growth),
     Flush,
     /// Takes off the shelves what nobody holds.
     Settle,
@@ -87,6 +96,16 @@ pub(crate) enum Step {
     Hook(Arc<super::hooks::ReliefHook>, u64),
     Synchronise,
     Fail,
+}
+
+impl State {
+    /// Whether a request should leave handles whole where it can: near the limit, where others must find
+    /// whole ones to stitch, if it is small.
+    fn spares_handles(&self, want: &Want) -> bool {
+        want.space == SpaceId::Large
+            && u64::from(want.granules) * super::size::GRANULE < SPARING_BELOW
+            && !self.bounds_hold(0)
+    }
 }
 
 impl Engine {
@@ -154,7 +173,10 @@ impl Engine {
     /// A fitting extent: ready, or much tighter behind a wait.
     fn fitting(&self, state: &mut State, want: &Want) -> Option<Step> {
         let finder = state.finder(want.space, want.stream)?;
-        let ready = finder.ready_run(want)?;
+        let mut ready = finder.ready_run(want)?;
+        if self.packed && state.spares_handles(want) {
+            ready = finder.sparing_run(want, ready, &state.handles);
+        }
         let loose =
             |tight: u64| ready.granules > (1 + TOLERANCES[state.level]) * tight + TOLERANCE_SLACK;
         // No run is tighter than the request itself.
@@ -252,18 +274,22 @@ impl Engine {
             .map(|stitch| Step::Stitch(Box::new(stitch)))
     }
 
-    /// What the other arena has to give back so that a stitch can take the rest that it lacks from
-    /// the driver.
-    fn plan_for_stitch(&self, state: &mut State, want: &Want, climb: &Climb) -> Vec<Release> {
+    /// What a stitch lacks comes from the driver, if the limit leaves room for it, or the other arena
+    /// gives as much back.
+    fn supply_stitch(&self, state: &mut State, want: &Want, climb: &Climb) -> Option<Step> {
         if !self.views_for(want) || climb.unstitched {
-            return Vec::new();
+            return None;
         }
-        match state.stitch_missing(want) {
-            Some(missing) if missing > state.room() => {
-                state.plan_release(&[SpaceId::Small], missing, self.context.key())
-            }
-            _ => Vec::new(),
+        let lacking = state.stitch_lacking(want)?;
+        if lacking > state.room() {
+            let plan = state.plan_release(&[SpaceId::Small], lacking, self.context.key());
+            return (!plan.is_empty()).then_some(Step::Release(plan));
         }
+        if climb.supplied || lacking == 0 {
+            return None;
+        }
+        state.stats.rungs.grown_hard += 1;
+        state.plan_supply(want, lacking).map(Step::Supply)
     }
 
     /// The rungs that make room below a limit.
@@ -290,9 +316,8 @@ impl Engine {
             if !plan.is_empty() {
                 return Step::Release(plan);
             }
-            let plan = self.plan_for_stitch(state, want, climb);
-            if !plan.is_empty() {
-                return Step::Release(plan);
+            if let Some(step) = self.supply_stitch(state, want, climb) {
+                return step;
             }
             let idle = if missing > state.room() && !climb.evicted {
                 state.idle_views(usize::MAX)

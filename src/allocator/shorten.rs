@@ -5,9 +5,9 @@
 //! end of such a view goes instead, if nobody can reach memory through it, and the view is continued
 //! where its longest open run ends.
 
+use super::budget::LEVELS;
 use super::engine::Engine;
 use super::error::Error;
-use super::plan::LEVELS;
 use super::size::GRANULE;
 use super::state::{State, Want};
 use super::view::{Openings, Seg, View};

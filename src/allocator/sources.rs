@@ -6,9 +6,10 @@ use std::collections::BinaryHeap;
 use super::handles::Marks;
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 
-/// From this many handles on, taking the largest first is tried as well,
+/// From this many handles on (or always, where fewest are asked for), taking the largest first is tried
+/// as well,
 const MANY_HANDLES: usize = 24;
-/// and taken if it needs this many tenths fewer.
+/// and taken if it needs this many tenths fewer (or as few).
 const FEWER_TENTHS: usize = 13;
 
 /// One handle that a stitch may use, as far as it is open.
@@ -69,6 +70,8 @@ pub(crate) struct Sources {
     fronts: Vec<u32>,
     /// The most of them, in bytes.
     front: u64,
+    /// Few handles count more than that neighbours stay together.
+    fewest: bool,
 }
 
 /// Numbers from 0 on in the order of what `size` says of them, equal ones by number; none of those for
@@ -86,8 +89,8 @@ fn granules(bytes: u64) -> u32 {
 }
 
 impl Sources {
-    /// From a list by address.
-    pub(crate) fn new(all: Vec<Source>) -> Self {
+    /// From a list by address; `fewest`: few handles count more than that neighbours stay together.
+    pub(crate) fn new(all: Vec<Source>, fewest: bool) -> Self {
         let rows = rows_in(&all, 0, all.len(), |_| true);
         let longest = |row: &Row| Some(!granules(row.bytes));
         let rows = ordered(&rows, longest).map(|at| rows[at]).collect();
@@ -104,6 +107,7 @@ impl Sources {
             sums: sums.collect(),
             smallest: by_size.last().map_or(u64::MAX, |at| all[*at].bytes),
             front: u64::from(front) * GRANULE,
+            fewest,
             fronts,
             all,
             rows,
@@ -146,19 +150,26 @@ impl Sources {
         best.map(|(_, first, end)| &self.all[first..end])
     }
 
+    /// The handle with the longest open tail, which goes up to its end.
+    pub(crate) fn longest_tail(&self) -> Option<&[Source]> {
+        let tail = |s: &Source| match s.open.1 == s.end() && !s.whole() {
+            true => s.end() - s.open.0,
+            false => 0,
+        };
+        let longest = (0..self.all.len())
+            .rev()
+            .max_by_key(|at| tail(&self.all[*at]))?;
+        (tail(&self.all[longest]) > 0).then(|| &self.all[longest..=longest])
+    }
+
     /// Chooses handles for `need` bytes: those of `lead` first, then rows of whole ones by length, and
-    /// as the last one the smallest open front that is enough. Returns them with the bytes that are
-    /// missing, in whole granules. Handles that are `used` have their place already.
-    pub(crate) fn gather(
-        &self,
-        lead: &[Source],
-        need: u64,
-        used: &Marks,
-    ) -> (Vec<(u64, u64)>, u64) {
+    /// as the last one the smallest open front that is enough. Handles that are `used` have their place
+    /// already.
+    pub(crate) fn gather(&self, lead: &[Source], need: u64, used: &Marks) -> Choice {
         let mut by_rows = self.filling(lead, need, used);
         self.fill_rows(&mut by_rows, used);
         let by_rows = self.finish(by_rows);
-        if by_rows.0.len() <= MANY_HANDLES {
+        if by_rows.adds.len() <= MANY_HANDLES && !self.fewest {
             return by_rows;
         }
         let mut by_size = self.filling(lead, need, used);
@@ -169,7 +180,10 @@ impl Sources {
             by_size.offer(&self.all[*at]);
         }
         let by_size = self.finish(by_size);
-        if by_size.1 <= by_rows.1 && by_size.0.len() * FEWER_TENTHS <= by_rows.0.len() * 10 {
+        let tenths = if self.fewest { 10 } else { FEWER_TENTHS };
+        if by_size.missing <= by_rows.missing
+            && by_size.adds.len() * tenths <= by_rows.adds.len() * 10
+        {
             by_size
         } else {
             by_rows
@@ -233,17 +247,36 @@ impl Sources {
     }
 
     /// Adds the last handle.
-    fn finish(&self, mut filling: Filling) -> (Vec<(u64, u64)>, u64) {
+    fn finish(&self, mut filling: Filling) -> Choice {
         let Filling { left, taken, .. } = &filling;
-        if *left > 0
-            && let Some(last) = self.last(granules(left.next_multiple_of(GRANULE)), taken)
-        {
-            filling.adds.push((last.home, last.bytes));
-            filling.left = 0;
+        let mut front = 0;
+        if *left > 0 {
+            if let Some(last) = self.last(granules(left.next_multiple_of(GRANULE)), taken) {
+                filling.adds.push((last.home, last.bytes));
+                filling.left = 0;
+            } else {
+                let open = self.all.iter().filter(|s| !taken.has(s.number));
+                front = open.map(Source::prefix).max().unwrap_or(0);
+            }
         }
-        let missing = filling.left.next_multiple_of(PHYSICAL_GRANULE);
-        (filling.adds, missing)
+        Choice {
+            adds: filling.adds,
+            missing: filling.left.next_multiple_of(PHYSICAL_GRANULE),
+            lacking: (filling.left.saturating_sub(front)).next_multiple_of(PHYSICAL_GRANULE),
+        }
     }
+}
+
+/// Handles for a request.
+#[derive(Debug)]
+pub(crate) struct Choice {
+    /// Home and bytes of each.
+    pub adds: Vec<(u64, u64)>,
+    /// Bytes that are missing behind them, in whole granules;
+    pub missing: u64,
+    /// and how many it would take to lack none, had they been made before: an open front can then be the
+    /// last part.
+    pub lacking: u64,
 }
 
 /// A choice under way.
@@ -303,7 +336,35 @@ mod tests {
             open: (at * HANDLE, at * HANDLE + mib * MIB),
             number: handles.add(at * HANDLE, granules(HANDLE)),
         });
-        Sources::new(each.collect())
+        Sources::new(each.collect(), false)
+    }
+
+    /// Two rows of small handles, and large ones of which each is as long as a row.
+    #[test]
+    fn the_largest_come_first_where_few_count() {
+        let order = |fewest: bool| {
+            let mut handles = Handles::default();
+            let (mut all, mut home) = (Vec::new(), 0);
+            for mib in [4, 4, 4, 0, 8, 0, 4, 4, 0, 8] {
+                let bytes = mib.max(1) * MIB;
+                if mib > 0 {
+                    let number = handles.add(home, granules(bytes));
+                    all.push(Source {
+                        home,
+                        bytes,
+                        open: (home, home + bytes),
+                        number,
+                    });
+                }
+                home += bytes;
+            }
+            let sources = Sources::new(all, fewest);
+            let choice = sources.gather(&[], 16 * MIB, &handles.marks());
+            let sizes: Vec<u64> = choice.adds.iter().map(|(_, bytes)| bytes / MIB).collect();
+            sizes
+        };
+        assert_eq!(order(false), [4, 4, 4, 4]);
+        assert_eq!(order(true), [8, 8]);
     }
 
     #[test]
@@ -325,15 +386,50 @@ mod tests {
         assert_eq!(all, [Some(1), Some(3), Some(2), Some(0), None]);
     }
 
+    /// What an open front serves need not be made.
+    #[test]
+    fn an_open_front_lessens_what_is_lacking() {
+        let mut handles = Handles::default();
+        let sources = open_fronts(&mut handles, &[8, 1, 7, 8, 0]);
+        let none = handles.marks();
+        let lacks = |mib: u64| {
+            let choice = sources.gather(&[], mib * MIB, &none);
+            (choice.missing / MIB, choice.lacking / MIB)
+        };
+        assert_eq!(lacks(23), (0, 0));
+        assert_eq!(lacks(24), (8, 2));
+        assert_eq!(lacks(26), (10, 4));
+        assert!(sources.longest_tail().is_none());
+    }
+
+    #[test]
+    fn the_longest_tail_is_the_lowest_among_equals() {
+        let mut handles = Handles::default();
+        let tails = [3, 5, 8, 5, 0].into_iter().zip(0..);
+        let each = tails.map(|(mib, at)| Source {
+            home: at * HANDLE,
+            bytes: HANDLE,
+            open: ((at + 1) * HANDLE - mib * MIB, (at + 1) * HANDLE),
+            number: handles.add(at * HANDLE, granules(HANDLE)),
+        });
+        let sources = Sources::new(each.collect(), false);
+        let found: Vec<u64> = sources
+            .longest_tail()
+            .iter()
+            .flat_map(|s| s.iter().map(|s| s.home / HANDLE))
+            .collect();
+        assert_eq!(found, [1], "a whole handle is no tail");
+    }
+
     #[test]
     fn rows_go_by_length_and_equal_ones_by_address() {
         let mut handles = Handles::default();
         // Whole are: one handle, three in a row, one, three.
         let sources = open_fronts(&mut handles, &[8, 1, 8, 8, 8, 1, 8, 1, 8, 8, 8]);
         let none = handles.marks();
-        let (adds, missing) = sources.gather(&[], 8 * HANDLE, &none);
-        let order: Vec<u64> = adds.iter().map(|(home, _)| home / HANDLE).collect();
-        assert_eq!((order, missing), (vec![2, 3, 4, 8, 9, 10, 0, 6], 0));
+        let choice = sources.gather(&[], 8 * HANDLE, &none);
+        let order: Vec<u64> = choice.adds.iter().map(|(home, _)| home / HANDLE).collect();
+        assert_eq!((order, choice.missing), (vec![2, 3, 4, 8, 9, 10, 0, 6], 0));
         assert_eq!(sources.fewest(8 * HANDLE), 8);
         assert_eq!(sources.fewest(HANDLE), 1);
     }

@@ -3,6 +3,7 @@
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
+use super::plan::Growth;
 use super::records::SpaceId;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use super::sources::{Source, Sources};
@@ -15,6 +16,8 @@ pub(crate) const STITCH_MIN: u64 = 2 << 20;
 const EXTENSIONS: usize = 6;
 /// Address space of a view, as a multiple of its first request,
 const VIEW_ROOM: u64 = 4;
+/// less where layouts hardly come back, so that more views begin anew with what is free then,
+const VIEW_ROOM_RESTLESS: u64 = 2;
 /// but not more than this.
 const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
 /// Mappings in views, at least and per handle held.
@@ -31,8 +34,10 @@ pub(crate) struct Layout {
     pub back: u64,
     pub skip: u64,
     pub adds: Vec<(u64, u64)>,
-    /// Bytes to create.
+    /// Bytes to create behind them,
     pub fresh: u64,
+    /// or, if they are made before, so few.
+    pub lacking: u64,
     /// They are created in handles of this many bytes at least.
     pub fresh_handle: u64,
 }
@@ -89,10 +94,10 @@ impl State {
     /// The layout for a request that needs the least new memory, then the fewest handles, given what
     /// is open at home.
     fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = Sources::new(self.sources(&open.ranges));
+        let sources = Sources::new(self.sources(&open.ranges), self.restless());
         let extended = self.extended_layouts(want, open, &sources).into_iter();
         extended
-            .chain(self.new_layout(want, &sources))
+            .chain(self.new_layout(want, &sources, sources.best_head(want.align > 1)))
             .min_by_key(Layout::cost)
     }
 
@@ -117,15 +122,46 @@ impl State {
                 open = reachable;
             }
         }
+        if layout.as_ref().is_some_and(|l| l.fresh > room) {
+            layout = self.leanest_layout(want, &open);
+        }
         let layout = layout.filter(|l| l.fresh <= room)?;
         let layout = self.bounded(want, layout, &open);
         self.claim_layout(want, layout)
     }
 
-    /// Bytes that a stitch for this request would have to create at least.
-    pub(crate) fn stitch_missing(&self, want: &Want) -> Option<u64> {
+    /// The layout that needs the least new memory if that is made before: between an open tail, as long
+    /// as there is one, and an open front.
+    fn leanest_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
+        let sources = Sources::new(self.sources(&open.ranges), self.restless());
+        let tail = sources.longest_tail().filter(|_| want.align == 1);
+        let with_tail = tail.and_then(|tail| self.new_layout(want, &sources, Some(tail)));
+        let extended = self.extended_layouts(want, open, &sources).into_iter();
+        let others =
+            extended.chain(self.new_layout(want, &sources, sources.best_head(want.align > 1)));
+        others
+            .chain(with_tail)
+            .min_by_key(|layout| (layout.lacking, layout.adds.len()))
+    }
+
+    /// Bytes that have to be created at least before a stitch for this request.
+    pub(crate) fn stitch_lacking(&self, want: &Want) -> Option<u64> {
         let reachable = self.openings(want, true)?;
-        Some(self.best_layout(want, &reachable)?.fresh)
+        Some(self.leanest_layout(want, &reachable)?.lacking)
+    }
+
+    /// Plans memory that a stitch lacks, as free memory.
+    pub(crate) fn plan_supply(&mut self, want: &Want, bytes: u64) -> Option<Growth> {
+        let fresh = self.claim_fresh(want, bytes, 0)?;
+        Some(Growth {
+            space: SpaceId::Large,
+            id: fresh.id,
+            shards: fresh.shards,
+            waits: Vec::new(),
+            skip: 0,
+            addr: fresh.addr,
+            sizes: fresh.sizes,
+        })
     }
 
     /// The handles of the large arena that are open, as far as they are, by address.
@@ -152,9 +188,13 @@ impl State {
         sources
     }
 
-    fn new_layout(&self, want: &Want, sources: &Sources) -> Option<Layout> {
+    fn new_layout(
+        &self,
+        want: &Want,
+        sources: &Sources,
+        head: Option<&[Source]>,
+    ) -> Option<Layout> {
         let need = u64::from(want.granules) * GRANULE;
-        let head = sources.best_head(want.align > 1);
         let head = head.filter(|run| run[0].open.1 - run[0].open.0 < need);
         let run = head.unwrap_or_default();
         let mut used = self.handles.marks();
@@ -171,9 +211,9 @@ impl State {
             _ => (0, Vec::new(), need),
         };
         let lead = &run[first.len()..];
-        let (more, fresh) = sources.gather(lead, left, &used);
+        let choice = sources.gather(lead, left, &used);
         let mut adds = first;
-        adds.extend(more);
+        adds.extend(choice.adds);
         if adds.is_empty() {
             // All of it would be new: that is a growth.
             return None;
@@ -183,7 +223,8 @@ impl State {
             back: 0,
             skip,
             adds,
-            fresh,
+            fresh: choice.missing,
+            lacking: choice.lacking,
             fresh_handle: 0,
         })
     }
@@ -230,7 +271,8 @@ impl State {
             }
             let mut used = self.handles.marks();
             view.segs.iter().for_each(|seg| used.set(seg.handle));
-            let (adds, fresh) = sources.gather(&[], need - back, &used);
+            let choice = sources.gather(&[], need - back, &used);
+            let (adds, fresh) = (choice.adds, choice.missing);
             let added = adds.iter().map(|(_, bytes)| bytes).sum::<u64>() + fresh;
             if u64::from(view.granules) * GRANULE + added <= u64::from(view.room) * GRANULE {
                 layouts.push(Layout {
@@ -239,6 +281,7 @@ impl State {
                     skip,
                     adds,
                     fresh,
+                    lacking: choice.lacking,
                     fresh_handle: 0,
                 });
             }
@@ -255,7 +298,7 @@ impl State {
             }
             None => {
                 let need = u64::from(want.granules) * GRANULE;
-                let usual = view_bytes(need, added);
+                let usual = view_bytes(need, added, self.restless());
                 let range = self.take_range((usual / GRANULE) as u32)?;
                 (
                     self.records[range].addr,
@@ -501,14 +544,33 @@ impl State {
         let handle = u64::from(self.handles.largest()) * GRANULE;
         let handle = handle.max(PHYSICAL_GRANULE);
         let need = u64::from(want.granules) * GRANULE;
-        let bytes = view_bytes(need, need + 2 * handle);
+        let bytes = view_bytes(need, need + 2 * handle, self.restless());
         let fits = self.view_space.largest_piece() >= bytes;
         (!fits).then_some(bytes)
     }
 }
 
 /// Bytes of address space for a view that begins with a request of `need` and must take `at_least`.
-fn view_bytes(need: u64, at_least: u64) -> u64 {
-    let usual = (need * VIEW_ROOM).min(VIEW_ROOM_MAX);
+fn view_bytes(need: u64, at_least: u64, restless: bool) -> u64 {
+    let times = if restless {
+        VIEW_ROOM_RESTLESS
+    } else {
+        VIEW_ROOM
+    };
+    let usual = (need * times).min(VIEW_ROOM_MAX);
     usual.max(at_least).next_multiple_of(PHYSICAL_GRANULE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_view_has_room_for_more_than_its_first_request() {
+        let mib = |need: u64, at_least: u64, restless| {
+            view_bytes(need << 20, at_least << 20, restless) >> 20
+        };
+        assert_eq!((mib(10, 12, false), mib(10, 12, true)), (40, 20));
+        assert_eq!(mib(10, 25, true), 26);
+    }
 }

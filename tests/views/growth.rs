@@ -142,3 +142,94 @@ fn a_stitch_takes_what_the_other_arena_gave_back() {
         rig.close(&allocator);
     });
 }
+
+/// Blocks of so many KiB in a row, and which of them are live in the end.
+fn row(allocator: &Allocator, stream: &Stream, sizes: &[(usize, bool)]) -> Vec<(usize, Block)> {
+    let blocks = sizes.iter().map(|(kib, live)| {
+        let block = allocator.allocate(kib * KIB, stream).unwrap();
+        (*live, (*kib, block))
+    });
+    let all: Vec<_> = blocks.collect();
+    stream.synchronize().unwrap();
+    let live = all.into_iter().filter(|(live, _)| *live);
+    live.map(|(_, block)| block).collect()
+}
+
+/// At the limit the last handle that a stitch lacks is made before it, so that an open tail, the longest
+/// that there is, and an open front are parts of the block as well.
+#[test]
+fn a_stitch_lies_between_open_ends_at_the_limit() {
+    packed(|rig| {
+        let a = rig.stream();
+        let limit = 22 * MIB;
+        let allocator = rig.limited(limit);
+        // Free are: half a MiB and three whole handles, a tail of 1.5 MiB, a whole handle and half of
+        // the next.
+        let kept = row(
+            &allocator,
+            &a,
+            &[
+                (1536, true),
+                (6656, false),
+                (2560, true),
+                (1536, false),
+                (2048, true),
+                (3072, false),
+                (3072, true),
+            ],
+        );
+        for (word, (kib, block)) in (1..).zip(&kept) {
+            rig.stamp(block.ptr(), kib * KIB, word, &a);
+        }
+        assert_eq!(
+            allocator.stats().all.reserved.current,
+            (limit - 2 * MIB) as u64
+        );
+        let bytes = 12 * MIB + MIB / 2;
+        let block = allocator.allocate(bytes, &a).unwrap();
+        assert!(view_of(&allocator, &block).is_some());
+        rig.stamp(block.ptr(), bytes, 9, &a);
+        let stats = allocator.stats();
+        assert_eq!(stats.all.reserved.current, limit as u64);
+        assert_eq!((stats.rungs.stitched, stats.rungs.released), (1, 0));
+        for (word, (kib, kept)) in (1..).zip(&kept) {
+            assert_eq!(rig.mismatches(kept.ptr(), kib * KIB, word, &a), 0);
+        }
+        assert_eq!(rig.mismatches(block.ptr(), bytes, 9, &a), 0);
+        allocator.check().unwrap();
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+/// Near the limit what is too small for a stitch leaves handles whole for others, and lies where the
+/// memory is in pieces already.
+#[test]
+fn small_requests_spare_whole_handles_near_the_limit() {
+    packed(|rig| {
+        for (limit, spared) in [(14 * MIB, true), (GIB, false)] {
+            let [a, b] = rig.streams();
+            let allocator = rig.limited(limit);
+            let other = allocator.allocate(100, &b).unwrap();
+            // Free are: one whole handle, and 1.5 MiB on both sides of a border.
+            let kept = row(
+                &allocator,
+                &a,
+                &[
+                    (2048, true),
+                    (2048, false),
+                    (2560, true),
+                    (3072, false),
+                    (2560, true),
+                ],
+            );
+            let (_, before) = &kept[0];
+            let block = allocator.allocate(MIB, &a).unwrap();
+            let at = block.ptr() - before.ptr();
+            assert_eq!(at, if spared { 6 * MIB + MIB / 2 } else { 2 * MIB } as u64);
+            allocator.check().unwrap();
+            drop((kept, block, other));
+            rig.close(&allocator);
+        }
+    });
+}
