@@ -44,6 +44,11 @@ impl Run {
             _ => self,
         }
     }
+
+    /// Whether a request fits, aligned as it asks.
+    fn holds(&self, want: &Want) -> bool {
+        self.granules >= u64::from(want.skip(self.addr)) + u64::from(want.granules)
+    }
 }
 
 /// The view of one request on the free pieces.
@@ -74,13 +79,6 @@ fn broken(want: &Want, run: Run, handles: &Handles) -> u64 {
         at = handle.end();
     }
     bytes
-}
-
-impl Run {
-    /// Whether a request fits, aligned as it asks.
-    fn holds(&self, want: &Want) -> bool {
-        self.granules >= u64::from(want.skip(self.addr)) + u64::from(want.granules)
-    }
 }
 
 impl Finder<'_> {
@@ -131,17 +129,7 @@ impl Finder<'_> {
             best = Some(run);
         }
         let most = best.map_or(u64::MAX, |best: Run| best.granules);
-        self.pending_runs(
-            want,
-            most,
-            |id| self.ready(id),
-            |run| {
-                let better = run.better(best);
-                best = Some(better);
-                better.granules
-            },
-        );
-        best
+        self.best_pending(want, best, most, |id| self.ready(id))
     }
 
     /// Of the ready runs that are hardly longer than the best fit, the one in which the request takes the
@@ -189,17 +177,22 @@ impl Finder<'_> {
 
     /// The best run of at most so many granules that can be used after waits, by size, then address.
     pub(crate) fn tightest_run(&self, want: &Want, most: u64) -> Option<Run> {
-        let mut best: Option<Run> = None;
-        self.pending_runs(
-            want,
-            most,
-            |id| self.reachable(id),
-            |run| {
-                let better = run.better(best);
-                best = Some(better);
-                better.granules
-            },
-        );
+        self.best_pending(want, None, most, |id| self.reachable(id))
+    }
+
+    /// The best of a run and those of usable pieces, of at most so many granules.
+    fn best_pending(
+        &self,
+        want: &Want,
+        mut best: Option<Run>,
+        most: u64,
+        usable: impl Fn(u32) -> bool,
+    ) -> Option<Run> {
+        self.pending_runs(want, most, usable, |run| {
+            let better = run.better(best);
+            best = Some(better);
+            better.granules
+        });
         best
     }
 

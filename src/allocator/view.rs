@@ -201,9 +201,9 @@ impl State {
     /// The smallest run over all views that holds a request, given what is open at home.
     pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;
-        let mut look = |base: u64, view: &View| {
+        self.views_with_runs(want.granules, &open.borders, |base, view| {
             if view.dead || view.granules < want.granules {
-                return;
+                return want.granules;
             }
             let found = view.tightest(base, &open.borders, want);
             if let Some((offset, granules)) = found
@@ -215,9 +215,6 @@ impl State {
                     granules,
                 });
             }
-        };
-        self.views_with_runs(want.granules, &open.borders, |base, view| {
-            look(base, view);
             want.granules
         });
         best
