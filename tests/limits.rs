@@ -290,7 +290,7 @@ fn r1_memory_that_waits_made_free_is_found() {
 #[test]
 fn s1_22_debug_text_names_the_figures() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.limited(26 * MIB);
         let stream = rig.stream();
         let figures = |allocator: &Allocator| {
             let text = format!("{allocator:?}");
@@ -317,4 +317,43 @@ fn s1_22_debug_text_names_the_figures() {
         rig.close(&allocator);
         assert_eq!(figures(&allocator), [0, 0, live, 0]);
     });
+}
+
+/// Where addresses would have helped, the error names the failure that kept them away.
+#[test]
+fn r14_error_names_the_failure_behind_it() {
+    if on_cuda() {
+        return eprintln!("SKIPPED on cuda: needs the simulator");
+    }
+    // So little that what was reserved at first has no room for a view.
+    only_on(
+        Policy::Packed,
+        SimConfig::with_devices(1, 32 << 20),
+        |rig| {
+            let Some(sim) = rig.sim() else { return };
+            let allocator = rig.limited(26 * MIB);
+            let stream = rig.stream();
+            let mut kept: Vec<Block> = [5, 5, 5, 5, 6]
+                .map(|mib| allocator.allocate(mib * MIB, &stream).unwrap())
+                .into();
+            kept.remove(3);
+            kept.remove(1);
+            stream.synchronize().unwrap();
+            // The parts are not side by side, so a view is needed.
+            let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+            sim.fail(
+                FailPlan::call("cuMemAddressReserve", code)
+                    .unwrap()
+                    .times(1000),
+            );
+            let result = allocator.allocate(9 * MIB, &stream);
+            sim.clear_failures();
+            let picture = out_of_memory(result.unwrap_err());
+            assert_eq!(picture.driver.map(|error| error.code()), Some(code));
+            allocator.check().unwrap();
+            drop(allocator.allocate(9 * MIB, &stream).unwrap());
+            drop(kept);
+            rig.close(&allocator);
+        },
+    );
 }

@@ -66,9 +66,13 @@ impl Engine {
                     match reserved {
                         Ok(()) => {}
                         // Without addresses for a view there is always growth.
-                        Err(Error::Driver(_)) if space == SpaceId::Views => climb.unstitched = true,
-                        Err(Error::Driver(_)) if state.missing(want).is_some() => {
+                        Err(Error::Driver(error)) if space == SpaceId::Views => {
+                            climb.unstitched = true;
+                            climb.failure = Some(error);
+                        }
+                        Err(Error::Driver(error)) if state.missing(want).is_some() => {
                             climb.cramped = true;
+                            climb.failure = Some(error);
                         }
                         Err(error) => match error.driver_error() {
                             // No address space: as good as no memory.
@@ -121,7 +125,10 @@ impl Engine {
                     match self.evict(&idle) {
                         Ok(()) => {}
                         // Without addresses for a view there is always growth.
-                        Err(Error::Driver(_)) => climb.unstitched = true,
+                        Err(Error::Driver(error)) => {
+                            climb.unstitched = true;
+                            climb.failure = Some(error);
+                        }
                         Err(error) => return Err(error),
                     }
                     state = self.lock();
@@ -220,7 +227,7 @@ impl Engine {
                     state.stats.ooms += 1;
                     // The next request asks the driver anew: others may have freed meanwhile.
                     state.full_at = None;
-                    return Err(self.out_of_memory(state, want, climb.refusal));
+                    return Err(self.out_of_memory(state, want, climb.refusal.or(climb.failure)));
                 }
             }
         }

@@ -54,6 +54,8 @@ pub(crate) struct Climb {
     pub missed: bool,
     /// The driver's last refusal.
     pub refusal: Option<crate::driver::DriverError>,
+    /// A failure that another rung might have made up for.
+    pub failure: Option<crate::driver::DriverError>,
 }
 
 impl Climb {
