@@ -30,207 +30,197 @@ impl Engine {
         state.large_request(want);
         let mut climb = Climb::default();
         loop {
-            match self.next_step(&mut state, want, &mut climb) {
-                Step::Take(run) => {
-                    let Some(id) = state.take(want, run) else {
-                        continue;
-                    };
-                    state.stats.rungs.ready += 1;
-                    return Ok((state, id, climb.missed));
-                }
-                Step::Wait(run) => {
-                    let Some((id, shards, waits)) = state.take_waiting(want, run) else {
-                        continue;
-                    };
-                    drop(state);
-                    let waited = self.queue_waits(want.stream, &waits);
-                    drop(waits);
-                    state = self.lock();
-                    if let Err(error) = waited {
-                        state.restore(want.space, id, shards);
-                        return Err(error);
-                    }
-                    return Ok((state, id, climb.missed));
-                }
-                Step::Place(place) => {
-                    let taken;
-                    (state, taken) = self.take_place(state, want, place)?;
-                    if let Some(id) = taken {
-                        return Ok((state, id, climb.missed));
-                    }
-                }
-                Step::Reserve(space, bytes) => {
-                    drop(state);
-                    let reserved = self.reserve_span(space, bytes);
-                    state = self.lock();
-                    match reserved {
-                        Ok(()) => {}
-                        // Without addresses for a view there is always growth.
-                        Err(Error::Driver(error)) if space == SpaceId::Views => {
-                            climb.unstitched = true;
-                            climb.failure = Some(error);
-                        }
-                        Err(Error::Driver(error)) if state.missing(want).is_some() => {
-                            climb.cramped = true;
-                            climb.failure = Some(error);
-                        }
-                        Err(error) => match error.driver_error() {
-                            // No address space: as good as no memory.
-                            Some(refusal) if refusal.is_out_of_memory() => {
-                                state.stats.misses += 1;
-                                state.stats.ooms += 1;
-                                return Err(self.out_of_memory(state, want, Some(refusal)));
-                            }
-                            _ => return Err(error),
-                        },
-                    }
-                }
-                Step::View(run) => {
-                    let taken;
-                    (state, taken) = self.take_in_view(state, want, run)?;
-                    if let Some(id) = taken {
-                        return Ok((state, id, climb.missed));
-                    }
-                }
-                Step::Stitch(stitch) => {
-                    climb.missed = true;
-                    climb.just_cut = false;
-                    let stitched;
-                    (state, stitched) = self.stitch(state, want, *stitch, &mut climb)?;
-                    climb.unstitched = stitched.is_none();
-                    if let Some(id) = stitched {
-                        return Ok((state, id, true));
-                    }
-                }
-                Step::Evict(idle) => {
-                    climb.evicted = true;
-                    drop(state);
-                    self.evict(&idle)?;
-                    state = self.lock();
-                }
-                Step::Shorten(cut) => {
-                    climb.shortened = true;
-                    climb.just_cut = true;
-                    drop(state);
-                    match self.shorten(cut) {
-                        Ok(()) => {}
-                        // A view that keeps its end stands in nobody's way.
-                        Err(Error::Driver(error)) => log::debug!("a view was kept: {error}"),
-                        Err(error) => return Err(error),
-                    }
-                    state = self.lock();
-                }
-                Step::MakeWay(idle) => {
-                    drop(state);
-                    match self.evict(&idle) {
-                        Ok(()) => {}
-                        // Without addresses for a view there is always growth.
-                        Err(Error::Driver(error)) => {
-                            climb.unstitched = true;
-                            climb.failure = Some(error);
-                        }
-                        Err(error) => return Err(error),
-                    }
-                    state = self.lock();
-                }
-                Step::Grow(growth) => {
-                    climb.missed = true;
-                    let grown;
-                    (state, grown) = self.grow(state, want, growth, &mut climb)?;
-                    if let Some(id) = grown {
-                        return Ok((state, id, true));
-                    }
-                }
-                Step::Supply(growth) => {
-                    climb.missed = true;
-                    climb.supplied = true;
-                    state = self.supply(state, want, growth, &mut climb)?;
-                }
-                Step::Settle => {
-                    climb.settled = true;
-                    if state.settle_shelves() {
-                        state = self.mark_due(state);
-                        state = self.poll(state)?;
-                    }
-                }
-                Step::Flush => {
-                    climb.flushed = true;
-                    if state.flush_fronts() {
-                        state.stats.rungs.flushed += 1;
-                    }
-                }
-                Step::Retry => {
-                    climb.retried = true;
-                    drop(state);
-                    match self.retry_strays() {
-                        // What still cannot be released stays behind.
-                        Ok(_) | Err(Error::Driver(_)) => {}
-                        Err(error) => return Err(error),
-                    }
-                    state = self.lock();
-                }
-                Step::Release(plan) => {
-                    climb.missed = true;
-                    state.stats.rungs.released += 1;
-                    drop(state);
-                    let done = self.release(plan);
-                    state = self.lock();
-                    done?;
-                }
-                Step::Mark => {
-                    climb.marked = true;
-                    let key = state.streams[want.stream].key;
-                    drop(state);
-                    self.mark(want.stream, key)?;
-                    state = self.lock();
-                }
-                Step::AskAgain => {
-                    climb.asked_again = true;
-                    state.full_at = None;
-                }
-                Step::HostWait(stream, bound, event) => {
-                    climb.missed = true;
-                    state.stats.rungs.host_waits += 1;
-                    drop(state);
-                    self.host_wait(stream, bound, event)?;
-                    state = self.lock();
-                    climb.look_again();
-                }
-                Step::Hook(hook, bytes) => {
-                    climb.missed = true;
-                    state.stats.rungs.hooks += 1;
-                    drop(state);
-                    hook(bytes);
-                    state = self.lock();
-                    // What it freed may be the driver's again, without having been ours.
-                    state.full_at = None;
-                    // What the hook freed may itself be flushed and marked.
-                    climb.look_again();
-                    climb.marked = false;
-                }
-                Step::Synchronise => {
-                    climb.missed = true;
-                    climb.synchronised = true;
-                    state.stats.rungs.synchronised += 1;
-                    drop(state);
-                    match self.synchronise() {
-                        // The rung is not there while something captures.
-                        Err(Error::Capturing { .. }) => {}
-                        done => done?,
-                    }
-                    state = self.lock();
-                    climb.look_again();
-                }
-                Step::Fail => {
-                    climb.missed = true;
-                    state.stats.misses += 1;
-                    state.stats.ooms += 1;
-                    // The next request asks the driver anew: others may have freed meanwhile.
-                    state.full_at = None;
-                    return Err(self.out_of_memory(state, want, climb.refusal.or(climb.failure)));
-                }
+            let step = self.next_step(&mut state, want, &mut climb);
+            let taken;
+            (state, taken) = self.take_step(state, want, step, &mut climb)?;
+            if let Some(id) = taken {
+                return Ok((state, id, climb.missed));
             }
         }
+    }
+
+    /// Takes a step of the climb, with the extent if that found or made one.
+    fn take_step<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        want: &Want,
+        step: Step,
+        climb: &mut Climb,
+    ) -> Result<(Guard<'a>, Option<u32>), Error> {
+        climb.note(&step);
+        let state = match step {
+            Step::Take(run) => {
+                let id = state.take(want, run);
+                state.stats.rungs.ready += u64::from(id.is_some());
+                return Ok((state, id));
+            }
+            Step::Wait(run) => return self.take_behind_waits(state, want, run),
+            Step::Place(place) => return self.take_place(state, want, place),
+            Step::View(run) => return self.take_in_view(state, want, run),
+            Step::Stitch(stitch) => {
+                let (state, id) = self.stitch(state, want, *stitch, climb)?;
+                climb.unstitched = id.is_none();
+                return Ok((state, id));
+            }
+            Step::Grow(growth) => return self.grow(state, want, growth, climb),
+            Step::Supply(growth) => self.supply(state, want, growth, climb)?,
+            Step::Reserve(space, bytes) => self.reserve_for(state, want, (space, bytes), climb)?,
+            Step::Evict(idle) => self.apart(state, || self.evict(&idle))?,
+            Step::MakeWay(idle) => self.make_way(state, &idle, climb)?,
+            Step::Shorten(cut) => self.apart(state, || match self.shorten(cut) {
+                // A view that keeps its end stands in nobody's way.
+                Err(Error::Driver(error)) => {
+                    log::debug!("a view was kept: {error}");
+                    Ok(())
+                }
+                done => done,
+            })?,
+            Step::Settle => self.settle_for(state)?,
+            Step::Flush => {
+                state.stats.rungs.flushed += u64::from(state.flush_fronts());
+                state
+            }
+            Step::Retry => self.apart(state, || match self.retry_strays() {
+                // What still cannot be released stays behind.
+                Ok(_) | Err(Error::Driver(_)) => Ok(()),
+                Err(error) => Err(error),
+            })?,
+            Step::Release(plan) => {
+                state.stats.rungs.released += 1;
+                self.apart(state, || self.release(plan).map(drop))?
+            }
+            Step::Mark => {
+                let key = state.streams[want.stream].key;
+                self.apart(state, || self.mark(want.stream, key))?
+            }
+            Step::AskAgain => {
+                state.full_at = None;
+                state
+            }
+            Step::HostWait(stream, bound, event) => {
+                state.stats.rungs.host_waits += 1;
+                self.apart(state, || self.host_wait(stream, bound, event))?
+            }
+            Step::Hook(hook, bytes) => {
+                state.stats.rungs.hooks += 1;
+                drop(state);
+                hook(bytes);
+                state = self.lock();
+                // What it freed may be the driver's again, without having been ours.
+                state.full_at = None;
+                state
+            }
+            Step::Synchronise => {
+                state.stats.rungs.synchronised += 1;
+                self.apart(state, || match self.synchronise() {
+                    // The rung is not there while something captures.
+                    Err(Error::Capturing { .. }) => Ok(()),
+                    done => done,
+                })?
+            }
+            Step::Fail => {
+                state.stats.misses += 1;
+                state.stats.ooms += 1;
+                // The next request asks the driver anew: others may have freed meanwhile.
+                state.full_at = None;
+                return Err(self.out_of_memory(state, want, climb.refusal.or(climb.failure)));
+            }
+        };
+        Ok((state, None))
+    }
+
+    /// Does something without the lock.
+    fn apart<'a>(
+        &'a self,
+        state: Guard<'a>,
+        work: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<Guard<'a>, Error> {
+        drop(state);
+        work()?;
+        Ok(self.lock())
+    }
+
+    fn take_behind_waits<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        want: &Want,
+        run: Run,
+    ) -> Result<(Guard<'a>, Option<u32>), Error> {
+        let Some((id, shards, waits)) = state.take_waiting(want, run) else {
+            return Ok((state, None));
+        };
+        drop(state);
+        let waited = self.queue_waits(want.stream, &waits);
+        drop(waits);
+        state = self.lock();
+        if let Err(error) = waited {
+            state.restore(want.space, id, shards);
+            return Err(error);
+        }
+        Ok((state, Some(id)))
+    }
+
+    /// Reserves so much more address space.
+    fn reserve_for<'a>(
+        &'a self,
+        state: Guard<'a>,
+        want: &Want,
+        (space, bytes): (SpaceId, u64),
+        climb: &mut Climb,
+    ) -> Result<Guard<'a>, Error> {
+        drop(state);
+        let reserved = self.reserve_span(space, bytes);
+        let mut state = self.lock();
+        match reserved {
+            Ok(()) => Ok(state),
+            // Without addresses for a view there is always growth.
+            Err(Error::Driver(error)) if space == SpaceId::Views => {
+                climb.unstitched = true;
+                climb.failure = Some(error);
+                Ok(state)
+            }
+            Err(Error::Driver(error)) if state.missing(want).is_some() => {
+                climb.cramped = true;
+                climb.failure = Some(error);
+                Ok(state)
+            }
+            Err(error) => match error.driver_error() {
+                // No address space: as good as no memory.
+                Some(refusal) if refusal.is_out_of_memory() => {
+                    state.stats.misses += 1;
+                    state.stats.ooms += 1;
+                    Err(self.out_of_memory(state, want, Some(refusal)))
+                }
+                _ => Err(error),
+            },
+        }
+    }
+
+    /// Lets idle views go for their addresses.
+    fn make_way<'a>(
+        &'a self,
+        state: Guard<'a>,
+        idle: &[u64],
+        climb: &mut Climb,
+    ) -> Result<Guard<'a>, Error> {
+        self.apart(state, || match self.evict(idle) {
+            // Without addresses for a view there is always growth.
+            Err(Error::Driver(error)) => {
+                climb.unstitched = true;
+                climb.failure = Some(error);
+                Ok(())
+            }
+            done => done,
+        })
+    }
+
+    /// Takes off the shelves what nobody holds.
+    fn settle_for<'a>(&'a self, mut state: Guard<'a>) -> Result<Guard<'a>, Error> {
+        if state.settle_shelves() {
+            state = self.mark_due(state);
+            state = self.poll(state)?;
+        }
+        Ok(state)
     }
 
     /// Asks the driver for memory.

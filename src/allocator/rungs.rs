@@ -59,8 +59,35 @@ pub(crate) struct Climb {
 }
 
 impl Climb {
-    /// Memory became complete: pages may be whole now, views idle, and handles free to stitch.
-    pub(crate) fn look_again(&mut self) {
+    /// Notes a step that is about to be taken.
+    pub(crate) fn note(&mut self, step: &Step) {
+        self.missed |= step.is_miss();
+        match step {
+            Step::Settle => self.settled = true,
+            Step::Flush => self.flushed = true,
+            Step::Retry => self.retried = true,
+            Step::Evict(_) => self.evicted = true,
+            Step::Shorten(_) => (self.shortened, self.just_cut) = (true, true),
+            Step::Stitch(_) => self.just_cut = false,
+            Step::Supply(_) => self.supplied = true,
+            Step::Mark => self.marked = true,
+            Step::AskAgain => self.asked_again = true,
+            Step::HostWait(..) => self.look_again(),
+            Step::Hook(..) => {
+                self.look_again();
+                // What a hook frees may itself be marked.
+                self.marked = false;
+            }
+            Step::Synchronise => {
+                self.synchronised = true;
+                self.look_again();
+            }
+            _ => {}
+        }
+    }
+
+    /// Memory becomes complete: pages may be whole then, views idle, and handles free to stitch.
+    fn look_again(&mut self) {
         self.settled = false;
         self.flushed = false;
         self.evicted = false;
@@ -98,6 +125,24 @@ pub(crate) enum Step {
     Hook(Arc<super::hooks::ReliefHook>, u64),
     Synchronise,
     Fail,
+}
+
+impl Step {
+    /// Whether a request that comes to this is not served by what was ready.
+    fn is_miss(&self) -> bool {
+        use Step::{Fail, Grow, Hook, HostWait, Release, Stitch, Supply, Synchronise};
+        matches!(
+            self,
+            Stitch(_)
+                | Grow(_)
+                | Supply(_)
+                | Release(_)
+                | HostWait(..)
+                | Hook(..)
+                | Synchronise
+                | Fail
+        )
+    }
 }
 
 impl State {
