@@ -12,6 +12,7 @@ use super::memory::GrowthFailure;
 use super::plan::Growth;
 use super::records::{SpaceId, State as Extent};
 use super::rungs::{Climb, Step};
+use super::space::Shard;
 use super::state::{State, Want};
 
 impl Engine {
@@ -54,8 +55,14 @@ impl Engine {
                 state.stats.rungs.ready += u64::from(id.is_some());
                 return Ok((state, id));
             }
-            Step::Wait(run) => return self.take_behind_waits(state, want, run),
-            Step::Place(place) => return self.take_place(state, want, place),
+            Step::Wait(run) => {
+                let claimed = state.claim_run(want, run);
+                return self.wait_for(state, want, claimed);
+            }
+            Step::Place(place) => {
+                let claimed = state.claim(want.space, place.first, place.skip, want.granules);
+                return self.wait_for(state, want, claimed);
+            }
             Step::View(run) => return self.take_in_view(state, want, run),
             Step::Stitch(stitch) => {
                 let (state, id) = self.stitch(state, want, *stitch, climb)?;
@@ -140,15 +147,20 @@ impl Engine {
         Ok(self.lock())
     }
 
-    fn take_behind_waits<'a>(
+    /// Has the stream wait for what it needs of a claimed extent, which goes back if it cannot.
+    fn wait_for<'a>(
         &'a self,
         mut state: Guard<'a>,
         want: &Want,
-        run: Run,
+        claimed: Option<(u32, Vec<Shard>)>,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let Some((id, shards, waits)) = state.take_waiting(want, run) else {
+        let Some((id, shards)) = claimed else {
             return Ok((state, None));
         };
+        let waits = state.waits_for(want.stream, &shards);
+        if waits.is_empty() {
+            return Ok((state, Some(id)));
+        }
         drop(state);
         let waited = self.queue_waits(want.stream, &waits);
         drop(waits);

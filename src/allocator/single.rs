@@ -1,7 +1,5 @@
 //! Blocks that lie inside one physical handle.
 
-use super::engine::{Engine, Guard};
-use super::error::Error;
 use super::fit::Finder;
 use super::plan::Growth;
 use super::records::SpaceId;
@@ -12,8 +10,8 @@ use super::view::Openings;
 /// A place inside free memory: the piece that it begins in, and how many granules into it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
-    first: u32,
-    skip: u32,
+    pub first: u32,
+    pub skip: u32,
 }
 
 /// How such a request goes on.
@@ -124,33 +122,5 @@ impl State {
             addr,
             sizes: vec![bytes],
         })
-    }
-}
-
-impl Engine {
-    /// Takes a place, after the waits that it needs.
-    pub(crate) fn take_place<'a>(
-        &'a self,
-        mut state: Guard<'a>,
-        want: &Want,
-        place: Place,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let claimed = state.claim(want.space, place.first, place.skip, want.granules);
-        let Some((id, shards)) = claimed else {
-            return Ok((state, None));
-        };
-        let waits = state.waits_for(want.stream, &shards);
-        if waits.is_empty() {
-            return Ok((state, Some(id)));
-        }
-        drop(state);
-        let waited = self.queue_waits(want.stream, &waits);
-        drop(waits);
-        state = self.lock();
-        if let Err(error) = waited {
-            state.restore(want.space, id, shards);
-            return Err(error);
-        }
-        Ok((state, Some(id)))
     }
 }

@@ -380,18 +380,12 @@ impl State {
         }
     }
 
-    /// Takes a request from a run of which some pieces need a wait. Returns the block, what stood
-    /// there, and the waits.
-    pub(crate) fn take_waiting(
-        &mut self,
-        want: &Want,
-        run: Run,
-    ) -> Option<(u32, Vec<Shard>, Vec<PendingWait>)> {
+    /// Claims a request's part of a run of which some pieces need a wait. Returns it and what stood
+    /// there.
+    pub(crate) fn claim_run(&mut self, want: &Want, run: Run) -> Option<(u32, Vec<Shard>)> {
         let skip = want.skip(run.addr);
         let granules = self.granules_of(want, run.granules - u64::from(skip));
-        let (id, shards) = self.claim(want.space, run.first, skip, granules)?;
-        let waits = self.waits_for(want.stream, &shards);
-        Some((id, shards, waits))
+        self.claim(want.space, run.first, skip, granules)
     }
 
     /// The waits after which a stream may use what the shards were. One wait brings everything that
