@@ -73,7 +73,7 @@ impl Allocator {
     }
 
     /// Frees a block by the address that [`allocate_raw`](Self::allocate_raw) or
-    /// [`Block::into_raw`] gave.
+    /// [`Block::into_raw`](super::Block::into_raw) gave.
     ///
     /// # Errors
     /// [`Error::NotOurs`], [`Error::NotLive`] (also a second free), [`Error::InteriorPointer`],
@@ -123,7 +123,7 @@ impl Allocator {
         self.engine.record(ptr, &named, true)
     }
 
-    /// [`Block::record_use`] for a block that somebody else owns, by its address.
+    /// [`Block::record_use`](super::Block::record_use) for a block that somebody else owns, by its address.
     pub(crate) fn record_use_at(
         &self,
         ptr: sys::CUdeviceptr,
