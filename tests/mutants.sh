@@ -57,7 +57,7 @@ export CARGO_TARGET_DIR="$work/target" CARGO_PROFILE_TEST_OPT_LEVEL=0
 export CARGO_PROFILE_TEST_DEBUG=0 CARGO_INCREMENTAL=1 RUST_BACKTRACE=0
 # The oracle finds what breaks a stream's order in its first programs; sums go wrong at once.
 export CUALLOC_ORACLE_OPS=40000 CUALLOC_EXACT_OPS=40000
-unset CUALLOC_TEST_DRIVER CUALLOC_CONFIG
+unset CUALLOC_TEST_DRIVER CUALLOC_TEST_POLICY CUALLOC_CONFIG
 
 tests_of() {
     sed -n 's/^# test: //p' "$@"
