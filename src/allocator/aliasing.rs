@@ -300,7 +300,7 @@ impl Engine {
             Ok(handles) => {
                 let block = {
                     let mut state = self.lock();
-                    state.planned_test_done(&want, stitch, &handles)
+                    state.stitched(&want, stitch, &handles)
                 };
                 let result = self.try_both_sides(sides, with_kernels);
                 match result {
@@ -421,12 +421,6 @@ impl State {
             lent: Lent::default(),
             fresh: Some(fresh),
         })
-    }
-
-    fn planned_test_done(&mut self, want: &Want, stitch: Stitch, handles: &[u64]) -> u32 {
-        let block = self.stitched(want, stitch, handles);
-        self.records[block].state = super::records::State::Busy;
-        block
     }
 
     /// The test's block is free, and its handle claimed for release.

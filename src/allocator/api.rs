@@ -463,8 +463,8 @@ impl Allocator {
     }
 
     /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
-    /// cost grows with the number of blocks. Safe at any time, but while other threads are inside
-    /// calls that map or release memory, what they have under way can show as a difference.
+    /// cost grows with the number of blocks. At any time and from any thread: what other threads have
+    /// under way is counted as that.
     ///
     /// # Errors
     /// The first thing that does not agree.

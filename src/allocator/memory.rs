@@ -202,7 +202,15 @@ impl Engine {
                 // Claimed, so that nobody else tries at the same time.
                 state.records[release.id].state = Extent::Busy;
             }
-            (std::mem::take(&mut state.strays), quarantined)
+            let strays = state.strays.iter_mut().filter(|stray| !stray.busy);
+            let strays: Vec<Stray> = strays
+                .map(|stray| {
+                    let before = *stray;
+                    stray.busy = true;
+                    before
+                })
+                .collect();
+            (strays, quarantined)
         };
         if strays.is_empty() && quarantined.is_empty() {
             return Ok(0);
@@ -220,11 +228,16 @@ impl Engine {
             let mut state = self.lock();
             match freed {
                 Ok(()) => {
+                    let tried = |other: &Stray| other.busy && other.handle == stray.handle;
+                    state.strays.retain(|other| !tried(other));
                     state.unhold(stray.bytes, stray.space);
                     released += stray.bytes;
                 }
                 Err(error) => {
-                    state.strays.push(stray);
+                    let tried = |other: &&mut Stray| other.handle == stray.handle;
+                    if let Some(stray) = state.strays.iter_mut().find(tried) {
+                        stray.busy = false;
+                    }
                     first = first.or(Some(error));
                 }
             }
@@ -366,6 +379,7 @@ impl State {
                 handle,
                 bytes,
                 space,
+                busy: false,
             });
         }
         for (addr, bytes, handle) in failure.mapped {
@@ -412,6 +426,7 @@ impl State {
                     handle,
                     bytes: release.bytes,
                     space: release.space,
+                    busy: false,
                 });
                 (0, Some(error))
             }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::check::{CheckError, holds, same};
 use super::engine::Engine;
-use super::front::{Allocated, Amounts, Held, Inner, Owner, QUANTITIES, Small};
+use super::front::{Allocated, Amounts, Held, Inner, Owner, QUANTITIES, Shelved, Small};
 use super::fronts::EngineFront;
 use super::size::GRANULE;
 use super::state::State;
@@ -38,11 +38,6 @@ impl State {
         owner: Option<Owner>,
     ) -> Allocated {
         let mut locked = self.lock_fronts();
-        if locked.iter().any(|inner| inner.shelf.held().blocks > 0) {
-            drop(locked);
-            self.settle_shelves();
-            locked = self.lock_fronts();
-        }
         let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
         let outcome = match at.and_then(|at| locked.get_mut(at)) {
             Some(inner) if owner.is_none_or(|owner| inner.serves(owner)) => {
@@ -50,7 +45,7 @@ impl State {
             }
             _ => return Allocated::Stranger,
         };
-        self.settle_peaks(&mut locked);
+        self.settle_peaks(locked);
         outcome
     }
 
@@ -82,17 +77,23 @@ impl State {
             return;
         }
         if all.allocated.current + self.fronts.limit > all.allocated.peak {
-            let mut locked = self.lock_fronts();
-            self.settle_peaks(&mut locked);
+            self.settle_peaks(self.lock_fronts());
         }
     }
 
     /// With all fronts locked: raises the peaks to what is there, and shares the room below them
     /// out among the fronts that are busy.
-    fn settle_peaks(&mut self, locked: &mut [Locked<'_>]) {
-        let small = small_bytes(locked);
-        let held = held(locked);
-        self.fold(locked);
+    ///
+    /// What nobody holds on the shelves leaves them: it is no part of the peak, and none of it may be
+    /// handed out again without a look at the peak.
+    fn settle_peaks(&mut self, mut locked: Vec<Locked<'_>>) {
+        let small = small_bytes(&locked);
+        let held = held(&locked);
+        let idle: Vec<Shelved> = locked
+            .iter_mut()
+            .flat_map(|inner| std::iter::from_fn(|| inner.shelf.remove_idle()))
+            .collect();
+        self.fold(&mut locked);
         self.fronts.sharings += 1;
         let now = self.fronts.sharings;
         let busy: Vec<bool> = locked.iter_mut().map(|inner| inner.busy(now)).collect();
@@ -101,12 +102,11 @@ impl State {
             &mut self.stats.small.allocated,
             &mut self.stats.all.allocated,
         );
-        let (large, sum) = (all.current, all.current + small);
+        let large = all.current - held[0];
+        let sum = large + small;
         pool.peak = pool.peak.max(small);
-        all.peak = all.peak.max(sum - held[0]);
-        // What lies on a shelf may be handed out again without a look at the peak.
-        let below = all.peak.saturating_sub(sum);
-        let mut room = (pool.peak - small).min(below);
+        all.peak = all.peak.max(sum);
+        let mut room = (pool.peak - small).min(all.peak - sum);
         if large > 0 {
             // The rest is for the next large block.
             room /= 2;
@@ -121,8 +121,12 @@ impl State {
             .filter(|(_, busy)| **busy)
             .map(|(front, _)| *front)
             .collect();
-        for inner in locked {
+        for inner in &mut locked {
             inner.set_others(&row);
+        }
+        drop(locked);
+        for block in idle {
+            self.off_shelf(block);
         }
     }
 
@@ -258,7 +262,7 @@ impl State {
         }
         let all = &self.stats.all;
         self.fronts.high = [all.requested.current, all.allocations.current];
-        self.settle_peaks(&mut locked);
+        self.settle_peaks(locked);
     }
 
     /// What the fronts may count to never passes a peak.
@@ -325,4 +329,31 @@ fn small_bytes(locked: &[Locked<'_>]) -> u64 {
         .iter()
         .map(|inner| inner.accounts.allocated.current());
     bytes.sum()
+}
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod tests {
+    use crate::allocator::shelves::tests::crowded;
+
+    /// Threads free blocks onto shelves while another one settles the peaks, and take them again.
+    #[test]
+    fn s1_19_a_block_of_a_shelf_is_not_above_the_peak() {
+        crowded(|allocator, [a, _]| {
+            const BYTES: usize = 3 << 20;
+            drop(allocator.allocate(BYTES, a).unwrap());
+            {
+                let mut state = allocator.engine().lock();
+                assert_eq!(state.held_on_shelves().blocks, 1);
+                state.stats.all.allocated.peak = 0;
+                let locked = state.lock_fronts();
+                state.settle_peaks(locked);
+                assert_eq!(state.stats.all.allocated.peak, 0);
+            }
+            allocator.check().unwrap();
+            let block = allocator.allocate(BYTES, a).unwrap();
+            let all = allocator.stats().all.allocated;
+            assert_eq!((all.current, all.peak), (BYTES as u64, BYTES as u64));
+            drop(block);
+        });
+    }
 }

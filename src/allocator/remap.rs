@@ -258,7 +258,7 @@ impl Engine {
                     state.view_gone(&view);
                 }
                 Err(error) => {
-                    state.put_view(*base, view);
+                    state.view_stays(*base, view);
                     first = first.or(Some(error));
                 }
             }
@@ -304,7 +304,7 @@ impl State {
     /// Keeps a view from going, or lets it go again.
     fn hold_view(&mut self, base: u64, on: bool) {
         if let Some(view) = self.views.get_mut(&base) {
-            view.live = if on { view.live + 1 } else { view.live - 1 };
+            view.calls = if on { view.calls + 1 } else { view.calls - 1 };
         }
     }
 }

@@ -99,7 +99,7 @@ impl State {
     }
 
     /// Makes the books right about a block that was taken off its shelf.
-    fn off_shelf(&mut self, block: Shelved) {
+    pub(crate) fn off_shelf(&mut self, block: Shelved) {
         self.records.cold_mut(block.id).front = None;
         self.fronts.on_shelves.fetch_sub(1, Ordering::Relaxed);
         self.fronts.habits.was_shelved(block.granules, block.reuses);
@@ -293,7 +293,7 @@ impl State {
 }
 
 #[cfg(all(test, feature = "sim", not(loom)))]
-mod tests {
+pub(super) mod tests {
     use crate::allocator::{Allocator, Config};
     use crate::driver::{Context, Stream};
     use crate::sim::{SimConfig, Simulator};
@@ -302,7 +302,7 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     /// An allocator at whose books threads met a moment ago, and two streams.
-    fn crowded(test: impl FnOnce(&Allocator, [&Stream; 2])) {
+    pub(crate) fn crowded(test: impl FnOnce(&Allocator, [&Stream; 2])) {
         let simulator = Simulator::new(SimConfig::default()).unwrap();
         let driver = simulator.driver().unwrap();
         let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();

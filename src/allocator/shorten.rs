@@ -84,8 +84,7 @@ impl State {
     fn may_cut(&self, view: &View) -> bool {
         let over = |u| self.streams.complete(u);
         // Whoever else holds it may be about to have a block in it.
-        let held = view.live as usize != view.blocks.len();
-        !view.dead && !view.busy && !held && view.uses.as_slice().iter().all(over)
+        !view.dead && !view.busy && view.calls == 0 && view.uses.as_slice().iter().all(over)
     }
 
     /// Takes the handles behind a cut out of a view; it keeps the address space. Returns them with
@@ -106,8 +105,9 @@ impl State {
         view.granules = left;
         // Nobody may extend it, or let it go, before its end is unmapped.
         view.busy = true;
-        view.live += 1;
+        view.calls += 1;
         self.grid.shorten(view.place, view.room, left);
+        self.segs_under_way += gone.len();
         Some((cut.base + u64::from(left) * GRANULE, gone))
     }
 
@@ -115,8 +115,9 @@ impl State {
     fn cut_done(&mut self, cut: Cut, gone: Vec<Seg>, unmapped: bool) {
         if let Some(view) = self.views.get_mut(&cut.base) {
             view.busy = false;
-            view.live -= 1;
+            view.calls -= 1;
         }
+        self.segs_under_way -= gone.len();
         self.stats.rungs.shortened += u64::from(unmapped);
         if !unmapped {
             self.extend_view(cut.base, gone);
@@ -195,7 +196,7 @@ mod tests {
                 segs,
                 granules,
                 place: 0,
-                live: 0,
+                calls: 0,
                 blocks: Vec::new(),
                 uses: Uses::None,
                 stamp: 0,

@@ -145,19 +145,16 @@ impl State {
                 }
             }
         }
-        segments.extend(
-            self.views
-                .iter()
-                .filter(|(_, v)| v.live > 0)
-                .map(|(base, view)| SegmentInfo {
-                    address: *base,
-                    size: u64::from(view.granules) * super::size::GRANULE,
-                    small: false,
-                    mapped: true,
-                    view: true,
-                    blocks: Vec::new(),
-                }),
-        );
+        segments.extend(self.views.iter().filter(|(_, v)| !v.blocks.is_empty()).map(
+            |(base, view)| SegmentInfo {
+                address: *base,
+                size: u64::from(view.granules) * super::size::GRANULE,
+                small: false,
+                mapped: true,
+                view: true,
+                blocks: Vec::new(),
+            },
+        ));
         segments.sort_by_key(|s| s.address);
         for (id, _) in self
             .records

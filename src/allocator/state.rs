@@ -52,6 +52,8 @@ pub(crate) struct Stray {
     pub handle: u64,
     pub bytes: u64,
     pub space: SpaceId,
+    /// Being released.
+    pub busy: bool,
 }
 
 /// What a caller asks of an arena.
@@ -153,6 +155,8 @@ pub(crate) struct State {
     /// Packed: views by their base address, and the address space for them.
     pub views: BTreeMap<u64, View>,
     pub view_space: Space,
+    /// Mappings in views that calls under way make or take away: counted at their handles.
+    pub segs_under_way: usize,
     /// Where to look in views.
     pub grid: Grid,
     /// Large requests so far: the order in which views were used.
@@ -221,6 +225,7 @@ impl State {
             handles: Handles::default(),
             strays: Vec::new(),
             views: BTreeMap::new(),
+            segs_under_way: 0,
             grid: Grid::default(),
             view_space: Space::new(SpaceId::Views, true),
             clock: 0,

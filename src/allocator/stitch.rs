@@ -347,19 +347,20 @@ impl State {
         } else {
             None
         };
-        let adds = layout
+        let adds: Vec<_> = layout
             .adds
             .iter()
             .filter_map(|(home, bytes)| Some((*home, *bytes, self.holdings.get(home)?.handle?)))
             .collect();
         // Nobody may take the handles away, or extend the same view, meanwhile.
-        for (home, _) in &layout.adds {
+        self.segs_under_way += adds.len();
+        for (home, _, _) in &adds {
             if let Some(holding) = self.holdings.get_mut(home) {
                 holding.views += 1;
             }
         }
         if let Some(view) = self.views.get_mut(&base) {
-            view.live += 1;
+            view.calls += 1;
             view.busy = true;
         }
         Some(Stitch {
@@ -407,6 +408,7 @@ impl State {
 
     /// The driver did what a stitch needs: enters the view into the books, and returns the block.
     pub(crate) fn stitched(&mut self, want: &Want, stitch: Stitch, handles: &[u64]) -> u32 {
+        self.segs_under_way -= stitch.adds.len();
         let mut segs: Vec<Seg> = stitch
             .adds
             .iter()
@@ -442,7 +444,7 @@ impl State {
                     segs,
                     granules: added,
                     place: 0,
-                    live: 0,
+                    calls: 0,
                     blocks: Vec::new(),
                     uses: super::uses::Uses::None,
                     stamp: 0,
@@ -453,7 +455,7 @@ impl State {
             }
             None => {
                 if let Some(view) = self.views.get_mut(&stitch.base) {
-                    view.live -= 1;
+                    view.calls -= 1;
                     view.busy = false;
                 }
                 self.extend_view(stitch.base, segs);
@@ -472,6 +474,7 @@ impl State {
         still_mapped: usize,
         fresh: &[u64],
     ) {
+        self.segs_under_way -= stitch.adds.len();
         if !fresh.is_empty()
             && let Some(new) = stitch.fresh.take()
         {
@@ -512,7 +515,7 @@ impl State {
                     segs: kept,
                     granules,
                     place: 0,
-                    live: 0,
+                    calls: 0,
                     blocks: Vec::new(),
                     uses: super::uses::Uses::None,
                     stamp: 0,
@@ -523,7 +526,7 @@ impl State {
             }
             None => {
                 if let Some(view) = self.views.get_mut(&stitch.base) {
-                    view.live -= 1;
+                    view.calls -= 1;
                     view.busy = false;
                     view.dead |= dead;
                 }

@@ -43,8 +43,8 @@ pub(crate) struct View {
     pub granules: u32,
     /// Its place in the grid.
     pub place: u32,
-    /// Live blocks in it, and calls under way that keep it.
-    pub live: u32,
+    /// Calls under way that keep it.
+    pub calls: u32,
     /// Where the blocks lie: granules from the base, to their start and to their end.
     pub blocks: Vec<(u32, u32)>,
     /// Last uses through the view's addresses, of blocks that were freed.
@@ -248,6 +248,7 @@ impl State {
 
     /// Enters a view.
     pub(crate) fn put_view(&mut self, base: u64, mut view: View) {
+        self.records[view.range].state = Extent::Used;
         view.place = self.grid.enter(base, view.room);
         self.grid.extend(view.place, &view.segs, 0);
         self.views.insert(base, view);
@@ -314,7 +315,7 @@ impl State {
         }
     }
 
-    /// Makes a block over lent memory.
+    /// Makes a block over lent memory: claimed, until it is [born](Self::born).
     pub(crate) fn view_block(
         &mut self,
         base: u64,
@@ -325,7 +326,6 @@ impl State {
         self.clock += 1;
         let clock = self.clock;
         if let Some(view) = self.views.get_mut(&base) {
-            view.live += 1;
             view.blocks.push((offset, offset + granules));
             view.stamp = clock;
         }
@@ -333,7 +333,7 @@ impl State {
         let addr = base + u64::from(offset) * GRANULE;
         let id = self
             .records
-            .make(SpaceId::Large, Extent::Used, addr, granules);
+            .make(SpaceId::Large, Extent::Busy, addr, granules);
         for part in &parts {
             self.records[*part].state = Extent::Lent;
             self.records.cold_mut(*part).lent_to = id;
@@ -350,7 +350,6 @@ impl State {
         let parts = std::mem::take(&mut self.records.cold_mut(id).home);
         if let Some((base, view)) = self.views.range_mut(..=addr).next_back() {
             let offset = ((addr - base) / GRANULE) as u32;
-            view.live -= 1;
             view.blocks.retain(|(start, _)| *start != offset);
             view.uses = view.uses.union(uses);
         }
@@ -368,7 +367,8 @@ impl State {
 
     /// Whether nobody can reach memory through a view any more.
     pub(crate) fn view_over(&self, view: &View) -> bool {
-        view.live == 0
+        view.blocks.is_empty()
+            && view.calls == 0
             && view
                 .uses
                 .as_slice()
@@ -390,11 +390,14 @@ impl State {
         // Its handles stay counted until it is unmapped: none of them may be released before.
         let view = self.views.remove(&base)?;
         self.grid.leave(view.place, view.room);
+        self.records[view.range].state = Extent::Busy;
+        self.segs_under_way += view.segs.len();
         Some(view)
     }
 
     /// A view was unmapped: its handles and its range are free of it.
     pub(crate) fn view_gone(&mut self, view: &View) {
+        self.segs_under_way -= view.segs.len();
         for seg in &view.segs {
             if let Some(holding) = self.holdings.get_mut(&seg.home) {
                 holding.views -= 1;
@@ -409,13 +412,20 @@ impl State {
             .release(&mut self.records, range, Uses::None);
     }
 
-    /// Address space for a new view, if there is any; a record of the range.
+    /// A view that could not be unmapped is as before.
+    pub(crate) fn view_stays(&mut self, base: u64, view: View) {
+        self.segs_under_way -= view.segs.len();
+        self.put_view(base, view);
+    }
+
+    /// Claims address space for a new view, if there is any; a record of the range.
     pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
         let entry = self
             .view_space
             .index(super::records::COMPLETE)?
             .best_fit(granules)?;
         self.view_space.carve(&mut self.records, entry.id, granules);
+        self.records[entry.id].state = Extent::Busy;
         Some(entry.id)
     }
 

@@ -5,6 +5,7 @@
 //! exists. After each failure the books agree, nothing is lost, and the act goes through once the
 #![cfg(feature = "sim")]
 
+mod outside;
 mod scenarios;
 mod views;
 mod world;
@@ -51,7 +52,9 @@ fn sweep(
                     world.sim.record_log(true);
                     world.sim.fail(plan(name, code).nth(nth).times(times));
                     let mut world = world;
-                    let result = (scenario.act)(&mut world);
+                    let watched = world.alloc.clone();
+                    let result = outside::looking_at(&watched, || (scenario.act)(&mut world));
+                    drop(watched);
                     world.sim.clear_failures();
                     let log = world.sim.take_log();
                     world.sim.record_log(false);
@@ -130,8 +133,9 @@ fn sweep_usual(times: u64) {
         faults += placed.0;
         whole += placed.1;
     }
-    eprintln!("{faults} faults, {whole} failed a transaction");
-    assert!(faults > 1000 && (times > 1 || whole > 100));
+    let looks = outside::looks();
+    eprintln!("{faults} faults, {whole} failed a transaction, {looks} looks beside calls");
+    assert!(faults > 1000 && (times > 1 || whole > 100) && looks > faults);
 }
 
 /// R2, R15

@@ -61,6 +61,19 @@ fn restless(w: &mut World) {
     assert_eq!(w.alloc.stats().rungs.shortened, 0);
 }
 
+/// A lone stream on the last level, with scattered free parts: after a stitch it is asked whether it is done
+/// with its views.
+fn restless_alone(w: &mut World) {
+    scattered(w, 16, 0);
+    w.settle();
+    for mib in [12, 16, 20, 24, 32, 40] {
+        w.put(mib * MIB, 0);
+        w.free(w.blocks.len() - 1).unwrap();
+        w.settle();
+    }
+    assert_eq!(w.alloc.stats().packing.level, 5);
+}
+
 /// Without a fault the act is what its name says.
 fn stitched(w: &World) -> bool {
     w.alloc.stats().rungs.stitched > 0
@@ -145,6 +158,20 @@ pub fn scenarios() -> Vec<Scenario> {
             limit: Some(162 << 20),
             budget: Some(1),
             act: |w| w.take(40 * MIB, 0),
+            ..CROWDED
+        },
+        Scenario {
+            name: "a stitch after which a lone stream is marked",
+            proof: |w| w.alloc.stats().rungs.stitched == 7,
+            prepare: |w| {
+                restless_alone(w);
+                // Something to mark.
+                w.put(PART, 0);
+                w.free(w.blocks.len() - 1).unwrap();
+            },
+            limit: Some(160 << 20),
+            budget: Some(1),
+            act: |w| w.take(56 * MIB, 0),
             ..CROWDED
         },
         Scenario {

@@ -5,6 +5,8 @@ use cualloc::driver::{Context, Driver, Stream};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy};
 
+use crate::outside;
+
 pub const MIB: usize = 1 << 20;
 
 pub struct World {
@@ -64,7 +66,8 @@ impl World {
         let mut config = SimConfig::with_devices(2, scenario.memory);
         config.mode = scenario.mode;
         let sim = Simulator::new(config).unwrap();
-        let driver = sim.driver().unwrap();
+        // SAFETY: the simulator's functions, some of them behind ones of the same types.
+        let driver = unsafe { Driver::from_functions(outside::install(sim.functions())) }.unwrap();
         let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
         let mut config = Config::new().policy(policy).limit(scenario.limit);
         if let Some(handles) = scenario.budget {

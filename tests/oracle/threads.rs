@@ -107,6 +107,7 @@ fn work(alloc: &Allocator, context: &Context, live: &Live, sim: &Simulator, seed
                 streams[at] = stream(alloc);
             }
             96 => drop(alloc.snapshot()),
+            97 => alloc.check().unwrap(),
             _ => {
                 sim.advance_row();
                 let ready = sim.ready_streams();

@@ -1,0 +1,104 @@
+//! What another thread finds in the books while a call waits for the driver.
+//!
+//! The books' lock is free during driver calls, so a look at them before and after each call shows what
+//! any thread can come to see.
+
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use cualloc::Allocator;
+use cualloc::driver::sys::*;
+
+thread_local! {
+    static LOOKED_AT: RefCell<Option<Allocator>> = const { RefCell::new(None) };
+    static TRUE_FUNCTIONS: Cell<CuFunctions> = Cell::new(CuFunctions::default());
+    /// Calls beside which something was wrong.
+    static FAILED: RefCell<String> = const { RefCell::new(String::new()) };
+    static LOOKS: Cell<u64> = const { Cell::new(0) };
+}
+
+/// A look at the books and at what they tell of the memory.
+fn look(call: &str) {
+    // Not at the calls of a look.
+    let Some(allocator) = LOOKED_AT.take() else {
+        return;
+    };
+    // A panic must not pass through the driver's functions.
+    let seen = catch_unwind(AssertUnwindSafe(|| {
+        allocator.check().unwrap_or_else(|e| panic!("{e}"));
+        for segment in allocator.snapshot().iter().filter(|s| !s.view) {
+            let end = segment.blocks.iter().fold(segment.address, |at, block| {
+                assert_eq!(block.address, at, "{segment:?}");
+                at + block.size
+            });
+            assert_eq!(end, segment.address + segment.size, "{segment:?}");
+        }
+    }));
+    LOOKS.set(LOOKS.get() + 1);
+    match seen {
+        Ok(()) => LOOKED_AT.set(Some(allocator)),
+        Err(_) => FAILED.set(FAILED.take() + " " + call),
+    }
+}
+
+macro_rules! between_looks {
+    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
+        $(#[allow(non_snake_case)]
+        unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
+            look(stringify!($name));
+            // SAFETY: the caller's arguments, to the function that stood here.
+            let code = unsafe { TRUE_FUNCTIONS.get().$name.unwrap()($($argument),*) };
+            look(stringify!($name));
+            code
+        })*
+
+        /// Puts looks around the calls of this thread that map memory, wait and ask; returns the table to
+        /// use instead.
+        pub fn install(functions: CuFunctions) -> CuFunctions {
+            TRUE_FUNCTIONS.set(functions);
+            CuFunctions {
+                $($name: functions.$name.and(Some($name)),)*
+                ..functions
+            }
+        }
+    };
+}
+
+between_looks! {
+    cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
+    cuMemFree_v2(address: CUdeviceptr);
+    cuMemAddressReserve(
+        address: *mut CUdeviceptr, bytes: usize, align: usize, at: CUdeviceptr, flags: u64
+    );
+    cuMemAddressFree(address: CUdeviceptr, bytes: usize);
+    cuMemCreate(
+        handle: *mut CUmemGenericAllocationHandle, bytes: usize,
+        properties: *const CUmemAllocationProp, flags: u64
+    );
+    cuMemRelease(handle: CUmemGenericAllocationHandle);
+    cuMemMap(
+        address: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle,
+        flags: u64
+    );
+    cuMemUnmap(address: CUdeviceptr, bytes: usize);
+    cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
+    cuEventRecord(event: CUevent, stream: CUstream);
+    cuEventQuery(event: CUevent);
+    cuEventSynchronize(event: CUevent);
+    cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
+}
+
+/// Runs `act` with a look at the allocator's books beside each driver call.
+pub fn looking_at<T>(allocator: &Allocator, act: impl FnOnce() -> T) -> T {
+    LOOKED_AT.set(Some(allocator.clone()));
+    let result = act();
+    LOOKED_AT.take();
+    let failed = FAILED.take();
+    assert!(failed.is_empty(), "what was seen beside{failed} is above");
+    result
+}
+
+/// Looks of this thread so far.
+pub fn looks() -> u64 {
+    LOOKS.get()
+}
