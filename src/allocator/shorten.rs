@@ -160,7 +160,7 @@ mod tests {
     use crate::allocator::Config;
     use crate::allocator::front::PageTable;
     use crate::allocator::handles::Borders;
-    use crate::allocator::records::SpaceId;
+    use crate::allocator::records::{SpaceId, State as Extent};
     use crate::allocator::uses::Uses;
     use std::sync::{Arc, Weak};
 
@@ -190,9 +190,11 @@ mod tests {
                 home += 2 * HANDLE;
             }
             let granules = GRANULES * open.len() as u32;
+            let room = 256 * GRANULES;
+            let claimed = Extent::Busy;
             let view = View {
-                range: 0,
-                room: 256 * GRANULES,
+                range: state.records.make(SpaceId::Views, claimed, *base, room),
+                room,
                 segs,
                 granules,
                 place: 0,
