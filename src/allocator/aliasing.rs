@@ -14,9 +14,9 @@ use super::error::Error;
 use super::figures::SelfTest;
 use super::plan::Release;
 use super::records::SpaceId;
+use super::seam::{Site, Stitch};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::state::{State, Want};
-use super::stitch::Stitch;
 use super::streams::Holder;
 use super::uses::Uses;
 use super::view::Lent;
@@ -295,7 +295,7 @@ impl Engine {
         let Some(stitch) = self.lock().plan_test(&want) else {
             return Ok(None);
         };
-        let sides = [stitch.fresh.as_ref().map_or(0, |f| f.addr), stitch.at];
+        let sides = [stitch.fresh.as_ref().map_or(0, |f| f.addr), stitch.site.at];
         match self.map_stitch(&stitch) {
             Ok(handles) => {
                 let block = {
@@ -412,12 +412,14 @@ impl State {
             return None;
         };
         Some(Stitch {
-            base,
-            range: Some(range),
-            room: want.granules,
-            offset: 0,
+            site: Site {
+                base,
+                range: Some(range),
+                room: want.granules,
+                offset: 0,
+                at: base,
+            },
             adds: Vec::new(),
-            at: base,
             lent: Lent::default(),
             fresh: Some(fresh),
         })

@@ -44,6 +44,7 @@ mod remap;
 mod request;
 mod roster;
 mod rungs;
+mod seam;
 mod settle;
 mod shelves;
 mod shorten;

@@ -7,9 +7,9 @@ use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::records::SpaceId;
 use super::rungs::{Climb, VIEW_ADDRESSES};
+use super::seam::Stitch;
 use super::size::GRANULE;
 use super::state::{State, Want};
-use super::stitch::Stitch;
 use super::view::ViewRun;
 
 /// How a stitch failed in the driver.
@@ -165,7 +165,7 @@ impl Engine {
             .adds
             .iter()
             .map(|(_, bytes, handle)| (*bytes, *handle));
-        let (mut addr, mut mapped) = (stitch.at, 0);
+        let (mut addr, mut mapped) = (stitch.site.at, 0);
         for (bytes, handle) in all.chain(new.map(|(bytes, handle)| (*bytes, *handle))) {
             // SAFETY: the range is this view's, holds no mapping there, and no one else extends the
             // view; the handle is alive and of this size.
@@ -176,7 +176,13 @@ impl Engine {
             addr += bytes;
         }
         // SAFETY: mapped just now by whole handles.
-        match unsafe { entered.set_access(stitch.at, (addr - stitch.at) as usize, &self.access) } {
+        match unsafe {
+            entered.set_access(
+                stitch.site.at,
+                (addr - stitch.site.at) as usize,
+                &self.access,
+            )
+        } {
             Ok(()) => Ok(fresh),
             Err(error) => Err(self.unstitch(stitch, mapped, fresh, error)),
         }
@@ -198,7 +204,7 @@ impl Engine {
             .chain(new)
             .copied()
             .collect();
-        let mut end = stitch.at + sizes[..mapped].iter().sum::<u64>();
+        let mut end = stitch.site.at + sizes[..mapped].iter().sum::<u64>();
         let Ok(entered) = self.context.enter() else {
             return Unmapped::Stuck(error, mapped, fresh);
         };

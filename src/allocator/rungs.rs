@@ -10,10 +10,11 @@ use super::engine::Engine;
 use super::fit::Run;
 use super::plan::{Growth, Release};
 use super::records::SpaceId;
+use super::seam::Stitch;
 use super::shorten::Cut;
 use super::single::{Next, Place};
 use super::state::{State, Want};
-use super::stitch::{STITCH_MIN, Stitch};
+use super::stitch::STITCH_MIN;
 use super::view::{Openings, ViewRun};
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the

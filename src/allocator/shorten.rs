@@ -161,7 +161,6 @@ mod tests {
     use crate::allocator::front::PageTable;
     use crate::allocator::handles::Borders;
     use crate::allocator::records::{SpaceId, State as Extent};
-    use crate::allocator::uses::Uses;
     use std::sync::{Arc, Weak};
 
     const HANDLE: u64 = 16 << 20;
@@ -189,22 +188,11 @@ mod tests {
                 }
                 home += 2 * HANDLE;
             }
-            let granules = GRANULES * open.len() as u32;
             let room = 256 * GRANULES;
-            let claimed = Extent::Busy;
-            let view = View {
-                range: state.records.make(SpaceId::Views, claimed, *base, room),
-                room,
-                segs,
-                granules,
-                place: 0,
-                calls: 0,
-                blocks: Vec::new(),
-                uses: Uses::None,
-                stamp: 0,
-                busy: false,
-                dead: false,
-            };
+            let range = state
+                .records
+                .make(SpaceId::Views, Extent::Busy, *base, room);
+            let view = View::new(range, room, segs);
             state.put_view(*base, view);
         }
         let open = Openings {

@@ -5,10 +5,11 @@
 
 use super::plan::Growth;
 use super::records::SpaceId;
+use super::seam::Stitch;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use super::sources::{Source, Sources};
 use super::state::{State, Want};
-use super::view::{Lent, Openings, Seg, View, push_part};
+use super::view::Openings;
 
 /// Requests below this many bytes are not stitched while growing is allowed.
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
@@ -45,48 +46,6 @@ pub(crate) struct Layout {
 impl Layout {
     fn cost(&self) -> (u64, usize) {
         (self.fresh, self.adds.len())
-    }
-}
-
-/// A stitch that is claimed and waits for its driver calls.
-#[derive(Debug)]
-pub(crate) struct Stitch {
-    /// The view that is extended, or `None`: a new one in the range of this record.
-    pub base: u64,
-    pub range: Option<u32>,
-    /// Granules of the view's range.
-    pub room: u32,
-    /// Where the block begins in the view.
-    pub offset: u32,
-    /// Held handles to map behind what is there: (home, bytes, handle).
-    pub adds: Vec<(u64, u64, u64)>,
-    /// Address in the view from which to map.
-    pub at: u64,
-    /// Home memory of the block that is held already.
-    pub lent: Lent,
-    /// Home range of memory to create, claimed.
-    pub fresh: Option<Fresh>,
-}
-
-/// New memory that a stitch brings along.
-#[derive(Debug)]
-pub(crate) struct Fresh {
-    pub id: u32,
-    pub shards: Vec<super::space::Shard>,
-    pub addr: u64,
-    pub sizes: Vec<u64>,
-}
-
-impl Fresh {
-    pub(crate) fn bytes(&self) -> u64 {
-        self.sizes.iter().sum()
-    }
-}
-
-impl Stitch {
-    /// Handles that are mapped into the view.
-    pub(crate) fn maps(&self) -> usize {
-        self.adds.len() + self.fresh.as_ref().map_or(0, |f| f.sizes.len())
     }
 }
 
@@ -289,256 +248,17 @@ impl State {
         layouts
     }
 
-    fn claim_layout(&mut self, want: &Want, layout: Layout) -> Option<Stitch> {
-        let added: u64 = layout.adds.iter().map(|(_, bytes)| bytes).sum::<u64>() + layout.fresh;
-        let (base, range, room, filled) = match layout.base {
-            Some(base) => {
-                let view = self.views.get(&base)?;
-                (base, None, view.room, view.granules)
-            }
-            None => {
-                let need = u64::from(want.granules) * GRANULE;
-                let usual = view_bytes(need, added, self.restless());
-                let range = self.take_range((usual / GRANULE) as u32)?;
-                (
-                    self.records[range].addr,
-                    Some(range),
-                    (usual / GRANULE) as u32,
-                    0,
-                )
-            }
-        };
-        let at = base + u64::from(filled) * GRANULE;
-        let start = at - layout.back + layout.skip;
-        let offset = ((start - base) / GRANULE) as u32;
-        // Where the block lies at home: in the view's suffix, then in the added handles.
-        let mut parts: Vec<(u64, u32)> = Vec::new();
-        let mut left = want.granules;
-        if layout.back > 0 {
-            let granules = ((layout.back / GRANULE) as u32).min(left);
-            parts.extend(self.views.get(&base)?.home_parts(offset, granules));
-            left -= granules;
-        }
-        let mut skip = layout.skip;
-        for (home, bytes) in &layout.adds {
-            let granules = (((bytes - skip) / GRANULE) as u32).min(left);
-            if granules > 0 {
-                push_part(&mut parts, (home + skip, granules));
-            }
-            left -= granules;
-            skip = 0;
-        }
-        let give_up = |state: &mut State| {
-            if let Some(range) = range {
-                state.range_freed(range);
-            }
-        };
-        let Some(lent) = self.lend(SpaceId::Large, want.stream, &parts) else {
-            give_up(self);
-            return None;
-        };
-        let fresh = if layout.fresh > 0 {
-            let Some(fresh) = self.claim_fresh(want, layout.fresh, layout.fresh_handle) else {
-                self.give_home(SpaceId::Large, lent);
-                give_up(self);
-                return None;
-            };
-            Some(fresh)
-        } else {
-            None
-        };
-        let adds: Vec<_> = layout
-            .adds
-            .iter()
-            .filter_map(|(home, bytes)| Some((*home, *bytes, self.holdings.get(home)?.handle?)))
-            .collect();
-        // Nobody may take the handles away, or extend the same view, meanwhile.
-        self.segs_under_way += adds.len();
-        for (home, _, _) in &adds {
-            if let Some(holding) = self.holdings.get_mut(home) {
-                holding.views += 1;
-            }
-        }
-        if let Some(view) = self.views.get_mut(&base) {
-            view.calls += 1;
-            view.busy = true;
-        }
-        Some(Stitch {
-            base,
-            range,
-            room,
-            offset,
-            adds,
-            at,
-            lent,
-            fresh,
-        })
-    }
-
-    /// A held handle as a part of a view.
-    fn seg(&self, home: u64, bytes: u64) -> Seg {
-        Seg {
-            home,
-            granules: (bytes / GRANULE) as u32,
-            handle: self.holdings.get(&home).map_or(0, |h| h.number),
-        }
-    }
-
-    /// Claims a home for new memory, in handles of at least so many bytes: the lowest hole that takes
-    /// it.
-    pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64, least: u64) -> Option<Fresh> {
-        let granules = (bytes / GRANULE) as u32;
-        let hole = self
-            .large
-            .holes()
-            .values()
-            .copied()
-            .find(|id| self.records[*id].granules >= granules)?;
-        let addr = self.records[hole].addr;
-        let (id, shards) = self.claim(SpaceId::Large, hole, 0, granules)?;
-        self.planned += bytes;
-        let size = self.handle_size(want, bytes).max(least);
-        Some(Fresh {
-            id,
-            shards,
-            addr,
-            sizes: self.tiles(addr, bytes, size),
-        })
-    }
-
-    /// The driver did what a stitch needs: enters the view into the books, and returns the block.
-    pub(crate) fn stitched(&mut self, want: &Want, stitch: Stitch, handles: &[u64]) -> u32 {
-        self.segs_under_way -= stitch.adds.len();
-        let mut segs: Vec<Seg> = stitch
-            .adds
-            .iter()
-            .map(|(home, bytes, _)| self.seg(*home, *bytes))
-            .collect();
-        let mut parts: Vec<u32> = stitch.lent.parts.iter().map(|(id, _)| *id).collect();
-        if let Some(fresh) = stitch.fresh {
-            let mut home = fresh.addr;
-            self.planned -= fresh.bytes();
-            for (bytes, handle) in fresh.sizes.iter().zip(handles) {
-                self.hold(home, *bytes, Some(*handle), SpaceId::Large);
-                if let Some(holding) = self.holdings.get_mut(&home) {
-                    holding.views += 1;
-                }
-                segs.push(self.seg(home, *bytes));
-                home += bytes;
-            }
-            let taken: u32 = parts.iter().map(|id| self.records[*id].granules).sum();
-            let needed = want.granules - taken;
-            if needed < self.records[fresh.id].granules {
-                let (space, records) = self.parts(SpaceId::Large);
-                let rest = space.cut(records, fresh.id, needed);
-                self.put_fresh(SpaceId::Large, rest, want.stream);
-            }
-            parts.push(fresh.id);
-        }
-        let added: u32 = segs.iter().map(|s| s.granules).sum();
-        match stitch.range {
-            Some(range) => {
-                let view = View {
-                    range,
-                    room: stitch.room,
-                    segs,
-                    granules: added,
-                    place: 0,
-                    calls: 0,
-                    blocks: Vec::new(),
-                    uses: super::uses::Uses::None,
-                    stamp: 0,
-                    busy: false,
-                    dead: false,
-                };
-                self.put_view(stitch.base, view);
-            }
-            None => {
-                if let Some(view) = self.views.get_mut(&stitch.base) {
-                    view.calls -= 1;
-                    view.busy = false;
-                }
-                self.extend_view(stitch.base, segs);
-            }
-        }
-        self.view_block(stitch.base, stitch.offset, want.granules, parts)
-    }
-
-    /// A stitch failed and was undone: everything as before. What is still mapped, if anything,
-    /// stays in the view, which is not used any more. `fresh` are the handles of new memory that
-    /// could not be taken out of the view again, and so are held.
-    pub(crate) fn not_stitched(
-        &mut self,
-        want: &Want,
-        mut stitch: Stitch,
-        still_mapped: usize,
-        fresh: &[u64],
-    ) {
-        self.segs_under_way -= stitch.adds.len();
-        if !fresh.is_empty()
-            && let Some(new) = stitch.fresh.take()
-        {
-            self.planned -= new.bytes();
-            let mut home = new.addr;
-            for (bytes, handle) in new.sizes.iter().zip(fresh) {
-                self.hold(home, *bytes, Some(*handle), SpaceId::Large);
-                if let Some(holding) = self.holdings.get_mut(&home) {
-                    holding.views += 1;
-                }
-                stitch.adds.push((home, *bytes, *handle));
-                home += bytes;
-            }
-            self.put_fresh(SpaceId::Large, new.id, want.stream);
-        }
-        let kept: Vec<Seg> = stitch.adds[..still_mapped.min(stitch.adds.len())]
-            .iter()
-            .map(|(home, bytes, _)| self.seg(*home, *bytes))
-            .collect();
-        for (home, _, _) in &stitch.adds[kept.len()..] {
-            if let Some(holding) = self.holdings.get_mut(home) {
-                holding.views -= 1;
-            }
-        }
-        if let Some(fresh) = stitch.fresh {
-            self.planned -= fresh.bytes();
-            self.restore(SpaceId::Large, fresh.id, fresh.shards);
-        }
-        self.give_home(SpaceId::Large, stitch.lent);
-        let dead = !kept.is_empty();
-        match stitch.range {
-            Some(range) if !dead => self.range_freed(range),
-            Some(range) => {
-                let granules = kept.iter().map(|s| s.granules).sum();
-                let view = View {
-                    range,
-                    room: stitch.room,
-                    segs: kept,
-                    granules,
-                    place: 0,
-                    calls: 0,
-                    blocks: Vec::new(),
-                    uses: super::uses::Uses::None,
-                    stamp: 0,
-                    busy: false,
-                    dead,
-                };
-                self.put_view(stitch.base, view);
-            }
-            None => {
-                if let Some(view) = self.views.get_mut(&stitch.base) {
-                    view.calls -= 1;
-                    view.busy = false;
-                    view.dead |= dead;
-                }
-                self.extend_view(stitch.base, kept);
-            }
-        }
-    }
-
     /// How many mappings in views are above the bound.
     pub(crate) fn excess_view_maps(&self) -> usize {
         let bound = VIEW_MAPS_MIN.max(VIEW_MAPS_PER_HANDLE * self.holdings.len());
         self.view_maps().saturating_sub(bound)
+    }
+
+    /// Granules of address space for a new view that begins with a request and must take `at_least`
+    /// bytes.
+    pub(crate) fn view_room(&self, want: &Want, at_least: u64) -> u32 {
+        let need = u64::from(want.granules) * GRANULE;
+        (view_bytes(need, at_least, self.restless()) / GRANULE) as u32
     }
 
     /// Address space that must be at hand before a new view for a request can be planned, if it is
@@ -547,7 +267,7 @@ impl State {
         let handle = u64::from(self.handles.largest()) * GRANULE;
         let handle = handle.max(PHYSICAL_GRANULE);
         let need = u64::from(want.granules) * GRANULE;
-        let bytes = view_bytes(need, need + 2 * handle, self.restless());
+        let bytes = u64::from(self.view_room(want, need + 2 * handle)) * GRANULE;
         let fits = self.view_space.largest_piece() >= bytes;
         (!fits).then_some(bytes)
     }

@@ -118,6 +118,23 @@ pub(crate) struct ViewRun {
 }
 
 impl View {
+    /// A view of these handles from the base of its range on, whose record this is.
+    pub(crate) fn new(range: u32, room: u32, segs: Vec<Seg>) -> View {
+        View {
+            range,
+            room,
+            granules: segs.iter().map(|seg| seg.granules).sum(),
+            segs,
+            place: 0,
+            calls: 0,
+            blocks: Vec::new(),
+            uses: Uses::None,
+            stamp: 0,
+            busy: false,
+            dead: false,
+        }
+    }
+
     /// The smallest run that holds a request, goes over more than one handle or touches an end of
     /// one, and is open at home: where the request begins in it, and its length, in granules.
     fn tightest(&self, base: u64, borders: &Borders, want: &Want) -> Option<(u32, u32)> {
