@@ -290,7 +290,7 @@ fn r1_memory_that_waits_made_free_is_found() {
 #[test]
 fn s1_22_debug_text_names_the_figures() {
     each(|rig| {
-        let allocator = rig.limited(26 * MIB);
+        let allocator = rig.allocator();
         let stream = rig.stream();
         let figures = |allocator: &Allocator| {
             let text = format!("{allocator:?}");

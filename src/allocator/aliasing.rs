@@ -198,11 +198,7 @@ impl Engine {
     pub(crate) fn test_views(&self) -> Result<SelfTest, Error> {
         if self.views && self.lock().self_test == SelfTest::NotRun {
             drop(self.open()?);
-            for space in [SpaceId::Large, SpaceId::Views] {
-                if !self.lock().has_addresses(space) {
-                    self.reserve_span(space, PHYSICAL_GRANULE)?;
-                }
-            }
+            self.reserve_for_test()?;
             self.aliasing_verdict(true)?;
         }
         Ok(self.lock().self_test)
@@ -274,6 +270,16 @@ impl Engine {
         Ok(good)
     }
 
+    /// Sees to addresses for the test's memory.
+    fn reserve_for_test(&self) -> Result<(), Error> {
+        for space in [SpaceId::Large, SpaceId::Views] {
+            if !self.lock().has_addresses(space) {
+                self.reserve_span(space, PHYSICAL_GRANULE)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Runs the test on memory of its own. `None` if there is no memory for it.
     fn test_aliasing(&self, with_kernels: bool) -> Result<Option<bool>, Error> {
         let want = Want {
@@ -286,12 +292,7 @@ impl Engine {
             single: true,
             views: true,
         };
-        for space in [SpaceId::Large, SpaceId::Views] {
-            let room = self.lock().has_hole(&Want { space, ..want });
-            if !room {
-                self.reserve_span(space, PHYSICAL_GRANULE)?;
-            }
-        }
+        self.reserve_for_test()?;
         let Some(stitch) = self.lock().plan_test(&want) else {
             return Ok(None);
         };

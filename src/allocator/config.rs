@@ -54,11 +54,11 @@ pub struct Config {
     /// keeping memory the same through two addresses; on by default. If it fails, no views are used.
     pub self_test: bool,
     /// Slack of the soft cap on growth over the peak of live requested bytes: a share of that peak,
-    /// from 0 to 1, but at least 16 MiB. By default 1 % to 5 %, as the work needs it. Packed policy
+    /// from 0 to 1, but at least 16 MiB. By default 1 % to 6.8 %, as the work needs it. Packed policy
     /// only.
     pub slack: Option<f64>,
     /// Handles that may be mapped into views before the next level of slack, handle size and waits is
-    /// taken; 1500 by default. Packed policy only, with views.
+    /// taken; 1500 by default (12,000 before the last level). Packed policy only, with views.
     pub budget: Option<u64>,
     /// Bytes of the physical handles that large blocks are made of: a multiple of 2 MiB, up to 1 GiB.
     /// Smaller ones are made for the rest of a growth and near the limit. By default 2 MiB to 32 MiB,

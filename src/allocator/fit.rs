@@ -132,20 +132,20 @@ impl Finder<'_> {
         self.best_pending(want, best, most, |id| self.ready(id))
     }
 
-    /// Of the ready runs that are hardly longer than the best fit, the one in which the request takes the
+    /// Of the ready runs around the shortest pieces that hold the request, the one in which it takes the
     /// fewest bytes of handles that are open as a whole; of equal ones the best fit.
     pub(crate) fn sparing_run(&self, want: &Want, best: Run, handles: &Handles) -> Run {
         let mut least = broken(want, best, handles);
         let mut sparing = best;
+        if least == 0 {
+            return best;
+        }
         for class in self.space.pending_streams().chain([MIXED, COMPLETE]) {
             let Some(index) = self.space.index(class) else {
                 continue;
             };
             let fitting = index.iter_from(want.granules).take(SPARING_RUNS);
             for entry in fitting.filter(|entry| self.ready(entry.id)) {
-                if least == 0 {
-                    return sparing;
-                }
                 let (first, _) = self.usable_before(entry.id, |id| self.ready(id));
                 let run = self.extend(first, |id| self.ready(id));
                 let bytes = broken(want, run, handles);
@@ -153,6 +153,9 @@ impl Finder<'_> {
                     && (bytes, run.granules, run.addr) < (least, sparing.granules, sparing.addr)
                 {
                     (least, sparing) = (bytes, run);
+                    if least == 0 {
+                        return sparing;
+                    }
                 }
             }
         }

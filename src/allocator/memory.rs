@@ -195,23 +195,7 @@ impl Engine {
 
     /// Tries again to release what an earlier failure left behind.
     pub(crate) fn retry_strays(&self) -> Result<u64, Error> {
-        let (strays, quarantined) = {
-            let mut state = self.lock();
-            let quarantined = state.quarantined();
-            for release in &quarantined {
-                // Claimed, so that nobody else tries at the same time.
-                state.records[release.id].state = Extent::Busy;
-            }
-            let strays = state.strays.iter_mut().filter(|stray| !stray.busy);
-            let strays: Vec<Stray> = strays
-                .map(|stray| {
-                    let before = *stray;
-                    stray.busy = true;
-                    before
-                })
-                .collect();
-            (strays, quarantined)
-        };
+        let (strays, quarantined) = self.lock().claim_leftovers();
         if strays.is_empty() && quarantined.is_empty() {
             return Ok(0);
         }
@@ -225,21 +209,10 @@ impl Engine {
                 .as_ref()
                 .map_err(|e| *e)
                 .and_then(|e| unsafe { e.mem_release(stray.handle) });
-            let mut state = self.lock();
+            self.lock().stray_tried(&stray, freed.is_ok());
             match freed {
-                Ok(()) => {
-                    let tried = |other: &Stray| other.busy && other.handle == stray.handle;
-                    state.strays.retain(|other| !tried(other));
-                    state.unhold(stray.bytes, stray.space);
-                    released += stray.bytes;
-                }
-                Err(error) => {
-                    let tried = |other: &&mut Stray| other.handle == stray.handle;
-                    if let Some(stray) = state.strays.iter_mut().find(tried) {
-                        stray.busy = false;
-                    }
-                    first = first.or(Some(error));
-                }
+                Ok(()) => released += stray.bytes,
+                Err(error) => first = first.or(Some(error)),
             }
         }
         for release in quarantined {
@@ -465,6 +438,34 @@ impl State {
     pub(crate) fn has_leftovers(&self) -> bool {
         let quarantined = |(_, hot): (u32, &super::records::Hot)| hot.state == Extent::Quarantined;
         !self.strays.is_empty() || self.records.iter().any(quarantined)
+    }
+
+    /// What an earlier failure left behind, claimed so that nobody else tries at the same time.
+    fn claim_leftovers(&mut self) -> (Vec<Stray>, Vec<Release>) {
+        let quarantined = self.quarantined();
+        for release in &quarantined {
+            self.records[release.id].state = Extent::Busy;
+        }
+        let idle = self.strays.iter_mut().filter(|stray| !stray.busy);
+        let claim = |stray: &mut Stray| {
+            stray.busy = true;
+            *stray
+        };
+        (idle.map(claim).collect(), quarantined)
+    }
+
+    /// A stray was released, or stays one.
+    fn stray_tried(&mut self, stray: &Stray, released: bool) {
+        let same = |other: &Stray| other.busy && other.handle == stray.handle;
+        let Some(at) = self.strays.iter().position(same) else {
+            return;
+        };
+        if released {
+            self.strays.remove(at);
+            self.unhold(stray.bytes, stray.space);
+        } else {
+            self.strays[at].busy = false;
+        }
     }
 
     /// Quarantined ranges as releases.

@@ -18,7 +18,8 @@ use super::stitch::STITCH_MIN;
 use super::view::{Openings, ViewRun};
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
-/// other (plus a page), by level of the stitching budget.
+/// other (plus a page), by level of the stitching budget. The longer one is what the request would take:
+/// where it leaves handles whole that is not the best fit, and such a piece waits sooner.
 const TOLERANCES: [u64; LEVELS] = [16, 8, 2, 1, 0, 0];
 const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
 
@@ -42,7 +43,7 @@ pub(crate) struct Climb {
     pub unstitched: bool,
     /// A view was cut short for the request,
     pub shortened: bool,
-    /// and nothing happened since. What was cut served the request no better before.
+    /// in the last step. What was cut served the request no better before.
     pub just_cut: bool,
     /// Memory was made for a stitch.
     pub supplied: bool,
@@ -63,13 +64,13 @@ impl Climb {
     /// Notes a step that is about to be taken.
     pub(crate) fn note(&mut self, step: &Step) {
         self.missed |= step.is_miss();
+        self.just_cut = matches!(step, Step::Shorten(_));
         match step {
             Step::Settle => self.settled = true,
             Step::Flush => self.flushed = true,
             Step::Retry => self.retried = true,
             Step::Evict(_) => self.evicted = true,
-            Step::Shorten(_) => (self.shortened, self.just_cut) = (true, true),
-            Step::Stitch(_) => self.just_cut = false,
+            Step::Shorten(_) => self.shortened = true,
             Step::Supply(_) => self.supplied = true,
             Step::Mark => self.marked = true,
             Step::AskAgain => self.asked_again = true,
@@ -93,7 +94,6 @@ impl Climb {
         self.flushed = false;
         self.evicted = false;
         self.unstitched = false;
-        self.just_cut = false;
     }
 }
 
@@ -148,10 +148,12 @@ impl Step {
 
 impl State {
     /// Whether a request should leave handles whole where it can: near the limit, where others must find
-    /// whole ones to stitch, if it is small.
+    /// whole ones to stitch, if it is small. Not of a lone stream, whose requests are served without any
+    /// look at handles.
     fn spares_handles(&self, want: &Want) -> bool {
         want.space == SpaceId::Large
             && u64::from(want.granules) * super::size::GRANULE < SPARING_BELOW
+            && self.streams.several()
             && !self.bounds_hold(0)
     }
 }
@@ -336,8 +338,15 @@ impl Engine {
         if climb.supplied || lacking == 0 {
             return None;
         }
-        state.stats.rungs.grown_hard += 1;
-        state.plan_supply(want, lacking).map(Step::Supply)
+        let within = lacking <= state.soft_room();
+        let growth = state.plan_supply(want, lacking)?;
+        let rungs = &mut state.stats.rungs;
+        *if within {
+            &mut rungs.grown
+        } else {
+            &mut rungs.grown_hard
+        } += 1;
+        Some(Step::Supply(growth))
     }
 
     /// The rungs that make room below a limit.

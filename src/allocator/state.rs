@@ -159,7 +159,7 @@ pub(crate) struct State {
     pub segs_under_way: usize,
     /// Where to look in views.
     pub grid: Grid,
-    /// Large requests so far: the order in which views were used.
+    /// Blocks in views so far: the order in which views were used.
     pub clock: u64,
     /// Level of the stitching budget, and what was spent on it.
     pub level: usize,

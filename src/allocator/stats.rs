@@ -110,7 +110,7 @@ impl PoolStats {
 pub struct Rungs {
     /// A fitting extent was ready.
     pub ready: u64,
-    /// A much tighter extent was taken although it needed a wait by its new stream.
+    /// A much tighter extent than the ready one was taken although it needed a wait by its new stream.
     pub tighter: u64,
     /// Memory was added within the soft cap.
     pub grown: u64,

@@ -66,26 +66,28 @@ impl State {
         &mut self,
         want: &Want,
         room: u64,
-        mut open: Openings,
+        open: Openings,
         reachable: Option<Openings>,
     ) -> Option<Stitch> {
-        let mut layout = self.best_layout(want, &open);
-        if let Some(reachable) = reachable
-            && layout.as_ref().is_none_or(|l| l.fresh > 0)
-        {
-            let behind = self.best_layout(want, &reachable);
-            if let Some(behind) = behind
-                && layout.as_ref().is_none_or(|l| behind.fresh < l.fresh)
+        let sets: Vec<Openings> = [Some(open), reachable].into_iter().flatten().collect();
+        let mut best: Option<(Layout, &Openings)> = None;
+        for open in &sets {
+            let least = best.as_ref().map_or(u64::MAX, |(layout, _)| layout.fresh);
+            if least > 0
+                && let Some(layout) = self.best_layout(want, open)
+                && layout.fresh < least
             {
-                layout = Some(behind);
-                open = reachable;
+                best = Some((layout, open));
             }
         }
-        if layout.as_ref().is_some_and(|l| l.fresh > room) {
-            layout = self.leanest_layout(want, &open);
+        if best.as_ref()?.0.fresh > room {
+            best = sets.iter().find_map(|open| {
+                let leanest = self.leanest_layout(want, open);
+                Some((leanest.filter(|layout| layout.fresh <= room)?, open))
+            });
         }
-        let layout = layout.filter(|l| l.fresh <= room)?;
-        let layout = self.bounded(want, layout, &open);
+        let (layout, open) = best?;
+        let layout = self.bounded(want, layout, open);
         self.claim_layout(want, layout)
     }
 

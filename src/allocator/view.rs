@@ -49,7 +49,7 @@ pub(crate) struct View {
     pub blocks: Vec<(u32, u32)>,
     /// Last uses through the view's addresses, of blocks that were freed.
     pub uses: Uses,
-    /// When it last gave a block (a count of large requests).
+    /// When it last gave a block (a count of blocks in views).
     pub stamp: u64,
     /// A stitch is extending it.
     pub busy: bool,

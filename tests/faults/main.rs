@@ -3,6 +3,7 @@
 //! A scenario is prepared, its act is run with the k-th driver call failing, for each k that the act
 //! reaches: so the call sites come from the runs themselves, and a new one is tested as soon as it
 //! exists. After each failure the books agree, nothing is lost, and the act goes through once the
+//! fault is over.
 #![cfg(feature = "sim")]
 
 mod outside;
@@ -83,8 +84,11 @@ fn sweep(
                         let explained = match error {
                             Error::Driver(e) => e.code() == code,
                             Error::ContextLost(e) => e.code() == code && e.is_fatal(),
-                            Error::OutOfMemory(_) => {
-                                scenario.hopeless || code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY
+                            // Where others could have helped, it names what failed first.
+                            Error::OutOfMemory(oom) => {
+                                scenario.hopeless
+                                    || code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY
+                                    || oom.driver.is_some_and(|e| e.code() == code)
                             }
                             _ => false,
                         };

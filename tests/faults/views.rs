@@ -35,6 +35,15 @@ fn viewed(w: &mut World, pieces: usize) {
     w.settle();
 }
 
+/// 20 MiB of which half a MiB and three whole handles are free, a tail of 1.5 MiB, and a whole handle and
+/// half of the next.
+fn open_ends(w: &mut World) {
+    let first = w.blocks.len();
+    let row = [1536, 6656, 2560, 1536, 2048, 3072, 3072];
+    row.iter().for_each(|kib| w.put(kib << 10, 0));
+    [1, 3, 5].iter().for_each(|at| w.free(first + at).unwrap());
+}
+
 /// Sixteen scattered parts on the last level, and a view over ten of them: the first six are free,
 /// and so are those outside of it.
 fn restless(w: &mut World) {
@@ -118,6 +127,17 @@ pub fn scenarios() -> Vec<Scenario> {
             ..CROWDED
         },
         Scenario {
+            name: "stitch between open ends, with memory made before",
+            proof: |w| stitched(w) && w.alloc.stats().all.reserved.current == 22 << 20,
+            prepare: |w| {
+                open_ends(w);
+                w.settle();
+            },
+            limit: Some(22 << 20),
+            act: |w| w.take(12 * MIB + MIB / 2, 0),
+            ..CROWDED
+        },
+        Scenario {
             name: "stitch on a full device",
             proof: stitched,
             prepare: |w| {
@@ -162,7 +182,10 @@ pub fn scenarios() -> Vec<Scenario> {
         },
         Scenario {
             name: "a stitch after which a lone stream is marked",
-            proof: |w| w.alloc.stats().rungs.stitched == 7,
+            proof: |w| {
+                let records = w.driver.calls().get("cuEventRecord");
+                w.alloc.stats().rungs.stitched == 7 && records > w.known_records
+            },
             prepare: |w| {
                 restless_alone(w);
                 // Something to mark.

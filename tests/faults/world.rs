@@ -19,6 +19,8 @@ pub struct World {
     pub sim: Simulator,
     /// Live blocks whose contents are known: address, bytes, value of each byte.
     pub known: Vec<(u64, u64, u8)>,
+    /// Markers recorded before the act.
+    pub known_records: u64,
 }
 
 pub type Act = fn(&mut World) -> Result<(), Error>;
@@ -82,9 +84,11 @@ impl World {
             driver,
             sim,
             known: Vec::new(),
+            known_records: 0,
         };
         world.stream();
         (scenario.prepare)(&mut world);
+        world.known_records = world.driver.calls().get("cuEventRecord");
         world
     }
 

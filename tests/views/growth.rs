@@ -233,3 +233,57 @@ fn small_requests_spare_whole_handles_near_the_limit() {
         }
     });
 }
+
+/// The same where the tail waits for another stream's work: the stitch follows that, and the host waits for
+/// nothing.
+#[test]
+fn r61_a_stitch_at_the_limit_goes_behind_waits() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.limited(24 * MIB);
+        let other = allocator.allocate(100, &b).unwrap();
+        let on = |kib: usize| if kib == 1537 { &b } else { &a };
+        let mut blocks: Vec<Block> = [1536, 6656, 2560, 1537, 2047, 3072, 3072]
+            .into_iter()
+            .map(|kib| allocator.allocate(kib * KIB, on(kib)).unwrap())
+            .collect();
+        a.synchronize().unwrap();
+        b.synchronize().unwrap();
+        drop((blocks.remove(5), blocks.remove(1)));
+        allocator.synchronize().unwrap();
+        let hold = rig.hold(&b);
+        let tail = blocks.remove(2);
+        rig.stamp(tail.ptr(), tail.requested(), 3, &b);
+        drop(tail);
+        let before = allocator.stats();
+        let block = allocator.allocate(12 * MIB + MIB / 2, &a).unwrap();
+        let after = allocator.stats();
+        assert!(view_of(&allocator, &block).is_some());
+        assert_eq!(after.rungs.host_waits, before.rungs.host_waits);
+        assert_eq!(after.stream_waits, before.stream_waits + 1);
+        hold.release();
+        drop((blocks, block, other));
+        rig.close(&allocator);
+    });
+}
+
+/// A lone stream's small requests lie at the best fit, whichever way they take.
+#[test]
+fn small_requests_of_a_lone_stream_spare_nothing() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.limited(14 * MIB);
+        let other = allocator.allocate(100, &a).unwrap();
+        let sizes = [2048, 2048, 2560, 3072, 2560];
+        let live = [true, false, true, false, true];
+        let row: Vec<_> = sizes.into_iter().zip(live).collect();
+        let kept = self::row(&allocator, &a, &row);
+        let first = kept[0].1.ptr();
+        for align in [1, 1024] {
+            let block = allocator.allocate_aligned(MIB, align, &a).unwrap();
+            assert_eq!(block.ptr() - first, (2 * MIB) as u64);
+        }
+        drop((kept, other));
+        rig.close(&allocator);
+    });
+}
