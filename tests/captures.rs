@@ -1,10 +1,13 @@
 //! Nothing of the allocator's disturbs a capture: neither its end nor a wait for everything.
+//!
+//! Tests that capture are here and not beside others: calls look at more from the first capture of the
+//! process on.
 #![cfg(feature = "sim")]
 
 mod common;
 
 use common::*;
-use cualloc::allocator::{Allocator, Error};
+use cualloc::allocator::{Allocator, Block, Config, Error, Policy, SelfTest};
 use cualloc::driver::{Stream, sys};
 
 const MODE: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -119,5 +122,69 @@ fn r38_want_of_memory_does_not_wait_for_a_capturing_context() {
         });
         rig.close(&allocator);
         raw.destroy();
+    });
+}
+
+#[test]
+fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(Config::new().handle(2 << 20).slack(0.0));
+        let [stream, other] = rig.streams();
+        drop(allocator.allocate(MIB, &other).unwrap());
+        // A request that only a view, or new memory, can serve.
+        let stitch = || {
+            let mut kept: Vec<Block> = (0..41)
+                .map(|_| allocator.allocate(2 * MIB, &stream).unwrap())
+                .collect();
+            (0..20).for_each(|at| drop(kept.remove(at + 1)));
+            kept.push(allocator.allocate(40 * MIB, &stream).unwrap());
+            (kept, allocator.stats().packing)
+        };
+        let mut first = None;
+        captured(rig, other.raw(), || first = Some(stitch()));
+        let (first, packing) = first.unwrap();
+        assert_eq!((packing.self_test, packing.views), (SelfTest::NotRun, 0));
+        let (second, packing) = stitch();
+        assert_eq!(packing.self_test, SelfTest::Passed);
+        drop((first, second));
+        rig.close(&allocator);
+    });
+}
+
+/// R38: a capture sees no marker of ours, and frees in it are made up for.
+#[test]
+fn r38_capture_leaves_no_stale_events() {
+    each(|rig| {
+        const BLOCK: usize = 12 * MIB;
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        let own = allocator.allocate(BLOCK, &a).unwrap();
+        let recorded = allocator.allocate(BLOCK, &b).unwrap();
+        recorded.record_stream(&a).unwrap();
+        let (own_ptr, recorded_ptr) = (own.ptr(), recorded.ptr());
+        let entered = rig.context.enter().unwrap();
+        // SAFETY: the stream is alive.
+        unsafe { entered.begin_capture(a.raw(), MODE) }.unwrap();
+        let refused = allocator.allocate(512, &a).unwrap_err();
+        assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+        let failed = own.free().unwrap_err();
+        assert!(matches!(failed.error, Error::Capturing { .. }));
+        drop(failed.block);
+        drop(recorded);
+        assert_eq!(rig.calls("cuEventRecord") - allocator.stats().markers, 0);
+        // Other streams go on.
+        drop(allocator.allocate(4 * MIB, &b).unwrap());
+        // SAFETY: the stream is alive.
+        let graph = unsafe { entered.end_capture(a.raw()) }.unwrap();
+        drop(graph);
+        let blocks = [0, 1].map(|_| allocator.allocate(BLOCK, &a).unwrap());
+        assert_eq!(allocator.stats().all.allocations.current, 2);
+        let mut places = blocks.each_ref().map(|block| block.ptr());
+        places.sort_unstable();
+        let mut expected = [own_ptr, recorded_ptr];
+        expected.sort_unstable();
+        assert_eq!(places, expected);
+        drop(blocks);
+        rig.close(&allocator);
     });
 }

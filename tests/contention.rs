@@ -283,3 +283,31 @@ fn uses_recorded_by_two_threads_at_once_are_both_kept() {
         rig.close(&allocator);
     });
 }
+
+/// R34: a thread that frees what another stream used, a batch at a time, and one that looks at the books.
+#[test]
+fn r34_books_agree_beside_batches_of_frees() {
+    only(Policy::Packed, |rig| {
+        const BATCH: usize = 512;
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(BATCH, &a).unwrap());
+        drop(allocator.allocate(BATCH, &b).unwrap());
+        std::thread::scope(|scope| {
+            let worker = scope.spawn(|| {
+                for _ in 0..100 {
+                    let blocks: Vec<_> = (0..BATCH)
+                        .map(|_| allocator.allocate(512, &a).unwrap())
+                        .collect();
+                    for block in &blocks {
+                        block.record_stream(&b).unwrap();
+                    }
+                }
+            });
+            while !worker.is_finished() {
+                allocator.check().unwrap();
+            }
+        });
+        rig.close(&allocator);
+    });
+}

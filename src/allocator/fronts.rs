@@ -278,7 +278,7 @@ impl State {
     }
 
     fn flush_front(&mut self, front: &'static EngineFront) -> bool {
-        self.close_batches(front, None);
+        self.close_batches(front, None, &mut AfterFree::default());
         let settled = self.settle_shelf(front);
         {
             let mut inner = front.lock();
@@ -400,6 +400,7 @@ impl State {
         &mut self,
         front: &'static EngineFront,
         stream: Option<u32>,
+        after: &mut AfterFree,
     ) -> bool {
         let (owner, batches) = {
             let mut inner = front.lock();
@@ -407,13 +408,13 @@ impl State {
         };
         let any = !batches.is_empty();
         for batch in batches {
-            self.batch_closed(front, owner, batch, &mut AfterFree::default());
+            self.batch_closed(front, owner, batch, after);
         }
         any
     }
 
     /// Takes over a batch: from here on its blocks have a ticket of the stream that used them.
-    pub(crate) fn batch_closed(
+    fn batch_closed(
         &mut self,
         front: &'static EngineFront,
         owner: u32,

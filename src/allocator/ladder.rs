@@ -407,7 +407,7 @@ impl State {
     /// Makes what a growth brought free memory: a wait for what lay beside it failed.
     fn ungrow(&mut self, want: &Want, growth: &Growth, id: u32) {
         let slot = &mut self.streams[want.stream];
-        slot.open_uses += 1;
+        slot.open_uses = slot.open_uses.saturating_add(1);
         let mut uses = super::uses::Uses::one(want.stream, slot.open);
         for shard in &growth.shards {
             uses = uses.union(&shard.uses);

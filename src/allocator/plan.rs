@@ -354,7 +354,7 @@ impl State {
             // It may have been free memory that the stream was using a moment ago.
             let slot = &mut self.streams[want.stream];
             let uses = Uses::one(want.stream, slot.open);
-            slot.open_uses += 1;
+            slot.open_uses = slot.open_uses.saturating_add(1);
             let (space, records) = self.parts(growth.space);
             records.cold_mut(id).owner = want.stream;
             space.release(records, id, uses);

@@ -416,7 +416,7 @@ impl Engine {
         // Covered by the marker below: frees after it get a later ticket.
         let ticket = now.then(|| {
             let slot = &mut state.streams[stream];
-            slot.open_uses += 1;
+            slot.open_uses = slot.open_uses.saturating_add(1);
             slot.open
         });
         match block {

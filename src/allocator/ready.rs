@@ -118,7 +118,7 @@ impl State {
         self.unshelve_loose();
         let slot = &mut self.streams[stream];
         slot.live -= 1;
-        slot.open_uses += 1;
+        slot.open_uses = slot.open_uses.saturating_add(1);
         slot.open_bytes += bytes;
         self.frees += 1;
         self.records[id].generation = generation.wrapping_add(1);

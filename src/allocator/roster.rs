@@ -6,7 +6,7 @@ use crate::driver::Context;
 use super::bins::FreeIndex;
 use super::records::{COMPLETE, SpaceId};
 use super::space::Space;
-use super::state::State;
+use super::state::{AfterFree, State};
 use super::streams::{Holder, StreamKey};
 use super::uses::Uses;
 
@@ -80,13 +80,13 @@ impl State {
     /// what was freed inside its pages, which no batch counts.
     pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
         for front in self.fronts.all().to_vec() {
-            self.close_batches(front, Some(stream));
+            self.close_batches(front, Some(stream), &mut AfterFree::default());
         }
         self.flush_fronts_of(stream);
         let busy = self.front_uses(stream) > 0;
         let slot = &mut self.streams[stream];
         if slot.live > 0 || busy {
-            slot.open_uses += 1;
+            slot.open_uses = slot.open_uses.saturating_add(1);
         }
     }
 

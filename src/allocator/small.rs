@@ -259,7 +259,7 @@ impl Engine {
         close: bool,
     ) -> Result<(Guard<'a>, bool), Error> {
         let before = front.lock().pending_bytes();
-        if close && state.close_batches(front, None) {
+        if close && state.close_batches(front, None, &mut AfterFree::default()) {
             let ours = state.kept_uncovered();
             drop(state);
             self.mark_all(&ours);
@@ -431,22 +431,19 @@ impl Engine {
         freed: Freed,
     ) -> Result<(), Error> {
         let mut state = self.lock();
-        let (ours, owner) = {
-            let inner = front.lock();
-            (inner.allocator == self.id, inner.slot)
-        };
+        let ours = front.lock().allocator == self.id;
         let mut after = AfterFree::default();
         match freed {
             Freed::Done => {}
-            // The page may have gone with the last of its blocks.
-            Freed::Page if !ours => {}
+            // The page, or the batch, may have gone with the last of its blocks.
+            Freed::Page | Freed::Full(_) if !ours => {}
             Freed::Page => {
                 state.return_surplus(front, &mut after);
             }
-            Freed::Full(batch) => {
-                let stream = batch.stream;
-                after.mark.push((stream, state.streams[stream].key));
-                state.batch_closed(front, owner, batch, &mut after);
+            Freed::Full(stream) => {
+                if state.close_batches(front, Some(stream), &mut after) {
+                    after.mark.push((stream, state.streams[stream].key));
+                }
             }
             Freed::Books if state.closed => return Err(Error::Closed),
             Freed::Books => {

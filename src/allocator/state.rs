@@ -545,7 +545,7 @@ impl State {
         if u.ticket < slot.open {
             return;
         }
-        slot.open_uses += 1;
+        slot.open_uses = slot.open_uses.saturating_add(1);
         slot.open_bytes += bytes;
         if several && (slot.open_uses >= BATCH_FREES || slot.open_bytes >= BATCH_BYTES) {
             after.mark.push((u.stream, slot.key));

@@ -58,8 +58,8 @@ impl<E> Inner<E> {
         if batch.nodes.len() < BATCH_FREES && batch.bytes < BATCH_BYTES {
             return Freed::Done;
         }
-        self.waiting += 1;
-        Freed::Full(self.batches.swap_remove(at))
+        // It stays here until the books take it, so that whoever looks meanwhile finds its blocks.
+        Freed::Full(stream)
     }
 
     /// Keeps a block that is no longer live out of use.
@@ -82,9 +82,12 @@ impl<E> Inner<E> {
 
     /// The runs of a page, those that were returned among the free ones.
     pub(crate) fn runs(&self, page: u32) -> Vec<Run> {
-        let returned = self.returned.iter().flat_map(|returned| &returned.nodes);
-        let returned: HashSet<Node> = returned.copied().collect();
         let mut runs: Vec<Run> = self.heap.runs(page).collect();
+        let returned = self.returned.iter().flat_map(|returned| &returned.nodes);
+        let returned: HashSet<Node> = returned
+            .filter(|node| node.page() == page as usize)
+            .copied()
+            .collect();
         for run in runs.iter_mut().filter(|run| returned.contains(&run.node)) {
             run.kind = Kind::Free;
         }

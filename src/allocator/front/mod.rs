@@ -238,8 +238,8 @@ pub(crate) enum Freed {
     Done,
     /// Done, and there is a page to hand back.
     Page,
-    /// Done, and a batch is full.
-    Full(Batch),
+    /// Done, and the batch for this stream is full.
+    Full(u32),
     /// Nothing is done yet: it needs the books.
     Books,
     /// There is no such block.

@@ -111,7 +111,7 @@ impl Shelf {
             return None;
         }
         block.requested = requested;
-        block.reuses += 1;
+        block.reuses = block.reuses.saturating_add(1);
         // Odd while it is live, as at each birth in the books.
         block.generation = block.generation.wrapping_add(2);
         let block = *block;
