@@ -69,7 +69,7 @@ pub(crate) struct Engine {
     pub log: RareLog,
     /// Which front has which page.
     pub pages: Arc<PageTable<Engine>>,
-    /// Blocks on shelves: where there are none, no front is asked for one.
+    /// Blocks on shelves, held by somebody or not: where there are none, no front is asked for one.
     pub on_shelves: Arc<AtomicU32>,
     /// Allocators that stand for this one.
     handles: AtomicUsize,

@@ -3,13 +3,14 @@
 //! The address space is cut into leaves of 2 MiB, which know where in them blocks start. Blocks are
 //! large, mostly: a leaf is one cache line with room for a few starts, and only where there are more it
 //! has an id per 512-byte granule, with a bitmap, so that the start below an interior pointer is found
-//! without touching the ids. Leaves stand in directories of 16 GiB. Starts are granule aligned, so a
+//! without touching the ids. Leaves stand in directories of 2 GiB. Starts are granule aligned, so a
 //! pointer that is not can only be an interior one.
 
+use super::boxed::boxed_array;
 use super::size::GRANULE;
 
 const LEAF_BITS: u32 = 21;
-const DIR_BITS: u32 = 34;
+const DIR_BITS: u32 = 31;
 const LEAF_SLOTS: usize = 1 << (LEAF_BITS - 9);
 const DIR_SLOTS: usize = 1 << (DIR_BITS - LEAF_BITS);
 /// Starts in a leaf's own line: as many as fit.
@@ -150,14 +151,8 @@ impl Directory {
     #[cold]
     #[inline(never)]
     fn new() -> Box<Self> {
-        // Not by way of the stack.
-        let leaves = vec![Leaf::default(); DIR_SLOTS].into_boxed_slice();
-        let leaves = match leaves.try_into() {
-            Ok(leaves) => leaves,
-            Err(_) => unreachable!("as many were made"),
-        };
         Box::new(Directory {
-            leaves,
+            leaves: boxed_array(Leaf::default),
             count: 0,
             occupied: [0; DIR_SLOTS / 64],
         })

@@ -7,6 +7,7 @@ mod athand;
 mod beside;
 mod bins;
 mod block;
+mod boxed;
 mod budget;
 mod burst;
 mod carver;

@@ -3,6 +3,7 @@
 //! A record describes one extent of address space: a block in use, a free piece, a range that a
 //! driver call is working on, or a range without memory. Ids are 32 bits; records never move.
 
+use super::boxed::boxed_array;
 use super::fronts::EngineFront;
 use super::uses::Uses;
 
@@ -152,14 +153,6 @@ pub(crate) struct Recorded {
 const CHUNK_BITS: u32 = 12;
 const CHUNK: usize = 1 << CHUNK_BITS;
 
-/// A chunk of new records; not by way of the stack.
-fn chunk<T: Clone + Default>() -> Box<[T; CHUNK]> {
-    match vec![T::default(); CHUNK].into_boxed_slice().try_into() {
-        Ok(chunk) => chunk,
-        Err(_) => unreachable!("as many were made"),
-    }
-}
-
 /// All records of an allocator, in chunks that never move.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
@@ -188,7 +181,7 @@ impl Records {
         id
     }
 
-    /// A vacant record, whose [`Cold`] is a new one's but for its space.
+    /// A vacant record, whose [`Cold`] is a new one's; the caller says its space.
     #[inline(always)]
     pub(crate) fn vacant_id(&mut self) -> u32 {
         match self.vacant.pop() {
@@ -201,8 +194,8 @@ impl Records {
     #[inline(never)]
     fn new_id(&mut self) -> u32 {
         if self.made as usize == self.hot.len() * CHUNK {
-            self.hot.push(chunk());
-            self.cold.push(chunk());
+            self.hot.push(boxed_array(Default::default));
+            self.cold.push(boxed_array(Default::default));
         }
         self.made += 1;
         self.made - 1

@@ -1,6 +1,6 @@
 //! What stands where, for diagnosis.
 
-use super::front::{Batch, Kind, PAGE_GRAINS, Run};
+use super::front::{Kind, Node, PAGE_GRAINS, Run};
 use super::records::{NIL, SpaceId, State as Extent};
 use super::size::GRANULE;
 use super::state::State;
@@ -182,21 +182,27 @@ impl State {
         let Some((front, page)) = page else {
             return blocks.push(self.block_info(id));
         };
-        let (runs, batches): (Vec<Run>, Vec<Batch>) = {
+        let here = |node: &&Node| node.page() == page as usize;
+        let mut pending: Vec<(Node, u32)> = Vec::new();
+        let runs = {
             let inner = front.lock();
-            (inner.runs(page), inner.batches.clone())
+            for batch in &inner.batches {
+                let nodes = batch.nodes.iter().filter(here);
+                pending.extend(nodes.map(|node| (*node, batch.stream)));
+            }
+            inner.runs(page)
         };
+        let held = self.fronts.held_back.iter();
+        for held in held.filter(|held| std::ptr::eq(held.front, front)) {
+            let open = held.uses.as_slice().iter();
+            let open = open.filter(|u| !self.streams.complete(u));
+            let nodes = held.nodes.iter().filter(here);
+            pending.extend(open.flat_map(|u| nodes.clone().map(|node| (*node, u.stream))));
+        }
         for run in runs {
-            let open = batches.iter().filter(|b| b.nodes.contains(&run.node));
-            let mut pending: Vec<u32> = open.map(|b| b.stream).collect();
-            let held = self.fronts.held_back.iter();
-            pending.extend(
-                held.filter(|h| std::ptr::eq(h.front, front) && h.nodes.contains(&run.node))
-                    .flat_map(|h| h.uses.as_slice())
-                    .filter(|u| !self.streams.complete(u))
-                    .map(|u| u.stream),
-            );
-            blocks.push(self.run_info(hot.stream, &run, &pending));
+            let streams = pending.iter().filter(|(node, _)| *node == run.node);
+            let streams: Vec<u32> = streams.map(|(_, stream)| *stream).collect();
+            blocks.push(self.run_info(hot.stream, &run, &streams));
         }
     }
 

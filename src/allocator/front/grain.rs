@@ -140,7 +140,7 @@ impl Node {
     }
 
     #[inline]
-    pub(super) fn page(self) -> usize {
+    pub(crate) fn page(self) -> usize {
         (self.0 >> PLACE_BITS) as usize
     }
 

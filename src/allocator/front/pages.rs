@@ -7,6 +7,7 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, Ordering};
 
+use super::super::boxed::boxed_array;
 use super::super::size::GRANULE;
 use super::Front;
 use super::grain::PageInfo;
@@ -45,12 +46,7 @@ const BELOW: usize = 1 << BITS[1];
 const _: () = assert!(BITS[1] == BITS[2]);
 
 fn slots<T, const N: usize>() -> Slots<T, N> {
-    // Not by way of the stack, which a directory of leaves would fill.
-    let slots: Box<[OnceLock<T>]> = (0..N).map(|_| OnceLock::new()).collect();
-    match slots.try_into() {
-        Ok(slots) => slots,
-        Err(_) => unreachable!("as many were collected"),
-    }
+    boxed_array(OnceLock::new)
 }
 
 /// See the module's text.
