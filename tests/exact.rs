@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
 
-use common::{Rig, each};
+use common::{KIB, MIB, Rig, each, only};
 use cualloc::driver::Stream;
-use cualloc::{Allocator, Block, Stats};
+use cualloc::{Allocator, Block, Policy, Stats};
 
 const THREADS: usize = 16;
 /// Fewer than threads: some share one.
@@ -333,5 +333,51 @@ fn s1_19_peaks_of_exchanged_blocks_are_exact() {
             }
         });
         allocator.close().unwrap();
+    });
+}
+
+fn small(allocator: &Allocator, stream: &Stream, bytes: usize) -> Vec<Block> {
+    let block = |_| allocator.allocate(64 * KIB, stream).unwrap();
+    (0..bytes / (64 * KIB)).map(block).collect()
+}
+
+/// What fronts may count to belongs to what a large block is held against: it is a peak beside small
+/// blocks though none by itself.
+#[test]
+fn s1_19_a_large_block_beside_small_ones_is_a_peak() {
+    only(Policy::Packed, |rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        drop(allocator.allocate(8 * MIB, &stream).unwrap());
+        let small = small(&allocator, &stream, MIB);
+        let large = allocator.allocate(8 * MIB, &stream).unwrap();
+        let all = allocator.stats().all.allocated;
+        assert_eq!((all.current, all.peak), (9 * MIB as u64, 9 * MIB as u64));
+        allocator.check().unwrap();
+        drop((small, large));
+        rig.close(&allocator);
+    });
+}
+
+/// Large blocks have peaks of their own, also where all blocks together were more once.
+#[test]
+fn s1_19_large_blocks_have_peaks_below_that_of_all() {
+    only(Policy::Packed, |rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let small = small(&allocator, &stream, 8 * MIB);
+        let mut large = vec![allocator.allocate(8 * MIB, &stream).unwrap()];
+        drop(small);
+        let top = 16 * MIB as u64;
+        assert_eq!(allocator.stats().all.allocated.peak, top);
+        for count in 2..=3 {
+            large.push(allocator.allocate(2 * MIB, &stream).unwrap());
+            let stats = allocator.stats();
+            let pool = stats.large;
+            assert_eq!(pool.allocations.peak, count);
+            let bytes = (8 + 2 * (count - 1)) * MIB as u64;
+            assert_eq!((pool.allocated.peak, pool.requested.peak), (bytes, bytes));
+            assert_eq!(stats.all.allocated.peak, top);
+        }
+        drop(large);
+        rig.close(&allocator);
     });
 }

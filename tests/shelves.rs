@@ -442,3 +442,30 @@ fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
         rig.close(&allocator);
     });
 }
+
+/// R61: a front of which nothing is asked but what lies on its shelf is in use, and keeps its free runs.
+#[test]
+fn r61_a_front_that_is_busy_from_its_shelf_keeps_what_it_has() {
+    packed(|rig| {
+        const PAGE: usize = 64 * KIB;
+        const STEP: usize = 2 * MIB / PAGE;
+        let [a, b] = rig.streams();
+        let allocator = used_to_pairs(rig, &a);
+        let small = [(); 128].map(|()| allocator.allocate(512, &a).unwrap());
+        drop(small);
+        let kept = allocator.stats().front_bytes;
+        assert!(kept > 0, "nothing is kept as it was");
+        let mut pages: Vec<Block> = Vec::new();
+        for _ in 0..3 {
+            make_used(&allocator, &a);
+            assert!(pairs_stay(&allocator, &a));
+            // Each time the other stream lacks a page at least once, and looks at what others have.
+            let reserved = allocator.stats().all.reserved.current;
+            pages.extend((0..STEP).map(|_| allocator.allocate(PAGE, &b).unwrap()));
+            assert!(pages.len() == STEP || allocator.stats().all.reserved.current > reserved);
+            assert_eq!(allocator.stats().front_bytes, kept);
+        }
+        drop(pages);
+        rig.close(&allocator);
+    });
+}

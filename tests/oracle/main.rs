@@ -30,6 +30,9 @@ const LENGTH: usize = 2000;
 /// Operations in all, unless the environment asks for more.
 const OPERATIONS: u64 = 2_400_000;
 const CHECK_EVERY: usize = 50;
+/// From so many steps on, what random programs are to contain is asked for. Most of them have no fault at
+/// all, so that a few may well lack one.
+const TELLING: u64 = 100_000;
 
 fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name)
@@ -76,7 +79,10 @@ fn judge(policy: Policy, generate: Generator, part: u64) -> machine::Summary {
     let rate = sums.steps as f64 / started.elapsed().as_secs_f64();
     eprintln!("{policy:?}: {programs} programs, {rate:.0} steps per second, {sums:?}");
     // Programs in which nothing happens would prove nothing.
-    assert!(sums.allocations * 20 > sums.steps && sums.out_of_memory > 0 && sums.faults > 0);
+    assert!(sums.allocations * 20 > sums.steps, "{sums:?}");
+    if sums.steps >= TELLING {
+        assert!(sums.out_of_memory > 0 && sums.faults > 0, "{sums:?}");
+    }
     sums
 }
 
@@ -123,6 +129,9 @@ fn r34_classic_random_programs_agree_with_the_model() {
 #[test]
 fn r34_crowded_programs_agree_with_the_model() {
     let sums = judge(Policy::Packed, crowded, 20);
+    if sums.steps < TELLING {
+        return;
+    }
     assert!(sums.in_views * 5 >= sums.allocations * 2, "{sums:?}");
     assert!(sums.beside_views * 2 >= sums.steps, "{sums:?}");
     let hit = [sums.trims_beside, sums.faults_beside, sums.evictions_beside];
