@@ -293,19 +293,28 @@ fn r34_books_agree_beside_batches_of_frees() {
         let allocator = rig.allocator();
         drop(allocator.allocate(BATCH, &a).unwrap());
         drop(allocator.allocate(BATCH, &b).unwrap());
+        // Batches begun to be freed. Without a pause the looks would hardly let go of the books.
+        let begun = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             let worker = scope.spawn(|| {
-                for _ in 0..100 {
+                for _ in 0..200 {
                     let blocks: Vec<_> = (0..BATCH)
                         .map(|_| allocator.allocate(512, &a).unwrap())
                         .collect();
                     for block in &blocks {
                         block.record_stream(&b).unwrap();
                     }
+                    begun.fetch_add(1, Ordering::Relaxed);
                 }
             });
+            let mut seen = 0;
             while !worker.is_finished() {
-                allocator.check().unwrap();
+                let now = begun.load(Ordering::Relaxed);
+                if now > seen {
+                    seen = now;
+                    allocator.check().unwrap();
+                }
+                thread::yield_now();
             }
         });
         rig.close(&allocator);
