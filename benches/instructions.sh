@@ -64,8 +64,8 @@ count() {
     # In this order: the switch alone would begin with collection off, and count the driver only.
     if ! valgrind --tool=callgrind --callgrind-out-file="$file" \
         --toggle-collect='cualloc::sim::table::shims::*' --collect-atstart=yes \
-        "$target/release/examples/hot" "$1" "$2" >"$folder/log" 2>&1; then
-        cat "$folder/log" >&2
+        "$target/release/examples/hot" "$1" "$2" >"$file.log" 2>&1; then
+        cat "$file.log" >&2
         return 1
     fi
     sed -n 's/^totals: //p' "$file"
@@ -79,8 +79,11 @@ for name in "${names[@]}"; do
     churn*) few=20000 many=220000 ;;
     *) few=1000 many=11000 ;;
     esac
-    less=$(count "$name" "$few")
+    # Both at once: neither disturbs the other's count.
+    count "$name" "$few" >"$folder/few" &
     more=$(count "$name" "$many")
+    wait $!
+    less=$(<"$folder/few")
     exact=$(awk -v a="$less" -v b="$more" -v n=$((many - few)) 'BEGIN { printf "%.2f", (b - a) / n }')
     figure=$(awk -v x="$exact" 'BEGIN { printf "%d", x + 0.5 }')
     figures+="$name $figure"$'\n'
