@@ -49,7 +49,8 @@ pub(crate) struct Fronts {
     pub habits: Habits,
     /// Large requests until shelves keep to the order of the books again: threads met at their lock.
     pub crowd: u32,
-    /// Blocks on shelves, held by somebody or not, for those who do not hold the lock of the books, under which it changes.
+    /// Blocks on shelves, held by somebody or not, for those who do not hold the lock of the books, under
+    /// which it changes.
     pub(crate) on_shelves: Arc<AtomicU32>,
     /// The block on a shelf that must leave it when anything else happens in the books.
     pub loose: Option<u32>,

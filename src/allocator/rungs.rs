@@ -340,12 +340,8 @@ impl Engine {
         }
         let within = lacking <= state.soft_room();
         let growth = state.plan_supply(want, lacking)?;
-        let rungs = &mut state.stats.rungs;
-        *if within {
-            &mut rungs.grown
-        } else {
-            &mut rungs.grown_hard
-        } += 1;
+        state.stats.rungs.grown += u64::from(within);
+        state.stats.rungs.grown_hard += u64::from(!within);
         Some(Step::Supply(growth))
     }
 

@@ -184,7 +184,7 @@ pub fn scenarios() -> Vec<Scenario> {
             name: "a stitch after which a lone stream is marked",
             proof: |w| {
                 let records = w.driver.calls().get("cuEventRecord");
-                w.alloc.stats().rungs.stitched == 7 && records > w.known_records
+                w.alloc.stats().rungs.stitched == 7 && records > w.records_before
             },
             prepare: |w| {
                 restless_alone(w);

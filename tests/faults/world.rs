@@ -20,7 +20,7 @@ pub struct World {
     /// Live blocks whose contents are known: address, bytes, value of each byte.
     pub known: Vec<(u64, u64, u8)>,
     /// Markers recorded before the act.
-    pub known_records: u64,
+    pub records_before: u64,
 }
 
 pub type Act = fn(&mut World) -> Result<(), Error>;
@@ -84,11 +84,11 @@ impl World {
             driver,
             sim,
             known: Vec::new(),
-            known_records: 0,
+            records_before: 0,
         };
         world.stream();
         (scenario.prepare)(&mut world);
-        world.known_records = world.driver.calls().get("cuEventRecord");
+        world.records_before = world.driver.calls().get("cuEventRecord");
         world
     }
 

@@ -242,10 +242,12 @@ fn r61_a_stitch_at_the_limit_goes_behind_waits() {
         let [a, b] = rig.streams();
         let allocator = rig.limited(24 * MIB);
         let other = allocator.allocate(100, &b).unwrap();
-        let on = |kib: usize| if kib == 1537 { &b } else { &a };
-        let mut blocks: Vec<Block> = [1536, 6656, 2560, 1537, 2047, 3072, 3072]
+        // The tail is the fourth.
+        let streams = [&a, &a, &a, &b, &a, &a, &a];
+        let mut blocks: Vec<Block> = [1536, 6656, 2560, 1536, 2048, 3072, 3072]
             .into_iter()
-            .map(|kib| allocator.allocate(kib * KIB, on(kib)).unwrap())
+            .zip(streams)
+            .map(|(kib, stream)| allocator.allocate(kib * KIB, stream).unwrap())
             .collect();
         a.synchronize().unwrap();
         b.synchronize().unwrap();
@@ -274,10 +276,17 @@ fn small_requests_of_a_lone_stream_spare_nothing() {
         let a = rig.stream();
         let allocator = rig.limited(14 * MIB);
         let other = allocator.allocate(100, &a).unwrap();
-        let sizes = [2048, 2048, 2560, 3072, 2560];
-        let live = [true, false, true, false, true];
-        let row: Vec<_> = sizes.into_iter().zip(live).collect();
-        let kept = self::row(&allocator, &a, &row);
+        let kept = row(
+            &allocator,
+            &a,
+            &[
+                (2048, true),
+                (2048, false),
+                (2560, true),
+                (3072, false),
+                (2560, true),
+            ],
+        );
         let first = kept[0].1.ptr();
         for align in [1, 1024] {
             let block = allocator.allocate_aligned(MIB, align, &a).unwrap();
