@@ -61,7 +61,8 @@ fn r13_recoverable_trouble_is_logged_rarely() {
             allocator.synchronize().unwrap();
         }
         sim.clear_failures();
-        assert!(allocator.stats().failed_markers >= 1000);
+        // Not one for each free: streams that are idle when somebody asks need none.
+        assert!(allocator.stats().failed_markers >= 100);
         let lines = taken();
         assert!((1..=16).contains(&lines.len()), "{} lines", lines.len());
         rig.close(&allocator);

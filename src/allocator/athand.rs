@@ -79,7 +79,7 @@ impl Engine {
         if found.is_none() && (!near.is_empty() || state.best(&want).is_none()) {
             // Memory that other streams used may be free by now.
             state.ask_again();
-            state = self.poll(state)?;
+            state = self.poll_for(state, stream)?;
             found = state.take_near(&want, near);
         }
         let mut found = found.or_else(|| state.take_best(&want));

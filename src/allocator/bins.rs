@@ -319,6 +319,21 @@ impl FreeIndex {
         })
     }
 
+    /// Shows all entries in order, as long as `look` says so. Faster than [`iter`](Self::iter).
+    pub(crate) fn look_at_each(&self, mut look: impl FnMut(Entry) -> bool) {
+        for group in set_bits(self.summary) {
+            for sub in set_bits(u32::from(self.groups[group])) {
+                let goes_on = match &self.bins[group * BINS_PER_GROUP + sub] {
+                    Bin::List(list) => list.iter().all(|key| look(Entry::of(*key))),
+                    Bin::Tree(tree) => tree.iter().all(|key| look(Entry::of(*key))),
+                };
+                if !goes_on {
+                    return;
+                }
+            }
+        }
+    }
+
     /// All entries of at least `granules` in the order of the index.
     pub(crate) fn iter_from(&self, granules: u32) -> impl Iterator<Item = Entry> + '_ {
         let mut from = Entry {

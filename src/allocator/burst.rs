@@ -179,7 +179,7 @@ impl Engine {
         if !state.bursts.debt || bytes <= PACKED_SMALL_LIMIT {
             return;
         }
-        let mut state = match self.poll(state) {
+        let mut state = match self.poll_for(state, stream) {
             Ok(state) => state,
             Err(error) => return log::debug!("nothing was repaid: {error}"),
         };

@@ -24,7 +24,7 @@ impl Engine {
         want: &Want,
     ) -> Result<(Guard<'a>, u32, bool), Error> {
         if state.streams.several() {
-            state = self.poll(state)?;
+            state = self.poll_for(state, want.stream)?;
         } else {
             state.adopt_complete(want.space, want.stream);
         }
@@ -82,7 +82,7 @@ impl Engine {
                 }
                 done => done,
             })?,
-            Step::Settle => self.settle_for(state)?,
+            Step::Settle => self.settle_for(state, want)?,
             Step::Flush => {
                 state.stats.rungs.flushed += u64::from(state.flush_fronts());
                 state
@@ -227,10 +227,10 @@ impl Engine {
     }
 
     /// Takes off the shelves what nobody holds.
-    fn settle_for<'a>(&'a self, mut state: Guard<'a>) -> Result<Guard<'a>, Error> {
+    fn settle_for<'a>(&'a self, mut state: Guard<'a>, want: &Want) -> Result<Guard<'a>, Error> {
         if state.settle_shelves() {
             state = self.mark_due(state);
-            state = self.poll(state)?;
+            state = self.poll_for(state, want.stream)?;
         }
         Ok(state)
     }

@@ -7,8 +7,9 @@ use crate::driver::{Context, Event, Stream};
 
 use super::engine::{Engine, Guard, is_per_thread};
 use super::error::Error;
+use super::probes::Poll;
 use super::state::PendingWait;
-use super::streams::{Batch, Holder, Probe, StreamKey};
+use super::streams::{Batch, Holder, StreamKey};
 
 impl Engine {
     /// Records a marker on a stream, if it is one on which that may be done here and now.
@@ -16,7 +17,17 @@ impl Engine {
     /// The key tells whether the slot is still that stream's: whoever names it has let go of the lock
     /// since, and another stream may have moved in, whose handle this call may not touch.
     pub(crate) fn mark(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
-        let (batch, raw, context, pooled, kept) = {
+        self.cover_batch(stream, key, false)
+    }
+
+    /// [`mark`](Self::mark) of a stream that we keep alive, unless it is idle: then everything that was
+    /// freed on it is complete, which is as good.
+    fn mark_busy(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
+        self.cover_batch(stream, key, true)
+    }
+
+    fn cover_batch(&self, stream: u32, key: StreamKey, ask: bool) -> Result<(), Error> {
+        let (batch, raw, context, kept, pooled) = {
             let mut state = self.lock();
             let slot = &state.streams[stream];
             let other = !slot.in_use || slot.key != key;
@@ -29,15 +40,48 @@ impl Engine {
                 Holder::Kept(stream) => Some(stream.clone()),
                 _ => None,
             };
-            let pooled = state.events.get_mut(&context.key()).and_then(Vec::pop);
+            let pooled = state.pooled_event(context.key());
             // The bound is taken before the event is recorded, and frees from here on get a later
             // ticket: so the event covers every ticket up to the bound, and no other.
             let batch = state.streams.close_batch(stream);
-            (batch, raw, context, pooled, kept)
+            (batch, raw, context, kept, pooled)
         };
-        let result = self.record_batch(batch, raw, &context, pooled, key);
+        let result = match self.may_mark(raw, &context, key) {
+            Ok(true) => {
+                let asked = kept.as_ref().filter(|_| ask);
+                self.record_batch(batch, raw, &context, pooled, asked)
+            }
+            // Nothing is recorded into somebody's graph; the next marker covers this batch.
+            refused => {
+                self.give_event(&context, pooled);
+                refused.map(drop)
+            }
+        };
         drop(kept);
         result
+    }
+
+    /// Whether a marker may be recorded on a stream now and by this thread: not into somebody's graph, and
+    /// not on the stream of another thread.
+    fn may_mark(&self, raw: usize, context: &Context, key: StreamKey) -> Result<bool, Error> {
+        let stream = std::ptr::with_exposed_provenance_mut(raw);
+        let _current = context.make_current().map_err(|e| self.error(e))?;
+        // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
+        // of it, before which its owner may not destroy it.
+        match unsafe { self.driver().is_capturing(stream) } {
+            Ok(false) => {}
+            Ok(true) => return Ok(false),
+            Err(error) if error.code() == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+                return Ok(false);
+            }
+            Err(error) => return Err(self.error(error)),
+        }
+        if !is_per_thread(raw) {
+            return Ok(true);
+        }
+        // SAFETY: as above.
+        let asked = unsafe { self.driver().stream_id(stream) }.map_err(|e| self.error(e))?;
+        Ok(asked.map(StreamKey::Id) == Some(key))
     }
 
     fn record_batch(
@@ -45,38 +89,34 @@ impl Engine {
         batch: Batch,
         raw: usize,
         context: &Context,
-        pooled: Option<Event>,
-        key: StreamKey,
+        pooled: Option<Arc<Event>>,
+        asked: Option<&Stream>,
     ) -> Result<(), Error> {
-        let stream = std::ptr::with_exposed_provenance_mut(raw);
+        if let Some(asked) = asked {
+            let idle = asked.is_complete().map_err(|e| self.error(e))?;
+            let mut state = self.lock();
+            state.stats.queries += 1;
+            state.streams.was_idle(batch.stream, idle);
+            if idle {
+                state.streams[batch.stream].capturing = false;
+                state.streams.batch_complete(&batch);
+                state.pool_spent();
+                drop(state);
+                self.give_event(context, pooled);
+                return Ok(());
+            }
+        }
         let current = context.make_current().map_err(|e| self.error(e))?;
-        // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
-        // of it, before which its owner may not destroy it.
-        let capturing = unsafe { self.driver().is_capturing(stream) };
-        match capturing {
-            Ok(false) => {}
-            // Nothing is recorded into somebody's graph; the next marker covers this batch.
-            Ok(true) => return Ok(()),
-            Err(error) if error.code() == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-                return Ok(());
-            }
-            Err(error) => return Err(self.error(error)),
-        }
-        if is_per_thread(raw) {
-            // SAFETY: as above.
-            let asked = unsafe { self.driver().stream_id(stream) }.map_err(|e| self.error(e))?;
-            if asked.map(StreamKey::Id) != Some(key) {
-                return Ok(());
-            }
-        }
         let event = match pooled {
             Some(event) => event,
             None => {
                 let entered = context.enter().map_err(|e| self.error(e))?;
-                entered.create_event().map_err(|e| self.error(e))?
+                Arc::new(entered.create_event().map_err(|e| self.error(e))?)
             }
         };
-        // SAFETY: as above; the event is of the stream's context and in no marker.
+        let stream = std::ptr::with_exposed_provenance_mut(raw);
+        // SAFETY: the stream is alive, as in `may_mark`; the event is of the stream's context and in no
+        // marker.
         let recorded = unsafe { current.record(&event, stream) };
         drop(current);
         let mut state = self.lock();
@@ -97,6 +137,14 @@ impl Engine {
         }
     }
 
+    /// Puts an event that was not needed back into its pool.
+    fn give_event(&self, context: &Context, event: Option<Arc<Event>>) {
+        if event.is_some() {
+            let mut state = self.lock();
+            state.events.entry(context.key()).or_default().extend(event);
+        }
+    }
+
     /// Records the markers that a free left to record. A failure costs nothing but time: the next
     /// marker covers the batch.
     pub(crate) fn mark_all(&self, streams: &[(u32, StreamKey)]) {
@@ -105,6 +153,44 @@ impl Engine {
                 self.log_marker_failure(&error);
             }
         }
+    }
+
+    /// Sees to the full batches that wait for somebody to ask for them, of the streams that are wanted.
+    pub(crate) fn mark_full<'a>(
+        &'a self,
+        state: Guard<'a>,
+        wanted: impl Fn(u32) -> bool,
+    ) -> Guard<'a> {
+        let full = state.streams.full().iter().copied();
+        let due: Vec<_> = full
+            .filter(|stream| wanted(*stream))
+            .map(|stream| (stream, state.streams[stream].key))
+            .collect();
+        if due.is_empty() {
+            return state;
+        }
+        drop(state);
+        for (stream, key) in due {
+            if let Err(error) = self.mark_busy(stream, key) {
+                self.log_marker_failure(&error);
+            }
+        }
+        let mut state = self.lock();
+        if state.streams.any_advanced() {
+            state.settle_advanced();
+        }
+        state
+    }
+
+    /// Finds out what other streams are done with, for a request of a stream. Its own memory it may
+    /// have at once.
+    pub(crate) fn poll_for<'a>(
+        &'a self,
+        state: Guard<'a>,
+        stream: u32,
+    ) -> Result<Guard<'a>, Error> {
+        let state = self.mark_full(state, |other| other != stream);
+        self.poll(state)
     }
 
     /// Finds out which markers of each stream are complete.
@@ -119,44 +205,39 @@ impl Engine {
         wanted: impl Fn(u32) -> bool,
     ) -> Result<Guard<'a>, Error> {
         loop {
-            let mut due = state.due_markers(&wanted);
-            if due.is_empty() {
+            let Some(mut due) = state.due_markers(&wanted) else {
                 return Ok(state);
-            }
+            };
             drop(state);
             let mut queries = 0;
             let asked = self.ask(&mut due, &mut queries);
-            let outcomes: Vec<_> = due.iter().map(|p| (p.stream, p.outcome())).collect();
-            let goes_on = due.iter().any(Probe::goes_on);
-            // Events go back to their pool only from the books' own hand.
-            drop(due);
+            due.let_go();
             state = self.lock();
             state.stats.queries += queries;
             let mut progress = false;
-            for (stream, (newest, count, late)) in outcomes {
-                progress |= newest.is_some();
-                state.asked(stream, newest, count, late);
+            for outcome in due.outcomes() {
+                progress |= outcome.newest.is_some();
+                state.asked(outcome);
             }
-            asked?;
+            let goes_on = due.goes_on();
+            due.clear();
+            state.poll = due;
             if progress {
                 state.settle_advanced();
             }
+            asked?;
             if !goes_on {
                 return Ok(state);
             }
         }
     }
 
-    fn ask(&self, due: &mut [Probe], queries: &mut u64) -> Result<(), Error> {
+    fn ask(&self, due: &mut Poll, queries: &mut u64) -> Result<(), Error> {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
-        for probe in due {
-            while let Some(event) = probe.next() {
-                *queries += 1;
-                let done = entered.query(event).map_err(|e| self.error(e))?;
-                probe.answer(done);
-            }
-        }
-        Ok(())
+        due.ask(|event| {
+            *queries += 1;
+            entered.query(event).map_err(|e| self.error(e))
+        })
     }
 
     /// Queues waits on a stream.
@@ -272,9 +353,9 @@ impl Engine {
         }
         let mut state = self.lock();
         for batch in bounds {
-            let events = state.streams.completed(batch.stream, batch.bound, &[]);
-            state.pool_events(events);
+            state.streams.completed(batch.stream, batch.bound, &[]);
         }
+        state.pool_spent();
         state.settle();
         Ok(())
     }

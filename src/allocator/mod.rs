@@ -38,6 +38,7 @@ mod peaks;
 mod placement;
 mod plan;
 mod pointers;
+mod probes;
 mod raw;
 mod ready;
 mod records;

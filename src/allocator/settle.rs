@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use crate::driver::Event;
 
+use super::bins::Entry;
+use super::probes::{Outcome, Poll};
 use super::records::{MIXED, SpaceId};
 use super::state::State;
-use super::streams::Probe;
 use super::uses::Use;
 
 /// Large allocations to let pass before a marker that was not ready is asked again.
@@ -24,50 +25,51 @@ impl State {
     pub(crate) fn settle_advanced(&mut self) {
         let advanced = self.streams.take_advanced();
         self.settle_streams(Some(&advanced));
+        self.streams.put_advanced(advanced);
     }
 
     /// Settles what is pending on several streams and on each of `classes` (or on any, if there are
     /// none), then gives up the streams of which nothing is left.
     fn settle_streams(&mut self, classes: Option<&[u32]>) {
-        let ids: Vec<SpaceId> = self.spaces().map(|s| s.id).collect();
-        for id in ids {
-            let Some(space) = self.space(id) else {
+        for id in [SpaceId::Large, SpaceId::Small] {
+            self.settle_class(id, MIXED);
+            if self.space(id).is_none_or(|space| space.merge_own) {
                 continue;
-            };
-            let mut pending: Vec<u32> = Vec::new();
-            if space.index(MIXED).is_some_and(|index| !index.is_empty()) {
-                pending.push(MIXED);
             }
-            if !space.merge_own {
-                match classes {
-                    Some(classes) => pending.extend(classes),
-                    None => pending.extend(space.pending_streams()),
+            match classes {
+                Some(classes) => {
+                    for class in classes {
+                        self.settle_class(id, *class);
+                    }
                 }
-            }
-            for class in pending {
-                self.settle_class(id, class);
+                None => {
+                    for class in self.streams.slots() {
+                        self.settle_class(id, class);
+                    }
+                }
             }
         }
         self.settle_held_back();
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        for stream in streams {
-            self.recycle(stream);
+        for stream in self.streams.slots() {
+            if self.streams[stream].in_use {
+                self.recycle(stream);
+            }
         }
     }
 
     pub(crate) fn settle_class(&mut self, space: SpaceId, class: u32) {
-        let Some(index) = self.space(space).and_then(|s| s.index(class)) else {
-            return;
-        };
+        let mut pieces = std::mem::take(&mut self.pieces);
+        let index = self.space(space).and_then(|s| s.index(class));
+        pieces.extend(index.into_iter().flat_map(|index| index.iter()));
         // By address, so that equal states settle equally.
-        let mut pieces: Vec<_> = index.iter().collect();
-        pieces.sort_unstable_by_key(|e| e.addr);
-        for entry in pieces {
+        pieces.sort_unstable_by_key(|e: &Entry| e.addr);
+        for entry in pieces.drain(..) {
             let hot = &self.records[entry.id];
             if hot.is_free() && hot.addr == entry.addr && hot.stream == class {
                 self.settle_piece(space, entry.id);
             }
         }
+        self.pieces = pieces;
     }
 
     pub(crate) fn settle_piece(&mut self, space: SpaceId, id: u32) {
@@ -91,9 +93,12 @@ impl State {
         at.retag(records, id, uses);
     }
 
-    /// The streams that are due to be asked for completed markers, each with a marker to begin with.
-    pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Vec<Probe> {
-        let mut due = Vec::new();
+    /// The streams that are due to be asked for completed markers; `None` if there are none.
+    pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Option<Poll> {
+        if self.streams.all_seen() {
+            return None;
+        }
+        let mut due = std::mem::take(&mut self.poll);
         for (stream, slot) in self.streams.iter_mut() {
             if slot.markers.is_empty() || !wanted(stream) {
                 continue;
@@ -102,28 +107,30 @@ impl State {
                 slot.backoff -= 1;
                 continue;
             }
-            due.push(Probe::new(stream, slot));
+            due.add(stream, slot);
         }
-        due
+        if due.is_empty() {
+            self.poll = due;
+            return None;
+        }
+        Some(due)
     }
 
     /// Lets the next poll ask every stream, also one that was not ready a moment ago.
     pub(crate) fn ask_again(&mut self) {
-        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
-        for stream in streams {
-            self.streams[stream].backoff = 0;
+        for (_, slot) in self.streams.iter_mut() {
+            slot.backoff = 0;
         }
     }
 
-    /// What asking a stream came to: the newest marker seen complete, how many were, and whether one
-    /// was not.
-    pub(crate) fn asked(&mut self, stream: u32, done: Option<u64>, count: usize, late: bool) {
-        if let Some(bound) = done {
-            self.observed(stream, bound);
+    /// What asking a stream came to.
+    pub(crate) fn asked(&mut self, outcome: Outcome) {
+        if let Some(bound) = outcome.newest {
+            self.observed(outcome.stream, bound);
         }
-        let slot = &mut self.streams[stream];
-        slot.stride = count.max(1) as u32;
-        if late {
+        let slot = &mut self.streams[outcome.stream];
+        slot.stride = outcome.count.max(1) as u32;
+        if outcome.late {
             slot.backoff = BACKOFF;
         }
     }
@@ -139,21 +146,28 @@ impl State {
             // Gone already if another marker's completion implied this one; what comes next in
             // line says nothing yet.
             .filter(|m| m.bound == bound)
-            .map(|m| m.row.clone());
-        let events = self
-            .streams
+            .map(|m| Arc::clone(&m.row));
+        self.streams
             .completed(stream, bound, row.as_deref().unwrap_or(&[]));
-        self.pool_events(events);
+        self.pool_spent();
     }
 
-    /// Keeps events for the next markers of the same context.
-    pub(crate) fn pool_events(&mut self, events: Vec<(u32, Arc<Event>)>) {
-        for (stream, event) in events {
-            // One that a wait under way still holds is destroyed by its last holder instead.
-            if let Some(event) = Arc::into_inner(event) {
-                let key = self.streams[stream].context.key();
-                self.events.entry(key).or_default().push(event);
-            }
+    /// Keeps the events that no marker needs any more for the next markers of the same context.
+    pub(crate) fn pool_spent(&mut self) {
+        let mut spent = self.streams.take_spent();
+        for (stream, event) in spent.drain(..) {
+            let key = self.streams[stream].context.key();
+            self.events.entry(key).or_default().push(event);
         }
+        self.streams.put_spent(spent);
+    }
+
+    /// An event of a context for the next marker.
+    pub(crate) fn pooled_event(&mut self, context: u64) -> Option<Arc<Event>> {
+        let pool = self.events.get_mut(&context)?;
+        // A wait or a question under way may still hold one.
+        let idle = |event: &mut Arc<Event>| Arc::get_mut(event).is_some();
+        let at = pool.iter_mut().rposition(idle)?;
+        Some(pool.swap_remove(at))
     }
 }

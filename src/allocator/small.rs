@@ -267,6 +267,7 @@ impl Engine {
         }
         // Of no use to ask about streams for which others hold blocks back: they ask themselves.
         let users = state.held_back_for(front);
+        state = self.mark_full(state, |stream| users.contains(&stream));
         state = self.poll_some(state, |stream| users.contains(&stream))?;
         state.settle_held_back();
         let freed = front.lock().pending_bytes() < before;
@@ -358,7 +359,8 @@ impl Engine {
                 polled = true;
                 state.ask_again();
                 (state, _) = self.reclaim(state, front, true)?;
-                state = self.poll(state)?;
+                let stream = front.lock().slot;
+                state = self.poll_for(state, stream)?;
                 continue;
             }
             let page = Want {

@@ -105,6 +105,13 @@ impl Space {
         }
     }
 
+    /// The classes of pieces that somebody may still use, with their indexes: each stream, then several.
+    pub(crate) fn pending(&self) -> impl Iterator<Item = (u32, &FreeIndex)> {
+        let streams = (0u32..).zip(&self.pending);
+        let all = streams.chain([(MIXED, &self.mixed)]);
+        all.filter(|(_, index)| !index.is_empty())
+    }
+
     /// Streams that have pieces pending on them alone.
     pub(crate) fn pending_streams(&self) -> impl Iterator<Item = u32> + '_ {
         (0u32..)

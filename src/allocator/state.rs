@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 
 use crate::driver::Event;
 
+use super::bins::Entry;
 use super::burst::Account;
 use super::config::Tuning;
 use super::engine::Engine;
@@ -17,6 +18,8 @@ use super::grid::Grid;
 use super::guards::Guards;
 use super::handles::Handles;
 use super::lookup::Lookup;
+use super::mix::Mixed;
+use super::probes::Poll;
 use super::records::{MIXED, Recorded, Records, SpaceId, State as Extent};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
 use super::space::{Shard, Space};
@@ -27,11 +30,6 @@ use super::view::View;
 
 /// Granules of a page.
 pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
-
-/// Frees after which a batch is closed while several streams are active, and
-const BATCH_FREES: u32 = 32;
-/// bytes after which it is.
-const BATCH_BYTES: u64 = 1 << 20;
 
 /// Memory held from the driver: a segment, or a physical handle at its home address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,7 +89,7 @@ pub(crate) struct PendingWait {
     pub stream: u32,
     pub bound: u64,
     pub event: Arc<Event>,
-    pub row: Box<[u64]>,
+    pub row: Arc<[u64]>,
 }
 
 /// Adds a use to those of a live block; true if its stream is new among them.
@@ -144,10 +142,13 @@ pub(crate) struct State {
     pub table: Arc<PageTable<Engine>>,
     pub fronts: Fronts,
     /// Packed: page address to its record in the small arena.
-    pub page_ids: HashMap<u64, u32>,
+    pub page_ids: HashMap<u64, u32, Mixed>,
     pub streams: Streams,
     /// Events that may be recorded again, by context.
-    pub events: HashMap<u64, Vec<Event>>,
+    pub events: HashMap<u64, Vec<Arc<Event>>, Mixed>,
+    /// Memory for rounds of questions, and for pieces that are settled.
+    pub poll: Poll,
+    pub pieces: Vec<Entry>,
     pub holdings: BTreeMap<u64, Holding>,
     /// The handles of the large arena by number.
     pub handles: Handles,
@@ -218,9 +219,11 @@ impl State {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             table,
             fronts: Fronts::default(),
-            page_ids: HashMap::new(),
+            page_ids: HashMap::default(),
             streams: Streams::default(),
-            events: HashMap::new(),
+            events: HashMap::default(),
+            poll: Poll::default(),
+            pieces: Vec::new(),
             holdings: BTreeMap::new(),
             handles: Handles::default(),
             strays: Vec::new(),
@@ -421,7 +424,7 @@ impl State {
                     stream: u.stream,
                     bound: marker.bound,
                     event: Arc::clone(&marker.event),
-                    row: marker.row.clone(),
+                    row: Arc::clone(&marker.row),
                 });
             }
         }
@@ -540,15 +543,13 @@ impl State {
 
     #[inline]
     pub(crate) fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
-        let several = self.streams.several();
-        let slot = &mut self.streams[u.stream];
+        let slot = &self.streams[u.stream];
         if u.ticket < slot.open {
             return;
         }
-        slot.open_uses = slot.open_uses.saturating_add(1);
-        slot.open_bytes += bytes;
-        if several && (slot.open_uses >= BATCH_FREES || slot.open_bytes >= BATCH_BYTES) {
-            after.mark.push((u.stream, slot.key));
+        let key = slot.key;
+        if self.streams.count_use(u.stream, bytes) {
+            after.mark.push((u.stream, key));
         }
     }
 }

@@ -12,6 +12,16 @@ use super::fronts::EngineFront;
 use super::mix::Mixed;
 use super::uses::Use;
 
+/// Frees after which a batch is full while several streams are active, and
+const BATCH_FREES: u32 = 32;
+/// bytes after which it is.
+const BATCH_BYTES: u64 = 1 << 20;
+/// Batches of a stream that get their marker as soon as they are full, at first and after it was idle
+/// when somebody asked for its memory: where work is late it matters when its marker was recorded.
+const PUNCTUAL: u32 = 512;
+/// Each time that the stream was busy instead it is twice as many, up to this.
+const MOST_PUNCTUAL: u32 = 1 << 16;
+
 /// An event recorded on a stream after everything freed under tickets up to the bound.
 #[derive(Debug, Clone)]
 pub(crate) struct Marker {
@@ -20,7 +30,7 @@ pub(crate) struct Marker {
     /// Order of publication over all streams.
     pub order: u64,
     /// What the stream was known to follow when the event was recorded.
-    pub row: Box<[u64]>,
+    pub row: Arc<[u64]>,
 }
 
 /// A closed batch of frees, waiting for its marker.
@@ -30,7 +40,7 @@ pub(crate) struct Batch {
     pub bound: u64,
     /// What the stream followed when the batch was closed: taken before the event is recorded, so
     /// that a wait queued in between is not credited to the marker.
-    row: Box<[u64]>,
+    row: Arc<[u64]>,
 }
 
 /// How a stream is known across calls.
@@ -83,7 +93,7 @@ pub(crate) struct Slot {
     /// Tickets up to here are complete as observed by the host.
     pub completed: u64,
     /// Per other stream: the newest ticket that this stream is known to follow.
-    pub row: Vec<u64>,
+    pub row: Arc<[u64]>,
     pub markers: VecDeque<Marker>,
     /// Uses (frees, mostly) and bytes under the open ticket.
     pub open_uses: u32,
@@ -94,86 +104,13 @@ pub(crate) struct Slot {
     pub capturing: bool,
     /// How many markers were found complete when they were last asked.
     pub stride: u32,
-}
-
-/// One stream's markers on the way to finding out how many of them are complete. Markers of a stream
-/// complete in order, so not every one has to be asked.
-#[derive(Debug)]
-pub(crate) struct Probe {
-    pub stream: u32,
-    markers: Vec<(u64, Arc<Event>)>,
-    /// So many are complete,
-    done: usize,
-    /// and this one (an index) is not, or does not exist.
-    late: usize,
-    /// How many to go ahead.
-    stride: usize,
-    /// The stream has more markers than are looked at.
-    more: bool,
-}
-
-impl Probe {
-    pub(crate) fn new(stream: u32, slot: &Slot) -> Self {
-        let stride = slot.stride.max(1) as usize;
-        let markers: Vec<_> = slot
-            .markers
-            .iter()
-            .take(4 * stride)
-            .map(|m| (m.bound, Arc::clone(&m.event)))
-            .collect();
-        Probe {
-            stream,
-            done: 0,
-            late: markers.len(),
-            stride,
-            more: markers.len() < slot.markers.len(),
-            markers,
-        }
-    }
-
-    /// The event to ask next; `None` once it is known how many markers are complete.
-    ///
-    /// As far ahead as went well the last time, farther while that goes well, then by halves.
-    pub(crate) fn next(&self) -> Option<&Event> {
-        Some(&self.markers.get(self.at()?)?.1)
-    }
-
-    fn at(&self) -> Option<usize> {
-        let left = self.late - self.done;
-        if left == 0 {
-            return None;
-        }
-        let ahead = if self.late == self.markers.len() {
-            self.stride.min(left)
-        } else {
-            left.div_ceil(2).min(self.stride)
-        };
-        Some(self.done + ahead - 1)
-    }
-
-    /// What the event that was asked said.
-    pub(crate) fn answer(&mut self, complete: bool) {
-        let Some(at) = self.at() else {
-            return;
-        };
-        if complete {
-            self.stride = 2 * (at + 1 - self.done);
-            self.done = at + 1;
-        } else {
-            self.late = at;
-        }
-    }
-
-    /// Whether all that were looked at are complete, and there are more.
-    pub(crate) fn goes_on(&self) -> bool {
-        self.more && self.done == self.markers.len()
-    }
-
-    /// The bound of the newest marker known to be complete, how many are, and whether one is not.
-    pub(crate) fn outcome(&self) -> (Option<u64>, usize, bool) {
-        let newest = self.done.checked_sub(1).map(|at| self.markers[at].0);
-        (newest, self.done, self.late < self.markers.len())
-    }
+    /// So many batches get their marker as soon as they are full. After that those of a stream that we
+    /// keep alive wait until somebody else asks for memory. A stream that is idle then needs none.
+    punctual: u32,
+    /// How many that will be once it was found busy.
+    patience: u32,
+    /// Among the [`full`](Streams::full) ones.
+    listed: bool,
 }
 
 impl Slot {
@@ -184,6 +121,12 @@ impl Slot {
             .back()
             .map_or(self.completed, |m| m.bound.max(self.completed));
         bound + 1 >= self.open && self.open_uses == 0
+    }
+
+    /// Whether the open batch is worth a marker.
+    #[inline]
+    fn is_full(&self) -> bool {
+        self.open_uses >= BATCH_FREES || self.open_bytes >= BATCH_BYTES
     }
 
     /// Whether it is what a stream of this name is known by.
@@ -209,6 +152,12 @@ pub(crate) struct Streams {
     advanced: Vec<u32>,
     /// The slot that was last found.
     latest: u32,
+    /// Streams of which a batch is full, and waits for somebody else to ask for its marker.
+    full: Vec<u32>,
+    /// Markers that were not seen complete.
+    unseen: usize,
+    /// Events that no marker needs any more, each with its stream.
+    spent: Vec<(u32, Arc<Event>)>,
 }
 
 impl Streams {
@@ -233,7 +182,7 @@ impl Streams {
 
     /// Whether a marker was not seen complete yet.
     pub(crate) fn in_flight(&self) -> bool {
-        self.several() && self.iter().any(|(_, slot)| !slot.markers.is_empty())
+        self.several() && self.unseen > 0
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -265,13 +214,16 @@ impl Streams {
             pages: 0,
             open,
             completed,
-            row: Vec::new(),
+            row: Arc::default(),
             markers: VecDeque::new(),
             open_uses: 0,
             open_bytes: 0,
             backoff: 0,
             capturing: false,
             stride: 1,
+            punctual: PUNCTUAL,
+            patience: PUNCTUAL,
+            listed: false,
         };
         let at = match at {
             Some(at) => {
@@ -284,6 +236,12 @@ impl Streams {
             }
         };
         self.by_key.insert(key, at);
+        if self.several() {
+            // Nobody else was there to ask for what the first one freed.
+            for stream in 0..at {
+                self.list_full(stream);
+            }
+        }
         at
     }
 
@@ -302,8 +260,10 @@ impl Streams {
             return false;
         }
         slot.in_use = false;
+        self.unseen -= slot.markers.len();
         slot.markers.clear();
-        slot.row = Vec::new();
+        slot.row = Arc::default();
+        self.unlist(stream);
         self.forget_key(stream);
         self.vacant.push(stream);
         self.in_use -= 1;
@@ -323,6 +283,24 @@ impl Streams {
         let mut advanced = std::mem::take(&mut self.advanced);
         advanced.sort_unstable();
         advanced
+    }
+
+    /// Whether more is complete of any stream than when that was last taken.
+    pub(crate) fn any_advanced(&self) -> bool {
+        !self.advanced.is_empty()
+    }
+
+    /// Gives back what [`take_advanced`](Self::take_advanced) gave, for its memory.
+    pub(crate) fn put_advanced(&mut self, mut advanced: Vec<u32>) {
+        if self.advanced.is_empty() {
+            advanced.clear();
+            self.advanced = advanced;
+        }
+    }
+
+    /// The numbers of all slots, whether in use or not.
+    pub(crate) fn slots(&self) -> std::ops::Range<u32> {
+        0..self.slots.len() as u32
     }
 
     /// Complete as observed by the host.
@@ -346,6 +324,20 @@ impl Streams {
         markers.get(markers.partition_point(|m| m.bound < u.ticket))
     }
 
+    /// Whether a stream follows more of another one than the host saw complete.
+    #[inline]
+    pub(crate) fn follows_beyond(&self, stream: u32, other: u32) -> bool {
+        let known = self[stream].row.get(other as usize);
+        known.is_some_and(|known| *known > self[other].completed)
+    }
+
+    /// Whether a marker covers a use.
+    #[inline]
+    pub(crate) fn is_covered(&self, u: &Use) -> bool {
+        let newest = self.slots[u.stream as usize].markers.back();
+        newest.is_some_and(|marker| marker.bound >= u.ticket)
+    }
+
     /// Closes the open batch of a stream: frees from now on get a later ticket, so a marker that is
     /// recorded after this covers everything up to the bound.
     pub(crate) fn close_batch(&mut self, stream: u32) -> Batch {
@@ -358,17 +350,22 @@ impl Streams {
         }
         slot.open_uses = 0;
         slot.open_bytes = 0;
+        slot.punctual = slot.punctual.saturating_sub(1);
+        if slot.listed {
+            self.unlist(stream);
+        }
+        let slot = &self.slots[stream as usize];
         Batch {
             stream,
             bound,
-            row: slot.row.clone().into_boxed_slice(),
+            row: Arc::clone(&slot.row),
         }
     }
 
     /// A marker was recorded after the batch had been closed. Gives the event back if nobody needs
     /// it any more.
     #[must_use = "an event must not be destroyed under the lock"]
-    pub(crate) fn publish(&mut self, batch: Batch, event: Event) -> Option<Event> {
+    pub(crate) fn publish(&mut self, batch: Batch, event: Arc<Event>) -> Option<Arc<Event>> {
         self.orders += 1;
         let slot = &mut self.slots[batch.stream as usize];
         if batch.bound <= slot.completed {
@@ -376,24 +373,20 @@ impl Streams {
         }
         let marker = Marker {
             bound: batch.bound,
-            event: Arc::new(event),
+            event,
             order: self.orders,
             row: batch.row,
         };
         let at = slot.markers.partition_point(|m| m.bound < marker.bound);
         slot.markers.insert(at, marker);
+        self.unseen += 1;
         None
     }
 
     /// The host saw a marker complete: so are all tickets up to its bound, and all that the stream
-    /// followed when it was recorded. Returns the events that are no longer needed.
-    pub(crate) fn completed(
-        &mut self,
-        stream: u32,
-        bound: u64,
-        row: &[u64],
-    ) -> Vec<(u32, Arc<Event>)> {
-        let mut events = Vec::new();
+    /// followed when it was recorded. The events that are no longer needed are
+    /// [spent](Self::take_spent).
+    pub(crate) fn completed(&mut self, stream: u32, bound: u64, row: &[u64]) {
         let own = (stream as usize, bound);
         for (other, ticket) in row.iter().copied().enumerate().chain([own]) {
             let Some(slot) = self.slots.get_mut(other) else {
@@ -407,26 +400,97 @@ impl Streams {
                 self.advanced.push(other as u32);
             }
             while slot.markers.front().is_some_and(|m| m.bound <= ticket) {
-                events.extend(slot.markers.pop_front().map(|m| (other as u32, m.event)));
+                let marker = slot.markers.pop_front();
+                self.unseen -= 1;
+                self.spent.extend(marker.map(|m| (other as u32, m.event)));
             }
             slot.backoff = 0;
         }
-        events
+    }
+
+    /// The host saw a stream idle after the batch had been closed.
+    pub(crate) fn batch_complete(&mut self, batch: &Batch) {
+        self.completed(batch.stream, batch.bound, &batch.row);
+    }
+
+    /// Events that no marker needs any more, each with its stream. What is left of the list goes back
+    /// to [`put_spent`](Self::put_spent).
+    pub(crate) fn take_spent(&mut self) -> Vec<(u32, Arc<Event>)> {
+        std::mem::take(&mut self.spent)
+    }
+
+    pub(crate) fn put_spent(&mut self, emptied: Vec<(u32, Arc<Event>)>) {
+        debug_assert!(emptied.is_empty(), "spent events are in a pool");
+        self.spent = emptied;
+    }
+
+    /// Whether every marker was seen complete.
+    pub(crate) fn all_seen(&self) -> bool {
+        self.unseen == 0
+    }
+
+    /// Counts a use under the open ticket of a stream. Whether the batch is to get its marker now.
+    #[inline]
+    pub(crate) fn count_use(&mut self, stream: u32, bytes: u64) -> bool {
+        let several = self.several();
+        let slot = &mut self.slots[stream as usize];
+        slot.open_uses = slot.open_uses.saturating_add(1);
+        slot.open_bytes += bytes;
+        if !several || !slot.is_full() {
+            return false;
+        }
+        let now = slot.punctual > 0 || !matches!(slot.holder, Holder::Kept(_));
+        if !now {
+            self.list_full(stream);
+        }
+        now
+    }
+
+    /// Whether the stream was idle when somebody asked for its memory.
+    pub(crate) fn was_idle(&mut self, stream: u32, idle: bool) {
+        let slot = &mut self.slots[stream as usize];
+        if idle {
+            slot.patience = PUNCTUAL;
+        } else {
+            slot.patience = (2 * slot.patience).min(MOST_PUNCTUAL);
+            slot.punctual = slot.patience;
+        }
+    }
+
+    fn list_full(&mut self, stream: u32) {
+        let slot = &mut self.slots[stream as usize];
+        let kept = slot.in_use && matches!(slot.holder, Holder::Kept(_));
+        if kept && !slot.listed && slot.is_full() {
+            slot.listed = true;
+            self.full.push(stream);
+        }
+    }
+
+    fn unlist(&mut self, stream: u32) {
+        self.slots[stream as usize].listed = false;
+        self.full.retain(|listed| *listed != stream);
+    }
+
+    /// The streams whose full batches wait for somebody to ask for their marker.
+    pub(crate) fn full(&self) -> &[u32] {
+        &self.full
     }
 
     /// A wait of one stream for a marker of another was queued.
     pub(crate) fn ordered(&mut self, stream: u32, other: u32, bound: u64, row: &[u64]) {
         let mine = &mut self.slots[stream as usize].row;
+        let mut known = mine.to_vec();
         let own = (other as usize, bound);
         for (at, ticket) in row.iter().copied().enumerate().chain([own]) {
             if at == stream as usize {
                 continue;
             }
-            if at >= mine.len() {
-                mine.resize(at + 1, 0);
+            if at >= known.len() {
+                known.resize(at + 1, 0);
             }
-            mine[at] = mine[at].max(ticket);
+            known[at] = known[at].max(ticket);
         }
+        *mine = Arc::from(known);
     }
 }
 

@@ -66,6 +66,10 @@ impl Uses {
         {
             return Uses::One(*a.max(b));
         }
+        match (self, other) {
+            (Uses::None, uses) | (uses, Uses::None) => return uses.clone(),
+            _ => {}
+        }
         Self::collect(
             self.as_slice()
                 .iter()

@@ -105,6 +105,8 @@ fn r32_steady_state_creates_no_events() {
             for bytes in [3 * KIB, 3 * MIB, 12 * MIB] {
                 let block = allocator.allocate(bytes, own).unwrap();
                 block.record_stream(other).unwrap();
+                // A stream that is idle when somebody asks needs no marker.
+                rig.stamp(block.ptr(), 3 * KIB, 1, own);
                 drop(block);
             }
             if let Some(sim) = rig.maybe_sim() {
@@ -117,10 +119,10 @@ fn r32_steady_state_creates_no_events() {
         (0..4000).for_each(round);
         let (events, markers) = (rig.calls("cuEventCreate"), allocator.stats().markers);
         (0..1000).for_each(round);
-        assert!(
-            allocator.stats().markers > markers + 100,
-            "markers are recorded"
-        );
+        if rig.maybe_sim().is_some() {
+            let recorded = allocator.stats().markers - markers;
+            assert!(recorded > 100, "{recorded} markers are recorded");
+        }
         assert_eq!(rig.calls("cuEventCreate"), events);
         rig.close(&allocator);
     });
