@@ -190,7 +190,7 @@ impl Engine {
         let mark = (handles == 0 && state.bursts.debt && !slot.covered()).then_some(slot.key);
         drop(state);
         if let Some(key) = mark {
-            return self.mark_all(&[(stream, key)]);
+            return self.mark_all([(stream, key)]);
         }
         if handles == 0 {
             return;

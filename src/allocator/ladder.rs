@@ -98,7 +98,7 @@ impl Engine {
             }
             Step::Mark => {
                 let key = state.streams[want.stream].key;
-                self.apart(state, || self.mark(want.stream, key))?
+                self.apart(state, || self.mark_unless_idle(want.stream, key))?
             }
             Step::AskAgain => {
                 state.full_at = None;
@@ -226,13 +226,14 @@ impl Engine {
         })
     }
 
-    /// Takes off the shelves what nobody holds.
+    /// Takes off the shelves what nobody holds, and sees what is complete by now: of the asking stream, too,
+    /// for what only complete memory is good for.
     fn settle_for<'a>(&'a self, mut state: Guard<'a>, want: &Want) -> Result<Guard<'a>, Error> {
         if state.settle_shelves() {
             state = self.mark_due(state);
             state = self.poll_for(state, want.stream)?;
         }
-        Ok(state)
+        Ok(self.mark_full(state, |stream| stream == want.stream))
     }
 
     /// Asks the driver for memory.

@@ -22,7 +22,7 @@ impl Engine {
 
     /// [`mark`](Self::mark) of a stream that we keep alive, unless it is idle: then everything that was
     /// freed on it is complete, which is as good.
-    fn mark_busy(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
+    pub(crate) fn mark_unless_idle(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
         self.cover_batch(stream, key, true)
     }
 
@@ -48,7 +48,8 @@ impl Engine {
         };
         let result = match self.may_mark(raw, &context, key) {
             Ok(true) => {
-                let asked = kept.as_ref().filter(|_| ask);
+                // Who captures now and then may begin to while we ask, and would suffer.
+                let asked = kept.as_ref().filter(|_| ask && !self.watchful());
                 self.record_batch(batch, raw, &context, pooled, asked)
             }
             // Nothing is recorded into somebody's graph; the next marker covers this batch.
@@ -147,9 +148,9 @@ impl Engine {
 
     /// Records the markers that a free left to record. A failure costs nothing but time: the next
     /// marker covers the batch.
-    pub(crate) fn mark_all(&self, streams: &[(u32, StreamKey)]) {
+    pub(crate) fn mark_all(&self, streams: impl IntoIterator<Item = (u32, StreamKey)>) {
         for (stream, key) in streams {
-            if let Err(error) = self.mark(*stream, *key) {
+            if let Err(error) = self.mark(stream, key) {
                 self.log_marker_failure(&error);
             }
         }
@@ -170,8 +171,14 @@ impl Engine {
             return state;
         }
         drop(state);
-        for (stream, key) in due {
-            if let Err(error) = self.mark_busy(stream, key) {
+        self.cover_all(&due)
+    }
+
+    /// [`mark_unless_idle`](Self::mark_unless_idle) of each, and what comes of it. A failure costs
+    /// nothing but time, as in [`mark_all`](Self::mark_all).
+    pub(crate) fn cover_all(&self, streams: &[(u32, StreamKey)]) -> Guard<'_> {
+        for (stream, key) in streams {
+            if let Err(error) = self.mark_unless_idle(*stream, *key) {
                 self.log_marker_failure(&error);
             }
         }

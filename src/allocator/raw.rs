@@ -343,14 +343,14 @@ impl Engine {
     /// What a free leaves to do without the lock: markers, and the end of an allocator whose last
     /// block it was.
     pub(crate) fn finish_free(&self, state: Guard<'_>, after: &AfterFree) {
-        if after.mark.is_empty() && !state.orphaned {
+        if after.is_empty() && !state.orphaned {
             return;
         }
         // Without the block nothing may keep the engine but this.
         let keep = state.engine.upgrade();
         let orphaned = state.orphaned;
         drop(state);
-        self.mark_all(&after.mark);
+        self.mark_all(after.streams());
         if orphaned {
             self.abandon();
         }

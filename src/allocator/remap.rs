@@ -143,7 +143,7 @@ impl Engine {
     /// Marks what a stream uses by now, and sees what the marker of the last time says.
     fn see_views_idle(&self, stream: u32) -> Result<(), Error> {
         let key = self.lock().streams[stream].key;
-        self.mark_all(&[(stream, key)]);
+        self.mark_all([(stream, key)]);
         drop(self.poll(self.lock())?);
         Ok(())
     }

@@ -43,7 +43,7 @@ impl Engine {
         }
         let due = std::mem::take(&mut state.fronts.due);
         drop(state);
-        self.mark_all(&due);
+        self.mark_all(due);
         self.lock()
     }
 }
@@ -108,7 +108,7 @@ impl State {
         hot.generation = block.generation;
         if !block.is_live() {
             let after = self.free(block.id);
-            self.fronts.due.extend(after.mark);
+            self.fronts.due.extend(after.streams());
             return;
         }
         let less = block.counted - block.requested;

@@ -246,8 +246,8 @@ impl Engine {
             return Ok(state);
         }
         drop(state);
-        self.mark_all(&ours);
-        self.poll_some(self.lock(), |stream| streams.contains(&stream))
+        let state = self.cover_all(&ours);
+        self.poll_some(state, |stream| streams.contains(&stream))
     }
 
     /// Asks whether other streams are done with what a front holds back for them; with `close` also
@@ -262,8 +262,7 @@ impl Engine {
         if close && state.close_batches(front, None, &mut AfterFree::default()) {
             let ours = state.kept_uncovered();
             drop(state);
-            self.mark_all(&ours);
-            state = self.lock();
+            state = self.cover_all(&ours);
         }
         // Of no use to ask about streams for which others hold blocks back: they ask themselves.
         let users = state.held_back_for(front);
@@ -444,7 +443,7 @@ impl Engine {
             }
             Freed::Full(stream) => {
                 if state.close_batches(front, Some(stream), &mut after) {
-                    after.mark.push((stream, state.streams[stream].key));
+                    after.mark(stream, state.streams[stream].key);
                 }
             }
             Freed::Books if state.closed => return Err(Error::Closed),

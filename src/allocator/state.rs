@@ -113,8 +113,28 @@ pub(crate) fn add_recorded(recorded: &mut Vec<Recorded>, new: Recorded) -> bool 
 /// What a free left to do outside the lock.
 #[derive(Debug, Default)]
 pub(crate) struct AfterFree {
-    /// Streams whose batch is full.
-    pub mark: Vec<(u32, StreamKey)>,
+    /// Streams whose batch is full: mostly none or one.
+    full: Option<(u32, StreamKey)>,
+    more: Vec<(u32, StreamKey)>,
+}
+
+impl AfterFree {
+    /// A stream is to be marked.
+    pub(crate) fn mark(&mut self, stream: u32, key: StreamKey) {
+        match self.full {
+            None => self.full = Some((stream, key)),
+            Some(_) => self.more.push((stream, key)),
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.full.is_none()
+    }
+
+    /// The streams to be marked.
+    pub(crate) fn streams(&self) -> impl Iterator<Item = (u32, StreamKey)> + '_ {
+        self.full.iter().chain(&self.more).copied()
+    }
 }
 
 /// Bytes of pieces that streams other than their own may still use.
@@ -549,7 +569,7 @@ impl State {
         }
         let key = slot.key;
         if self.streams.count_use(u.stream, bytes) {
-            after.mark.push((u.stream, key));
+            after.mark(u.stream, key);
         }
     }
 }
