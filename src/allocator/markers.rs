@@ -27,7 +27,7 @@ impl Engine {
     }
 
     fn cover_batch(&self, stream: u32, key: StreamKey, ask: bool) -> Result<(), Error> {
-        let (batch, raw, context, kept, pooled) = {
+        let (batch, raw, context, kept) = {
             let mut state = self.lock();
             let slot = &state.streams[stream];
             let other = !slot.in_use || slot.key != key;
@@ -40,24 +40,21 @@ impl Engine {
                 Holder::Kept(stream) => Some(stream.clone()),
                 _ => None,
             };
-            let pooled = state.pooled_event(context.key());
             // The bound is taken before the event is recorded, and frees from here on get a later
             // ticket: so the event covers every ticket up to the bound, and no other.
             let batch = state.streams.close_batch(stream);
-            (batch, raw, context, kept, pooled)
+            (batch, raw, context, kept)
         };
-        let result = match self.may_mark(raw, &context, key) {
-            Ok(true) => {
-                // Who captures now and then may begin to while we ask, and would suffer.
-                let asked = kept.as_ref().filter(|_| ask && !self.watchful());
-                self.record_batch(batch, raw, &context, pooled, asked)
+        // Nothing is recorded into somebody's graph; the next marker covers this batch.
+        let result = self.may_mark(raw, &context, key).and_then(|may| {
+            // Who captures now and then may begin to while we ask, and would suffer.
+            let asked = kept.as_ref().filter(|_| ask && !self.watchful());
+            match asked {
+                _ if !may => Ok(()),
+                Some(asked) if self.sees_idle(asked, &batch)? => Ok(()),
+                _ => self.record_batch(batch, raw, &context),
             }
-            // Nothing is recorded into somebody's graph; the next marker covers this batch.
-            refused => {
-                self.give_event(&context, pooled);
-                refused.map(drop)
-            }
-        };
+        });
         drop(kept);
         result
     }
@@ -85,29 +82,23 @@ impl Engine {
         Ok(asked.map(StreamKey::Id) == Some(key))
     }
 
-    fn record_batch(
-        &self,
-        batch: Batch,
-        raw: usize,
-        context: &Context,
-        pooled: Option<Arc<Event>>,
-        asked: Option<&Stream>,
-    ) -> Result<(), Error> {
-        if let Some(asked) = asked {
-            let idle = asked.is_complete().map_err(|e| self.error(e))?;
-            let mut state = self.lock();
-            state.stats.queries += 1;
-            state.streams.was_idle(batch.stream, idle);
-            if idle {
-                state.streams[batch.stream].capturing = false;
-                state.streams.batch_complete(&batch);
-                state.pool_spent();
-                drop(state);
-                self.give_event(context, pooled);
-                return Ok(());
-            }
+    /// Whether a stream is idle. Then everything freed on it up to the batch is complete.
+    fn sees_idle(&self, stream: &Stream, batch: &Batch) -> Result<bool, Error> {
+        let idle = stream.is_complete().map_err(|e| self.error(e))?;
+        let mut state = self.lock();
+        state.stats.queries += 1;
+        state.streams.was_idle(batch.stream, idle);
+        if idle {
+            state.streams[batch.stream].capturing = false;
+            state.streams.batch_complete(batch);
+            state.pool_spent();
         }
+        Ok(idle)
+    }
+
+    fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<(), Error> {
         let current = context.make_current().map_err(|e| self.error(e))?;
+        let pooled = self.lock().pooled_event(context.key());
         let event = match pooled {
             Some(event) => event,
             None => {
@@ -135,14 +126,6 @@ impl Engine {
                 state.events.entry(context.key()).or_default().push(event);
                 Err(self.error(error))
             }
-        }
-    }
-
-    /// Puts an event that was not needed back into its pool.
-    fn give_event(&self, context: &Context, event: Option<Arc<Event>>) {
-        if event.is_some() {
-            let mut state = self.lock();
-            state.events.entry(context.key()).or_default().extend(event);
         }
     }
 

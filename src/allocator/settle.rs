@@ -171,3 +171,41 @@ impl State {
         Some(pool.swap_remove(at))
     }
 }
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use std::sync::Arc;
+
+    use crate::allocator::{Allocator, Config};
+    use crate::driver::{Context, Stream};
+    use crate::sim::{SimConfig, Simulator};
+
+    /// R23: a wait or a question under way means the event as it was recorded then.
+    #[test]
+    fn an_event_that_somebody_holds_is_not_recorded_again() -> Result<(), Box<dyn std::error::Error>>
+    {
+        let simulator = Simulator::new(SimConfig::default())?;
+        let driver = simulator.driver()?;
+        let context = Context::primary(&driver, driver.device(0)?)?;
+        let allocator = Allocator::with_config(&context, Config::new())?;
+        let [a, b] = [Stream::new(&context)?, Stream::new(&context)?];
+        drop(allocator.allocate(512, &b)?);
+        drop(allocator.allocate(12 << 20, &a)?);
+        let _block = allocator.allocate(12 << 20, &b)?;
+        let engine = allocator.engine();
+        let key = context.key();
+        let held: Arc<_> = {
+            let state = engine.lock();
+            let pool = state.events.get(&key).ok_or("no pool")?;
+            Arc::clone(pool.first().ok_or("no event")?)
+        };
+        let mut others = Vec::new();
+        while let Some(event) = engine.lock().pooled_event(key) {
+            assert!(!Arc::ptr_eq(&held, &event));
+            others.push(event);
+        }
+        drop(held);
+        assert!(engine.lock().pooled_event(key).is_some());
+        Ok(())
+    }
+}

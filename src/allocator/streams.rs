@@ -17,10 +17,11 @@ const BATCH_FREES: u32 = 32;
 /// bytes after which it is.
 const BATCH_BYTES: u64 = 1 << 20;
 /// Batches of a stream that get their marker as soon as they are full, at first and after it was idle
-/// when somebody asked for its memory: where work is late it matters when its marker was recorded.
-const PUNCTUAL: u32 = 512;
+/// when somebody asked for its memory: where work is late it matters when its marker was recorded. With
+/// 512 random programs with late work held up to 1.6 % more, with this 0.2 %.
+const PUNCTUAL: u32 = 4096;
 /// Each time that the stream was busy instead it is twice as many, up to this.
-const MOST_PUNCTUAL: u32 = 1 << 16;
+const MOST_PUNCTUAL: u32 = 1 << 18;
 
 /// An event recorded on a stream after everything freed under tickets up to the bound.
 #[derive(Debug, Clone)]

@@ -102,6 +102,23 @@ pub fn scenarios() -> Vec<Scenario> {
             ..PLAIN
         },
         Scenario {
+            name: "memory that nobody asked for",
+            prepare: |w| {
+                w.stream();
+                w.put(10 * MIB, 0);
+                w.take(100, 1).unwrap();
+                // More batches than get their markers at once.
+                for at in 0..4200 {
+                    let bytes = (1 + at % 3) * MIB;
+                    drop(w.alloc.allocate(bytes, &w.streams[0]).unwrap());
+                }
+                w.sim.complete_all();
+                w.free(0).unwrap();
+            },
+            act: |w| w.take(10 * MIB, 1),
+            ..PLAIN
+        },
+        Scenario {
             name: "poll with finished work",
             prepare: |w| {
                 pending_elsewhere(w);

@@ -8,6 +8,7 @@ mod markers;
 mod order;
 mod pages;
 mod streams;
+mod unasked;
 
 use common::*;
 use cualloc::allocator::Policy;

@@ -19,10 +19,18 @@ fn unmapped(rig: &Rig) -> u64 {
 /// An allocator on its last level with 16 scattered parts of memory, all free, and an idle view over the
 /// first ten.
 fn restless(rig: &Rig, streams: [&Stream; 2]) -> (Allocator, Kept, u64) {
+    restless_after(rig, streams, 0)
+}
+
+/// [`restless`] after so many frees of the stream.
+fn restless_after(rig: &Rig, streams: [&Stream; 2], frees: usize) -> (Allocator, Kept, u64) {
     let pieces = 16;
     let config = Config::new().limit(Some((2 * pieces * PART + 2 * MIB) as u64));
     let allocator = rig.allocator_with(config.budget(1));
     drop(allocator.allocate(100, streams[1]).unwrap());
+    for at in 0..frees {
+        drop(allocator.allocate((1 + at % 3) * MIB, streams[0]).unwrap());
+    }
     let (mut kept, mut freed) = (Vec::new(), Vec::new());
     for word in 0..pieces as u32 {
         let block = allocator.allocate(PART, streams[0]).unwrap();
@@ -62,12 +70,11 @@ fn fill(allocator: &Allocator, stream: &Stream) -> Vec<Block> {
     parts
 }
 
-/// The open front of the view is kept, and continued with other handles; what it had behind goes.
-#[test]
-fn a_view_is_continued_where_its_open_run_ends() {
+/// A view is cut and continued after so many frees of its stream.
+fn continued(frees: usize) {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let (allocator, kept, base) = restless(rig, [&a, &b]);
+        let (allocator, kept, base) = restless_after(rig, [&a, &b], frees);
         let mut parts = fill(&allocator, &a);
         // The view's tail is in use at home.
         drop(parts.split_off(10));
@@ -86,6 +93,18 @@ fn a_view_is_continued_where_its_open_run_ends() {
         drop((block, parts, kept));
         rig.close(&allocator);
     });
+}
+
+/// The open front of the view is kept, and continued with other handles; what it had behind goes.
+#[test]
+fn a_view_is_continued_where_its_open_run_ends() {
+    continued(0);
+}
+
+/// Nobody else asks for what the stream freed, so it asks itself.
+#[test]
+fn a_view_of_a_stream_that_nobody_asks_is_cut() {
+    continued(4200);
 }
 
 /// The whole of the view in two blocks.

@@ -1,0 +1,205 @@
+//! Memory that nobody else asks for gets no marker, and a stream that is idle when somebody asks needs
+//! none.
+
+use std::sync::{Mutex, PoisonError};
+
+use crate::common::*;
+use crate::waits;
+use cualloc::allocator::{Allocator, Config, Policy};
+use cualloc::driver::{Context, Driver, Stream, sys};
+use cualloc::sim::{Mode, SimConfig, Simulator};
+
+const BLOCK: usize = 12 * MIB;
+/// More than are marked at once.
+const BATCHES: u64 = 4200;
+
+fn records(rig: &Rig) -> u64 {
+    rig.calls("cuEventRecord")
+}
+
+/// Frees so much on a stream that its full batches wait from then on until somebody asks. It is not the
+/// only stream.
+fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
+    drop(allocator.allocate(512, other).unwrap());
+    let markers = allocator.stats().markers;
+    for at in 0..BATCHES {
+        drop(
+            allocator
+                .allocate((1 + at as usize % 3) * MIB, stream)
+                .unwrap(),
+        );
+    }
+    let marked = allocator.stats().markers - markers;
+    assert!((4000..BATCHES).contains(&marked), "{marked} markers");
+}
+
+#[test]
+fn batches_that_nobody_asks_for_get_no_marker() {
+    each(|rig| {
+        let allocator = rig.limited(2 * BLOCK);
+        let [a, b] = rig.streams();
+        let block = allocator.allocate(BLOCK, &a).unwrap();
+        let ptr = block.ptr();
+        drop(block);
+        unasked(&allocator, &a, &b);
+        let before = (records(rig), waits(rig), rig.memory_calls());
+        for at in 0..100 {
+            drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
+        }
+        assert_eq!(records(rig), before.0);
+        // The other stream gets all of it without a marker and without a wait.
+        let queries = rig.calls("cuStreamQuery");
+        let taken = allocator.allocate(BLOCK, &b).unwrap();
+        assert_eq!(taken.ptr(), ptr);
+        assert_eq!(rig.calls("cuStreamQuery"), queries + 1);
+        assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
+        drop(taken);
+        rig.close(&allocator);
+    });
+}
+
+/// What a stream freed while it was alone is there for the first one that comes.
+#[test]
+fn what_a_lone_stream_freed_is_asked_for() {
+    each(|rig| {
+        let allocator = rig.limited(BLOCK);
+        let [a, b] = rig.streams();
+        let block = allocator.allocate(BLOCK, &a).unwrap();
+        let ptr = block.ptr();
+        rig.stamp(ptr, BLOCK, 1, &a);
+        drop(block);
+        a.synchronize().unwrap();
+        let before = (records(rig), waits(rig), rig.memory_calls());
+        let taken = allocator.allocate(BLOCK, &b).unwrap();
+        assert_eq!(taken.ptr(), ptr);
+        assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
+        assert_eq!(allocator.stats().rungs.host_waits, 0);
+        drop(taken);
+        rig.close(&allocator);
+    });
+}
+
+/// A stream that is busy when somebody asks gets its marker then, and its next ones at once.
+#[test]
+fn a_busy_stream_is_marked_when_somebody_asks() {
+    each(|rig| {
+        let allocator = rig.limited(4 * BLOCK);
+        let [a, b] = rig.streams();
+        let early = allocator.allocate(BLOCK, &a).unwrap();
+        let ptr = early.ptr();
+        unasked(&allocator, &a, &b);
+        let hold = rig.hold(&a);
+        rig.stamp(ptr, BLOCK, 1, &a);
+        let before = (records(rig), waits(rig));
+        drop(early);
+        assert_eq!(records(rig), before.0, "nobody has asked");
+        let elsewhere = allocator.allocate(BLOCK, &b).unwrap();
+        assert_ne!(elsewhere.ptr(), ptr);
+        assert_eq!(records(rig), before.0 + 1);
+        drop(allocator.allocate(2 * MIB, &a).unwrap());
+        assert_eq!(
+            records(rig),
+            before.0 + 2,
+            "the next batch is marked at once"
+        );
+        assert_eq!(waits(rig), before.1);
+        hold.release();
+        a.synchronize().unwrap();
+        drop(elsewhere);
+        allocator.empty_cache().unwrap();
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        rig.close(&allocator);
+    });
+}
+
+/// What was freed on an idle stream goes back to the driver at once, marked or not.
+#[test]
+fn idle_streams_are_trimmed_without_a_marker() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        unasked(&allocator, &a, &b);
+        drop(allocator.allocate(BLOCK, &a).unwrap());
+        let before = records(rig);
+        let trimmed = allocator.empty_cache().unwrap();
+        assert_eq!(trimmed.pending, 0, "{trimmed:?}");
+        assert_eq!(records(rig), before);
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        rig.close(&allocator);
+    });
+}
+
+type StreamQuery = unsafe extern "C" fn(sys::CUstream) -> sys::CUresult;
+type Interlude = Box<dyn FnOnce() + Send>;
+
+/// The driver's own function, and what to do once right after a call of it.
+static QUERY: Mutex<(Option<StreamQuery>, Option<Interlude>)> = Mutex::new((None, None));
+
+unsafe extern "C" fn query_then(stream: sys::CUstream) -> sys::CUresult {
+    let (real, interlude) = {
+        let mut hook = QUERY.lock().unwrap_or_else(PoisonError::into_inner);
+        (hook.0.unwrap(), hook.1.take())
+    };
+    // SAFETY: the caller's argument.
+    let code = unsafe { real(stream) };
+    if let Some(interlude) = interlude {
+        interlude();
+    }
+    code
+}
+
+/// R23: a stream that was idle a moment ago says nothing of a block that was used and freed since.
+#[test]
+fn r23_an_idle_stream_covers_no_free_that_came_after_the_question() {
+    if on_cuda() {
+        return eprintln!("SKIPPED on cuda: needs the simulator");
+    }
+    for policy in [Policy::Packed, Policy::Classic] {
+        let sim = Simulator::new(SimConfig::with_devices(1, 8 << 30)).unwrap();
+        let mut functions = sim.functions();
+        QUERY.lock().unwrap().0 = functions.cuStreamQuery;
+        functions.cuStreamQuery = Some(query_then);
+        // SAFETY: the simulator's functions, and one around one of them.
+        let driver = unsafe { Driver::from_functions(functions) }.unwrap();
+        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let config = Config::new().policy(policy);
+        let allocator = Allocator::with_config(&context, config).unwrap();
+        let [a, b] = [0, 1].map(|_| Stream::new(&context).unwrap());
+        let early = allocator.allocate(BLOCK, &a).unwrap();
+        let late = allocator.allocate(BLOCK, &a).unwrap();
+        let (early_ptr, late_ptr) = (early.ptr(), late.ptr());
+        unasked(&allocator, &a, &b);
+        sim.set_mode(Mode::Manual);
+        let (on, inside) = (a.clone(), context.clone());
+        QUERY.lock().unwrap().1 = Some(Box::new(move || {
+            let entered = inside.enter().unwrap();
+            // SAFETY: the block is live.
+            unsafe { entered.memset_d8(late.ptr(), 1, BLOCK, on.raw()) }.unwrap();
+            drop(late);
+        }));
+        drop(early);
+        let entered = context.enter().unwrap();
+        let taken: Vec<_> = (0..2)
+            .map(|_| {
+                let block = allocator.allocate(BLOCK, &b).unwrap();
+                // SAFETY: the block is live.
+                unsafe { entered.memset_d8(block.ptr(), 2, BLOCK, b.raw()) }.unwrap();
+                block
+            })
+            .collect();
+        assert!(QUERY.lock().unwrap().1.is_none(), "nobody was asked");
+        assert_eq!(taken[0].ptr(), early_ptr, "{policy:?}: complete");
+        let reports = sim.reports();
+        sim.complete_all();
+        assert!(
+            reports.is_empty() && sim.reports().is_empty(),
+            "{:#?}",
+            sim.reports()
+        );
+        // Either elsewhere, or behind a wait.
+        assert!(taken[1].ptr() != late_ptr || driver.calls().get("cuStreamWaitEvent") > 0);
+        drop(taken);
+        sim.set_mode(Mode::Instant);
+        allocator.close().unwrap();
+    }
+}
