@@ -146,13 +146,11 @@ impl Engine {
         wanted: impl Fn(u32) -> bool,
     ) -> Guard<'a> {
         let full = state.streams.full().iter().copied();
-        let due: Vec<_> = full
-            .filter(|stream| wanted(*stream))
-            .map(|stream| (stream, state.streams[stream].key))
-            .collect();
-        if due.is_empty() {
+        let mut due = full.filter(|stream| wanted(*stream)).peekable();
+        if due.peek().is_none() {
             return state;
         }
+        let due: Vec<_> = due.map(|s| (s, state.streams[s].key)).collect();
         drop(state);
         self.cover_all(&due)
     }

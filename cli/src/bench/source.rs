@@ -43,6 +43,12 @@ impl Source for Handles<'_> {
         drop(block);
         Ok(())
     }
+
+    #[inline]
+    fn clear(&self, slot: &mut Option<Block>) -> Result<(), Failure> {
+        *slot = None;
+        Ok(())
+    }
 }
 
 /// Stream handles in, pointers out, and frees by pointer.

@@ -151,13 +151,15 @@ impl Churn {
         slots: &mut Slots<S>,
         operations: usize,
     ) -> Result<(), Failure> {
-        let mask = self.sizes.len() - 1;
-        for (index, pick) in self.picks.iter().take(operations).enumerate() {
-            let slot = &mut slots[*pick as usize];
-            match slot.take() {
-                Some(block) => source.free(block)?,
-                None => {
-                    let block = source.allocate(self.sizes[index & mask], stream)?;
+        let picks = &self.picks[..operations.min(self.picks.len())];
+        // The sizes go round.
+        for picks in picks.chunks(self.sizes.len()) {
+            for (pick, bytes) in picks.iter().zip(&self.sizes) {
+                let slot = &mut slots[*pick as usize];
+                if slot.is_some() {
+                    source.clear(slot)?;
+                } else {
+                    let block = source.allocate(*bytes, stream)?;
                     // It is empty: no need to look for a block to drop.
                     std::mem::forget(slot.replace(block));
                 }
@@ -188,6 +190,15 @@ pub trait Source: Sync {
     /// # Errors
     /// Whatever it fails with.
     fn free(&self, block: Self::Block) -> Result<(), Failure>;
+
+    /// Frees what a slot holds, where it lies if that is how the source frees.
+    ///
+    /// # Errors
+    /// Whatever it fails with.
+    #[inline]
+    fn clear(&self, slot: &mut Option<Self::Block>) -> Result<(), Failure> {
+        slot.take().map_or(Ok(()), |block| self.free(block))
+    }
 }
 
 /// An allocation and its free, again and again.
