@@ -132,6 +132,7 @@ impl State {
         slot.stride = outcome.count.max(1) as u32;
         if outcome.late {
             slot.backoff = BACKOFF;
+            self.streams.was_late(outcome.stream);
         }
     }
 

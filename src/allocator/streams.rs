@@ -22,6 +22,9 @@ const BATCH_BYTES: u64 = 1 << 20;
 const PUNCTUAL: u32 = 4096;
 /// Each time that the stream was busy instead it is twice as many, up to this.
 const MOST_PUNCTUAL: u32 = 1 << 18;
+/// As many again, at least, once more markers than this are not complete: a stream without work is done
+/// with the last of them within microseconds.
+const FEW_MARKERS: usize = 8;
 
 /// An event recorded on a stream after everything freed under tickets up to the bound.
 #[derive(Debug, Clone)]
@@ -455,6 +458,14 @@ impl Streams {
         } else {
             slot.patience = (2 * slot.patience).min(MOST_PUNCTUAL);
             slot.punctual = slot.patience;
+        }
+    }
+
+    /// A marker of the stream was not complete when it was asked.
+    pub(crate) fn was_late(&mut self, stream: u32) {
+        let slot = &mut self.slots[stream as usize];
+        if slot.markers.len() > FEW_MARKERS {
+            slot.punctual = slot.punctual.max(slot.patience);
         }
     }
 

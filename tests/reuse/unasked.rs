@@ -112,6 +112,28 @@ fn a_busy_stream_is_marked_when_somebody_asks() {
     });
 }
 
+/// Work that is late is marked as it comes, however much of it.
+#[test]
+fn streams_that_are_behind_are_marked_at_once() {
+    each(|rig| {
+        let allocator = rig.limited(4 * BLOCK);
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(512, &b).unwrap());
+        let hold = rig.hold(&a);
+        for at in 0..2 * BATCHES as usize {
+            drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
+        }
+        let before = records(rig);
+        for at in 0..100 {
+            drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
+        }
+        assert_eq!(records(rig), before + 100);
+        hold.release();
+        a.synchronize().unwrap();
+        rig.close(&allocator);
+    });
+}
+
 /// What was freed on an idle stream goes back to the driver at once, marked or not.
 #[test]
 fn idle_streams_are_trimmed_without_a_marker() {
