@@ -108,7 +108,7 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.put(10 * MIB, 0);
                 w.take(100, 1).unwrap();
                 // More batches than get their markers at once.
-                for at in 0..4200 {
+                for at in 0..600 {
                     let bytes = (1 + at % 3) * MIB;
                     drop(w.alloc.allocate(bytes, &w.streams[0]).unwrap());
                 }

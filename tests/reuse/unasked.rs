@@ -11,7 +11,7 @@ use cualloc::sim::{Mode, SimConfig, Simulator};
 
 const BLOCK: usize = 12 * MIB;
 /// More than are marked at once.
-const BATCHES: u64 = 4200;
+const BATCHES: u64 = 600;
 
 fn records(rig: &Rig) -> u64 {
     rig.calls("cuEventRecord")
@@ -30,7 +30,7 @@ fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
         );
     }
     let marked = allocator.stats().markers - markers;
-    assert!((4000..BATCHES).contains(&marked), "{marked} markers");
+    assert!((400..BATCHES).contains(&marked), "{marked} markers");
 }
 
 #[test]

@@ -104,7 +104,7 @@ fn a_view_is_continued_where_its_open_run_ends() {
 /// Nobody else asks for what the stream freed, so it asks itself.
 #[test]
 fn a_view_of_a_stream_that_nobody_asks_is_cut() {
-    continued(4200);
+    continued(600);
 }
 
 /// The whole of the view in two blocks.
