@@ -158,7 +158,7 @@ pub struct Stats {
     pub ooms: u64,
     /// Markers recorded.
     pub markers: u64,
-    /// Queries of markers.
+    /// Queries: of markers, and of streams whether they are idle.
     pub queries: u64,
     /// Waits queued on streams.
     pub stream_waits: u64,
