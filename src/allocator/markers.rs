@@ -171,13 +171,14 @@ impl Engine {
     }
 
     /// Finds out what other streams are done with, for a request of a stream. Its own memory it may
-    /// have at once.
+    /// have at once; near the limit it is asked all the same, since complete memory fits in more ways.
     pub(crate) fn poll_for<'a>(
         &'a self,
         state: Guard<'a>,
         stream: u32,
     ) -> Result<Guard<'a>, Error> {
-        let state = self.mark_full(state, |other| other != stream);
+        let near = !state.bounds_hold(0);
+        let state = self.mark_full(state, |other| near || other != stream);
         self.poll(state)
     }
 

@@ -58,6 +58,27 @@ fn batches_that_nobody_asks_for_get_no_marker() {
     });
 }
 
+/// Near the limit a stream is asked for its own memory, too: complete, it fits in more ways.
+#[test]
+fn near_the_limit_a_stream_is_asked_itself() {
+    for near in [false, true] {
+        only(Policy::Packed, |rig| {
+            let limit = if near { BLOCK } else { 3 * BLOCK };
+            let allocator = rig.limited(limit);
+            let [a, b] = rig.streams();
+            drop(allocator.allocate(BLOCK, &a).unwrap());
+            unasked(&allocator, &a, &b);
+            let queries = rig.calls("cuStreamQuery");
+            for bytes in [MIB, 2 * MIB, 3 * MIB] {
+                drop(allocator.allocate(bytes, &a).unwrap());
+            }
+            let asked = rig.calls("cuStreamQuery") - queries;
+            assert_eq!(asked > 0, near, "{asked} questions");
+            rig.close(&allocator);
+        });
+    }
+}
+
 /// What a stream freed while it was alone is there for the first one that comes.
 #[test]
 fn what_a_lone_stream_freed_is_asked_for() {
