@@ -152,32 +152,6 @@ fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
     });
 }
 
-/// R38: a capturing stream is neither asked nor marked when another one wants what was freed on it.
-#[test]
-fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
-    each(|rig| {
-        let allocator = rig.allocator();
-        let [a, b] = rig.streams();
-        drop(allocator.allocate(512, &b).unwrap());
-        let block = allocator.allocate(12 * MIB, &a).unwrap();
-        let ptr = block.ptr();
-        // From here on full batches wait until somebody asks.
-        for at in 0..600 {
-            drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
-        }
-        drop(block);
-        let calls = || rig.calls("cuEventRecord") + rig.calls("cuStreamQuery");
-        let before = calls();
-        let mut elsewhere = None;
-        captured(rig, a.raw(), || {
-            elsewhere = Some(allocator.allocate(12 * MIB, &b).unwrap());
-        });
-        assert_eq!(calls(), before);
-        assert_ne!(elsewhere.map(|block| block.ptr()), Some(ptr));
-        rig.close(&allocator);
-    });
-}
-
 /// R38: a capture sees no marker of ours, and frees in it are made up for.
 #[test]
 fn r38_capture_leaves_no_stale_events() {

@@ -132,7 +132,7 @@ impl Engine {
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let pages = Arc::new(PageTable::new());
         let engine = Arc::new_cyclic(|me| {
-            let state = State::new(
+            let mut state = State::new(
                 (me.clone(), id),
                 Arc::clone(&pages),
                 device.ordinal(),
@@ -140,6 +140,7 @@ impl Engine {
                 limit,
                 config.tuning(),
             );
+            state.streams.watchful = config.capture_checks;
             Engine {
                 id,
                 context: context.clone(),

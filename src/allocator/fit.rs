@@ -129,18 +129,7 @@ impl Finder<'_> {
             best = Some(run);
         }
         let most = best.map_or(u64::MAX, |best: Run| best.granules);
-        let led = |class| self.some_ready(class);
-        self.best_pending(want, best, most, (led, |id| self.ready(id)))
-    }
-
-    /// Whether pieces of a class may be ready. Where what is complete leaves its class, those that are
-    /// pending on another stream alone are not, if the asking one follows no more of that stream than
-    /// the host saw complete.
-    fn some_ready(&self, class: u32) -> bool {
-        self.space.merge_own
-            || class == self.stream
-            || class == MIXED
-            || self.streams.follows_beyond(self.stream, class)
+        self.best_pending(want, best, most, |id| self.ready(id))
     }
 
     /// Of the ready runs around the shortest pieces that hold the request, the one in which it takes the
@@ -191,7 +180,7 @@ impl Finder<'_> {
 
     /// The best run of at most so many granules that can be used after waits, by size, then address.
     pub(crate) fn tightest_run(&self, want: &Want, most: u64) -> Option<Run> {
-        self.best_pending(want, None, most, (|_| true, |id| self.reachable(id)))
+        self.best_pending(want, None, most, |id| self.reachable(id))
     }
 
     /// The best of a run and those of usable pieces, of at most so many granules.
@@ -200,9 +189,9 @@ impl Finder<'_> {
         want: &Want,
         mut best: Option<Run>,
         most: u64,
-        (led, usable): (impl Fn(u32) -> bool, impl Fn(u32) -> bool),
+        usable: impl Fn(u32) -> bool,
     ) -> Option<Run> {
-        self.pending_runs(want, most, (led, usable), |run| {
+        self.pending_runs(want, most, usable, |run| {
             let better = run.better(best);
             best = Some(better);
             better.granules
@@ -213,29 +202,33 @@ impl Finder<'_> {
     /// The run that can be used after waits of which the newest marker is the oldest.
     pub(crate) fn oldest_run(&self, want: &Want) -> Option<Run> {
         let mut oldest: Option<(u64, Run)> = None;
-        self.pending_runs(want, u64::MAX, (|_| true, |id| self.reachable(id)), |run| {
-            let age = self.newest_marker(run, want.skip(run.addr) + want.granules);
-            if oldest.is_none_or(|(a, r)| (age, run.granules, run.addr) < (a, r.granules, r.addr)) {
-                oldest = Some((age, run));
-            }
-            u64::MAX
-        });
+        self.pending_runs(
+            want,
+            u64::MAX,
+            |id| self.reachable(id),
+            |run| {
+                let age = self.newest_marker(run, want.skip(run.addr) + want.granules);
+                if oldest
+                    .is_none_or(|(a, r)| (age, run.granules, run.addr) < (a, r.granules, r.addr))
+                {
+                    oldest = Some((age, run));
+                }
+                u64::MAX
+            },
+        );
         oldest.map(|(_, run)| run)
     }
 
     /// Looks at the runs of at most so many granules that hold a request, and have a piece in them that
-    /// is not complete, of usable pieces and led by one of a class that `led` says. `look` says how many granules are of interest from then on.
+    /// is not complete. `look` says how many granules are of interest from then on.
     fn pending_runs(
         &self,
         want: &Want,
         mut most: u64,
-        (led, usable): (impl Fn(u32) -> bool, impl Fn(u32) -> bool),
+        usable: impl Fn(u32) -> bool,
         mut look: impl FnMut(Run) -> u64,
     ) {
-        for (class, index) in self.space.pending() {
-            if !led(class) {
-                continue;
-            }
+        for index in self.space.pending() {
             index.look_at_each(|entry| {
                 // A run is as long as each of its pieces at least, and these come by length.
                 if u64::from(entry.granules) > most {

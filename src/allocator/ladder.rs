@@ -233,7 +233,7 @@ impl Engine {
             state = self.mark_due(state);
             state = self.poll_for(state, want.stream)?;
         }
-        Ok(self.mark_full(state, |stream| stream == want.stream))
+        self.mark_full(state, |stream| stream == want.stream)
     }
 
     /// Asks the driver for memory.

@@ -46,7 +46,7 @@ impl Engine {
             state.flush_fronts();
             state.kept_uncovered()
         };
-        drop(self.cover_all(&ours));
+        drop(self.cover_all(&ours)?);
         let retried = self.retry_strays();
         let mut state = self.lock();
         state.ask_again();
@@ -169,7 +169,7 @@ impl Engine {
                 .map(|(stream, slot)| (stream, slot.key))
                 .collect()
         };
-        drop(self.cover_all(&ours));
+        drop(self.cover_all(&ours)?);
         loop {
             let oldest = {
                 let state = self.lock();

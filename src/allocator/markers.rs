@@ -46,17 +46,23 @@ impl Engine {
             (batch, raw, context, kept)
         };
         // Nothing is recorded into somebody's graph; the next marker covers this batch.
-        let result = self.may_mark(raw, &context, key).and_then(|may| {
+        let covered = self.may_mark(raw, &context, key).and_then(|may| {
             // Who captures now and then may begin to while we ask, and would suffer.
             let asked = kept.as_ref().filter(|_| ask && !self.watchful());
             match asked {
-                _ if !may => Ok(()),
-                Some(asked) if self.sees_idle(asked, &batch)? => Ok(()),
-                _ => self.record_batch(batch, raw, &context),
+                _ if !may => Ok(false),
+                Some(asked) if self.sees_idle(asked, key, &batch)? => Ok(true),
+                _ => self.record_batch(batch, raw, &context).map(|()| true),
             }
         });
         drop(kept);
-        result
+        if ask && !matches!(covered, Ok(true)) {
+            let mut state = self.lock();
+            if state.streams[stream].key == key {
+                state.streams.not_covered(stream);
+            }
+        }
+        covered.map(drop)
     }
 
     /// Whether a marker may be recorded on a stream now and by this thread: not into somebody's graph, and
@@ -82,16 +88,21 @@ impl Engine {
         Ok(asked.map(StreamKey::Id) == Some(key))
     }
 
-    /// Whether a stream is idle. Then everything freed on it up to the batch is complete.
-    fn sees_idle(&self, stream: &Stream, batch: &Batch) -> Result<bool, Error> {
-        let idle = stream.is_complete().map_err(|e| self.error(e))?;
+    /// Whether a stream is idle. Then everything freed on it up to the batch is complete, for everybody
+    /// from the same moment on.
+    fn sees_idle(&self, stream: &Stream, key: StreamKey, batch: &Batch) -> Result<bool, Error> {
+        let idle = stream.is_complete();
         let mut state = self.lock();
         state.stats.queries += 1;
-        state.streams.was_idle(batch.stream, idle);
+        let idle = idle.map_err(|e| self.error(e))?;
+        let slot = &mut state.streams[batch.stream];
+        if slot.key == key {
+            slot.was_idle(idle);
+        }
         if idle {
-            state.streams[batch.stream].capturing = false;
             state.streams.batch_complete(batch);
             state.pool_spent();
+            state.settle_advanced();
         }
         Ok(idle)
     }
@@ -144,30 +155,28 @@ impl Engine {
         &'a self,
         state: Guard<'a>,
         wanted: impl Fn(u32) -> bool,
-    ) -> Guard<'a> {
+    ) -> Result<Guard<'a>, Error> {
         let full = state.streams.full().iter().copied();
         let mut due = full.filter(|stream| wanted(*stream)).peekable();
         if due.peek().is_none() {
-            return state;
+            return Ok(state);
         }
         let due: Vec<_> = due.map(|s| (s, state.streams[s].key)).collect();
         drop(state);
         self.cover_all(&due)
     }
 
-    /// [`mark_unless_idle`](Self::mark_unless_idle) of each, and what comes of it. A failure costs
-    /// nothing but time, as in [`mark_all`](Self::mark_all).
-    pub(crate) fn cover_all(&self, streams: &[(u32, StreamKey)]) -> Guard<'_> {
+    /// [`mark_unless_idle`](Self::mark_unless_idle) of each. A failure costs nothing but time, as in
+    /// [`mark_all`](Self::mark_all), unless the context is lost.
+    pub(crate) fn cover_all(&self, streams: &[(u32, StreamKey)]) -> Result<Guard<'_>, Error> {
         for (stream, key) in streams {
-            if let Err(error) = self.mark_unless_idle(*stream, *key) {
-                self.log_marker_failure(&error);
+            match self.mark_unless_idle(*stream, *key) {
+                Ok(()) => {}
+                Err(lost @ Error::ContextLost(_)) => return Err(lost),
+                Err(error) => self.log_marker_failure(&error),
             }
         }
-        let mut state = self.lock();
-        if state.streams.any_advanced() {
-            state.settle_advanced();
-        }
-        state
+        Ok(self.lock())
     }
 
     /// Finds out what other streams are done with, for a request of a stream. Its own memory it may
@@ -178,7 +187,7 @@ impl Engine {
         stream: u32,
     ) -> Result<Guard<'a>, Error> {
         let near = !state.bounds_hold(0);
-        let state = self.mark_full(state, |other| near || other != stream);
+        let state = self.mark_full(state, |other| near || other != stream)?;
         self.poll(state)
     }
 

@@ -246,7 +246,7 @@ impl Engine {
             return Ok(state);
         }
         drop(state);
-        let state = self.cover_all(&ours);
+        let state = self.cover_all(&ours)?;
         self.poll_some(state, |stream| streams.contains(&stream))
     }
 
@@ -262,11 +262,11 @@ impl Engine {
         if close && state.close_batches(front, None, &mut AfterFree::default()) {
             let ours = state.kept_uncovered();
             drop(state);
-            state = self.cover_all(&ours);
+            state = self.cover_all(&ours)?;
         }
         // Of no use to ask about streams for which others hold blocks back: they ask themselves.
         let users = state.held_back_for(front);
-        state = self.mark_full(state, |stream| users.contains(&stream));
+        state = self.mark_full(state, |stream| users.contains(&stream))?;
         state = self.poll_some(state, |stream| users.contains(&stream))?;
         state.settle_held_back();
         let freed = front.lock().pending_bytes() < before;

@@ -105,11 +105,10 @@ impl Space {
         }
     }
 
-    /// The classes of pieces that somebody may still use, with their indexes: each stream, then several.
-    pub(crate) fn pending(&self) -> impl Iterator<Item = (u32, &FreeIndex)> {
-        let streams = (0u32..).zip(&self.pending);
-        let all = streams.chain([(MIXED, &self.mixed)]);
-        all.filter(|(_, index)| !index.is_empty())
+    /// The indexes of pieces that somebody may still use: each stream, then several.
+    pub(crate) fn pending(&self) -> impl Iterator<Item = &FreeIndex> {
+        let all = self.pending.iter().chain([&self.mixed]);
+        all.filter(|index| !index.is_empty())
     }
 
     /// Streams that have pieces pending on them alone.

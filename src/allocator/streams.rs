@@ -6,7 +6,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use crate::driver::{Context, Event, Stream};
+use crate::driver::{Context, Event, Stream, process};
 
 use super::fronts::EngineFront;
 use super::mix::Mixed;
@@ -126,6 +126,17 @@ impl Slot {
         bound + 1 >= self.open && self.open_uses == 0
     }
 
+    /// Whether the stream was idle when somebody asked for its memory.
+    pub(crate) fn was_idle(&mut self, idle: bool) {
+        if idle {
+            self.patience = PUNCTUAL;
+            self.capturing = false;
+        } else {
+            self.patience = (2 * self.patience).min(MOST_PUNCTUAL);
+            self.punctual = self.patience;
+        }
+    }
+
     /// Whether the open batch is worth a marker.
     #[inline]
     fn is_full(&self) -> bool {
@@ -157,6 +168,8 @@ pub(crate) struct Streams {
     latest: u32,
     /// Streams of which a batch is full, and waits for somebody else to ask for its marker.
     full: Vec<u32>,
+    /// No batch waits: somebody may capture streams from the start.
+    pub watchful: bool,
     /// Markers that were not seen complete.
     unseen: usize,
     /// Events that no marker needs any more, each with its stream.
@@ -239,9 +252,9 @@ impl Streams {
             }
         };
         self.by_key.insert(key, at);
-        if self.several() {
+        if self.in_use == 2 {
             // Nobody else was there to ask for what the first one freed.
-            for stream in 0..at {
+            for stream in self.slots() {
                 self.list_full(stream);
             }
         }
@@ -288,11 +301,6 @@ impl Streams {
         advanced
     }
 
-    /// Whether more is complete of any stream than when that was last taken.
-    pub(crate) fn any_advanced(&self) -> bool {
-        !self.advanced.is_empty()
-    }
-
     /// Gives back what [`take_advanced`](Self::take_advanced) gave, for its memory.
     pub(crate) fn put_advanced(&mut self, mut advanced: Vec<u32>) {
         if self.advanced.is_empty() {
@@ -325,13 +333,6 @@ impl Streams {
     pub(crate) fn marker(&self, u: &Use) -> Option<&Marker> {
         let markers = &self.slots[u.stream as usize].markers;
         markers.get(markers.partition_point(|m| m.bound < u.ticket))
-    }
-
-    /// Whether a stream follows more of another one than the host saw complete.
-    #[inline]
-    pub(crate) fn follows_beyond(&self, stream: u32, other: u32) -> bool {
-        let known = self[stream].row.get(other as usize);
-        known.is_some_and(|known| *known > self[other].completed)
     }
 
     /// Whether a marker covers a use.
@@ -442,22 +443,20 @@ impl Streams {
         if !several || !slot.is_full() {
             return false;
         }
-        let now = slot.punctual > 0 || !matches!(slot.holder, Holder::Kept(_));
-        if !now {
+        let waits = slot.punctual == 0 && matches!(slot.holder, Holder::Kept(_));
+        // Where streams are captured a free is the owner's call, and a question is not.
+        if waits && !self.watchful && process::is_quiet() {
             self.list_full(stream);
+            return false;
         }
-        now
+        true
     }
 
-    /// Whether the stream was idle when somebody asked for its memory.
-    pub(crate) fn was_idle(&mut self, stream: u32, idle: bool) {
+    /// A batch that was closed to be covered is not: it waits on.
+    pub(crate) fn not_covered(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
-        if idle {
-            slot.patience = PUNCTUAL;
-        } else {
-            slot.patience = (2 * slot.patience).min(MOST_PUNCTUAL);
-            slot.punctual = slot.patience;
-        }
+        slot.open_uses = slot.open_uses.max(BATCH_FREES);
+        self.list_full(stream);
     }
 
     /// A marker of the stream was not complete when it was asked.

@@ -5,9 +5,10 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::common::*;
 use crate::waits;
+use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::driver::{Context, Driver, Stream, sys};
-use cualloc::sim::{Mode, SimConfig, Simulator};
+use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
 
 const BLOCK: usize = 12 * MIB;
 /// More than are marked at once.
@@ -97,6 +98,73 @@ fn what_a_lone_stream_freed_is_asked_for() {
         assert_eq!(allocator.stats().rungs.host_waits, 0);
         drop(taken);
         rig.close(&allocator);
+    });
+}
+
+/// The stream that was alone may have a later slot than the one that comes.
+#[test]
+fn what_a_lone_stream_in_a_later_slot_freed_is_asked_for() {
+    each(|rig| {
+        let allocator = rig.limited(24 * MIB);
+        let [a, b, c] = rig.streams();
+        for stream in [&a, &b] {
+            drop(allocator.allocate(2 * MIB, stream).unwrap());
+        }
+        allocator.retire(&a).unwrap();
+        allocator.empty_cache().unwrap();
+        assert_eq!(allocator.stats().streams, 1);
+        let block = allocator.allocate(20 * MIB, &b).unwrap();
+        let ptr = block.ptr();
+        drop(block);
+        let taken = allocator.allocate(BLOCK, &c).unwrap();
+        assert_eq!(taken.ptr(), ptr);
+        let rungs = allocator.stats().rungs;
+        assert_eq!((rungs.synchronised, rungs.host_waits), (0, 0));
+        drop(taken);
+        rig.close(&allocator);
+    });
+}
+
+/// A request that fails may have seen its stream idle on the way: what was freed there is everybody's.
+#[test]
+fn what_a_failed_request_saw_complete_is_free_for_others() {
+    each(|rig| {
+        let allocator = rig.limited(512 * MIB);
+        let [a, b] = rig.streams();
+        let small = 768 * KIB;
+        let kept = allocator.allocate(512, &b).unwrap();
+        let block = allocator.allocate(small, &a).unwrap();
+        let ptr = block.ptr();
+        unasked(&allocator, &a, &b);
+        allocator.empty_cache().unwrap();
+        // Too little to wait for somebody who asks.
+        drop(block);
+        assert!(allocator.allocate(GIB, &a).unwrap_err().is_out_of_memory());
+        allocator.check().unwrap();
+        let calls = rig.memory_calls();
+        let taken = allocator.allocate(small, &b).unwrap();
+        assert_eq!(taken.ptr(), ptr);
+        assert_eq!(rig.memory_calls(), calls);
+        drop((taken, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// A stream that is asked may say that its context is lost.
+#[test]
+fn a_question_that_finds_the_context_lost_says_so() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        let block = allocator.allocate(BLOCK, &a).unwrap();
+        unasked(&allocator, &a, &b);
+        drop(block);
+        let code = sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
+        sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
+        let error = allocator.allocate(BLOCK, &b).unwrap_err();
+        assert!(matches!(error, Error::ContextLost(_)), "{error:?}");
+        sim.clear_failures();
     });
 }
 
