@@ -72,7 +72,11 @@ impl Climb {
             Step::Evict(_) => self.evicted = true,
             Step::Shorten(_) => self.shortened = true,
             Step::Supply(_) => self.supplied = true,
-            Step::Mark => self.marked = true,
+            Step::Mark => {
+                self.marked = true;
+                // The stream may be idle: then what it freed is complete at once.
+                self.look_again();
+            }
             Step::AskAgain => self.asked_again = true,
             Step::HostWait(..) => self.look_again(),
             Step::Hook(..) => {

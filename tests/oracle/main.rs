@@ -302,3 +302,34 @@ fn small_blocks_of_a_retired_stream_stay_pending() {
     ];
     replay(plain(Policy::Packed), &ops);
 }
+
+/// What a stream was seen done with on the way to a failure is given back before it.
+#[test]
+fn pages_of_an_idle_stream_are_given_back_before_a_request_fails() {
+    let setup = Setup {
+        mode: Mode::Lag(3),
+        limit: Some(51 << 20),
+        ..plain(Policy::Packed)
+    };
+    let alloc = |stream, bytes, raw| Op::Alloc {
+        stream,
+        bytes,
+        align: 0,
+        raw,
+    };
+    let ops = [
+        Op::NewStream { raw: false },
+        alloc(5, 1 << 20, false),
+        alloc(0, 182, false),
+        Op::Free { block: 162 },
+        Op::RecordStream {
+            block: 11_659,
+            stream: 207,
+            inside: false,
+        },
+        Op::Free { block: 4 },
+        alloc(2, 27_070_035, true),
+        alloc(5, 23_924_913, false),
+    ];
+    replay(setup, &ops);
+}
