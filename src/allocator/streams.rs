@@ -16,10 +16,10 @@ use super::uses::Use;
 const BATCH_FREES: u32 = 32;
 /// bytes after which it is.
 const BATCH_BYTES: u64 = 1 << 20;
-/// Batches of a stream that get their marker as soon as they are full, at first and after it was idle
-/// when somebody asked for its memory: where work is late it matters when its marker was recorded.
+/// Batches of a stream that get their marker as soon as they are full, at first and when it works
+/// behind: where work is late it matters when its marker was recorded.
 const PUNCTUAL: u32 = 512;
-/// Each time that the stream was busy instead it is twice as many, up to this.
+/// Each time that a stream is busy when somebody asks for its memory it is twice as many, up to this.
 const MOST_PUNCTUAL: u32 = 1 << 16;
 /// As many again, at least, once more markers than this are not complete: a stream without work is done
 /// with the last of them within microseconds.
