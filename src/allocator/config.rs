@@ -123,7 +123,8 @@ impl Config {
         self
     }
 
-    /// Asks about captures from the start, or only when they are seen.
+    /// Asks about captures from the start, or only when they are seen. With it streams that may be idle are
+    /// never asked by other threads, which would spoil a capture that begins at that moment.
     pub fn capture_checks(mut self, on: bool) -> Self {
         self.capture_checks = on;
         self

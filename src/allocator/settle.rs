@@ -155,12 +155,9 @@ impl State {
 
     /// Keeps the events that no marker needs any more for the next markers of the same context.
     pub(crate) fn pool_spent(&mut self) {
-        let mut spent = self.streams.take_spent();
-        for (stream, event) in spent.drain(..) {
-            let key = self.streams[stream].context.key();
-            self.events.entry(key).or_default().push(event);
+        for (context, event) in self.streams.spent.drain(..) {
+            self.events.entry(context).or_default().push(event);
         }
-        self.streams.put_spent(spent);
     }
 
     /// An event of a context for the next marker.

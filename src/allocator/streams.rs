@@ -172,8 +172,8 @@ pub(crate) struct Streams {
     pub watchful: bool,
     /// Markers that were not seen complete.
     unseen: usize,
-    /// Events that no marker needs any more, each with its stream.
-    spent: Vec<(u32, Arc<Event>)>,
+    /// Events that no marker needs any more, each with its context: on the way to their pool.
+    pub spent: Vec<(u64, Arc<Event>)>,
 }
 
 impl Streams {
@@ -389,7 +389,7 @@ impl Streams {
 
     /// The host saw a marker complete: so are all tickets up to its bound, and all that the stream
     /// followed when it was recorded. The events that are no longer needed are
-    /// [spent](Self::take_spent).
+    /// [spent](Self::spent).
     pub(crate) fn completed(&mut self, stream: u32, bound: u64, row: &[u64]) {
         let own = (stream as usize, bound);
         for (other, ticket) in row.iter().copied().enumerate().chain([own]) {
@@ -403,10 +403,11 @@ impl Streams {
             if !self.advanced.contains(&(other as u32)) {
                 self.advanced.push(other as u32);
             }
+            let context = slot.context.key();
             while slot.markers.front().is_some_and(|m| m.bound <= ticket) {
                 let marker = slot.markers.pop_front();
                 self.unseen -= 1;
-                self.spent.extend(marker.map(|m| (other as u32, m.event)));
+                self.spent.extend(marker.map(|m| (context, m.event)));
             }
             slot.backoff = 0;
         }
@@ -415,17 +416,6 @@ impl Streams {
     /// The host saw a stream idle after the batch had been closed.
     pub(crate) fn batch_complete(&mut self, batch: &Batch) {
         self.completed(batch.stream, batch.bound, &batch.row);
-    }
-
-    /// Events that no marker needs any more, each with its stream. What is left of the list goes back
-    /// to [`put_spent`](Self::put_spent).
-    pub(crate) fn take_spent(&mut self) -> Vec<(u32, Arc<Event>)> {
-        std::mem::take(&mut self.spent)
-    }
-
-    pub(crate) fn put_spent(&mut self, emptied: Vec<(u32, Arc<Event>)>) {
-        debug_assert!(emptied.is_empty(), "spent events are in a pool");
-        self.spent = emptied;
     }
 
     /// Whether every marker was seen complete.
