@@ -158,9 +158,7 @@ impl State {
         }
         // From the live block below, it is a few steps: free pieces are merged.
         let mut at = match self.lookup.at_or_below(addr) {
-            Some(id) if self.records[id].addr >= *base && self.records.cold(id).space == space => {
-                id
-            }
+            Some(id) if self.records[id].addr >= *base && self.records[id].space == space => id,
             _ => region.first,
         };
         while at != NIL && self.records[at].end() <= addr {

@@ -1,16 +1,18 @@
 //! An exact best-fit index of free extents.
 //!
-//! 16 bins per power of two, found through a two-level bitmap; every bin is ordered by size, then
+//! 32 bins per power of two, found through a two-level bitmap; every bin is ordered by size, then
 //! address. So the first entry that is large enough is the best fit, and on ties the one with the
-//! lowest address. A bin is a sorted array while it is short and a tree when it is long, so that a
-//! search stays logarithmic whatever the fragmentation.
+//! lowest address. A bin is a line of the processor's cache while it has few entries, then a sorted array,
+//! and a tree when it is long, so that a search stays logarithmic whatever the fragmentation.
 
 use std::collections::BTreeSet;
 
+use super::boxed::boxed_array;
+
 /// Bins per power of two.
-const BINS_PER_GROUP: usize = 16;
-/// Groups: sizes below 16 granules, then one group per power of two up to 2^31 granules.
-const GROUPS: usize = 29;
+const BINS_PER_GROUP: usize = 32;
+/// Groups: sizes below 32 granules, then one group per power of two up to 2^31 granules.
+const GROUPS: usize = 28;
 /// A bin with more entries becomes a tree,
 const TREE_FROM: usize = 64;
 /// and an array again when it has shrunk to this many.
@@ -43,10 +45,74 @@ impl Entry {
     }
 }
 
+/// Entries of one bin.
 #[derive(Debug)]
+#[repr(align(64))]
 enum Bin {
+    /// So few that they lie in the bin's own line.
+    Few(Few),
     List(Vec<Key>),
     Tree(BTreeSet<Key>),
+}
+
+const _: () = assert!(size_of::<Bin>() == 64);
+
+/// Entries that fit into a bin's own line.
+const FEW: usize = 3;
+
+/// In order; behind them comes what is larger than every key.
+#[derive(Debug, Clone, Copy)]
+struct Few([Key; FEW]);
+
+/// No entry: there is no record of this number.
+const NONE: Key = Key::MAX;
+
+impl Few {
+    const EMPTY: Few = Few([NONE; FEW]);
+
+    #[inline(always)]
+    fn is_full(&self) -> bool {
+        self.0[FEW - 1] != NONE
+    }
+
+    #[inline(always)]
+    fn as_slice(&self) -> &[Key] {
+        &self.0[..self.place(NONE).min(FEW)]
+    }
+
+    /// Where a key is, or would be.
+    #[inline(always)]
+    fn place(&self, key: Key) -> usize {
+        self.0.iter().map(|k| usize::from(*k < key)).sum()
+    }
+
+    /// The first key that is not below `from`.
+    #[inline(always)]
+    fn first_from(&self, from: Key) -> Option<(usize, Key)> {
+        let at = self.place(from);
+        let key = *self.0.get(at)?;
+        (key != NONE).then_some((at, key))
+    }
+
+    /// Adds a key where there is room.
+    #[inline(always)]
+    fn insert(&mut self, key: Key) {
+        debug_assert!(!self.is_full(), "there is room");
+        // Sorted by exchanges; the last one falls out.
+        let [a, b, _] = self.0;
+        let (a, key) = (a.min(key), a.max(key));
+        self.0 = [a, b.min(key), b.max(key)];
+    }
+
+    #[inline(always)]
+    fn remove_at(&mut self, at: usize) {
+        let [a, b, c] = self.0;
+        self.0 = match at {
+            0 => [b, c, NONE],
+            1 => [a, c, NONE],
+            _ => [a, b, NONE],
+        };
+    }
 }
 
 /// Where a key is in a list, or would be.
@@ -55,37 +121,35 @@ fn place(list: &[Key], key: Key) -> usize {
     list.partition_point(|k| *k < key)
 }
 
-/// Takes out a key by its place, which it has; mostly there is nothing behind it to be moved.
-#[inline(always)]
-fn remove_at(list: &mut Vec<Key>, at: usize) {
-    if at + 1 == list.len() {
-        list.pop();
-    } else {
-        list.remove(at);
-    }
-}
-
 impl Bin {
-    #[inline]
+    const EMPTY: Bin = Bin::Few(Few::EMPTY);
+
     fn is_empty(&self) -> bool {
         match self {
-            Bin::List(list) => list.is_empty(),
-            Bin::Tree(tree) => tree.is_empty(),
+            Bin::Few(few) => few.0[0] == NONE,
+            // They become few before.
+            Bin::List(_) | Bin::Tree(_) => false,
         }
     }
 
     #[inline(always)]
     fn insert(&mut self, key: Key) {
         match self {
-            Bin::List(list) if list.len() < TREE_FROM => list.insert(place(list, key), key),
-            _ => self.insert_in_tree(key),
+            Bin::Few(few) if !few.is_full() => few.insert(key),
+            _ => self.insert_among_many(key),
         }
     }
 
-    #[cold]
     #[inline(never)]
-    fn insert_in_tree(&mut self, key: Key) {
+    fn insert_among_many(&mut self, key: Key) {
         match self {
+            Bin::Few(few) => {
+                let mut list = Vec::with_capacity(LIST_FROM);
+                list.extend_from_slice(few.as_slice());
+                list.insert(place(&list, key), key);
+                *self = Bin::List(list);
+            }
+            Bin::List(list) if list.len() < TREE_FROM => list.insert(place(list, key), key),
             Bin::List(list) => {
                 list.push(key);
                 *self = Bin::Tree(list.drain(..).collect());
@@ -99,15 +163,11 @@ impl Bin {
     #[inline(always)]
     fn remove(&mut self, key: Key) -> bool {
         match self {
-            Bin::List(list) => {
-                let at = place(list, key);
-                let found = list.get(at) == Some(&key);
-                if found {
-                    remove_at(list, at);
-                }
-                found
+            Bin::Few(few) => {
+                let found = few.first_from(key).filter(|(_, found)| *found == key);
+                found.map(|(at, _)| few.remove_at(at)).is_some()
             }
-            Bin::Tree(_) => self.remove_from_tree(key).is_some(),
+            _ => self.take_among_many(key, |found| found == key).is_some(),
         }
     }
 
@@ -115,67 +175,76 @@ impl Bin {
     #[inline(always)]
     fn take_from(&mut self, from: Key) -> Option<Key> {
         match self {
-            Bin::List(list) => {
-                let at = place(list, from);
-                let key = *list.get(at)?;
-                remove_at(list, at);
+            Bin::Few(few) => {
+                let (at, key) = few.first_from(from)?;
+                few.remove_at(at);
                 Some(key)
             }
-            Bin::Tree(tree) => {
-                let key = *tree.range(from..).next()?;
-                self.remove_from_tree(key)
-            }
+            _ => self.take_among_many(from, |_| true),
         }
     }
 
-    #[cold]
+    /// Takes out the first key that is not below `from`, if it is the right one.
     #[inline(never)]
-    fn remove_from_tree(&mut self, key: Key) -> Option<Key> {
-        let Bin::Tree(tree) = self else {
-            return None;
-        };
-        let found = tree.remove(&key).then_some(key);
-        if tree.len() <= LIST_FROM {
-            *self = Bin::List(std::mem::take(tree).into_iter().collect());
+    fn take_among_many(&mut self, from: Key, right: impl Fn(Key) -> bool) -> Option<Key> {
+        match self {
+            Bin::Few(_) => None,
+            Bin::List(list) => {
+                let at = place(list, from);
+                let key = list.get(at).copied().filter(|key| right(*key))?;
+                list.remove(at);
+                if list.len() < FEW {
+                    let mut few = Few::EMPTY;
+                    list.drain(..).for_each(|key| few.insert(key));
+                    *self = Bin::Few(few);
+                }
+                Some(key)
+            }
+            Bin::Tree(tree) => {
+                let key = tree
+                    .range(from..)
+                    .next()
+                    .copied()
+                    .filter(|key| right(*key))?;
+                tree.remove(&key);
+                if tree.len() <= LIST_FROM {
+                    *self = Bin::List(std::mem::take(tree).into_iter().collect());
+                }
+                Some(key)
+            }
         }
-        found
     }
 
     /// The first key that is not below `from`.
     #[inline]
     fn first_from(&self, from: Key) -> Option<Key> {
         match self {
+            Bin::Few(few) => few.first_from(from).map(|(_, key)| key),
             Bin::List(list) => list.get(place(list, from)).copied(),
             Bin::Tree(tree) => tree.range(from..).next().copied(),
         }
     }
 
-    /// The first of all.
-    #[inline]
-    fn first(&self) -> Option<Key> {
+    /// Those that lie in an array, or none, and those of a tree, or none.
+    fn parts(&self) -> (&[Key], Option<&BTreeSet<Key>>) {
         match self {
-            Bin::List(list) => list.first().copied(),
-            Bin::Tree(tree) => tree.first().copied(),
+            Bin::Few(few) => (few.as_slice(), None),
+            Bin::List(list) => (list, None),
+            Bin::Tree(tree) => (&[], Some(tree)),
         }
     }
 
     /// All entries in order.
     fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
-        let (list, tree) = match self {
-            Bin::List(list) => (Some(list), None),
-            Bin::Tree(tree) => (None, Some(tree)),
-        };
-        list.into_iter()
-            .flatten()
+        let (list, tree) = self.parts();
+        list.iter()
             .chain(tree.into_iter().flatten())
             .map(|key| Entry::of(*key))
     }
 
     fn last(&self) -> Option<Entry> {
-        let key = match self {
-            Bin::List(list) => list.last(),
-            Bin::Tree(tree) => tree.last(),
-        };
+        let (list, tree) = self.parts();
+        let key = list.last().or_else(|| tree?.last());
         key.map(|key| Entry::of(*key))
     }
 }
@@ -184,9 +253,9 @@ impl Bin {
 #[derive(Debug, Default)]
 pub(crate) struct FreeIndex {
     summary: u32,
-    groups: [u16; GROUPS],
-    /// Empty until the first insertion: most streams never have entries in most indexes.
-    bins: Vec<Bin>,
+    groups: [u32; GROUPS],
+    /// Those of a group from the first insertion on: most streams never have entries in most groups.
+    bins: [Option<Box<[Bin; BINS_PER_GROUP]>>; GROUPS],
     len: usize,
     granules: u64,
 }
@@ -207,9 +276,15 @@ const fn bin_of(granules: u32) -> (usize, usize) {
     }
     let msb = 31 - granules.leading_zeros();
     (
-        (msb - 3) as usize,
-        (granules >> (msb - 4)) as usize & (BINS_PER_GROUP - 1),
+        (msb - 4) as usize,
+        (granules >> (msb - 5)) as usize & (BINS_PER_GROUP - 1),
     )
+}
+
+#[cold]
+#[inline(never)]
+fn empty_bins() -> Box<[Bin; BINS_PER_GROUP]> {
+    boxed_array(|| Bin::EMPTY)
 }
 
 impl FreeIndex {
@@ -227,42 +302,34 @@ impl FreeIndex {
     }
 
     pub(crate) fn insert(&mut self, entry: Entry) {
-        if self.bins.is_empty() {
-            self.make_bins();
-        }
         self.len += 1;
         let (group, sub) = bin_of(entry.granules);
-        self.bins[group * BINS_PER_GROUP + sub].insert(entry.key());
+        let bins = self.bins[group].get_or_insert_with(empty_bins);
+        bins[sub].insert(entry.key());
         self.groups[group] |= 1 << sub;
         self.summary |= 1 << group;
         self.granules += u64::from(entry.granules);
     }
 
-    #[cold]
-    #[inline(never)]
-    fn make_bins(&mut self) {
-        self.bins
-            .resize_with(GROUPS * BINS_PER_GROUP, || Bin::List(Vec::new()));
-    }
-
     /// Takes an entry out; false if it is not there.
     pub(crate) fn remove(&mut self, entry: &Entry) -> bool {
-        if self.bins.is_empty() {
-            return false;
-        }
         let (group, sub) = bin_of(entry.granules);
-        let bin = &mut self.bins[group * BINS_PER_GROUP + sub];
+        let Some(bins) = &mut self.bins[group] else {
+            return false;
+        };
+        let bin = &mut bins[sub];
         if !bin.remove(entry.key()) {
             return false;
         }
-        self.removed(group, sub, entry.granules);
+        let emptied = bin.is_empty();
+        self.removed(group, sub, emptied, entry.granules);
         true
     }
 
     #[inline(always)]
-    fn removed(&mut self, group: usize, sub: usize, granules: u32) {
+    fn removed(&mut self, group: usize, sub: usize, emptied: bool, granules: u32) {
         self.len -= 1;
-        if self.bins[group * BINS_PER_GROUP + sub].is_empty() {
+        if emptied {
             self.groups[group] &= !(1 << sub);
             if self.groups[group] == 0 {
                 self.summary &= !(1 << group);
@@ -273,25 +340,27 @@ impl FreeIndex {
 
     /// Takes out what [`best_fit`](Self::best_fit) finds.
     pub(crate) fn take_best_fit(&mut self, granules: u32) -> Option<Entry> {
-        if self.bins.is_empty() {
-            return None;
-        }
-        let (mut group, mut sub) = bin_of(granules);
+        let (group, sub) = bin_of(granules);
         let from = Key::from(granules) << 96;
-        let mut taken = self.bins[group * BINS_PER_GROUP + sub].take_from(from);
-        if taken.is_none() {
-            (group, sub) = self.filled_above(group, sub)?;
-            taken = self.bins[group * BINS_PER_GROUP + sub].take_from(0);
-        }
-        let entry = Entry::of(taken?);
-        self.removed(group, sub, entry.granules);
+        self.take_from(group, sub, from).or_else(|| {
+            let (group, sub) = self.filled_above(group, sub)?;
+            self.take_from(group, sub, 0)
+        })
+    }
+
+    #[inline(always)]
+    fn take_from(&mut self, group: usize, sub: usize, from: Key) -> Option<Entry> {
+        let bin = &mut self.bins[group].as_mut()?[sub];
+        let entry = Entry::of(bin.take_from(from)?);
+        let emptied = bin.is_empty();
+        self.removed(group, sub, emptied, entry.granules);
         Some(entry)
     }
 
     /// The first bin above one that holds anything.
     #[inline(always)]
     fn filled_above(&self, group: usize, sub: usize) -> Option<(usize, usize)> {
-        let above = self.groups[group] & (u16::MAX << sub << 1);
+        let above = self.groups[group] & (u32::MAX << sub << 1);
         if above != 0 {
             return Some((group, above.trailing_zeros() as usize));
         }
@@ -306,7 +375,7 @@ impl FreeIndex {
     /// Gives up the bins of an empty index: a stream that is gone must not keep them.
     pub(crate) fn shrink(&mut self) {
         if self.len == 0 {
-            self.bins = Vec::new();
+            self.bins = Default::default();
         }
     }
 
@@ -319,14 +388,26 @@ impl FreeIndex {
         })
     }
 
+    /// The bins that hold anything, ascending.
+    fn filled(&self) -> impl Iterator<Item = &Bin> {
+        let groups = set_bits(self.summary);
+        groups.flat_map(|group| {
+            let bins = self.bins[group].as_deref();
+            let subs = bins.map(|bins| set_bits(self.groups[group]).map(|at| &bins[at]));
+            subs.into_iter().flatten()
+        })
+    }
+
     /// Shows all entries in order, as long as `look` says so. Faster than [`iter`](Self::iter).
     pub(crate) fn look_at_each(&self, mut look: impl FnMut(Entry) -> bool) {
         for group in set_bits(self.summary) {
-            for sub in set_bits(u32::from(self.groups[group])) {
-                let goes_on = match &self.bins[group * BINS_PER_GROUP + sub] {
-                    Bin::List(list) => list.iter().all(|key| look(Entry::of(*key))),
-                    Bin::Tree(tree) => tree.iter().all(|key| look(Entry::of(*key))),
-                };
+            let Some(bins) = &self.bins[group] else {
+                continue;
+            };
+            for sub in set_bits(self.groups[group]) {
+                let (list, tree) = bins[sub].parts();
+                let goes_on = list.iter().all(|key| look(Entry::of(*key)))
+                    && tree.is_none_or(|tree| tree.iter().all(|key| look(Entry::of(*key))));
                 if !goes_on {
                     return;
                 }
@@ -353,11 +434,7 @@ impl FreeIndex {
 
     /// All entries in the order of the index.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
-        set_bits(self.summary)
-            .flat_map(|group| {
-                set_bits(u32::from(self.groups[group])).map(move |sub| group * BINS_PER_GROUP + sub)
-            })
-            .flat_map(|bin| self.bins[bin].iter())
+        self.filled().flat_map(Bin::iter)
     }
 
     /// The largest entry.
@@ -366,22 +443,20 @@ impl FreeIndex {
             return None;
         }
         let group = 31 - self.summary.leading_zeros() as usize;
-        let sub = 15 - self.groups[group].leading_zeros() as usize;
-        self.bins[group * BINS_PER_GROUP + sub].last()
+        let sub = 31 - self.groups[group].leading_zeros() as usize;
+        self.bins[group].as_ref()?[sub].last()
     }
 
     fn first_from(&self, from: &Entry) -> Option<Entry> {
-        if self.bins.is_empty() {
-            return None;
-        }
         let (group, sub) = bin_of(from.granules);
-        if let Some(key) = self.bins[group * BINS_PER_GROUP + sub].first_from(from.key()) {
-            return Some(Entry::of(key));
-        }
-        let (group, sub) = self.filled_above(group, sub)?;
-        self.bins[group * BINS_PER_GROUP + sub]
-            .first()
-            .map(Entry::of)
+        let first = |group: usize, sub: usize, from| {
+            let bins = self.bins[group].as_ref()?;
+            bins[sub].first_from(from).map(Entry::of)
+        };
+        first(group, sub, from.key()).or_else(|| {
+            let (group, sub) = self.filled_above(group, sub)?;
+            first(group, sub, 0)
+        })
     }
 }
 

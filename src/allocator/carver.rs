@@ -205,13 +205,12 @@ impl Carver {
     pub fn record(&mut self, address: u64, stream: u64) -> Result<(), CarveError> {
         let id = self.live(address)?;
         let slot = self.slot(stream);
-        let own = self.records[id].stream == slot;
-        let recorded = &mut self.records.cold_mut(id).recorded;
-        if !own && !recorded.iter().any(|r| r.stream == slot) {
-            recorded.push(Recorded {
+        if self.records[id].stream != slot {
+            let until_the_free = Recorded {
                 stream: slot,
                 ticket: None,
-            });
+            };
+            self.records.record(id, until_the_free);
         }
         Ok(())
     }
@@ -227,11 +226,11 @@ impl Carver {
         self.lookup.remove(address);
         let size = self.records[id].bytes();
         let owner = self.records[id].stream;
-        let recorded = std::mem::take(&mut self.records.cold_mut(id).recorded);
+        let recorded = self.records.cold_mut(id).take_recorded();
         let others = recorded.iter().map(|r| r.stream);
         let uses = std::iter::once(owner).chain(others);
         let uses = Uses::collect(uses.map(|stream| Use { stream, ticket: 0 }).collect());
-        let pool = self.records.cold(id).space;
+        let pool = self.records[id].space;
         let (space, records) = self.parts(pool);
         space.release(records, id, uses);
         Ok(Carved { address, size })
@@ -312,7 +311,7 @@ impl Carver {
         let name = |slot: u32| self.streams[slot as usize];
         let live = hot.state == Extent::Used;
         let pending: Vec<u64> = if live {
-            cold.recorded.iter().map(|r| name(r.stream)).collect()
+            cold.recorded().iter().map(|r| name(r.stream)).collect()
         } else {
             let others = cold
                 .uses
@@ -333,7 +332,7 @@ impl Carver {
             },
             stream: Some(name(cold.owner)),
             pending,
-            small: cold.space == SpaceId::Small,
+            small: hot.space == SpaceId::Small,
             is_split: hot.prev != NIL || hot.next != NIL,
         }
     }

@@ -104,7 +104,7 @@ impl State {
                     u64::from(hot.prev),
                 )?;
                 holds("an extent has a size", hot.granules > 0)?;
-                holds("an extent knows its space", cold.space == space.id)?;
+                holds("an extent knows its space", hot.space == space.id)?;
                 let neighbour = (prev != NIL).then(|| &self.records[prev]);
                 match hot.state {
                     Extent::Free => {
@@ -209,12 +209,12 @@ impl State {
     /// A live block of the user.
     fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
         let (hot, cold) = (&self.records[id], self.records.cold(id));
-        let large = usize::from(cold.space == SpaceId::Large);
+        let large = usize::from(hot.space == SpaceId::Large);
         sums.live[large] += 1;
         sums.allocated[large] += hot.bytes();
         sums.requested[large] += cold.requested;
         *sums.on_stream.entry(hot.stream).or_default() += 1;
-        for recorded in &cold.recorded {
+        for recorded in cold.recorded() {
             *sums.on_stream.entry(recorded.stream).or_default() += 1;
         }
         same(
@@ -238,7 +238,7 @@ impl State {
         let mut live: HashMap<u64, Vec<(u32, u32)>> = HashMap::new();
         let (mut lent, mut viewed) = (0, 0);
         for (id, hot) in self.records.iter() {
-            let parts = &self.records.cold(id).home;
+            let parts = self.records.cold(id).home();
             if parts.is_empty() {
                 continue;
             }

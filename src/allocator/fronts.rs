@@ -365,7 +365,7 @@ impl State {
         };
         let mut known = self.recorded_uses(run.ptr, using);
         if let Some(new) = new {
-            super::state::add_recorded(&mut known, new);
+            super::records::add_recorded(&mut known, new);
         }
         for one in &known {
             self.streams[one.stream].live += 1;

@@ -215,7 +215,7 @@ impl State {
         let Some(end) = end.filter(|_| bytes > 0) else {
             return Err(Error::InvalidRange { ptr, bytes });
         };
-        let segments = if self.records.cold(id).home.is_empty() {
+        let segments = if self.records.cold(id).home().is_empty() {
             self.home_segments(ptr, end)
         } else {
             self.view_segments(ptr, end)
@@ -326,7 +326,7 @@ impl State {
         hot.state = Extent::Busy;
         let bytes = hot.bytes();
         self.guards.bytes += bytes;
-        let space = self.records.cold(id).space;
+        let space = self.records[id].space;
         if matches!(uses, Uses::Many(_)) {
             // Counted among what other streams use again when it is free.
             self.stats
@@ -352,14 +352,14 @@ impl State {
         let Some(uses) = freed else { return };
         let bytes = self.records[id].bytes();
         self.guards.bytes -= bytes;
-        let (space, owner) = (self.records.cold(id).space, self.records.cold(id).owner);
+        let (space, owner) = (self.records[id].space, self.records.cold(id).owner);
         self.streams[owner].calls -= 1;
         let shared = matches!(uses, Uses::Many(_));
         if shared {
             self.stats
                 .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
         }
-        if !self.records.cold(id).home.is_empty() {
+        if !self.records.cold(id).home().is_empty() {
             for piece in self.view_block_freed(id, &uses) {
                 self.settle_piece(SpaceId::Large, piece);
             }

@@ -44,6 +44,7 @@ impl Space {
             next,
             stream,
             state: State::Free,
+            space: self.id,
             shelved: false,
         });
         if next != NIL {
@@ -52,7 +53,6 @@ impl Space {
         let cold = records.cold_mut(entry.id);
         let (uses, owner, freed) = (std::mem::take(&mut cold.uses), cold.owner, cold.freed);
         let cold = records.cold_mut(right);
-        cold.space = self.id;
         (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
         own.insert(Entry {
             granules: rest,

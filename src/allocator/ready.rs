@@ -103,8 +103,7 @@ impl State {
         } = *hot;
         let live = hot.generation == generation && hot.state == Extent::Used && !hot.shelved;
         let (cold, bytes) = (self.records.cold(id), hot.bytes());
-        let plain =
-            cold.space == SpaceId::Large && cold.recorded.is_empty() && cold.home.is_empty();
+        let plain = hot.space == SpaceId::Large && cold.is_plain();
         if !live || !plain {
             return false;
         }

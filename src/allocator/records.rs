@@ -1,9 +1,8 @@
 //! Block records: 32 bytes that every operation touches, and what only some need beside them.
 //!
 //! A record describes one extent of address space: a block in use, a free piece, a range that a
-//! driver call is working on, or a range without memory. Ids are 32 bits; records never move.
+//! driver call is working on, or a range without memory. Ids are 32 bits.
 
-use super::boxed::boxed_array;
 use super::fronts::EngineFront;
 use super::uses::Uses;
 
@@ -64,6 +63,7 @@ pub(crate) struct Hot {
     /// [`MIXED`].
     pub stream: u32,
     pub state: State,
+    pub space: SpaceId,
     /// Used: its front says whether somebody holds it, and in which life.
     pub shelved: bool,
 }
@@ -91,10 +91,11 @@ impl Hot {
     }
 }
 
-/// The part of a record that only frees across streams, statistics and diagnostics need.
+/// The part of a record that only allocation and free, statistics and diagnostics need: a line of the
+/// processor's cache.
 #[derive(Debug, Clone, Default)]
+#[repr(align(64))]
 pub(crate) struct Cold {
-    pub space: SpaceId,
     /// Bytes as asked for, before any rounding; 0 unless used.
     pub requested: u64,
     /// Free: until when which streams may still touch it.
@@ -103,41 +104,73 @@ pub(crate) struct Cold {
     pub owner: u32,
     /// Free: how many frees there had been when the last byte of it was freed.
     pub freed: u64,
-    /// Used: other streams that were recorded on the block.
-    pub recorded: Vec<Recorded>,
-    /// Used, in a view: the home extents that it was lent, in the order of the view.
-    pub home: Vec<u32>,
     /// Lent: the block.
     pub lent_to: u32,
     /// Used: the front on whose shelf it lies.
     pub front: Option<&'static EngineFront>,
+    /// Made when there is anything to note in it, and kept until the record is given back.
+    rare: Option<Box<Rare>>,
+}
+
+const _: () = assert!(size_of::<Cold>() == 64);
+
+/// What few blocks ever have.
+#[derive(Debug, Clone, Default)]
+struct Rare {
+    /// Used: other streams that were recorded on the block.
+    recorded: Vec<Recorded>,
+    /// Used, in a view: the home extents that it was lent, in the order of the view.
+    home: Vec<u32>,
 }
 
 impl Cold {
     /// Makes it what a new one is. Word by word: little of it is ever set.
+    #[inline(always)]
     fn clear(&mut self) {
         // All of them: what is left out would live on in the record's next life.
         let Cold {
-            space,
             requested,
             uses,
             owner,
             freed,
-            recorded,
-            home,
             lent_to,
             front,
+            rare,
         } = self;
-        *space = SpaceId::default();
+        debug_assert!(rare.is_none(), "put aside before");
         *requested = 0;
         *uses = Uses::None;
         (*owner, *freed, *lent_to) = (0, 0, 0);
         *front = None;
-        if recorded.capacity() > 0 {
-            *recorded = Vec::new();
-        }
-        if home.capacity() > 0 {
-            *home = Vec::new();
+    }
+
+    /// Used: other streams that were recorded on the block.
+    pub(crate) fn recorded(&self) -> &[Recorded] {
+        self.rare.as_ref().map_or(&[], |rare| &rare.recorded)
+    }
+
+    /// Takes out what was recorded.
+    pub(crate) fn take_recorded(&mut self) -> Vec<Recorded> {
+        let rare = self.rare.as_mut();
+        rare.map_or_else(Vec::new, |rare| std::mem::take(&mut rare.recorded))
+    }
+
+    /// Used, in a view: the home extents that it was lent, in the order of the view.
+    pub(crate) fn home(&self) -> &[u32] {
+        self.rare.as_ref().map_or(&[], |rare| &rare.home)
+    }
+
+    pub(crate) fn take_home(&mut self) -> Vec<u32> {
+        let rare = self.rare.as_mut();
+        rare.map_or_else(Vec::new, |rare| std::mem::take(&mut rare.home))
+    }
+
+    /// Whether the block lies at its home and only its own stream used it.
+    #[inline(always)]
+    pub(crate) fn is_plain(&self) -> bool {
+        match &self.rare {
+            None => true,
+            Some(rare) => rare.recorded.is_empty() && rare.home.is_empty(),
         }
     }
 }
@@ -150,16 +183,37 @@ pub(crate) struct Recorded {
     pub ticket: Option<u64>,
 }
 
-const CHUNK_BITS: u32 = 12;
-const CHUNK: usize = 1 << CHUNK_BITS;
+/// Adds a use to those of a live block; true if its stream is new among them.
+pub(crate) fn add_recorded(recorded: &mut Vec<Recorded>, new: Recorded) -> bool {
+    match recorded.iter_mut().find(|r| r.stream == new.stream) {
+        Some(known) => {
+            // "Until the free" covers every earlier ticket.
+            known.ticket = match (known.ticket, new.ticket) {
+                (Some(a), Some(b)) => Some(a.max(b)),
+                _ => None,
+            };
+            false
+        }
+        None => {
+            recorded.push(new);
+            true
+        }
+    }
+}
 
-/// All records of an allocator, in chunks that never move.
+/// Records that there is room for from the start.
+const FIRST: usize = 1 << 12;
+
+/// All records of an allocator.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
-    hot: Vec<Box<[Hot; CHUNK]>>,
-    cold: Vec<Box<[Cold; CHUNK]>>,
+    hot: Vec<Hot>,
+    /// As long as `hot`.
+    cold: Vec<Cold>,
     vacant: Vec<u32>,
-    made: u32,
+    /// Empty ones, for the next that need one.
+    #[expect(clippy::vec_box, reason = "they go in and out as boxes")]
+    spare: Vec<Box<Rare>>,
 }
 
 impl Records {
@@ -174,14 +228,13 @@ impl Records {
             next: NIL,
             stream: COMPLETE,
             state,
+            space,
             shelved: false,
         });
-        // The rest is as it was when the record was given back.
-        self.cold_mut(id).space = space;
         id
     }
 
-    /// A vacant record, whose [`Cold`] is a new one's; the caller says its space.
+    /// A vacant record, whose [`Cold`] is a new one's.
     #[inline(always)]
     pub(crate) fn vacant_id(&mut self) -> u32 {
         match self.vacant.pop() {
@@ -193,50 +246,78 @@ impl Records {
     #[cold]
     #[inline(never)]
     fn new_id(&mut self) -> u32 {
-        if self.made as usize == self.hot.len() * CHUNK {
-            self.hot.push(boxed_array(Default::default));
-            self.cold.push(boxed_array(Default::default));
+        if self.hot.is_empty() {
+            self.hot.reserve(FIRST);
+            self.cold.reserve(FIRST);
         }
-        self.made += 1;
-        self.made - 1
+        self.hot.push(Hot::default());
+        self.cold.push(Cold::default());
+        self.hot.len() as u32 - 1
     }
 
     /// Gives a record back.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn retire(&mut self, id: u32) {
         let hot = &mut self[id];
         hot.state = State::Vacant;
         // A handle to the dead record must never look live.
         hot.generation = (hot.generation + 1) & !1;
+        let cold = &mut self.cold[id as usize];
+        if let Some(rare) = cold.rare.take() {
+            self.put_aside(rare);
+        }
         self.cold_mut(id).clear();
         self.vacant.push(id);
     }
 
+    #[cold]
+    #[inline(never)]
+    fn put_aside(&mut self, mut rare: Box<Rare>) {
+        rare.recorded.clear();
+        rare.home.clear();
+        self.spare.push(rare);
+    }
+
+    fn rare(&mut self, id: u32) -> &mut Rare {
+        let rare = &mut self.cold[id as usize].rare;
+        rare.get_or_insert_with(|| self.spare.pop().unwrap_or_default())
+    }
+
+    /// Adds a use to those of a live block. `None` as its ticket: whatever that stream is given until
+    /// the free. True if the stream is new among them.
+    pub(crate) fn record(&mut self, id: u32, new: Recorded) -> bool {
+        add_recorded(&mut self.rare(id).recorded, new)
+    }
+
+    /// Notes the home extents that a block in a view was lent, in the order of the view.
+    pub(crate) fn set_home(&mut self, id: u32, parts: Vec<u32>) {
+        self.rare(id).home = parts;
+    }
+
     /// The record, if the id was ever handed out.
     pub(crate) fn get(&self, id: u32) -> Option<&Hot> {
-        let chunk = self.hot.get((id >> CHUNK_BITS) as usize)?;
-        Some(&chunk[id as usize % CHUNK])
+        self.hot.get(id as usize)
     }
 
     #[inline]
     pub(crate) fn cold(&self, id: u32) -> &Cold {
-        &self.cold[(id >> CHUNK_BITS) as usize][id as usize % CHUNK]
+        &self.cold[id as usize]
     }
 
     #[inline]
     pub(crate) fn cold_mut(&mut self, id: u32) -> &mut Cold {
-        &mut self.cold[(id >> CHUNK_BITS) as usize][id as usize % CHUNK]
+        &mut self.cold[id as usize]
     }
 
     /// Records that describe something.
     pub(crate) fn len(&self) -> usize {
-        self.made as usize - self.vacant.len()
+        self.hot.len() - self.vacant.len()
     }
 
     /// Every record that describes something.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Hot)> {
-        (0..self.made)
-            .map(|id| (id, &self[id]))
+        (0..)
+            .zip(&self.hot)
             .filter(|(_, hot)| hot.state != State::Vacant)
     }
 }
@@ -245,13 +326,13 @@ impl std::ops::Index<u32> for Records {
     type Output = Hot;
     #[inline]
     fn index(&self, id: u32) -> &Hot {
-        &self.hot[(id >> CHUNK_BITS) as usize][id as usize % CHUNK]
+        &self.hot[id as usize]
     }
 }
 
 impl std::ops::IndexMut<u32> for Records {
     #[inline]
     fn index_mut(&mut self, id: u32) -> &mut Hot {
-        &mut self.hot[(id >> CHUNK_BITS) as usize][id as usize % CHUNK]
+        &mut self.hot[id as usize]
     }
 }

@@ -61,7 +61,7 @@ impl State {
     #[inline(never)]
     fn put_on_shelf(&mut self, id: u32, front: &'static EngineFront) -> bool {
         let (hot, cold) = (self.records[id], self.records.cold(id));
-        if !cold.home.is_empty() {
+        if !cold.home().is_empty() {
             return false;
         }
         let requested = cold.requested;
@@ -114,7 +114,7 @@ impl State {
         let less = block.counted - block.requested;
         let cold = self.records.cold_mut(block.id);
         cold.requested = block.requested;
-        let small = cold.space != super::records::SpaceId::Large;
+        let small = self.records[block.id].space != super::records::SpaceId::Large;
         self.stats.on_pool(small, |pool| pool.requested.sub(less));
     }
 
@@ -257,7 +257,7 @@ impl State {
                 )?;
                 holds(
                     "nobody else uses a block on a shelf",
-                    cold.recorded.is_empty(),
+                    cold.recorded().is_empty(),
                 )?;
                 same("address of a block on a shelf", block.ptr, hot.addr)?;
                 same(

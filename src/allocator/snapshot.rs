@@ -71,7 +71,7 @@ impl State {
         let number = |stream: u32| self.streams[stream].key.number();
         let live = hot.state == Extent::Used;
         let pending: Vec<u64> = if live {
-            cold.recorded.iter().map(|r| number(r.stream)).collect()
+            cold.recorded().iter().map(|r| number(r.stream)).collect()
         } else {
             let open = cold
                 .uses
@@ -107,7 +107,7 @@ impl State {
                     .map(|u| number(u.stream)),
             },
             pending,
-            small: cold.space != SpaceId::Large,
+            small: hot.space != SpaceId::Large,
             is_split: hot.prev != NIL || hot.next != NIL,
         }
     }
@@ -159,7 +159,7 @@ impl State {
         for (id, _) in self
             .records
             .iter()
-            .filter(|(id, _)| !self.records.cold(*id).home.is_empty())
+            .filter(|(id, _)| !self.records.cold(*id).home().is_empty())
         {
             let info = self.block_info(id);
             let after = segments.partition_point(|s| s.address <= info.address);

@@ -502,9 +502,7 @@ impl Space {
         let cold = records.cold_mut(id);
         cold.uses = uses;
         cold.requested = 0;
-        if cold.recorded.capacity() > 0 {
-            cold.recorded = Vec::new();
-        }
+        drop(cold.take_recorded());
         self.coalesce(records, id)
     }
 

@@ -92,24 +92,6 @@ pub(crate) struct PendingWait {
     pub row: Arc<[u64]>,
 }
 
-/// Adds a use to those of a live block; true if its stream is new among them.
-pub(crate) fn add_recorded(recorded: &mut Vec<Recorded>, new: Recorded) -> bool {
-    match recorded.iter_mut().find(|r| r.stream == new.stream) {
-        Some(known) => {
-            // "Until the free" covers every earlier ticket.
-            known.ticket = match (known.ticket, new.ticket) {
-                (Some(a), Some(b)) => Some(a.max(b)),
-                _ => None,
-            };
-            false
-        }
-        None => {
-            recorded.push(new);
-            true
-        }
-    }
-}
-
 /// What a free left to do outside the lock.
 #[derive(Debug, Default)]
 pub(crate) struct AfterFree {
@@ -458,10 +440,10 @@ impl State {
         hot.stream = stream;
         hot.generation = hot.generation.wrapping_add(1) | 1;
         let (addr, bytes) = (hot.addr, hot.bytes());
+        let small = hot.space != SpaceId::Large;
         let cold = self.records.cold_mut(id);
         cold.requested = requested;
         cold.owner = stream;
-        let small = cold.space != SpaceId::Large;
         self.lookup.insert(addr, id);
         self.streams[stream].live += 1;
         let within = self.make_sure_of_peaks(bytes, requested);
@@ -479,8 +461,7 @@ impl State {
         if self.records[id].stream == stream {
             return;
         }
-        let recorded = &mut self.records.cold_mut(id).recorded;
-        if add_recorded(recorded, Recorded { stream, ticket }) {
+        if self.records.record(id, Recorded { stream, ticket }) {
             self.streams[stream].live += 1;
         }
     }
@@ -490,12 +471,13 @@ impl State {
         self.unshelve_loose();
         let hot = &mut self.records[id];
         let (addr, granules, bytes, owner) = (hot.addr, hot.granules, hot.bytes(), hot.stream);
+        let space = hot.space;
         hot.generation = hot.generation.wrapping_add(1);
         self.frees += 1;
         let cold = self.records.cold_mut(id);
         cold.freed = self.frees;
-        let (space, requested, in_view) = (cold.space, cold.requested, !cold.home.is_empty());
-        let shared = !cold.recorded.is_empty();
+        let (requested, in_view) = (cold.requested, !cold.home().is_empty());
+        let shared = !cold.recorded().is_empty();
         self.lookup.remove(addr);
         if self.packed {
             self.fronts.habits.freed(id, granules);
@@ -536,7 +518,7 @@ impl State {
 
     /// The last uses of a block that other streams used, which is counted as free already.
     fn shared_uses(&mut self, id: u32, own: Use) -> Uses {
-        let recorded = std::mem::take(&mut self.records.cold_mut(id).recorded);
+        let recorded = self.records.cold_mut(id).take_recorded();
         let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
         let uses = Uses::collect(std::iter::once(own).chain(others).collect());
         let all = &self.stats.all;

@@ -355,7 +355,7 @@ impl State {
             self.records[*part].state = Extent::Lent;
             self.records.cold_mut(*part).lent_to = id;
         }
-        self.records.cold_mut(id).home = parts;
+        self.records.set_home(id, parts);
         id
     }
 
@@ -364,7 +364,7 @@ impl State {
         let addr = self.records[id].addr;
         self.lent_bytes -= self.records[id].bytes();
         let owner = self.records.cold(id).owner;
-        let parts = std::mem::take(&mut self.records.cold_mut(id).home);
+        let parts = self.records.cold_mut(id).take_home();
         if let Some((base, view)) = self.views.range_mut(..=addr).next_back() {
             let offset = ((addr - base) / GRANULE) as u32;
             view.blocks.retain(|(start, _)| *start != offset);
