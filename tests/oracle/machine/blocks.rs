@@ -152,10 +152,13 @@ impl Machine<'_> {
             return Ok(());
         };
         let stream = stream.clone();
-        match self.unchanged(|m| m.alloc.allocate_aligned(bytes, alignment, &stream))? {
-            Err(Error::InvalidSize { .. } | Error::InvalidAlignment { .. }) => Ok(()),
-            other => Err(format!("{bytes} bytes at {alignment}: {other:?}")),
+        for result in self.unchanged(|m| m.alloc.allocate_aligned(bytes, alignment, &stream))? {
+            match result {
+                Err(Error::InvalidSize { .. } | Error::InvalidAlignment { .. }) => {}
+                other => return Err(format!("{bytes} bytes at {alignment}: {other:?}")),
+            }
         }
+        Ok(())
     }
 
     pub(super) fn reserve(&mut self, stream: u8, bytes: usize) -> Step {
@@ -260,15 +263,17 @@ impl Machine<'_> {
             },
         };
         // SAFETY: no block starts there; the call has to refuse.
-        let result = self.unchanged(|m| unsafe { m.alloc.free_raw(ptr) })?;
-        match (kind, &result) {
-            (Bad::Foreign, Err(Error::NotOurs { .. }))
-            | (Bad::Interior, Err(Error::InteriorPointer { .. }))
-            // The memory may have been given back, or be inside a newer block.
-            | (Bad::Double, Err(Error::NotLive { .. } | Error::NotOurs { .. } | Error::InteriorPointer { .. })) => Ok(()),
-            // Asking which stream it is comes first where the free has to.
-            _ => Err(format!("free of {ptr:#x} ({kind:?}): {result:?}")),
+        for result in self.unchanged(|m| unsafe { m.alloc.free_raw(ptr) })? {
+            match (kind, &result) {
+                (Bad::Foreign, Err(Error::NotOurs { .. }))
+                | (Bad::Interior, Err(Error::InteriorPointer { .. }))
+                // The memory may have been given back, or be inside a newer block.
+                | (Bad::Double, Err(Error::NotLive { .. } | Error::NotOurs { .. } | Error::InteriorPointer { .. })) => {}
+                // Asking which stream it is comes first where the free has to.
+                _ => return Err(format!("free of {ptr:#x} ({kind:?}): {result:?}")),
+            }
         }
+        Ok(())
     }
 }
 
