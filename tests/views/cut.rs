@@ -1,7 +1,7 @@
 //! Views that are cut short and continued otherwise, by work that never comes to rest.
 
 use cualloc::driver::Stream;
-use cualloc::{Allocator, Block, Config};
+use cualloc::{Allocator, Block, Config, Policy};
 
 use crate::common::*;
 use crate::{Kept, PART, packed, view_of};
@@ -191,4 +191,44 @@ fn views_of_a_lone_stream_are_cut() {
         drop((block, parts, kept));
         rig.close(&allocator);
     });
+}
+
+/// A view that another thread's free opens while one is cut serves the request as it is: there is nothing to
+/// map.
+#[test]
+fn a_view_that_opens_beside_a_cut_needs_no_mapping() {
+    let Some(rig) = Rig::with_interludes(Policy::Packed) else {
+        return;
+    };
+    let [a, b] = rig.streams();
+    let (allocator, kept, base) = restless(&rig, [&a, &b]);
+    let mut parts = fill(&allocator, &a);
+    drop(parts.drain(8..));
+    a.synchronize().unwrap();
+    // In a view of its own, with two parts that the first view's tail has.
+    let other = allocator.allocate(NEED, &a).unwrap();
+    let (at, view) = (other.ptr(), view_of(&allocator, &other));
+    assert!(view.is_some_and(|view| view != base));
+    drop(parts.drain(..6));
+    a.synchronize().unwrap();
+    let before = allocator.stats().rungs;
+    let maps = rig.calls("cuMemMap");
+    interlude::after("cuMemUnmap", move || drop(other));
+    let block = allocator.allocate(NEED, &a).unwrap();
+    let after = allocator.stats().rungs;
+    assert_eq!(after.shortened - before.shortened, 1);
+    assert_eq!(view_of(&allocator, &block), view);
+    assert!(block.ptr().abs_diff(at) < (2 * MIB) as u64);
+    assert_eq!(rig.calls("cuMemMap"), maps);
+    assert_eq!(
+        (after.views - before.views, after.stitched - before.stitched),
+        (1, 0)
+    );
+    allocator.check().unwrap();
+    rig.stamp(block.ptr(), NEED, 7, &a);
+    assert_eq!(rig.mismatches(block.ptr(), NEED, 7, &a), 0);
+    kept.assert_intact(&rig);
+    drop((block, parts, kept));
+    rig.close(&allocator);
+    rig.assert_clean();
 }
