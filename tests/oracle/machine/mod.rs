@@ -158,6 +158,7 @@ fn first_report(sim: &Simulator) -> Step {
 /// same bytes off the shelf, free there. A call that looks at the block takes it off.
 fn apart_from_shelves(stats: Stats) -> Stats {
     let mut apart = stats;
+    apart.front_bytes = 0;
     apart.free_blocks = 0;
     apart.largest_free = 0;
     apart.nodes = 0;
