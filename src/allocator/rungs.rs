@@ -39,7 +39,7 @@ pub(crate) struct Climb {
     pub flushed: bool,
     pub retried: bool,
     pub evicted: bool,
-    /// A stitch was refused; no other is tried for this request.
+    /// A stitch was refused; no other is tried until there may be more memory for it.
     pub unstitched: bool,
     /// A view was cut short for the request,
     pub shortened: bool,
@@ -72,6 +72,8 @@ impl Climb {
             Step::Evict(_) => self.evicted = true,
             Step::Shorten(_) => self.shortened = true,
             Step::Supply(_) => self.supplied = true,
+            // What the driver had no memory for it may have now.
+            Step::Release(_) => self.unstitched = false,
             Step::Mark => {
                 self.marked = true;
                 // The stream may be idle: then what it freed is complete at once.
