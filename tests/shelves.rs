@@ -109,6 +109,9 @@ fn s1_19_figures_tell_lives_on_shelves_from_memory_at_hand() {
         }
         assert_eq!(during.hits - before.hits, 1);
         assert_eq!(after.free - during.free, LARGE as u64);
+        // What was kept for the request; the snapshot sent it home meanwhile.
+        assert_eq!(before.front_bytes - during.front_bytes, LARGE as u64);
+        assert_eq!(after.front_bytes, during.front_bytes);
         assert_eq!(
             allocator.cached(),
             after.all.reserved.current - 5 * MIB as u64

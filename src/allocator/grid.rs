@@ -120,11 +120,21 @@ impl Grid {
                 seen = owner;
                 least = least.max(look(owner));
             }
-            let next = last + covered.max((right >> grid).saturating_sub(last));
+            // What is open may go on in the next view, which is not looked at yet.
+            let run = (right >> grid).min(self.view_end(grid, last));
+            let next = run.max(last + covered);
             covered = (least / (FINEST << grid)) as usize;
             last = next.max(covered - 1);
         }
         true
+    }
+
+    /// Where the points of the view end that a point belongs to.
+    fn view_end(&self, grid: usize, point: usize) -> usize {
+        let wide = GRIDS - 1 - grid;
+        let units = &self.owners[point >> wide..];
+        let own = units.iter().take_while(|owner| **owner == units[0]).count();
+        ((point >> wide) + own) << wide
     }
 
     /// Which points of the finest grid a run may cover that covers a point of another: from one, up to
@@ -236,6 +246,20 @@ mod tests {
         });
         assert!(told);
         assert_eq!(found, [1, 2, 4, 5]);
+    }
+
+    /// The points of a view that fills its room lie beside those of the next one.
+    #[test]
+    fn views_without_room_are_told_apart() {
+        let mut grid = Grid::default();
+        for base in 1..4 {
+            let place = grid.enter(base, WIDEST);
+            grid.extend(place, &segs(&[(1, 16); 8]), 0);
+        }
+        for mib in [32, 64, 100, 128] {
+            let found = candidates(&grid, mib * MIB, &[0, WHOLE]);
+            assert_eq!(found, Some(vec![1, 2, 3]), "{mib} MiB");
+        }
     }
 
     #[test]

@@ -234,7 +234,7 @@ impl State {
         free += held[0];
         stats.hits += reused[2];
         stats.hits += totals[2] - self.fronts.misses.min(totals[2]);
-        stats.front_bytes = quick;
+        stats.front_bytes = quick + held[0];
         stats.free += free + pending;
         stats.fronts = locked.len() as u64;
     }

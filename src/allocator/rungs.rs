@@ -39,11 +39,11 @@ pub(crate) struct Climb {
     pub flushed: bool,
     pub retried: bool,
     pub evicted: bool,
-    /// A stitch was refused; no other is tried for this request.
+    /// A stitch was refused; no other is tried until there may be more memory for it.
     pub unstitched: bool,
     /// A view was cut short for the request,
     pub shortened: bool,
-    /// in the last step. What was cut served the request no better before.
+    /// in the last step. What was cut served the request no better before, as far as this thread knows.
     pub just_cut: bool,
     /// Memory was made for a stitch.
     pub supplied: bool,
@@ -72,6 +72,8 @@ impl Climb {
             Step::Evict(_) => self.evicted = true,
             Step::Shorten(_) => self.shortened = true,
             Step::Supply(_) => self.supplied = true,
+            // What the driver had no memory for it may have now.
+            Step::Release(_) => self.unstitched = false,
             Step::Mark => {
                 self.marked = true;
                 // The stream may be idle: then what it freed is complete at once.
@@ -208,7 +210,7 @@ impl Engine {
         if self.packed {
             if self.stitches(want)
                 && !climb.unstitched
-                && let Some(step) = self.stitch_step(state, want, open, climb.shortened)
+                && let Some(step) = self.stitch_step(state, want, open, climb)
             {
                 return step;
             }
@@ -294,12 +296,19 @@ impl Engine {
         state: &mut State,
         want: &Want,
         open: Option<Openings>,
-        shortened: bool,
+        climb: &Climb,
     ) -> Option<Step> {
         let open = match open {
             Some(open) => open,
             None => state.openings(want, false)?,
         };
+        // Views were not searched again, but others may have freed memory meanwhile: a stitch behind an end
+        // that is long enough by now would map nothing.
+        if climb.just_cut
+            && let Some(run) = state.open_end(want, &open)
+        {
+            return Some(Step::View(run));
+        }
         let reachable = match open.more {
             true => Some(state.openings(want, true)?),
             false => None,
@@ -319,7 +328,9 @@ impl Engine {
             }
             return Some(Step::Reserve(SpaceId::Views, bytes));
         }
-        if !shortened && let Some(cut) = state.plan_cut(want, &open) {
+        if !climb.shortened
+            && let Some(cut) = state.plan_cut(want, &open)
+        {
             return Some(Step::Shorten(cut));
         }
         let room = state.room();
@@ -362,7 +373,7 @@ impl Engine {
             // At the limit memory always wins, also for requests that are not worth a view before.
             if let Some(step) = self
                 .ready_in_view(state, want, &mut open)
-                .or_else(|| self.stitch_step(state, want, open, climb.shortened))
+                .or_else(|| self.stitch_step(state, want, open, climb))
             {
                 return step;
             }

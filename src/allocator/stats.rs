@@ -168,7 +168,8 @@ pub struct Stats {
     pub streams: u64,
     /// Fronts, from which blocks of up to 64 KiB come under the packed policy.
     pub fronts: u64,
-    /// Bytes of freed blocks that fronts keep as they are, for the next request of their size.
+    /// Bytes of freed blocks that fronts keep as they are, for the next request of their size; large ones
+    /// are among them.
     pub front_bytes: u64,
     /// Free pieces, apart from what fronts keep for the next request of their size.
     pub free_blocks: u64,

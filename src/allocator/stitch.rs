@@ -9,7 +9,7 @@ use super::seam::Stitch;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use super::sources::{Source, Sources};
 use super::state::{State, Want};
-use super::view::Openings;
+use super::view::{Openings, ViewRun};
 
 /// Requests below this many bytes are not stitched while growing is allowed.
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
@@ -207,6 +207,18 @@ impl State {
             }
         }
         best
+    }
+
+    /// A run at the end of a view that holds a request by itself.
+    pub(crate) fn open_end(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
+        let need = u64::from(want.granules) * GRANULE;
+        let (suffix, base) = self.best_suffixes(need, open).first().copied()?;
+        let offset = self.views.get(&base)?.granules.checked_sub(want.granules)?;
+        (suffix == need && want.align == 1).then_some(ViewRun {
+            base,
+            offset,
+            granules: want.granules,
+        })
     }
 
     /// Extensions of the views with the longest open suffix.

@@ -73,6 +73,23 @@ impl Rig {
             let simulator = Simulator::new(config).unwrap();
             (simulator.driver().unwrap(), Some(simulator))
         };
+        Rig::of(policy, driver, simulator)
+    }
+
+    /// A rig on the simulator with [interludes](super::interlude); none, with a word about it, on a GPU.
+    pub fn with_interludes(policy: Policy) -> Option<Rig> {
+        if on_cuda() {
+            eprintln!("SKIPPED on cuda: needs the simulator");
+            return None;
+        }
+        let simulator = Simulator::new(SimConfig::with_devices(1, 8 << 30)).unwrap();
+        let functions = super::interlude::install(simulator.functions());
+        // SAFETY: the simulator's functions, some of them behind ones of the same types.
+        let driver = unsafe { Driver::from_functions(functions) }.unwrap();
+        Some(Rig::of(policy, driver, Some(simulator)))
+    }
+
+    fn of(policy: Policy, driver: Driver, simulator: Option<Simulator>) -> Rig {
         let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
         Rig {
             policy,

@@ -23,7 +23,7 @@ use std::time::Instant;
 use cualloc::Policy;
 
 use cualloc::sim::Mode;
-use program::{Op, Setup, crowded, generate};
+use program::{Bad, Op, Setup, crowded, generate};
 use shrink::{attempt, print, shrink};
 
 const LENGTH: usize = 2000;
@@ -332,4 +332,39 @@ fn pages_of_an_idle_stream_are_given_back_before_a_request_fails() {
         alloc(5, 23_924_913, false),
     ];
     replay(setup, &ops);
+}
+
+/// A refused call beside a large block that nobody holds and that stays with its front.
+#[test]
+fn refused_calls_beside_a_shelf_change_nothing() {
+    let bad = |kind| Op::FreeBad { block: 0, kind };
+    let absurd = Op::Absurd {
+        stream: 0,
+        bytes: usize::MAX,
+        alignment: 1,
+    };
+    let pair = [alloc(0, 2 << 20), Op::Free { block: 1 }];
+    for refused in [
+        absurd,
+        bad(Bad::Foreign),
+        bad(Bad::Interior),
+        bad(Bad::Double),
+    ] {
+        let mut ops = vec![alloc(0, 512)];
+        ops.extend(pair.repeat(3));
+        ops.push(refused);
+        replay(plain(Policy::Packed), &ops);
+    }
+}
+
+/// A refused call that names a block on a shelf, by an address inside it.
+#[test]
+fn the_inside_of_a_block_on_a_shelf_is_refused() {
+    let mut ops = [alloc(0, 2 << 20), Op::Free { block: 0 }].repeat(3);
+    ops.push(alloc(0, (2 << 20) - 100));
+    ops.push(Op::FreeBad {
+        block: 1000,
+        kind: Bad::Interior,
+    });
+    replay(plain(Policy::Packed), &ops);
 }

@@ -4,6 +4,7 @@
 mod bytes;
 #[path = "../common/mod.rs"]
 mod common;
+mod late;
 mod markers;
 mod order;
 mod pages;

@@ -1,16 +1,14 @@
 //! Memory that nobody else asks for gets no marker, and a stream that is idle when somebody asks needs
 //! none.
 
-use std::sync::{Mutex, PoisonError};
-
 use crate::common::*;
+use crate::late::{BLOCK, covers_no_later_free};
 use crate::waits;
 use cualloc::Error;
-use cualloc::allocator::{Allocator, Config, Policy};
-use cualloc::driver::{Context, Driver, Stream, sys};
-use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
+use cualloc::allocator::{Allocator, Policy};
+use cualloc::driver::{Stream, sys};
+use cualloc::sim::FailPlan;
 
-const BLOCK: usize = 12 * MIB;
 /// More than are marked at once.
 const BATCHES: u64 = 600;
 
@@ -240,77 +238,13 @@ fn idle_streams_are_trimmed_without_a_marker() {
     });
 }
 
-type StreamQuery = unsafe extern "C" fn(sys::CUstream) -> sys::CUresult;
-type Interlude = Box<dyn FnOnce() + Send>;
-
-/// The driver's own function, and what to do once right after a call of it.
-static QUERY: Mutex<(Option<StreamQuery>, Option<Interlude>)> = Mutex::new((None, None));
-
-unsafe extern "C" fn query_then(stream: sys::CUstream) -> sys::CUresult {
-    let (real, interlude) = {
-        let mut hook = QUERY.lock().unwrap_or_else(PoisonError::into_inner);
-        (hook.0.unwrap(), hook.1.take())
-    };
-    // SAFETY: the caller's argument.
-    let code = unsafe { real(stream) };
-    if let Some(interlude) = interlude {
-        interlude();
-    }
-    code
-}
-
 /// R23: a stream that was idle a moment ago says nothing of a block that was used and freed since.
 #[test]
 fn r23_an_idle_stream_covers_no_free_that_came_after_the_question() {
-    if on_cuda() {
-        return eprintln!("SKIPPED on cuda: needs the simulator");
-    }
-    for policy in [Policy::Packed, Policy::Classic] {
-        let sim = Simulator::new(SimConfig::with_devices(1, 8 << 30)).unwrap();
-        let mut functions = sim.functions();
-        QUERY.lock().unwrap().0 = functions.cuStreamQuery;
-        functions.cuStreamQuery = Some(query_then);
-        // SAFETY: the simulator's functions, and one around one of them.
-        let driver = unsafe { Driver::from_functions(functions) }.unwrap();
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
-        let config = Config::new().policy(policy);
-        let allocator = Allocator::with_config(&context, config).unwrap();
-        let [a, b] = [0, 1].map(|_| Stream::new(&context).unwrap());
-        let early = allocator.allocate(BLOCK, &a).unwrap();
-        let late = allocator.allocate(BLOCK, &a).unwrap();
-        let (early_ptr, late_ptr) = (early.ptr(), late.ptr());
-        unasked(&allocator, &a, &b);
-        sim.set_mode(Mode::Manual);
-        let (on, inside) = (a.clone(), context.clone());
-        QUERY.lock().unwrap().1 = Some(Box::new(move || {
-            let entered = inside.enter().unwrap();
-            // SAFETY: the block is live.
-            unsafe { entered.memset_d8(late.ptr(), 1, BLOCK, on.raw()) }.unwrap();
-            drop(late);
-        }));
-        drop(early);
-        let entered = context.enter().unwrap();
-        let taken: Vec<_> = (0..2)
-            .map(|_| {
-                let block = allocator.allocate(BLOCK, &b).unwrap();
-                // SAFETY: the block is live.
-                unsafe { entered.memset_d8(block.ptr(), 2, BLOCK, b.raw()) }.unwrap();
-                block
-            })
-            .collect();
-        assert!(QUERY.lock().unwrap().1.is_none(), "nobody was asked");
-        assert_eq!(taken[0].ptr(), early_ptr, "{policy:?}: complete");
-        let reports = sim.reports();
-        sim.complete_all();
-        assert!(
-            reports.is_empty() && sim.reports().is_empty(),
-            "{:#?}",
-            sim.reports()
-        );
-        // Either elsewhere, or behind a wait.
-        assert!(taken[1].ptr() != late_ptr || driver.calls().get("cuStreamWaitEvent") > 0);
-        drop(taken);
-        sim.set_mode(Mode::Instant);
-        allocator.close().unwrap();
-    }
+    covers_no_later_free(
+        "cuStreamQuery",
+        |allocator, [a, b]| unasked(allocator, a, b),
+        // The stream is asked by the first request of the other one.
+        |_, _| assert!(interlude::is_due(), "asked too early"),
+    );
 }

@@ -1,7 +1,7 @@
 //! Views that are cut short and continued otherwise, by work that never comes to rest.
 
 use cualloc::driver::Stream;
-use cualloc::{Allocator, Block, Config};
+use cualloc::{Allocator, Block, Config, Policy};
 
 use crate::common::*;
 use crate::{Kept, PART, packed, view_of};
@@ -19,14 +19,19 @@ fn unmapped(rig: &Rig) -> u64 {
 /// An allocator on its last level with 16 scattered parts of memory, all free, and an idle view over the
 /// first ten.
 fn restless(rig: &Rig, streams: [&Stream; 2]) -> (Allocator, Kept, u64) {
-    restless_after(rig, streams, 0)
+    restless_after(rig, streams, 0, true)
 }
 
-/// [`restless`] after so many frees of the stream.
-fn restless_after(rig: &Rig, streams: [&Stream; 2], frees: usize) -> (Allocator, Kept, u64) {
+/// [`restless`] after so many frees of the stream; at a limit, or without one at the soft cap.
+fn restless_after(
+    rig: &Rig,
+    streams: [&Stream; 2],
+    frees: usize,
+    limited: bool,
+) -> (Allocator, Kept, u64) {
     let pieces = 16;
-    let config = Config::new().limit(Some((2 * pieces * PART + 2 * MIB) as u64));
-    let allocator = rig.allocator_with(config.budget(1));
+    let limit = limited.then_some((2 * pieces * PART + 2 * MIB) as u64);
+    let allocator = rig.allocator_with(Config::new().limit(limit).budget(1));
     drop(allocator.allocate(100, streams[1]).unwrap());
     for at in 0..frees {
         drop(allocator.allocate((1 + at % 3) * MIB, streams[0]).unwrap());
@@ -39,8 +44,17 @@ fn restless_after(rig: &Rig, streams: [&Stream; 2], frees: usize) -> (Allocator,
         freed.push(allocator.allocate(PART, streams[0]).unwrap());
     }
     let stream = streams[0].clone();
+    if !limited {
+        // No free part touches the end of the memory.
+        lengthen(rig, &allocator, 2 * MIB, &stream, &mut kept);
+    }
     stream.synchronize().unwrap();
     drop(freed);
+    if !limited {
+        let packing = allocator.stats().packing;
+        let room = packing.soft_cap - allocator.stats().all.reserved.current;
+        lengthen(rig, &allocator, room as usize, &stream, &mut kept);
+    }
     let mut base = 0;
     for parts in [12, 16, 20, 24, 32, 40] {
         // Longer and longer: each extends the view, and is above the budget.
@@ -61,6 +75,22 @@ fn restless_after(rig: &Rig, streams: [&Stream; 2], frees: usize) -> (Allocator,
     )
 }
 
+/// A live block of new memory, for [`Kept`].
+fn lengthen(
+    rig: &Rig,
+    allocator: &Allocator,
+    bytes: usize,
+    stream: &Stream,
+    kept: &mut Vec<Block>,
+) {
+    let reserved = allocator.stats().all.reserved.current;
+    let block = allocator.allocate(bytes, stream).unwrap();
+    let grown = allocator.stats().all.reserved.current - reserved;
+    assert_eq!(grown, bytes as u64);
+    rig.stamp(block.ptr(), bytes, 1000 + kept.len() as u32, stream);
+    kept.push(block);
+}
+
 /// All free parts as blocks, the lowest first.
 fn fill(allocator: &Allocator, stream: &Stream) -> Vec<Block> {
     let mut parts: Vec<Block> = (0..16)
@@ -70,11 +100,11 @@ fn fill(allocator: &Allocator, stream: &Stream) -> Vec<Block> {
     parts
 }
 
-/// A view is cut and continued after so many frees of its stream.
-fn continued(frees: usize) {
+/// A view is cut and continued after so many frees of its stream, at a limit or without one.
+fn continued(frees: usize, limited: bool) {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let (allocator, kept, base) = restless_after(rig, [&a, &b], frees);
+        let (allocator, kept, base) = restless_after(rig, [&a, &b], frees, limited);
         let mut parts = fill(&allocator, &a);
         // The view's tail is in use at home.
         drop(parts.split_off(10));
@@ -98,13 +128,19 @@ fn continued(frees: usize) {
 /// The open front of the view is kept, and continued with other handles; what it had behind goes.
 #[test]
 fn a_view_is_continued_where_its_open_run_ends() {
-    continued(0);
+    continued(0, true);
 }
 
 /// Nobody else asks for what the stream freed, so it asks itself.
 #[test]
 fn a_view_of_a_stream_that_nobody_asks_is_cut() {
-    continued(600);
+    continued(600, true);
+}
+
+/// Also where no limit is near, and it may have its own memory without a question.
+#[test]
+fn a_view_of_a_stream_that_nobody_asks_is_cut_away_from_a_limit() {
+    continued(600, false);
 }
 
 /// The whole of the view in two blocks.
@@ -191,4 +227,44 @@ fn views_of_a_lone_stream_are_cut() {
         drop((block, parts, kept));
         rig.close(&allocator);
     });
+}
+
+/// A view that another thread's free opens while one is cut serves the request as it is: there is nothing to
+/// map.
+#[test]
+fn a_view_that_opens_beside_a_cut_needs_no_mapping() {
+    let Some(rig) = Rig::with_interludes(Policy::Packed) else {
+        return;
+    };
+    let [a, b] = rig.streams();
+    let (allocator, kept, base) = restless(&rig, [&a, &b]);
+    let mut parts = fill(&allocator, &a);
+    drop(parts.drain(8..));
+    a.synchronize().unwrap();
+    // In a view of its own, with two parts that the first view's tail has.
+    let other = allocator.allocate(NEED, &a).unwrap();
+    let (at, view) = (other.ptr(), view_of(&allocator, &other));
+    assert!(view.is_some_and(|view| view != base));
+    drop(parts.drain(..6));
+    a.synchronize().unwrap();
+    let before = allocator.stats().rungs;
+    let maps = rig.calls("cuMemMap");
+    interlude::after("cuMemUnmap", move || drop(other));
+    let block = allocator.allocate(NEED, &a).unwrap();
+    let after = allocator.stats().rungs;
+    assert_eq!(after.shortened - before.shortened, 1);
+    assert_eq!(view_of(&allocator, &block), view);
+    assert!(block.ptr().abs_diff(at) < (2 * MIB) as u64);
+    assert_eq!(rig.calls("cuMemMap"), maps);
+    assert_eq!(
+        (after.views - before.views, after.stitched - before.stitched),
+        (1, 0)
+    );
+    allocator.check().unwrap();
+    rig.stamp(block.ptr(), NEED, 7, &a);
+    assert_eq!(rig.mismatches(block.ptr(), NEED, 7, &a), 0);
+    kept.assert_intact(&rig);
+    drop((block, parts, kept));
+    rig.close(&allocator);
+    rig.assert_clean();
 }

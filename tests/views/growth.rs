@@ -296,3 +296,46 @@ fn small_requests_of_a_lone_stream_spare_nothing() {
         rig.close(&allocator);
     });
 }
+
+/// The driver refuses what a stitch brings along; what is released then makes room for it.
+#[test]
+fn a_refused_stitch_is_tried_again_after_a_release() {
+    const PIECES: usize = 8;
+    // Over five of the free parts, the first of them whole; the last three have this much of it.
+    const VIEW: usize = 21 * MIB;
+    const FRONT: usize = 9 * MIB;
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let a = rig.stream();
+        let kept = rows(&allocator, &a, PIECES, PART);
+        allocator.trim(u64::MAX).unwrap();
+        drop(allocator.allocate(VIEW, &a).unwrap());
+        let front = allocator.allocate(FRONT, &a).unwrap();
+        assert!(view_of(&allocator, &front).is_some());
+        let mut parts: Vec<Block> = (0..PIECES - 2)
+            .map(|_| allocator.allocate(PART, &a).unwrap())
+            .collect();
+        parts.sort_by_key(Block::ptr);
+        drop(parts.drain(..3));
+        // One handle more of small blocks than is needed.
+        let mut small: Vec<Block> = (0..33)
+            .map(|_| allocator.allocate(64 * KIB, &a).unwrap())
+            .collect();
+        drop(small.drain(1..));
+        allocator.trim(u64::MAX).unwrap();
+        allocator.synchronize().unwrap();
+        let held = allocator.stats().all.reserved.current;
+        sim.take_memory(0, (8 * GIB - 3 * MIB) as u64 - held);
+        let block = allocator.allocate(VIEW - FRONT + 4 * MIB, &a).unwrap();
+        assert_eq!(view_of(&allocator, &block), view_of(&allocator, &front));
+        assert_eq!(
+            allocator.stats().all.reserved.current,
+            held + (2 * MIB) as u64
+        );
+        allocator.check().unwrap();
+        sim.take_memory(0, 0);
+        drop((kept, front, parts, small, block));
+        rig.close(&allocator);
+    });
+}
