@@ -11,6 +11,7 @@
 //! CUALLOC_ORACLE_OPS=100000000 CUALLOC_ORACLE_SEED=7 cargo test --release --test oracle -- --nocapture
 //! ```
 
+mod loops;
 mod machine;
 mod program;
 mod rng;
@@ -23,7 +24,8 @@ use std::time::Instant;
 use cualloc::Policy;
 
 use cualloc::sim::Mode;
-use program::{Bad, Op, Setup, crowded, generate};
+use loops::repeating;
+use program::{Bad, Op, Setup, Tuning, crowded, generate};
 use shrink::{attempt, print, shrink};
 
 const LENGTH: usize = 2000;
@@ -141,6 +143,18 @@ fn r34_crowded_programs_agree_with_the_model() {
     );
 }
 
+/// R34: programs that do the same again and again, as most users do, with an event now and then.
+#[test]
+fn r34_packed_programs_in_loops_agree_with_the_model() {
+    judge(Policy::Packed, repeating, 20);
+}
+
+/// R34: as above.
+#[test]
+fn r34_classic_programs_in_loops_agree_with_the_model() {
+    judge(Policy::Classic, repeating, 40);
+}
+
 /// R34
 #[test]
 fn r34_threads_on_one_packed_allocator() {
@@ -171,6 +185,7 @@ fn plain(policy: Policy) -> Setup {
         stream_ids: true,
         legacy: false,
         per_thread: false,
+        tuning: Tuning::default(),
     }
 }
 

@@ -18,6 +18,29 @@ pub struct Setup {
     /// Whether the legacy and the calling thread's default stream take part.
     pub legacy: bool,
     pub per_thread: bool,
+    pub tuning: Tuning,
+}
+
+/// Settings of the allocator beside its policy and its limit.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    pub views: bool,
+    pub capture_checks: bool,
+    pub slack: Option<f64>,
+    pub budget: Option<u64>,
+    pub handle: Option<u64>,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Tuning {
+            views: true,
+            capture_checks: false,
+            slack: None,
+            budget: None,
+            handle: None,
+        }
+    }
 }
 
 /// A malformed request to free.
@@ -31,6 +54,18 @@ pub enum Bad {
     Double,
 }
 
+/// What the relief hook does beside freeing the block that was left to it first.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Relief {
+    Nothing,
+    /// Frees all that was left to it.
+    All,
+    Trim,
+    Synchronize,
+    /// Takes a block and gives it back.
+    Allocate,
+}
+
 /// One step. Streams and blocks are numbers, taken modulo what there is, so that a program stays
 /// meaningful when steps are taken out of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,10 +76,17 @@ pub enum Op {
         align: u8,
         raw: bool,
     },
+    /// Takes a block, uses it and gives it back, so many times.
+    Again {
+        stream: u8,
+        bytes: usize,
+        times: u8,
+    },
     /// A block inside one handle, or outside views.
     Place {
         stream: u8,
         bytes: usize,
+        align: u8,
         single: bool,
         views: bool,
     },
@@ -129,6 +171,22 @@ pub enum Op {
     Trim {
         keep: u64,
     },
+    TrimCached {
+        keep: u64,
+    },
+    /// Leaves a block to the relief hook, which frees it when a request would fail.
+    Spare {
+        block: u16,
+    },
+    /// Sets the relief hook, or removes it.
+    Hook {
+        relief: Option<Relief>,
+        stream: u8,
+    },
+    /// Looks at everything: what lies on shelves leaves them.
+    Look,
+    /// Closes the allocator, and goes on with a new one.
+    Reopen,
     Reserve {
         stream: u8,
         bytes: usize,
@@ -180,7 +238,7 @@ pub const CALLS: [&str; 18] = [
     "cuCtxSetCurrent",
 ];
 
-const MIB: u64 = 1 << 20;
+pub const MIB: u64 = 1 << 20;
 
 /// A random setup and program.
 pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
@@ -209,6 +267,7 @@ pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
         stream_ids: !rng.chance(15),
         legacy: rng.chance(15),
         per_thread: rng.chance(15),
+        tuning: Tuning::default(),
     };
     let streams = 1 + rng.below(8) as usize;
     let blocks = rng.log_uniform(256);
@@ -351,13 +410,14 @@ pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
 }
 
 /// A wish about a block's place (if one may be made), a guard, or a question.
-fn placed(rng: &mut Rng, (block, stream): (u16, u8), largest: u64, more: bool) -> Option<Op> {
+pub fn placed(rng: &mut Rng, (block, stream): (u16, u8), largest: u64, more: bool) -> Option<Op> {
     let bytes = rng.log_uniform(largest) as usize;
     let (from, part) = (rng.next() as u8, rng.next() as u8);
     Some(match rng.below(40) {
         0..8 if more => Op::Place {
             stream,
             bytes,
+            align: 0,
             single: rng.chance(50),
             views: rng.chance(50),
         },
@@ -390,6 +450,7 @@ pub fn crowded(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
         stream_ids: true,
         legacy: false,
         per_thread: false,
+        tuning: Tuning::default(),
     };
     let streams = 1 + rng.below(4);
     // What guards keep makes no room.

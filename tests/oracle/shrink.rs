@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 use super::machine::{Failure, Summary, run};
-use super::program::{Op, Setup};
+use super::program::{Op, Relief, Setup};
 
 thread_local! {
     static QUIET: Cell<bool> = const { Cell::new(false) };
@@ -141,27 +141,48 @@ fn simpler(op: Op) -> Vec<Op> {
                 });
             }
         }
+        Op::Again {
+            stream,
+            bytes,
+            times,
+        } => {
+            for (bytes, times) in [(bytes, times / 2), (bytes.div_ceil(2), times)] {
+                list.push(Op::Again {
+                    stream,
+                    bytes,
+                    times,
+                });
+            }
+        }
         Op::Place {
             stream,
             bytes,
+            align,
             single,
             views,
         } => {
-            for (single, views) in [(single, true), (false, views)] {
+            for (bytes, align, single, views) in [
+                (bytes, align, single, true),
+                (bytes, align, false, views),
+                (bytes, 0, single, views),
+                (bytes.div_ceil(2), align, single, views),
+            ] {
                 list.push(Op::Place {
                     stream,
                     bytes,
+                    align,
                     single,
                     views,
                 });
             }
-            list.push(Op::Place {
+        }
+        Op::Hook { relief, stream } if relief.is_some_and(|relief| relief != Relief::Nothing) => {
+            list.push(Op::Hook {
+                relief: Some(Relief::Nothing),
                 stream,
-                bytes: bytes.div_ceil(2),
-                single,
-                views,
             });
         }
+        Op::TrimCached { keep } => list.push(Op::Trim { keep }),
         Op::Guard { block, .. } => list.push(Op::Guard {
             block,
             from: 0,

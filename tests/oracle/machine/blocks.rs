@@ -174,8 +174,10 @@ impl Machine<'_> {
         // Its own block would be freed later if a fault hit the free.
         self.sim.clear_failures();
         self.armed = false;
-        match self.alloc.reserve(bytes, stream) {
+        let stream = stream.clone();
+        match self.alloc.reserve(bytes, &stream) {
             Ok(()) => {
+                self.late(None);
                 self.lanes[at].kept = true;
                 self.figures.peak = self.figures.peak.max(self.figures.requested + bytes as u64);
                 Ok(())
@@ -229,6 +231,9 @@ impl Machine<'_> {
     /// Blocks that were dropped while a fault kept them from being freed are freed by later calls.
     /// `taken` is the range that was handed out since.
     pub(super) fn late(&mut self, taken: Option<(u64, u64)>) {
+        for held in self.spares.spent() {
+            self.settle(&held);
+        }
         let mut at = 0;
         while at < self.deferred.len() {
             let held = &self.deferred[at];
@@ -243,19 +248,37 @@ impl Machine<'_> {
     }
 
     fn gone(&mut self, held: &Held) {
-        self.in_views -= u64::from(held.view);
-        self.figures.live -= 1;
-        self.figures.allocated -= held.size;
-        self.figures.requested -= held.requested;
-        self.freed.push(held.ptr);
+        self.settle(held);
         if held.until.is_none() {
             leave(held);
         }
     }
 
+    fn settle(&mut self, held: &Held) {
+        self.in_views -= u64::from(held.view);
+        self.figures.live -= 1;
+        self.figures.allocated -= held.size;
+        self.figures.requested -= held.requested;
+        self.freed.push(held.ptr);
+    }
+
+    /// Takes a block, uses it and gives it back, so many times.
+    pub(super) fn again(&mut self, stream: u8, bytes: usize, times: u8) -> Step {
+        for _ in 0..=times {
+            let before = self.blocks.len();
+            self.allocate(stream, bytes, 0, false)?;
+            let Some(last) = self.blocks.len().checked_sub(1).filter(|at| *at == before) else {
+                return Ok(());
+            };
+            let last = last as u16;
+            self.use_block(last, 0, true)?;
+            self.free(last, true)?;
+        }
+        Ok(())
+    }
+
     pub(super) fn free_bad(&mut self, pick: u16, kind: Bad) -> Step {
-        let held = self.blocks.iter().chain(&self.deferred);
-        let live = |ptr: u64| held.clone().any(|b| b.ptr == ptr);
+        let live = |ptr: u64| self.any_held(|held| held.ptr == ptr);
         let ptr = match kind {
             Bad::Foreign => 0x1000 + u64::from(pick) * 8,
             Bad::Interior => match self.block(pick) {
@@ -283,7 +306,7 @@ impl Machine<'_> {
 }
 
 /// The program is done with a block.
-fn leave(held: &Held) {
+pub(super) fn leave(held: &Held) {
     shadow(|s| {
         let mut uses = vec![held.until.unwrap_or_else(|| s.position(held.owner))];
         uses.extend(

@@ -2,11 +2,13 @@
 
 mod blocks;
 mod places;
+mod spares;
 mod streams;
 mod uses;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use cualloc::allocator::{BlockState, SegmentInfo};
 use cualloc::driver::{Context, Driver, DriverError, Entered, Event, sys};
@@ -15,6 +17,7 @@ use cualloc::{Allocator, Block, Config, Error, Policy, Stats};
 
 use super::program::{CALLS, Op, Setup};
 use super::shadow::{Position, install, shadow};
+use spares::Spares;
 use streams::{Handle, Lane, destroy_raw};
 
 /// Why a program failed, and at which step; the last is one beyond its end.
@@ -103,6 +106,7 @@ pub struct Machine<'a> {
     freed: Vec<u64>,
     deferred: Vec<Held>,
     guards: Vec<places::Kept>,
+    spares: Arc<Spares>,
     figures: Figures,
     reserved: u64,
     limit: Option<u64>,
@@ -185,6 +189,17 @@ fn text(error: impl std::error::Error) -> String {
     all
 }
 
+fn config(setup: &Setup) -> Config {
+    let tuning = &setup.tuning;
+    let mut config = Config::new().policy(setup.policy).limit(setup.limit);
+    config.views = tuning.views;
+    config.capture_checks = tuning.capture_checks;
+    config.slack = tuning.slack;
+    config.budget = tuning.budget;
+    config.handle = tuning.handle;
+    config
+}
+
 impl<'a> Machine<'a> {
     fn new(sim: &'a Simulator, setup: &'a Setup) -> Step<Self> {
         let table = install(sim.functions());
@@ -192,8 +207,7 @@ impl<'a> Machine<'a> {
         let driver = unsafe { Driver::from_functions(table) }.map_err(text)?;
         let device = driver.device(0).map_err(text)?;
         let context = Context::primary(&driver, device).map_err(text)?;
-        let config = Config::new().policy(setup.policy).limit(setup.limit);
-        let alloc = Allocator::with_config(&context, config).map_err(text)?;
+        let alloc = Allocator::with_config(&context, config(setup)).map_err(text)?;
         let mut machine = Machine {
             sim,
             setup,
@@ -205,6 +219,7 @@ impl<'a> Machine<'a> {
             freed: Vec::new(),
             deferred: Vec::new(),
             guards: Vec::new(),
+            spares: Arc::default(),
             figures: Figures::default(),
             reserved: 0,
             limit: setup.limit,
@@ -260,12 +275,18 @@ impl<'a> Machine<'a> {
                 align,
                 raw,
             } => self.allocate(stream, bytes, align, raw),
+            Op::Again {
+                stream,
+                bytes,
+                times,
+            } => self.again(stream, bytes, times),
             Op::Place {
                 stream,
                 bytes,
+                align,
                 single,
                 views,
-            } => self.place(stream, bytes, single, views),
+            } => self.place(stream, bytes, align, (single, views)),
             Op::AtHand {
                 stream,
                 bytes,
@@ -323,6 +344,14 @@ impl<'a> Machine<'a> {
                 let result = self.alloc.trim(keep);
                 self.tolerate(result).map(drop)
             }
+            Op::TrimCached { keep } => {
+                let result = self.alloc.trim_cached(keep);
+                self.tolerate(result).map(drop)
+            }
+            Op::Spare { block } => self.spare(block),
+            Op::Hook { relief, stream } => self.hook(relief, stream),
+            Op::Look => self.look(),
+            Op::Reopen => self.reopen(),
             Op::Reserve { stream, bytes } => self.reserve(stream, bytes),
             Op::Mark { stream } => {
                 let raw = self.lanes[self.lane(stream)].raw();
@@ -416,8 +445,11 @@ impl<'a> Machine<'a> {
         let blocks = snapshot.iter().flat_map(|segment| &segment.blocks);
         let live = blocks.filter(|block| block.state == BlockState::Allocated);
         let mut found: Vec<_> = live.map(|b| (b.address, b.size, b.requested)).collect();
-        let held = self.blocks.iter().chain(&self.deferred);
-        let mut model: Vec<_> = held.map(|b| (b.ptr, b.size, b.requested)).collect();
+        let mut model = Vec::new();
+        self.any_held(|b| {
+            model.push((b.ptr, b.size, b.requested));
+            false
+        });
         found.sort_unstable();
         model.sort_unstable();
         if model != found {
@@ -488,7 +520,34 @@ impl<'a> Machine<'a> {
     }
 
     fn finish(&mut self) -> Step {
-        self.step(Op::Mend)?;
+        self.wind_up()?;
+        self.sim.complete_all();
+        while let Some(lane) = self.lanes.pop() {
+            if let Handle::Raw(raw) = lane.handle {
+                self.own(|entered| destroy_raw(entered, raw))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A new allocator after the end of the one there was.
+    fn reopen(&mut self) -> Step {
+        self.wind_up()?;
+        self.alloc = Allocator::with_config(&self.context, config(self.setup)).map_err(text)?;
+        for lane in &mut self.lanes {
+            lane.kept = false;
+        }
+        self.freed.clear();
+        self.figures = Figures::default();
+        self.limit = self.setup.limit;
+        Ok(())
+    }
+
+    /// Frees what there is, and closes the allocator.
+    fn wind_up(&mut self) -> Step {
+        self.sim.clear_failures();
+        self.armed = false;
+        self.take_spares();
         // Frees what was dropped while a fault kept it from being freed.
         self.alloc.trim(u64::MAX).map_err(text)?;
         self.judge(true)?;
@@ -520,12 +579,6 @@ impl<'a> Machine<'a> {
         self.judge(true)?;
         if self.reserved != 0 {
             return Err(format!("{} bytes reserved after close", self.reserved));
-        }
-        self.sim.complete_all();
-        while let Some(lane) = self.lanes.pop() {
-            if let Handle::Raw(raw) = lane.handle {
-                self.own(|entered| destroy_raw(entered, raw))?;
-            }
         }
         Ok(())
     }

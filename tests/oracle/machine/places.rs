@@ -34,16 +34,25 @@ impl Machine<'_> {
         }
     }
 
-    pub(super) fn place(&mut self, stream: u8, bytes: usize, single: bool, views: bool) -> Step {
-        let at = self.lane(stream);
+    pub(super) fn place(
+        &mut self,
+        stream: u8,
+        bytes: usize,
+        align: u8,
+        (single, views): (bool, bool),
+    ) -> Step {
+        let (at, align) = (self.lane(stream), 1usize << (align % 22));
         let placement = Placement::new().single_handle(single).views(views);
+        let placement = placement.alignment(align);
         let (ptr, block) = match self.obtain_placed(at, bytes, &placement) {
             None => return Ok(()),
             Some(Ok(got)) => got,
             // Neither is stitched of what lies scattered.
-            Some(Err(error)) => return self.refused(error, bytes as u64, 1, views && !single),
+            Some(Err(error)) => {
+                return self.refused(error, bytes as u64, align as u64, views && !single);
+            }
         };
-        self.handed_out(at, (ptr, block), bytes, 1)?;
+        self.handed_out(at, (ptr, block), bytes, align)?;
         let held = self.blocks.last().ok_or("no block was handed out")?;
         let (size, view) = (held.size, held.view);
         if view && (!views || single) {
@@ -137,11 +146,8 @@ impl Machine<'_> {
         let mut blocks: Vec<_> = self.guards.iter().map(|kept| kept.block).collect();
         blocks.sort_unstable();
         blocks.dedup();
-        let held = || self.blocks.iter().chain(&self.deferred);
-        blocks
-            .iter()
-            .filter(|(ptr, _)| !held().any(|held| held.ptr == *ptr))
-            .map(|(_, size)| size)
-            .sum()
+        let live = |ptr: u64| self.any_held(|held| held.ptr == ptr);
+        let freed = blocks.iter().filter(|(ptr, _)| !live(*ptr));
+        freed.map(|(_, size)| size).sum()
     }
 }

@@ -92,7 +92,7 @@ impl Machine<'_> {
         })?;
         let named = |b: &Held| b.owner == number || b.recorded.iter().any(|r| r.0 == number);
         let needed = matches!(self.lanes[at].handle, Handle::Raw(_))
-            && (!self.setup.stream_ids || self.blocks.iter().chain(&self.deferred).any(named));
+            && (!self.setup.stream_ids || self.any_held(named));
         if retire || needed {
             for _ in 0..2 {
                 let result = match &self.lanes[at].handle {
