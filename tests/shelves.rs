@@ -6,7 +6,7 @@ mod common;
 
 use std::sync::{Arc, Mutex};
 
-use common::{KIB, MIB, Rig, only};
+use common::{KIB, MIB, RawStream, Rig, only};
 use cualloc::allocator::{BlockState, Counter, Placement, Policy, PoolStats};
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Block, Config, Error};
@@ -319,6 +319,46 @@ fn retirement_and_the_end_take_everything_off_the_shelves() {
             let leaks = sim.leaks();
             assert_eq!((leaks.handles, leaks.mappings, leaks.bytes), (0, 0, 0));
         }
+    });
+}
+
+/// R24: a block that was freed to a shelf comes off it in the call of another stream. By then the stream of a
+/// foreign owner may be destroyed, and a marker recorded on its handle would be in the wrong stream.
+#[test]
+fn r24_what_comes_off_a_shelf_touches_no_stream_that_may_be_gone() {
+    packed(|rig| {
+        let b = rig.stream();
+        let allocator = rig.allocator();
+        let kept = allocator.allocate(5 * MIB, &b).unwrap();
+        let foreign = RawStream::new(rig);
+        make_used(&allocator, &foreign.borrowed());
+        assert!(pairs_stay(&allocator, &foreign.borrowed()));
+        foreign.destroy();
+        let markers = allocator.stats().markers;
+        let block = allocator.allocate(5 * MIB, &b).unwrap();
+        assert_eq!(live_in_snapshot(&allocator).0, 2);
+        assert_eq!(allocator.stats().markers, markers);
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+/// The call of a stream itself records what is due on it.
+#[test]
+fn what_comes_off_a_shelf_is_marked_in_a_call_of_its_stream() {
+    packed(|rig| {
+        let b = rig.stream();
+        let allocator = rig.allocator();
+        let kept = allocator.allocate(5 * MIB, &b).unwrap();
+        let foreign = RawStream::new(rig);
+        make_used(&allocator, &foreign.borrowed());
+        let markers = allocator.stats().markers;
+        let block = allocator.allocate(5 * MIB, &foreign.borrowed()).unwrap();
+        assert_eq!(allocator.stats().markers, markers + 1);
+        drop((kept, block));
+        allocator.retire(&foreign.borrowed()).unwrap();
+        foreign.destroy();
+        rig.close(&allocator);
     });
 }
 

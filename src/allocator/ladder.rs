@@ -230,7 +230,7 @@ impl Engine {
     /// for what only complete memory is good for.
     fn settle_for<'a>(&'a self, mut state: Guard<'a>, want: &Want) -> Result<Guard<'a>, Error> {
         if state.settle_shelves() {
-            state = self.mark_due(state);
+            state = self.mark_due(state, want.stream);
             state = self.poll_for(state, want.stream)?;
         }
         self.mark_full(state, |stream| stream == want.stream)

@@ -185,7 +185,7 @@ impl Engine {
             let contended = state.contended;
             state.pass_by_shelf(front, contended);
         }
-        let state = self.mark_due(state);
+        let state = self.mark_due(state, stream);
         let (mut state, id, missed) = self.obtain(state, &want)?;
         if missed {
             state.stats.misses += 1;

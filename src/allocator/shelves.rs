@@ -14,6 +14,7 @@ use super::grant::Grant;
 use super::records::State as Extent;
 use super::size::GRANULE;
 use super::state::State;
+use super::streams::Holder;
 
 /// Large requests in the books after which nobody waits for them any more, if nobody did meanwhile.
 const CROWD: u32 = 256;
@@ -36,12 +37,17 @@ impl Engine {
         Some(grant)
     }
 
-    /// Records the markers that are due for what came off the shelves.
-    pub(crate) fn mark_due<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+    /// Records the markers that are due for what came off the shelves, in a call that names a stream. Of
+    /// other streams only on those that we keep alive: since a block was freed to a shelf its stream may have
+    /// been destroyed, and its handle be another's by now. Its next marker covers that free, too.
+    pub(crate) fn mark_due<'a>(&'a self, mut state: Guard<'a>, named: u32) -> Guard<'a> {
         if state.fronts.due.is_empty() {
             return state;
         }
-        let due = std::mem::take(&mut state.fronts.due);
+        let mut due = std::mem::take(&mut state.fronts.due);
+        due.retain(|(stream, _)| {
+            *stream == named || matches!(state.streams[*stream].holder, Holder::Kept(_))
+        });
         drop(state);
         self.mark_all(due);
         self.lock()

@@ -383,3 +383,21 @@ fn the_inside_of_a_block_on_a_shelf_is_refused() {
     });
     replay(plain(Policy::Packed), &ops);
 }
+
+/// A raw stream is destroyed while a block of it lies on a shelf, from where the next stream's call takes it.
+#[test]
+fn a_block_on_a_shelf_outlives_its_raw_stream() {
+    let again = Op::Again {
+        stream: 1,
+        bytes: 2 << 20,
+        times: 3,
+    };
+    let ops = [
+        alloc(0, 512),
+        Op::NewStream { raw: true },
+        again,
+        Op::Leave { stream: 1 },
+        alloc(0, 131_072),
+    ];
+    replay(plain(Policy::Packed), &ops);
+}
