@@ -4,8 +4,9 @@
 //! overlap, the simulator sees no race, and in the end everything is given back.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use cualloc::allocator::Placement;
 use cualloc::driver::{Context, Stream};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy};
@@ -33,11 +34,37 @@ impl Live {
     }
 }
 
+/// What the threads have in common.
+struct Shared {
+    live: Live,
+    /// Blocks that whoever comes next frees.
+    left: Mutex<Vec<Block>>,
+    /// A stream for all of them.
+    stream: Stream,
+    /// Sizes that are asked for again and again.
+    sizes: Vec<usize>,
+}
+
+impl Shared {
+    fn left(&self) -> MutexGuard<'_, Vec<Block>> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// One thread's program.
-fn work(alloc: &Allocator, context: &Context, live: &Live, sim: &Simulator, seed: u64, steps: u64) {
+fn work(
+    alloc: &Allocator,
+    context: &Context,
+    shared: &Shared,
+    sim: &Simulator,
+    seed: u64,
+    steps: u64,
+) {
+    let live = &shared.live;
     let mut rng = Rng::new(seed);
     let stream = |alloc: &Allocator| alloc.create_stream().unwrap();
     let mut streams: Vec<Stream> = (0..1 + rng.below(3)).map(|_| stream(alloc)).collect();
+    streams.push(shared.stream.clone());
     let mut blocks: Vec<(Block, usize)> = Vec::new();
     let fill = |block: &Block, on: &Stream| {
         let entered = context.enter().unwrap();
@@ -48,15 +75,49 @@ fn work(alloc: &Allocator, context: &Context, live: &Live, sim: &Simulator, seed
         let at = rng.below(streams.len() as u64) as usize;
         match rng.below(100) {
             0..45 if blocks.len() < 100 => {
-                let bytes = rng.log_uniform(4 << 20) as usize;
-                match alloc.allocate(bytes, &streams[at]) {
-                    Ok(block) => {
+                let bytes = match rng.chance(50) {
+                    true => shared.sizes[rng.below(shared.sizes.len() as u64) as usize],
+                    false => rng.log_uniform(4 << 20) as usize,
+                };
+                let got = match rng.below(20) {
+                    0 => {
+                        let wish = Placement::new().single_handle(true).views(rng.chance(50));
+                        alloc.allocate_with(bytes, &wish, &streams[at]).map(Some)
+                    }
+                    1 => alloc.allocate_at_hand(bytes, 1, &streams[at], &[]),
+                    _ => alloc.allocate(bytes, &streams[at]).map(Some),
+                };
+                match got {
+                    Ok(Some(block)) => {
                         live.add(&block);
                         fill(&block, &streams[at]);
                         blocks.push((block, at));
                     }
-                    Err(Error::OutOfMemory(_)) => {}
+                    Ok(None) | Err(Error::OutOfMemory(_)) => {}
                     Err(error) => panic!("{error:?}"),
+                }
+            }
+            45..50 => {
+                // Handed out, and back at once, again and again.
+                let bytes = shared.sizes[rng.below(shared.sizes.len() as u64) as usize];
+                for _ in 0..1 + rng.below(6) {
+                    if let Ok(block) = alloc.allocate(bytes, &streams[at]) {
+                        live.add(&block);
+                        fill(&block, &streams[at]);
+                        live.remove(&block);
+                        drop(block);
+                    }
+                }
+            }
+            50..58 if !blocks.is_empty() => {
+                let (block, _) = blocks.swap_remove(rng.below(blocks.len() as u64) as usize);
+                shared.left().push(block);
+            }
+            58..66 => {
+                let left = shared.left().pop();
+                if let Some(block) = left {
+                    live.remove(&block);
+                    drop(block);
                 }
             }
             0..85 if !blocks.is_empty() => {
@@ -90,7 +151,7 @@ fn work(alloc: &Allocator, context: &Context, live: &Live, sim: &Simulator, seed
             92 => drop(alloc.trim(rng.below(64 << 20)).unwrap()),
             93 => alloc.synchronize().unwrap(),
             94 => alloc.set_limit(rng.chance(30).then_some(96 << 20)),
-            95 => {
+            95 if at + 1 < streams.len() => {
                 // A stream goes with its blocks, with or without a word.
                 blocks.retain(|(block, owner)| {
                     if *owner == at {
@@ -106,7 +167,8 @@ fn work(alloc: &Allocator, context: &Context, live: &Live, sim: &Simulator, seed
                 }
                 streams[at] = stream(alloc);
             }
-            96 => drop(alloc.snapshot()),
+            96 if rng.chance(50) => drop(alloc.snapshot()),
+            96 => drop(alloc.trim_cached(rng.below(64 << 20)).unwrap()),
             97 => alloc.check().unwrap(),
             _ => {
                 sim.advance_row();
@@ -136,13 +198,24 @@ pub fn judge(policy: Policy, total: u64, seed: u64) {
         let driver = sim.driver().unwrap();
         let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
         let alloc = Allocator::with_config(&context, Config::new().policy(policy)).unwrap();
-        let live = Live::default();
+        let shared = Shared {
+            live: Live::default(),
+            left: Mutex::default(),
+            stream: alloc.create_stream().unwrap(),
+            sizes: (0..1 + rng.below(6))
+                .map(|_| rng.log_uniform(8 << 20) as usize)
+                .collect(),
+        };
         std::thread::scope(|scope| {
             for thread in 0..threads {
-                let (alloc, context, live, sim) = (&alloc, &context, &live, &sim);
-                scope.spawn(move || work(alloc, context, live, sim, round << 8 | thread, STEPS));
+                let (alloc, context, shared, sim) = (&alloc, &context, &shared, &sim);
+                scope.spawn(move || work(alloc, context, shared, sim, round << 8 | thread, STEPS));
             }
         });
+        for block in std::mem::take(&mut *shared.left()) {
+            shared.live.remove(&block);
+            drop(block);
+        }
         alloc
             .check()
             .unwrap_or_else(|e| panic!("round {round:#x}: {e}"));
@@ -153,7 +226,7 @@ pub fn judge(policy: Policy, total: u64, seed: u64) {
         let reports = sim.reports();
         assert!(reports.is_empty(), "round {round:#x}: {}", reports[0]);
         sim.complete_all();
-        drop((alloc, context, driver));
+        drop((shared, alloc, context, driver));
         let leaks = sim.leaks();
         assert!(leaks.is_empty(), "round {round:#x}: {leaks:?}");
         done += threads * STEPS;
