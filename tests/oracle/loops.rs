@@ -14,6 +14,8 @@ struct Habits {
     base: u64,
     faults: bool,
     guards: bool,
+    /// A second allocator works beside the first.
+    other: bool,
     manual: bool,
 }
 
@@ -70,6 +72,7 @@ pub fn repeating(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
         base: (largest * 4).max(64 * MIB),
         faults: rng.chance(25),
         guards: rng.chance(30),
+        other: rng.chance(30),
         manual: mode == Mode::Manual,
     };
     let limit = rng.chance(40).then(|| habits.limit(&mut rng));
@@ -92,8 +95,15 @@ pub fn repeating(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
             raw: rng.chance(30),
         })
         .collect();
+    let tight = rng.chance(35);
     while ops.len() < length {
         let body = body(&mut rng, &habits);
+        if tight {
+            // Room for what is live, and little more: what is free is scattered.
+            let peak = peak(&body) / 100 * (100 + rng.below(30));
+            let bytes = Some(peak.max(4 * MIB));
+            ops.push(Op::Limit { bytes });
+        }
         for _ in 0..1 + rng.log_uniform(24) {
             for op in &body {
                 match rng.below(100) {
@@ -108,6 +118,26 @@ pub fn repeating(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
     }
     ops.truncate(length);
     (setup, ops)
+}
+
+/// Most bytes that are live at once if nothing else is.
+fn peak(body: &[Op]) -> u64 {
+    let (mut live, mut peak) = (Vec::new(), 0);
+    for op in body {
+        let sum: u64 = live.iter().sum();
+        match *op {
+            Op::Alloc { bytes, .. } => {
+                live.push(bytes as u64);
+                peak = peak.max(sum + bytes as u64);
+            }
+            Op::Again { bytes, .. } => peak = peak.max(sum + bytes as u64),
+            Op::Free { block } | Op::Drop { block } if !live.is_empty() => {
+                live.swap_remove(usize::from(block) % live.len());
+            }
+            _ => {}
+        }
+    }
+    peak
 }
 
 /// As many blocks are taken as are given back.
@@ -171,6 +201,10 @@ fn work(rng: &mut Rng, habits: &Habits) -> Option<Op> {
             stream,
             bytes: habits.size(rng),
             times: rng.below(6) as u8,
+        },
+        78..84 if habits.other => Op::Other {
+            stream,
+            bytes: rng.chance(50).then(|| habits.size(rng)),
         },
         75..78 => Op::AtHand {
             stream,

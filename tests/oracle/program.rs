@@ -185,6 +185,11 @@ pub enum Op {
     },
     /// Looks at everything: what lies on shelves leaves them.
     Look,
+    /// Takes a block of another allocator on the same device, or gives one back.
+    Other {
+        stream: u8,
+        bytes: Option<usize>,
+    },
     /// Closes the allocator, and goes on with a new one.
     Reopen,
     Reserve {

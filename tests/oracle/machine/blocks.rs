@@ -132,6 +132,7 @@ impl Machine<'_> {
         // larger ones may be stitched of it.
         let small = self.setup.policy == Policy::Packed && span <= 64 << 10;
         let idle = shadow(|s| s.idle_bytes(small || !stitched));
+        let idle = idle.saturating_sub(self.other.cached());
         if small && oom.largest_free >= span {
             return Err(format!("{oom} although an extent is large enough"));
         }

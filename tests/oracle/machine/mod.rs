@@ -1,6 +1,7 @@
 //! Runs a program on an allocator over the simulator, and judges every step.
 
 mod blocks;
+mod other;
 mod places;
 mod spares;
 mod streams;
@@ -107,6 +108,7 @@ pub struct Machine<'a> {
     deferred: Vec<Held>,
     guards: Vec<places::Kept>,
     spares: Arc<Spares>,
+    other: other::Other,
     figures: Figures,
     reserved: u64,
     limit: Option<u64>,
@@ -220,6 +222,7 @@ impl<'a> Machine<'a> {
             deferred: Vec::new(),
             guards: Vec::new(),
             spares: Arc::default(),
+            other: other::Other::default(),
             figures: Figures::default(),
             reserved: 0,
             limit: setup.limit,
@@ -351,6 +354,7 @@ impl<'a> Machine<'a> {
             Op::Spare { block } => self.spare(block),
             Op::Hook { relief, stream } => self.hook(relief, stream),
             Op::Look => self.look(),
+            Op::Other { stream, bytes } => self.other(stream, bytes),
             Op::Reopen => self.reopen(),
             Op::Reserve { stream, bytes } => self.reserve(stream, bytes),
             Op::Mark { stream } => {
@@ -491,11 +495,12 @@ impl<'a> Machine<'a> {
 
     fn compare(&self, stats: &Stats) -> Step {
         let all = &stats.all;
+        let held = self.sim.memory_in_use(0) - self.other.reserved();
         let figures = [
             ("live blocks", self.figures.live, all.allocations.current),
             ("requested", self.figures.requested, all.requested.current),
             ("allocated", self.figures.allocated, all.allocated.current),
-            ("reserved", self.sim.memory_in_use(0), all.reserved.current),
+            ("reserved", held, all.reserved.current),
             ("guarded", self.guarded_bytes(), stats.packing.guarded),
         ];
         for (what, model, found) in figures {
@@ -548,6 +553,7 @@ impl<'a> Machine<'a> {
         self.sim.clear_failures();
         self.armed = false;
         self.take_spares();
+        self.close_other()?;
         // Frees what was dropped while a fault kept it from being freed.
         self.alloc.trim(u64::MAX).map_err(text)?;
         self.judge(true)?;
