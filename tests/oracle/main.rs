@@ -158,14 +158,14 @@ fn r34_classic_programs_in_loops_agree_with_the_model() {
 /// R34
 #[test]
 fn r34_threads_on_one_packed_allocator() {
-    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 20;
+    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 30;
     threads::judge(Policy::Packed, total, setting("CUALLOC_ORACLE_SEED", 1));
 }
 
 /// R34
 #[test]
 fn r34_threads_on_one_classic_allocator() {
-    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 20;
+    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 30;
     threads::judge(Policy::Classic, total, setting("CUALLOC_ORACLE_SEED", 1));
 }
 
