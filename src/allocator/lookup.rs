@@ -177,8 +177,6 @@ fn last_bit(words: &[u64], at: usize) -> Option<usize> {
 pub(crate) struct Lookup {
     /// By number. There are few: the address space of an allocator is of one piece, mostly.
     directories: Vec<(u64, Box<Directory>)>,
-    /// Where the last one is that something was entered in or taken out of.
-    latest: usize,
     len: usize,
 }
 
@@ -203,22 +201,6 @@ impl Lookup {
             .binary_search_by_key(&dir, |(number, _)| *number)
     }
 
-    /// [`place`](Self::place), mostly without a search.
-    #[inline]
-    fn place_again(&mut self, dir: u64) -> Result<usize, usize> {
-        if self
-            .directories
-            .get(self.latest)
-            .is_some_and(|(number, _)| *number == dir)
-        {
-            return Ok(self.latest);
-        }
-        let place = self.place(dir);
-        let (Ok(at) | Err(at)) = place;
-        self.latest = at;
-        place
-    }
-
     #[inline]
     fn directory(&self, dir: u64) -> Option<&Directory> {
         let at = self.place(dir).ok()?;
@@ -228,7 +210,7 @@ impl Lookup {
     pub(crate) fn insert(&mut self, addr: u64, id: u32) {
         debug_assert!(addr.is_multiple_of(GRANULE));
         let (dir, leaf, slot) = split(addr);
-        let at = self.place_again(dir).unwrap_or_else(|at| {
+        let at = self.place(dir).unwrap_or_else(|at| {
             self.directories.insert(at, (dir, Directory::new()));
             at
         });
@@ -237,16 +219,15 @@ impl Lookup {
         if !entry.insert(slot, id) {
             return;
         }
-        if entry.count == 1 {
-            directory.occupied[leaf / 64] |= 1 << (leaf % 64);
-            directory.count += 1;
-        }
+        // Without a branch, which would be taken now and then.
+        directory.count += u32::from(entry.count == 1);
+        directory.occupied[leaf / 64] |= 1 << (leaf % 64);
         self.len += 1;
     }
 
     pub(crate) fn remove(&mut self, addr: u64) {
         let (dir, leaf, slot) = split(addr);
-        let Ok(at) = self.place_again(dir) else {
+        let Ok(at) = self.place(dir) else {
             return;
         };
         let directory = &mut self.directories[at].1;
@@ -255,10 +236,9 @@ impl Lookup {
             return;
         }
         self.len -= 1;
-        if entry.count == 0 {
-            directory.occupied[leaf / 64] &= !(1 << (leaf % 64));
-            directory.count -= 1;
-        }
+        let emptied = entry.count == 0;
+        directory.count -= u32::from(emptied);
+        directory.occupied[leaf / 64] &= !(u64::from(emptied) << (leaf % 64));
     }
 
     /// The block that starts exactly at `addr`.
