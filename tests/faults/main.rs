@@ -30,15 +30,16 @@ fn plan(name: Option<&str>, code: sys::CUresult) -> FailPlan {
     }
 }
 
-/// Runs every scenario with every call failing; returns how many faults were placed, and how many
-/// of them failed a transaction as a whole.
+/// Runs scenarios with every call failing; returns how many faults were placed, and how many of them
+/// failed a transaction as a whole.
 fn sweep(
+    scenarios: impl IntoIterator<Item = Scenario>,
     code: sys::CUresult,
     times: u64,
     check: impl Fn(World, Option<Act>, &str, &[&str]),
 ) -> (u64, u64) {
     let (mut faults, mut whole) = (0, 0);
-    for scenario in all() {
+    for scenario in scenarios {
         for policy in scenario.policies {
             for name in std::iter::once(None).chain(UNCOUNTED.into_iter().map(Some)) {
                 for nth in 1.. {
@@ -133,7 +134,7 @@ fn sweep_usual(times: u64) {
         sys::CUresult::CUDA_ERROR_INVALID_VALUE,
         sys::CUresult::CUDA_ERROR_NOT_PERMITTED,
     ] {
-        let placed = sweep(code, times, recovers);
+        let placed = sweep(all(), code, times, recovers);
         faults += placed.0;
         whole += placed.1;
     }
@@ -154,6 +155,20 @@ fn r2_two_failing_calls_in_a_row_lose_nothing() {
     sweep_usual(2);
 }
 
+/// R2
+#[test]
+fn r2_the_test_of_a_device_fails_at_every_call() {
+    let test = Scenario {
+        name: "test of the device",
+        policies: world::PACKED,
+        act: |w| w.alloc.test_views().map(drop),
+        ..world::PLAIN
+    };
+    let refused = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+    let (faults, _) = sweep([test], refused, 1, recovers);
+    assert!(faults > 100, "{faults}");
+}
+
 /// After a fatal code the allocator says that the context is lost, and calls nothing.
 #[test]
 fn fatal_codes_end_all_driver_calls() {
@@ -161,7 +176,7 @@ fn fatal_codes_end_all_driver_calls() {
         sys::CUresult::CUDA_ERROR_LAUNCH_FAILED,
         sys::CUresult::CUDA_ERROR_UNKNOWN,
     ] {
-        sweep(code, 1, |world, _, at, hit| {
+        sweep(all(), code, 1, |world, _, at, hit| {
             let World {
                 sim,
                 driver,

@@ -34,6 +34,8 @@ pub struct Scenario {
     /// Handles that may be mapped on each level.
     pub budget: Option<u64>,
     pub mode: Mode,
+    /// The device is tested before the first view.
+    pub self_test: bool,
     pub prepare: fn(&mut World),
     pub act: Act,
     /// The act runs out of memory by itself.
@@ -56,6 +58,7 @@ pub const PLAIN: Scenario = Scenario {
     limit: None,
     budget: None,
     mode: Mode::Manual,
+    self_test: true,
     prepare: |_| {},
     act: |_| Ok(()),
     hopeless: false,
@@ -71,7 +74,10 @@ impl World {
         // SAFETY: the simulator's functions, some of them behind ones of the same types.
         let driver = unsafe { Driver::from_functions(outside::install(sim.functions())) }.unwrap();
         let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
-        let mut config = Config::new().policy(policy).limit(scenario.limit);
+        let mut config = Config::new()
+            .policy(policy)
+            .limit(scenario.limit)
+            .self_test(scenario.self_test);
         if let Some(handles) = scenario.budget {
             config = config.budget(handles);
         }
