@@ -64,33 +64,16 @@ impl Bench<'_> {
         Ok(good)
     }
 
-    fn read(&self, from: u64) -> Result<Vec<u32>, DriverError> {
-        let mut words = vec![0u32; WORDS];
-        let to = words.as_mut_ptr().cast();
-        // SAFETY: both ranges have as many bytes; the stream is waited for before the words are
-        // used or dropped, also if the copy failed.
-        let copied = unsafe {
-            self.entered
-                .copy_device_to_host(to, from, WORDS * 4, self.stream)
-        };
-        // SAFETY: the stream is alive.
-        let done = unsafe { self.entered.stream_synchronize(self.stream) };
-        if done.is_err() {
-            // The copy may still be under way.
-            std::mem::forget(words);
-            copied?;
-            done?;
-            return Ok(Vec::new());
-        }
-        copied?;
-        Ok(words)
+    fn read(&self, from: u64, words: usize) -> Result<Vec<u32>, DriverError> {
+        // SAFETY: the memory is the test's, and has as many words; the stream is alive.
+        unsafe { self.entered.read_words(from, words, self.stream) }
     }
 
     fn copies(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
-        self.read(read)?;
+        self.read(read, WORDS)?;
         // SAFETY: the memory is the test's, and has as many words.
         unsafe { self.entered.memset_d32(write, word, WORDS, self.stream) }?;
-        Ok(self.read(read)?.iter().all(|found| *found == word))
+        Ok(self.read(read, WORDS)?.iter().all(|found| *found == word))
     }
 
     fn moves(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
@@ -102,7 +85,7 @@ impl Bench<'_> {
             self.entered
                 .copy_device_to_device(behind, read, half * 4, self.stream)?;
         }
-        Ok(self.read(write)?.iter().all(|found| *found == word))
+        Ok(self.read(write, WORDS)?.iter().all(|found| *found == word))
     }
 
     fn launches(
@@ -127,15 +110,8 @@ impl Bench<'_> {
         ];
         self.launch(fill, &mut parameters)?;
         self.check(check, read, seed, count)?;
-        let mut wrong = [0u32; 1];
-        // SAFETY: one word; the stream is waited for before it is used.
-        unsafe {
-            let to = wrong.as_mut_ptr().cast();
-            self.entered
-                .copy_device_to_host(to, count, 4, self.stream)?;
-            self.entered.stream_synchronize(self.stream)?;
-        }
-        Ok(wrong[0] == 0)
+        let wrong = self.read(count, 1)?;
+        Ok(wrong == [0])
     }
 
     fn check(

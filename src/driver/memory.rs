@@ -361,6 +361,36 @@ impl Entered<'_> {
         unsafe { call!(self.driver(), cuMemcpyDtoHAsync_v2(to, from, bytes, stream)) }
     }
 
+    /// Words of the device, after everything that the stream was given. Waits for the stream. Host memory
+    /// that the copy may still write to, since no wait succeeded, is leaked.
+    ///
+    /// # Safety
+    /// The contract of stream-ordered operations above.
+    pub(crate) unsafe fn read_words(
+        &self,
+        from: CUdeviceptr,
+        words: usize,
+        stream: CUstream,
+    ) -> Result<Vec<u32>, DriverError> {
+        let mut read = vec![0u32; words];
+        let (to, bytes) = (read.as_mut_ptr().cast(), size_of_val(&read[..]));
+        // SAFETY: the caller vouches for the source and the stream. The target has as many bytes, and is
+        // kept until the stream was waited for, also if the copy failed: that may be for earlier work.
+        let (copied, waited) = unsafe {
+            (
+                self.copy_device_to_host(to, from, bytes, stream),
+                self.stream_synchronize(stream),
+            )
+        };
+        match waited {
+            Ok(()) => copied.map(|()| read),
+            Err(error) => {
+                std::mem::forget(read);
+                Err(copied.err().unwrap_or(error))
+            }
+        }
+    }
+
     /// Copies `bytes` bytes on the device.
     ///
     /// # Errors

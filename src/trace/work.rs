@@ -119,22 +119,12 @@ impl<'a> Kernels<'a> {
         let Some(word) = self.mismatches.take() else {
             return Ok(None);
         };
-        let mut count = [0u8; size_of::<u32>()];
         let stream = Stream::new(self.stage.own())?;
-        // SAFETY: `count` outlives the copy, which is waited for here, also when that fails: the
-        // context is then lost and copies nothing any more.
-        unsafe {
-            self.entered.copy_device_to_host(
-                count.as_mut_ptr().cast(),
-                word,
-                count.len(),
-                stream.raw(),
-            )?;
-        }
-        stream.synchronize()?;
+        // SAFETY: one word, that `new` allocated.
+        let count = unsafe { self.entered.read_words(word, 1, stream.raw()) }?;
         // SAFETY: all work of the context was waited for, and no one else knows the word.
         unsafe { self.entered.mem_free(word) }?;
-        Ok(Some(u64::from(u32::from_ne_bytes(count))))
+        Ok(Some(count.into_iter().map(u64::from).sum()))
     }
 
     /// The first word of a block: mixed, so that two blocks that overlap in any way disagree.

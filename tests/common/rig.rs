@@ -78,12 +78,21 @@ impl Rig {
 
     /// A rig on the simulator with [interludes](super::interlude); none, with a word about it, on a GPU.
     pub fn with_interludes(policy: Policy) -> Option<Rig> {
+        Rig::behind(policy, super::interlude::install)
+    }
+
+    /// A rig on the simulator, some of whose functions are replaced by ones that call them; none, with a
+    /// word about it, on a GPU.
+    pub fn behind(
+        policy: Policy,
+        install: fn(sys::CuFunctions) -> sys::CuFunctions,
+    ) -> Option<Rig> {
         if on_cuda() {
             eprintln!("SKIPPED on cuda: needs the simulator");
             return None;
         }
         let simulator = Simulator::new(SimConfig::with_devices(1, 8 << 30)).unwrap();
-        let functions = super::interlude::install(simulator.functions());
+        let functions = install(simulator.functions());
         // SAFETY: the simulator's functions, some of them behind ones of the same types.
         let driver = unsafe { Driver::from_functions(functions) }.unwrap();
         Some(Rig::of(policy, driver, Some(simulator)))
