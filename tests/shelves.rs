@@ -322,17 +322,23 @@ fn retirement_and_the_end_take_everything_off_the_shelves() {
     });
 }
 
+/// Another stream's block, and a block of a foreign owner's stream that lies on its front's shelf.
+fn beside_a_foreign_shelf(rig: &Rig, stream: &Stream) -> (Allocator, Block, RawStream) {
+    let allocator = rig.allocator();
+    let kept = allocator.allocate(5 * MIB, stream).unwrap();
+    let foreign = RawStream::new(rig);
+    make_used(&allocator, &foreign.borrowed());
+    assert!(pairs_stay(&allocator, &foreign.borrowed()));
+    (allocator, kept, foreign)
+}
+
 /// R24: a block that was freed to a shelf comes off it in the call of another stream. By then the stream of a
 /// foreign owner may be destroyed, and a marker recorded on its handle would be in the wrong stream.
 #[test]
 fn r24_what_comes_off_a_shelf_touches_no_stream_that_may_be_gone() {
     packed(|rig| {
         let b = rig.stream();
-        let allocator = rig.allocator();
-        let kept = allocator.allocate(5 * MIB, &b).unwrap();
-        let foreign = RawStream::new(rig);
-        make_used(&allocator, &foreign.borrowed());
-        assert!(pairs_stay(&allocator, &foreign.borrowed()));
+        let (allocator, kept, foreign) = beside_a_foreign_shelf(rig, &b);
         foreign.destroy();
         let markers = allocator.stats().markers;
         let block = allocator.allocate(5 * MIB, &b).unwrap();
@@ -348,10 +354,7 @@ fn r24_what_comes_off_a_shelf_touches_no_stream_that_may_be_gone() {
 fn what_comes_off_a_shelf_is_marked_in_a_call_of_its_stream() {
     packed(|rig| {
         let b = rig.stream();
-        let allocator = rig.allocator();
-        let kept = allocator.allocate(5 * MIB, &b).unwrap();
-        let foreign = RawStream::new(rig);
-        make_used(&allocator, &foreign.borrowed());
+        let (allocator, kept, foreign) = beside_a_foreign_shelf(rig, &b);
         let markers = allocator.stats().markers;
         let block = allocator.allocate(5 * MIB, &foreign.borrowed()).unwrap();
         assert_eq!(allocator.stats().markers, markers + 1);

@@ -144,8 +144,7 @@ impl Bin {
     fn insert_among_many(&mut self, key: Key) {
         match self {
             Bin::Few(few) => {
-                let mut list = Vec::with_capacity(LIST_FROM);
-                list.extend_from_slice(few.as_slice());
+                let mut list = few.as_slice().to_vec();
                 list.insert(place(&list, key), key);
                 *self = Bin::List(list);
             }
@@ -193,6 +192,7 @@ impl Bin {
                 let at = place(list, from);
                 let key = list.get(at).copied().filter(|key| right(*key))?;
                 list.remove(at);
+                // One below what made it a list, so that it does not change with every call at the border.
                 if list.len() < FEW {
                     let mut few = Few::EMPTY;
                     list.drain(..).for_each(|key| few.insert(key));

@@ -204,7 +204,8 @@ pub(crate) fn add_recorded(recorded: &mut Vec<Recorded>, new: Recorded) -> bool 
 /// Records that there is room for from the start.
 const FIRST: usize = 1 << 12;
 
-/// All records of an allocator.
+/// All records of an allocator. The arrays move when they grow, as records are only ever reached by their
+/// ids: one index leads to each, without a table of parts between.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     hot: Vec<Hot>,

@@ -4,10 +4,11 @@ use std::cell::{Cell, RefCell};
 
 use cualloc::driver::sys::*;
 
+use super::hooked::hooked;
+
 type Work = Box<dyn FnOnce()>;
 
 thread_local! {
-    static TRUE_FUNCTIONS: Cell<CuFunctions> = Cell::new(CuFunctions::default());
     /// A call, and what happens right after its next one on this thread.
     static NEXT: RefCell<Option<(&'static str, Work)>> = const { RefCell::new(None) };
 }
@@ -20,28 +21,9 @@ fn played(call: &str) {
     }
 }
 
-macro_rules! with_interludes {
-    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
-        $(#[allow(non_snake_case)]
-        unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
-            // SAFETY: the caller's arguments, to the function that stood here.
-            let code = unsafe { TRUE_FUNCTIONS.get().$name.unwrap()($($argument),*) };
-            played(stringify!($name));
-            code
-        })*
-
-        /// Makes room for interludes in the calls of this thread; returns the table to use instead.
-        pub fn install(functions: CuFunctions) -> CuFunctions {
-            TRUE_FUNCTIONS.set(functions);
-            CuFunctions {
-                $($name: functions.$name.and(Some($name)),)*
-                ..functions
-            }
-        }
-    };
-}
-
-with_interludes! {
+hooked! {
+    /// Makes room for interludes in the calls of this thread; returns the table to use instead.
+    before |_| {}, after played;
     cuEventRecord(event: CUevent, stream: CUstream);
     cuStreamQuery(stream: CUstream);
     cuMemUnmap(address: CUdeviceptr, bytes: usize);

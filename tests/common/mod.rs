@@ -4,6 +4,8 @@
 #![allow(dead_code, unused_imports)]
 
 #[cfg(feature = "sim")]
+mod hooked;
+#[cfg(feature = "sim")]
 pub mod interlude;
 #[cfg(feature = "sim")]
 mod rig;

@@ -6,6 +6,8 @@
 //! fault is over.
 #![cfg(feature = "sim")]
 
+#[path = "../common/hooked.rs"]
+mod hooked;
 mod outside;
 mod scenarios;
 mod views;

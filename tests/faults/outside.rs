@@ -9,9 +9,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use cualloc::Allocator;
 use cualloc::driver::sys::*;
 
+use crate::hooked::hooked;
+
 thread_local! {
     static LOOKED_AT: RefCell<Option<Allocator>> = const { RefCell::new(None) };
-    static TRUE_FUNCTIONS: Cell<CuFunctions> = Cell::new(CuFunctions::default());
     /// Calls beside which something was wrong.
     static FAILED: RefCell<String> = const { RefCell::new(String::new()) };
     static LOOKS: Cell<u64> = const { Cell::new(0) };
@@ -45,30 +46,10 @@ fn look(call: &str) {
     }
 }
 
-macro_rules! between_looks {
-    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
-        $(#[allow(non_snake_case)]
-        unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
-            look(stringify!($name));
-            // SAFETY: the caller's arguments, to the function that stood here.
-            let code = unsafe { TRUE_FUNCTIONS.get().$name.unwrap()($($argument),*) };
-            look(stringify!($name));
-            code
-        })*
-
-        /// Puts looks around the calls of this thread that map memory, wait and ask; returns the table to
-        /// use instead.
-        pub fn install(functions: CuFunctions) -> CuFunctions {
-            TRUE_FUNCTIONS.set(functions);
-            CuFunctions {
-                $($name: functions.$name.and(Some($name)),)*
-                ..functions
-            }
-        }
-    };
-}
-
-between_looks! {
+hooked! {
+    /// Puts looks around the calls of this thread that map memory, wait and ask; returns the table to use
+    /// instead.
+    before look, after look;
     cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
     cuMemFree_v2(address: CUdeviceptr);
     cuMemAddressReserve(

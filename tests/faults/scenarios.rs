@@ -93,7 +93,7 @@ pub fn scenarios() -> Vec<Scenario> {
             name: "growth behind memory that needs a wait",
             policies: PACKED,
             limit: Some(32 << 20),
-            // Its hundred calls are failed in a test of their own.
+            // The test of the device, a hundred calls, is failed in a test of its own.
             self_test: false,
             prepare: |w| {
                 w.stream();

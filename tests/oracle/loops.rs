@@ -178,25 +178,10 @@ fn body(rng: &mut Rng, habits: &Habits) -> Vec<Op> {
 fn work(rng: &mut Rng, habits: &Habits) -> Option<Op> {
     let (stream, block) = (rng.next() as u8, rng.next() as u16);
     Some(match rng.below(100) {
-        0..40 => Op::Use {
-            block,
-            on: rng.next() as u8,
-            write: rng.chance(70),
-        },
-        40..50 => Op::RecordStream {
-            block,
-            stream,
-            inside: rng.chance(20),
-        },
-        50..56 => Op::RecordUse {
-            block,
-            stream,
-            write: rng.chance(50),
-        },
-        56..60 => Op::Wait {
-            from: stream,
-            to: rng.next() as u8,
-        },
+        0..40 => Op::use_of(block, rng),
+        40..50 => Op::record_stream(block, stream, rng),
+        50..56 => Op::record_use(block, stream, rng),
+        56..60 => Op::wait_of(stream, rng),
         60..75 => Op::Again {
             stream,
             bytes: habits.size(rng),

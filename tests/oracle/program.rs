@@ -221,6 +221,48 @@ pub enum Op {
     },
 }
 
+/// Steps with the rest of their fields at random.
+impl Op {
+    pub fn use_of(block: u16, rng: &mut Rng) -> Op {
+        Op::Use {
+            block,
+            on: rng.next() as u8,
+            write: rng.chance(70),
+        }
+    }
+
+    pub fn record_stream(block: u16, stream: u8, rng: &mut Rng) -> Op {
+        Op::RecordStream {
+            block,
+            stream,
+            inside: rng.chance(20),
+        }
+    }
+
+    pub fn record_use(block: u16, stream: u8, rng: &mut Rng) -> Op {
+        Op::RecordUse {
+            block,
+            stream,
+            write: rng.chance(50),
+        }
+    }
+
+    pub fn wait_of(stream: u8, rng: &mut Rng) -> Op {
+        Op::Wait {
+            from: stream,
+            to: rng.next() as u8,
+        }
+    }
+
+    pub fn give_back(block: u16, rng: &mut Rng) -> Op {
+        if rng.chance(50) {
+            Op::Free { block }
+        } else {
+            Op::Drop { block }
+        }
+    }
+}
+
 /// Calls that a fault may hit; number 0 stands for any call.
 pub const CALLS: [&str; 18] = [
     "",
@@ -305,31 +347,12 @@ pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
             }
             0..460 => {
                 live = live.saturating_sub(1);
-                if rng.chance(50) {
-                    Op::Free { block }
-                } else {
-                    Op::Drop { block }
-                }
+                Op::give_back(block, &mut rng)
             }
-            460..680 => Op::Use {
-                block,
-                on: rng.next() as u8,
-                write: rng.chance(70),
-            },
-            680..730 => Op::RecordStream {
-                block,
-                stream,
-                inside: rng.chance(20),
-            },
-            730..760 => Op::RecordUse {
-                block,
-                stream,
-                write: rng.chance(50),
-            },
-            760..775 => Op::Wait {
-                from: stream,
-                to: rng.next() as u8,
-            },
+            460..680 => Op::use_of(block, &mut rng),
+            680..730 => Op::record_stream(block, stream, &mut rng),
+            730..760 => Op::record_use(block, stream, &mut rng),
+            760..775 => Op::wait_of(stream, &mut rng),
             775..780 => Op::HostSync { stream },
             780..790 if lifecycle && count < 8 => {
                 count += 1;
@@ -500,31 +523,12 @@ pub fn crowded(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
                 if !live.is_empty() {
                     live.swap_remove(usize::from(block) % live.len());
                 }
-                if rng.chance(50) {
-                    Op::Free { block }
-                } else {
-                    Op::Drop { block }
-                }
+                Op::give_back(block, &mut rng)
             }
-            460..700 => Op::Use {
-                block,
-                on: rng.next() as u8,
-                write: rng.chance(70),
-            },
-            700..740 => Op::RecordStream {
-                block,
-                stream,
-                inside: rng.chance(20),
-            },
-            740..760 => Op::RecordUse {
-                block,
-                stream,
-                write: rng.chance(50),
-            },
-            760..770 => Op::Wait {
-                from: stream,
-                to: rng.next() as u8,
-            },
+            460..700 => Op::use_of(block, &mut rng),
+            700..740 => Op::record_stream(block, stream, &mut rng),
+            740..760 => Op::record_use(block, stream, &mut rng),
+            760..770 => Op::wait_of(stream, &mut rng),
             770..774 => Op::Trim {
                 keep: rng.below(limit),
             },
