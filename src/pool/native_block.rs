@@ -135,19 +135,7 @@ impl NativeBlock {
             return Ok(());
         }
         let begin = self.uses().tick();
-        // An event belongs to the context of its stream, and the pool's are of the pool's context.
-        let ours = stream.context().key() == self.pool.context.key();
-        let end = if over {
-            let event = if ours {
-                self.pool.event()?
-            } else {
-                stream.context().enter()?.create_event()?
-            };
-            stream.record(&event)?;
-            Some(event)
-        } else {
-            None
-        };
+        let end = if over { Some(self.mark(stream)?) } else { None };
         let replaced = self.uses().enter(ForeignUse {
             stream: stream.clone(),
             id,
@@ -159,6 +147,19 @@ impl NativeBlock {
             self.keep(end);
         }
         Ok(())
+    }
+
+    /// An event that stands for what a stream was given so far.
+    fn mark(&self, stream: &Stream) -> Result<Event, PoolError> {
+        // An event belongs to the context of its stream, and the pool's are of the pool's context.
+        let ours = stream.context().key() == self.pool.context.key();
+        let event = if ours {
+            self.pool.event()?
+        } else {
+            stream.context().enter()?.create_event()?
+        };
+        stream.record(&event)?;
+        Ok(event)
     }
 
     /// An event that stands for nothing that is still needed can be recorded again.
@@ -178,43 +179,44 @@ impl NativeBlock {
             self.pool.context.enter()?.synchronize()?;
         }
         let mut uses = std::mem::take(&mut self.uses().list);
-        if let Err(error) = self.settle(&mut uses) {
+        if let Err(error) = self.settle(&mut uses).and_then(|()| self.give_back()) {
             self.uses().list.append(&mut uses);
             return Err(error);
         }
-        let entered = stream.context().enter()?;
-        // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
-        // memory come before this, on it or by the waits above.
-        unsafe { entered.mem_free_async(self.ptr, stream.raw()) }?;
-        drop(entered);
         self.freed.store(true, Ordering::Relaxed);
         self.pool.left(self.requested);
         Ok(())
     }
 
-    /// Lets the block's own stream wait for uses on others. Those that are seen to are taken out.
-    fn settle(&self, uses: &mut Vec<ForeignUse>) -> Result<(), PoolError> {
+    fn give_back(&self) -> Result<(), PoolError> {
         let stream = &self.home.0;
-        while let Some(foreign) = uses.last_mut() {
-            if foreign.end.is_none() && foreign.stream.id()? != foreign.id {
-                // As in `release`.
-                self.pool.context.enter()?.synchronize()?;
-                uses.pop();
-                continue;
-            }
-            if foreign.end.is_none() {
-                super::refuse_capture(&foreign.stream)?;
-                let event = foreign.stream.context().enter()?.create_event()?;
-                foreign.stream.record(&event)?;
-                foreign.end = Some(event);
-            }
-            if let Some(end) = &foreign.end {
-                stream.wait_event(end)?;
-            }
+        let entered = stream.context().enter()?;
+        // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
+        // memory come before this, on it or by the waits of `settle`.
+        Ok(unsafe { entered.mem_free_async(self.ptr, stream.raw()) }?)
+    }
+
+    /// Lets the block's own stream wait for uses on others. Those that are over are taken out; those
+    /// that may go on until the free stay, since after a free that fails they do.
+    fn settle(&self, uses: &mut Vec<ForeignUse>) -> Result<(), PoolError> {
+        let home = &self.home.0;
+        while let Some((at, end)) = first_over(uses) {
+            home.wait_event(end)?;
             // A wait that is queued keeps what the event stood for, so it can be recorded again.
-            if let Some(end) = uses.pop().and_then(|foreign| foreign.end) {
+            if let Some(end) = uses.swap_remove(at).end {
                 self.keep(end);
             }
+        }
+        for foreign in uses.iter() {
+            if foreign.stream.id()? != foreign.id {
+                // As in `release`.
+                self.pool.context.enter()?.synchronize()?;
+                continue;
+            }
+            super::refuse_capture(&foreign.stream)?;
+            let end = self.mark(&foreign.stream)?;
+            home.wait_event(&end)?;
+            self.keep(end);
         }
         Ok(())
     }
@@ -224,12 +226,18 @@ impl NativeBlock {
     }
 }
 
+fn first_over(uses: &[ForeignUse]) -> Option<(usize, &Event)> {
+    let mut marked = uses.iter().enumerate();
+    marked.find_map(|(at, foreign)| Some((at, foreign.end.as_ref()?)))
+}
+
 impl Drop for NativeBlock {
     fn drop(&mut self) {
         if *self.freed.get_mut() || self.pool.context.driver().drops_nothing() {
             return;
         }
-        if let Err(error) = self.release()
+        // A refusal may be over at once; nobody can try later.
+        if let Err(error) = self.release().or_else(|_| self.release())
             && let Some(count) = self.pool.log.due()
         {
             // It stays in the pool's books as live.

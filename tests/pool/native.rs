@@ -2,7 +2,7 @@
 
 use cualloc::driver::sys::CUresult;
 use cualloc::pool::{NativeConfig, NativePool, PoolAttribute, PoolError, TypedPool};
-use cualloc::sim::{FailPlan, SimConfig};
+use cualloc::sim::{FailPlan, Mode, SimConfig};
 use cualloc::{Config, Policy};
 
 use crate::common::{MIB, Rig, only, only_on};
@@ -250,6 +250,51 @@ fn a_failed_free_gives_the_block_back() {
         assert_eq!(pool.live(), 1);
         failed.block.free().unwrap();
         assert_eq!(pool.live(), 0);
+    });
+}
+
+/// R2: a stream that uses the block until it is freed uses it on after a free that failed.
+#[test]
+fn r2_a_failed_free_forgets_no_lasting_use() {
+    for call in ["cuStreamWaitEvent", "cuMemFreeAsync"] {
+        with_pool(NativeConfig::default(), |rig, pool| {
+            let Some(sim) = rig.sim() else { return };
+            sim.set_mode(Mode::Manual);
+            let [home, other] = rig.streams();
+            let block = pool.allocate(MIB, &home).unwrap();
+            home.synchronize().unwrap();
+            block.record_stream(&other).unwrap();
+            fill(&rig.context, block.ptr(), MIB, &other);
+            let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
+            sim.fail(FailPlan::call(call, code).unwrap());
+            let failed = block.free().unwrap_err();
+            assert_eq!(failed.error.code(), code);
+            fill(&rig.context, failed.block.ptr(), MIB, &other);
+            failed.block.free().unwrap();
+            let next = pool.allocate(MIB, &home).unwrap();
+            fill(&rig.context, next.ptr(), MIB, &home);
+            next.free().unwrap();
+            sim.complete_all();
+            assert_eq!(sim.reports(), []);
+            sim.set_mode(Mode::Instant);
+        });
+    }
+}
+
+/// Marks of lasting uses take events that are there.
+#[test]
+fn lasting_uses_create_no_event_each_time() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        let [home, other] = rig.streams();
+        let cycle = || {
+            let block = pool.allocate(1000, &home).unwrap();
+            block.record_stream(&other).unwrap();
+            block.free().unwrap();
+        };
+        cycle();
+        let created = rig.calls("cuEventCreate");
+        (0..10).for_each(|_| cycle());
+        assert_eq!(rig.calls("cuEventCreate"), created);
     });
 }
 
