@@ -421,8 +421,8 @@ impl Inner {
         drop(foreign);
     }
 
-    /// Takes out the copies that are over; an error marks the buffer as lost. The bytes that are
-    /// initialised by them.
+    /// Takes out the copies that are over; the error of a lost context marks the buffer as lost. The
+    /// bytes that are initialised by them.
     pub(super) fn land(&self, buffer: &mut Buffer) -> Result<usize, PoolError> {
         let (mut initialised, mut over, mut left) = (0, Vec::new(), Vec::new());
         let mut failure = None;
@@ -451,8 +451,9 @@ impl Inner {
         match failure {
             None => Ok(initialised),
             Some(error) => {
-                // What a device does after a failure nobody can tell.
-                buffer.lost = true;
+                // What a device does after such a failure nobody can tell. Any other is that of the
+                // question alone, which can be asked again.
+                buffer.lost |= error.is_fatal();
                 Err(error.into())
             }
         }
@@ -473,6 +474,7 @@ impl Inner {
         for (mut buffer, placed) in waiting {
             if !buffer.lost
                 && let Err(error) = self.land(&mut buffer)
+                && buffer.lost
                 && let Some(count) = self.log.due()
             {
                 log::warn!("page-locked memory is leaked ({count} such events): {error}");
@@ -501,7 +503,11 @@ impl Drop for Inner {
                 std::mem::forget(buffer);
                 continue;
             }
-            let wait = |flight: &Flight| flight.end.context().enter()?.wait(&flight.end);
+            let wait = |flight: &Flight| {
+                let context = flight.end.context();
+                let by_event = || context.enter()?.wait(&flight.end);
+                by_event().or_else(|_| context.enter()?.synchronize())
+            };
             let ended = buffer.flights.iter().try_for_each(wait).is_ok();
             if buffer.lost || !ended {
                 std::mem::forget(buffer.memory);

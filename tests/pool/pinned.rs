@@ -315,3 +315,31 @@ fn r62_an_oversize_buffer_costs_what_was_asked() {
         assert_eq!(pool.stats().bytes, before);
     });
 }
+/// R2: a question after a copy that is refused says nothing about the copy, and is asked again.
+#[test]
+fn r2_a_refused_question_loses_no_buffer() {
+    with_pool(SMALL, |rig, pool| {
+        let Some(sim) = rig.maybe_sim() else { return };
+        let stream = rig.stream();
+        let allocator = rig.allocator();
+        let block = allocator.allocate(4096, &stream).unwrap();
+        let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
+        let refuse = || sim.fail(FailPlan::call("cuEventQuery", code).unwrap());
+        let mut lease = pool.acquire(4096).unwrap();
+        lease.write(&[1; 4096]).unwrap();
+        // SAFETY: the block has as many bytes, and goes in the order of the stream.
+        unsafe { lease.upload(block.ptr(), &stream) }.unwrap();
+        refuse();
+        assert_eq!(lease.is_complete().unwrap_err().code(), code);
+        lease.wait().unwrap();
+        lease.write(&[2; 4096]).unwrap();
+        // SAFETY: as above.
+        unsafe { lease.upload(block.ptr(), &stream) }.unwrap();
+        refuse();
+        drop(lease);
+        let stats = pool.stats();
+        assert_eq!((stats.in_use, stats.in_flight, stats.stale), (0, 0, 0));
+        drop(block);
+        allocator.close().unwrap();
+    });
+}
