@@ -37,6 +37,7 @@ pub use memory::{HostAllocation, HostMemory, MemInfo};
 pub(crate) use module::WORD_KERNELS;
 pub use module::{Function, Module};
 pub use pool::{MemoryPool, PoolProperties};
+pub(crate) use stream::NO_ID;
 pub use stream::{Stream, StreamKind};
 pub use table::{Driver, Feature, Symbol};
 pub use vmm::MemoryProperties;

@@ -89,6 +89,19 @@ pub(crate) fn log_rarely(error: &dyn std::error::Error, what: &str) {
     }
 }
 
+/// Deallocates a block that nobody can name from here on. A refusal may be over at once, so it is tried
+/// once more.
+pub(crate) fn give_back(
+    resource: &(impl MemoryResource + ?Sized),
+    block: ResourceBlock,
+    what: &str,
+) {
+    let done = resource.deallocate(block);
+    if let Err(failure) = done.or_else(|failure| resource.deallocate(*failure.block)) {
+        log_rarely(&failure.error, what);
+    }
+}
+
 /// Runs code of the user's. A panic in it is logged and goes no further: the books of the caller
 /// are half-way, and a drop may be under way.
 pub(crate) fn guarded<T>(what: &str, run: impl FnOnce() -> T) -> Option<T> {

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::allocator::{Allocator, Trimmed};
-use crate::driver::{Context, DriverError, Stream, StreamKind};
+use crate::driver::{Context, DriverError, NO_ID, Stream, StreamKind};
 use crate::pool::PoolUsage;
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
@@ -335,9 +335,7 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         let ready = match self.events.record(stream) {
             Ok(ready) => ready,
             Err(error) => {
-                if let Err(failure) = self.inner.deallocate(block) {
-                    super::log_rarely(&failure.error, "a block leaks");
-                }
+                super::give_back(&self.inner, block, "a block leaks");
                 return Err(error.into());
             }
         };
@@ -501,8 +499,16 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         access: Access,
     ) -> Result<(), ResourceError> {
         let entry = self.entry(block)?;
-        let id = stream.id()?;
-        refuse_capture(stream, id)?;
+        // A stream that cannot be named now is taken for one of its own.
+        let (id, named) = match stream.id() {
+            Ok(id) => (id, Ok(())),
+            Err(error) => (NO_ID, Err(error.into())),
+        };
+        let asked = match refuse_capture(stream, id) {
+            // What is captured has not run.
+            Err(ResourceError::StreamMisuse(misuse)) => return Err(misuse.into()),
+            asked => named.and(asked),
+        };
         let begin = {
             let mut uses = entry.uses();
             if uses.closed {
@@ -513,10 +519,11 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             }
             uses.begin()
         };
-        let recorded = self.events.record(stream);
+        // There is work, whatever the driver said: it counts.
+        let recorded = asked.and_then(|()| Ok(self.events.record(stream)?));
         let (event, result) = match recorded {
             Ok(event) => (Some(event), Ok(())),
-            Err(error) => (None, Err(error.into())),
+            Err(error) => (None, Err(error)),
         };
         entry.uses().done(stream, id, access, begin, event);
         result

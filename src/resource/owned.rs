@@ -110,10 +110,8 @@ impl<R: MemoryResource> OwnedBlock<R> {
 
 impl<R: MemoryResource> Drop for OwnedBlock<R> {
     fn drop(&mut self) {
-        if let Some(block) = self.block.take()
-            && let Err(failure) = self.resource.deallocate(block)
-        {
-            super::log_rarely(&failure.error, "a dropped block leaks");
+        if let Some(block) = self.block.take() {
+            super::give_back(&self.resource, block, "a dropped block leaks");
         }
     }
 }

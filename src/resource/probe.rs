@@ -252,9 +252,7 @@ impl<R: MemoryResource> MemoryResource for Probe<R> {
             && let Err(error) = self.poison_new(&block.identity(), byte, stream)
         {
             self.live().remove(&block.ptr());
-            if let Err(failure) = self.inner.deallocate(block) {
-                super::log_rarely(&failure.error, "a block leaks");
-            }
+            super::give_back(&self.inner, block, "a block leaks");
             return Err(error);
         }
         Ok(block)

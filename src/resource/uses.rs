@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::driver::{DriverError, Stream, StreamKind};
+use crate::driver::{DriverError, NO_ID, Stream, StreamKind};
 
 use super::block::Access;
 use super::events::{EventPools, Pooled};
@@ -152,7 +152,7 @@ impl Uses {
                 None => How::Late(stream.clone()),
             },
         };
-        let follows = |old: &Point| old.stream == id && old.end < point.begin;
+        let follows = |old: &Point| id != NO_ID && old.stream == id && old.end < point.begin;
         if !access.writes() {
             // One read per stream, but for reads recorded at the same time.
             self.reads.retain(|old| !follows(old));

@@ -132,6 +132,33 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
     });
 }
 
+/// R2: work is there, whatever the driver says to a question about its stream.
+#[test]
+fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        sim.set_mode(Mode::Manual);
+        let resource = asynchronous(rig);
+        let [a, b] = rig.streams();
+        let block = resource.allocate(4096, &a, T).unwrap();
+        let id = block.identity();
+        resource.prepare_use(&id, &b, Access::Write).unwrap();
+        rig.stamp(id.ptr, 4096, 1, &b);
+        fail(rig, "cuStreamIsCapturing");
+        let error = resource.finish_use(&id, &b, Access::Write).unwrap_err();
+        assert_eq!(error.driver_error().map(|e| e.code()), Some(refusal()));
+        resource.deallocate(block).unwrap();
+        let next = resource.allocate(4096, &a, T).unwrap();
+        assert_eq!(next.ptr(), id.ptr);
+        rig.stamp(id.ptr, 4096, 2, &a);
+        sim.complete_all();
+        assert_eq!(sim.reports(), []);
+        resource.deallocate(next).unwrap();
+        sim.set_mode(Mode::Instant);
+        resource.reap().unwrap();
+    });
+}
+
 /// S5.53, S5.58: events come from a pool, and all go in the end.
 #[test]
 fn s5_53_s5_58_steady_state_creates_no_event() {
