@@ -92,7 +92,8 @@ pub enum BufferError {
     Abandoned,
     /// A copy was started and no wait for it succeeds, though the context is not given up for lost. The
     /// caller's memory is out of the device's reach: the copy was to or from memory of ours, which is
-    /// leaked. Device memory stays in the order of its stream.
+    /// leaked. (That of unsafe asynchronous copies is not.) Device memory stays in the order of its
+    /// stream.
     #[error("the end of a copy cannot be seen")]
     Unseen(#[source] DriverError),
     /// The host has no memory for the copy.

@@ -9,7 +9,7 @@ use crate::driver::{DriverError, Entered, Stream, sys};
 use super::element::{DeviceCopy, FillValue, Pattern, Pod};
 use super::error::{BufferError, CopyError};
 use super::flight::CopyInFlight;
-use super::order::{Ended, Memory, submit, submit_and_wait};
+use super::order::{Ended, Failed, Memory, end_of, submit, submit_and_wait};
 use super::pinned::PinnedBuffer;
 use super::staging::{CHUNK, Staging, keep};
 
@@ -243,10 +243,12 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// Starts a copy to host memory on `stream`, ordered as [`download`](Self::download).
     ///
     /// # Errors
-    /// As [`download`](Self::download). If the copy cannot be started for sure, it is waited for.
+    /// As [`download`](Self::download), of which `target` is out of the device's reach, since a copy that
+    /// may have been started is waited for. [`BufferError::Unseen`] if it cannot be.
     ///
     /// # Safety
-    /// Until the copy is complete, `target` stays allocated, and nothing reads or writes it.
+    /// Until the copy is complete, also after [`BufferError::Unseen`], `target` stays allocated, and
+    /// nothing reads or writes it.
     pub unsafe fn copy_to_slice_async(
         &self,
         target: &mut [T],
@@ -264,7 +266,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
                 entered.copy_device_to_host(target.as_mut_ptr().cast(), from, bytes, stream.raw())
             }
         };
-        Ok(submit(stream, &[memory], operation)?)
+        started(stream, submit(stream, &[memory], operation))
     }
 }
 
@@ -429,11 +431,11 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// Starts a copy from host memory on `stream`, ordered as [`upload`](Self::upload).
     ///
     /// # Errors
-    /// As [`DeviceSlice::download`].
+    /// As [`DeviceSlice::copy_to_slice_async`].
     ///
     /// # Safety
-    /// Until the copy is complete, also if this fails, `source` stays allocated, and nothing writes
-    /// to it.
+    /// Until the copy is complete, also after [`BufferError::Unseen`], `source` stays allocated, and
+    /// nothing writes to it.
     pub unsafe fn copy_from_slice_async(
         &mut self,
         source: &[T],
@@ -449,7 +451,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
             // SAFETY: the part lies in the memory; the caller vouches for the source.
             unsafe { entered.copy_host_to_device(to, source.as_ptr().cast(), bytes, stream.raw()) }
         };
-        Ok(submit(stream, &[memory], operation)?)
+        started(stream, submit(stream, &[memory], operation))
     }
 
     /// Copies another part, of the same or another device, on `stream`, which must belong to one of
@@ -525,6 +527,18 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
             Pattern::Word(word) => unsafe { entered.memset_d32(to, word, bytes / 4, raw) },
         };
         Ok(submit(stream, &[memory], operation)?)
+    }
+}
+
+/// After a copy with memory of the caller: one that may have been started all the same is waited for.
+fn started(stream: &Stream, submitted: Result<(), Failed>) -> Result<(), BufferError> {
+    match submitted {
+        Ok(()) => Ok(()),
+        Err(Failed::Before(error)) => Err(error),
+        Err(Failed::Submitted(error)) => match end_of(stream, Err(error)) {
+            Ended::Over(result) => result,
+            Ended::Unseen(error) => Err(BufferError::Unseen(error)),
+        },
     }
 }
 

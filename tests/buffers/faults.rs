@@ -230,6 +230,53 @@ fn refused_waits_leave_the_callers_memory_alone() {
     });
 }
 
+/// After an error of an asynchronous copy the caller's memory is out of the device's reach, or the error
+/// says that it may not be.
+#[test]
+fn r2_asynchronous_copies_that_fail_are_waited_for() {
+    Rig::each_simulated(|_, sim, alloc| {
+        let (home, other) = (
+            alloc.create_stream().unwrap(),
+            alloc.create_stream().unwrap(),
+        );
+        let mut buffer = DeviceBuffer::filled(alloc, 4096, 7u8, &home).unwrap();
+        assert_eq!(buffer.to_vec().unwrap(), [7; 4096]);
+        sim.set_mode(Mode::Manual);
+        // Neither the home stream nor the host can be made to wait at first.
+        let refuse_order = |times| {
+            refuse(sim, "cuStreamWaitEvent", 2, 1);
+            refuse(sim, "cuStreamSynchronize", 1, times);
+        };
+        let mut target = vec![1u8; 4096];
+        refuse_order(1);
+        // SAFETY: kept until the error says that the copy is over.
+        let copied = unsafe { buffer.as_slice().copy_to_slice_async(&mut target, &other) };
+        assert!(matches!(copied, Err(BufferError::Driver(_))), "{copied:?}");
+        assert!(sim.pending().is_empty());
+        assert_eq!(target, [7; 4096]);
+        refuse_order(1);
+        target.fill(8);
+        // SAFETY: as above.
+        let copied = unsafe { buffer.as_mut_slice().copy_from_slice_async(&target, &other) };
+        assert!(matches!(copied, Err(BufferError::Driver(_))), "{copied:?}");
+        target.fill(9);
+        sim.complete_all();
+        assert_eq!(buffer.to_vec().unwrap(), [8; 4096]);
+        refuse_order(u64::MAX);
+        refuse(sim, "cuEventSynchronize", 1, u64::MAX);
+        refuse(sim, "cuCtxSynchronize", 1, u64::MAX);
+        // SAFETY: kept until all work is complete.
+        let copied = unsafe { buffer.as_slice().copy_to_slice_async(&mut target, &other) };
+        assert!(matches!(copied, Err(BufferError::Unseen(_))), "{copied:?}");
+        sim.clear_failures();
+        sim.complete_all();
+        assert_eq!(target, [8; 4096]);
+        assert_eq!(sim.take_reports(), []);
+        drop(buffer);
+        sim.set_mode(Mode::Instant);
+    });
+}
+
 /// Copies above the size of a piece are whole, and in order.
 #[test]
 fn large_copies_come_in_pieces() {
