@@ -197,6 +197,24 @@ fn a_device_that_takes_no_work_is_a_failure_of_the_row() {
     assert_eq!(simulator.memory_in_use(0), 0);
 }
 
+/// R2
+#[test]
+fn r2_a_replay_that_cannot_begin_leaves_nothing() {
+    for call in ["cuMemsetD32Async", "cuStreamCreate"] {
+        let simulator = simulator(1 << 30);
+        let stage = Stage::simulated(&simulator, 0, 0).unwrap();
+        let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+        let plan = FailPlan::call(call, code).unwrap();
+        // The streams of the trace come after that of the word.
+        simulator.fail(plan.nth(if call == "cuStreamCreate" { 2 } else { 1 }));
+        let options = options(|options| options.verify = true);
+        let failed = trace::replay(&stage, &rolling(10), &options, &mut |_| {});
+        assert!(failed.is_err(), "{call}");
+        assert_eq!(simulator.memory_in_use(0), 0, "{call}");
+        assert!(simulator.reports().is_empty());
+    }
+}
+
 #[test]
 fn an_empty_trace_replays() {
     let stage = Stage::simulated(&simulator(1 << 30), 0, 0).unwrap();

@@ -116,15 +116,26 @@ impl<'a> Kernels<'a> {
     /// Waits for the device and reads how many words were wrong; frees the word.
     pub(super) fn finish(mut self) -> Result<Option<u64>, DriverError> {
         self.entered.synchronize()?;
-        let Some(word) = self.mismatches.take() else {
+        let Some(word) = self.mismatches else {
             return Ok(None);
         };
         let stream = Stream::new(self.stage.own())?;
         // SAFETY: one word, that `new` allocated.
         let count = unsafe { self.entered.read_words(word, 1, stream.raw()) }?;
+        self.free_word()?;
+        Ok(Some(count.into_iter().map(u64::from).sum()))
+    }
+
+    /// Frees the word that counts, once all work of the context is over.
+    fn free_word(&mut self) -> Result<(), DriverError> {
+        let Some(word) = self.mismatches else {
+            return Ok(());
+        };
+        self.entered.synchronize()?;
         // SAFETY: all work of the context was waited for, and no one else knows the word.
         unsafe { self.entered.mem_free(word) }?;
-        Ok(Some(count.into_iter().map(u64::from).sum()))
+        self.mismatches = None;
+        Ok(())
     }
 
     /// The first word of a block: mixed, so that two blocks that overlap in any way disagree.
@@ -169,6 +180,15 @@ impl<'a> Kernels<'a> {
     fn random(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
         mix(self.random)
+    }
+}
+
+impl Drop for Kernels<'_> {
+    fn drop(&mut self) {
+        // A refusal may be over at once; nobody can try later.
+        if let Err(error) = self.free_word().or_else(|_| self.free_word()) {
+            log::warn!("the word that counts mismatches is leaked: {error}");
+        }
     }
 }
 
