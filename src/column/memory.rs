@@ -297,6 +297,21 @@ impl Memory {
         Arc::new(self)
     }
 
+    /// Waits until the memory can be freed, or released, as far as that is not in the order of a stream.
+    fn let_go(&mut self, owner: &mut Owner) -> Result<(), ColumnError> {
+        if self.bytes == 0 {
+            return Ok(());
+        }
+        if *self.untracked.get_mut() {
+            settle_context(self.stream.context())?;
+        }
+        let Owner::Foreign { producer, uses, .. } = owner else {
+            return Ok(());
+        };
+        let uses = uses.get_mut().unwrap_or_else(PoisonError::into_inner);
+        self.quiesce(producer.as_ref(), uses)
+    }
+
     /// Whether nothing uses foreign memory any more, by host waits or because its producer's stream
     /// waits in our place.
     fn quiesce(&self, producer: Option<&Stream>, uses: &[Stream]) -> Result<(), ColumnError> {
@@ -320,22 +335,13 @@ impl Drop for Memory {
         let Some(mut owner) = self.owner.take() else {
             return;
         };
-        let context = self.stream.context();
-        if context.driver().is_forked_child() {
+        if self.stream.context().driver().is_forked_child() {
             // Neither the driver nor whoever made the memory can be called here.
             std::mem::forget(owner);
             return;
         }
-        let mut result = Ok(());
-        if self.bytes > 0 && *self.untracked.get_mut() {
-            result = settle_context(context).map_err(ColumnError::from);
-        }
-        if let (Ok(()), 1.., Owner::Foreign { producer, uses, .. }) =
-            (&result, self.bytes, &mut owner)
-        {
-            let uses = std::mem::take(uses.get_mut().unwrap_or_else(PoisonError::into_inner));
-            result = self.quiesce(producer.as_ref(), &uses);
-        }
+        // A refusal may be over at once, and nobody can try later.
+        let result = self.let_go(&mut owner).or_else(|_| self.let_go(&mut owner));
         if let Err(error) = result {
             log::error!(
                 "{} bytes at {:#x} are never freed: their last use cannot be waited for: {error}",

@@ -1,0 +1,584 @@
+//! What is run with faults.
+
+use std::sync::Arc;
+
+use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
+use cualloc::driver::{Context, Stream};
+use cualloc::pool::{
+    NativeConfig, NativePool, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspaceConfig,
+    WorkspacePool,
+};
+use cualloc::resource::{
+    Access, AsyncResource, DirectResource, Guard, LaunchRecorder, Manager, ManagerConfig,
+    MemoryResource, OwnedBlock, RecordMode, Runtime, Statistics, Tag,
+};
+use cualloc::trace::{self, Options, Stage, Trace};
+use cualloc::{Allocator, DeviceBuffer, PinnedBuffer};
+
+use super::{Outcome, Program, World};
+
+pub const PROGRAMS: &[Program] = &[
+    Program {
+        name: "buffers",
+        run: buffers,
+    },
+    Program {
+        name: "columns",
+        run: columns,
+    },
+    Program {
+        name: "columns of a resource",
+        run: resource_columns,
+    },
+    Program {
+        name: "exchange",
+        run: exchange,
+    },
+    Program {
+        name: "pinned pool",
+        run: pinned,
+    },
+    Program {
+        name: "driver's pool",
+        run: native,
+    },
+    Program {
+        name: "workspaces",
+        run: workspaces,
+    },
+    Program {
+        name: "typed pool",
+        run: typed,
+    },
+    Program {
+        name: "threshold pool",
+        run: threshold,
+    },
+    Program {
+        name: "direct resource",
+        run: direct,
+    },
+    Program {
+        name: "async resource",
+        run: asynchronous,
+    },
+    Program {
+        name: "driver's pool as resource",
+        run: native_resource,
+    },
+    Program {
+        name: "adaptors",
+        run: adaptors,
+    },
+    Program {
+        name: "manager",
+        run: manager,
+    },
+    Program {
+        name: "streams and events",
+        run: streams,
+    },
+    Program {
+        name: "replay",
+        run: replay,
+    },
+];
+
+const T: Tag = Tag::new("test");
+
+/// Work on memory, in the order of a stream.
+fn work(context: &Context, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
+    let entered = context.enter()?;
+    // SAFETY: the programs pass live memory of that many bytes, and live streams.
+    Ok(unsafe { entered.memset_d8(ptr, 0x5a, bytes, stream.raw()) }?)
+}
+
+/// Lets a stream wait for what another was given.
+fn follow(w: &World, earlier: &Stream, later: &Stream) -> Outcome {
+    let event = w.context.enter()?.create_event()?;
+    earlier.record(&event)?;
+    Ok(later.wait_event(&event)?)
+}
+
+/// Something below uses the stack where what failed before kept its variables.
+#[inline(never)]
+fn canary(world: &World) {
+    let words = std::hint::black_box([0x5au8; 16 << 10]);
+    world.sim.advance_row();
+    world.sim.advance_row();
+    world.sim.complete_all();
+    assert!(
+        std::hint::black_box(&words)
+            .iter()
+            .all(|byte| *byte == 0x5a)
+    );
+}
+
+fn buffers(w: &World) -> Outcome {
+    let done = (|| -> Outcome {
+        let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+        let values: Vec<u32> = (0..500).collect();
+        let mut one = DeviceBuffer::from_slice(&w.alloc, &values, &a)?;
+        let mut two = DeviceBuffer::<u32>::zeroed(&w.alloc, 500, &b)?;
+        two.copy_from(&one.as_slice(), &b)?;
+        one.fill(7, &b)?;
+        let mut target = [1u32; 500];
+        two.copy_to_slice(&mut target)?;
+        assert_eq!(target[..], values[..]);
+        let copy = one.download(PinnedBuffer::zeroed(&w.context, 500)?, &b)?;
+        copy.is_complete()?;
+        assert_eq!(copy.wait()?[..], [7; 500]);
+        drop(one.upload(PinnedBuffer::from_slice(&w.context, &values)?, &b)?);
+        one.order_before(&b)?;
+        work(&w.context, one.as_device_ptr(), 2000, &b)?;
+        one.order_after(&b)?;
+        assert_eq!(one.to_vec()?, [0x5a5a_5a5a; 500]);
+        one.free()?;
+        Ok(())
+    })();
+    canary(w);
+    done
+}
+
+fn columns(w: &World) -> Outcome {
+    let done = (|| -> Outcome {
+        let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+        let mut column = Column::from_slice(&w.alloc, &[5i64; 300], &a)?;
+        assert_eq!(column.to_vec::<i64>()?, [5; 300]);
+        let zeros = Column::zeroed(&w.alloc, ElementType::F32, 1000, &a)?;
+        zeros.record_stream(&b)?;
+        follow(w, &a, &b)?;
+        work(&w.context, zeros.ptr(), 4000, &b)?;
+        drop(zeros);
+        let other = Column::zeroed(&w.alloc, ElementType::F32, 1000, &b)?;
+        assert_eq!(other.to_vec::<f32>()?, [0.0; 1000]);
+        column.copy_from_slice(&[6i64; 300])?;
+        assert_eq!(column.to_vec::<i64>()?, [6; 300]);
+        let block = column.into_block().expect("a whole block");
+        block.free()?;
+        Ok(())
+    })();
+    canary(w);
+    done
+}
+
+fn resource_columns(w: &World) -> Outcome {
+    let done = (|| -> Outcome {
+        let resource: Arc<dyn MemoryResource> = Arc::new(AsyncResource::new(w.alloc.clone()));
+        let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+        let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &a)?;
+        let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+        launch.read_write(&column)?;
+        launch.preflight()?;
+        launch.commit()?;
+        assert_eq!(column.to_vec::<i64>()?, [3, 5, 8]);
+        let tensor = column.to_dlpack(&Consumer::Tracked(b.clone()))?;
+        drop(column);
+        work(&w.context, tensor.tensor()?.data as u64, 24, &b)?;
+        drop(tensor);
+        let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::Bool, 2000, &b)?;
+        let owned = zeros.into_owned().map_err(|_| "shared")?;
+        if let Err(failed) = owned.free() {
+            resource.deallocate(*failed.block)?;
+            return Err(failed.error.into());
+        }
+        resource.reap()?;
+        Ok(())
+    })();
+    canary(w);
+    done
+}
+
+fn exchange(w: &World) -> Outcome {
+    let done = (|| -> Outcome {
+        let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+        let column = Column::from_slice(&w.alloc, &[1.5f32; 700], &a)?;
+        for consumer in [
+            Consumer::Tracked(b.clone()),
+            Consumer::Untracked(b.clone()),
+            Consumer::Unordered,
+        ] {
+            let tensor = column.to_dlpack(&consumer)?;
+            let seen = Column::from_dlpack(tensor, &b, Producer::Stream(a.clone()))?;
+            assert_eq!(seen.to_vec::<f32>()?, [1.5; 700]);
+            work(&w.context, seen.ptr() + 64, 0, &b)?;
+        }
+        let old = column.to_dlpack_versioned(&Consumer::Tracked(b.clone()))?;
+        drop(column);
+        work(&w.context, old.tensor()?.data as u64, 2800, &b)?;
+        drop(old);
+        let next = Column::zeroed(&w.alloc, ElementType::F32, 700, &a)?;
+        assert_eq!(next.to_vec::<f32>()?, [0.0; 700]);
+        foreign(w, &a, &b)
+    })();
+    canary(w);
+    done
+}
+
+/// Memory of somebody else, who frees it when it is released.
+mod theirs {
+    use cualloc::column::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
+    use cualloc::driver::Context;
+    use std::ptr;
+
+    struct Box_ {
+        tensor: DLManagedTensor,
+        shape: [i64; 1],
+        context: Context,
+    }
+
+    pub fn tensor(context: &Context, ptr: u64, rows: i64) -> *mut DLManagedTensor {
+        let mut made = Box::new(Box_ {
+            tensor: DLManagedTensor {
+                dl_tensor: DLTensor {
+                    data: ptr::without_provenance_mut(ptr as usize),
+                    device: DLDevice {
+                        device_type: 2,
+                        device_id: 0,
+                    },
+                    ndim: 1,
+                    dtype: DLDataType {
+                        code: 2,
+                        bits: 32,
+                        lanes: 1,
+                    },
+                    shape: ptr::null_mut(),
+                    strides: ptr::null_mut(),
+                    byte_offset: 0,
+                },
+                manager_ctx: ptr::null_mut(),
+                deleter: Some(delete),
+            },
+            shape: [rows],
+            context: context.clone(),
+        });
+        made.tensor.dl_tensor.shape = made.shape.as_mut_ptr();
+        let made = Box::into_raw(made);
+        // SAFETY: the box was just made.
+        unsafe {
+            (*made).tensor.manager_ctx = made.cast();
+            &raw mut (*made).tensor
+        }
+    }
+
+    unsafe extern "C" fn delete(tensor: *mut DLManagedTensor) {
+        // SAFETY: the box of `tensor`, once.
+        let made = unsafe { Box::from_raw((*tensor).manager_ctx.cast::<Box_>()) };
+        let ptr = made.tensor.dl_tensor.data as u64;
+        // The producer is as stubborn as it must be: the memory goes.
+        for _ in 0..5 {
+            let Ok(entered) = made.context.enter() else {
+                continue;
+            };
+            // SAFETY: released once, by who does not use it any more.
+            if unsafe { entered.mem_free(ptr) }.is_ok() {
+                break;
+            }
+        }
+    }
+}
+
+fn foreign(w: &World, a: &Stream, b: &Stream) -> Outcome {
+    for producer in [Producer::Ordered, Producer::Stream(a.clone())] {
+        let memory = w.context.enter()?.mem_alloc(4096)?;
+        let raw = theirs::tensor(&w.context, memory, 1024);
+        // SAFETY: just made, and taken over once.
+        let tensor = unsafe { DlpackTensor::from_raw(raw) }?;
+        let column = Column::from_dlpack(tensor, b, producer)?;
+        work(&w.context, column.ptr(), 4096, b)?;
+        let third = w.alloc.create_stream()?;
+        column.record_stream(&third)?;
+        follow(w, b, &third)?;
+        work(&w.context, column.ptr(), 4096, &third)?;
+    }
+    Ok(())
+}
+
+fn pinned(w: &World) -> Outcome {
+    let done = (|| -> Outcome {
+        let config = PinnedConfig {
+            initial: 1,
+            maximum: 4,
+            buffer_bytes: 8192,
+            oversize: true,
+        };
+        let pool = PinnedPool::new(&w.context, config)?;
+        let stream = w.alloc.create_stream()?;
+        let block = w.alloc.allocate(8192, &stream)?;
+        for round in 0..3u32 {
+            let mut up = pool.acquire(4000)?.typed::<u32>(1000)?;
+            up.write(&[round; 1000])?;
+            // SAFETY: the block has as many bytes, and goes in the order of the stream.
+            unsafe { up.upload(block.ptr(), &stream) }?;
+            up.initialised()?;
+            let mut down = pool.acquire(4000)?.typed::<u32>(1000)?;
+            // SAFETY: as above.
+            unsafe { down.download(block.ptr(), 1000, &stream) }?;
+            let complete = down.is_complete()?;
+            drop(up);
+            if round == 1 {
+                down.wait()?;
+                assert_eq!(down.initialised()?, [1; 1000], "{complete}");
+            }
+            down.record_use(&stream)?;
+            drop(down);
+            stream.synchronize()?;
+        }
+        let mut large = pool.acquire(20_000)?;
+        large.write(&[1; 8000])?;
+        // SAFETY: as above.
+        unsafe { large.upload(block.ptr(), &stream) }?;
+        drop(large);
+        stream.synchronize()?;
+        // A look that is refused leaves a buffer to the next one.
+        pool.stats();
+        let stats = pool.stats();
+        nothing_left((stats.in_use + stats.stale) as u64)?;
+        pool.trim(0);
+        pool.restart();
+        Ok(())
+    })();
+    canary(w);
+    done
+}
+
+fn native(w: &World) -> Outcome {
+    let mut config = NativeConfig::default();
+    config.initial_bytes = 1 << 20;
+    let pool = NativePool::with_context(&w.context, config)?;
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    let block = pool.allocate(4096, &a)?;
+    work(&w.context, block.ptr(), 4096, &a)?;
+    block.record_stream(&b)?;
+    follow(w, &a, &b)?;
+    work(&w.context, block.ptr(), 4096, &b)?;
+    if let Err(failed) = block.free() {
+        // The caller has it still, and uses it on the stream that it told of.
+        work(&w.context, failed.block.ptr(), 4096, &b)?;
+        failed.block.free()?;
+        let next = pool.allocate(4096, &a)?;
+        work(&w.context, next.ptr(), 4096, &a)?;
+        drop(next);
+        return Err(failed.error.into());
+    }
+    let second = pool.allocate(4096, &a)?;
+    work(&w.context, second.ptr(), 4096, &a)?;
+    follow(w, &a, &b)?;
+    work(&w.context, second.ptr(), 4096, &b)?;
+    if let Err(error) = second.record_use(&b) {
+        // Nobody knows of the use but who made it.
+        b.synchronize()?;
+        return Err(error.into());
+    }
+    drop(second);
+    let third = pool.allocate(4096, &a)?;
+    work(&w.context, third.ptr(), 4096, &a)?;
+    third.free()?;
+    pool.usage()?;
+    a.synchronize()?;
+    b.synchronize()?;
+    pool.trim(0)?;
+    nothing_left(pool.live())?;
+    pool.destroy()?;
+    Ok(())
+}
+
+fn workspaces(w: &World) -> Outcome {
+    let pool = WorkspacePool::new(&w.alloc, WorkspaceConfig::default());
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    for bytes in [1000, 3 << 20, 1000] {
+        let lease = pool.lease(&a, bytes)?;
+        work(&w.context, lease.ptr(), bytes, &a)?;
+        lease.record_stream(&b)?;
+        follow(w, &a, &b)?;
+        work(&w.context, lease.ptr(), bytes, &b)?;
+        if bytes > 1000 {
+            lease.record_use(&b)?;
+        }
+        drop(lease);
+        let next = pool.lease(&a, bytes)?;
+        work(&w.context, next.ptr(), bytes, &a)?;
+    }
+    pool.trim(0);
+    assert_eq!(pool.stats().leases, 0);
+    Ok(())
+}
+
+fn typed(w: &World) -> Outcome {
+    let pool = TypedPool::over([&w.alloc]);
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    let mut lent = pool.zeroed::<u32>(5000, &a)?;
+    lent.as_mut_slice().fill(3, &b)?;
+    assert_eq!(lent.to_vec()?, [3; 5000]);
+    drop(lent);
+    let one = pool.zeroed::<u32>(5000, &a)?;
+    work(&w.context, one.as_device_ptr(), 20_000, &a)?;
+    drop(one);
+    let big = pool.uninit::<u8>(30 << 20, &b)?;
+    drop(big);
+    let resource = pool.on_device(0)?;
+    let block = OwnedBlock::allocate(resource, 6000, &a, T)?;
+    block.record_stream(&b)?;
+    follow(w, &a, &b)?;
+    work(&w.context, block.ptr(), 6000, &b)?;
+    drop(block);
+    pool.empty_all()?;
+    Ok(())
+}
+
+fn threshold(w: &World) -> Outcome {
+    let pool = ThresholdPool::over(&w.alloc);
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    let mut one = pool.zeroed::<u8>(9 << 20, &a)?;
+    one.as_mut_slice().fill(4, &b)?;
+    drop(one);
+    pool.set_release_threshold(0)?;
+    let two = pool.uninit::<u8>(5 << 20, &b)?;
+    drop(two);
+    pool.trim(0)?;
+    Ok(())
+}
+
+fn use_across(w: &World, resource: &impl MemoryResource, a: &Stream, b: &Stream) -> Outcome {
+    let before = resource.outstanding().total();
+    let first = OwnedBlock::allocate(resource, 4096, a, T)?;
+    let id = first.identity().ok_or("no block")?;
+    work(&w.context, id.ptr, 4096, a)?;
+    follow(w, a, b)?;
+    resource.prepare_use(&id, b, Access::Write)?;
+    work(&w.context, id.ptr, 4096, b)?;
+    resource.finish_use(&id, b, Access::Write)?;
+    first.record_stream(b)?;
+    work(&w.context, id.ptr, 4096, b)?;
+    match first.free() {
+        Ok(()) => {}
+        Err(failed) => {
+            work(&w.context, id.ptr, 4096, b)?;
+            let error = failed.error;
+            resource.deallocate(*failed.block)?;
+            let next = OwnedBlock::allocate(resource, 4096, a, T)?;
+            work(&w.context, next.ptr(), 4096, a)?;
+            next.free()?;
+            return Err(error.into());
+        }
+    }
+    let second = OwnedBlock::allocate(resource, 4096, b, T)?;
+    work(&w.context, second.ptr(), 4096, b)?;
+    drop(second);
+    resource.reap()?;
+    resource.trim(0)?;
+    resource.usage()?;
+    nothing_left(resource.outstanding().total() - before)
+}
+
+/// What a program says that finds something left.
+pub const LEFT: &str = "something is left";
+
+/// What is left although all of it was given back.
+fn nothing_left(left: u64) -> Outcome {
+    match left {
+        0 => Ok(()),
+        _ => Err(LEFT.into()),
+    }
+}
+
+fn direct(w: &World) -> Outcome {
+    let direct = DirectResource::new(&w.context);
+    let stream = w.alloc.create_stream()?;
+    let block = direct.allocate(1 << 20, &stream, T)?;
+    let used = work(&w.context, block.ptr(), 1 << 20, &stream);
+    if let Err(failed) = direct.deallocate(block) {
+        direct.deallocate(*failed.block)?;
+        return Err(failed.error.into());
+    }
+    assert_eq!(direct.outstanding().total(), 0);
+    let owned = OwnedBlock::allocate(&direct, 4096, &stream, T)?;
+    drop(owned);
+    used
+}
+
+fn asynchronous(w: &World) -> Outcome {
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    use_across(w, &AsyncResource::new(w.alloc.clone()), &a, &b)
+}
+
+fn native_resource(w: &World) -> Outcome {
+    let pool = NativePool::with_context(&w.context, NativeConfig::default())?;
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    use_across(w, &AsyncResource::new(pool.clone()), &a, &b)?;
+    let block = pool.allocate(1000, &a)?;
+    block.free()?;
+    Ok(())
+}
+
+fn adaptors(w: &World) -> Outcome {
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    let inner = Arc::new(AsyncResource::new(Statistics::new(w.alloc.clone())));
+    let guard = Guard::<Allocator>::builder()
+        .budget(1 << 30)
+        .reservation(4 << 20)
+        .build(inner)?;
+    use_across(w, &guard, &a, &b)?;
+    guard.release_reservation()?;
+    Ok(())
+}
+
+fn manager(w: &World) -> Outcome {
+    let resource = AsyncResource::new(w.alloc.clone());
+    let runtime = Runtime::new(resource);
+    let manager = Manager::new(ManagerConfig::new(0, 1 << 30).runtime(&runtime))?;
+    let (_, stream) = runtime.streams().acquire()?;
+    let slice = manager.allocate::<u32>(5000, &stream)?;
+    slice.prepare_use(&stream, Access::Write)?;
+    work(&w.context, slice.ptr(), 20_000, &stream)?;
+    slice.finish_use(&stream, Access::Write)?;
+    slice.free()?;
+    let slice = manager.allocate::<u32>(5000, &stream)?;
+    drop(slice);
+    runtime.resource().reap()?;
+    nothing_left(manager.outstanding().total())
+}
+
+fn streams(w: &World) -> Outcome {
+    let a = Stream::new(&w.context)?;
+    let b = Stream::with_priority(&w.context, -1)?;
+    let own = Stream::legacy_default(&w.context)?;
+    let per_thread = Stream::per_thread_default(&w.context)?;
+    per_thread.id()?;
+    let event = w.context.enter()?.create_event()?;
+    for (one, two) in [(&a, &b), (&b, &own), (&own, &per_thread)] {
+        one.record(&event)?;
+        two.wait_event(&event)?;
+        w.context.enter()?.query(&event)?;
+        one.is_complete()?;
+        two.is_capturing()?;
+    }
+    w.context.enter()?.wait(&event)?;
+    a.synchronize()?;
+    let entered = w.context.enter()?;
+    entered.synchronize()?;
+    Ok(())
+}
+
+fn replay(w: &World) -> Outcome {
+    let rows = "op,id,bytes,stream\na,0,300000,0\na,1,500,1\nf,0,0,0\na,2,300000,0\nf,1,0,1\na,3,700000,1\n";
+    let trace = Trace::read("test", rows.as_bytes())?;
+    for lag in [0, 2] {
+        let stage = Stage::simulated(&w.sim, 0, lag)?;
+        let mut options = Options::default();
+        options.verify = true;
+        options.repeat = 2;
+        let report = trace::replay(&stage, &trace, &options, &mut |_| {})?;
+        if let Some(failure) = report.failure {
+            return Err(failure.source.into());
+        }
+        if let Some(error) = report.close {
+            return Err(error.into());
+        }
+        assert!(
+            report.check.is_none() && report.mismatches == Some(0),
+            "{report:?}"
+        );
+    }
+    Ok(())
+}
