@@ -239,7 +239,8 @@ impl Drop for Memory {
             // In a forked child a lock may be held by a thread that does not exist there.
             return;
         }
-        let settled = self.settle();
+        // A refusal may be over at once, and nobody can try later.
+        let settled = self.settle().or_else(|_| self.settle());
         // SAFETY: this is the drop, so the block is used no more.
         let block = unsafe { ManuallyDrop::take(&mut self.block) };
         if let Err(error) = settled {

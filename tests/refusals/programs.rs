@@ -134,6 +134,16 @@ fn buffers(w: &World) -> Outcome {
         one.order_after(&b)?;
         assert_eq!(one.to_vec()?, [0x5a5a_5a5a; 500]);
         one.free()?;
+        for stream in [
+            w.alloc.create_stream()?,
+            Stream::per_thread_default(&w.context)?,
+        ] {
+            let mut late = DeviceBuffer::<u8>::zeroed(&w.alloc, 600, &stream)?;
+            late.fill(1, &b)?;
+            w.alloc.retire(&stream)?;
+            late.fill(2, &stream)?;
+            drop(late);
+        }
         Ok(())
     })();
     canary(w);
@@ -209,7 +219,10 @@ fn exchange(w: &World) -> Outcome {
         drop(old);
         let next = Column::zeroed(&w.alloc, ElementType::F32, 700, &a)?;
         assert_eq!(next.to_vec::<f32>()?, [0.0; 700]);
-        foreign(w, &a, &b)
+        foreign(w, &a, &b)?;
+        #[cfg(feature = "arrow")]
+        arrow(w, &a, &b)?;
+        Ok(())
     })();
     canary(w);
     done
@@ -290,6 +303,17 @@ fn foreign(w: &World, a: &Stream, b: &Stream) -> Outcome {
         column.record_stream(&third)?;
         follow(w, b, &third)?;
         work(&w.context, column.ptr(), 4096, &third)?;
+    }
+    Ok(())
+}
+
+#[cfg(feature = "arrow")]
+fn arrow(w: &World, a: &Stream, b: &Stream) -> Outcome {
+    let column = Column::from_slice(&w.alloc, &[4i64; 300], a)?;
+    for consumer in [Consumer::Tracked(b.clone()), Consumer::Unordered] {
+        let array = column.to_arrow(&consumer)?;
+        let seen = Column::from_arrow(array, ElementType::I64, b, Producer::Ordered)?;
+        assert_eq!(seen.to_vec::<i64>()?, [4; 300]);
     }
     Ok(())
 }
