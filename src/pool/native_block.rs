@@ -177,44 +177,47 @@ impl NativeBlock {
             // for instead.
             self.pool.context.enter()?.synchronize()?;
         }
-        let mut uses = std::mem::take(&mut self.uses().list);
-        if let Err(error) = self.settle(&mut uses) {
-            self.uses().list.append(&mut uses);
+        let uses = std::mem::take(&mut self.uses().list);
+        if let Err(error) = self.settle(&uses).and_then(|()| self.give_back()) {
+            // The block is live still, and those who use it until its free do so.
+            self.uses().list.extend(uses);
             return Err(error);
         }
-        let entered = stream.context().enter()?;
-        // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
-        // memory come before this, on it or by the waits above.
-        unsafe { entered.mem_free_async(self.ptr, stream.raw()) }?;
-        drop(entered);
+        for end in uses.into_iter().filter_map(|foreign| foreign.end) {
+            self.keep(end);
+        }
         self.freed.store(true, Ordering::Relaxed);
         self.pool.left(self.requested);
         Ok(())
     }
 
-    /// Lets the block's own stream wait for uses on others. Those that are seen to are taken out.
-    fn settle(&self, uses: &mut Vec<ForeignUse>) -> Result<(), PoolError> {
+    fn give_back(&self) -> Result<(), PoolError> {
         let stream = &self.home.0;
-        while let Some(foreign) = uses.last_mut() {
-            if foreign.end.is_none() && foreign.stream.id()? != foreign.id {
-                // As in `release`.
-                self.pool.context.enter()?.synchronize()?;
-                uses.pop();
-                continue;
-            }
-            if foreign.end.is_none() {
-                super::refuse_capture(&foreign.stream)?;
-                let event = foreign.stream.context().enter()?.create_event()?;
-                foreign.stream.record(&event)?;
-                foreign.end = Some(event);
-            }
+        let entered = stream.context().enter()?;
+        // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
+        // memory come before this, on it or by the waits of `settle`.
+        Ok(unsafe { entered.mem_free_async(self.ptr, stream.raw()) }?)
+    }
+
+    /// Makes the block's stream wait for all uses on others.
+    fn settle(&self, uses: &[ForeignUse]) -> Result<(), PoolError> {
+        let stream = &self.home.0;
+        for foreign in uses {
             if let Some(end) = &foreign.end {
                 stream.wait_event(end)?;
+                continue;
             }
+            if foreign.stream.id()? != foreign.id {
+                // As in `release`.
+                self.pool.context.enter()?.synchronize()?;
+                continue;
+            }
+            super::refuse_capture(&foreign.stream)?;
+            let event = foreign.stream.context().enter()?.create_event()?;
+            foreign.stream.record(&event)?;
+            stream.wait_event(&event)?;
             // A wait that is queued keeps what the event stood for, so it can be recorded again.
-            if let Some(end) = uses.pop().and_then(|foreign| foreign.end) {
-                self.keep(end);
-            }
+            self.keep(event);
         }
         Ok(())
     }

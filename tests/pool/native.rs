@@ -2,7 +2,7 @@
 
 use cualloc::driver::sys::CUresult;
 use cualloc::pool::{NativeConfig, NativePool, PoolAttribute, PoolError, TypedPool};
-use cualloc::sim::{FailPlan, SimConfig};
+use cualloc::sim::{FailPlan, Mode, SimConfig};
 use cualloc::{Config, Policy};
 
 use crate::common::{MIB, Rig, only, only_on};
@@ -51,6 +51,31 @@ fn s3_8_a_failed_destroy_is_an_error() {
         assert_eq!(pool.destroy().unwrap_err().code(), code);
         drop(pool.allocate(1, &rig.stream()).unwrap());
         pool.destroy().unwrap();
+    });
+}
+
+/// R21: who uses a block until its free does so, although a free before failed.
+#[test]
+fn r21_a_failed_free_forgets_no_stream() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        let Some(sim) = rig.sim() else { return };
+        let [home, other] = rig.streams();
+        sim.set_mode(Mode::Manual);
+        let block = pool.allocate(4096, &home).unwrap();
+        block.record_stream(&other).unwrap();
+        let code = CUresult::CUDA_ERROR_INVALID_VALUE;
+        sim.fail(FailPlan::call("cuMemFreeAsync", code).unwrap());
+        let failed = block.free().unwrap_err();
+        assert_eq!(failed.error.code(), code);
+        home.synchronize().unwrap();
+        fill(&rig.context, failed.block.ptr(), 4096, &other);
+        failed.block.free().unwrap();
+        let again = pool.allocate(4096, &home).unwrap();
+        fill(&rig.context, again.ptr(), 4096, &home);
+        sim.complete_all();
+        assert!(sim.reports().is_empty());
+        again.free().unwrap();
+        sim.set_mode(Mode::Instant);
     });
 }
 
