@@ -1,6 +1,9 @@
 //! Rare orders: captures, retired streams, failures and drops from within.
 
+use std::sync::Arc;
+
 use cualloc::driver::{Stream, sys};
+use cualloc::pool::{WorkspaceConfig, WorkspacePool};
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, Mode};
 
@@ -172,5 +175,29 @@ fn a_probe_frees_what_is_of_another_threads_stream() {
         rig.stamp(again.ptr(), 1 << 20, 2, &mine);
         sim.complete_all();
         rig.assert_clean();
+    });
+}
+
+/// What a hook or listener captured is dropped without a lock, whatever that does.
+#[test]
+fn hooks_may_own_what_they_look_after() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        for replaced in [false, true] {
+            let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+            allocator.add_relief_hook("mine", move |_| pool.trim(0));
+            if replaced {
+                assert!(allocator.add_relief_hook("mine", |_| 0));
+            }
+            assert!(allocator.remove_relief_hook("mine"));
+        }
+        let guard = Guard::builder().budget(MIB as u64).build(allocator);
+        let guard = Arc::new(guard.unwrap());
+        let held = OwnedBlock::allocate(Arc::clone(&guard), MIB, &stream, T).unwrap();
+        let number = guard.on_pressure(move |_, _| assert!(held.ptr() > 0));
+        assert!(guard.remove_listener(number));
+        assert!(!guard.remove_listener(number));
+        assert_eq!(guard.stats().used, 0);
     });
 }
