@@ -97,11 +97,8 @@ impl State {
                 let mut at = 0;
                 for (len, content) in self.load(queue, op, own, *source, *bytes) {
                     self.undefined(queue, op, source + at, len, content.is_none());
-                    let bytes: Vec<u8> = match &content {
-                        Some(Content::Raw(bytes, start)) => {
-                            bytes[*start..*start + len as usize].to_vec()
-                        }
-                        Some(content) => (0..len).map(|offset| content.byte(offset)).collect(),
+                    let bytes = match &content {
+                        Some(content) => content.bytes(len as usize),
                         None => vec![0xdb; len as usize],
                     };
                     target.write(at, &bytes);

@@ -386,10 +386,12 @@ impl Simulator {
                 let (start, mapping) = state.mapping_at(at)?;
                 let len = (start + mapping.bytes).min(end) - at;
                 let alloc = state.allocs[mapping.alloc as usize].as_ref()?;
-                alloc.contents.read(at - start, len, |_, len, content| {
-                    let byte = |at| content.as_ref().map_or(0xdb, |content| content.byte(at));
-                    data.extend((0..len).map(byte));
-                });
+                alloc
+                    .contents
+                    .read(at - start, len, |_, len, content| match content {
+                        Some(content) => data.extend(content.bytes(len as usize)),
+                        None => data.resize(data.len() + len as usize, 0xdb),
+                    });
                 at += len;
             }
             Some(data)
