@@ -15,25 +15,28 @@ pub(crate) struct Hooks(Mutex<Vec<(String, Arc<ReliefHook>)>>);
 impl Hooks {
     /// Adds a hook, or replaces the one of that name; whether one was replaced.
     pub(crate) fn set(&self, name: String, hook: Arc<ReliefHook>) -> bool {
-        let mut hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match hooks.iter_mut().find(|(known, _)| *known == name) {
-            Some(known) => {
-                known.1 = hook;
-                true
+        let replaced = {
+            let mut hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            match hooks.iter_mut().find(|(known, _)| *known == name) {
+                Some(known) => Some(std::mem::replace(&mut known.1, hook)),
+                None => {
+                    hooks.push((name, hook));
+                    None
+                }
             }
-            None => {
-                hooks.push((name, hook));
-                false
-            }
-        }
+        };
+        // What it captured is dropped without the lock: it may remove hooks of its own.
+        replaced.is_some()
     }
 
     /// Removes a hook; whether it existed.
     pub(crate) fn remove(&self, name: &str) -> bool {
-        let mut hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = hooks.len();
-        hooks.retain(|(known, _)| known != name);
-        hooks.len() != before
+        let removed = {
+            let mut hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let at = hooks.iter().position(|(known, _)| known == name);
+            at.map(|at| hooks.remove(at))
+        };
+        removed.is_some()
     }
 
     /// The hooks as they are now.

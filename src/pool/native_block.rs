@@ -178,10 +178,14 @@ impl NativeBlock {
             // for instead.
             self.pool.context.enter()?.synchronize()?;
         }
-        let mut uses = std::mem::take(&mut self.uses().list);
-        if let Err(error) = self.settle(&mut uses).and_then(|()| self.give_back()) {
-            self.uses().list.append(&mut uses);
+        let uses = std::mem::take(&mut self.uses().list);
+        if let Err(error) = self.settle(&uses).and_then(|()| self.give_back()) {
+            // The block is live still, and those who use it until its free do so.
+            self.uses().list.extend(uses);
             return Err(error);
+        }
+        for end in uses.into_iter().filter_map(|foreign| foreign.end) {
+            self.keep(end);
         }
         self.freed.store(true, Ordering::Relaxed);
         self.pool.left(self.requested);
@@ -196,18 +200,14 @@ impl NativeBlock {
         Ok(unsafe { entered.mem_free_async(self.ptr, stream.raw()) }?)
     }
 
-    /// Lets the block's own stream wait for uses on others. Those that are over are taken out; those
-    /// that may go on until the free stay, since after a free that fails they do.
-    fn settle(&self, uses: &mut Vec<ForeignUse>) -> Result<(), PoolError> {
+    /// Makes the block's stream wait for all uses on others.
+    fn settle(&self, uses: &[ForeignUse]) -> Result<(), PoolError> {
         let home = &self.home.0;
-        while let Some((at, end)) = first_over(uses) {
-            home.wait_event(end)?;
-            // A wait that is queued keeps what the event stood for, so it can be recorded again.
-            if let Some(end) = uses.swap_remove(at).end {
-                self.keep(end);
+        for foreign in uses {
+            if let Some(end) = &foreign.end {
+                home.wait_event(end)?;
+                continue;
             }
-        }
-        for foreign in uses.iter() {
             if foreign.stream.id()? != foreign.id {
                 // As in `release`.
                 self.pool.context.enter()?.synchronize()?;
@@ -216,6 +216,7 @@ impl NativeBlock {
             super::refuse_capture(&foreign.stream)?;
             let end = self.mark(&foreign.stream)?;
             home.wait_event(&end)?;
+            // A wait that is queued keeps what the event stood for, so it can be recorded again.
             self.keep(end);
         }
         Ok(())
@@ -224,11 +225,6 @@ impl NativeBlock {
     fn uses(&self) -> MutexGuard<'_, ForeignUses> {
         self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn first_over(uses: &[ForeignUse]) -> Option<(usize, &Event)> {
-    let mut marked = uses.iter().enumerate();
-    marked.find_map(|(at, foreign)| Some((at, foreign.end.as_ref()?)))
 }
 
 impl Drop for NativeBlock {

@@ -130,14 +130,17 @@ impl PressureMonitor {
 
     /// Sets what is told of each change of the level, as (old, new). Replaces the one before.
     pub fn on_transition(&self, hook: impl Fn(Pressure, Pressure) + Send + Sync + 'static) {
-        self.change(|state| state.transition = Some(Arc::new(hook)));
+        let old = self.change(|state| state.transition.replace(Arc::new(hook)));
+        // What it captured is dropped without the lock.
+        drop(old);
     }
 
     /// Sets what is asked for memory at each observation of [`Pressure::Critical`]: it gets the bytes
     /// that are in use beyond the warning fraction (and one) and returns how many it freed. Replaces
     /// the one before.
     pub fn on_eviction(&self, hook: impl Fn(u64) -> u64 + Send + Sync + 'static) {
-        self.change(|state| state.eviction = Some(Arc::new(hook)));
+        let old = self.change(|state| state.eviction.replace(Arc::new(hook)));
+        drop(old);
     }
 
     /// Bytes that the eviction hook has freed, as it says.
@@ -166,7 +169,7 @@ impl PressureMonitor {
             && let Some(hook) = eviction
         {
             let calm = (self.config.warning * total as f64).ceil() as u64;
-            let freed = hook((used + 1).saturating_sub(calm));
+            let freed = hook(used.saturating_add(1).saturating_sub(calm));
             self.change(|state| {
                 state.evicted = state.evicted.saturating_add(freed);
                 state.evictions += 1;
@@ -239,5 +242,27 @@ mod tests {
         assert_eq!(monitor.poll(|| Err::<(u64, u64), _>("away")), Err("away"));
         assert_eq!(monitor.poll(|| Ok::<_, ()>((0, 0))), Ok(Normal));
         assert!(Normal < Warning && Warning < Critical);
+    }
+
+    #[test]
+    fn hooks_may_own_the_monitor_and_figures_may_be_any() {
+        struct Asks(Arc<PressureMonitor>);
+        impl Drop for Asks {
+            fn drop(&mut self) {
+                assert_eq!(self.0.level(), Pressure::Critical);
+            }
+        }
+        let monitor = Arc::new(PressureMonitor::new(PressureConfig::default()).unwrap());
+        let asks = Asks(Arc::clone(&monitor));
+        monitor.on_eviction(move |bytes| {
+            let _keeps = &asks;
+            bytes
+        });
+        monitor.observe(u64::MAX, u64::MAX);
+        assert_eq!(monitor.evictions(), 1);
+        let asks = Asks(Arc::clone(&monitor));
+        monitor.on_transition(move |_, _| drop(Arc::clone(&asks.0)));
+        monitor.on_eviction(|_| 0);
+        monitor.on_transition(|_, _| ());
     }
 }

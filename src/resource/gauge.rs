@@ -253,13 +253,16 @@ impl Gauge {
     }
 
     pub(crate) fn remove_listener(&self, id: u64) -> bool {
-        let mut listeners = self
-            .listeners
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
-        let before = listeners.len();
-        Arc::make_mut(&mut listeners).retain(|(known, _)| *known != id);
-        listeners.len() != before
+        let removed = {
+            let mut listeners = self
+                .listeners
+                .write()
+                .unwrap_or_else(PoisonError::into_inner);
+            let at = listeners.iter().position(|(known, _)| *known == id);
+            at.map(|at| Arc::make_mut(&mut listeners).remove(at))
+        };
+        // What it captured is dropped without the lock: it may be blocks of this budget.
+        removed.is_some()
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::allocator::{Allocator, Trimmed};
-use crate::driver::{Context, DriverError, NO_ID, Stream, StreamKind};
+use crate::driver::{Context, NO_ID, Stream, StreamKind};
 use crate::pool::PoolUsage;
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
@@ -128,7 +128,7 @@ pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), Resou
 }
 
 /// Recording into somebody's graph would leave an event that nothing outside may wait for.
-fn refuse_capture(stream: &Stream, id: u64) -> Result<(), ResourceError> {
+pub(super) fn refuse_capture(stream: &Stream, id: u64) -> Result<(), ResourceError> {
     if stream.is_capturing()? {
         return Err(StreamMisuse::Capturing(id).into());
     }
@@ -176,7 +176,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         &self,
         entry: &Entry,
         points: &[super::uses::Point],
-    ) -> Result<Option<Pooled>, DriverError> {
+    ) -> Result<Option<Pooled>, ResourceError> {
         let home = entry.identity.stream;
         if entry.stream.kind() == StreamKind::PerThreadDefault && entry.stream.id()? != home {
             // On this thread the handle means another stream. What other contexts do is waited for
@@ -191,7 +191,11 @@ impl<R: MemoryResource> AsyncResource<R> {
         for point in points {
             point.hold_back(&entry.stream, home, &self.events)?;
         }
-        self.events.record(&entry.stream).map(Some)
+        if entry.uses().is_any() && self.inner.tracking() != Tracking::None {
+            // A stream that was retired below has got work again, if only by the waits.
+            self.inner.record_use(&entry.identity, &entry.stream)?;
+        }
+        Ok(Some(self.events.record(&entry.stream)?))
     }
 
     fn retire(&self, entry: &Arc<Entry>, mut block: ResourceBlock) -> Result<(), DeallocateError> {
@@ -211,7 +215,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         };
         let newest = self.books().newest(identity.stream);
         let capture = refuse_capture(&entry.stream, identity.stream);
-        let marker = match capture.and_then(|()| Ok(self.settle(entry, &points)?)) {
+        let marker = match capture.and_then(|()| self.settle(entry, &points)) {
             Ok(marker) => marker,
             Err(error) => return reopen(block, error),
         };
@@ -499,6 +503,10 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         access: Access,
     ) -> Result<(), ResourceError> {
         let entry = self.entry(block)?;
+        let gone = || ResourceError::UseAfterFree {
+            ptr: block.ptr,
+            key: block.key,
+        };
         // A stream that cannot be named now is taken for one of its own.
         let (id, named) = match stream.id() {
             Ok(id) => (id, Ok(())),
@@ -512,10 +520,7 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         let begin = {
             let mut uses = entry.uses();
             if uses.closed {
-                return Err(ResourceError::UseAfterFree {
-                    ptr: block.ptr,
-                    key: block.key,
-                });
+                return Err(gone());
             }
             uses.begin()
         };
@@ -525,7 +530,9 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             Ok(event) => (Some(event), Ok(())),
             Err(error) => (None, Err(error)),
         };
-        entry.uses().done(stream, id, access, begin, event);
-        result
+        let mut uses = entry.uses();
+        uses.done(stream, id, access, begin, event);
+        // A free that began meanwhile does not know of this use.
+        if uses.closed { Err(gone()) } else { result }
     }
 }

@@ -8,6 +8,7 @@ use crate::driver::Stream;
 use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
 use super::events::{EventPools, Pooled};
+use super::ordered::refuse_capture;
 use super::traits::{MemoryResource, Tracking, forward, forward_reap};
 use super::uses::Point;
 
@@ -54,7 +55,9 @@ impl ProbeConfig {
 /// goes, and reports blocks that overlap.
 ///
 /// Fills are queued on the block's stream: the first before the block is handed out, the last after
-/// all recorded uses. With everything off it only passes through.
+/// all recorded uses. A block whose deallocation fails after the last fill has lost its contents. While
+/// one of its streams is being captured a block that is to be filled is not taken back. With everything
+/// off it only passes through.
 ///
 /// ```
 /// use cualloc::resource::{MemoryResource, Probe, ProbeConfig};
@@ -175,6 +178,12 @@ impl<R: MemoryResource> Probe<R> {
     fn poison_old(&self, live: &Live, byte: u8) -> Result<(), ResourceError> {
         let (block, stream) = (&live.identity, &live.stream);
         let id = stream.id()?;
+        // A graph is no place for the fill, and a wait in it for what is not captured spoils it.
+        refuse_capture(stream, id)?;
+        if id != block.stream {
+            // On this thread the handle means another stream.
+            self.inner.context().enter()?.synchronize()?;
+        }
         for point in &live.lasting {
             point.hold_back(stream, id, &self.events)?;
         }
@@ -188,7 +197,9 @@ impl<R: MemoryResource> Probe<R> {
                 for (_, event) in &live.uses {
                     event.hold_back(stream)?;
                 }
-                self.fill(block, byte, stream)
+                self.fill(block, byte, stream)?;
+                // For a stream that was retired, or is not the block's on this thread.
+                self.inner.record_use(block, stream)
             }
             Tracking::None => {
                 self.inner.context().enter()?.synchronize()?;

@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
-use crate::driver::{DriverError, NO_ID, Stream, StreamKind};
+use crate::driver::{NO_ID, Stream};
 
 use super::block::Access;
+use super::error::ResourceError;
 use super::events::{EventPools, Pooled};
+use super::ordered::refuse_capture;
 
 /// A moment in the work of a stream.
 #[derive(Debug, Clone)]
@@ -47,17 +49,21 @@ impl Point {
         stream: &Stream,
         id: u64,
         events: &EventPools,
-    ) -> Result<(), DriverError> {
+    ) -> Result<(), ResourceError> {
         if self.stream == id {
             return Ok(());
         }
         match &self.how {
-            How::Event(event) => event.hold_back(stream),
-            How::Late(late) if late.kind() == StreamKind::PerThreadDefault => {
+            How::Event(event) => Ok(event.hold_back(stream)?),
+            How::Late(late) if late.id()? != self.stream => {
                 // The handle means another stream on this thread.
-                late.context().enter()?.synchronize()
+                Ok(late.context().enter()?.synchronize()?)
             }
-            How::Late(late) => events.record(late)?.hold_back(stream),
+            How::Late(late) => {
+                // A wait for what is captured would draw the stream into the capture.
+                refuse_capture(late, self.stream)?;
+                Ok(events.record(late)?.hold_back(stream)?)
+            }
         }
     }
 }
@@ -93,6 +99,11 @@ impl Uses {
             clock: 0,
             closed: false,
         }
+    }
+
+    /// Whether there were uses since the allocation.
+    pub(crate) fn is_any(&self) -> bool {
+        self.clock > 0 || !self.lasting.is_empty()
     }
 
     /// What an access has to wait for, and the tick that stands for having done so.

@@ -8,6 +8,7 @@ mod adaptors;
 mod identity;
 mod order;
 mod pending;
+mod rare;
 mod sources;
 
 use std::alloc::{GlobalAlloc, Layout, System};

@@ -139,21 +139,25 @@ fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
         let Some(sim) = rig.sim() else { return };
         sim.set_mode(Mode::Manual);
         let resource = asynchronous(rig);
-        let [a, b] = rig.streams();
-        let block = resource.allocate(4096, &a, T).unwrap();
-        let id = block.identity();
-        resource.prepare_use(&id, &b, Access::Write).unwrap();
-        rig.stamp(id.ptr, 4096, 1, &b);
-        fail(rig, "cuStreamIsCapturing");
-        let error = resource.finish_use(&id, &b, Access::Write).unwrap_err();
-        assert_eq!(error.driver_error().map(|e| e.code()), Some(refusal()));
-        resource.deallocate(block).unwrap();
-        let next = resource.allocate(4096, &a, T).unwrap();
-        assert_eq!(next.ptr(), id.ptr);
-        rig.stamp(id.ptr, 4096, 2, &a);
-        sim.complete_all();
-        assert_eq!(sim.reports(), []);
-        resource.deallocate(next).unwrap();
+        let [a, own] = rig.streams();
+        // That of the thread is asked for its id each time.
+        let of_thread = Stream::per_thread_default(&rig.context).unwrap();
+        for (call, b) in [("cuStreamIsCapturing", &own), ("cuStreamGetId", &of_thread)] {
+            let block = resource.allocate(4096, &a, T).unwrap();
+            let id = block.identity();
+            resource.prepare_use(&id, b, Access::Write).unwrap();
+            rig.stamp(id.ptr, 4096, 1, b);
+            fail(rig, call);
+            let error = resource.finish_use(&id, b, Access::Write).unwrap_err();
+            assert_eq!(error.driver_error().map(|e| e.code()), Some(refusal()));
+            resource.deallocate(block).unwrap();
+            let next = resource.allocate(4096, &a, T).unwrap();
+            assert_eq!(next.ptr(), id.ptr);
+            rig.stamp(id.ptr, 4096, 2, &a);
+            sim.complete_all();
+            assert_eq!(sim.reports(), []);
+            resource.deallocate(next).unwrap();
+        }
         sim.set_mode(Mode::Instant);
         resource.reap().unwrap();
     });
