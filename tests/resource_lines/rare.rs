@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{WorkspaceConfig, WorkspacePool};
 use cualloc::resource::*;
-use cualloc::sim::{FailPlan, Mode};
+use cualloc::sim::Mode;
 
 use crate::common::*;
 use crate::*;
