@@ -9,7 +9,7 @@ use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
 use super::events::{EventPools, Pooled};
 use super::ordered::refuse_capture;
-use super::traits::{MemoryResource, Tracking, forward, forward_reap};
+use super::traits::{MemoryResource, Tracking, count_anyway, forward, forward_reap};
 use super::uses::Point;
 
 /// What a [`Probe`] does. Everything is off by default.
@@ -327,8 +327,9 @@ impl<R: MemoryResource> MemoryResource for Probe<R> {
         stream: &Stream,
         access: Access,
     ) -> Result<(), ResourceError> {
-        self.inner.finish_use(block, stream, access)?;
-        self.used(block, stream)
+        let finished = self.inner.finish_use(block, stream, access);
+        let noted = finished.and_then(|()| self.used(block, stream));
+        count_anyway(self, block, stream, noted)
     }
 
     forward!(inner);

@@ -209,7 +209,10 @@ pub trait MemoryResource: Send + Sync {
     ///
     /// # Errors
     /// As [`record_use`](Self::record_use). After a driver error the block counts as used on
-    /// `stream` by everything that the stream has been given when the block is needed next.
+    /// `stream` by everything that the stream has been given when the block is needed next. That takes
+    /// no further question to the driver under [`Tracking::Access`], and on the block's own stream.
+    /// Under [`Tracking::Reuse`] another stream is recorded as [`record_stream`](Self::record_stream)
+    /// does; if that is refused too, the use counts only once it is recorded.
     fn finish_use(
         &self,
         block: &BlockIdentity,
@@ -244,11 +247,33 @@ macro_rules! callers_order {
             stream: &Stream,
             _access: Access,
         ) -> Result<(), ResourceError> {
-            self.record_use(block, stream)
+            $crate::resource::traits::count_anyway(
+                self,
+                block,
+                stream,
+                self.record_use(block, stream),
+            )
         }
     };
 }
 pub(super) use callers_order;
+
+/// What came of recording work that was given already: if the driver refused to mark its end, the
+/// stream counts until the block is freed.
+pub(super) fn count_anyway(
+    resource: &impl MemoryResource,
+    block: &BlockIdentity,
+    stream: &Stream,
+    recorded: Result<(), ResourceError>,
+) -> Result<(), ResourceError> {
+    if let Err(error) = &recorded
+        && error.driver_error().is_some()
+    {
+        // The first error is the one to tell of.
+        let _ = resource.record_stream(block, stream);
+    }
+    recorded
+}
 
 pub(crate) fn not_tracked(asked: &'static str, stream: &Stream) -> ResourceError {
     match stream.id() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{WorkspaceConfig, WorkspacePool};
+use cualloc::pool::{NativeConfig, NativePool, WorkspaceConfig, WorkspacePool};
 use cualloc::resource::*;
 use cualloc::sim::Mode;
 
@@ -170,5 +170,52 @@ fn hooks_may_own_what_they_look_after() {
         assert!(guard.remove_listener(number));
         assert!(!guard.remove_listener(number));
         assert_eq!(guard.stats().used, 0);
+    });
+}
+
+/// A use that was given counts until the free where its end could not be marked.
+fn finished_in_vain(rig: &Rig, resource: &impl MemoryResource, call: &str, nth: u64) -> bool {
+    let Some(sim) = rig.sim() else { return true };
+    sim.set_mode(Mode::Manual);
+    let [home, other] = rig.streams();
+    let block = resource.allocate(MIB, &home, T).unwrap();
+    let id = block.identity();
+    let entered = rig.context.enter().unwrap();
+    let allocated = entered.create_event().unwrap();
+    home.record(&allocated).unwrap();
+    other.wait_event(&allocated).unwrap();
+    rig.stamp(id.ptr, MIB, 1, &other);
+    sim.fail(FailPlan::call(call, refusal()).unwrap().nth(nth));
+    let finished = resource.finish_use(&id, &other, Access::Write);
+    sim.clear_failures();
+    resource.deallocate(block).unwrap();
+    let again = resource.allocate(MIB, &home, T).unwrap();
+    rig.stamp(again.ptr(), MIB, 2, &home);
+    sim.complete_all();
+    rig.assert_clean();
+    resource.deallocate(again).unwrap();
+    sim.complete_all();
+    sim.set_mode(Mode::Instant);
+    finished.is_ok()
+}
+
+#[test]
+fn a_use_counts_until_the_free_where_its_end_cannot_be_marked() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let native = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+        let probes = (poisoned(allocator.clone()), poisoned(native.clone()));
+        for (call, most) in [("cuStreamIsCapturing", 1), ("cuEventRecord", 2)] {
+            for nth in 1..=most {
+                let told = [
+                    finished_in_vain(rig, &allocator, call, nth),
+                    finished_in_vain(rig, &native, call, nth),
+                    finished_in_vain(rig, &probes.0, call, nth),
+                    finished_in_vain(rig, &probes.1, call, nth),
+                ];
+                let of_probes = nth == 2;
+                assert_eq!(told, [of_probes, of_probes, false, false], "{call} {nth}");
+            }
+        }
     });
 }
