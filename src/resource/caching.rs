@@ -91,9 +91,11 @@ fn allocate_named(
     stream: &Stream,
     tag: Tag,
 ) -> Result<ResourceBlock, ResourceError> {
-    let grant = engine.allocate(&engine.named(stream)?, bytes, alignment)?;
-    let wanted = (bytes, alignment);
-    Ok(named(engine, &grant, wanted, stream.id()?, tag))
+    let asks = engine.named(stream)?;
+    // Before there is a block that could leak: a thread's default stream is asked each time.
+    let id = stream.id()?;
+    let grant = engine.allocate(&asks, bytes, alignment)?;
+    Ok(named(engine, &grant, (bytes, alignment), id, tag))
 }
 
 #[inline(never)]

@@ -219,3 +219,25 @@ fn a_use_counts_until_the_free_where_its_end_cannot_be_marked() {
         }
     });
 }
+
+/// A thread's default stream is asked for its name at each allocation, which may be refused.
+#[test]
+fn no_block_leaks_whose_stream_cannot_be_named() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        let mut refused = 0;
+        for nth in 1..=4 {
+            sim.fail(FailPlan::call("cuStreamGetId", refusal()).unwrap().nth(nth));
+            let got = MemoryResource::allocate(&allocator, 37, &mine, T);
+            sim.clear_failures();
+            match got {
+                Ok(block) => allocator.deallocate(block).unwrap(),
+                Err(_) => refused += 1,
+            }
+            assert_eq!(allocator.stats().all.requested.current, 0);
+        }
+        assert!(refused > 1);
+    });
+}
