@@ -1,6 +1,7 @@
 //! The uses of one block: its last write and the reads since.
 
 use std::sync::Arc;
+use std::thread::ThreadId;
 
 use crate::driver::{NO_ID, Stream};
 
@@ -24,7 +25,32 @@ pub(crate) struct Point {
 enum How {
     Event(Arc<Pooled>),
     /// No event could be recorded: everything the stream was given until it is asked for.
-    Late(Stream),
+    Late(Late),
+}
+
+/// A stream by its handle, which on another thread may mean another one.
+#[derive(Debug, Clone)]
+struct Late {
+    stream: Stream,
+    thread: ThreadId,
+}
+
+impl Late {
+    fn new(stream: &Stream) -> Late {
+        Late {
+            stream: stream.clone(),
+            thread: std::thread::current().id(),
+        }
+    }
+
+    /// Whether the handle means the stream with this id here. One that could not be named is known by
+    /// the thread.
+    fn is_here(&self, id: u64) -> Result<bool, ResourceError> {
+        if id == NO_ID {
+            return Ok(self.thread == std::thread::current().id());
+        }
+        Ok(self.stream.id()? == id)
+    }
 }
 
 impl Point {
@@ -34,7 +60,7 @@ impl Point {
             stream: id,
             begin: 0,
             end: 0,
-            how: How::Late(stream.clone()),
+            how: How::Late(Late::new(stream)),
         }
     }
 
@@ -55,11 +81,11 @@ impl Point {
         }
         match &self.how {
             How::Event(event) => Ok(event.hold_back(stream)?),
-            How::Late(late) if late.id()? != self.stream => {
+            How::Late(late) if !late.is_here(self.stream)? => {
                 // The handle means another stream on this thread.
-                Ok(late.context().enter()?.synchronize()?)
+                Ok(late.stream.context().enter()?.synchronize()?)
             }
-            How::Late(late) => {
+            How::Late(Late { stream: late, .. }) => {
                 // A wait for what is captured would draw the stream into the capture.
                 refuse_capture(late, self.stream)?;
                 Ok(events.record(late)?.hold_back(stream)?)
@@ -160,7 +186,7 @@ impl Uses {
             end: self.clock,
             how: match event {
                 Some(event) => How::Event(Arc::new(event)),
-                None => How::Late(stream.clone()),
+                None => How::Late(Late::new(stream)),
             },
         };
         let follows = |old: &Point| id != NO_ID && old.stream == id && old.end < point.begin;

@@ -241,3 +241,24 @@ fn no_block_leaks_whose_stream_cannot_be_named() {
         assert!(refused > 1);
     });
 }
+
+/// On the thread of the use its handle means that stream still: no wait for the whole context, which
+/// would spoil what captures there.
+#[test]
+fn a_stream_that_could_not_be_named_is_waited_for_by_an_event() {
+    packed(|rig| {
+        let resource = asynchronous(rig);
+        let [home, other] = rig.streams();
+        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        let block = resource.allocate(4096, &home, T).unwrap();
+        let id = block.identity();
+        if !fail(rig, "cuStreamGetId") {
+            return;
+        }
+        resource.finish_use(&id, &mine, Access::Write).unwrap_err();
+        let freed = captured(rig, &other, || resource.deallocate(block));
+        freed.unwrap();
+        rig.assert_clean();
+        resource.reap().unwrap();
+    });
+}
