@@ -240,7 +240,7 @@ fn refused_waits_leave_the_callers_memory_alone() {
 #[test]
 fn r2_asynchronous_copies_that_fail_are_waited_for() {
     Rig::each_simulated(|_, sim, alloc| {
-        let (home, other, mut buffer) = settled(sim, alloc);
+        let (_home, other, mut buffer) = settled(sim, alloc);
         // Neither the home stream nor the host can be made to wait at first.
         let refuse_order = |times| {
             refuse(sim, "cuStreamWaitEvent", 2, 1);
