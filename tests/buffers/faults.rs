@@ -3,6 +3,7 @@
 use super::Rig;
 use cualloc::buffer::BufferError;
 use cualloc::column::Column;
+use cualloc::driver::Stream;
 use cualloc::driver::sys::CUresult;
 use cualloc::sim::{FailPlan, Leaks, Mode, Simulator};
 use cualloc::{Allocator, DeviceBuffer, PinnedBuffer};
@@ -154,18 +155,22 @@ fn order_is_kept_by_other_means() {
     });
 }
 
+/// A buffer of sevens on the first of two streams, all of whose work is over; what comes next waits to be
+/// completed.
+fn settled(sim: &Simulator, alloc: &Allocator) -> (Stream, Stream, DeviceBuffer<u8>) {
+    let [home, other] = [(); 2].map(|()| alloc.create_stream().unwrap());
+    let buffer = DeviceBuffer::filled(alloc, 4096, 7u8, &home).unwrap();
+    assert_eq!(buffer.to_vec().unwrap(), [7; 4096]);
+    sim.set_mode(Mode::Manual);
+    (home, other, buffer)
+}
+
 /// A driver that refuses every wait makes a blocking copy fail; the caller's memory is out of the
 /// device's reach nevertheless, and the buffer's is not given to others under the copy.
 #[test]
 fn refused_waits_leave_the_callers_memory_alone() {
     Rig::each_simulated(|rig, sim, alloc| {
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
-        let mut buffer = DeviceBuffer::filled(alloc, 4096, 7u8, &home).unwrap();
-        assert_eq!(buffer.to_vec().unwrap(), [7; 4096]);
-        sim.set_mode(Mode::Manual);
+        let (home, other, mut buffer) = settled(sim, alloc);
         let refuse_all = || {
             for call in [
                 "cuEventSynchronize",
@@ -235,13 +240,7 @@ fn refused_waits_leave_the_callers_memory_alone() {
 #[test]
 fn r2_asynchronous_copies_that_fail_are_waited_for() {
     Rig::each_simulated(|_, sim, alloc| {
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
-        let mut buffer = DeviceBuffer::filled(alloc, 4096, 7u8, &home).unwrap();
-        assert_eq!(buffer.to_vec().unwrap(), [7; 4096]);
-        sim.set_mode(Mode::Manual);
+        let (_home, other, mut buffer) = settled(sim, alloc);
         // Neither the home stream nor the host can be made to wait at first.
         let refuse_order = |times| {
             refuse(sim, "cuStreamWaitEvent", 2, 1);
