@@ -392,7 +392,7 @@ impl Engine {
             {
                 Holder::Kept(stream.clone())
             }
-            _ => Holder::Foreign,
+            _ => Holder::foreign(),
         };
         self.prune();
         state = self.lock();
@@ -493,8 +493,9 @@ impl Engine {
         state.flush_fronts_of(stream);
         state.recycle(stream);
         drop(state);
-        // Destroys the stream if nobody else holds it: a driver call, so outside the lock.
-        drop(former);
+        // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
+        // destroyed if nobody else holds it: a driver call, so outside the lock.
+        former.let_go();
         Ok(())
     }
 

@@ -125,10 +125,13 @@ impl Engine {
             for stream in streams {
                 state.drop_fronts(stream);
             }
+            let foreign = state.streams.take_foreign();
             // Handles are destroyed outside the lock.
             let events = std::mem::take(&mut state.events);
             drop(state);
             drop(events);
+            // From here on the streams may be destroyed.
+            foreign.into_iter().for_each(Holder::let_go);
         }
         result
     }

@@ -27,7 +27,7 @@ impl Engine {
     }
 
     fn cover_batch(&self, stream: u32, key: StreamKey, ask: bool) -> Result<(), Error> {
-        let (batch, raw, context, kept) = {
+        let (batch, raw, context, holder) = {
             let mut state = self.lock();
             let slot = &state.streams[stream];
             let other = !slot.in_use || slot.key != key;
@@ -35,27 +35,27 @@ impl Engine {
                 return Ok(());
             }
             let (raw, context) = (slot.raw, slot.context.clone());
-            // Another thread may let go of the stream while its marker is recorded.
-            let kept = match &slot.holder {
-                Holder::Kept(stream) => Some(stream.clone()),
-                _ => None,
-            };
+            // Another thread may retire the stream while its marker is recorded.
+            let holder = slot.holder.clone();
             // The bound is taken before the event is recorded, and frees from here on get a later
             // ticket: so the event covers every ticket up to the bound, and no other.
             let batch = state.streams.close_batch(stream);
-            (batch, raw, context, kept)
+            (batch, raw, context, holder)
         };
         // Nothing is recorded into somebody's graph; the next marker covers this batch.
         let covered = self.may_mark(raw, &context, key).and_then(|may| {
             // Who captures now and then may begin to while we ask, and would suffer.
-            let asked = kept.as_ref().filter(|_| ask && !self.watchful());
-            match asked {
+            match &holder {
                 _ if !may => Ok(false),
-                Some(asked) if self.sees_idle(asked, key, &batch)? => Ok(true),
+                Holder::Kept(asked)
+                    if ask && !self.watchful() && self.sees_idle(asked, key, &batch)? =>
+                {
+                    Ok(true)
+                }
                 _ => self.record_batch(batch, raw, &context).map(|()| true),
             }
         });
-        drop(kept);
+        drop(holder);
         if ask && !matches!(covered, Ok(true)) {
             let mut state = self.lock();
             if state.streams[stream].key == key {
@@ -291,7 +291,7 @@ impl Engine {
             for (_, slot) in state.streams.iter() {
                 match &slot.holder {
                     Holder::Kept(stream) => kept.push(stream.clone()),
-                    Holder::Foreign if slot.capturing => {
+                    Holder::Foreign(_) if slot.capturing => {
                         return Err(Error::Capturing { stream: slot.raw });
                     }
                     _ => {}

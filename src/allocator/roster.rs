@@ -93,7 +93,7 @@ impl State {
     /// Gives back the slot of a stream that nothing refers to.
     pub(crate) fn recycle(&mut self, stream: u32) {
         let many = self.streams.len() > MANY_STREAMS;
-        let forgettable = matches!(self.streams[stream].holder, Holder::Foreign) && many;
+        let forgettable = matches!(self.streams[stream].holder, Holder::Foreign(_)) && many;
         if forgettable && self.streams[stream].pages > 0 {
             // What was freed in its pages is counted from here on: later, when it is complete.
             self.flush_fronts_of(stream);
@@ -105,7 +105,7 @@ impl State {
         let forget = match slot.holder {
             Holder::Retired => true,
             // A caller's stream that comes again is simply registered again.
-            Holder::Foreign => many,
+            Holder::Foreign(_) => many && !slot.holder.is_touched(),
             Holder::Kept(_) => false,
         };
         if !idle || !forget {

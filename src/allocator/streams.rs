@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream, process};
 
+use super::front::pause;
 use super::fronts::EngineFront;
 use super::mix::Mixed;
 use super::uses::Use;
@@ -70,10 +71,36 @@ impl StreamKey {
 pub(crate) enum Holder {
     /// We keep the stream alive, so a marker may be recorded at any time.
     Kept(Stream),
-    /// The caller's: touched only inside calls that name the stream or free its blocks.
-    Foreign,
+    /// The caller's: touched only inside calls that name the stream or free its blocks. Who touches it
+    /// beside the books' lock holds a copy of the token meanwhile.
+    Foreign(Arc<()>),
     /// No calls any more: the last marker is recorded.
     Retired,
+}
+
+impl Holder {
+    pub(crate) fn foreign() -> Holder {
+        Holder::Foreign(Arc::new(()))
+    }
+
+    /// Whether a call that is under way touches a stream of the caller's. Copies are made under the books'
+    /// lock alone.
+    pub(crate) fn is_touched(&self) -> bool {
+        matches!(self, Holder::Foreign(token) if Arc::strong_count(token) > 1)
+    }
+
+    /// Waits until nobody touches a stream of the caller's any more. No copies are made of this holder now.
+    pub(crate) fn let_go(self) {
+        let Holder::Foreign(mut token) = self else {
+            return;
+        };
+        let mut round = 0;
+        // Behind what those did who held one.
+        while Arc::get_mut(&mut token).is_none() {
+            pause(round);
+            round += 1;
+        }
+    }
 }
 
 /// One stream.
@@ -288,6 +315,15 @@ impl Streams {
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
         (0u32..).zip(&self.slots).filter(|(_, s)| s.in_use)
+    }
+
+    /// The holders of all streams of the caller's, none of which is touched from here on.
+    pub(crate) fn take_foreign(&mut self) -> Vec<Holder> {
+        let slots = self.iter_mut().map(|(_, slot)| &mut slot.holder);
+        let foreign = slots.filter(|holder| matches!(holder, Holder::Foreign(_)));
+        foreign
+            .map(|holder| std::mem::replace(holder, Holder::Retired))
+            .collect()
     }
 
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut Slot)> {

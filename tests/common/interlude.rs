@@ -25,6 +25,7 @@ hooked! {
     /// Makes room for interludes in the calls of this thread; returns the table to use instead.
     before |_| {}, after played;
     cuEventRecord(event: CUevent, stream: CUstream);
+    cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
     cuStreamQuery(stream: CUstream);
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
 }

@@ -1,9 +1,14 @@
 //! Streams that come and go, and handles that say little about a stream.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+
 use crate::common::*;
 use crate::two_devices;
+use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::driver::{Context, Stream, sys};
+use cualloc::sim::Simulator;
 
 const PER_THREAD: sys::CUstream = 2 as sys::CUstream;
 
@@ -232,4 +237,71 @@ fn r35_one_shot_streams_stay_flat() {
         assert!(stats.streams < 5, "{} streams are known", stats.streams);
         rig.close(&allocator);
     });
+}
+
+/// Ends the allocator's use of a foreign owner's stream on another thread while this one, in the free of a
+/// block of it, is in the driver's `call`; the stream may be destroyed when the end has returned.
+fn ends_behind_the_free(
+    call: &'static str,
+    config: Config,
+    end: fn(&Allocator, &Stream) -> Result<(), Error>,
+) {
+    let Some(rig) = Rig::with_interludes(Policy::Packed) else {
+        return;
+    };
+    let allocator = rig.allocator_with(config);
+    // With a second stream, what is freed gets a marker at once.
+    let second = rig.stream();
+    drop(allocator.allocate(KIB, &second).unwrap());
+    let foreign = RawStream::new(&rig);
+    let block = allocator.allocate(4 * MIB, &foreign.borrowed()).unwrap();
+    let functions = rig.sim().map(Simulator::functions);
+    let ended = Arc::new(AtomicBool::new(false));
+    let ending = Arc::new(Mutex::new(None));
+    let (other, stream) = (allocator.clone(), foreign.borrowed());
+    let (flag, thread) = (Arc::clone(&ended), Arc::clone(&ending));
+    let too_early = Arc::new(AtomicBool::new(false));
+    let early = Arc::clone(&too_early);
+    interlude::after(call, move || {
+        let (begun, begins) = mpsc::channel();
+        let done = Arc::clone(&flag);
+        *thread.lock().unwrap() = Some(std::thread::spawn(move || {
+            functions.map(interlude::install);
+            begun.send(()).unwrap();
+            end(&other, &stream).unwrap();
+            done.store(true, Ordering::SeqCst);
+        }));
+        begins.recv().unwrap();
+        // What it has to do takes moments, unless it waits for this thread.
+        for _ in 0..20_000 {
+            std::thread::yield_now();
+        }
+        early.store(flag.load(Ordering::SeqCst), Ordering::SeqCst);
+    });
+    drop(block);
+    assert!(!interlude::is_due(), "{call} was not called");
+    let ending = ending.lock().unwrap().take().unwrap();
+    ending.join().unwrap();
+    assert!(ended.load(Ordering::SeqCst));
+    assert!(!too_early.load(Ordering::SeqCst), "the stream was in use");
+    foreign.destroy();
+    drop(allocator);
+    rig.assert_clean();
+}
+
+#[test]
+fn r24_retirement_waits_for_who_marks_the_stream() {
+    ends_behind_the_free("cuEventRecord", Config::new(), Allocator::retire);
+}
+
+#[test]
+fn r24_retirement_waits_for_who_asks_the_stream() {
+    let checked = Config::new().capture_checks(true);
+    ends_behind_the_free("cuStreamIsCapturing", checked, Allocator::retire);
+}
+
+#[test]
+fn r24_closing_waits_for_who_marks_a_stream() {
+    let close = |allocator: &Allocator, _: &Stream| allocator.close();
+    ends_behind_the_free("cuEventRecord", Config::new(), close);
 }

@@ -97,8 +97,9 @@ impl<T> Lock<T> {
     }
 }
 
+/// Lets other threads go on, so much longer the later the round.
 #[cfg(not(loom))]
-fn pause(round: u32) {
+pub(crate) fn pause(round: u32) {
     if round < SPINS {
         for _ in 0..(1 << (round / 2)).min(MOST_PAUSES) {
             std::hint::spin_loop();
@@ -111,7 +112,7 @@ fn pause(round: u32) {
 }
 
 #[cfg(loom)]
-fn pause(_round: u32) {
+pub(crate) fn pause(_round: u32) {
     let _ = (SPINS, MOST_PAUSES, YIELDS, NAP);
     loom::thread::yield_now();
 }

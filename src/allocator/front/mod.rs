@@ -31,7 +31,7 @@ pub(crate) use batch::{Batch, Returned};
 pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use heap::Heap;
 use lock::AtomicPtr;
-pub(crate) use lock::{Held, Lock};
+pub(crate) use lock::{Held, Lock, pause};
 pub(crate) use pages::{PageTable, SMALL_ID};
 pub(crate) use shelf::{Amounts, Shelf, Shelved};
 
