@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{NativeConfig, NativePool, WorkspaceConfig, WorkspacePool};
 use cualloc::resource::*;
-use cualloc::sim::Mode;
+use cualloc::sim::{Mode, Simulator};
 
 use crate::common::*;
 use crate::*;
@@ -174,8 +174,12 @@ fn hooks_may_own_what_they_look_after() {
 }
 
 /// A use that was given counts until the free where its end could not be marked.
-fn finished_in_vain(rig: &Rig, resource: &impl MemoryResource, call: &str, nth: u64) -> bool {
-    let Some(sim) = rig.sim() else { return true };
+fn finished_in_vain(
+    (rig, sim): (&Rig, &Simulator),
+    resource: &impl MemoryResource,
+    call: &str,
+    nth: u64,
+) -> bool {
     sim.set_mode(Mode::Manual);
     let [home, other] = rig.streams();
     let block = resource.allocate(MIB, &home, T).unwrap();
@@ -202,16 +206,17 @@ fn finished_in_vain(rig: &Rig, resource: &impl MemoryResource, call: &str, nth: 
 #[test]
 fn a_use_counts_until_the_free_where_its_end_cannot_be_marked() {
     packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
         let allocator = rig.allocator();
         let native = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
         let probes = (poisoned(allocator.clone()), poisoned(native.clone()));
         for (call, most) in [("cuStreamIsCapturing", 1), ("cuEventRecord", 2)] {
             for nth in 1..=most {
                 let told = [
-                    finished_in_vain(rig, &allocator, call, nth),
-                    finished_in_vain(rig, &native, call, nth),
-                    finished_in_vain(rig, &probes.0, call, nth),
-                    finished_in_vain(rig, &probes.1, call, nth),
+                    finished_in_vain((rig, sim), &allocator, call, nth),
+                    finished_in_vain((rig, sim), &native, call, nth),
+                    finished_in_vain((rig, sim), &probes.0, call, nth),
+                    finished_in_vain((rig, sim), &probes.1, call, nth),
                 ];
                 let of_probes = nth == 2;
                 assert_eq!(told, [of_probes, of_probes, false, false], "{call} {nth}");
