@@ -192,7 +192,7 @@ impl Bin {
                 let at = place(list, from);
                 let key = list.get(at).copied().filter(|key| right(*key))?;
                 list.remove(at);
-                // One below what made it a list, so that it does not change with every call at the border.
+                // Not as soon as all of them would fit: it would change with every call at the border.
                 if list.len() < FEW {
                     let mut few = Few::EMPTY;
                     list.drain(..).for_each(|key| few.insert(key));

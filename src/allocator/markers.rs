@@ -44,9 +44,9 @@ impl Engine {
         };
         // Nothing is recorded into somebody's graph; the next marker covers this batch.
         let covered = self.may_mark(raw, &context, key).and_then(|may| {
-            // Who captures now and then may begin to while we ask, and would suffer.
             match &holder {
                 _ if !may => Ok(false),
+                // Who captures now and then may begin to while we ask, and would suffer.
                 Holder::Kept(asked)
                     if ask && !self.watchful() && self.sees_idle(asked, key, &batch)? =>
                 {

@@ -142,6 +142,20 @@ enum Run {
     Faulty(Result<(), String>),
 }
 
+/// Lets late work run while the stack is in use where the program before kept its variables.
+#[inline(never)]
+fn canary(world: &World) {
+    let words = std::hint::black_box([0x5au8; 16 << 10]);
+    world.sim.advance_row();
+    world.sim.advance_row();
+    world.sim.complete_all();
+    assert!(
+        std::hint::black_box(&words)
+            .iter()
+            .all(|byte| *byte == 0x5a)
+    );
+}
+
 /// One run with one fault: at the `nth` call of a name, or of all.
 fn once(program: &Program, name: Option<&str>, nth: u64, fault: &Fault) -> Run {
     let Fault { code, times, mode } = *fault;
@@ -152,7 +166,11 @@ fn once(program: &Program, name: Option<&str>, nth: u64, fault: &Fault) -> Run {
     };
     world.sim.record_log(true);
     world.sim.fail(plan.nth(nth).times(times));
-    let result = catch_unwind(AssertUnwindSafe(|| (program.run)(&world)));
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let result = (program.run)(&world);
+        canary(&world);
+        result
+    }));
     world.sim.clear_failures();
     let log = world.sim.take_log();
     world.sim.record_log(false);

@@ -100,132 +100,102 @@ fn follow(w: &World, earlier: &Stream, later: &Stream) -> Outcome {
     Ok(later.wait_event(&event)?)
 }
 
-/// Something below uses the stack where what failed before kept its variables.
-#[inline(never)]
-fn canary(world: &World) {
-    let words = std::hint::black_box([0x5au8; 16 << 10]);
-    world.sim.advance_row();
-    world.sim.advance_row();
-    world.sim.complete_all();
-    assert!(
-        std::hint::black_box(&words)
-            .iter()
-            .all(|byte| *byte == 0x5a)
-    );
-}
-
 fn buffers(w: &World) -> Outcome {
-    let done = (|| -> Outcome {
-        let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-        let values: Vec<u32> = (0..500).collect();
-        let mut one = DeviceBuffer::from_slice(&w.alloc, &values, &a)?;
-        let mut two = DeviceBuffer::<u32>::zeroed(&w.alloc, 500, &b)?;
-        two.copy_from(&one.as_slice(), &b)?;
-        one.fill(7, &b)?;
-        let mut target = [1u32; 500];
-        two.copy_to_slice(&mut target)?;
-        assert_eq!(target[..], values[..]);
-        let copy = one.download(PinnedBuffer::zeroed(&w.context, 500)?, &b)?;
-        copy.is_complete()?;
-        assert_eq!(copy.wait()?[..], [7; 500]);
-        drop(one.upload(PinnedBuffer::from_slice(&w.context, &values)?, &b)?);
-        one.order_before(&b)?;
-        work(&w.context, one.as_device_ptr(), 2000, &b)?;
-        one.order_after(&b)?;
-        assert_eq!(one.to_vec()?, [0x5a5a_5a5a; 500]);
-        one.free()?;
-        for stream in [
-            w.alloc.create_stream()?,
-            Stream::per_thread_default(&w.context)?,
-        ] {
-            let mut late = DeviceBuffer::<u8>::zeroed(&w.alloc, 600, &stream)?;
-            late.fill(1, &b)?;
-            w.alloc.retire(&stream)?;
-            late.fill(2, &stream)?;
-            drop(late);
-        }
-        Ok(())
-    })();
-    canary(w);
-    done
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    let values: Vec<u32> = (0..500).collect();
+    let mut one = DeviceBuffer::from_slice(&w.alloc, &values, &a)?;
+    let mut two = DeviceBuffer::<u32>::zeroed(&w.alloc, 500, &b)?;
+    two.copy_from(&one.as_slice(), &b)?;
+    one.fill(7, &b)?;
+    let mut target = [1u32; 500];
+    two.copy_to_slice(&mut target)?;
+    assert_eq!(target[..], values[..]);
+    let copy = one.download(PinnedBuffer::zeroed(&w.context, 500)?, &b)?;
+    copy.is_complete()?;
+    assert_eq!(copy.wait()?[..], [7; 500]);
+    drop(one.upload(PinnedBuffer::from_slice(&w.context, &values)?, &b)?);
+    one.order_before(&b)?;
+    work(&w.context, one.as_device_ptr(), 2000, &b)?;
+    one.order_after(&b)?;
+    assert_eq!(one.to_vec()?, [0x5a5a_5a5a; 500]);
+    one.free()?;
+    for stream in [
+        w.alloc.create_stream()?,
+        Stream::per_thread_default(&w.context)?,
+    ] {
+        let mut late = DeviceBuffer::<u8>::zeroed(&w.alloc, 600, &stream)?;
+        late.fill(1, &b)?;
+        w.alloc.retire(&stream)?;
+        late.fill(2, &stream)?;
+        drop(late);
+    }
+    Ok(())
 }
 
 fn columns(w: &World) -> Outcome {
-    let done = (|| -> Outcome {
-        let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-        let mut column = Column::from_slice(&w.alloc, &[5i64; 300], &a)?;
-        assert_eq!(column.to_vec::<i64>()?, [5; 300]);
-        let zeros = Column::zeroed(&w.alloc, ElementType::F32, 1000, &a)?;
-        zeros.record_stream(&b)?;
-        follow(w, &a, &b)?;
-        work(&w.context, zeros.ptr(), 4000, &b)?;
-        drop(zeros);
-        let other = Column::zeroed(&w.alloc, ElementType::F32, 1000, &b)?;
-        assert_eq!(other.to_vec::<f32>()?, [0.0; 1000]);
-        column.copy_from_slice(&[6i64; 300])?;
-        assert_eq!(column.to_vec::<i64>()?, [6; 300]);
-        let block = column.into_block().expect("a whole block");
-        block.free()?;
-        Ok(())
-    })();
-    canary(w);
-    done
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    let mut column = Column::from_slice(&w.alloc, &[5i64; 300], &a)?;
+    assert_eq!(column.to_vec::<i64>()?, [5; 300]);
+    let zeros = Column::zeroed(&w.alloc, ElementType::F32, 1000, &a)?;
+    zeros.record_stream(&b)?;
+    follow(w, &a, &b)?;
+    work(&w.context, zeros.ptr(), 4000, &b)?;
+    drop(zeros);
+    let other = Column::zeroed(&w.alloc, ElementType::F32, 1000, &b)?;
+    assert_eq!(other.to_vec::<f32>()?, [0.0; 1000]);
+    column.copy_from_slice(&[6i64; 300])?;
+    assert_eq!(column.to_vec::<i64>()?, [6; 300]);
+    let block = column.into_block().expect("a whole block");
+    block.free()?;
+    Ok(())
 }
 
 fn resource_columns(w: &World) -> Outcome {
-    let done = (|| -> Outcome {
-        let resource: Arc<dyn MemoryResource> = Arc::new(AsyncResource::new(w.alloc.clone()));
-        let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-        let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &a)?;
-        let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
-        launch.read_write(&column)?;
-        launch.preflight()?;
-        launch.commit()?;
-        assert_eq!(column.to_vec::<i64>()?, [3, 5, 8]);
-        let tensor = column.to_dlpack(&Consumer::Tracked(b.clone()))?;
-        drop(column);
-        work(&w.context, tensor.tensor()?.data as u64, 24, &b)?;
-        drop(tensor);
-        let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::Bool, 2000, &b)?;
-        let owned = zeros.into_owned().map_err(|_| "shared")?;
-        if let Err(failed) = owned.free() {
-            resource.deallocate(*failed.block)?;
-            return Err(failed.error.into());
-        }
-        resource.reap()?;
-        Ok(())
-    })();
-    canary(w);
-    done
+    let resource: Arc<dyn MemoryResource> = Arc::new(AsyncResource::new(w.alloc.clone()));
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &a)?;
+    let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+    launch.read_write(&column)?;
+    launch.preflight()?;
+    launch.commit()?;
+    assert_eq!(column.to_vec::<i64>()?, [3, 5, 8]);
+    let tensor = column.to_dlpack(&Consumer::Tracked(b.clone()))?;
+    drop(column);
+    work(&w.context, tensor.tensor()?.data as u64, 24, &b)?;
+    drop(tensor);
+    let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::Bool, 2000, &b)?;
+    let owned = zeros.into_owned().map_err(|_| "shared")?;
+    if let Err(failed) = owned.free() {
+        resource.deallocate(*failed.block)?;
+        return Err(failed.error.into());
+    }
+    resource.reap()?;
+    Ok(())
 }
 
 fn exchange(w: &World) -> Outcome {
-    let done = (|| -> Outcome {
-        let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-        let column = Column::from_slice(&w.alloc, &[1.5f32; 700], &a)?;
-        for consumer in [
-            Consumer::Tracked(b.clone()),
-            Consumer::Untracked(b.clone()),
-            Consumer::Unordered,
-        ] {
-            let tensor = column.to_dlpack(&consumer)?;
-            let seen = Column::from_dlpack(tensor, &b, Producer::Stream(a.clone()))?;
-            assert_eq!(seen.to_vec::<f32>()?, [1.5; 700]);
-            work(&w.context, seen.ptr() + 64, 0, &b)?;
-        }
-        let old = column.to_dlpack_versioned(&Consumer::Tracked(b.clone()))?;
-        drop(column);
-        work(&w.context, old.tensor()?.data as u64, 2800, &b)?;
-        drop(old);
-        let next = Column::zeroed(&w.alloc, ElementType::F32, 700, &a)?;
-        assert_eq!(next.to_vec::<f32>()?, [0.0; 700]);
-        foreign(w, &a, &b)?;
-        #[cfg(feature = "arrow")]
-        arrow(w, &a, &b)?;
-        Ok(())
-    })();
-    canary(w);
-    done
+    let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
+    let column = Column::from_slice(&w.alloc, &[1.5f32; 700], &a)?;
+    for consumer in [
+        Consumer::Tracked(b.clone()),
+        Consumer::Untracked(b.clone()),
+        Consumer::Unordered,
+    ] {
+        let tensor = column.to_dlpack(&consumer)?;
+        let seen = Column::from_dlpack(tensor, &b, Producer::Stream(a.clone()))?;
+        assert_eq!(seen.to_vec::<f32>()?, [1.5; 700]);
+        work(&w.context, seen.ptr() + 64, 0, &b)?;
+    }
+    let old = column.to_dlpack_versioned(&Consumer::Tracked(b.clone()))?;
+    drop(column);
+    work(&w.context, old.tensor()?.data as u64, 2800, &b)?;
+    drop(old);
+    let next = Column::zeroed(&w.alloc, ElementType::F32, 700, &a)?;
+    assert_eq!(next.to_vec::<f32>()?, [0.0; 700]);
+    foreign(w, &a, &b)?;
+    #[cfg(feature = "arrow")]
+    arrow(w, &a, &b)?;
+    Ok(())
 }
 
 /// Memory of somebody else, who frees it when it is released.
@@ -319,51 +289,47 @@ fn arrow(w: &World, a: &Stream, b: &Stream) -> Outcome {
 }
 
 fn pinned(w: &World) -> Outcome {
-    let done = (|| -> Outcome {
-        let config = PinnedConfig {
-            initial: 1,
-            maximum: 4,
-            buffer_bytes: 8192,
-            oversize: true,
-        };
-        let pool = PinnedPool::new(&w.context, config)?;
-        let stream = w.alloc.create_stream()?;
-        let block = w.alloc.allocate(8192, &stream)?;
-        for round in 0..3u32 {
-            let mut up = pool.acquire(4000)?.typed::<u32>(1000)?;
-            up.write(&[round; 1000])?;
-            // SAFETY: the block has as many bytes, and goes in the order of the stream.
-            unsafe { up.upload(block.ptr(), &stream) }?;
-            up.initialised()?;
-            let mut down = pool.acquire(4000)?.typed::<u32>(1000)?;
-            // SAFETY: as above.
-            unsafe { down.download(block.ptr(), 1000, &stream) }?;
-            let complete = down.is_complete()?;
-            drop(up);
-            if round == 1 {
-                down.wait()?;
-                assert_eq!(down.initialised()?, [1; 1000], "{complete}");
-            }
-            down.record_use(&stream)?;
-            drop(down);
-            stream.synchronize()?;
-        }
-        let mut large = pool.acquire(20_000)?;
-        large.write(&[1; 8000])?;
+    let config = PinnedConfig {
+        initial: 1,
+        maximum: 4,
+        buffer_bytes: 8192,
+        oversize: true,
+    };
+    let pool = PinnedPool::new(&w.context, config)?;
+    let stream = w.alloc.create_stream()?;
+    let block = w.alloc.allocate(8192, &stream)?;
+    for round in 0..3u32 {
+        let mut up = pool.acquire(4000)?.typed::<u32>(1000)?;
+        up.write(&[round; 1000])?;
+        // SAFETY: the block has as many bytes, and goes in the order of the stream.
+        unsafe { up.upload(block.ptr(), &stream) }?;
+        up.initialised()?;
+        let mut down = pool.acquire(4000)?.typed::<u32>(1000)?;
         // SAFETY: as above.
-        unsafe { large.upload(block.ptr(), &stream) }?;
-        drop(large);
+        unsafe { down.download(block.ptr(), 1000, &stream) }?;
+        let complete = down.is_complete()?;
+        drop(up);
+        if round == 1 {
+            down.wait()?;
+            assert_eq!(down.initialised()?, [1; 1000], "{complete}");
+        }
+        down.record_use(&stream)?;
+        drop(down);
         stream.synchronize()?;
-        // A look that is refused leaves a buffer to the next one.
-        pool.stats();
-        let stats = pool.stats();
-        nothing_left((stats.in_use + stats.stale) as u64)?;
-        pool.trim(0);
-        pool.restart();
-        Ok(())
-    })();
-    canary(w);
-    done
+    }
+    let mut large = pool.acquire(20_000)?;
+    large.write(&[1; 8000])?;
+    // SAFETY: as above.
+    unsafe { large.upload(block.ptr(), &stream) }?;
+    drop(large);
+    stream.synchronize()?;
+    // A look that is refused leaves a buffer to the next one.
+    pool.stats();
+    let stats = pool.stats();
+    nothing_left((stats.in_use + stats.stale) as u64)?;
+    pool.trim(0);
+    pool.restart();
+    Ok(())
 }
 
 fn native(w: &World) -> Outcome {
