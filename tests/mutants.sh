@@ -24,8 +24,8 @@
 # tests fails, aborts or hangs. Every test runs alone in its process: what another test does to the process
 # does not count. A test that does not run, or is skipped, fails the run, and so does an empty choice.
 #
-# --check tells in a second, for all mutants, what the sources tell: names, lines, tests. --self-test runs
-# the runner on a small planted crate. Copies of the tree and their builds stay in target/mutants, one for each
+# --check tells in a second, for all mutants, what the sources tell: names, lines, tests, and whether the labels
+# of the tests are others than the mutant's. --self-test runs the runner on a small planted crate. Copies of the tree and their builds stay in target/mutants, one for each
 # run at a time, so that runs may be beside each other.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -37,21 +37,38 @@ class Broken(Exception):
     """The run cannot go on."""
 
 
+def labels(text):
+    """The labels of lines in a sentence (`S1.40`) or in a test's name (`s1_40_`)."""
+    found = re.findall(r"(?<![A-Za-z0-9])(?:[Ss]\d+(?:[._]\d+)?|[DdRr]\d+)(?![A-Za-z0-9])", text)
+    return {label.upper().replace("_", ".") for label in found}
+
+
+def astray(mutant):
+    """What the tests are about, if each says so and none is about what the mutant breaks."""
+    guarded = labels(mutant.guards)
+    about = [labels(test.name) for test in mutant.tests]
+    if guarded and all(about) and not any(guarded & each for each in about):
+        return f"it guards {mutant.guards}, and its tests are about {', '.join(sorted(set().union(*about)))}"
+    return None
+
+
 def checked(root, folder):
-    """All mutants, and what is wrong with them as far as the sources tell."""
+    """All mutants, what is wrong with them as far as the sources tell, and the names of those."""
     mutants, faults = load(folder)
     sources, tests = Sources(root), Tests(root)
+    unsound = set()
     for mutant in mutants.values():
-        where = f"{mutant.table}: {mutant.name}"
+        wrong = [astray(mutant), *(tests.fault(test) for test in mutant.tests)]
         try:
             sources.mutated(mutant)
         except Fault as fault:
-            faults.append(f"{where}: {fault}")
-        missing = (tests.fault(test) for test in mutant.tests)
-        faults += [f"{where}: {fault}" for fault in missing if fault]
+            wrong.append(str(fault))
+        for fault in filter(None, wrong):
+            faults.append(f"{mutant.table}: {mutant.name}: {fault}")
+            unsound.add(mutant.name)
     if not mutants:
         faults.append("there are no mutants")
-    return mutants, faults
+    return mutants, faults, unsound
 
 
 class Slot:
@@ -112,12 +129,12 @@ class Verdict:
 class Runner:
     """One slot's share of the mutants."""
 
-    def __init__(self, root, mutants, slot, say, grace=60):
+    def __init__(self, root, mutants, slot, say, grace=120):
         self.root = root
         self.mutants = mutants
         self.slot = slot
         self.say = say
-        # Seconds that every test may take beside twenty times of what it took unbroken.
+        # Seconds that every test may take beside ten times of what it took unbroken.
         self.grace = grace
         self.took = {}
         self.package = tomllib.loads((root / "Cargo.toml").read_text())["package"]["name"]
@@ -158,7 +175,7 @@ class Runner:
 
     def judge(self, program, test):
         """Runs the one test alone, so that nothing beside it can end or stop it."""
-        limit = self.grace + 20 * self.took.get(test, 0)
+        limit = self.grace + 10 * self.took.get(test, self.grace)
         start = time.monotonic()
         process = subprocess.Popen(
             [program, "--exact", test.name, "--show-output", "--color=never"],
@@ -186,6 +203,8 @@ class Runner:
     def unbroken(self):
         """Whether every test that is named does its work and passes on the tree as it is."""
         tests = list(dict.fromkeys(test for mutant in self.mutants for test in mutant.tests))
+        if not tests:
+            return
         programs, words = self.build(tests)
         if programs is None:
             self.say(words[-8000:])
@@ -199,7 +218,7 @@ class Runner:
     def run(self):
         start = time.monotonic()
         self.unbroken()
-        if self.failed:
+        if self.failed or not self.mutants:
             return
         self.say(f"the tree passes, {time.monotonic() - start:.0f} s")
         sources = Sources(self.slot.tree)
@@ -268,10 +287,10 @@ def selected(mutants, names, shard):
     return [mutants[name] for name in chosen]
 
 
-def run_all(root, folder, target, options, say, grace=60):
+def run_all(root, folder, target, options, say, grace=120):
     """Exit code of a run with these options."""
     start = time.monotonic()
-    mutants, faults = checked(root, folder)
+    mutants, faults, unsound = checked(root, folder)
     for fault in faults:
         say(f"FAULT {fault}")
     if options.check:
@@ -283,10 +302,11 @@ def run_all(root, folder, target, options, say, grace=60):
         if options.list:
             for mutant in chosen:
                 say(f"{mutant.table} {mutant.name}: {mutant.guards}: {', '.join(map(str, mutant.tests))}")
-        if options.list or faults:
+        if options.list:
             return 1 if faults else 0
-        jobs = max(1, min(options.jobs, len(chosen)))
-        runners = [Runner(root, chosen[job::jobs], Slot(root, target), say, grace) for job in range(jobs)]
+        sound = [mutant for mutant in chosen if mutant.name not in unsound]
+        jobs = max(1, min(options.jobs, len(sound)))
+        runners = [Runner(root, sound[job::jobs], Slot(root, target), say, grace) for job in range(jobs)]
     except Broken as broken:
         say(f"FAILED: {broken}")
         return 1
@@ -301,7 +321,7 @@ def run_all(root, folder, target, options, say, grace=60):
     unjudged = len(chosen) - sum(runner.judged for runner in runners)
     say(f"{passed} passed, {failed} failed, {time.monotonic() - start:.0f} s"
         + (f"; {unjudged} not judged" if unjudged else ""))
-    return 0 if passed == len(chosen) and failed == 0 else 1
+    return 0 if passed == len(chosen) and failed == 0 and not faults else 1
 
 
 def parsed(arguments):

@@ -61,6 +61,14 @@ fn one_is_one() {
     assert_eq!(planted::inner::One.value(), 1);
 }
 #[test]
+fn r1_four_again() {
+    assert_eq!(planted::four(), 4);
+}
+#[test]
+fn r2_s1_40_of_others() {}
+#[test]
+fn r2_again() {}
+#[test]
 fn two_or_abort() {
     if planted::two() != 2 {
         std::process::abort();
@@ -112,7 +120,7 @@ JUDGED = [
      "ok nested (fails;"),
     (mutant("of_two", "beside two_or_abort", "2", "0"), "ok of_two (aborts;"),
     (mutant("of_three", "beside three_or_never", "3", "0"), "ok of_three (hangs;"),
-    (mutant("of_four", "beside four_is_four", "4", "0"), "ok of_four (fails;"),
+    (mutant("of_four", "beside four_is_four, beside r1_four_again", "4", "0"), "ok of_four (fails;"),
     (mutant("in_part", "beside deeper::skipped_in_part", "    2", "    1"), "ok in_part (fails;"),
     (mutant("several", "beside one_is_one, beside two_or_abort", "let one = 1;", "let one = 2;")
      + "[[mutant.edit]]\nold = '''\n2\n'''\nnew = '''\n3\n'''\n", "ok several (fails, aborts;"),
@@ -156,6 +164,7 @@ FAULTS = [
     (mutant("a", "beside one_is_one", "2", "3").replace("name", "called"), "no name"),
     (mutant("a", "beside one_is_one", "    2\n}", "2\n}")
      + "[[mutant.edit]]\nold = '''\n}\npub fn three() -> i32 {\n'''\nnew = '''\n}\n'''\n", "two of its edits overlap"),
+    (mutant("a", "beside r2_s1_40_of_others, beside r2_again", "2", "3"), "its tests are about R2, S1.40"),
     ("mutants = 1\n", "not an array of `mutant`"),
     ("mutant = [\n", "x.toml: "),
     ("", "not an array of `mutant`"),
