@@ -260,13 +260,14 @@ def verdict(output, code, hung):
         return Verdict.NOT_RUN
     if hung:
         return Verdict.HUNG
-    result = re.search(r"^test result: (?:ok|FAILED)\. (\d+) passed; (\d+) failed; (\d+) ignored", output, re.M)
-    if result is None:
-        return Verdict.ABORTED if code != 0 else Verdict.NOT_RUN
-    if result.groups() == ("1", "0", "0") and code == 0:
+    # The last is the program's own: a test may start another one, and show what that said.
+    results = re.findall(r"^test result: (?:ok|FAILED)\. (\d+) passed; (\d+) failed; (\d+) ignored", output, re.M)
+    if code < 0 or (code != 0 and not results):
+        return Verdict.ABORTED
+    if results and results[-1] == ("1", "0", "0") and code == 0:
         skipped = re.search(r"^SKIPPED(?! in part)", output, re.M)
         return Verdict.SKIPPED if skipped else Verdict.PASSED
-    if result.groups() == ("0", "1", "0") and code != 0:
+    if results and results[-1] == ("0", "1", "0") and code != 0:
         return Verdict.FAILED
     return Verdict.NOT_RUN
 
