@@ -246,6 +246,24 @@ mod tests {
         assert_eq!(busy(&mut state, false), Some(2 << 40));
     }
 
+    /// Two threads may plan the same cut one after the other.
+    #[test]
+    fn a_view_that_was_cut_meanwhile_is_left_alone() {
+        let (mut state, open) = books(&[(1 << 40, LONG)]);
+        let cut = state.plan_cut(&want(20), &open).unwrap();
+        let (_, gone) = state.cut_view(cut).unwrap();
+        assert!(state.cut_view(cut).is_none(), "its end is being unmapped");
+        state.cut_done(cut, gone, true);
+        assert!(state.cut_view(cut).is_none(), "it has no such end");
+        assert!(
+            state
+                .views
+                .values()
+                .all(|view| !view.busy && view.calls == 0)
+        );
+        assert_eq!(state.segs_under_way, 0);
+    }
+
     /// An open end serves as well as a run that is hardly longer.
     #[test]
     fn a_cut_saves_a_twentieth_or_is_not_made() {

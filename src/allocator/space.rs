@@ -265,6 +265,16 @@ impl Space {
         id
     }
 
+    /// Another record describes the first extent of the region at `base` now.
+    #[cold]
+    pub(crate) fn renumber_first(&mut self, base: u64, old: u32, new: u32) {
+        if let Some(region) = self.regions.get_mut(&base)
+            && region.first == old
+        {
+            region.first = new;
+        }
+    }
+
     /// Takes out a region that is one extent; false if it is not.
     pub(crate) fn remove_region(&mut self, records: &mut Records, id: u32) -> bool {
         let hot = records[id];
