@@ -60,8 +60,10 @@ impl Block {
         self.requested
     }
 
-    /// The number of the block's life: no two lives of the same memory have the same pair of id and
-    /// generation.
+    /// The number of the block's life: no two lives of blocks of this allocator have the same pair of id
+    /// and generation. A record of a large block, or a page of small ones, is not used again under its
+    /// number when it had its last generation, after 2^31 lives. Numbers of such pages come again after
+    /// 2^24 of them: after 2^55 lives of small blocks.
     pub fn generation(&self) -> (u32, u32) {
         (self.engine().id_of(&self.place), self.place.generation)
     }

@@ -207,8 +207,14 @@ impl State {
     pub(crate) fn page_taken(&mut self, id: u32, front: &'static EngineFront) -> Result<(), Error> {
         let base = self.records[id].addr;
         let Some(info) = self.table.info(base) else {
+            // Behind its own stream, which has waited for whoever else used it.
+            let stream = front.lock().slot;
+            let last = self.ticket(stream, None);
+            let slot = &mut self.streams[stream];
+            slot.open_uses = slot.open_uses.saturating_add(1);
             let (small, records) = self.parts(SpaceId::Small);
-            small.release(records, id, Uses::None);
+            records.cold_mut(id).owner = stream;
+            small.release(records, id, Uses::One(last));
             return Err(Error::NotSupported {
                 what: "device addresses of more than 49 bits",
             });

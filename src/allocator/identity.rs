@@ -1,7 +1,7 @@
 //! Small blocks by their identity, for those who hold neither a handle nor an owner.
 
 use super::engine::Engine;
-use super::front::{Life, SMALL_ID};
+use super::front::{Life, SMALL_ID, page_of};
 use super::grant::Lifetime;
 
 impl Engine {
@@ -17,9 +17,10 @@ impl Engine {
         };
         let mut inner = front.lock();
         // The page may have gone, and another have its place.
-        inner
-            .live(node, block.ptr, Some(block.generation))
-            .is_some()
+        inner.heap.is_numbered(node, page_of(block.id))
+            && inner
+                .live(node, block.ptr, Some(block.generation))
+                .is_some()
             && inner.free_at_once(node, Life::Generation(block.generation))
     }
 }

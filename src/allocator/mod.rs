@@ -10,6 +10,8 @@ mod block;
 mod boxed;
 mod budget;
 mod burst;
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod carried;
 mod carver;
 mod check;
 mod config;

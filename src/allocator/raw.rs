@@ -6,7 +6,7 @@ use crate::driver::sys;
 
 use super::engine::{Engine, Guard, Named, is_per_thread};
 use super::error::Error;
-use super::front::{self, Life, SMALL_ID};
+use super::front::{self, Life, SMALL_ID, page_of};
 use super::fronts::EngineFront;
 use super::grant::{Grant, Lifetime, Place};
 use super::records::{Recorded, SpaceId, State as Extent};
@@ -194,6 +194,7 @@ impl Engine {
         }
         let mut grant = state.granted(id, stream, request.requested, front);
         if self.packed {
+            let id = grant.place.record().unwrap_or(id);
             grant.set_shelved(state.shelve(id, front, request.is_plain()));
         }
         Ok((state, grant))
@@ -291,9 +292,10 @@ impl Engine {
         }
         self.small_at(block.ptr).is_some_and(|(front, node)| {
             let inner = front.lock();
-            inner
-                .live(node, block.ptr, Some(block.generation))
-                .is_some()
+            inner.heap.is_numbered(node, page_of(block.id))
+                && inner
+                    .live(node, block.ptr, Some(block.generation))
+                    .is_some()
         })
     }
 
@@ -303,6 +305,10 @@ impl Engine {
         if block.id & SMALL_ID != 0 {
             self.usable()?;
             let (front, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
+            // A page that came again has another number, and its generations begin anew.
+            if !front.lock().heap.is_numbered(node, page_of(block.id)) {
+                return Err(Error::NotLive { ptr });
+            }
             return self.free_small(front, node, ptr, Some(block.generation));
         }
         let state = self.open()?;
@@ -465,7 +471,7 @@ impl State {
         requested: u64,
         home: &'static EngineFront,
     ) -> Grant {
-        self.born(id, stream, requested);
+        let id = self.born(id, stream, requested);
         let hot = &self.records[id];
         let life = (id, hot.generation);
         Grant::large(home, hot.addr, life, (hot.granules, requested))

@@ -81,6 +81,7 @@ impl State {
         self.stats.rungs.ready += 1;
         self.stats.hits += 1;
         let mut grant = self.granted(block, stream, want.requested, front);
+        let block = grant.place.record().unwrap_or(block);
         grant.set_shelved(self.shelve(block, front, true));
         cache::remember(id, front);
         Some(grant)

@@ -14,6 +14,10 @@ pub(crate) const COMPLETE: u32 = u32::MAX;
 /// In [`Hot::stream`] of a free piece: pending on several streams.
 pub(crate) const MIXED: u32 = u32::MAX - 1;
 
+/// Generation of a record that can have no other life: it is even, and the life after it would be the last
+/// number there is. Such a record is never used again, so no pair of id and generation comes twice.
+pub(crate) const SPENT: u32 = u32::MAX - 1;
+
 /// What an extent is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum State {
@@ -53,7 +57,7 @@ pub(crate) struct Hot {
     pub addr: u64,
     /// Size in granules.
     pub granules: u32,
-    /// Odd while a block is live; one more at each allocation and at each free.
+    /// Odd while a block is live; one more at each allocation and at each free, up to [`SPENT`].
     pub generation: u32,
     /// The extent that ends where this one begins, or [`NIL`].
     pub prev: u32,
@@ -212,6 +216,8 @@ pub(crate) struct Records {
     /// As long as `hot`.
     cold: Vec<Cold>,
     vacant: Vec<u32>,
+    /// Records that describe nothing any more.
+    spent: usize,
     /// Empty ones, for the next that need one.
     #[expect(clippy::vec_box, reason = "they go in and out as boxes")]
     spare: Vec<Box<Rare>>,
@@ -268,7 +274,24 @@ impl Records {
             self.put_aside(rare);
         }
         self.cold_mut(id).clear();
-        self.vacant.push(id);
+        if self[id].generation < SPENT {
+            self.vacant.push(id);
+        } else {
+            self.spent += 1;
+        }
+    }
+
+    /// Moves what a record describes into another one; the first is not used again. Its neighbours, and
+    /// whoever else knows it, are to be told.
+    #[cold]
+    pub(crate) fn replace(&mut self, id: u32) -> u32 {
+        let new = self.vacant_id();
+        let old = self[id];
+        self[new].renew(old);
+        self.cold.swap(id as usize, new as usize);
+        self[id].state = State::Vacant;
+        self.spent += 1;
+        new
     }
 
     #[cold]
@@ -312,7 +335,7 @@ impl Records {
 
     /// Records that describe something.
     pub(crate) fn len(&self) -> usize {
-        self.hot.len() - self.vacant.len()
+        self.hot.len() - self.vacant.len() - self.spent
     }
 
     /// Every record that describes something.

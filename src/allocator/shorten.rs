@@ -97,11 +97,12 @@ impl State {
             .take(cut.keep)
             .map(|seg| seg.granules)
             .sum();
-        if !self.may_cut(view) || view.held() > left {
+        // Another thread may have cut it there, or before, since this was planned.
+        if !self.may_cut(view) || view.held() > left || view.segs.len() <= cut.keep {
             return None;
         }
         let view = self.views.get_mut(&cut.base)?;
-        let gone = view.segs.split_off(cut.keep.min(view.segs.len()));
+        let gone = view.segs.split_off(cut.keep);
         view.granules = left;
         // Nobody may extend it, or let it go, before its end is unmapped.
         view.busy = true;
@@ -135,7 +136,7 @@ impl Engine {
     /// Unmaps the end of a view. If that fails, the view stays as it was.
     pub(crate) fn shorten(&self, cut: Cut) -> Result<(), Error> {
         let taken = self.lock().cut_view(cut);
-        let Some((at, gone)) = taken.filter(|(_, gone)| !gone.is_empty()) else {
+        let Some((at, gone)) = taken else {
             return Ok(());
         };
         let bytes = gone.iter().map(|seg| u64::from(seg.granules)).sum::<u64>() * GRANULE;
@@ -243,6 +244,24 @@ mod tests {
         };
         assert_eq!(busy(&mut state, true), Some(1 << 40));
         assert_eq!(busy(&mut state, false), Some(2 << 40));
+    }
+
+    /// Two threads may plan the same cut one after the other.
+    #[test]
+    fn a_view_that_was_cut_meanwhile_is_left_alone() {
+        let (mut state, open) = books(&[(1 << 40, LONG)]);
+        let cut = state.plan_cut(&want(20), &open).unwrap();
+        let (_, gone) = state.cut_view(cut).unwrap();
+        assert!(state.cut_view(cut).is_none(), "its end is being unmapped");
+        state.cut_done(cut, gone, true);
+        assert!(state.cut_view(cut).is_none(), "it has no such end");
+        assert!(
+            state
+                .views
+                .values()
+                .all(|view| !view.busy && view.calls == 0)
+        );
+        assert_eq!(state.segs_under_way, 0);
     }
 
     /// An open end serves as well as a run that is hardly longer.

@@ -216,6 +216,9 @@ impl Engine {
             views: true,
         };
         let mut state = state;
+        if front.lock().heap.is_worn() {
+            state.return_pages(front, u32::MAX, &mut AfterFree::default());
+        }
         let mut ready = state.take_best(&page);
         if ready.is_none() && front.lock().heap.flush_quick() {
             return Ok((state, false));

@@ -228,7 +228,7 @@ impl State {
             state: match run.kind {
                 Kind::Used => BlockState::Allocated,
                 Kind::Pending => BlockState::PendingFree,
-                Kind::Free | Kind::Quick => BlockState::Free,
+                Kind::Free | Kind::Quick | Kind::Spent => BlockState::Free,
             },
             stream: Some(number(stream)),
             pending: recorded.into_iter().map(number).collect(),

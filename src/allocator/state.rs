@@ -20,7 +20,7 @@ use super::handles::Handles;
 use super::lookup::Lookup;
 use super::mix::Mixed;
 use super::probes::Poll;
-use super::records::{MIXED, Recorded, Records, SpaceId, State as Extent};
+use super::records::{MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
 use super::space::{Shard, Space};
 use super::stats::Stats;
@@ -367,7 +367,10 @@ impl State {
 
     /// Puts back what [`claim`](Self::claim) took.
     pub(crate) fn restore(&mut self, space: SpaceId, id: u32, shards: Vec<Shard>) {
-        self.mixed_added(space, mixed_bytes(&shards));
+        let bytes = mixed_bytes(&shards);
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.put_back(bytes));
+        self.note_mixed();
         let (at, records) = self.parts(space);
         at.restore(records, id, shards);
     }
@@ -376,6 +379,10 @@ impl State {
     pub(crate) fn mixed_added(&mut self, space: SpaceId, bytes: u64) {
         self.stats
             .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
+        self.note_mixed();
+    }
+
+    fn note_mixed(&mut self) {
         let all = &self.stats.all;
         let mixed = all.active.current.saturating_sub(all.allocated.current);
         self.mixed_peak = self.mixed_peak.max(mixed);
@@ -433,8 +440,11 @@ impl State {
         waits
     }
 
-    /// Turns a taken extent into a live block of the user.
-    pub(crate) fn born(&mut self, id: u32, stream: u32, requested: u64) {
+    /// Turns a taken extent into a live block of the user, and says which record it has.
+    pub(crate) fn born(&mut self, mut id: u32, stream: u32, requested: u64) -> u32 {
+        if self.records[id].generation >= SPENT {
+            id = self.renumber(id);
+        }
         let hot = &mut self.records[id];
         hot.state = Extent::Used;
         hot.stream = stream;
@@ -453,6 +463,31 @@ impl State {
             self.stats.born(small, bytes, requested);
         }
         self.large_counted(within);
+        id
+    }
+
+    /// Describes a claimed extent, of which no block is live, by another record.
+    #[cold]
+    #[inline(never)]
+    fn renumber(&mut self, id: u32) -> u32 {
+        let new = self.records.replace(id);
+        let hot = self.records[new];
+        for (at, forward) in [(hot.prev, true), (hot.next, false)] {
+            if at != NIL {
+                let beside = &mut self.records[at];
+                *(if forward {
+                    &mut beside.next
+                } else {
+                    &mut beside.prev
+                }) = new;
+            }
+        }
+        for part in self.records.cold(new).home().to_vec() {
+            self.records.cold_mut(part).lent_to = new;
+        }
+        let (space, _) = self.parts(hot.space);
+        space.renumber_first(hot.addr, id, new);
+        new
     }
 
     /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is
@@ -521,9 +556,7 @@ impl State {
         let recorded = self.records.cold_mut(id).take_recorded();
         let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
         let uses = Uses::collect(std::iter::once(own).chain(others).collect());
-        let all = &self.stats.all;
-        let mixed = all.active.current.saturating_sub(all.allocated.current);
-        self.mixed_peak = self.mixed_peak.max(mixed);
+        self.note_mixed();
         uses
     }
 

@@ -1,6 +1,7 @@
 //! What a heap is made of: granules, runs, pages.
 
 use super::super::size::GRANULE;
+use super::account::rarely;
 
 /// Granules of a page, and the longest run.
 pub(crate) const PAGE_GRAINS: u32 = 128;
@@ -23,6 +24,8 @@ pub(crate) enum Kind {
     Used,
     /// Freed, while other streams may still use it.
     Pending,
+    /// Freed, in a page that has no generation left: of no use before the page comes back.
+    Spent,
 }
 
 /// Twelve bytes per granule; all but `back` mean something only where a run begins.
@@ -43,6 +46,7 @@ pub(super) struct Grain {
 pub(super) const FREE: u16 = 0;
 const OUT: u16 = 1 << 14;
 const PENDING: u16 = 2 << 14;
+const SPENT: u16 = 3 << 14;
 /// Bits for the other stream.
 const USING: u16 = OUT - 1;
 
@@ -66,7 +70,8 @@ impl Grain {
             _ if self.a & LIVE != 0 => Kind::Used,
             FREE => Kind::Free,
             OUT => Kind::Quick,
-            _ => Kind::Pending,
+            PENDING => Kind::Pending,
+            _ => Kind::Spent,
         }
     }
 
@@ -85,6 +90,10 @@ impl Grain {
 
     pub(super) fn set_pending(&mut self) {
         (self.a, self.c) = (NIL, PENDING);
+    }
+
+    pub(super) fn set_spent(&mut self) {
+        (self.a, self.c) = (NIL, SPENT);
     }
 
     /// Of a live block.
@@ -157,6 +166,8 @@ pub(crate) struct PageInfo {
     pub base: u64,
     /// The last generation that was given to a block in it.
     pub generation: u32,
+    /// Its number among all pages that there ever were.
+    pub number: u32,
 }
 
 /// A page on cache lines of its own.
@@ -173,7 +184,10 @@ pub(super) struct Page {
 impl Page {
     pub(super) fn new(info: PageInfo, ticket: u64) -> Self {
         Page {
-            info,
+            info: PageInfo {
+                generation: info.generation | LIVE,
+                ..info
+            },
             ticket,
             present: true,
             grains: [Grain::default(); GRAINS],
@@ -189,19 +203,24 @@ impl Page {
         grain.set_out();
     }
 
-    /// Makes a run that is out a live block.
+    /// Makes a run that is out a live block. `None`, with nothing done, if the page has no generation left:
+    /// after the last one comes a number that says of no block that it is live.
     #[inline(always)]
-    pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
-        let generation = self.info.generation.wrapping_add(1) | LIVE;
+    pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Option<Taken> {
+        let generation = self.info.generation.wrapping_add(1);
+        if generation & LIVE == 0 {
+            rarely();
+            return None;
+        }
         self.info.generation = generation;
         let grain = &mut self.grains[node.place()];
         grain.a = generation;
         grain.b = requested;
-        Taken {
+        Some(Taken {
             node,
             ptr: self.info.base + node.place() as u64 * GRANULE,
             generation,
-        }
+        })
     }
 }
 

@@ -87,6 +87,8 @@ pub(crate) struct Heap {
     pub(super) free: [u32; GRAINS],
     pub(super) quick: [Quick; LISTS],
     pub(super) vacant: Vec<u32>,
+    /// Pages that have no generation left.
+    pub(super) worn: Vec<u32>,
 }
 
 impl Default for Heap {
@@ -104,6 +106,7 @@ impl Default for Heap {
             free: [NIL; GRAINS],
             quick: NO_QUICK,
             vacant: Vec::new(),
+            worn: Vec::new(),
         }
     }
 }
@@ -132,7 +135,20 @@ impl Heap {
         quick.head = page.grains[node.place()].a;
         quick.left += 1;
         self.quick_room += granules;
-        Some(page.hand_out(node, requested))
+        match page.hand_out(node, requested) {
+            Some(taken) => Some(taken),
+            None => {
+                self.wear_out(node);
+                self.take_quick_again(granules, requested)
+            }
+        }
+    }
+
+    /// [`take_quick`](Self::take_quick), once a page is worn out.
+    #[cold]
+    #[inline(never)]
+    fn take_quick_again(&mut self, granules: u32, requested: u32) -> Option<Taken> {
+        self.take_quick(granules, requested)
     }
 
     /// Takes a run of `granules` (1 to 128) at a multiple of `align` granules.
@@ -163,7 +179,20 @@ impl Heap {
             let cut = self.carve(found, granules);
             (&mut *self.pages[cut.node.page()], cut)
         };
-        Some((page.hand_out(cut.node, requested), cut.bytes))
+        match page.hand_out(cut.node, requested) {
+            Some(taken) => Some((taken, cut.bytes)),
+            None => {
+                self.wear_out(cut.node);
+                self.take_anywhere_again(granules, requested)
+            }
+        }
+    }
+
+    /// [`take_anywhere`](Self::take_anywhere), once a page is worn out.
+    #[cold]
+    #[inline(never)]
+    fn take_anywhere_again(&mut self, granules: u32, requested: u32) -> Option<(Taken, u64)> {
+        self.take_anywhere(granules, requested)
     }
 
     fn take_aligned(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
@@ -177,7 +206,8 @@ impl Heap {
                 let skip = (place.next_multiple_of(u64::from(align)) - place) as u32;
                 if skip + granules <= length {
                     self.cut(node, skip, granules);
-                    return Some(self.hand_out(Node(at + skip), requested));
+                    let taken = self.hand_out(Node(at + skip), requested);
+                    return taken.or_else(|| self.take_aligned(granules, align, requested));
                 }
                 at = self.grain(node).a;
             }
@@ -206,11 +236,11 @@ impl Heap {
             Kind::Free if skip + granules <= run.granules => self.cut(run.node, skip, granules),
             _ => return None,
         }
-        Some(self.hand_out(Node(run.node.0 + skip), requested))
+        self.hand_out(Node(run.node.0 + skip), requested)
     }
 
     /// Takes a run out of the quick ones.
-    fn unquick(&mut self, node: Node, granules: u32) {
+    pub(super) fn unquick(&mut self, node: Node, granules: u32) {
         let length = granules as usize % LISTS;
         let next = self.grain(node).a;
         let mut at = self.quick[length].head;
@@ -241,8 +271,12 @@ impl Heap {
         run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
     }
 
-    fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
-        self.pages[node.page()].hand_out(node, requested)
+    fn hand_out(&mut self, node: Node, requested: u32) -> Option<Taken> {
+        let taken = self.pages[node.page()].hand_out(node, requested);
+        if taken.is_none() {
+            self.wear_out(node);
+        }
+        taken
     }
 
     /// The live block at a node, if its first byte is at `ptr`.
@@ -386,7 +420,7 @@ impl Heap {
     }
 
     #[inline]
-    fn unlist(&mut self, node: Node, granules: u32) {
+    pub(super) fn unlist(&mut self, node: Node, granules: u32) {
         let grain = self.grain(node);
         let (next, before) = (grain.a, grain.b);
         let last = match self.find(Node(next)) {
@@ -538,6 +572,9 @@ impl Heap {
     /// Takes out a page that is one free run, if more than `keep` are, with the ticket of the newest
     /// free in it.
     pub(crate) fn remove_page(&mut self, keep: u32) -> Option<(PageInfo, u64)> {
+        if let Some(worn) = self.remove_worn() {
+            return Some(worn);
+        }
         if self.whole <= keep {
             return None;
         }
@@ -572,7 +609,7 @@ impl Heap {
     }
 
     /// Bounds what quick runs may hold together, after pages came or went.
-    fn set_cap(&mut self) {
+    pub(super) fn set_cap(&mut self) {
         let granules = self.page_count() as u32 * PAGE_GRAINS;
         let cap = match self.merges_all {
             true => 0,

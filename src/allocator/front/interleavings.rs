@@ -31,6 +31,7 @@ fn front(rank: u32, base: u64, room: u64) -> &'static Front<()> {
     inner.heap.add_page(PageInfo {
         base,
         generation: 1,
+        number: 1,
     });
     inner.accounts.allocated.set_room(room * GRANULE);
     drop(inner);

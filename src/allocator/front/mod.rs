@@ -23,6 +23,7 @@ mod shelf;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod walk;
+mod worn;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -32,7 +33,7 @@ pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use heap::Heap;
 use lock::AtomicPtr;
 pub(crate) use lock::{Held, Lock, pause};
-pub(crate) use pages::{PageTable, SMALL_ID};
+pub(crate) use pages::{PageTable, SMALL_ID, page_of};
 pub(crate) use shelf::{Amounts, Shelf, Shelved};
 
 use super::size::GRANULE;

@@ -21,8 +21,16 @@ const BITS: [u32; 3] = [10, 9, 9];
 const ADDRESS_BITS: u32 = LEAF_BITS + BITS[0] + BITS[1] + BITS[2];
 /// Marks numbers of small blocks; those of all others are below.
 pub(crate) const SMALL_ID: u32 = 1 << 31;
-/// Bits of a number that say where in its leaf a block begins.
-const ID_BITS: u32 = LEAF_BITS - 9;
+/// Bits of a block's number that say where in its page it begins.
+const ID_BITS: u32 = PAGE_BITS - 9;
+/// Numbers of pages: with as many the first one comes again.
+const NUMBERS: u32 = SMALL_ID >> ID_BITS;
+
+/// The number of the page that a small block's number tells.
+#[inline(always)]
+pub(crate) fn page_of(id: u32) -> u32 {
+    (id & !SMALL_ID) >> ID_BITS
+}
 
 #[derive(Debug)]
 struct Entry<E: 'static> {
@@ -31,12 +39,26 @@ struct Entry<E: 'static> {
     page: AtomicU32,
     /// Where the page's generations go on when it comes back.
     generation: AtomicU32,
+    /// The page's number; [`NUMBERS`] if it has none yet.
+    number: AtomicU32,
 }
 
 #[derive(Debug)]
 struct Leaf<E: 'static> {
-    number: u32,
     entries: [Entry<E>; LEAF_PAGES],
+}
+
+impl<E> Leaf<E> {
+    fn new() -> Self {
+        Leaf {
+            entries: std::array::from_fn(|_| Entry {
+                front: AtomicPtr::new(std::ptr::null_mut()),
+                page: AtomicU32::new(0),
+                generation: AtomicU32::new(0),
+                number: AtomicU32::new(NUMBERS),
+            }),
+        }
+    }
 }
 
 /// As long as its index has values: what is masked needs no check.
@@ -53,14 +75,14 @@ fn slots<T, const N: usize>() -> Slots<T, N> {
 #[derive(Debug)]
 pub(crate) struct PageTable<E: 'static> {
     top: Slots<Slots<Slots<Leaf<E>, BELOW>, BELOW>, TOPS>,
-    leaves: Count,
+    numbers: Count,
 }
 
 impl<E> PageTable<E> {
     pub(crate) fn new() -> Self {
         PageTable {
             top: slots(),
-            leaves: Count::new(0),
+            numbers: Count::new(0),
         }
     }
 
@@ -103,7 +125,8 @@ impl<E> PageTable<E> {
         Some((front, entry.page.load(Ordering::Acquire)))
     }
 
-    /// What a page at `base` is to its next front. `None` for an address that no device has.
+    /// What a page at `base` is to its next front: one that had its last generation has another number
+    /// from here on, and begins anew. It has no front now. `None` for an address that no device has.
     pub(crate) fn info(&self, base: u64) -> Option<PageInfo> {
         if base >> ADDRESS_BITS != 0 {
             return None;
@@ -111,29 +134,26 @@ impl<E> PageTable<E> {
         let [top, middle, low] = Self::places(base);
         let middles = self.top[top % TOPS].get_or_init(slots);
         let lows = middles[middle % BELOW].get_or_init(slots);
-        let leaf = lows[low % BELOW].get_or_init(|| self.leaf());
-        let page = (base >> PAGE_BITS) as usize % LEAF_PAGES;
+        let leaf = lows[low % BELOW].get_or_init(Leaf::new);
+        let entry = &leaf.entries[(base >> PAGE_BITS) as usize % LEAF_PAGES];
+        let worn = entry.generation.load(Ordering::Relaxed) == u32::MAX;
+        if worn || entry.number.load(Ordering::Relaxed) == NUMBERS {
+            let number = self.numbers.fetch_add(1, Ordering::Relaxed) % NUMBERS;
+            entry.number.store(number, Ordering::Relaxed);
+            entry.generation.store(0, Ordering::Relaxed);
+        }
         Some(PageInfo {
             base,
-            generation: leaf.entries[page].generation.load(Ordering::Relaxed),
+            generation: entry.generation.load(Ordering::Relaxed),
+            number: entry.number.load(Ordering::Relaxed),
         })
     }
 
-    /// The number of the small block that begins at an address, among all that there can be.
+    /// The number of the live small block that begins at an address, among all that there can be.
     pub(crate) fn id(&self, ptr: u64) -> Option<u32> {
         let granule = (ptr / GRANULE) as u32 & ((1 << ID_BITS) - 1);
-        Some(SMALL_ID | self.find_leaf(ptr)?.number << ID_BITS | granule)
-    }
-
-    fn leaf(&self) -> Leaf<E> {
-        Leaf {
-            number: self.leaves.fetch_add(1, Ordering::Relaxed),
-            entries: std::array::from_fn(|_| Entry {
-                front: AtomicPtr::new(std::ptr::null_mut()),
-                page: AtomicU32::new(0),
-                generation: AtomicU32::new(0),
-            }),
-        }
+        let number = self.entry(ptr)?.number.load(Ordering::Relaxed);
+        Some(SMALL_ID | number << ID_BITS | granule)
     }
 
     /// Publishes a page that a front has taken in. The front is locked.

@@ -12,7 +12,7 @@
 //! their order is chance anyway, do blocks stay beside other work.
 
 use super::super::check::{CheckError, holds, same};
-use super::super::records::NIL;
+use super::super::records::{NIL, SPENT};
 
 /// Blocks on a shelf at most.
 const PLACES: usize = 64;
@@ -107,13 +107,14 @@ impl Shelf {
     fn take_any(&mut self, granules: u32, requested: u64) -> Option<Shelved> {
         let at = position(&self.free, granules)?;
         let block = &mut self.blocks[at];
-        if granules == 0 || requested > block.counted {
+        // One that has no other life after this goes back to the books.
+        if granules == 0 || requested > block.counted || block.generation >= SPENT - 1 {
             return None;
         }
         block.requested = requested;
         block.reuses = block.reuses.saturating_add(1);
         // Odd while it is live, as at each birth in the books.
-        block.generation = block.generation.wrapping_add(2);
+        block.generation += 2;
         let block = *block;
         self.free[at] = 0;
         self.touch(at);

@@ -12,6 +12,7 @@ fn heap(pages: u64) -> Heap {
         heap.add_page(PageInfo {
             base: at * PAGE,
             generation: 0,
+            number: at as u32,
         });
     }
     heap

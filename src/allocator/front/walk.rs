@@ -45,7 +45,7 @@ impl Heap {
     /// Compares the lists with what stands in the pages. The first thing that does not agree.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         let mut counts = [[0u64; GRAINS]; 2];
-        let (mut whole, mut pending) = (0, 0);
+        let (mut whole, mut pending, mut spent) = (0, 0, false);
         for (at, page) in (0u32..).zip(&self.pages).filter(|(_, page)| page.present) {
             let mut end = 0;
             let mut before = None;
@@ -74,6 +74,7 @@ impl Heap {
                     Kind::Quick => counts[1][length as usize - 1] += 1,
                     Kind::Pending => pending += u64::from(length),
                     Kind::Used => {}
+                    Kind::Spent => spent |= !self.worn.contains(&at),
                 }
                 before = Some(run.kind);
             }
@@ -123,6 +124,9 @@ impl Heap {
             || whole != self.whole
         {
             return Err("granules are counted");
+        }
+        if spent {
+            return Err("runs are spent in worn pages alone");
         }
         if self.idle > self.whole {
             return Err("pages that are one free run were idle at most");

@@ -1,0 +1,328 @@
+//! Tests of what is carried from one structure to another: tickets, uses, rows, generations.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use super::front::PAGE_GRAINS;
+use super::grant::Lifetime;
+use super::records::SPENT;
+use super::state::PAGE_GRANULES;
+use super::streams::{Holder, StreamKey, Streams};
+use super::uses::Use;
+use super::{Allocator, Config, Policy};
+use crate::Block;
+use crate::driver::{Context, Stream};
+use crate::sim::{Mode, SimConfig, Simulator};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+const PAGE: usize = 64 * KIB;
+
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+/// An allocator on a simulator of its own.
+struct Rig {
+    allocator: Allocator,
+    context: Context,
+    sim: Simulator,
+}
+
+impl Rig {
+    fn new(config: Config) -> Result<Rig, Box<dyn std::error::Error>> {
+        let sim = Simulator::new(SimConfig::default())?;
+        let driver = sim.driver()?;
+        let context = Context::primary(&driver, driver.device(0)?)?;
+        let allocator = Allocator::with_config(&context, config)?;
+        Ok(Rig {
+            allocator,
+            context,
+            sim,
+        })
+    }
+
+    fn streams<const N: usize>(&self) -> Result<[Stream; N], Box<dyn std::error::Error>> {
+        let made: Result<Vec<_>, _> = (0..N).map(|_| Stream::new(&self.context)).collect();
+        made?.try_into().map_err(|_| "as many as asked for".into())
+    }
+
+    /// Lets a stream write to memory.
+    fn write(&self, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
+        let entered = self.context.enter()?;
+        // SAFETY: the test owns the memory; the stream is alive.
+        unsafe { entered.memset_d8(ptr, 1, bytes, stream.raw()) }?;
+        Ok(())
+    }
+
+    fn end(self) -> Outcome {
+        self.sim.complete_all();
+        self.allocator.check()?;
+        self.allocator.close()?;
+        assert!(self.sim.reports().is_empty(), "{:?}", self.sim.reports());
+        assert_eq!(self.sim.memory_in_use(0), 0);
+        Ok(())
+    }
+}
+
+fn lifetime(block: &Block) -> Lifetime {
+    let (id, generation) = block.generation();
+    let ptr = block.ptr();
+    Lifetime {
+        id,
+        generation,
+        ptr,
+    }
+}
+
+/// Gives all free records so many generations.
+fn age_records(allocator: &Allocator, generation: u32) {
+    let mut state = allocator.engine().lock();
+    let free: Vec<u32> = state.records.iter().map(|(id, _)| id).collect();
+    for id in free {
+        if state.records[id].is_free() {
+            state.records[id].generation = generation;
+        }
+    }
+}
+
+fn age_pages(allocator: &Allocator, generation: u32) {
+    let state = allocator.engine().lock();
+    for front in state.fronts.all() {
+        front.lock().heap.age(generation);
+    }
+}
+
+/// What stays of a page is its owner's until the owner, and whoever it follows, is done: a block that comes
+/// back to a front because the stream has come to follow the others makes the page's ticket a new one.
+#[test]
+fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
+    let config = Config::new().limit(Some(16 << 20)).views(false);
+    let rig = Rig::new(config.policy(Policy::Packed))?;
+    let allocator = &rig.allocator;
+    let [a, b, c] = rig.streams()?;
+    let small = allocator.allocate(PAGE, &a)?;
+    let at = small.ptr();
+    let others: Result<Vec<Block>, _> = (1..2 * MIB / PAGE)
+        .map(|_| allocator.allocate(PAGE, &c))
+        .collect();
+    let others = others?;
+    let large = allocator.allocate(12 * MIB, &b)?;
+    let little = allocator.allocate(MIB, &a)?;
+    small.record_stream(&b)?;
+    rig.sim.set_mode(Mode::Manual);
+    rig.write(at, PAGE, &b)?;
+    rig.write(large.ptr(), 12 * MIB, &b)?;
+    drop((small, little));
+    // The owner is idle: all that it freed so far is complete.
+    allocator.trim(u64::MAX)?;
+    drop(large);
+    let behind = allocator.allocate(12 * MIB, &a)?;
+    assert_eq!(allocator.stats().stream_waits, 1);
+    allocator.trim(u64::MAX)?;
+    allocator.check()?;
+    let state = allocator.engine().lock();
+    assert!(state.fronts.held_back.is_empty(), "its stream follows");
+    drop(state);
+    let got = allocator.allocate_at_hand(PAGE, 1, &c, &[])?;
+    assert!(got.is_none(), "{got:?} at {at:#x} is in use");
+    rig.sim.complete_all();
+    drop((others, behind));
+    rig.end()
+}
+
+/// What a stream used in the fronts of others is among what its last marker closes: its slot is free as
+/// soon as that is complete.
+#[test]
+fn a_last_marker_closes_the_batches_in_other_fronts() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed))?;
+    let [a, b] = rig.streams()?;
+    let block = rig.allocator.allocate(512, &a)?;
+    block.record_stream(&b)?;
+    drop(block);
+    rig.allocator.retire(&b)?;
+    for _ in 0..2 {
+        drop(rig.allocator.allocate(MIB, &a)?);
+    }
+    assert_eq!(rig.allocator.stats().streams, 1);
+    rig.end()
+}
+
+/// A wait that is queued after a batch was closed may be behind the event: the marker does not count it.
+#[test]
+fn a_marker_follows_what_its_stream_followed_when_the_batch_was_closed() -> Outcome {
+    let rig = Rig::new(Config::new())?;
+    let mut streams = Streams::default();
+    let [a, b] = [1, 2].map(|number| {
+        let (key, raw) = (StreamKey::Id(number), number as usize);
+        streams.add(key, raw, rig.context.clone(), Holder::foreign())
+    });
+    streams.ordered(a, b, 3, &[]);
+    let batch = streams.close_batch(a);
+    let bound = batch.bound;
+    streams.ordered(a, b, 7, &[]);
+    let event = Arc::new(rig.context.enter()?.create_event()?);
+    assert!(streams.publish(batch, event).is_none());
+    let marker = streams.marker(&Use {
+        stream: a,
+        ticket: bound,
+    });
+    let row = marker.map(|marker| marker.row.to_vec());
+    assert_eq!(row, Some(vec![0, 3]));
+    rig.end()
+}
+
+/// No record of a large block has a second life under a generation that it had, on a shelf or off it.
+#[test]
+fn generations_of_large_blocks_do_not_come_again() -> Outcome {
+    for policy in [Policy::Packed, Policy::Classic] {
+        for lengths in [[300 * KIB; 2], [300 * KIB, 200 * KIB]] {
+            let rig = Rig::new(Config::new().policy(policy))?;
+            let [a] = rig.streams()?;
+            let allocator = &rig.allocator;
+            drop(allocator.allocate(300 * KIB, &a)?);
+            // Takes everything off the shelves.
+            allocator.snapshot();
+            age_records(allocator, SPENT - 6);
+            let (mut lives, mut ids) = (HashSet::new(), HashSet::new());
+            for round in 0..12 {
+                let block = allocator.allocate(lengths[round % 2], &a)?;
+                let (id, generation) = block.generation();
+                assert!(lives.insert((id, generation)), "round {round}");
+                assert!(generation < SPENT && generation % 2 == 1);
+                ids.insert(id);
+                allocator.check()?;
+                if round % 3 == 0 {
+                    allocator.engine().free_block(&lifetime(&block))?;
+                    std::mem::forget(block);
+                } else {
+                    drop(block);
+                }
+            }
+            assert!(ids.len() > 1, "the first record is not used any more");
+            assert!(lives.iter().any(|(_, generation)| *generation == SPENT - 1));
+            allocator.check()?;
+            rig.end()?;
+        }
+    }
+    Ok(())
+}
+
+/// As above, of blocks that stay on a shelf while others come and go.
+#[test]
+fn generations_on_a_shelf_do_not_come_again() {
+    super::shelves::tests::crowded(|allocator, [a, b]| {
+        drop(allocator.allocate(3 * MIB, a).unwrap());
+        allocator.snapshot();
+        age_records(allocator, SPENT - 8);
+        let mut lives = HashSet::new();
+        for round in 0..8 {
+            let block = allocator.allocate(3 * MIB, a).unwrap();
+            assert!(lives.insert(block.generation()), "round {round}");
+            let other = allocator.allocate(MIB, b).unwrap();
+            drop((block, other));
+            allocator.check().unwrap();
+        }
+        let last = lives.iter().map(|(_, generation)| *generation).max();
+        assert_eq!(last, Some(SPENT - 1));
+    });
+}
+
+/// A block in a view, and the extents beside one that gets another record, are found as before.
+#[test]
+fn another_record_is_known_to_all_neighbours() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed))?;
+    let [a] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let part = 5 * MIB;
+    let parts: Result<Vec<Block>, _> = (0..9).map(|_| allocator.allocate(part, &a)).collect();
+    let mut parts: Vec<Option<Block>> = parts?.into_iter().map(Some).collect();
+    parts.iter_mut().step_by(2).for_each(|part| *part = None);
+    allocator.synchronize()?;
+    age_records(allocator, SPENT);
+    // In the first, the middle ones, the last, and over several of them.
+    let sizes = [part, 2 * MIB, 3 * MIB, part, 9 * MIB];
+    let blocks: Result<Vec<Block>, _> = sizes.iter().map(|s| allocator.allocate(*s, &a)).collect();
+    let blocks = blocks?;
+    allocator.check()?;
+    for block in &blocks {
+        assert_eq!(
+            allocator.block_of(block.ptr()).map(|found| found.address),
+            Some(block.ptr())
+        );
+        assert!(block.generation().1 < SPENT);
+    }
+    drop(blocks);
+    allocator.check()?;
+    drop(parts);
+    allocator.check()?;
+    rig.end()
+}
+
+/// A page whose generations are used up comes back with another number; what lives in it is itself until it
+/// is freed, and nothing is lost.
+#[test]
+fn generations_of_small_blocks_do_not_come_again() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed))?;
+    let [a] = rig.streams()?;
+    let allocator = &rig.allocator;
+    for keeps in [false, true] {
+        let kept = keeps.then(|| allocator.allocate(512, &a)).transpose()?;
+        let identity = kept.as_ref().map(Block::generation);
+        let mut lives = HashSet::new();
+        for round in 0..40 {
+            if round % 8 == 4 {
+                age_pages(allocator, u32::MAX - 2);
+            }
+            let align = if round % 5 == 4 { 1024 } else { 1 };
+            let block = allocator.allocate_aligned(512 + 512 * (round % 3), align, &a)?;
+            assert!(
+                lives.insert((block.generation(), block.ptr())),
+                "round {round}"
+            );
+            assert!(identity != Some(block.generation()));
+            assert_eq!(kept.as_ref().map(Block::generation), identity);
+            allocator.check()?;
+            if round % 2 == 0 {
+                assert!(allocator.engine().is_live(&lifetime(&block)));
+                allocator.engine().free_block(&lifetime(&block))?;
+                std::mem::forget(block);
+            } else {
+                drop(block);
+            }
+        }
+        let pages: HashSet<u32> = lives
+            .iter()
+            .map(|((id, _), _)| id >> PAGE_GRANULES.ilog2())
+            .collect();
+        assert!(pages.len() > 4, "{} pages", pages.len());
+        assert_eq!(allocator.stats().all.reserved.current as usize, 2 * MIB);
+        drop(kept);
+        allocator.check()?;
+    }
+    rig.end()
+}
+
+/// An identity of a page's former number finds nothing, though address and generation are those of a live
+/// block.
+#[test]
+fn a_stale_identity_does_not_find_a_block_of_the_pages_next_number() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed))?;
+    let [a] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let engine = allocator.engine();
+    let first = allocator.allocate(512, &a)?;
+    let stale = lifetime(&first);
+    drop(first);
+    age_pages(allocator, u32::MAX);
+    let second = allocator.allocate(512, &a)?;
+    let now = lifetime(&second);
+    assert_eq!((now.ptr, now.generation), (stale.ptr, stale.generation));
+    assert_ne!(now.id, stale.id);
+    assert_eq!(now.id % PAGE_GRAINS, stale.id % PAGE_GRAINS);
+    assert!(!engine.is_live(&stale) && engine.is_live(&now));
+    assert!(!engine.free_at_once(&stale));
+    assert!(engine.free_block(&stale).is_err());
+    assert!(engine.is_live(&now));
+    assert!(engine.free_at_once(&now));
+    std::mem::forget(second);
+    rig.end()
+}
