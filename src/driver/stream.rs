@@ -282,6 +282,8 @@ impl Drop for Inner {
         }
         let raw = self.raw;
         self.context.release("a stream", |driver| {
+            // Its handle may be another stream's from here on.
+            driver.found().remove(raw);
             // SAFETY: the stream is ours and nobody can name it any more; submitted work runs on.
             unsafe { call!(driver, cuStreamDestroy_v2(raw)) }
         });
@@ -346,7 +348,9 @@ impl Driver {
         unsafe { query!(self, cuStreamIsCapturing(stream, &mut status)) }?;
         let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         if capturing {
-            process::captures_streams();
+            self.found().add(stream);
+        } else if !process::is_quiet() {
+            self.found().remove(stream);
         }
         Ok(capturing)
     }
