@@ -291,7 +291,7 @@ impl Engine {
             match entered.query(event) {
                 Ok(true) => Ok(Answer::Complete),
                 Ok(false) => Ok(Answer::Late),
-                Err(error) if is_of_capture(error.code()) => Ok(Answer::Void),
+                Err(error) if is_void_event(error.code()) => Ok(Answer::Void),
                 Err(error) => Err(self.error(error)),
             }
         })
@@ -336,13 +336,13 @@ impl Engine {
             // SAFETY: as above; the context of a special handle is current.
             if queued
                 .as_ref()
-                .map_or_else(|e| is_of_capture(e.code()), |()| true)
+                .map_or_else(|e| is_void_event(e.code()), |()| true)
                 && unsafe { self.captures_now(handle) }?
             {
                 return Err(Error::Capturing { stream: raw });
             }
             if let Err(error) = queued {
-                if is_of_capture(error.code()) {
+                if is_void_event(error.code()) {
                     drop(self.drop_void(self.lock(), &[(wait.stream, wait.bound)]));
                 }
                 return Err(self.error(error));
@@ -369,7 +369,7 @@ impl Engine {
         let mut state = self.lock();
         match waited {
             Ok(()) => {}
-            Err(error) if is_of_capture(error.code()) => {
+            Err(error) if is_void_event(error.code()) => {
                 drop(self.drop_void(state, &[(stream, bound)]));
                 return Ok(());
             }
@@ -493,9 +493,15 @@ pub(crate) fn is_of_capture(code: CUresult) -> bool {
     .contains(&code)
 }
 
+/// Whether a question or a wait was answered so because the event was recorded in a capture: one under
+/// way, or one that has ended, after which drivers call such an event an invalid value.
+fn is_void_event(code: CUresult) -> bool {
+    is_of_capture(code) || code == CUresult::CUDA_ERROR_INVALID_VALUE
+}
+
 /// Whether a wait was refused because of the marker, which is [gone](Engine::queue_waits) by now.
 pub(crate) fn is_void_wait(error: &DriverError) -> bool {
-    error.call() == "cuStreamWaitEvent" && is_of_capture(error.code())
+    error.call() == "cuStreamWaitEvent" && is_void_event(error.code())
 }
 
 /// Whether the driver refused a call because a stream somewhere is being captured.

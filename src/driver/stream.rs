@@ -254,6 +254,24 @@ impl Stream {
         unsafe { entered.record(event, self.0.raw) }
     }
 
+    /// [`record`](Self::record) of an event that is to be waited for or asked: refused if the stream is
+    /// captured by then, as the event may be a graph's that tells nobody outside of it anything. Whether
+    /// it captures was asked before; another thread may have begun a capture since.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
+    pub(crate) fn mark(&self, event: &Event) -> Result<(), DriverError> {
+        let entered = self.0.context.enter()?;
+        // SAFETY: the handle is valid by the contract under which it was made.
+        unsafe { entered.record(event, self.0.raw) }?;
+        // SAFETY: as above, and the context is current.
+        if unsafe { entered.driver().is_capturing(self.0.raw) }? {
+            let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+            return Err(DriverError::new("cuEventRecord", code));
+        }
+        Ok(())
+    }
+
     /// [`Entered::stream_wait`] on this stream.
     ///
     /// # Errors
