@@ -1,9 +1,11 @@
-//! The first capture of a process: until then nobody is on the watch. So this test is alone in its program.
+//! The first capture of a process: until then nobody is on the watch. So this test is alone in its
+//! program, and the other one runs it anew for itself.
 #![cfg(feature = "sim")]
 
 mod common;
 
-use common::{MIB, only};
+use common::capturing::{begin, end};
+use common::{MIB, Rig, interlude, only};
 use cualloc::allocator::Policy;
 use cualloc::driver::sys;
 
@@ -52,4 +54,46 @@ fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
         drop((taken, elsewhere));
         rig.close(&allocator);
     });
+}
+
+/// D4: the process' first capture begins between two questions about its stream: it is spoilt, as the
+/// documents say, but the other stream's request goes on, and so does everything later. In a process of
+/// its own.
+#[test]
+fn d4_a_first_capture_that_meets_a_question_costs_nobody_else() {
+    const NAME: &str = "d4_a_first_capture_that_meets_a_question_costs_nobody_else";
+    if std::env::var_os("CUALLOC_TEST_CHILD").is_none() {
+        let program = std::env::current_exe().unwrap();
+        let status = std::process::Command::new(program)
+            .args(["--exact", NAME])
+            .env("CUALLOC_TEST_CHILD", "1")
+            .status();
+        assert!(status.unwrap().success());
+        return;
+    }
+    let Some(rig) = Rig::with_interludes(Policy::Packed) else {
+        return;
+    };
+    const BLOCK: usize = 12 * MIB;
+    let allocator = rig.allocator();
+    let [a, b] = rig.streams();
+    drop(allocator.allocate(512, &b).unwrap());
+    let block = allocator.allocate(BLOCK, &a).unwrap();
+    let ptr = block.ptr();
+    // From here on full batches wait until somebody asks.
+    for at in 0..600 {
+        drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
+    }
+    drop(block);
+    interlude::before("cuStreamQuery", begin(&rig, a.raw()));
+    let elsewhere = allocator.allocate(BLOCK, &b).unwrap();
+    assert!(!interlude::is_due());
+    assert_ne!(elsewhere.ptr(), ptr);
+    let spoilt = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    assert_eq!(end(&rig, a.raw())(), spoilt);
+    let taken = allocator.allocate(BLOCK, &b).unwrap();
+    assert_eq!(taken.ptr(), ptr);
+    assert_eq!(allocator.stats().rungs.synchronised, 0);
+    drop((taken, elsewhere));
+    rig.close(&allocator);
 }

@@ -12,6 +12,7 @@ use crate::driver::{DriverError, Entered, Function, Stream, StreamKind, WORD_KER
 use super::engine::Engine;
 use super::error::Error;
 use super::figures::SelfTest;
+use super::markers::is_of_capture;
 use super::plan::Release;
 use super::records::SpaceId;
 use super::seam::{Site, Stitch};
@@ -193,7 +194,11 @@ impl Engine {
         for holder in holders {
             let idle = match holder {
                 Holder::Kept(stream) if stream.kind() != StreamKind::PerThreadDefault => {
-                    stream.is_complete().map_err(|e| self.error(e))?
+                    match stream.is_complete() {
+                        // It captures since it was asked.
+                        Err(error) if is_of_capture(error.code()) => false,
+                        idle => idle.map_err(|e| self.error(e))?,
+                    }
                 }
                 Holder::Retired => true,
                 _ => false,
@@ -226,7 +231,7 @@ impl Engine {
         if known != SelfTest::NotRun {
             return Ok(known != SelfTest::Failed);
         }
-        match self.refuse_captures(std::slice::from_ref(&self.context)) {
+        match self.refuse_captures(std::slice::from_ref(&self.context), false) {
             Ok(()) => {}
             Err(Error::Capturing { .. }) => return Ok(false),
             Err(error) => return Err(error),

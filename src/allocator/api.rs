@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::driver::{CallCounts, Context, Driver, Stream, sys};
+use crate::driver::{CallCounts, Context, Driver, Stream, process, sys};
 
 use super::block::Block;
 use super::check::CheckError;
@@ -253,7 +253,8 @@ impl Allocator {
     /// that are live on it stay valid and may be freed later.
     ///
     /// # Errors
-    /// [`Error::UnknownStream`], [`Error::Capturing`], driver errors.
+    /// [`Error::UnknownStream`], [`Error::Capturing`], driver errors; [`Error::OtherThread`] for the
+    /// per-thread default stream where only another thread's is known.
     pub fn retire(&self, stream: &Stream) -> Result<(), Error> {
         self.engine.retire(&self.engine.named(stream)?)
     }
@@ -284,13 +285,8 @@ impl Allocator {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         self.engine.refuse_capture(&named)?;
-        let known = self.engine.open()?.streams.find(named.key);
-        match known {
-            Some(stream) => self.engine.mark(stream, named.key),
-            None => Err(Error::UnknownStream {
-                stream: stream as usize,
-            }),
-        }
+        let known = self.engine.known(&named)?;
+        self.engine.mark(known, named.key)
     }
 
     // ---- blocks ----------------------------------------------------------------------------
@@ -372,7 +368,8 @@ impl Allocator {
     /// of the work itself.
     pub fn synchronize(&self) -> Result<(), Error> {
         drop(self.engine.open()?);
-        self.engine.synchronise()
+        process::do_postponed();
+        self.engine.synchronise(true)
     }
 
     /// Sets or lifts the bound on bytes held from the driver. Memory above a lowered bound stays
@@ -406,13 +403,15 @@ impl Allocator {
     /// markers, and for the whole context where a raw stream left work without one. On an error the
     /// allocator stays open and owns what could not be given back.
     ///
-    /// Dropping the last handle does the same, but leaks, with one log line, if blocks are live.
+    /// Dropping the last handle does the same, as soon as no block is live; what a capture refuses is done
+    /// when a capture was ended through this crate, or by a later call of any allocator.
     /// After a lost context, in a forked child and while the process exits nothing is touched.
     ///
     /// # Errors
     /// [`Error::LiveBlocks`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors; [`Error::Capturing`]
     /// if the context has to be waited for while a stream of it is being captured.
     pub fn close(&self) -> Result<(), Error> {
+        process::do_postponed();
         self.engine.close()
     }
 

@@ -81,6 +81,10 @@ pub(crate) struct Engine {
     at_once: AtomicU64,
     /// Blocks wait in the books to be freed by a call that may.
     pub deferred: AtomicBool,
+    /// It is known that the allocator outlives its handles for a capture's sake.
+    pub waits: AtomicBool,
+    /// The number of the newest finding of a capture for which a wait for everything was refused.
+    pub told: AtomicU64,
 }
 
 pub(crate) type Guard<'a> = Held<'a, State>;
@@ -167,8 +171,11 @@ impl Engine {
                     0
                 }),
                 deferred: AtomicBool::new(false),
+                waits: AtomicBool::new(false),
+                told: AtomicU64::new(0),
             }
         });
+        process::do_postponed();
         engine.recall_aliasing();
         Ok(engine)
     }
@@ -181,6 +188,7 @@ impl Engine {
     /// One less; the last one closes the engine, or leaves that to the last block.
     pub(crate) fn remove_handle(&self) {
         if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
+            process::do_postponed();
             self.abandon();
         }
     }
@@ -197,8 +205,19 @@ impl Engine {
             }
             state.set_orphaned(true);
         }
+        // With the last of them it ends, or is told that it cannot.
+        self.free_deferred();
+        if self.outlives_capture() {
+            return;
+        }
         match self.close() {
-            Ok(()) | Err(Error::LiveBlocks { .. } | Error::Guarded { .. } | Error::Closed) => {}
+            Ok(()) | Err(Error::Guarded { .. } | Error::Closed) => {}
+            // The last block, or one of those that come before it, may be one of a stream that captures.
+            Err(Error::LiveBlocks { .. }) if self.deferred.load(Ordering::Relaxed) => {
+                self.outlive_capture();
+            }
+            Err(Error::LiveBlocks { .. }) => {}
+            Err(Error::Capturing { .. }) => self.outlive_capture(),
             Err(error) => log::warn!(
                 "an allocator on device {} leaks its memory: {error}",
                 self.device.ordinal()
@@ -287,11 +306,7 @@ impl Engine {
         if !is_capture_refusal(error.code()) {
             return self.error(error);
         }
-        process::captures_streams();
-        let mut state = self.lock();
-        for (_, slot) in state.streams.iter_mut() {
-            slot.capturing |= slot.raw == raw as usize;
-        }
+        self.driver().saw_capture(raw);
         Error::Capturing {
             stream: raw as usize,
         }
@@ -354,15 +369,9 @@ impl Engine {
     ) -> Result<(), Error> {
         match capturing {
             Ok(false) => Ok(()),
-            Ok(true) => {
-                let mut state = self.lock();
-                if let Some(stream) = state.streams.find(named.key) {
-                    state.streams[stream].capturing = true;
-                }
-                Err(Error::Capturing {
-                    stream: named.raw as usize,
-                })
-            }
+            Ok(true) => Err(Error::Capturing {
+                stream: named.raw as usize,
+            }),
             Err(error) if error.code() == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
                 Err(Error::Capturing {
                     stream: named.raw as usize,
@@ -379,8 +388,6 @@ impl Engine {
         named: &Named<'_>,
     ) -> Result<(Guard<'a>, u32), Error> {
         if let Some(stream) = state.streams.find(named.key) {
-            // Asked a moment ago, by the call under way.
-            state.streams[stream].capturing = false;
             return Ok((state, stream));
         }
         drop(state);

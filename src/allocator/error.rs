@@ -102,6 +102,13 @@ pub enum Error {
         /// The stream's handle.
         stream: usize,
     },
+    /// The handle of the per-thread default stream was given, and the calling thread's own is not known
+    /// to this allocator, but another thread's: what concerns that one is for its thread to ask.
+    #[error("stream {stream:#x} is known of other threads, not of this one")]
+    OtherThread {
+        /// The stream's handle.
+        stream: usize,
+    },
     /// Close was asked for while blocks are live; nothing was closed.
     #[error("{blocks} blocks of {bytes} bytes are live")]
     LiveBlocks {

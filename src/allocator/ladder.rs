@@ -8,12 +8,16 @@ use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::figures::{GrowthReason, free_among};
 use super::fit::Run;
+use super::markers::is_void_wait;
 use super::memory::GrowthFailure;
 use super::plan::Growth;
 use super::records::SpaceId;
 use super::rungs::{Climb, Step};
 use super::space::Shard;
 use super::state::{State, Want};
+
+/// So many markers that stand for nothing may stand in the way of a request.
+const VOID_WAITS: u32 = 16;
 
 impl Engine {
     /// Finds or makes room for a request. The extent comes back claimed, ready for its
@@ -30,10 +34,18 @@ impl Engine {
         }
         state.large_request(want);
         let mut climb = Climb::default();
+        let mut void = 0;
         loop {
             let step = self.next_step(&mut state, want, &mut climb);
             let taken;
-            (state, taken) = self.take_step(state, want, step, &mut climb)?;
+            (state, taken) = match self.take_step(state, want, step, &mut climb) {
+                // The marker is gone that it was about, and stood for nothing.
+                Err(Error::Driver(error)) if is_void_wait(&error) && void < VOID_WAITS => {
+                    void += 1;
+                    (self.poll_for(self.lock(), want.stream)?, None)
+                }
+                step => step?,
+            };
             if let Some(id) = taken {
                 return Ok((state, id, climb.missed));
             }
@@ -119,7 +131,7 @@ impl Engine {
             }
             Step::Synchronise => {
                 state.stats.rungs.synchronised += 1;
-                self.apart(state, || match self.synchronise() {
+                self.apart(state, || match self.synchronise(false) {
                     // The rung is not there while something captures.
                     Err(Error::Capturing { .. }) => Ok(()),
                     done => done,

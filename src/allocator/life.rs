@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::StreamKind;
+use crate::driver::{StreamKind, process};
 
 use super::engine::Engine;
 use super::error::Error;
@@ -40,6 +40,7 @@ impl Keep {
 impl Engine {
     /// Gives unused memory back until no more than `keep` is left. Never waits.
     pub(crate) fn trim(&self, keep: Keep) -> Result<Trimmed, Error> {
+        process::do_postponed();
         self.free_deferred();
         let ours: Vec<(u32, StreamKey)> = {
             let mut state = self.open()?;
@@ -190,7 +191,7 @@ impl Engine {
         }
         let uncovered = self.lock().streams.iter().any(|(_, slot)| !slot.covered());
         if uncovered {
-            self.synchronise()
+            self.synchronise(true)
         } else {
             Ok(())
         }

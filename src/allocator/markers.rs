@@ -1,14 +1,15 @@
 //! Markers: recording, polling, waiting. The only driver calls that follow from frees.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use crate::driver::sys::CUresult;
-use crate::driver::{Context, Event, Stream};
+use crate::driver::sys::{CUresult, CUstream};
+use crate::driver::{Context, DriverError, Event, Stream, process};
 
 use super::engine::{Engine, Guard, is_per_thread};
 use super::error::Error;
-use super::probes::Poll;
-use super::state::PendingWait;
+use super::probes::{Answer, Poll};
+use super::state::{PendingWait, State};
 use super::streams::{Batch, Holder, StreamKey};
 
 impl Engine {
@@ -52,11 +53,17 @@ impl Engine {
                 {
                     Ok(true)
                 }
-                _ => self.record_batch(batch, raw, &context).map(|()| true),
+                _ => self.record_batch(batch, raw, &context),
             }
         });
         drop(holder);
-        if ask && !matches!(covered, Ok(true)) {
+        let waits_on = match covered {
+            Ok(true) => false,
+            // What a capture kept from its marker gets one as soon as that has ended.
+            Ok(false) => ask || !is_per_thread(raw),
+            Err(_) => ask,
+        };
+        if waits_on {
             let mut state = self.lock();
             if state.streams[stream].key == key {
                 state.streams.not_covered(stream);
@@ -72,20 +79,30 @@ impl Engine {
         let _current = context.make_current().map_err(|e| self.error(e))?;
         // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
         // of it, before which its owner may not destroy it.
-        match unsafe { self.driver().is_capturing(stream) } {
-            Ok(false) => {}
-            Ok(true) => return Ok(false),
-            Err(error) if error.code() == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-                return Ok(false);
-            }
-            Err(error) => return Err(self.error(error)),
+        if unsafe { self.captures_now(stream) }? {
+            return Ok(false);
         }
         if !is_per_thread(raw) {
             return Ok(true);
         }
-        // SAFETY: as above.
-        let asked = unsafe { self.driver().stream_id(stream) }.map_err(|e| self.error(e))?;
-        Ok(asked.map(StreamKey::Id) == Some(key))
+        match Stream::per_thread_default(context).and_then(|own| own.id()) {
+            Ok(own) => Ok(StreamKey::Id(own) == key),
+            Err(error) if is_of_capture(error.code()) => Ok(false),
+            Err(error) => Err(self.error(error)),
+        }
+    }
+
+    /// Whether a stream is being captured, or the legacy stream stands behind one that is.
+    ///
+    /// # Safety
+    /// The stream is alive, or special with its context current.
+    unsafe fn captures_now(&self, stream: CUstream) -> Result<bool, Error> {
+        // SAFETY: the caller's contract.
+        match unsafe { self.driver().is_capturing(stream) } {
+            Ok(capturing) => Ok(capturing),
+            Err(error) if is_of_capture(error.code()) => Ok(true),
+            Err(error) => Err(self.error(error)),
+        }
     }
 
     /// Whether a stream is idle. Then everything freed on it up to the batch is complete, for everybody
@@ -94,7 +111,14 @@ impl Engine {
         let idle = stream.is_complete();
         let mut state = self.lock();
         state.stats.queries += 1;
-        let idle = idle.map_err(|e| self.error(e))?;
+        let idle = match idle {
+            // It captures since it was asked: so will the record below say.
+            Err(error) if is_of_capture(error.code()) => {
+                process::captures_streams();
+                return Ok(false);
+            }
+            idle => idle.map_err(|e| self.error(e))?,
+        };
         let slot = &mut state.streams[batch.stream];
         if slot.key == key {
             slot.was_idle(idle);
@@ -107,7 +131,9 @@ impl Engine {
         Ok(idle)
     }
 
-    fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<(), Error> {
+    /// Records the marker of a batch. False if the stream captures by now, and the event may be part of a
+    /// graph: such a marker would stand for nothing.
+    fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<bool, Error> {
         let current = context.make_current().map_err(|e| self.error(e))?;
         let pooled = self.lock().pooled_event(context.key());
         let event = match pooled {
@@ -121,16 +147,32 @@ impl Engine {
         // SAFETY: the stream is alive, as in `may_mark`; the event is of the stream's context and in no
         // marker.
         let recorded = unsafe { current.record(&event, stream) };
+        let captured = match &recorded {
+            // Another thread may have begun a capture since the question.
+            // SAFETY: as above; the context of a special handle is current.
+            Ok(()) => unsafe { self.captures_now(stream) },
+            Err(error) if is_of_capture(error.code()) => {
+                process::captures_streams();
+                Ok(true)
+            }
+            Err(_) => Ok(false),
+        };
         drop(current);
         let mut state = self.lock();
         match recorded {
+            _ if !matches!(captured, Ok(false)) => {
+                state.stats.failed_markers += 1;
+                drop(state);
+                // No other marker gets what a graph may know.
+                drop(event);
+                captured.map(|_| false)
+            }
             Ok(()) => {
                 state.stats.markers += 1;
-                state.streams[batch.stream].capturing = false;
                 let unneeded = state.streams.publish(batch, event);
                 let pool = state.events.entry(context.key()).or_default();
                 pool.extend(unneeded);
-                Ok(())
+                Ok(true)
             }
             Err(error) => {
                 state.stats.failed_markers += 1;
@@ -187,6 +229,13 @@ impl Engine {
         stream: u32,
     ) -> Result<Guard<'a>, Error> {
         let near = !state.bounds_hold(0);
+        let failed = state.stats.failed_markers;
+        let state = self.mark_full(state, |other| near || other != stream)?;
+        let state = self.poll(state)?;
+        if state.stats.failed_markers == failed {
+            return Ok(state);
+        }
+        // What had fallen into a capture gets its new marker at once, where that may be done.
         let state = self.mark_full(state, |other| near || other != stream)?;
         self.poll(state)
     }
@@ -217,11 +266,16 @@ impl Engine {
                 progress |= outcome.newest.is_some();
                 state.asked(outcome);
             }
-            let goes_on = due.goes_on();
+            let void = due.take_void();
+            // What comes after one that stands for nothing was not asked.
+            let goes_on = due.goes_on() || !void.is_empty();
             due.clear();
             state.poll = due;
             if progress {
                 state.settle_advanced();
+            }
+            if !void.is_empty() {
+                state = self.drop_void(state, &void);
             }
             asked?;
             if !goes_on {
@@ -234,8 +288,30 @@ impl Engine {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
         due.ask(|event| {
             *queries += 1;
-            entered.query(event).map_err(|e| self.error(e))
+            match entered.query(event) {
+                Ok(true) => Ok(Answer::Complete),
+                Ok(false) => Ok(Answer::Late),
+                Err(error) if is_void_event(error.code()) => Ok(Answer::Void),
+                Err(error) => Err(self.error(error)),
+            }
         })
+    }
+
+    /// Takes markers away that stand for nothing, each by its stream and bound: their events fell into a
+    /// capture that began between the question and the record. What they covered gets a new marker.
+    fn drop_void<'a>(&'a self, mut state: Guard<'a>, void: &[(u32, u64)]) -> Guard<'a> {
+        process::captures_streams();
+        let mut gone = Vec::new();
+        for (stream, bound) in void {
+            if let Some(marker) = state.streams.void(*stream, *bound) {
+                state.stats.failed_markers += 1;
+                gone.push(marker);
+            }
+        }
+        drop(state);
+        // Their events are destroyed, if nobody else asks them just now.
+        drop(gone);
+        self.lock()
     }
 
     /// Queues waits on a stream.
@@ -255,7 +331,22 @@ impl Engine {
         for wait in waits {
             // SAFETY: the stream is the one that the call under way names; the event is recorded
             // and kept alive by the wait.
-            unsafe { current.stream_wait(handle, &wait.event) }.map_err(|e| self.error(e))?;
+            let queued = unsafe { current.stream_wait(handle, &wait.event) };
+            // A wait that is part of a graph, or was refused because of one, orders nothing.
+            // SAFETY: as above; the context of a special handle is current.
+            if queued
+                .as_ref()
+                .map_or_else(|e| is_void_event(e.code()), |()| true)
+                && unsafe { self.captures_now(handle) }?
+            {
+                return Err(Error::Capturing { stream: raw });
+            }
+            if let Err(error) = queued {
+                if is_void_event(error.code()) {
+                    drop(self.drop_void(self.lock(), &[(wait.stream, wait.bound)]));
+                }
+                return Err(self.error(error));
+            }
             let mut state = self.lock();
             state.stats.stream_waits += 1;
             state
@@ -273,9 +364,20 @@ impl Engine {
         event: Arc<Event>,
     ) -> Result<(), Error> {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
-        entered.wait(&event).map_err(|e| self.error(e))?;
+        let waited = entered.wait(&event);
         drop(event);
         let mut state = self.lock();
+        match waited {
+            Ok(()) => {}
+            Err(error) if is_void_event(error.code()) => {
+                drop(self.drop_void(state, &[(stream, bound)]));
+                return Ok(());
+            }
+            Err(error) => {
+                drop(state);
+                return Err(self.error(error));
+            }
+        }
         state.observed(stream, bound);
         state.settle();
         Ok(())
@@ -283,22 +385,23 @@ impl Engine {
 
     /// Refuses while a stream of one of the contexts is being captured, as far as can be known: the
     /// streams that we keep alive are asked, the legacy stream answers for all blocking streams of
-    /// its context, and of the caller's own streams it counts what the last call that named one found.
-    pub(crate) fn refuse_captures(&self, contexts: &[Context]) -> Result<(), Error> {
-        let kept: Vec<Stream> = {
+    /// its context, and of the caller's own streams it counts what was found when one was asked last.
+    /// That can be out of date, and nobody may ask a stream that its owner may have destroyed. So with
+    /// `once` it is told once, and the next time the driver has to say it.
+    pub(crate) fn refuse_captures(&self, contexts: &[Context], once: bool) -> Result<(), Error> {
+        let (kept, found) = {
             let state = self.lock();
-            let mut kept = Vec::new();
-            for (_, slot) in state.streams.iter() {
-                match &slot.holder {
-                    Holder::Kept(stream) => kept.push(stream.clone()),
-                    Holder::Foreign(_) if slot.capturing => {
-                        return Err(Error::Capturing { stream: slot.raw });
-                    }
-                    _ => {}
-                }
-            }
-            kept
+            let kept: Vec<Stream> = state.streams.kept().cloned().collect();
+            (kept, self.found_capturing(&state))
         };
+        let told = self.told.load(Ordering::Relaxed);
+        if let Some((stream, _)) = found.iter().find(|(_, number)| *number > told || !once) {
+            if once {
+                let newest = found.iter().map(|(_, number)| *number).max();
+                self.told.fetch_max(newest.unwrap_or(0), Ordering::Relaxed);
+            }
+            return Err(Error::Capturing { stream: *stream });
+        }
         for stream in kept {
             self.refuse_capture(&self.named(&stream)?)?;
         }
@@ -318,16 +421,28 @@ impl Engine {
         Ok(())
     }
 
+    /// The caller's streams that were capturing when they were asked last, with the numbers of the findings.
+    fn found_capturing(&self, state: &State) -> Vec<(usize, u64)> {
+        let mut found = self.driver().found_capturing();
+        found.retain(|(stream, _)| {
+            let mut slots = state.streams.iter();
+            slots.any(|(_, s)| s.raw == *stream && matches!(s.holder, Holder::Foreign(_)))
+        });
+        found
+    }
+
     /// Waits until everything that was submitted to the streams' contexts so far is complete; an
-    /// error, with nothing changed, while something captures there, because that would suffer.
-    pub(crate) fn synchronise(&self) -> Result<(), Error> {
+    /// error, with nothing changed, while something captures there, because that would suffer. `once` as
+    /// for [`refuse_captures`](Self::refuse_captures).
+    pub(crate) fn synchronise(&self, once: bool) -> Result<(), Error> {
         let mut contexts = vec![self.context.clone()];
         for (_, slot) in self.lock().streams.iter() {
             if !contexts.iter().any(|c| c.key() == slot.context.key()) {
                 contexts.push(slot.context.clone());
             }
         }
-        self.refuse_captures(&contexts)?;
+        self.refuse_captures(&contexts, once)?;
+        let refuted = self.found_capturing(&self.lock());
         let bounds: Vec<Batch> = {
             let mut state = self.lock();
             let streams = state.streams.iter();
@@ -355,8 +470,38 @@ impl Engine {
         }
         state.pool_spent();
         state.settle();
+        drop(state);
+        // The driver waits for no context in which something captures.
+        for (_, number) in refuted {
+            self.driver().not_capturing(number);
+        }
         Ok(())
     }
+}
+
+/// Whether the driver's answer is about a capture, of the stream or of what the event was recorded in.
+pub(crate) fn is_of_capture(code: CUresult) -> bool {
+    use CUresult as Code;
+    [
+        Code::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+        Code::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
+        Code::CUDA_ERROR_STREAM_CAPTURE_MERGE,
+        Code::CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
+        Code::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+        Code::CUDA_ERROR_CAPTURED_EVENT,
+    ]
+    .contains(&code)
+}
+
+/// Whether a question or a wait was answered so because the event was recorded in a capture: one under
+/// way, or one that has ended, after which drivers call such an event an invalid value.
+fn is_void_event(code: CUresult) -> bool {
+    is_of_capture(code) || code == CUresult::CUDA_ERROR_INVALID_VALUE
+}
+
+/// Whether a wait was refused because of the marker, which is [gone](Engine::queue_waits) by now.
+pub(crate) fn is_void_wait(error: &DriverError) -> bool {
+    error.call() == "cuStreamWaitEvent" && is_void_event(error.code())
 }
 
 /// Whether the driver refused a call because a stream somewhere is being captured.

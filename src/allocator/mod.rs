@@ -35,6 +35,7 @@ mod lookup;
 mod markers;
 mod memory;
 mod mix;
+mod orphans;
 mod own;
 mod peaks;
 mod placement;

@@ -9,6 +9,15 @@ use super::streams::Slot;
 /// Markers to look at, as many times those that were complete the last time.
 const LOOK_AHEAD: usize = 4;
 
+/// What asking a marker said.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Answer {
+    Complete,
+    Late,
+    /// It stands for nothing: its event fell into a capture.
+    Void,
+}
+
 /// One stream's markers. They complete in order, so not every one has to be asked.
 #[derive(Debug)]
 struct Probe {
@@ -27,6 +36,8 @@ struct Probe {
     more: bool,
     /// The bound of the newest one known to be complete.
     newest: Option<u64>,
+    /// One of them stands for nothing, and what comes after it was not asked.
+    void: bool,
 }
 
 /// What asking a stream came to.
@@ -59,13 +70,21 @@ impl Probe {
     }
 
     /// What the marker said.
-    fn answer(&mut self, at: usize, bound: u64, complete: bool) {
-        if complete {
-            self.stride = 2 * (at + 1 - self.done);
-            self.done = at + 1;
-            self.newest = Some(bound);
-        } else {
-            self.late = at;
+    fn answer(&mut self, at: usize, bound: u64, answer: Answer) {
+        match answer {
+            Answer::Complete => {
+                self.stride = 2 * (at + 1 - self.done);
+                self.done = at + 1;
+                self.newest = Some(bound);
+            }
+            Answer::Late => {
+                self.late = at;
+                self.void = false;
+            }
+            Answer::Void => {
+                self.late = at;
+                self.void = true;
+            }
         }
     }
 }
@@ -76,6 +95,8 @@ pub(crate) struct Poll {
     probes: Vec<Probe>,
     /// Bound and event of each marker that may be asked.
     markers: Vec<(u64, Arc<Event>)>,
+    /// Stream and bound of each marker that stands for nothing.
+    void: Vec<(u32, u64)>,
 }
 
 impl Poll {
@@ -96,6 +117,7 @@ impl Poll {
             stride,
             more: count < slot.markers.len(),
             newest: None,
+            void: false,
         });
         let looked_at = slot.markers.iter().take(count);
         self.markers
@@ -105,14 +127,18 @@ impl Poll {
     /// Asks until it is known how many are complete, or a question fails.
     pub(crate) fn ask<E>(
         &mut self,
-        mut complete: impl FnMut(&Event) -> Result<bool, E>,
+        mut question: impl FnMut(&Event) -> Result<Answer, E>,
     ) -> Result<(), E> {
         for probe in &mut self.probes {
             while let Some(at) = probe.next() {
                 let Some((bound, event)) = self.markers.get(probe.first + at) else {
                     break;
                 };
-                probe.answer(at, *bound, complete(event)?);
+                let answer = question(event)?;
+                if answer == Answer::Void {
+                    self.void.push((probe.stream, *bound));
+                }
+                probe.answer(at, *bound, answer);
             }
         }
         Ok(())
@@ -133,8 +159,13 @@ impl Poll {
             stream: p.stream,
             newest: p.newest,
             count: p.done,
-            late: p.late < p.count,
+            late: p.late < p.count && !p.void,
         })
+    }
+
+    /// Stream and bound of each marker that was found to stand for nothing.
+    pub(crate) fn take_void(&mut self) -> Vec<(u32, u64)> {
+        std::mem::take(&mut self.void)
     }
 
     /// Forgets the round, but keeps its memory.

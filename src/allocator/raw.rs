@@ -13,7 +13,7 @@ use super::records::{Recorded, SpaceId, State as Extent};
 use super::request::Request;
 use super::size::GRANULE;
 use super::state::{AfterFree, State, Want};
-use super::streams::{Holder, StreamKey};
+use super::streams::{Holder, Slot, StreamKey};
 
 /// A stream that may be capturing. One that we hold stays alive with this.
 pub(crate) struct Suspect {
@@ -342,8 +342,16 @@ impl Engine {
     }
 
     fn defer(&self, block: Lifetime) {
-        self.lock().deferred.push(block);
-        self.deferred.store(true, Ordering::Relaxed);
+        let orphaned = {
+            let mut state = self.lock();
+            state.deferred.push(block);
+            // Under the lock: whoever takes the last handle away sees one or the other.
+            self.deferred.store(true, Ordering::Relaxed);
+            state.orphaned
+        };
+        if orphaned {
+            self.outlive_capture();
+        }
     }
 
     /// What a free leaves to do without the lock: markers, and the end of an allocator whose last
@@ -440,14 +448,16 @@ impl Engine {
         Ok(())
     }
 
+    /// The slot of a stream that is known, or why it is not.
+    pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
+        let state = self.open()?;
+        let known = state.streams.find(named.key);
+        known.ok_or_else(|| state.not_here(named.raw as usize))
+    }
+
     /// Records the last marker of a stream whose owner is about to destroy it.
     pub(crate) fn retire(&self, named: &Named<'_>) -> Result<(), Error> {
-        let stream = self.open()?.streams.find(named.key);
-        let Some(stream) = stream else {
-            return Err(Error::UnknownStream {
-                stream: named.raw as usize,
-            });
-        };
+        let stream = self.known(named)?;
         self.refuse_capture(named)?;
         self.retire_slot(stream, named.key)
     }
@@ -492,6 +502,15 @@ impl State {
             .range(..=ptr)
             .next_back()
             .is_some_and(|(base, h)| ptr < base + h.bytes)
+    }
+
+    /// Why a stream that a call names is not known.
+    fn not_here(&self, raw: usize) -> Error {
+        let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
+        if is_per_thread(raw) && self.streams.iter().any(|(_, slot)| same(slot)) {
+            return Error::OtherThread { stream: raw };
+        }
+        Error::UnknownStream { stream: raw }
     }
 
     /// The stream of a block, if it may be asked whether it is capturing.

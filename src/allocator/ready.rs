@@ -64,8 +64,6 @@ impl State {
         if slot.fronts.len() > 1 || slot.context.device() != engine.device {
             return None;
         }
-        // Asked a moment ago, by the call under way.
-        slot.capturing = false;
         self.unshelve_loose();
         if !self.large.merge_own {
             return None;

@@ -130,8 +130,6 @@ pub(crate) struct Slot {
     pub open_bytes: u64,
     /// Allocations to let pass before markers are asked again.
     pub backoff: u32,
-    /// The last call that named the stream found it capturing.
-    pub capturing: bool,
     /// How many markers were found complete when they were last asked.
     pub stride: u32,
     /// So many batches get their marker as soon as they are full. After that those of a stream that we
@@ -157,7 +155,6 @@ impl Slot {
     pub(crate) fn was_idle(&mut self, idle: bool) {
         if idle {
             self.patience = PUNCTUAL;
-            self.capturing = false;
         } else {
             self.patience = (2 * self.patience).min(MOST_PUNCTUAL);
             self.punctual = self.patience;
@@ -262,7 +259,6 @@ impl Streams {
             open_uses: 0,
             open_bytes: 0,
             backoff: 0,
-            capturing: false,
             stride: 1,
             punctual: PUNCTUAL,
             patience: PUNCTUAL,
@@ -315,6 +311,14 @@ impl Streams {
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
         (0u32..).zip(&self.slots).filter(|(_, s)| s.in_use)
+    }
+
+    /// The streams that we keep alive.
+    pub(crate) fn kept(&self) -> impl Iterator<Item = &Stream> {
+        self.iter().filter_map(|(_, slot)| match &slot.holder {
+            Holder::Kept(stream) => Some(stream),
+            _ => None,
+        })
     }
 
     /// The holders of all streams of the caller's, none of which is touched from here on.
@@ -483,6 +487,23 @@ impl Streams {
         let slot = &mut self.slots[stream as usize];
         slot.open_uses = slot.open_uses.max(BATCH_FREES);
         self.list_full(stream);
+    }
+
+    /// Takes a marker away that stands for nothing: what it covered waits for another one. It is destroyed
+    /// outside the lock.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn void(&mut self, stream: u32, bound: u64) -> Option<Marker> {
+        let slot = &mut self.slots[stream as usize];
+        let at = slot.markers.partition_point(|m| m.bound < bound);
+        if slot.markers.get(at)?.bound != bound {
+            return None;
+        }
+        let marker = slot.markers.remove(at);
+        self.unseen -= 1;
+        if !slot.covered() && !matches!(slot.holder, Holder::Retired) {
+            self.not_covered(stream);
+        }
+        marker
     }
 
     /// A marker of the stream was not complete when it was asked.

@@ -258,11 +258,8 @@ fn order(first: &Stream, second: &Stream) -> Result<(), DriverError> {
 
 /// An event that stands for the work of `stream` so far.
 pub(super) fn mark(stream: &Stream) -> Result<Event, DriverError> {
-    let entered = stream.context().enter()?;
-    let event = entered.create_event()?;
-    // SAFETY: the stream is alive by the contract under which it was made, and its context is
-    // current.
-    unsafe { entered.record(&event, stream.raw()) }?;
+    let event = stream.context().enter()?.create_event()?;
+    stream.mark(&event)?;
     Ok(event)
 }
 

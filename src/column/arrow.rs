@@ -373,7 +373,7 @@ impl Column {
         } else {
             refuse_capture(self.stream())?;
             let event = self.stream().context().enter()?.create_event()?;
-            self.stream().record(&event)?;
+            self.stream().mark(&event)?;
             Some(event)
         };
         let buffer = match NonNull::new(ptr::with_exposed_provenance_mut::<u8>(self.ptr() as usize))

@@ -82,19 +82,23 @@ pub(super) fn order(earlier: &Stream, later: &Stream) -> Result<(), ColumnError>
     refuse_capture(earlier)?;
     refuse_capture(later)?;
     let event = earlier.context().enter()?.create_event()?;
-    earlier.record(&event)?;
+    earlier.mark(&event)?;
     later.wait_event(&event)?;
     Ok(())
 }
 
 /// A capturing stream would take the exchange into its graph, or be invalidated by it.
 pub(super) fn refuse_capture(stream: &Stream) -> Result<(), ColumnError> {
-    if stream.is_capturing()? {
-        return Err(ColumnError::Capturing {
+    match stream.is_capturing() {
+        Ok(false) => Ok(()),
+        // The legacy stream stands behind the blocking streams of its context.
+        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+            Err(error.into())
+        }
+        Ok(true) | Err(_) => Err(ColumnError::Capturing {
             stream: stream.raw() as usize,
-        });
+        }),
     }
-    Ok(())
 }
 
 /// Waits on the host until everything that the stream was given is over, done or failed.

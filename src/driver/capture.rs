@@ -7,10 +7,99 @@ use super::context::{Context, Entered};
 use super::error::DriverError;
 use super::process;
 use super::sys::{self, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
-use super::table::call;
+use super::table::{Driver, call};
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread::ThreadId;
+
+/// The streams that were capturing when somebody last asked, through this crate. Nobody can say of a
+/// stream of the caller's whether it still exists, so what was found stands until it is found otherwise.
+#[derive(Default)]
+pub(super) struct Found {
+    any: AtomicBool,
+    list: Mutex<Findings>,
+}
+
+#[derive(Default)]
+struct Findings {
+    last: u64,
+    streams: Vec<Finding>,
+}
+
+struct Finding {
+    stream: usize,
+    /// The per-thread handle is a different stream on each thread.
+    thread: Option<ThreadId>,
+    number: u64,
+}
+
+impl Finding {
+    fn is_of(&self, stream: usize) -> bool {
+        /// The handle of the calling thread's default stream.
+        const PER_THREAD: usize = 2;
+        self.stream == stream
+            && (stream != PER_THREAD || self.thread == Some(std::thread::current().id()))
+    }
+}
+
+impl Found {
+    /// A stream captures.
+    #[cold]
+    pub(super) fn add(&self, stream: CUstream) {
+        process::captures_streams();
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.streams.retain(|f| !f.is_of(stream as usize));
+        list.last += 1;
+        let number = list.last;
+        list.streams.push(Finding {
+            stream: stream as usize,
+            thread: Some(std::thread::current().id()),
+            number,
+        });
+        self.any.store(true, Ordering::Relaxed);
+    }
+
+    /// A stream does not capture.
+    #[inline]
+    pub(super) fn remove(&self, stream: CUstream) {
+        if self.any.load(Ordering::Relaxed) {
+            self.retain(|finding| !finding.is_of(stream as usize));
+        }
+    }
+
+    #[cold]
+    fn retain(&self, keep: impl FnMut(&Finding) -> bool) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.streams.retain(keep);
+        self.any.store(!list.streams.is_empty(), Ordering::Relaxed);
+    }
+}
+
+impl Driver {
+    /// The streams that were found capturing, by their handles, each with the number of the finding:
+    /// a later one has a higher number.
+    pub(crate) fn found_capturing(&self) -> Vec<(usize, u64)> {
+        let found = self.found();
+        if !found.any.load(Ordering::Relaxed) {
+            return Vec::new();
+        }
+        let list = found.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.streams.iter().map(|f| (f.stream, f.number)).collect()
+    }
+
+    /// Forgets a finding that was refuted.
+    pub(crate) fn not_capturing(&self, number: u64) {
+        self.found().retain(|finding| finding.number != number);
+    }
+
+    /// Notes a stream that the driver refused because it captures.
+    pub(crate) fn saw_capture(&self, stream: CUstream) {
+        self.found().add(stream);
+    }
+}
 
 /// What a stream is being captured into.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -83,16 +172,25 @@ impl Entered<'_> {
     /// The driver's, such as `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`; the capture has ended then
     /// too.
     ///
+    /// Allocators whose last block was dropped during a capture are closed here, after their streams'
+    /// work is complete.
+    ///
     /// # Safety
     /// `stream` must be valid as for [`Entered::record`].
     pub unsafe fn end_capture(&self, stream: CUstream) -> Result<Graph, DriverError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the output is a local, and the caller vouches for the stream.
-        unsafe { call!(self.driver(), cuStreamEndCapture(stream, &mut raw)) }?;
-        Ok(Graph {
+        let ended = unsafe { call!(self.driver(), cuStreamEndCapture(stream, &mut raw)) };
+        // SAFETY: as above. Where it was refused, as on the wrong thread, the capture goes on.
+        let asked = unsafe { self.driver().is_capturing(stream) };
+        let graph = ended.map(|()| Graph {
             context: self.context().clone(),
             raw,
-        })
+        });
+        if matches!(asked, Ok(false)) {
+            process::do_postponed();
+        }
+        graph
     }
 
     /// What `stream` is being captured into; none if it is not.

@@ -4,8 +4,8 @@
 //! exits may run after the driver has shut down. Both are noticed by handlers that set a flag, so
 //! that asking costs one load and no system call.
 
-use std::sync::Once;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Once, OnceLock};
 
 const FORKED: u8 = 1;
 const EXITING: u8 = 2;
@@ -44,6 +44,32 @@ pub(crate) fn is_quiet() -> bool {
 /// Streams are captured in this process: from now on each call has to ask about its stream.
 pub(crate) fn captures_streams() {
     STATE.0.fetch_or(CAPTURES, Ordering::Relaxed);
+}
+
+/// What could not be done while something captured, and whether there is any.
+static POSTPONED: OnceLock<fn()> = OnceLock::new();
+static WAITS: AtomicBool = AtomicBool::new(false);
+
+/// Has `work` done by a later call that may find the capture ended. There is one such piece of work in
+/// the process.
+pub(crate) fn postpone(work: fn()) {
+    POSTPONED.get_or_init(|| work);
+    WAITS.store(true, Ordering::Release);
+}
+
+/// Nothing is postponed any more.
+pub(crate) fn nothing_postponed() {
+    WAITS.store(false, Ordering::Release);
+}
+
+/// Does what was postponed, if there is anything.
+pub(crate) fn do_postponed() {
+    if WAITS.load(Ordering::Acquire)
+        && !is_gone()
+        && let Some(work) = POSTPONED.get()
+    {
+        work();
+    }
 }
 
 /// Registers the fork handler, once per process; call it just before the first `cuInit`.

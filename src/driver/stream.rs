@@ -254,6 +254,24 @@ impl Stream {
         unsafe { entered.record(event, self.0.raw) }
     }
 
+    /// [`record`](Self::record) of an event that is to be waited for or asked: refused if the stream is
+    /// captured by then, as the event may be a graph's that tells nobody outside of it anything. Whether
+    /// it captures was asked before; another thread may have begun a capture since.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
+    pub(crate) fn mark(&self, event: &Event) -> Result<(), DriverError> {
+        let entered = self.0.context.enter()?;
+        // SAFETY: the handle is valid by the contract under which it was made.
+        unsafe { entered.record(event, self.0.raw) }?;
+        // SAFETY: as above, and the context is current.
+        if unsafe { entered.driver().is_capturing(self.0.raw) }? {
+            let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+            return Err(DriverError::new("cuEventRecord", code));
+        }
+        Ok(())
+    }
+
     /// [`Entered::stream_wait`] on this stream.
     ///
     /// # Errors
@@ -282,6 +300,8 @@ impl Drop for Inner {
         }
         let raw = self.raw;
         self.context.release("a stream", |driver| {
+            // Its handle may be another stream's from here on.
+            driver.found().remove(raw);
             // SAFETY: the stream is ours and nobody can name it any more; submitted work runs on.
             unsafe { call!(driver, cuStreamDestroy_v2(raw)) }
         });
@@ -346,7 +366,9 @@ impl Driver {
         unsafe { query!(self, cuStreamIsCapturing(stream, &mut status)) }?;
         let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         if capturing {
-            process::captures_streams();
+            self.found().add(stream);
+        } else if !process::is_quiet() {
+            self.found().remove(stream);
         }
         Ok(capturing)
     }

@@ -1,5 +1,6 @@
 //! The function table: which functions there are, which are needed, and the counted call.
 
+use super::capture::Found;
 use super::context::Primaries;
 use super::counts::{CallCounts, Counters};
 use super::device::Device;
@@ -233,6 +234,7 @@ struct State {
     lost: AtomicBool,
     warned: AtomicBool,
     primaries: Primaries,
+    captures: Found,
     /// What was found out about second mappings, by device.
     aliasing: Mutex<Vec<(Device, bool)>>,
 }
@@ -301,6 +303,7 @@ impl Driver {
                 lost: AtomicBool::new(false),
                 warned: AtomicBool::new(false),
                 primaries: Primaries::default(),
+                captures: Found::default(),
                 aliasing: Mutex::default(),
             },
         };
@@ -512,6 +515,11 @@ impl Driver {
 
     pub(super) fn primaries(&self) -> &Primaries {
         &self.0.state.primaries
+    }
+
+    #[inline]
+    pub(super) fn found(&self) -> &Found {
+        &self.0.state.captures
     }
 }
 

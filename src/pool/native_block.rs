@@ -158,7 +158,7 @@ impl NativeBlock {
         } else {
             stream.context().enter()?.create_event()?
         };
-        stream.record(&event)?;
+        stream.mark(&event)?;
         Ok(event)
     }
 

@@ -409,7 +409,7 @@ impl Inner {
         } else {
             stream.context().enter()?.create_event()?
         };
-        stream.record(&event)?;
+        stream.mark(&event)?;
         Ok(event)
     }
 

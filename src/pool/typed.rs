@@ -401,7 +401,7 @@ impl TypedPool {
         // Without a marker the other stream could not see when the first one is done.
         // SAFETY: the buffer kept its stream alive, and so does this clone of it.
         match unsafe { allocator.mark_raw(home.raw()) } {
-            Ok(()) | Err(Error::UnknownStream { .. }) => Ok(()),
+            Ok(()) | Err(Error::UnknownStream { .. } | Error::OtherThread { .. }) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }

@@ -30,7 +30,7 @@ impl EventPools {
     pub(crate) fn record(&self, stream: &Stream) -> Result<Pooled, DriverError> {
         let pooled = self.take(stream.context())?;
         if let Some(event) = &pooled.event {
-            stream.record(event)?;
+            stream.mark(event)?;
         }
         Ok(pooled)
     }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::allocator::{Allocator, Trimmed};
-use crate::driver::{Context, NO_ID, Stream, StreamKind};
+use crate::driver::{Context, NO_ID, Stream, StreamKind, sys};
 use crate::pool::PoolUsage;
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
@@ -129,10 +129,14 @@ pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), Resou
 
 /// Recording into somebody's graph would leave an event that nothing outside may wait for.
 pub(super) fn refuse_capture(stream: &Stream, id: u64) -> Result<(), ResourceError> {
-    if stream.is_capturing()? {
-        return Err(StreamMisuse::Capturing(id).into());
+    match stream.is_capturing() {
+        Ok(false) => Ok(()),
+        // The legacy stream stands behind the blocking streams of its context.
+        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+            Err(error.into())
+        }
+        Ok(true) | Err(_) => Err(StreamMisuse::Capturing(id).into()),
     }
-    Ok(())
 }
 
 impl<R: MemoryResource> AsyncResource<R> {

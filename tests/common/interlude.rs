@@ -11,22 +11,34 @@ type Work = Box<dyn FnOnce()>;
 thread_local! {
     /// A call, and what happens right after its next one on this thread.
     static NEXT: RefCell<Option<(&'static str, Work)>> = const { RefCell::new(None) };
+    /// The same, right before it.
+    static FIRST: RefCell<Option<(&'static str, Work)>> = const { RefCell::new(None) };
+}
+
+fn play(at: &'static std::thread::LocalKey<RefCell<Option<(&'static str, Work)>>>, call: &str) {
+    let next = at.take();
+    match next {
+        Some((name, work)) if name == call => work(),
+        other => at.set(other),
+    }
+}
+
+fn begun(call: &str) {
+    play(&FIRST, call);
 }
 
 fn played(call: &str) {
-    let next = NEXT.take();
-    match next {
-        Some((name, work)) if name == call => work(),
-        other => NEXT.set(other),
-    }
+    play(&NEXT, call);
 }
 
 hooked! {
     /// Makes room for interludes in the calls of this thread; returns the table to use instead.
-    before |_| {}, after played;
+    before begun, after played;
     cuEventRecord(event: CUevent, stream: CUstream);
     cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
     cuStreamQuery(stream: CUstream);
+    cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
+    cuEventQuery(event: CUevent);
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
 }
 
@@ -36,7 +48,13 @@ pub fn after(call: &'static str, work: impl FnOnce() + 'static) {
     NEXT.set(Some((call, Box::new(work))));
 }
 
-/// Whether the call has not come yet.
+/// [`after`], but right before the driver gets the call.
+#[allow(dead_code)]
+pub fn before(call: &'static str, work: impl FnOnce() + 'static) {
+    FIRST.set(Some((call, Box::new(work))));
+}
+
+/// Whether a call has not come yet.
 pub fn is_due() -> bool {
-    NEXT.with_borrow(Option::is_some)
+    NEXT.with_borrow(Option::is_some) || FIRST.with_borrow(Option::is_some)
 }

@@ -4,6 +4,7 @@
 #![allow(dead_code, unused_imports)]
 
 #[cfg(feature = "sim")]
+pub mod capturing;
 mod hooked;
 #[cfg(feature = "sim")]
 pub mod interlude;

@@ -1,0 +1,87 @@
+//! Allocators that nobody can name any more, and that a capture keeps from giving their memory back.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::driver::process;
+
+use super::engine::{Engine, Shared};
+
+/// Each is closed by a later call that may find the capture ended: when a capture is ended through this
+/// crate, and when any allocator of the process is made, trimmed, synchronised, closed or dropped.
+static ORPHANS: Mutex<Orphans> = Mutex::new(Orphans {
+    waiting: Vec::new(),
+    tries: 0,
+    asked: 0,
+});
+
+struct Orphans {
+    waiting: Vec<Shared>,
+    /// Threads that try to close some, which are not among those that wait meanwhile.
+    tries: usize,
+    /// How often somebody asked to have it tried.
+    asked: u64,
+}
+
+fn orphans() -> MutexGuard<'static, Orphans> {
+    ORPHANS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Engine {
+    /// Keeps an engine that has no handle left until it can be closed.
+    pub(crate) fn outlive_capture(&self) {
+        let engine = self.lock().engine.upgrade();
+        let Some(engine) = engine else {
+            return;
+        };
+        let mut orphans = orphans();
+        if orphans
+            .waiting
+            .iter()
+            .any(|other| Arc::ptr_eq(other, &engine))
+        {
+            return;
+        }
+        orphans.waiting.push(engine);
+        process::postpone(close_orphans);
+        drop(orphans);
+        if !self.waits.swap(true, Ordering::Relaxed) {
+            log::warn!(
+                "an allocator on device {} has no handle left and holds its memory until a capture has \
+                 ended",
+                self.device.ordinal()
+            );
+        }
+    }
+
+    /// Whether a later call tries again to close it.
+    pub(crate) fn outlives_capture(&self) -> bool {
+        let orphans = orphans();
+        let mut waiting = orphans.waiting.iter();
+        waiting.any(|other| std::ptr::eq(&**other, self))
+    }
+}
+
+/// Tries to close them all; those that cannot be closed yet wait on.
+fn close_orphans() {
+    let mut state = orphans();
+    state.asked += 1;
+    // Where another thread has them in hand it sees that it is to try again.
+    while !state.waiting.is_empty() {
+        let asked = state.asked;
+        let tried = std::mem::take(&mut state.waiting);
+        state.tries += 1;
+        drop(state);
+        for engine in tried {
+            engine.abandon();
+        }
+        state = orphans();
+        state.tries -= 1;
+        if state.asked == asked {
+            break;
+        }
+    }
+    if state.waiting.is_empty() && state.tries == 0 {
+        process::nothing_postponed();
+    }
+}

@@ -1,0 +1,477 @@
+//! Nothing of the allocator's disturbs a capture: neither its end nor a wait for everything.
+//!
+//! Tests that capture are here and not beside others: calls look at more from the first capture of the
+//! process on.
+#![cfg(feature = "sim")]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod races;
+
+use std::sync::{Arc, Barrier};
+
+use common::capturing::*;
+use common::*;
+use cualloc::DeviceBuffer;
+use cualloc::allocator::{Allocator, Block, Config, Error, Policy, SelfTest};
+use cualloc::column::{Column, ElementType};
+use cualloc::driver::{HostMemory, Stream, sys};
+use cualloc::sim::FailPlan;
+
+/// Both ways to wait for everything.
+fn refused(allocator: &Allocator) {
+    let error = allocator.synchronize().unwrap_err();
+    assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+    let error = allocator.close().unwrap_err();
+    assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+}
+
+/// R38: a stream that the allocator keeps alive is asked before the context is waited for.
+#[test]
+fn r38_no_wait_for_a_context_while_an_own_stream_captures() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let (kept, raw) = (rig.stream(), RawStream::new(rig));
+        leave_work(&allocator, &raw);
+        // Too little to be worth a marker.
+        drop(allocator.allocate(MIB / 2, &kept).unwrap());
+        captured(rig, kept.raw(), || refused(&allocator));
+        allocator.synchronize().unwrap();
+        rig.close(&allocator);
+        raw.destroy();
+    });
+}
+
+/// R38: a capturing stream of the caller is known from the call that it refused.
+#[test]
+fn r38_no_wait_for_a_context_while_a_raw_stream_captures() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let (capturing, raw) = (RawStream::new(rig), RawStream::new(rig));
+        leave_work(&allocator, &capturing);
+        leave_work(&allocator, &raw);
+        let found = || {
+            // SAFETY: the stream is alive.
+            let error = unsafe { allocator.allocate_raw(512, capturing.raw()) }.unwrap_err();
+            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        };
+        captured(rig, capturing.raw(), || {
+            // Nobody may ask the stream, so what was found is good for one refusal.
+            found();
+            let error = allocator.synchronize().unwrap_err();
+            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            found();
+            let error = allocator.close().unwrap_err();
+            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        });
+        // The next call that names it finds it as it is.
+        leave_work(&allocator, &capturing);
+        allocator.synchronize().unwrap();
+        rig.close(&allocator);
+        capturing.destroy();
+        raw.destroy();
+    });
+}
+
+/// R38: a blocking stream that the allocator never saw is found through the legacy stream.
+#[test]
+fn r38_no_wait_for_a_context_while_an_unknown_stream_captures() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let raw = RawStream::new(rig);
+        leave_work(&allocator, &raw);
+        let entered = rig.context.enter().unwrap();
+        let create = rig.driver.functions().cuStreamCreate.unwrap();
+        let mut unknown: sys::CUstream = std::ptr::null_mut();
+        // SAFETY: a context is current; the output is a local. 0: blocking.
+        let code = unsafe { create(&mut unknown, 0) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        captured(rig, unknown, || refused(&allocator));
+        rig.close(&allocator);
+        let destroy = rig.driver.functions().cuStreamDestroy_v2.unwrap();
+        // SAFETY: made above, and not used again.
+        let code = unsafe { destroy(unknown) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        drop(entered);
+        raw.destroy();
+    });
+}
+
+/// R38: while something captures, a request that would need the context fails for want of memory.
+#[test]
+fn r38_want_of_memory_does_not_wait_for_a_capturing_context() {
+    each(|rig| {
+        let allocator = rig.limited(20 * MIB);
+        let (kept, raw): (Stream, _) = (rig.stream(), RawStream::new(rig));
+        drop(allocator.allocate(MIB, &kept).unwrap());
+        let other = rig.stream();
+        // SAFETY: the stream is alive, and nothing uses the block.
+        unsafe {
+            let ptr = allocator.allocate_raw(16 * MIB, raw.raw()).unwrap();
+            allocator.record_stream_raw(ptr, other.raw()).unwrap();
+            allocator.free_raw(ptr).unwrap();
+        }
+        captured(rig, kept.raw(), || {
+            let before = rig.calls("cuCtxSynchronize");
+            let _ = allocator.allocate(18 * MIB, &other);
+            assert_eq!(rig.calls("cuCtxSynchronize"), before);
+        });
+        rig.close(&allocator);
+        raw.destroy();
+    });
+}
+
+#[test]
+fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(Config::new().handle(2 << 20).slack(0.0));
+        let [stream, other] = rig.streams();
+        drop(allocator.allocate(MIB, &other).unwrap());
+        // A request that only a view, or new memory, can serve.
+        let stitch = || {
+            let mut kept: Vec<Block> = (0..41)
+                .map(|_| allocator.allocate(2 * MIB, &stream).unwrap())
+                .collect();
+            (0..20).for_each(|at| drop(kept.remove(at + 1)));
+            kept.push(allocator.allocate(40 * MIB, &stream).unwrap());
+            (kept, allocator.stats().packing)
+        };
+        let mut first = None;
+        captured(rig, other.raw(), || first = Some(stitch()));
+        let (first, packing) = first.unwrap();
+        assert_eq!((packing.self_test, packing.views), (SelfTest::NotRun, 0));
+        let (second, packing) = stitch();
+        assert_eq!(packing.self_test, SelfTest::Passed);
+        drop((first, second));
+        rig.close(&allocator);
+    });
+}
+
+/// R38: a capture sees no marker of ours, and frees in it are made up for.
+#[test]
+fn r38_capture_leaves_no_stale_events() {
+    each(|rig| {
+        const BLOCK: usize = 12 * MIB;
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        let own = allocator.allocate(BLOCK, &a).unwrap();
+        let recorded = allocator.allocate(BLOCK, &b).unwrap();
+        recorded.record_stream(&a).unwrap();
+        let (own_ptr, recorded_ptr) = (own.ptr(), recorded.ptr());
+        let entered = rig.context.enter().unwrap();
+        // SAFETY: the stream is alive.
+        unsafe { entered.begin_capture(a.raw(), MODE) }.unwrap();
+        let refused = allocator.allocate(512, &a).unwrap_err();
+        assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+        let failed = own.free().unwrap_err();
+        assert!(matches!(failed.error, Error::Capturing { .. }));
+        drop(failed.block);
+        drop(recorded);
+        assert_eq!(rig.calls("cuEventRecord") - allocator.stats().markers, 0);
+        // Other streams go on.
+        drop(allocator.allocate(4 * MIB, &b).unwrap());
+        // SAFETY: the stream is alive.
+        let graph = unsafe { entered.end_capture(a.raw()) }.unwrap();
+        drop(graph);
+        let blocks = [0, 1].map(|_| allocator.allocate(BLOCK, &a).unwrap());
+        assert_eq!(allocator.stats().all.allocations.current, 2);
+        let mut places = blocks.each_ref().map(|block| block.ptr());
+        places.sort_unstable();
+        let mut expected = [own_ptr, recorded_ptr];
+        expected.sort_unstable();
+        assert_eq!(places, expected);
+        drop(blocks);
+        rig.close(&allocator);
+    });
+}
+
+/// D5: a raw stream that was found capturing is not taken for one that captures once a call that asks it
+/// hears otherwise.
+#[test]
+fn d5_a_capture_that_ended_is_no_hindrance() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let raw = RawStream::new(rig);
+        // SAFETY: the stream is alive, and nothing uses the blocks.
+        let [p, q] = [MIB, 3 * MIB]
+            .map(|bytes| unsafe { allocator.allocate_raw(bytes, raw.raw()) }.unwrap());
+        captured(rig, raw.raw(), || {
+            // SAFETY: as above.
+            let error = unsafe { allocator.free_raw(p) }.unwrap_err();
+            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        });
+        // SAFETY: as above.
+        unsafe {
+            allocator.free_raw(p).unwrap();
+            allocator.free_raw(q).unwrap();
+        }
+        allocator.synchronize().unwrap();
+        rig.close(&allocator);
+        raw.destroy();
+    });
+}
+
+/// D5: the same by a free alone, and by a marker alone, where the capture was ended elsewhere.
+#[test]
+fn d5_whatever_asks_the_stream_takes_the_finding_back() {
+    each(|rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        for marks in [false, true] {
+            let allocator = rig.allocator();
+            let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
+            leave_work(&allocator, &other);
+            // SAFETY: the stream is alive, and nothing uses the block.
+            unsafe {
+                let ptr = allocator.allocate_raw(MIB, raw.raw()).unwrap();
+                if marks {
+                    allocator.free_raw(ptr).unwrap();
+                }
+                begin(rig, raw.raw())();
+                allocator.allocate_raw(MIB, raw.raw()).unwrap_err();
+                assert_eq!(end(rig, raw.raw())(), sys::CUresult::CUDA_SUCCESS);
+                if marks {
+                    allocator.mark_raw(raw.raw()).unwrap();
+                } else {
+                    allocator.free_raw(ptr).unwrap();
+                }
+            }
+            allocator.synchronize().unwrap();
+            rig.close(&allocator);
+            raw.destroy();
+            other.destroy();
+        }
+    });
+}
+
+/// D5: a stream that is gone can say no more that it does not capture. It is believed to for one call.
+#[test]
+fn d5_a_stream_that_vanished_is_no_hindrance() {
+    each(|rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        for elsewhere in [false, true] {
+            let allocator = rig.allocator();
+            let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
+            leave_work(&allocator, &raw);
+            leave_work(&allocator, &other);
+            let refused = || {
+                // SAFETY: the stream is alive.
+                let error = unsafe { allocator.allocate_raw(MIB, raw.raw()) }.unwrap_err();
+                assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            };
+            if elsewhere {
+                begin(rig, raw.raw())();
+                refused();
+                assert_eq!(end(rig, raw.raw())(), sys::CUresult::CUDA_SUCCESS);
+            } else {
+                captured(rig, raw.raw(), refused);
+            }
+            raw.destroy();
+            if elsewhere {
+                let error = allocator.synchronize().unwrap_err();
+                assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            }
+            rig.close(&allocator);
+            other.destroy();
+        }
+    });
+}
+
+/// D5: a request that is short of memory uses no finding up, and a wait for the context refutes it.
+#[test]
+fn d5_want_of_memory_leaves_a_finding_alone() {
+    // Classic segments go without a wait.
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let allocator = rig.limited(20 * MIB);
+        let kept = rig.stream();
+        drop(allocator.allocate(MIB / 2, &kept).unwrap());
+        let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
+        // Without a marker.
+        let leave = |bytes| {
+            // SAFETY: the streams are alive, and nothing uses the block.
+            unsafe {
+                let ptr = allocator.allocate_raw(bytes, other.raw()).unwrap();
+                let refusal = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+                sim.fail(FailPlan::call("cuEventRecord", refusal).unwrap());
+                allocator.free_raw(ptr).unwrap();
+            }
+            assert_eq!(sim.clear_failures(), 0);
+        };
+        leave_work(&allocator, &raw);
+        allocator.synchronize().unwrap();
+        begin(rig, raw.raw())();
+        // SAFETY: the stream is alive.
+        unsafe { allocator.allocate_raw(MIB, raw.raw()) }.unwrap_err();
+        leave(16 * MIB);
+        let before = rig.calls("cuCtxSynchronize");
+        for _ in 0..2 {
+            allocator.allocate(18 * MIB, &kept).unwrap_err();
+        }
+        allocator.synchronize().unwrap_err();
+        allocator.allocate(18 * MIB, &kept).unwrap_err();
+        assert_eq!(rig.calls("cuCtxSynchronize"), before);
+        assert_eq!(end(rig, raw.raw())(), sys::CUresult::CUDA_SUCCESS);
+        raw.destroy();
+        allocator.synchronize().unwrap();
+        leave(15 * MIB);
+        drop(allocator.allocate(18 * MIB, &kept).unwrap());
+        assert!(rig.calls("cuCtxSynchronize") > before + 1);
+        rig.close(&allocator);
+        other.destroy();
+    });
+}
+
+/// D5: a new stream under the handle of an old one says nothing about that one's allocators later on.
+#[test]
+fn d5_a_finding_is_about_the_handle_as_it_is_now() {
+    each(|rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        let allocator = rig.allocator();
+        let old = RawStream::new(rig);
+        leave_work(&allocator, &old);
+        let handle = old.raw() as usize;
+        old.destroy();
+        let new = RawStream::new(rig);
+        assert_eq!(new.raw() as usize, handle);
+        begin(rig, new.raw())();
+        // SAFETY: the stream is alive.
+        unsafe { allocator.allocate_raw(MIB, new.raw()) }.unwrap_err();
+        let error = allocator.synchronize().unwrap_err();
+        assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        assert_eq!(end(rig, new.raw())(), sys::CUresult::CUDA_SUCCESS);
+        // SAFETY: as above; the allocator has no memory of it.
+        unsafe { allocator.record_stream_raw(0, new.raw()) }.unwrap_err();
+        allocator.synchronize().unwrap();
+        rig.close(&allocator);
+        new.destroy();
+    });
+}
+
+/// S3: the handle of the per-thread stream means the calling thread's own.
+#[test]
+fn s3_the_per_thread_stream_of_another_thread_cannot_be_retired() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let own = Stream::per_thread_default(&rig.context).unwrap();
+        let block = allocator.allocate(3 * MIB, &own).unwrap();
+        std::thread::scope(|scope| {
+            let elsewhere = scope.spawn(|| allocator.retire(&own).unwrap_err());
+            let error = elsewhere.join().unwrap();
+            assert!(
+                matches!(error, Error::OtherThread { stream: 2 }),
+                "{error:?}"
+            );
+        });
+        drop(block);
+        allocator.retire(&own).unwrap();
+        let error = allocator.retire(&own).unwrap_err();
+        assert!(matches!(error, Error::UnknownStream { .. }), "{error:?}");
+        rig.close(&allocator);
+    });
+}
+
+/// S3: also with a driver that has no ids its own thread may retire it.
+#[test]
+fn s3_a_per_thread_stream_without_an_id_is_retired_on_its_thread() {
+    let without_ids = |functions| sys::CuFunctions {
+        cuStreamGetId: None,
+        ..functions
+    };
+    for policy in [Policy::Packed, Policy::Classic] {
+        let Some(rig) = Rig::behind(policy, without_ids) else {
+            return;
+        };
+        let allocator = rig.allocator();
+        let own = Stream::per_thread_default(&rig.context).unwrap();
+        let other = rig.stream();
+        drop(allocator.allocate(3 * MIB, &other).unwrap());
+        drop(allocator.allocate(3 * MIB, &own).unwrap());
+        allocator.retire(&own).unwrap();
+        rig.close(&allocator);
+        rig.assert_clean();
+    }
+}
+
+/// Kinds of captures that forbid other streams' calls to threads that are not relaxed.
+const STRICT: [sys::CUstreamCaptureMode; 2] = [
+    sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+    sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+];
+
+/// Whatever is called for another stream than the one that captures.
+fn work_beside(rig: &Rig, allocator: &Allocator, stream: &Stream) {
+    let other = rig.stream();
+    let block = allocator.allocate(8 * MIB, stream).unwrap();
+    block.record_stream(&other).unwrap();
+    drop(block);
+    let mut buffer = DeviceBuffer::<u32>::filled(allocator, 1 << 18, 3, stream).unwrap();
+    buffer.fill(5, stream).unwrap();
+    assert_eq!(buffer.to_vec().unwrap()[7], 5);
+    drop(buffer);
+    drop(allocator.allocate(MIB, &other).unwrap());
+    let column = Column::zeroed(allocator, ElementType::F32, 1000, stream).unwrap();
+    assert_eq!(column.to_vec::<f32>().unwrap()[999], 0.0);
+    drop(column);
+    allocator.trim(0).unwrap();
+    allocator.retire(&other).unwrap();
+    let entered = rig.context.enter().unwrap();
+    drop(
+        entered
+            .host_allocation(4096, HostMemory::default())
+            .unwrap(),
+    );
+    drop(entered);
+    rig.allocator().close().unwrap();
+}
+
+/// G3: calls for other streams leave a capture alone, whoever makes them and whatever its mode.
+#[test]
+fn g3_work_on_other_streams_leaves_a_strict_capture_alone() {
+    for (mode, elsewhere) in STRICT.into_iter().flat_map(|m| [(m, false), (m, true)]) {
+        each(|rig| {
+            let allocator = rig.allocator();
+            let [stream, capturing] = rig.streams();
+            let capture = |work: &dyn Fn()| {
+                let entered = capturing.context().enter().unwrap();
+                // SAFETY: the stream is alive.
+                unsafe { entered.begin_capture(capturing.raw(), mode) }.unwrap();
+                drop(entered);
+                work();
+                let entered = capturing.context().enter().unwrap();
+                // SAFETY: as above. A capture that was spoilt ends with an error.
+                drop(unsafe { entered.end_capture(capturing.raw()) }.unwrap());
+            };
+            if elsewhere {
+                let ([begun, begins], [done, ends]) = (channel(), channel());
+                std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        capture(&|| {
+                            begun.wait();
+                            done.wait();
+                        });
+                    });
+                    begins.wait();
+                    work_beside(rig, &allocator, &stream);
+                    ends.wait();
+                });
+            } else {
+                capture(&|| work_beside(rig, &allocator, &stream));
+            }
+            rig.close(&allocator);
+        });
+    }
+}
+
+/// Two ends at which two threads meet.
+fn channel() -> [Arc<Barrier>; 2] {
+    let barrier = Arc::new(Barrier::new(2));
+    [Arc::clone(&barrier), barrier]
+}

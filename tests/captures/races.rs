@@ -1,0 +1,368 @@
+//! D4: captures that begin between a question of the allocator's and its act.
+
+use cualloc::DeviceBuffer;
+use cualloc::allocator::{Allocator, Block, Error, Policy, SelfTest};
+use cualloc::driver::{Stream, sys};
+use cualloc::sim::FailPlan;
+
+use crate::common::capturing::*;
+use crate::common::*;
+
+/// Runs a test with each policy on a simulator with interludes.
+fn each_with_interludes(test: impl Fn(&Rig)) {
+    for policy in [Policy::Packed, Policy::Classic] {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        eprintln!("policy {policy:?}");
+        test(&rig);
+    }
+}
+
+/// What no marker covers on a raw stream is covered by the next one: all of it can be given back.
+fn nothing_is_lost(allocator: &Allocator, raw: &RawStream) {
+    // SAFETY: the stream is alive.
+    unsafe { allocator.mark_raw(raw.raw()) }.unwrap();
+    assert_eq!(allocator.trim(0).unwrap().pending, 0);
+    assert_eq!(allocator.stats().all.reserved.current, 0);
+}
+
+/// D4: between the question and the record another thread begins to capture. The event is a graph's, and
+/// no marker.
+#[test]
+fn d4_a_capture_that_begins_before_the_record_costs_that_marker() {
+    each_with_interludes(|rig| {
+        let allocator = rig.allocator();
+        let (other, raw) = (rig.stream(), RawStream::new(rig));
+        drop(allocator.allocate(70_000, &other).unwrap());
+        // SAFETY: the stream is alive, and nothing uses the block.
+        let ptr = unsafe { allocator.allocate_raw(4 * MIB, raw.raw()) }.unwrap();
+        let before = allocator.stats();
+        interlude::before("cuEventRecord", begin(rig, raw.raw()));
+        // SAFETY: as above.
+        unsafe { allocator.free_raw(ptr) }.unwrap();
+        assert!(!interlude::is_due());
+        let after = allocator.stats();
+        assert_eq!(after.markers, before.markers);
+        assert_eq!(after.failed_markers, before.failed_markers + 1);
+        // The others go on, and do not touch the capture.
+        drop(allocator.allocate(8 * MIB, &other).unwrap());
+        allocator.trim(0).unwrap();
+        assert_eq!(end(rig, raw.raw())(), sys::CUresult::CUDA_SUCCESS);
+        drop(allocator.allocate(8 * MIB, &other).unwrap());
+        nothing_is_lost(&allocator, &raw);
+        allocator.synchronize().unwrap();
+        rig.close(&allocator);
+        raw.destroy();
+        rig.assert_clean();
+    });
+}
+
+/// D4: what a capture kept from its marker gets one with the next free, not with the next full batch.
+#[test]
+fn d4_a_batch_that_a_capture_kept_from_its_marker_gets_one_at_once() {
+    each_with_interludes(|rig| {
+        let allocator = rig.allocator();
+        let (other, raw) = (rig.stream(), RawStream::new(rig));
+        drop(allocator.allocate(70_000, &other).unwrap());
+        // SAFETY: the stream is alive, and nothing uses the blocks.
+        unsafe {
+            let [large, little] =
+                [4 * MIB, 80 * KIB].map(|bytes| allocator.allocate_raw(bytes, raw.raw()).unwrap());
+            interlude::before("cuEventRecord", begin(rig, raw.raw()));
+            allocator.free_raw(large).unwrap();
+            assert_eq!(end(rig, raw.raw())(), sys::CUresult::CUDA_SUCCESS);
+            let before = allocator.stats().markers;
+            allocator.free_raw(little).unwrap();
+            assert_eq!(allocator.stats().markers, before + 1);
+        }
+        allocator.trim(0).unwrap();
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        rig.close(&allocator);
+        raw.destroy();
+        rig.assert_clean();
+    });
+}
+
+/// Whether a block lies in other memory.
+fn overlap(block: &Block, ptr: u64, bytes: usize) -> bool {
+    block.ptr() < ptr + bytes as u64 && ptr < block.ptr() + block.size() as u64
+}
+
+/// An allocator with a marker whose event fell into a capture that is over, of a raw stream, under
+/// which lie 4 MiB.
+fn captured_marker(rig: &Rig) -> (Allocator, Stream, RawStream) {
+    let allocator = rig.allocator();
+    let (other, raw) = (rig.stream(), RawStream::new(rig));
+    drop(allocator.allocate(70_000, &other).unwrap());
+    // SAFETY: the stream is alive, and nothing uses the block.
+    let ptr = unsafe { allocator.allocate_raw(4 * MIB, raw.raw()) }.unwrap();
+    let before = allocator.stats().markers;
+    interlude::before("cuEventRecord", begin(rig, raw.raw()));
+    let end = end(rig, raw.raw());
+    interlude::after("cuEventRecord", move || {
+        assert_eq!(end(), sys::CUresult::CUDA_SUCCESS);
+    });
+    // SAFETY: as above.
+    unsafe { allocator.free_raw(ptr) }.unwrap();
+    assert!(!interlude::is_due());
+    assert_eq!(allocator.stats().markers, before + 1);
+    (allocator, other, raw)
+}
+
+/// D4: a marker that fell into a capture which came and went stands for nothing: whoever asks it goes on.
+#[test]
+fn d4_a_captured_marker_is_dropped_by_whoever_asks_it() {
+    each_with_interludes(|rig| {
+        for trims in [false, true] {
+            let (allocator, other, raw) = captured_marker(rig);
+            let before = allocator.stats();
+            if trims {
+                allocator.trim(0).unwrap();
+            } else {
+                drop(allocator.allocate(8 * MIB, &other).unwrap());
+            }
+            assert_eq!(allocator.stats().failed_markers, before.failed_markers + 1);
+            nothing_is_lost(&allocator, &raw);
+            drop(allocator.allocate(8 * MIB, &other).unwrap());
+            rig.close(&allocator);
+            raw.destroy();
+            rig.assert_clean();
+        }
+    });
+}
+
+/// D4: the same for whoever waits for it on the host.
+#[test]
+fn d4_a_captured_marker_is_dropped_by_whoever_waits_for_it() {
+    each_with_interludes(|rig| {
+        let (allocator, _other, raw) = captured_marker(rig);
+        rig.close(&allocator);
+        assert_eq!(allocator.stats().failed_markers, 1);
+        raw.destroy();
+        rig.assert_clean();
+    });
+}
+
+/// D4: what a captured marker covered is not complete when a later marker of another stream is.
+#[test]
+fn d4_memory_under_a_captured_marker_stays_in_use_until_a_real_one() {
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let allocator = rig.limited(12 * MIB);
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(70_000, &b).unwrap());
+        let block = allocator.allocate(8 * MIB, &a).unwrap();
+        let ptr = block.ptr();
+        let hold = rig.hold(&a);
+        rig.stamp(ptr, 8 * MIB, 7, &a);
+        drop(block);
+        let answer = sys::CUresult::CUDA_ERROR_CAPTURED_EVENT;
+        sim.fail(FailPlan::call("cuEventQuery", answer).unwrap());
+        sim.deny_host_waits(true);
+        // All that is left is under it.
+        let taken = allocator.allocate_at_hand(8 * MIB, 1, &b, &[]).unwrap();
+        assert!(taken.is_none_or(|block| !overlap(&block, ptr, 8 * MIB)));
+        // It has another marker, for whoever comes next.
+        assert_eq!(allocator.stats().failed_markers, 1);
+        sim.deny_host_waits(false);
+        assert_eq!(sim.clear_failures(), 0);
+        drop(hold);
+        rig.settle(&a);
+        let again = allocator.allocate(8 * MIB, &b).unwrap();
+        assert!(overlap(&again, ptr, 8 * MIB));
+        rig.stamp(again.ptr(), 8 * MIB, 8, &b);
+        assert_eq!(rig.mismatches(again.ptr(), 8 * MIB, 8, &b), 0);
+        drop(again);
+        rig.close(&allocator);
+    });
+}
+
+/// D4: every answer that speaks of a capture, at every question about a marker.
+#[test]
+fn d4_answers_that_speak_of_a_capture_stick_to_nothing() {
+    each(|rig| {
+        use sys::CUresult as Code;
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        for call in [
+            "cuEventQuery",
+            "cuEventSynchronize",
+            "cuEventRecord",
+            "cuStreamWaitEvent",
+        ] {
+            for code in [
+                Code::CUDA_ERROR_CAPTURED_EVENT,
+                Code::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
+                Code::CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
+                Code::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+                Code::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+                // What drivers say of an event whose capture has ended.
+                Code::CUDA_ERROR_INVALID_VALUE,
+            ] {
+                if call == "cuEventRecord" && code == Code::CUDA_ERROR_INVALID_VALUE {
+                    continue;
+                }
+                let allocator = rig.limited(24 * MIB);
+                let [a, b] = rig.streams();
+                drop(allocator.allocate(70_000, &b).unwrap());
+                let hold = rig.busy(&a);
+                let block = allocator.allocate(16 * MIB, &a).unwrap();
+                sim.fail(FailPlan::call(call, code).unwrap().times(3));
+                drop(block);
+                // Only what `a` still uses is large enough.
+                let got = allocator.allocate(16 * MIB, &b);
+                let got = got.unwrap_or_else(|error| panic!("{call} {code:?}: {error:?}"));
+                drop(got);
+                allocator.trim(0).unwrap();
+                sim.clear_failures();
+                drop(hold);
+                drop(allocator.allocate(20 * MIB, &a).unwrap());
+                allocator.synchronize().unwrap();
+                rig.close(&allocator);
+            }
+        }
+    });
+}
+
+/// D4: a wait that may have become part of a graph is no order: what it opened is opened by the next one.
+#[test]
+fn d4_a_wait_that_meets_a_capture_is_no_order() {
+    for refused in [true, false] {
+        let Some(rig) = Rig::with_interludes(Policy::Packed) else {
+            return;
+        };
+        let allocator = rig.limited(12 * MIB);
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(70_000, &b).unwrap());
+        let block = allocator.allocate(8 * MIB, &a).unwrap();
+        let ptr = block.ptr();
+        let hold = rig.hold(&a);
+        rig.stamp(ptr, 8 * MIB, 7, &a);
+        drop(block);
+        let begin = begin(&rig, b.raw());
+        if refused {
+            interlude::before("cuStreamWaitEvent", begin);
+        } else {
+            interlude::after("cuStreamWaitEvent", begin);
+        }
+        let error = allocator.allocate(8 * MIB, &b).unwrap_err();
+        assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        assert!(!interlude::is_due());
+        assert_eq!(allocator.stats().stream_waits, 0);
+        allocator.check().unwrap();
+        assert_eq!(
+            end(&rig, b.raw())() == sys::CUresult::CUDA_SUCCESS,
+            !refused
+        );
+        let again = allocator.allocate(8 * MIB, &b).unwrap();
+        assert!(overlap(&again, ptr, 8 * MIB));
+        assert_eq!(allocator.stats().stream_waits, 1);
+        rig.stamp(again.ptr(), 8 * MIB, 8, &b);
+        drop(hold);
+        assert_eq!(rig.mismatches(again.ptr(), 8 * MIB, 8, &b), 0);
+        drop(again);
+        rig.close(&allocator);
+        rig.assert_clean();
+    }
+}
+
+/// D4: a marker that turns out to stand for nothing at a wait does not fail the request of another
+/// stream, which waits for the next one.
+#[test]
+fn d4_a_wait_for_a_captured_marker_fails_nobody() {
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let allocator = rig.limited(12 * MIB);
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(70_000, &b).unwrap());
+        let block = allocator.allocate(8 * MIB, &a).unwrap();
+        let ptr = block.ptr();
+        let hold = rig.hold(&a);
+        rig.stamp(ptr, 8 * MIB, 7, &a);
+        drop(block);
+        let answer = sys::CUresult::CUDA_ERROR_CAPTURED_EVENT;
+        sim.fail(FailPlan::call("cuStreamWaitEvent", answer).unwrap());
+        sim.deny_host_waits(true);
+        let got = allocator.allocate(8 * MIB, &b).unwrap();
+        sim.deny_host_waits(false);
+        assert!(overlap(&got, ptr, 8 * MIB));
+        assert_eq!(sim.clear_failures(), 0);
+        let stats = allocator.stats();
+        assert_eq!((stats.failed_markers, stats.stream_waits), (1, 1));
+        rig.stamp(got.ptr(), 8 * MIB, 8, &b);
+        drop(hold);
+        assert_eq!(rig.mismatches(got.ptr(), 8 * MIB, 8, &b), 0);
+        drop(got);
+        rig.close(&allocator);
+    });
+}
+
+/// D4: what comes after a marker that stands for nothing is asked all the same, in the same call.
+#[test]
+fn d4_markers_behind_a_captured_one_are_asked_at_once() {
+    each_with_interludes(|rig| {
+        let (allocator, _other, raw) = captured_marker(rig);
+        // SAFETY: the stream is alive, and nothing uses the block.
+        unsafe {
+            let ptr = allocator.allocate_raw(80 * KIB, raw.raw()).unwrap();
+            allocator.free_raw(ptr).unwrap();
+            allocator.mark_raw(raw.raw()).unwrap();
+        }
+        assert_eq!(allocator.trim(0).unwrap().pending, 0);
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        rig.close(&allocator);
+        raw.destroy();
+        rig.assert_clean();
+    });
+}
+
+/// D4: an event that was recorded in a capture is nothing that another stream may wait for: it would join.
+#[test]
+fn d4_a_capture_that_begins_at_an_exchange_of_streams_draws_nobody_in() {
+    each_with_interludes(|rig| {
+        let allocator = rig.allocator();
+        let [home, other] = rig.streams();
+        let mut buffer = DeviceBuffer::<u32>::filled(&allocator, 1 << 18, 3, &home).unwrap();
+        interlude::before("cuEventRecord", begin(rig, home.raw()));
+        buffer.fill(5, &other).unwrap_err();
+        assert!(!interlude::is_due());
+        assert!(!other.is_capturing().unwrap());
+        assert_eq!(end(rig, home.raw())(), sys::CUresult::CUDA_SUCCESS);
+        buffer.fill(5, &other).unwrap();
+        assert_eq!(buffer.to_vec().unwrap()[7], 5);
+        drop(buffer);
+        rig.close(&allocator);
+        rig.assert_clean();
+    });
+}
+
+/// D4: a stream that begins to capture while the device is tested counts as one that works.
+#[test]
+fn d4_the_test_of_a_device_that_meets_a_capture_goes_on() {
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        drop(allocator.allocate(MIB, &stream).unwrap());
+        let answer = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        sim.fail(FailPlan::call("cuStreamQuery", answer).unwrap());
+        // A request that only a view can serve within its means.
+        let mut kept: Vec<Block> = (0..41)
+            .map(|_| allocator.allocate(2 * MIB, &stream).unwrap())
+            .collect();
+        (0..20).for_each(|at| drop(kept.remove(at + 1)));
+        kept.push(allocator.allocate(40 * MIB, &stream).unwrap());
+        assert_eq!(sim.clear_failures(), 0);
+        assert_eq!(allocator.stats().packing.self_test, SelfTest::Passed);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}

@@ -1,0 +1,57 @@
+//! Captures, begun and ended through the crate or as others would.
+
+use cualloc::allocator::Allocator;
+use cualloc::driver::sys;
+
+use super::{MIB, RawStream, Rig};
+
+pub const MODE: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+
+/// Runs `act` while `stream` is captured; the capture must not notice.
+pub fn captured(rig: &Rig, stream: sys::CUstream, act: impl FnOnce()) {
+    let entered = rig.context.enter().unwrap();
+    // SAFETY: the caller's stream is alive.
+    unsafe { entered.begin_capture(stream, MODE) }.unwrap();
+    act();
+    // SAFETY: as above. A capture that was spoilt ends with an error.
+    drop(unsafe { entered.end_capture(stream) }.unwrap());
+}
+
+/// A free on a raw stream that no marker covers: closing needs the whole context.
+pub fn leave_work(allocator: &Allocator, stream: &RawStream) {
+    // SAFETY: the stream is alive, and nothing uses the block.
+    unsafe {
+        let ptr = allocator.allocate_raw(4 * MIB, stream.raw()).unwrap();
+        allocator.free_raw(ptr).unwrap();
+    }
+}
+
+/// Begins a capture by the table's own function, as code outside of the crate would.
+pub fn begin(rig: &Rig, stream: sys::CUstream) -> impl FnOnce() + 'static {
+    let functions = rig.sim().unwrap().functions();
+    let stream = stream as usize;
+    move || {
+        let begin = functions.cuStreamBeginCapture_v2.unwrap();
+        // SAFETY: the caller's stream is alive.
+        let code = unsafe { begin(stream as sys::CUstream, MODE) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    }
+}
+
+/// Ends a capture in the same way; the driver's answer.
+pub fn end(rig: &Rig, stream: sys::CUstream) -> impl FnOnce() -> sys::CUresult + 'static {
+    let functions = rig.sim().unwrap().functions();
+    let stream = stream as usize;
+    move || {
+        let mut graph: sys::CUgraph = std::ptr::null_mut();
+        let end = functions.cuStreamEndCapture.unwrap();
+        // SAFETY: the caller's stream is alive, and the output is a local.
+        let code = unsafe { end(stream as sys::CUstream, &mut graph) };
+        if !graph.is_null() {
+            // SAFETY: made just now.
+            let code = unsafe { functions.cuGraphDestroy.unwrap()(graph) };
+            assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        }
+        code
+    }
+}
