@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -320,7 +321,9 @@ def run_all(root, folder, target, options, say, grace=120):
     passed = sum(runner.passed for runner in runners)
     failed = sum(runner.failed for runner in runners)
     unjudged = len(chosen) - sum(runner.judged for runner in runners)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     say(f"{passed} passed, {failed} failed, {time.monotonic() - start:.0f} s"
+        + f" ({used.ru_utime + used.ru_stime:.0f} s of a processor)"
         + (f"; {unjudged} not judged" if unjudged else ""))
     return 0 if passed == len(chosen) and failed == 0 and not faults else 1
 
