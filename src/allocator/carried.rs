@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::front::PAGE_GRAINS;
 use super::grant::Lifetime;
-use super::records::{SPENT, SpaceId};
+use super::records::{Records, SPENT, SpaceId, State};
 use super::size::GRANULE;
 use super::state::PAGE_GRANULES;
 use super::streams::{Holder, StreamKey, Streams};
@@ -113,7 +113,8 @@ fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
     rig.write(at, PAGE, &b)?;
     rig.write(large.ptr(), 12 * MIB, &b)?;
     drop((small, little));
-    // The owner is idle: all that it freed so far is complete.
+    // All that the owner freed so far is complete.
+    rig.sim.complete_stream(a.id()?, usize::MAX);
     allocator.trim(u64::MAX)?;
     drop(large);
     let behind = allocator.allocate(12 * MIB, &a)?;
@@ -136,6 +137,8 @@ fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
 fn a_last_marker_closes_the_batches_in_other_fronts() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;
     let [a, b] = rig.streams()?;
+    // Its front can note a use alone from here on.
+    drop(rig.allocator.allocate(512, &b)?);
     let block = rig.allocator.allocate(512, &a)?;
     block.record_stream(&b)?;
     drop(block);
@@ -350,6 +353,7 @@ fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
     rig.write(one.ptr(), 9 * MIB, &b)?;
     drop(one);
     drop(other);
+    rig.sim.complete_stream(a.id()?, usize::MAX);
     allocator.trim(0)?;
     assert_eq!(allocator.engine().lock().views.len(), 1);
     drop(kept);
@@ -465,6 +469,20 @@ fn another_record_is_known_to_all_neighbours() -> Outcome {
     drop(parts);
     allocator.check()?;
     rig.end()
+}
+
+#[test]
+fn a_spent_record_is_not_vacant() {
+    let mut records = Records::default();
+    let make = |records: &mut Records| records.make(SpaceId::Large, State::Free, 0, 1);
+    let id = make(&mut records);
+    records[id].generation = SPENT - 1;
+    records.retire(id);
+    assert_eq!(records[id].generation, SPENT);
+    let other = make(&mut records);
+    assert_ne!(other, id);
+    records.retire(other);
+    assert_eq!((make(&mut records), records.len()), (other, 1));
 }
 
 /// A page whose generations are used up comes back with another number; what lives in it is itself until it
