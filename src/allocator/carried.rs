@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::front::PAGE_GRAINS;
 use super::grant::Lifetime;
-use super::records::SPENT;
+use super::records::{Records, SPENT, SpaceId, State};
+use super::size::GRANULE;
 use super::state::PAGE_GRANULES;
 use super::streams::{Holder, StreamKey, Streams};
 use super::uses::Use;
@@ -112,7 +113,8 @@ fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
     rig.write(at, PAGE, &b)?;
     rig.write(large.ptr(), 12 * MIB, &b)?;
     drop((small, little));
-    // The owner is idle: all that it freed so far is complete.
+    // All that the owner freed so far is complete.
+    rig.sim.complete_stream(a.id()?, usize::MAX);
     allocator.trim(u64::MAX)?;
     drop(large);
     let behind = allocator.allocate(12 * MIB, &a)?;
@@ -135,6 +137,8 @@ fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
 fn a_last_marker_closes_the_batches_in_other_fronts() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;
     let [a, b] = rig.streams()?;
+    // Its front can note a use alone from here on.
+    drop(rig.allocator.allocate(512, &b)?);
     let block = rig.allocator.allocate(512, &a)?;
     block.record_stream(&b)?;
     drop(block);
@@ -143,6 +147,216 @@ fn a_last_marker_closes_the_batches_in_other_fronts() -> Outcome {
         drop(rig.allocator.allocate(MIB, &a)?);
     }
     assert_eq!(rig.allocator.stats().streams, 1);
+    rig.end()
+}
+
+/// What a claim took is put back part by part: whose it is, whose it was, when it was freed, and what was
+/// counted for it.
+#[test]
+fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
+    let [a, b, c] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let row = [&a, &a, &b, &c, &b, &a];
+    let row: Result<Vec<Block>, _> = row.iter().map(|s| allocator.allocate(2 * MIB, s)).collect();
+    let mut row: Vec<Option<Block>> = row?.into_iter().map(Some).collect();
+    rig.sim.set_mode(Mode::Manual);
+    for (stream, at) in [(&a, 1), (&a, 2), (&c, 3), (&b, 4)] {
+        let block = row[at].as_ref().ok_or("taken")?;
+        rig.write(block.ptr(), 2 * MIB, stream)?;
+        block.record_stream(stream)?;
+    }
+    let first = row[1].as_ref().ok_or("taken")?.ptr();
+    [3, 1, 4, 2].into_iter().for_each(|at| row[at] = None);
+    let picture = || {
+        let state = allocator.engine().lock();
+        let mut pieces: Vec<_> = state
+            .large
+            .pieces()
+            .map(|piece| {
+                let cold = state.records.cold(piece.id);
+                let uses = cold.uses.as_slice().to_vec();
+                (piece.addr, piece.granules, uses, cold.owner, cold.freed)
+            })
+            .collect();
+        pieces.sort_unstable_by_key(|piece| piece.0);
+        (pieces, state.stats.all, state.mixed_peak)
+    };
+    let before = picture();
+    assert_eq!(before.0.len(), 4);
+    {
+        let mut state = allocator.engine().lock();
+        let piece = state
+            .piece_around(SpaceId::Large, first)
+            .ok_or("no piece")?;
+        let mib = (MIB as u64 / GRANULE) as u32;
+        let claimed = state.claim(SpaceId::Large, piece, mib, 6 * mib);
+        let (id, shards) = claimed.ok_or("not claimed")?;
+        assert_eq!(shards.len(), 4);
+        state.restore(SpaceId::Large, id, shards);
+    }
+    assert_eq!(picture(), before);
+    rig.sim.complete_all();
+    drop(row);
+    rig.end()
+}
+
+/// Memory that became one piece is in use as long as any part of it.
+#[test]
+fn merged_pieces_wait_for_the_newest_use() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Classic))?;
+    let [a] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let [left, right] = [
+        allocator.allocate(8 * MIB, &a)?,
+        allocator.allocate(8 * MIB, &a)?,
+    ];
+    drop(left);
+    allocator.synchronize()?;
+    rig.sim.set_mode(Mode::Manual);
+    rig.write(right.ptr(), 8 * MIB, &a)?;
+    drop(right);
+    let trimmed = allocator.trim(0)?;
+    assert_eq!((trimmed.released, trimmed.pending), (0, 20 << 20));
+    rig.end()
+}
+
+/// The part of a piece that a block does not take is what it was.
+#[test]
+fn the_rest_of_a_piece_stays_its_streams() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
+    let [a, b] = rig.streams()?;
+    let allocator = &rig.allocator;
+    drop(allocator.allocate(512, &b)?);
+    rig.sim.set_mode(Mode::Manual);
+    let block = allocator.allocate(4 * MIB, &a)?;
+    rig.write(block.ptr(), 4 * MIB, &a)?;
+    drop(block);
+    let half = allocator.allocate(2 * MIB, &a)?;
+    assert!(allocator.allocate_at_hand(MIB, 1, &b, &[])?.is_none());
+    assert!(allocator.allocate_at_hand(MIB, 1, &a, &[])?.is_some());
+    drop(half);
+    rig.end()
+}
+
+/// What a front noted on a block is among its uses when the books take it over for another one.
+#[test]
+fn what_a_front_noted_goes_into_the_books() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed))?;
+    let [a, b, c] = rig.streams()?;
+    let allocator = &rig.allocator;
+    for stream in [&b, &c] {
+        drop(allocator.allocate(512, stream)?);
+    }
+    rig.sim.set_mode(Mode::Manual);
+    let block = allocator.allocate(512, &a)?;
+    rig.write(block.ptr(), 512, &b)?;
+    block.record_stream(&b)?;
+    block.record_stream(&c)?;
+    drop(block);
+    let uses = |state: &super::state::State| {
+        let held = state
+            .fronts
+            .held_back
+            .iter()
+            .map(|held| held.uses.as_slice().len());
+        held.collect::<Vec<_>>()
+    };
+    assert_eq!(uses(&allocator.engine().lock()), [2]);
+    rig.end()
+}
+
+/// A block that was freed under a guard has the uses of that free when the guard goes.
+#[test]
+fn a_guarded_block_keeps_its_uses() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
+    let [a, b] = rig.streams()?;
+    let allocator = &rig.allocator;
+    rig.sim.set_mode(Mode::Manual);
+    let block = allocator.allocate(2 * MIB, &a)?;
+    let guard = allocator.guard(block.ptr(), 2 << 20)?;
+    rig.write(block.ptr(), 2 * MIB, &b)?;
+    block.record_stream(&b)?;
+    drop(block);
+    drop(guard);
+    assert!(allocator.allocate_at_hand(MIB, 1, &a, &[])?.is_none());
+    assert_eq!(allocator.trim(0)?.pending, 2 << 20);
+    rig.end()
+}
+
+const PART: usize = 5 * MIB;
+
+/// Live parts on `a`, and between them free ones, which their streams still use if so asked.
+fn scattered(
+    rig: &Rig,
+    a: &Stream,
+    between: &[&Stream],
+    used: bool,
+) -> Result<Vec<Block>, Box<dyn std::error::Error>> {
+    let (mut kept, mut freed) = (Vec::new(), Vec::new());
+    for stream in between {
+        kept.push(rig.allocator.allocate(PART, a)?);
+        freed.push((rig.allocator.allocate(PART, stream)?, *stream));
+    }
+    if used {
+        rig.sim.set_mode(Mode::Manual);
+        for (block, stream) in &freed {
+            rig.write(block.ptr(), PART, stream)?;
+        }
+    }
+    drop(freed);
+    Ok(kept)
+}
+
+fn viewing(parts: usize) -> Config {
+    let limit = 2 * parts * PART;
+    Config::new()
+        .policy(Policy::Packed)
+        .self_test(false)
+        .limit(Some(limit as u64))
+}
+
+/// A block in a view waits for whoever uses any of its parts.
+#[test]
+fn a_block_over_parts_of_several_streams_waits_for_each() -> Outcome {
+    let rig = Rig::new(viewing(2))?;
+    let [a, b, c] = rig.streams()?;
+    let kept = scattered(&rig, &a, &[&b, &c], true)?;
+    let block = rig.allocator.allocate(9 * MIB, &a)?;
+    assert_eq!(rig.allocator.stats().rungs.stitched, 1);
+    assert_eq!(rig.allocator.stats().stream_waits, 2);
+    rig.write(block.ptr(), 9 * MIB, &a)?;
+    drop((kept, block));
+    rig.end()
+}
+
+/// The mappings of a view go when all are done that used blocks in it, not the last of them alone.
+#[test]
+fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
+    let rig = Rig::new(viewing(4))?;
+    let [a, b] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let kept = scattered(&rig, &a, &[&a; 4], false)?;
+    drop(allocator.allocate(17 * MIB, &a)?);
+    allocator.synchronize()?;
+    let [one, other] = [
+        allocator.allocate(9 * MIB, &a)?,
+        allocator.allocate(8 * MIB, &a)?,
+    ];
+    {
+        let state = allocator.engine().lock();
+        let view = |block: &Block| state.view_around(block.ptr()).map(|(base, _)| base);
+        assert!(view(&one).is_some() && view(&one) == view(&other));
+    }
+    one.record_stream(&b)?;
+    rig.sim.set_mode(Mode::Manual);
+    rig.write(one.ptr(), 9 * MIB, &b)?;
+    drop(one);
+    drop(other);
+    rig.sim.complete_stream(a.id()?, usize::MAX);
+    allocator.trim(0)?;
+    assert_eq!(allocator.engine().lock().views.len(), 1);
+    drop(kept);
     rig.end()
 }
 
@@ -255,6 +469,20 @@ fn another_record_is_known_to_all_neighbours() -> Outcome {
     drop(parts);
     allocator.check()?;
     rig.end()
+}
+
+#[test]
+fn a_spent_record_is_not_vacant() {
+    let mut records = Records::default();
+    let make = |records: &mut Records| records.make(SpaceId::Large, State::Free, 0, 1);
+    let id = make(&mut records);
+    records[id].generation = SPENT - 1;
+    records.retire(id);
+    assert_eq!(records[id].generation, SPENT);
+    let other = make(&mut records);
+    assert_ne!(other, id);
+    records.retire(other);
+    assert_eq!((make(&mut records), records.len()), (other, 1));
 }
 
 /// A page whose generations are used up comes back with another number; what lives in it is itself until it

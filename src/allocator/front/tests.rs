@@ -147,3 +147,30 @@ fn r61_pages_used_meanwhile_are_needed() {
     assert_eq!(heap.take_needed_pages(), 1);
     assert_eq!(heap.take_needed_pages(), 0);
 }
+
+/// What is taken out of use in a worn page counts as freed then: runs that were kept as they were may have
+/// been freed under the ticket of now.
+#[test]
+fn a_worn_page_goes_with_the_ticket_of_its_newest_free() {
+    let mut heap = heap(1);
+    heap.set_ticket(5);
+    let taken = heap.take(1, 1, 1).map(|taken| taken.node);
+    let other = heap.take(3, 1, 1).map(|taken| taken.node);
+    heap.set_ticket(9);
+    taken.into_iter().for_each(|node| heap.put(node, 1));
+    heap.age(u32::MAX);
+    assert!(heap.take(1, 1, 1).is_none() && heap.take(1, 2, 1).is_none());
+    assert_eq!(heap.check(), Ok(()));
+    assert!(heap.remove_page(0).is_none(), "a block lives in it");
+    other.into_iter().for_each(|node| heap.put(node, 3));
+    assert!(heap.take(3, 1, 1).is_none());
+    assert_eq!(heap.check(), Ok(()));
+    heap.set_ticket(10);
+    let gone = heap.remove_page(u32::MAX);
+    assert_eq!(
+        gone.map(|(info, ticket)| (info.base, ticket)),
+        Some((PAGE, 9))
+    );
+    assert!(!heap.is_worn() && heap.page_count() == 0);
+    assert_eq!(heap.check(), Ok(()));
+}
