@@ -307,14 +307,25 @@ fn d4_a_wait_for_a_captured_marker_fails_nobody() {
 #[test]
 fn d4_markers_behind_a_captured_one_are_asked_at_once() {
     each_with_interludes(|rig| {
-        let (allocator, _other, raw) = captured_marker(rig);
-        // SAFETY: the stream is alive, and nothing uses the block.
+        let allocator = rig.allocator();
+        let (other, raw) = (rig.stream(), RawStream::new(rig));
+        drop(allocator.allocate(70_000, &other).unwrap());
+        // SAFETY: the stream is alive, and nothing uses the blocks.
         unsafe {
-            let ptr = allocator.allocate_raw(80 * KIB, raw.raw()).unwrap();
-            allocator.free_raw(ptr).unwrap();
+            let [large, little] =
+                [4 * MIB, 80 * KIB].map(|bytes| allocator.allocate_raw(bytes, raw.raw()).unwrap());
+            interlude::before("cuEventRecord", begin(rig, raw.raw()));
+            let end = end(rig, raw.raw());
+            interlude::after("cuEventRecord", move || {
+                assert_eq!(end(), sys::CUresult::CUDA_SUCCESS);
+            });
+            allocator.free_raw(large).unwrap();
+            allocator.free_raw(little).unwrap();
             allocator.mark_raw(raw.raw()).unwrap();
         }
+        assert_eq!(allocator.stats().failed_markers, 0);
         assert_eq!(allocator.trim(0).unwrap().pending, 0);
+        assert_eq!(allocator.stats().failed_markers, 1);
         assert_eq!(allocator.stats().all.reserved.current, 0);
         rig.close(&allocator);
         raw.destroy();
