@@ -293,7 +293,7 @@ impl Engine {
 
     pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
         self.usable()?;
-        let id = stream.id().map_err(|e| self.error(e))?;
+        let id = stream.id().map_err(|e| self.unnamed(stream.raw(), e))?;
         Ok(Named {
             key: StreamKey::Id(id),
             raw: stream.raw(),
@@ -306,7 +306,10 @@ impl Engine {
         if !is_capture_refusal(error.code()) {
             return self.error(error);
         }
-        self.driver().saw_capture(raw);
+        // The legacy stream, which stands behind others, is asked whenever it matters.
+        if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+            self.driver().saw_capture(raw);
+        }
         Error::Capturing {
             stream: raw as usize,
         }
@@ -322,7 +325,8 @@ impl Engine {
         let key = if is_special(raw) {
             // SAFETY: special handles are always valid.
             let stream = unsafe { Stream::from_raw(&self.context, raw) };
-            StreamKey::Id(stream.and_then(|s| s.id()).map_err(|e| self.error(e))?)
+            let id = stream.and_then(|s| s.id());
+            StreamKey::Id(id.map_err(|e| self.unnamed(raw, e))?)
         } else {
             // SAFETY: the caller vouches for the stream.
             match unsafe { self.driver().stream_id(raw) } {

@@ -38,7 +38,8 @@ impl Keep {
 }
 
 impl Engine {
-    /// Gives unused memory back until no more than `keep` is left. Never waits.
+    /// Gives unused memory back until no more than `keep` is left. Never waits, unless to close others that
+    /// a capture kept from it.
     pub(crate) fn trim(&self, keep: Keep) -> Result<Trimmed, Error> {
         process::do_postponed();
         self.free_deferred();

@@ -225,19 +225,21 @@ impl Engine {
     /// have at once; near the limit it is asked all the same, since complete memory fits in more ways.
     pub(crate) fn poll_for<'a>(
         &'a self,
-        state: Guard<'a>,
+        mut state: Guard<'a>,
         stream: u32,
     ) -> Result<Guard<'a>, Error> {
         let near = !state.bounds_hold(0);
-        let failed = state.stats.failed_markers;
-        let state = self.mark_full(state, |other| near || other != stream)?;
-        let state = self.poll(state)?;
-        if state.stats.failed_markers == failed {
-            return Ok(state);
+        let mut again = false;
+        loop {
+            state = self.mark_full(state, |other| near || other != stream)?;
+            let failed = state.stats.failed_markers;
+            state = self.poll(state)?;
+            if again || state.stats.failed_markers == failed {
+                return Ok(state);
+            }
+            // What had fallen into a capture gets its new marker at once, where that may be done.
+            again = true;
         }
-        // What had fallen into a capture gets its new marker at once, where that may be done.
-        let state = self.mark_full(state, |other| near || other != stream)?;
-        self.poll(state)
     }
 
     /// Finds out which markers of each stream are complete.

@@ -47,8 +47,8 @@ impl Engine {
         drop(orphans);
         if !self.waits.swap(true, Ordering::Relaxed) {
             log::warn!(
-                "an allocator on device {} has no handle left and holds its memory until a capture has \
-                 ended",
+                "an allocator on device {} without a handle holds its memory until the end of a capture \
+                 is noticed",
                 self.device.ordinal()
             );
         }

@@ -315,7 +315,9 @@ pub(super) fn submit(
     for memory in used {
         result = result.and(memory.join(stream, id));
     }
-    result.map_err(|error| Failed::Submitted(error.into()))
+    result.map_err(|error| Failed::Submitted(error.into()))?;
+    // Another thread may have begun a capture since it was asked: then nothing was done yet.
+    refuse_capture(stream).map_err(Failed::Submitted)
 }
 
 /// How an operation ended that was waited for.
@@ -347,6 +349,10 @@ pub(super) fn wait(stream: &Stream) -> Result<(), DriverError> {
     let context = stream.context();
     let by_event = || context.enter()?.wait(&mark(stream)?);
     by_event().or_else(|error| {
+        // A wait for what is captured cannot end, and would spoil the capture.
+        if refuse_capture(stream).is_err() {
+            return Err(error);
+        }
         stream
             .synchronize()
             .or_else(|_| context.enter()?.synchronize())

@@ -358,6 +358,14 @@ impl NativePool {
         super::admit(stream, self.ordinal())?;
         let id = stream.id()?;
         let ptr = self.take(bytes, stream)?;
+        // If another thread has begun a capture since, it may be memory of the graph's.
+        if let Err(error) = super::refuse_capture(stream) {
+            let entered = stream.context().enter()?;
+            // SAFETY: nobody was given the memory; the stream is alive by the contract under which it
+            // was made.
+            unsafe { entered.mem_free_async(ptr, stream.raw()) }?;
+            return Err(error);
+        }
         // The block is the user from here on.
         std::mem::forget(used);
         self.0.requested.fetch_add(bytes as u64, Ordering::Relaxed);

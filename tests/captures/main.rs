@@ -393,8 +393,11 @@ fn s3_a_per_thread_stream_without_an_id_is_retired_on_its_thread() {
         let own = Stream::per_thread_default(&rig.context).unwrap();
         let other = rig.stream();
         drop(allocator.allocate(3 * MIB, &other).unwrap());
-        drop(allocator.allocate(3 * MIB, &own).unwrap());
+        // Too little to be worth a marker before.
+        drop(allocator.allocate(80 * KIB, &own).unwrap());
+        let before = rig.calls("cuEventRecord");
         allocator.retire(&own).unwrap();
+        assert_eq!(rig.calls("cuEventRecord"), before + 1, "{policy:?}");
         rig.close(&allocator);
         rig.assert_clean();
     }

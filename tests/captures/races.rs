@@ -1,9 +1,9 @@
 //! D4: captures that begin between a question of the allocator's and its act.
 
-use cualloc::DeviceBuffer;
 use cualloc::allocator::{Allocator, Block, Error, Policy, SelfTest};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::FailPlan;
+use cualloc::{BufferError, DeviceBuffer};
 
 use crate::common::capturing::*;
 use crate::common::*;
@@ -307,14 +307,25 @@ fn d4_a_wait_for_a_captured_marker_fails_nobody() {
 #[test]
 fn d4_markers_behind_a_captured_one_are_asked_at_once() {
     each_with_interludes(|rig| {
-        let (allocator, _other, raw) = captured_marker(rig);
-        // SAFETY: the stream is alive, and nothing uses the block.
+        let allocator = rig.allocator();
+        let (other, raw) = (rig.stream(), RawStream::new(rig));
+        drop(allocator.allocate(70_000, &other).unwrap());
+        // SAFETY: the stream is alive, and nothing uses the blocks.
         unsafe {
-            let ptr = allocator.allocate_raw(80 * KIB, raw.raw()).unwrap();
-            allocator.free_raw(ptr).unwrap();
+            let [large, little] =
+                [4 * MIB, 80 * KIB].map(|bytes| allocator.allocate_raw(bytes, raw.raw()).unwrap());
+            interlude::before("cuEventRecord", begin(rig, raw.raw()));
+            let end = end(rig, raw.raw());
+            interlude::after("cuEventRecord", move || {
+                assert_eq!(end(), sys::CUresult::CUDA_SUCCESS);
+            });
+            allocator.free_raw(large).unwrap();
+            allocator.free_raw(little).unwrap();
             allocator.mark_raw(raw.raw()).unwrap();
         }
+        assert_eq!(allocator.stats().failed_markers, 0);
         assert_eq!(allocator.trim(0).unwrap().pending, 0);
+        assert_eq!(allocator.stats().failed_markers, 1);
         assert_eq!(allocator.stats().all.reserved.current, 0);
         rig.close(&allocator);
         raw.destroy();
@@ -339,6 +350,48 @@ fn d4_a_capture_that_begins_at_an_exchange_of_streams_draws_nobody_in() {
         drop(buffer);
         rig.close(&allocator);
         rig.assert_clean();
+    });
+}
+
+/// D4: work that fell into a capture has not been done, and whoever asked for it is told.
+#[test]
+fn d4_work_that_falls_into_a_capture_is_told() {
+    each_with_interludes(|rig| {
+        let allocator = rig.allocator();
+        let home = rig.stream();
+        let mut buffer = DeviceBuffer::<u32>::filled(&allocator, 1 << 18, 3, &home).unwrap();
+        interlude::before("cuMemsetD32Async", begin(rig, home.raw()));
+        let error = buffer.fill(5, &home).unwrap_err();
+        assert!(matches!(error, BufferError::Capturing { .. }), "{error:?}");
+        assert!(!interlude::is_due());
+        assert_eq!(end(rig, home.raw())(), sys::CUresult::CUDA_SUCCESS);
+        assert_eq!(buffer.to_vec().unwrap()[7], 3);
+        drop(buffer);
+        rig.close(&allocator);
+        rig.assert_clean();
+    });
+}
+
+/// D4: the calling thread's own stream is refused like any other while it captures.
+#[test]
+fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let own = Stream::per_thread_default(&rig.context).unwrap();
+        let block = allocator.allocate(MIB, &own).unwrap();
+        let entered = rig.context.enter().unwrap();
+        // SAFETY: the stream is alive as long as the thread.
+        unsafe { entered.begin_capture(own.raw(), MODE) }.unwrap();
+        let error = allocator.allocate(MIB, &own).unwrap_err();
+        assert!(matches!(error, Error::Capturing { stream: 2 }), "{error:?}");
+        // SAFETY: the handle is always valid.
+        let error = unsafe { allocator.allocate_raw(MIB, own.raw()) }.unwrap_err();
+        assert!(matches!(error, Error::Capturing { stream: 2 }), "{error:?}");
+        // SAFETY: as above.
+        drop(unsafe { entered.end_capture(own.raw()) }.unwrap());
+        drop(entered);
+        drop(block);
+        rig.close(&allocator);
     });
 }
 

@@ -39,6 +39,7 @@ hooked! {
     cuStreamQuery(stream: CUstream);
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
     cuEventQuery(event: CUevent);
+    cuMemsetD32Async(to: CUdeviceptr, value: u32, words: usize, stream: CUstream);
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
 }
 
