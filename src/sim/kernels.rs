@@ -205,6 +205,7 @@ impl State {
     pub(super) fn cuModuleLoadData(&mut self, module: Out<CUmodule>, image: In<c_void>) -> R {
         module.check()?;
         let ctx = self.current()?;
+        self.refuse_during_capture()?;
         image.cast::<u8>().get()?;
         let value = self.next_module;
         self.next_module += 1;
@@ -213,6 +214,7 @@ impl State {
     }
 
     pub(super) fn cuModuleUnload(&mut self, module: CUmodule) -> R {
+        self.refuse_during_capture()?;
         match self.modules.remove(&(module as u64)) {
             Some(_) => {
                 let first = (module as u64) << 8;

@@ -111,6 +111,14 @@ pub enum Report {
         /// The driver call.
         call: &'static str,
     },
+    /// A call by a thread that holds locks of the allocator: any call may wait, and whom it waits for may
+    /// need them. Seen in debug builds.
+    UnderLock {
+        /// The driver call.
+        call: &'static str,
+        /// How many locks.
+        locks: u32,
+    },
     /// Any other breach of a rule.
     Misuse {
         /// The driver call.
@@ -157,6 +165,9 @@ impl fmt::Display for Report {
             Report::DeniedWait { call } => write!(f, "{call}: host wait"),
             Report::ImpossibleWait { stream } => write!(f, "wait for stream {stream} cannot end"),
             Report::DuringCapture { call } => write!(f, "{call}: not allowed during capture"),
+            Report::UnderLock { call, locks } => {
+                write!(f, "{call}: called under {locks} locks of the allocator")
+            }
             Report::Misuse { call, rule, value } => write!(f, "{call}: {rule} ({value:#x})"),
         }
     }

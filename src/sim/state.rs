@@ -12,10 +12,8 @@ use super::reports::{Report, Site};
 use super::schedule::Queue;
 use super::table::Call;
 use crate::driver::sys::{CUhostFn, CUresult};
-use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Result of a driver call.
 pub(super) type R<T = ()> = Result<T, CUresult>;
@@ -112,6 +110,8 @@ pub struct LogEntry {
     pub call: &'static str,
     /// Its arguments as `name=value, ...`.
     pub arguments: String,
+    /// The calling thread: a number of its own, the same in all simulators.
+    pub thread: u64,
     /// What it returned.
     pub result: CUresult,
 }
@@ -177,18 +177,6 @@ pub(super) struct State {
     pub(super) next_module: u64,
     callbacks: Vec<Callback>,
     pub(super) now: Call,
-}
-
-fn thread_id() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    thread_local!(static ID: Cell<u64> = const { Cell::new(0) });
-    ID.try_with(|id| {
-        if id.get() == 0 {
-            id.set(NEXT.fetch_add(1, Ordering::Relaxed));
-        }
-        id.get()
-    })
-    .unwrap_or(0)
 }
 
 impl State {
@@ -265,7 +253,7 @@ impl State {
 
     /// Makes the calling thread the one that `thread` names.
     pub(super) fn enter_thread(&mut self) {
-        let id = thread_id();
+        let id = super::hooks::thread_id();
         if self
             .threads
             .get(self.thread)
@@ -298,6 +286,11 @@ impl State {
             _ => self.costs.of(call),
         };
         self.counters.count(call, nanos);
+        let locks = crate::held::locks();
+        if locks > 0 {
+            let call = call.name();
+            self.report(Report::UnderLock { call, locks });
+        }
         if self.ended {
             return fail(CUresult::CUDA_ERROR_DEINITIALIZED);
         }
@@ -377,6 +370,7 @@ impl State {
             log.push(LogEntry {
                 call: call.name(),
                 arguments,
+                thread: self.threads[self.thread].id,
                 result,
             });
         }
