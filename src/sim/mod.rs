@@ -32,8 +32,10 @@ mod context;
 mod costs;
 mod execute;
 mod hooks;
+mod host;
 mod kernels;
 mod memory;
+mod plain;
 mod pools;
 mod race;
 mod reports;
@@ -417,6 +419,18 @@ impl Simulator {
         self.with(|state| match state.ctx(value as sys::CUcontext) {
             Ok(ctx) => state.destroy_ctx(ctx).is_ok(),
             Err(_) => false,
+        })
+        .unwrap_or(false)
+    }
+
+    /// Resets the primary context of a device, as foreign code may: its streams, events, modules and plain
+    /// memory are gone, and whoever retained it has a dead handle until it is retained again. Says whether
+    /// it lived.
+    pub fn reset_primary(&self, device: usize) -> bool {
+        self.with(|state| {
+            device < state.devices.len()
+                && state.ctxs[device].alive
+                && state.destroy_ctx(device).is_ok()
         })
         .unwrap_or(false)
     }

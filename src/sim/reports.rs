@@ -68,6 +68,12 @@ pub enum Report {
         /// Stream and position of the operation.
         user: Site,
     },
+    /// An operation was to read or write page-locked host memory that was freed, or no longer registered,
+    /// when it completed.
+    HostGone {
+        /// The operation, with the host range.
+        site: Site,
+    },
     /// An operation read bytes that nothing had written.
     Undefined {
         /// The operation, with the undefined part of its range.
@@ -146,6 +152,7 @@ impl fmt::Display for Report {
             } => {
                 write!(f, "{call} of {address:#x}+{bytes} under {user}")
             }
+            Report::HostGone { site } => write!(f, "host memory that is gone: {site}"),
             Report::Undefined { site } => write!(f, "undefined bytes read: {site}"),
             Report::Destroyed {
                 call,
