@@ -84,28 +84,31 @@ fn hooks_run_around_calls_without_the_lock() {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let (other, log) = (driver.clone(), Arc::clone(&seen));
     sim.before(move |moment| {
-        assert_eq!(moment.result, None);
-        assert!(other.device_count().is_ok(), "the lock is free");
-        log.lock().unwrap().push(moment.call);
+        // The lock is free.
+        let devices = other.device_count().ok();
+        log.lock()
+            .unwrap()
+            .push((moment.call, moment.result, devices));
     });
     let log = Arc::clone(&seen);
     sim.after(move |moment| {
-        assert_eq!(moment.result, Some(sys::CUresult::CUDA_SUCCESS));
-        log.lock().unwrap().push(moment.call);
+        log.lock()
+            .unwrap()
+            .push((moment.call, moment.result, Some(1)));
     });
     let stream = Stream::new(&context).unwrap();
     sim.clear_hooks();
     drop(stream);
     let seen = std::mem::take(&mut *seen.lock().unwrap());
-    assert_eq!(
-        seen.iter()
-            .filter(|call| **call == "cuStreamCreate")
-            .count()
-            % 2,
-        0
-    );
-    assert!(seen.iter().any(|call| call.starts_with("cuStreamCreate")));
-    assert!(!seen.contains(&"cuDeviceGetCount"), "calls of a hook");
+    assert!(seen.iter().all(|(_, _, devices)| *devices == Some(1)));
+    let moments: Vec<_> = seen
+        .iter()
+        .filter(|(call, ..)| call.starts_with("cuStreamCreate"))
+        .map(|(_, result, _)| *result)
+        .collect();
+    assert_eq!(moments, [None, Some(sys::CUresult::CUDA_SUCCESS)]);
+    let inner = seen.iter().filter(|(call, ..)| *call == "cuDeviceGetCount");
+    assert_eq!(inner.count(), 0, "calls of a hook");
 }
 
 /// A hook places an act of another thread inside a call: a capture that begins there is not this thread's.
@@ -129,9 +132,10 @@ fn d4_a_hook_acts_as_another_thread_inside_a_call() {
         // SAFETY: the stream lives.
         let code = inner
             .upgrade()
-            .unwrap()
-            .as_thread(1, || unsafe { begin(raw as _, mode) });
-        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+            .map(|sim| sim.as_thread(1, || unsafe { begin(raw as _, mode) }));
+        if code != Some(sys::CUresult::CUDA_SUCCESS) {
+            number.store(0, Ordering::SeqCst);
+        }
     });
     // SAFETY: the stream lives.
     let idle = unsafe { (table.cuStreamQuery.unwrap())(raw as _) };
