@@ -13,6 +13,7 @@ mod burst;
 mod carver;
 mod check;
 mod config;
+mod defaults;
 mod engine;
 mod error;
 mod figures;
@@ -60,6 +61,7 @@ mod state;
 mod stats;
 mod stitch;
 mod streams;
+mod trial;
 mod uses;
 mod view;
 
