@@ -205,8 +205,8 @@ fn r2_a_replay_that_cannot_begin_leaves_nothing() {
         let stage = Stage::simulated(&simulator, 0, 0).unwrap();
         let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
         let plan = FailPlan::call(call, code).unwrap();
-        // The streams of the trace come after that of the word.
-        simulator.fail(plan.nth(if call == "cuStreamCreate" { 2 } else { 1 }));
+        // The streams of the trace come after that of the word and that of the trial of virtual memory.
+        simulator.fail(plan.nth(if call == "cuStreamCreate" { 3 } else { 1 }));
         let options = options(|options| options.verify = true);
         let failed = trace::replay(&stage, &rolling(10), &options, &mut |_| {});
         assert!(failed.is_err(), "{call}");

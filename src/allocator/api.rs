@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::driver::{CallCounts, Context, Driver, Stream, process, sys};
+use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, process, sys};
 
 use super::block::Block;
 use super::check::CheckError;
@@ -37,6 +37,16 @@ use super::streams::StreamKey;
 /// Until then its handle is used only in calls that name it or that free a block which was
 /// allocated or recorded on it. Memory freed on a stream that was destroyed without this is not
 /// lost, but other streams get it only after the whole context was synchronised.
+///
+/// # Default streams by their handles
+/// In a raw call null and 1 mean the legacy default stream of the *allocator's* context, and 2 the calling
+/// thread's own default stream in that context: whichever context is current, and where none is. They
+/// are the streams of [`Stream::legacy_default`] and [`Stream::per_thread_default`] with
+/// [`context`](Self::context). To the driver the same handles mean the streams of the context that is
+/// current, so a caller who has another one current passes a stream of it by its own handle; the default
+/// streams of another context have none: make a [`Stream`] of them, with their context. With
+/// [`Config::context_checks`] (on in debug builds) a special handle beside another current context is
+/// [`Error::WrongContext`].
 pub struct Allocator {
     pub(super) engine: Shared,
 }
@@ -73,7 +83,7 @@ impl Allocator {
     ///
     /// # Errors
     /// [`Error::InvalidConfig`], [`Error::NotSupported`] if the device cannot do what the settings
-    /// ask for, and driver errors.
+    /// ask for, [`Error::Refused`] if it says that it can and does not, and driver errors.
     pub fn with_config(context: &Context, config: Config) -> Result<Self, Error> {
         Ok(Allocator {
             engine: Engine::new(context, &config)?,
@@ -97,6 +107,12 @@ impl Allocator {
     /// The context that the memory belongs to.
     pub fn context(&self) -> &Context {
         &self.engine.context
+    }
+
+    /// What its physical memory is made like: whether handles can be exported, and registered with network
+    /// cards. Neither under the classic policy, or where the device refused such memory when it was tried.
+    pub fn memory_properties(&self) -> MemoryProperties {
+        self.engine.properties
     }
 
     /// The segment policy in effect: never [`Policy::Auto`].
@@ -262,10 +278,11 @@ impl Allocator {
     /// [`retire`](Self::retire) by handle: must come before the handle is destroyed.
     ///
     /// # Errors
-    /// As [`retire`](Self::retire).
+    /// As [`retire`](Self::retire), and [`Error::WrongContext`].
     ///
     /// # Safety
-    /// `stream` must be a live stream or a special handle. No block that was allocated or recorded
+    /// `stream` must be a live stream, or a special handle, which means a default stream of the allocator's
+    /// context ([`Allocator`]). No block that was allocated or recorded
     /// on it is used on it by work submitted later.
     pub unsafe fn retire_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
         // SAFETY: the caller's contract.
@@ -277,10 +294,11 @@ impl Allocator {
     /// shared when its work is done. Not needed for correctness.
     ///
     /// # Errors
-    /// [`Error::UnknownStream`], [`Error::Capturing`], driver errors.
+    /// [`Error::UnknownStream`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.
     ///
     /// # Safety
-    /// `stream` must be a live stream or a special handle.
+    /// `stream` must be a live stream, or a special handle, which means a default stream of the allocator's
+    /// context ([`Allocator`]).
     pub unsafe fn mark_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;

@@ -7,7 +7,8 @@ use super::size::PHYSICAL_GRANULE;
 /// Where segments come from and how they are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// Packed where the device supports virtual memory management, classic elsewhere.
+    /// Packed where the device supports virtual memory management, and does not refuse it when it is
+    /// tried; classic elsewhere.
     #[default]
     Auto,
     /// Arenas in reserved address space with physical handles mapped into them.
@@ -50,6 +51,12 @@ pub struct Config {
     /// (for larger blocks, for more memory, at markers). For programs that begin captures through
     /// other libraries and want each misuse reported, the first one included.
     pub capture_checks: bool,
+    /// Whether a raw call that names a default stream by its special handle (null, 1 or 2) while
+    /// another context than the allocator's is current is
+    /// [`Error::WrongContext`](super::Error::WrongContext): the handle means the stream of the
+    /// allocator's context, which is not the one that a launch with that handle would go to. On by
+    /// default in builds with debug assertions, off in others.
+    pub context_checks: bool,
     /// Whether the device is tested, once in a process and before the first view is built, for
     /// keeping memory the same through two addresses; on by default. If it fails, no views are used.
     pub self_test: bool,
@@ -85,6 +92,7 @@ impl Default for Config {
             peers: Vec::new(),
             views: true,
             capture_checks: false,
+            context_checks: cfg!(debug_assertions),
             self_test: true,
             slack: None,
             budget: None,
@@ -127,6 +135,13 @@ impl Config {
     /// never asked by other threads, which would spoil a capture that begins at that moment.
     pub fn capture_checks(mut self, on: bool) -> Self {
         self.capture_checks = on;
+        self
+    }
+
+    /// Refuses default streams by their handles while another context is current, or takes them for those
+    /// of the allocator's context without a question.
+    pub fn context_checks(mut self, on: bool) -> Self {
+        self.context_checks = on;
         self
     }
 
@@ -275,7 +290,7 @@ pub enum ConfigError {
 
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` (with
 /// an optional suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`,
-/// `capture_checks=on|off`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`, `handle=BYTES`.
+/// `capture_checks=on|off`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`, `handle=BYTES`.
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};
@@ -322,6 +337,13 @@ impl FromStr for Config {
                 "views" => config.views = parse_switch(value).ok_or_else(invalid)?,
                 "capture_checks" => {
                     config.capture_checks = parse_switch(value).ok_or_else(invalid)?;
+                }
+                "checks" => {
+                    config.context_checks = match value {
+                        "context" => true,
+                        "none" => false,
+                        _ => return Err(invalid()),
+                    }
                 }
                 "self_test" => config.self_test = parse_switch(value).ok_or_else(invalid)?,
                 "slack" => match parse_limit(value) {
@@ -389,6 +411,11 @@ mod tests {
                 .handle(8 << 20)
                 .self_test(false))
         );
+        for (value, on) in [("context", true), ("none", false)] {
+            let expected = Config::new().context_checks(on);
+            assert_eq!(parse(&format!("checks={value}")), Ok(expected));
+        }
+        assert_eq!(Config::new().context_checks, cfg!(debug_assertions));
         assert_eq!(parse("policy"), Err(ConfigError::NotAPair("policy".into())));
         assert_eq!(
             parse("colour=red"),
@@ -408,6 +435,7 @@ mod tests {
             "peers=a",
             "views=yes",
             "self_test=1",
+            "checks=on",
             "slack=2",
             "slack=-1%",
             "slack=101%",

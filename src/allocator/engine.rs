@@ -10,12 +10,14 @@ use crate::driver::{
 
 use super::addresses::Addresses;
 use super::config::{Config, Limit, Policy};
+use super::defaults::Defaults;
 use super::error::Error;
 use super::front::{Held, Lock, PageTable};
 use super::hooks::Hooks;
 use super::markers::is_capture_refusal;
 use super::state::State;
 use super::streams::{Holder, StreamKey};
+use super::trial;
 
 /// How often the last marker of a stream is recorded anew because others go on freeing what was used on
 /// it, before it is taken for one that captures: no marker is recorded there.
@@ -75,6 +77,8 @@ pub(crate) struct Engine {
     handles: AtomicUsize,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
     ask_captures: bool,
+    /// Default streams, as raw calls name them.
+    pub defaults: Defaults,
     state: Apart<Lock<State>>,
     lost: OnceLock<DriverError>,
     /// The allocator's id as long as fronts serve here and the context is not lost, then 0.
@@ -93,17 +97,11 @@ impl Engine {
     pub(crate) fn new(context: &Context, config: &Config) -> Result<Shared, Error> {
         config.validate()?;
         let (driver, device) = (context.driver(), context.device());
-        let able = driver.supports_vmm(device)?;
-        let packed = match config.policy {
-            Policy::Auto => able,
-            Policy::Classic => false,
-            Policy::Packed if able => true,
-            Policy::Packed => {
-                return Err(Error::NotSupported {
-                    what: "virtual memory management",
-                });
-            }
+        let mapped = match config.policy {
+            Policy::Classic => None,
+            Policy::Auto | Policy::Packed => trial::memory_of(context, config.policy)?,
         };
+        let packed = mapped.is_some();
         if !packed && !config.peers.is_empty() {
             return Err(Error::NotSupported {
                 what: "peer access without virtual memory management",
@@ -127,11 +125,7 @@ impl Engine {
             Limit::Bytes(bytes) => bytes,
             Limit::Fraction(share) => (total_memory as f64 * share) as u64,
         });
-        let properties = if packed {
-            MemoryProperties::for_device(driver, device)?
-        } else {
-            MemoryProperties::plain(device)
-        };
+        let properties = mapped.unwrap_or(MemoryProperties::plain(device));
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let pages = Arc::new(PageTable::new());
@@ -161,6 +155,7 @@ impl Engine {
                 log: RareLog::default(),
                 handles: AtomicUsize::new(1),
                 ask_captures: config.capture_checks,
+                defaults: Defaults::new(config.context_checks),
                 on_shelves: Arc::clone(&state.fronts.on_shelves),
                 state: Apart(Lock::new(state)),
                 pages,
@@ -323,10 +318,7 @@ impl Engine {
     pub(crate) unsafe fn named_raw(&self, raw: sys::CUstream) -> Result<Named<'static>, Error> {
         self.usable()?;
         let key = if is_special(raw) {
-            // SAFETY: special handles are always valid.
-            let stream = unsafe { Stream::from_raw(&self.context, raw) };
-            let id = stream.and_then(|s| s.id());
-            StreamKey::Id(id.map_err(|e| self.unnamed(raw, e))?)
+            self.special_key(raw)?
         } else {
             // SAFETY: the caller vouches for the stream.
             match unsafe { self.driver().stream_id(raw) } {
@@ -346,7 +338,8 @@ impl Engine {
     #[inline]
     pub(crate) fn refuse_capture(&self, named: &Named<'_>) -> Result<(), Error> {
         if is_special(named.raw) {
-            return self.refuse_special_capture(named);
+            let context = named.stream.map_or(&self.context, Stream::context);
+            return self.refuse_special_capture(named, context);
         }
         // SAFETY: whoever made the name vouched for the stream.
         match unsafe { self.driver().is_capturing(named.raw) } {
@@ -355,9 +348,14 @@ impl Engine {
         }
     }
 
+    /// [`refuse_capture`](Self::refuse_capture) of a default stream of a context.
     #[inline(never)]
-    fn refuse_special_capture(&self, named: &Named<'_>) -> Result<(), Error> {
-        let entered = self.context.enter().map_err(|e| self.error(e))?;
+    pub(crate) fn refuse_special_capture(
+        &self,
+        named: &Named<'_>,
+        context: &Context,
+    ) -> Result<(), Error> {
+        let entered = context.enter().map_err(|e| self.error(e))?;
         // SAFETY: special handles are valid while a context is current.
         let capturing = unsafe { self.driver().is_capturing(named.raw) };
         drop(entered);

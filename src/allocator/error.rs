@@ -96,6 +96,20 @@ pub enum Error {
         /// Ordinal of the stream's device.
         stream_device: usize,
     },
+    /// A default stream was named by its handle while another context than the allocator's was
+    /// current: the handle means the stream of the allocator's context. Only with
+    /// [`Config::context_checks`](super::Config::context_checks).
+    #[error(
+        "stream {stream:#x} is that of context {expected:#x}, and context {current:#x} is current"
+    )]
+    WrongContext {
+        /// The special handle.
+        stream: usize,
+        /// Handle of the context that is current.
+        current: usize,
+        /// Handle of the allocator's context.
+        expected: usize,
+    },
     /// The stream was never seen by this allocator.
     #[error("stream {stream:#x} is not known to this allocator")]
     UnknownStream {
@@ -132,6 +146,14 @@ pub enum Error {
         /// The ability that is missing.
         what: &'static str,
     },
+    /// The device says that it can do what the configuration asks for, and refused it when it was tried.
+    #[error("refused by the device: {what}")]
+    Refused {
+        /// The ability that is refused.
+        what: &'static str,
+        /// The call that was refused.
+        source: DriverError,
+    },
 }
 
 impl Error {
@@ -143,7 +165,9 @@ impl Error {
     /// The driver's error behind this one, if there is one.
     pub fn driver_error(&self) -> Option<DriverError> {
         match self {
-            Error::Driver(error) | Error::ContextLost(error) => Some(*error),
+            Error::Driver(error)
+            | Error::ContextLost(error)
+            | Error::Refused { source: error, .. } => Some(*error),
             Error::OutOfMemory(oom) => oom.driver,
             _ => None,
         }

@@ -15,6 +15,7 @@ mod carried;
 mod carver;
 mod check;
 mod config;
+mod defaults;
 mod engine;
 mod error;
 mod figures;
@@ -63,6 +64,7 @@ mod state;
 mod stats;
 mod stitch;
 mod streams;
+mod trial;
 mod uses;
 mod view;
 

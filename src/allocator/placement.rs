@@ -88,7 +88,7 @@ impl Allocator {
     /// As [`allocate_aligned`](Self::allocate_aligned).
     ///
     /// # Safety
-    /// As [`allocate_raw`](Self::allocate_raw).
+    /// As [`allocate_raw`](Self::allocate_raw), special handles included.
     pub unsafe fn allocate_raw_with(
         &self,
         bytes: usize,

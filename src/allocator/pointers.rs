@@ -11,13 +11,17 @@ use super::streams::StreamKey;
 
 impl Allocator {
     /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default
-    /// stream, 2 the calling thread's own.
+    /// stream of the allocator's context, 2 the calling thread's own in that context, whichever context
+    /// is current.
     ///
     /// # Errors
-    /// As [`allocate`](Self::allocate).
+    /// As [`allocate`](Self::allocate), and [`Error::WrongContext`].
     ///
     /// # Safety
-    /// `stream` must be a live stream or a special handle, and the caller follows the contract for
+    /// `stream` must be a live stream or a special handle. Memory that was asked for by a special handle is
+    /// in the order of the allocator's context, not of one that the caller may have current (see
+    /// [`Allocator`]): work on another stream, the null stream of another context among them, needs
+    /// an order of its own and is recorded. The caller follows the contract for
     /// raw streams that [`Allocator`] states: [`retire_raw`](Self::retire_raw) before it is
     /// destroyed.
     #[inline]
@@ -81,7 +85,8 @@ impl Allocator {
     ///
     /// # Safety
     /// Nobody submits work that uses the block after this call, and the block has no other owner.
-    /// Its stream, and every stream recorded on it, is alive or was retired.
+    /// The block is freed in the order of the stream that it was allocated on, whichever context is
+    /// current. Its stream, and every stream recorded on it, is alive or was retired.
     #[inline]
     pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.engine.free_ptr(ptr)
@@ -91,10 +96,11 @@ impl Allocator {
     /// it is reused only when everything which that stream was given until the free has completed.
     ///
     /// # Errors
-    /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Capturing`], driver errors.
+    /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.
     ///
     /// # Safety
-    /// As [`allocate_raw`](Self::allocate_raw). The stream may be of another device.
+    /// As [`allocate_raw`](Self::allocate_raw): a special handle means a default stream of the allocator's
+    /// context. Any other stream may be of another context or device.
     pub unsafe fn record_stream_raw(
         &self,
         ptr: sys::CUdeviceptr,
@@ -112,7 +118,7 @@ impl Allocator {
     /// As [`record_stream_raw`](Self::record_stream_raw).
     ///
     /// # Safety
-    /// As [`record_stream_raw`](Self::record_stream_raw).
+    /// As [`record_stream_raw`](Self::record_stream_raw), special handles included.
     pub unsafe fn record_use_raw(
         &self,
         ptr: sys::CUdeviceptr,

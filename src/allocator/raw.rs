@@ -2,9 +2,9 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::sys;
+use crate::driver::{Context, sys};
 
-use super::engine::{Engine, Guard, Named, is_per_thread};
+use super::engine::{Engine, Guard, Named, is_per_thread, is_special};
 use super::error::Error;
 use super::front::{self, Life, SMALL_ID, page_of};
 use super::fronts::EngineFront;
@@ -19,6 +19,8 @@ use super::streams::{Holder, Slot, StreamKey};
 pub(crate) struct Suspect {
     key: StreamKey,
     raw: usize,
+    /// A default stream is asked in its own context.
+    context: Context,
     _holder: Holder,
 }
 
@@ -372,11 +374,15 @@ impl Engine {
     }
 
     pub(crate) fn refuse_if_capturing(&self, suspect: &Suspect) -> Result<(), Error> {
-        self.refuse_capture(&Named {
+        let named = Named {
             key: suspect.key,
             raw: std::ptr::with_exposed_provenance_mut(suspect.raw),
             stream: None,
-        })
+        };
+        if is_special(named.raw) {
+            return self.refuse_special_capture(&named, &suspect.context);
+        }
+        self.refuse_capture(&named)
     }
 
     /// Records a use of a block on another stream: everything that stream is given until the free,
@@ -521,6 +527,7 @@ impl State {
         ask.then(|| Suspect {
             key: slot.key,
             raw: slot.raw,
+            context: slot.context.clone(),
             _holder: slot.holder.clone(),
         })
     }

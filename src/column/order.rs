@@ -30,7 +30,7 @@ pub enum Consumer {
 
 impl Consumer {
     /// What the `stream` argument of Python's `__dlpack__` says: none and 1 are the legacy default
-    /// stream, 2 the calling thread's own, -1 asks for no order, anything else is a handle, which is
+    /// stream of `context`, 2 the calling thread's own in it, -1 asks for no order, anything else is a handle, which is
     /// used in this export only.
     ///
     /// # Errors

@@ -285,7 +285,7 @@ fn exchange_mode(
 
 impl Driver {
     /// The handle that is current on the calling thread, or null. Not counted.
-    fn current_raw(&self) -> Result<sys::CUcontext, DriverError> {
+    pub(crate) fn current_raw(&self) -> Result<sys::CUcontext, DriverError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local handle.
         unsafe { query!(self, cuCtxGetCurrent(&mut raw)) }?;

@@ -25,6 +25,7 @@ pub(crate) mod process;
 mod share;
 mod stream;
 mod table;
+mod trials;
 mod vmm;
 
 pub use capture::{CaptureInfo, Graph};
@@ -40,6 +41,7 @@ pub use pool::{MemoryPool, PoolProperties};
 pub(crate) use stream::NO_ID;
 pub use stream::{Stream, StreamKind};
 pub use table::{Driver, Feature, Symbol};
+pub(crate) use trials::Trials;
 pub use vmm::MemoryProperties;
 
 /// The generated bindings: names, types and layouts exactly as in `wrapper.h`.

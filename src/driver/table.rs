@@ -7,6 +7,7 @@ use super::device::Device;
 use super::error::{DriverError, LoadError};
 use super::process;
 use super::sys::{self, CUresult};
+use super::trials::Trials;
 use std::ffi::CStr;
 use std::fmt;
 use std::ptr;
@@ -237,6 +238,8 @@ struct State {
     captures: Found,
     /// What was found out about second mappings, by device.
     aliasing: Mutex<Vec<(Device, bool)>>,
+    /// What was found out about virtual memory.
+    trials: Trials,
 }
 
 /// Where a table came from.
@@ -305,6 +308,7 @@ impl Driver {
                 primaries: Primaries::default(),
                 captures: Found::default(),
                 aliasing: Mutex::default(),
+                trials: Trials::default(),
             },
         };
         let mut driver = Driver(Arc::new(inner));
@@ -511,6 +515,11 @@ impl Driver {
         let mut known = known.unwrap_or_else(PoisonError::into_inner);
         known.retain(|(d, _)| *d != device);
         known.push((device, good));
+    }
+
+    /// What was found out about virtual memory by all allocators over this driver.
+    pub(crate) fn trials(&self) -> &Trials {
+        &self.0.state.trials
     }
 
     pub(super) fn primaries(&self) -> &Primaries {

@@ -6,6 +6,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod named;
 mod races;
 
 use std::sync::{Arc, Barrier};

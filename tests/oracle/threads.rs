@@ -197,7 +197,8 @@ pub fn judge(policy: Policy, total: u64, seed: u64) {
         let sim = Simulator::new(config).unwrap();
         let driver = sim.driver().unwrap();
         let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
-        let alloc = Allocator::with_config(&context, Config::new().policy(policy)).unwrap();
+        let config = Config::new().policy(policy).context_checks(true);
+        let alloc = Allocator::with_config(&context, config).unwrap();
         let shared = Shared {
             live: Live::default(),
             left: Mutex::default(),

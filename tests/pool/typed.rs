@@ -1,7 +1,7 @@
 //! The typed pool.
 
 use std::any::TypeId;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -282,11 +282,12 @@ fn s2_10_s2_11_buffers_return_by_themselves() {
 
 static GATE: (Mutex<u8>, Condvar) = (Mutex::new(0), Condvar::new());
 static RELEASE: AtomicUsize = AtomicUsize::new(0);
+static GUARDED: AtomicBool = AtomicBool::new(false);
 
-/// Holds up the first release until the gate is opened.
+/// Holds up the first release from the moment on that the gate is guarded, until it is opened.
 unsafe extern "C" fn slow_release(handle: u64) -> sys::CUresult {
     let mut phase = GATE.0.lock().unwrap_or_else(PoisonError::into_inner);
-    if *phase == 0 {
+    if *phase == 0 && GUARDED.load(Ordering::Acquire) {
         *phase = 1;
         GATE.1.notify_all();
         // Whoever is held up by the release cannot open the gate: the wait ends nevertheless.
@@ -328,6 +329,7 @@ fn s2_17_a_release_does_not_hold_up_hits() {
     let keep = pool.uninit::<u8>(4096, &stream).unwrap();
     drop(pool.uninit::<u8>(4096, &stream).unwrap());
     stream.synchronize().unwrap();
+    GUARDED.store(true, Ordering::Release);
     std::thread::scope(|scope| {
         let release = scope.spawn(|| pool.empty(0).unwrap());
         let mut phase = GATE.0.lock().unwrap();

@@ -6,6 +6,7 @@ mod bytes;
 mod common;
 mod late;
 mod markers;
+mod names;
 mod order;
 mod pages;
 mod segments;

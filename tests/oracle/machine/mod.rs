@@ -194,6 +194,7 @@ fn text(error: impl std::error::Error) -> String {
 fn config(setup: &Setup) -> Config {
     let tuning = &setup.tuning;
     let mut config = Config::new().policy(setup.policy).limit(setup.limit);
+    config = config.context_checks(true);
     config.views = tuning.views;
     config.capture_checks = tuning.capture_checks;
     config.slack = tuning.slack;

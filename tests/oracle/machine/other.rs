@@ -39,7 +39,7 @@ impl Machine<'_> {
             };
         };
         if self.other.alloc.is_none() {
-            let config = Config::new().policy(self.setup.policy);
+            let config = Config::new().policy(self.setup.policy).context_checks(true);
             let alloc = Allocator::with_config(&self.context, config);
             self.other.alloc = self.tolerate(alloc)?;
         }

@@ -1,17 +1,38 @@
 //! What is logged, and how often.
 #![cfg(feature = "sim")]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod trial;
 
-use std::sync::Mutex;
+use std::cell::RefCell;
+use std::sync::Once;
 
 use common::*;
 use cualloc::driver::sys;
 use cualloc::sim::FailPlan;
 
-static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+thread_local! {
+    /// What the calling thread has logged.
+    static LINES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+}
 
 struct Collector;
+
+/// Collects what is logged from here on.
+fn collect() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        log::set_logger(&Collector).unwrap();
+        log::set_max_level(log::LevelFilter::Trace);
+    });
+    taken();
+}
+
+/// What the calling thread has logged since this was last asked.
+fn taken() -> Vec<String> {
+    LINES.take()
+}
 
 impl log::Log for Collector {
     fn enabled(&self, _: &log::Metadata<'_>) -> bool {
@@ -20,7 +41,7 @@ impl log::Log for Collector {
 
     fn log(&self, record: &log::Record<'_>) {
         if record.level() <= log::Level::Info {
-            LINES.lock().unwrap().push(record.args().to_string());
+            LINES.with_borrow_mut(|lines| lines.push(record.args().to_string()));
         }
     }
 
@@ -30,14 +51,12 @@ impl log::Log for Collector {
 /// R13: what the allocator recovers from by itself does not fill the log, however often it happens.
 #[test]
 fn r13_recoverable_trouble_is_logged_rarely() {
-    log::set_logger(&Collector).unwrap();
-    log::set_max_level(log::LevelFilter::Trace);
+    collect();
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         const BLOCK: usize = 12 * MIB;
         let allocator = rig.limited(2 * BLOCK);
         let [a, b] = rig.streams();
-        let taken = || std::mem::take(&mut *LINES.lock().unwrap());
         taken();
         // Requests that fail, and ones that succeed after making room.
         for _ in 0..500 {
