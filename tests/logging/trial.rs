@@ -75,8 +75,8 @@ fn works(rig: &Rig, allocator: &Allocator) {
         blocks.truncate(5);
         drop(blocks);
         let other = allocator.allocate(12 * MIB, &b).unwrap();
-        rig.stamp(other.ptr(), 12 * MIB, 99, &b);
-        assert_eq!(rig.mismatches(other.ptr(), 12 * MIB, 99, &b), 0);
+        rig.stamp(other.ptr(), 64 * KIB, 99, &b);
+        assert_eq!(rig.mismatches(other.ptr(), 64 * KIB, 99, &b), 0);
         allocator.check().unwrap();
     }
     allocator.synchronize().unwrap();
