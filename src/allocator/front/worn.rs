@@ -64,7 +64,7 @@ impl Heap {
     }
 
     /// Lets the pages have given out so many generations.
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     pub(crate) fn age(&mut self, generation: u32) {
         for page in &mut self.pages {
             page.info.generation = generation;
