@@ -335,13 +335,15 @@ impl Engine {
             // and kept alive by the wait.
             let queued = unsafe { current.stream_wait(handle, &wait.event) };
             // A wait that is part of a graph, or was refused because of one, orders nothing.
-            // SAFETY: as above; the context of a special handle is current.
-            if queued
+            let doubtful = queued
                 .as_ref()
-                .map_or_else(|e| is_void_event(e.code()), |()| true)
-                && unsafe { self.captures_now(handle) }?
-            {
-                return Err(Error::Capturing { stream: raw });
+                .map_or_else(|e| is_void_event(e.code()), |()| true);
+            if doubtful {
+                // SAFETY: as above; the context of a special handle is current.
+                let captures = unsafe { self.captures_now(handle) }?;
+                if captures {
+                    return Err(Error::Capturing { stream: raw });
+                }
             }
             if let Err(error) = queued {
                 if is_void_event(error.code()) {
