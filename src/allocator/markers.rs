@@ -69,7 +69,8 @@ impl Engine {
     /// not on the stream of another thread.
     fn may_mark(&self, raw: usize, context: &Context, key: StreamKey) -> Result<bool, Error> {
         let stream = std::ptr::with_exposed_provenance_mut(raw);
-        let _current = context.make_current().map_err(|e| self.error(e))?;
+        let current = context.make_current();
+        let _current = current.map_err(|e| self.error_in(context, e))?;
         // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
         // of it, before which its owner may not destroy it.
         match unsafe { self.driver().is_capturing(stream) } {
@@ -108,7 +109,8 @@ impl Engine {
     }
 
     fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<(), Error> {
-        let current = context.make_current().map_err(|e| self.error(e))?;
+        let current = context.make_current();
+        let current = current.map_err(|e| self.error_in(context, e))?;
         let pooled = self.lock().pooled_event(context.key());
         let event = match pooled {
             Some(event) => event,
@@ -232,10 +234,25 @@ impl Engine {
 
     fn ask(&self, due: &mut Poll, queries: &mut u64) -> Result<(), Error> {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
-        due.ask(|event| {
+        let mut gone: Vec<Context> = Vec::new();
+        let asked = due.ask(|event| {
+            let context = event.context();
+            if gone.iter().any(|c| c.key() == context.key()) {
+                return Ok(false);
+            }
             *queries += 1;
-            entered.query(event).map_err(|e| self.error(e))
-        })
+            match entered.query(event) {
+                Err(error) if self.is_gone(context, &error) => {
+                    gone.push(context.clone());
+                    Ok(false)
+                }
+                answer => answer.map_err(|e| self.error(e)),
+            }
+        });
+        for context in gone {
+            self.context_gone(&context);
+        }
+        asked
     }
 
     /// Queues waits on a stream.
@@ -255,7 +272,15 @@ impl Engine {
         for wait in waits {
             // SAFETY: the stream is the one that the call under way names; the event is recorded
             // and kept alive by the wait.
-            unsafe { current.stream_wait(handle, &wait.event) }.map_err(|e| self.error(e))?;
+            let queued = unsafe { current.stream_wait(handle, &wait.event) };
+            if let Err(error) = queued {
+                let of = wait.event.context();
+                if self.is_gone(of, &error) && of.key() != context.key() {
+                    self.context_gone(of);
+                    return Err(Error::Driver(error));
+                }
+                return Err(self.error(error));
+            }
             let mut state = self.lock();
             state.stats.stream_waits += 1;
             state
@@ -273,7 +298,13 @@ impl Engine {
         event: Arc<Event>,
     ) -> Result<(), Error> {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
-        entered.wait(&event).map_err(|e| self.error(e))?;
+        match entered.wait(&event) {
+            Err(error) if self.is_gone(event.context(), &error) => {
+                self.context_gone(&event.context().clone());
+                return Ok(());
+            }
+            waited => waited.map_err(|e| self.error(e))?,
+        }
         drop(event);
         let mut state = self.lock();
         state.observed(stream, bound);
@@ -321,37 +352,50 @@ impl Engine {
     /// Waits until everything that was submitted to the streams' contexts so far is complete; an
     /// error, with nothing changed, while something captures there, because that would suffer.
     pub(crate) fn synchronise(&self) -> Result<(), Error> {
-        let mut contexts = vec![self.context.clone()];
-        for (_, slot) in self.lock().streams.iter() {
-            if !contexts.iter().any(|c| c.key() == slot.context.key()) {
-                contexts.push(slot.context.clone());
-            }
-        }
+        let contexts = self.contexts()?;
         self.refuse_captures(&contexts)?;
+        let mut retired = Vec::new();
         let bounds: Vec<Batch> = {
             let mut state = self.lock();
             let streams = state.streams.iter();
             // Only what is waited for below: a stream of yet another context may have come since.
-            let waited = streams
-                .filter(|(_, slot)| contexts.iter().any(|c| c.key() == slot.context.key()))
-                .map(|(stream, _)| stream);
-            let waited: Vec<u32> = waited.collect();
-            let batches = waited.iter().map(|s| state.streams.close_batch(*s));
+            let waited =
+                streams.filter(|(_, slot)| contexts.iter().any(|c| c.key() == slot.context.key()));
+            let mut working: Vec<u32> = Vec::new();
+            for (stream, slot) in waited {
+                if matches!(slot.holder, Holder::Retired) {
+                    // What it was given is under tickets before the open one, also what is freed later.
+                    retired.push((stream, slot.open - 1));
+                } else {
+                    working.push(stream);
+                }
+            }
+            let batches = working.iter().map(|s| state.streams.close_batch(*s));
             batches.collect()
         };
-        for context in contexts {
-            let entered = context.enter().map_err(|e| self.error(e))?;
-            match entered.synchronize() {
-                Ok(()) => {}
+        let waited = contexts.iter().try_for_each(|context| {
+            match context.enter().and_then(|entered| entered.synchronize()) {
+                Ok(()) => Ok(()),
                 Err(error) if is_capture_refusal(error.code()) => {
-                    return Err(Error::Capturing { stream: 0 });
+                    Err(Error::Capturing { stream: 0 })
                 }
-                Err(error) => return Err(self.error(error)),
+                Err(error) if self.is_gone(context, &error) => {
+                    self.context_gone(context);
+                    Ok(())
+                }
+                Err(error) => Err(self.error(error)),
             }
-        }
+        });
         let mut state = self.lock();
-        for batch in bounds {
-            state.streams.completed(batch.stream, batch.bound, &[]);
+        if let Err(error) = waited {
+            for batch in &bounds {
+                state.streams.reopen_batch(batch);
+            }
+            return Err(error);
+        }
+        let bounds = bounds.iter().map(|batch| (batch.stream, batch.bound));
+        for (stream, bound) in bounds.chain(retired) {
+            state.streams.completed(stream, bound, &[]);
         }
         state.pool_spent();
         state.settle();

@@ -436,14 +436,17 @@ impl Engine {
 
     /// Records the last marker of a stream whose owner is about to destroy it.
     pub(crate) fn retire(&self, named: &Named<'_>) -> Result<(), Error> {
-        let stream = self.open()?.streams.find(named.key);
-        let Some(stream) = stream else {
+        let slots = self.open()?.streams.all_of(named.key);
+        if slots.is_empty() {
             return Err(Error::UnknownStream {
                 stream: named.raw as usize,
             });
-        };
+        }
         self.refuse_capture(named)?;
-        self.retire_slot(stream, named.key)
+        for stream in slots {
+            self.retire_slot(stream, named.key)?;
+        }
+        Ok(())
     }
 }
 

@@ -5,6 +5,7 @@ use super::counts::{CallCounts, Counters};
 use super::device::Device;
 use super::error::{DriverError, LoadError};
 use super::process;
+use super::stream::OwnedStreams;
 use super::sys::{self, CUresult};
 use std::ffi::CStr;
 use std::fmt;
@@ -233,6 +234,7 @@ struct State {
     lost: AtomicBool,
     warned: AtomicBool,
     primaries: Primaries,
+    streams: OwnedStreams,
     /// What was found out about second mappings, by device.
     aliasing: Mutex<Vec<(Device, bool)>>,
 }
@@ -301,6 +303,7 @@ impl Driver {
                 lost: AtomicBool::new(false),
                 warned: AtomicBool::new(false),
                 primaries: Primaries::default(),
+                streams: OwnedStreams::default(),
                 aliasing: Mutex::default(),
             },
         };
@@ -508,6 +511,10 @@ impl Driver {
         let mut known = known.unwrap_or_else(PoisonError::into_inner);
         known.retain(|(d, _)| *d != device);
         known.push((device, good));
+    }
+
+    pub(super) fn streams(&self) -> &OwnedStreams {
+        &self.0.state.streams
     }
 
     pub(super) fn primaries(&self) -> &Primaries {

@@ -28,6 +28,7 @@ hooked! {
     cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
     cuStreamQuery(stream: CUstream);
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
+    cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode);
 }
 
 /// Has `work` done once, when the driver has done the next call of a name on this thread and before the
