@@ -268,6 +268,13 @@ impl Allocator {
     /// everything freed on it can be shared when that has completed, and forgets its handle. Blocks
     /// that are live on it stay valid and may be freed later.
     ///
+    /// Buffers, columns and workspaces may go on all the same, also on other threads in the same moment: what
+    /// they give the stream from then on is a new stream's work to the allocator, and counted at their free.
+    /// Of a [`Block`] the allocator does not know what it is used for: `unsafe` code that gave the stream work
+    /// with it later records the stream once more ([`Block::record_stream`]) before the free.
+    ///
+    /// Never waits for work. If it fails, everything is as it was.
+    ///
     /// # Errors
     /// [`Error::UnknownStream`], [`Error::Capturing`], driver errors; [`Error::OtherThread`] for the
     /// per-thread default stream where only another thread's is known.
@@ -283,7 +290,8 @@ impl Allocator {
     /// # Safety
     /// `stream` must be a live stream, or a special handle, which means a default stream of the allocator's
     /// context ([`Allocator`]). No block that was allocated or recorded
-    /// on it is used on it by work submitted later.
+    /// on it is used on it by work submitted later. Once this has returned, the stream may be destroyed, and
+    /// so may its context if that is not the allocator's and no other stream of it is known here.
     pub unsafe fn retire_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;

@@ -11,7 +11,6 @@ use super::front::{Freed, Held, Inner, Life, Node};
 use super::fronts::EngineFront;
 use super::grant::{Grant, Lifetime, Place};
 use super::size;
-use super::streams::Holder;
 
 /// Device memory with one owner. Dropping it gives the memory back in the order of its stream:
 /// work queued before the drop may still use it.
@@ -82,15 +81,16 @@ impl Block {
         }
     }
 
-    /// Whether the block's own stream was retired, so that a free takes its last marker for the end
-    /// of all its work.
+    /// Whether the block's own stream was retired, or is about to be, so that a free takes its last marker
+    /// for the end of all its work. If it is not, a last marker will come after everything that the stream was
+    /// given until now.
     pub(crate) fn stream_retired(&self) -> bool {
         let state = self.engine().lock();
         let stream = match self.place.record() {
             Some(id) => state.records[id].stream,
             None => self.place.home().lock().slot,
         };
-        matches!(state.streams[stream].holder, Holder::Retired)
+        !state.streams[stream].named
     }
 
     /// The front that a small block comes from.

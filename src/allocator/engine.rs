@@ -14,6 +14,7 @@ use super::defaults::Defaults;
 use super::error::Error;
 use super::front::{Held, Lock, PageTable};
 use super::hooks::Hooks;
+use super::leaving::Leaving;
 use super::markers::is_capture_refusal;
 use super::state::State;
 use super::streams::{Holder, StreamKey};
@@ -75,6 +76,8 @@ pub(crate) struct Engine {
     pub on_shelves: Arc<AtomicU32>,
     /// Allocators that stand for this one.
     handles: AtomicUsize,
+    /// Streams whose retirement was begun.
+    retirements: AtomicU64,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
     ask_captures: bool,
     /// Default streams, as raw calls name them.
@@ -154,6 +157,7 @@ impl Engine {
                 hooks: Hooks::default(),
                 log: RareLog::default(),
                 handles: AtomicUsize::new(1),
+                retirements: AtomicU64::new(0),
                 ask_captures: config.capture_checks,
                 defaults: Defaults::new(config.context_checks),
                 on_shelves: Arc::clone(&state.fronts.on_shelves),
@@ -173,6 +177,17 @@ impl Engine {
         process::do_postponed();
         engine.recall_aliasing();
         Ok(engine)
+    }
+
+    /// How many streams were about to be retired so far.
+    #[inline]
+    pub(crate) fn retirements(&self) -> u64 {
+        self.retirements.load(Ordering::Acquire)
+    }
+
+    /// One more.
+    pub(crate) fn count_retirement(&self) {
+        self.retirements.fetch_add(1, Ordering::AcqRel);
     }
 
     /// Another [`Allocator`](super::Allocator) stands for this engine.
@@ -389,19 +404,31 @@ impl Engine {
         mut state: Guard<'a>,
         named: &Named<'_>,
     ) -> Result<(Guard<'a>, u32), Error> {
+        let kept = named.stream.filter(|stream| {
+            !matches!(
+                stream.kind(),
+                StreamKind::Borrowed | StreamKind::PerThreadDefault
+            )
+        });
         if let Some(stream) = state.streams.find(named.key) {
+            let slot = &mut state.streams[stream];
+            if let (Holder::Foreign(_), Some(kept)) = (&slot.holder, kept) {
+                // It was named by its handle until now.
+                let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
+                slot.former = Some(former);
+            }
             return Ok((state, stream));
         }
         drop(state);
         let context = self.context_of(named)?;
-        let holder = match named.stream {
-            Some(stream)
-                if stream.kind() != StreamKind::Borrowed
-                    && stream.kind() != StreamKind::PerThreadDefault =>
-            {
-                Holder::Kept(stream.clone())
-            }
-            _ => Holder::foreign(),
+        // A handle may be that of a stream which somebody here destroys.
+        let by_handle = match named.key {
+            StreamKey::Id(id) if named.stream.is_none() => self.driver().owned_stream(id),
+            _ => None,
+        };
+        let holder = match kept.cloned().or(by_handle) {
+            Some(stream) => Holder::Kept(stream),
+            None => Holder::foreign(),
         };
         self.prune();
         let former = std::mem::take(&mut self.lock().streams.former);
@@ -448,7 +475,8 @@ impl Engine {
                 .iter()
                 .filter_map(|(at, slot)| match &slot.holder {
                     Holder::Kept(stream)
-                        if stream.kind() == StreamKind::Owned && stream.holders() == 1 =>
+                        if stream.kind() == StreamKind::Owned
+                            && !state.streams.is_held_elsewhere(stream) =>
                     {
                         Some((at, slot.key))
                     }
@@ -472,22 +500,29 @@ impl Engine {
             let slot = &state.streams[stream];
             !slot.in_use || slot.key != key || matches!(slot.holder, Holder::Retired)
         };
-        {
+        let leaving = {
             let mut state = self.lock();
             if gone(&state) {
                 return Ok(());
             }
-            state.prepare_last_marker(stream);
-        }
+            Leaving::begin(self, &mut state, stream, key)
+        };
         let mut state;
         let mut rounds = 0;
         loop {
             self.mark(stream, key)?;
             state = self.lock();
-            let slot = &state.streams[stream];
-            if gone(&state) || slot.covered() {
+            if gone(&state) {
                 break;
             }
+            if state.streams[stream].covered() {
+                let home;
+                (state, home) = self.bring_home(state, stream)?;
+                if home || gone(&state) {
+                    break;
+                }
+            }
+            let slot = &state.streams[stream];
             // Somebody freed on the stream meanwhile, or captures it.
             rounds += 1;
             if rounds == RETIREMENTS {
@@ -498,15 +533,25 @@ impl Engine {
         if gone(&state) {
             return Ok(());
         }
-        state.streams.forget_key(stream);
-        let former = std::mem::replace(&mut state.streams[stream].holder, Holder::Retired);
-        state.set_fast(stream, false);
+        let slot = &mut state.streams[stream];
+        let former = std::mem::replace(&mut slot.holder, Holder::Retired);
+        let before = slot.former.take();
+        let context = match former {
+            // Of theirs nothing is left but the marker, which is ours.
+            Holder::Foreign(_) => Some(std::mem::replace(&mut slot.context, self.context.clone())),
+            _ => None,
+        };
+        leaving.end();
         state.flush_fronts_of(stream);
         state.recycle(stream);
         drop(state);
         // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
         // destroyed if nobody else holds it: a driver call, so outside the lock.
         former.let_go();
+        before.into_iter().for_each(Holder::let_go);
+        if let Some(context) = context {
+            self.let_go_of_context(stream, &context);
+        }
         Ok(())
     }
 

@@ -99,11 +99,7 @@ impl State {
             inner.key = slot.key.number();
             inner.slot = stream;
             inner.heap.set_ticket(slot.open);
-            inner.set_fast(
-                !self.closed
-                    && matches!(slot.key, StreamKey::Id(_))
-                    && !matches!(slot.holder, Holder::Retired),
-            );
+            inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
         }
         self.streams[stream].fronts.push(front);
         let at = self.fronts.all.partition_point(|f| f.rank < front.rank);
@@ -139,7 +135,7 @@ impl State {
             .iter()
             .map(|(stream, slot)| {
                 let known = matches!(slot.key, StreamKey::Id(_));
-                (stream, known && !matches!(slot.holder, Holder::Retired))
+                (stream, known && slot.named)
             })
             .collect();
         for (stream, working) in streams {

@@ -76,7 +76,8 @@ impl Engine {
     /// not on the stream of another thread.
     fn may_mark(&self, raw: usize, context: &Context, key: StreamKey) -> Result<bool, Error> {
         let stream = std::ptr::with_exposed_provenance_mut(raw);
-        let _current = context.make_current().map_err(|e| self.error(e))?;
+        let current = context.make_current();
+        let _current = current.map_err(|e| self.error_in(context, e))?;
         // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
         // of it, before which its owner may not destroy it.
         if unsafe { self.captures_now(stream) }? {
@@ -134,7 +135,8 @@ impl Engine {
     /// Records the marker of a batch. False if the stream captures by now, and the event may be part of a
     /// graph: such a marker would stand for nothing.
     fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<bool, Error> {
-        let current = context.make_current().map_err(|e| self.error(e))?;
+        let current = context.make_current();
+        let current = current.map_err(|e| self.error_in(context, e))?;
         let pooled = self.lock().pooled_event(context.key());
         let event = match pooled {
             Some(event) => event,
@@ -288,15 +290,28 @@ impl Engine {
 
     fn ask(&self, due: &mut Poll, queries: &mut u64) -> Result<(), Error> {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
-        due.ask(|event| {
+        let mut gone: Vec<Context> = Vec::new();
+        let asked = due.ask(|event| {
+            let context = event.context();
+            if gone.iter().any(|c| c.key() == context.key()) {
+                return Ok(Answer::Late);
+            }
             *queries += 1;
             match entered.query(event) {
                 Ok(true) => Ok(Answer::Complete),
                 Ok(false) => Ok(Answer::Late),
                 Err(error) if is_void_event(error.code()) => Ok(Answer::Void),
+                Err(error) if self.is_gone(context, &error) => {
+                    gone.push(context.clone());
+                    Ok(Answer::Late)
+                }
                 Err(error) => Err(self.error(error)),
             }
-        })
+        });
+        for context in gone {
+            self.context_gone(&context);
+        }
+        asked
     }
 
     /// Takes markers away that stand for nothing, each by its stream and bound: their events fell into a
@@ -346,8 +361,12 @@ impl Engine {
                 }
             }
             if let Err(error) = queued {
+                let of = wait.event.context();
                 if is_void_event(error.code()) {
                     drop(self.drop_void(self.lock(), &[(wait.stream, wait.bound)]));
+                } else if self.is_gone(of, &error) && of.key() != context.key() {
+                    self.context_gone(of);
+                    return Err(Error::Driver(error));
                 }
                 return Err(self.error(error));
             }
@@ -369,6 +388,12 @@ impl Engine {
     ) -> Result<(), Error> {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
         let waited = entered.wait(&event);
+        if let Err(error) = &waited
+            && self.is_gone(event.context(), error)
+        {
+            self.context_gone(event.context());
+            return Ok(());
+        }
         drop(event);
         let mut state = self.lock();
         match waited {
@@ -439,38 +464,51 @@ impl Engine {
     /// error, with nothing changed, while something captures there, because that would suffer. `once` as
     /// for [`refuse_captures`](Self::refuse_captures).
     pub(crate) fn synchronise(&self, once: bool) -> Result<(), Error> {
-        let mut contexts = vec![self.context.clone()];
-        for (_, slot) in self.lock().streams.iter() {
-            if !contexts.iter().any(|c| c.key() == slot.context.key()) {
-                contexts.push(slot.context.clone());
-            }
-        }
+        let contexts = self.contexts()?;
         self.refuse_captures(&contexts, once)?;
         let refuted = self.found_capturing(&self.lock());
+        let mut retired = Vec::new();
         let bounds: Vec<Batch> = {
             let mut state = self.lock();
             let streams = state.streams.iter();
             // Only what is waited for below: a stream of yet another context may have come since.
-            let waited = streams
-                .filter(|(_, slot)| contexts.iter().any(|c| c.key() == slot.context.key()))
-                .map(|(stream, _)| stream);
-            let waited: Vec<u32> = waited.collect();
-            let batches = waited.iter().map(|s| state.streams.close_batch(*s));
+            let waited =
+                streams.filter(|(_, slot)| contexts.iter().any(|c| c.key() == slot.context.key()));
+            let mut working: Vec<u32> = Vec::new();
+            for (stream, slot) in waited {
+                if matches!(slot.holder, Holder::Retired) {
+                    // What it was given is under tickets before the open one, also what is freed later.
+                    retired.push((stream, slot.open - 1));
+                } else {
+                    working.push(stream);
+                }
+            }
+            let batches = working.iter().map(|s| state.streams.close_batch(*s));
             batches.collect()
         };
-        for context in contexts {
-            let entered = context.enter().map_err(|e| self.error(e))?;
-            match entered.synchronize() {
-                Ok(()) => {}
+        let waited = contexts.iter().try_for_each(|context| {
+            match context.enter().and_then(|entered| entered.synchronize()) {
+                Ok(()) => Ok(()),
                 Err(error) if is_capture_refusal(error.code()) => {
-                    return Err(Error::Capturing { stream: 0 });
+                    Err(Error::Capturing { stream: 0 })
                 }
-                Err(error) => return Err(self.error(error)),
+                Err(error) if self.is_gone(context, &error) => {
+                    self.context_gone(context);
+                    Ok(())
+                }
+                Err(error) => Err(self.error(error)),
             }
-        }
+        });
         let mut state = self.lock();
-        for batch in bounds {
-            state.streams.completed(batch.stream, batch.bound, &[]);
+        if let Err(error) = waited {
+            for batch in &bounds {
+                state.streams.reopen_batch(batch);
+            }
+            return Err(error);
+        }
+        let bounds = bounds.iter().map(|batch| (batch.stream, batch.bound));
+        for (stream, bound) in bounds.chain(retired) {
+            state.streams.completed(stream, bound, &[]);
         }
         state.pool_spent();
         state.settle();

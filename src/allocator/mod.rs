@@ -31,6 +31,7 @@ mod handles;
 mod hooks;
 mod identity;
 mod ladder;
+mod leaving;
 mod life;
 mod lookup;
 mod markers;

@@ -461,11 +461,24 @@ impl Engine {
         known.ok_or_else(|| state.not_here(named.raw as usize))
     }
 
+    /// All slots of a stream that is known: more than one where others retired it while it went on.
+    fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
+        let state = self.open()?;
+        let slots = state.streams.all_of(named.key);
+        if slots.is_empty() {
+            return Err(state.not_here(named.raw as usize));
+        }
+        Ok(slots)
+    }
+
     /// Records the last marker of a stream whose owner is about to destroy it.
     pub(crate) fn retire(&self, named: &Named<'_>) -> Result<(), Error> {
-        let stream = self.known(named)?;
+        let slots = self.known_all(named)?;
         self.refuse_capture(named)?;
-        self.retire_slot(stream, named.key)
+        for stream in slots {
+            self.retire_slot(stream, named.key)?;
+        }
+        Ok(())
     }
 }
 

@@ -105,7 +105,9 @@ impl State {
         let forget = match slot.holder {
             Holder::Retired => true,
             // A caller's stream that comes again is simply registered again.
-            Holder::Foreign(_) => many && !slot.holder.is_touched(),
+            Holder::Foreign(_) => {
+                (many || !slot.named) && slot.leaving == 0 && !slot.holder.is_touched()
+            }
             Holder::Kept(_) => false,
         };
         if !idle || !forget {
@@ -118,7 +120,7 @@ impl State {
         let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
         if !drained || self.front_uses(stream) > 0 {
             let slot = &self.streams[stream];
-            let fast = !self.closed && !matches!(slot.holder, Holder::Retired);
+            let fast = !self.closed && slot.named;
             self.set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
             return;
         }

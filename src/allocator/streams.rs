@@ -45,6 +45,9 @@ pub(crate) struct Batch {
     /// What the stream followed when the batch was closed: taken before the event is recorded, so
     /// that a wait queued in between is not credited to the marker.
     row: Arc<[u64]>,
+    /// What was under its ticket.
+    pub(super) uses: u32,
+    pub(super) bytes: u64,
 }
 
 /// How a stream is known across calls.
@@ -110,7 +113,14 @@ pub(crate) struct Slot {
     pub raw: usize,
     pub context: Context,
     pub holder: Holder,
+    /// The token of a stream that was the caller's before it was kept: who touched it then may do so still.
+    pub former: Option<Holder>,
     pub in_use: bool,
+    /// Calls that name the stream find it here. Not from the moment on that its last marker is about to be
+    /// recorded: what it is given later is another stream's to the books.
+    pub named: bool,
+    /// Retirements under way.
+    pub leaving: u32,
     /// Live blocks allocated on the stream or recorded on it, as far as fronts do not count them.
     pub live: u64,
     /// Calls under way that name the stream.
@@ -170,7 +180,7 @@ impl Slot {
     /// Whether it is what a stream of this name is known by.
     #[inline]
     fn is_called(&self, key: StreamKey) -> bool {
-        self.in_use && self.key == key && !matches!(self.holder, Holder::Retired)
+        self.in_use && self.named && self.key == key
     }
 
     fn drained(&self) -> bool {
@@ -181,8 +191,8 @@ impl Slot {
 /// All streams of an allocator.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
-    slots: Vec<Slot>,
-    by_key: HashMap<StreamKey, u32, Mixed>,
+    pub(super) slots: Vec<Slot>,
+    pub(super) by_key: HashMap<StreamKey, u32, Mixed>,
     vacant: Vec<u32>,
     in_use: usize,
     orders: u64,
@@ -195,7 +205,7 @@ pub(crate) struct Streams {
     /// No batch waits: somebody may capture streams from the start.
     pub watchful: bool,
     /// Markers that were not seen complete.
-    unseen: usize,
+    pub(super) unseen: usize,
     /// Contexts of streams whose places others have now. Who lets go of the last one calls the driver, so
     /// not under the books' lock.
     pub former: Vec<Context>,
@@ -250,7 +260,10 @@ impl Streams {
             raw,
             context,
             holder,
+            former: None,
             in_use: true,
+            named: true,
+            leaving: 0,
             live: 0,
             calls: 0,
             fronts: Vec::new(),
@@ -290,7 +303,9 @@ impl Streams {
 
     /// The stream's handle is gone: a new stream may appear under the same handle.
     pub(crate) fn forget_key(&mut self, stream: u32) {
-        let key = self[stream].key;
+        let slot = &mut self[stream];
+        slot.named = false;
+        let key = slot.key;
         if self.by_key.get(&key) == Some(&stream) {
             self.by_key.remove(&key);
         }
@@ -329,9 +344,11 @@ impl Streams {
     pub(crate) fn take_foreign(&mut self) -> Vec<Holder> {
         let slots = self.iter_mut().map(|(_, slot)| &mut slot.holder);
         let foreign = slots.filter(|holder| matches!(holder, Holder::Foreign(_)));
-        foreign
+        let mut taken: Vec<Holder> = foreign
             .map(|holder| std::mem::replace(holder, Holder::Retired))
-            .collect()
+            .collect();
+        taken.extend(self.iter_mut().filter_map(|(_, slot)| slot.former.take()));
+        taken
     }
 
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut Slot)> {
@@ -396,8 +413,8 @@ impl Streams {
         for front in &slot.fronts {
             front.lock().heap.set_ticket(slot.open);
         }
-        slot.open_uses = 0;
-        slot.open_bytes = 0;
+        let uses = std::mem::take(&mut slot.open_uses);
+        let bytes = std::mem::take(&mut slot.open_bytes);
         slot.punctual = slot.punctual.saturating_sub(1);
         if slot.listed {
             self.unlist(stream);
@@ -407,6 +424,8 @@ impl Streams {
             stream,
             bound,
             row: Arc::clone(&slot.row),
+            uses,
+            bytes,
         }
     }
 
@@ -447,11 +466,11 @@ impl Streams {
             if !self.advanced.contains(&(other as u32)) {
                 self.advanced.push(other as u32);
             }
-            let context = slot.context.key();
             while slot.markers.front().is_some_and(|m| m.bound <= ticket) {
                 let marker = slot.markers.pop_front();
                 self.unseen -= 1;
-                self.spent.extend(marker.map(|m| (context, m.event)));
+                let spent = marker.map(|m| (m.event.context().key(), m.event));
+                self.spent.extend(spent);
             }
             slot.backoff = 0;
         }
@@ -518,7 +537,7 @@ impl Streams {
         }
     }
 
-    fn list_full(&mut self, stream: u32) {
+    pub(super) fn list_full(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         let kept = slot.in_use && matches!(slot.holder, Holder::Kept(_));
         if kept && !slot.listed && slot.is_full() {

@@ -289,12 +289,38 @@ impl Memory {
             return Err(self);
         }
         let mut memory = Arc::try_unwrap(self)?;
+        let settled = match &memory.owner {
+            Some(owner) => memory.settle(owner).or_else(|_| memory.settle(owner)),
+            None => Ok(()),
+        };
+        if settled.is_err() {
+            return Err(Arc::new(memory));
+        }
         Ok((memory.owner.take(), memory))
     }
 
     fn again(mut self, owner: Option<Owner>) -> Arc<Memory> {
         self.owner = owner;
         Arc::new(self)
+    }
+
+    /// Tells whoever is to free the memory that this stream used it until now. That goes without saying on
+    /// the memory's own stream, unless that was retired since: then what it was given later is not covered by
+    /// its last marker.
+    fn settle(&self, owner: &Owner) -> Result<(), ColumnError> {
+        match owner {
+            Owner::Block(block, _) if block.stream_retired() => {
+                Ok(block.record_stream(&self.stream)?)
+            }
+            // A resource that orders accesses, or waits for all of them, sees to it by itself.
+            Owner::Resource(block, _) if block.resource().tracking() == Tracking::Reuse => {
+                Ok(block.record_stream(&self.stream)?)
+            }
+            Owner::Returned(_, memory) => memory.record(&self.stream),
+            Owner::Block(..) | Owner::Resource(..) | Owner::Foreign { .. } | Owner::Nobody => {
+                Ok(())
+            }
+        }
     }
 
     /// Waits until the memory can be freed, or released, as far as that is not in the order of a stream.
@@ -305,6 +331,7 @@ impl Memory {
         if *self.untracked.get_mut() {
             settle_context(self.stream.context())?;
         }
+        self.settle(owner)?;
         let Owner::Foreign { producer, uses, .. } = owner else {
             return Ok(());
         };

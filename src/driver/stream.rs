@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// The handle that always means the legacy default stream of the current context.
 const LEGACY: usize = 1;
@@ -55,6 +55,25 @@ struct Inner {
 unsafe impl Send for Inner {}
 // SAFETY: as above, and nothing in here changes.
 unsafe impl Sync for Inner {}
+
+/// The owned streams of a driver by their ids: whoever is told a handle alone finds out that somebody here
+/// destroys it.
+#[derive(Default)]
+pub(super) struct OwnedStreams(Mutex<HashMap<u64, Weak<Inner>>>);
+
+impl OwnedStreams {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Weak<Inner>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Driver {
+    /// The owned stream with an id, if there is one.
+    pub(crate) fn owned_stream(&self, id: u64) -> Option<Stream> {
+        let found = self.streams().lock().get(&id).and_then(Weak::upgrade);
+        found.map(Stream)
+    }
+}
 
 impl Stream {
     /// A new stream that does not synchronise with the legacy default stream.
@@ -101,8 +120,10 @@ impl Stream {
         // SAFETY: the stream has just been created in the current context.
         let id = unsafe { driver.stream_id(raw) }?.unwrap_or_else(next_substitute);
         (inner.id, inner.at_hand) = (Some(id), id);
+        let inner = Arc::new(inner);
+        driver.streams().lock().insert(id, Arc::downgrade(&inner));
         drop(entered);
-        Ok(Stream(Arc::new(inner)))
+        Ok(Stream(inner))
     }
 
     /// A stream that somebody else owns, or a default stream by its special handle (null, 1, 2).
@@ -297,6 +318,13 @@ impl Drop for Inner {
     fn drop(&mut self) {
         if self.kind != StreamKind::Owned {
             return;
+        }
+        if let Some(id) = self.id
+            && !process::is_gone()
+        {
+            // What it gives is dropped behind the lock.
+            let entry = self.context.driver().streams().lock().remove(&id);
+            drop(entry);
         }
         let raw = self.raw;
         self.context.release("a stream", |driver| {

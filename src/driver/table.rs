@@ -6,6 +6,7 @@ use super::counts::{CallCounts, Counters};
 use super::device::Device;
 use super::error::{DriverError, LoadError};
 use super::process;
+use super::stream::OwnedStreams;
 use super::sys::{self, CUresult};
 use super::trials::Trials;
 use std::ffi::CStr;
@@ -236,6 +237,7 @@ struct State {
     warned: AtomicBool,
     primaries: Primaries,
     captures: Found,
+    streams: OwnedStreams,
     /// What was found out about second mappings, by device.
     aliasing: Mutex<Vec<(Device, bool)>>,
     /// What was found out about virtual memory.
@@ -307,6 +309,7 @@ impl Driver {
                 warned: AtomicBool::new(false),
                 primaries: Primaries::default(),
                 captures: Found::default(),
+                streams: OwnedStreams::default(),
                 aliasing: Mutex::default(),
                 trials: Trials::default(),
             },
@@ -520,6 +523,10 @@ impl Driver {
     /// What was found out about virtual memory by all allocators over this driver.
     pub(crate) fn trials(&self) -> &Trials {
         &self.0.state.trials
+    }
+
+    pub(super) fn streams(&self) -> &OwnedStreams {
+        &self.0.state.streams
     }
 
     pub(super) fn primaries(&self) -> &Primaries {

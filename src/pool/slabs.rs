@@ -17,6 +17,8 @@ pub(super) struct Slab {
     pub bytes: usize,
     /// How often it was returned.
     pub life: Arc<AtomicU64>,
+    /// After so many retirements of streams its own was known not to be among them.
+    pub retirements: u64,
 }
 
 /// Idle slabs of one size.

@@ -200,16 +200,32 @@ impl WorkspacePool {
         };
         super::admit(stream, pool.allocator.context().device().ordinal())?;
         let id = stream.id()?;
-        let mut state = pool.state.lock();
-        let idle = state.take(id, slab_bytes);
-        if idle.is_some() {
-            state.stats.hits += 1;
-            state.leased(pool, bytes, slab_bytes);
-        }
-        drop(state);
-        let slab = match idle {
-            Some(slab) => slab,
-            None => self.slab(stream, bytes, slab_bytes)?,
+        // Before a look at a slab, so that a retirement meanwhile is looked for the next time.
+        let retirements = pool.allocator.engine().retirements();
+        let slab = loop {
+            let mut state = pool.state.lock();
+            let idle = state.take(id, slab_bytes);
+            if let Some(slab) = &idle
+                && slab.retirements == retirements
+            {
+                state.stats.hits += 1;
+                state.leased(pool, bytes, slab_bytes);
+            }
+            drop(state);
+            match idle {
+                Some(slab) if slab.retirements == retirements => break slab,
+                // To the allocator, which does not count on more work of a retired stream.
+                Some(slab) if slab.block.stream_retired() => drop(slab),
+                Some(mut slab) => {
+                    slab.retirements = retirements;
+                    pool.change(|state| {
+                        state.stats.hits += 1;
+                        state.leased(pool, bytes, slab_bytes);
+                    });
+                    break slab;
+                }
+                None => break self.slab(stream, bytes, (slab_bytes, retirements))?,
+            }
         };
         Ok(Lease {
             slab: Some(slab),
@@ -226,7 +242,7 @@ impl WorkspacePool {
         &self,
         stream: &Stream,
         bytes: usize,
-        slab_bytes: usize,
+        (slab_bytes, retirements): (usize, u64),
     ) -> Result<Box<Slab>, PoolError> {
         let pool = self.inner();
         let allocated = pool.allocator.allocate(slab_bytes, stream);
@@ -239,6 +255,7 @@ impl WorkspacePool {
             block,
             bytes: slab_bytes,
             life: Arc::default(),
+            retirements,
         }))
     }
 

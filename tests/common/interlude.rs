@@ -41,6 +41,7 @@ hooked! {
     cuEventQuery(event: CUevent);
     cuMemsetD32Async(to: CUdeviceptr, value: u32, words: usize, stream: CUstream);
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
+    cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode);
 }
 
 /// Has `work` done once, when the driver has done the next call of a name on this thread and before the

@@ -5,6 +5,7 @@ mod bytes;
 #[path = "../common/mod.rs"]
 mod common;
 mod late;
+mod leaving;
 mod markers;
 mod names;
 mod order;

@@ -1,0 +1,317 @@
+//! How a stream leaves: what is made of its markers and its slot, and of a context that is not ours.
+//!
+//! From the moment on that the last marker is about to be recorded nobody finds the slot by the stream's
+//! name. Whoever owns memory of the stream and gave it work looks for the name before the free
+//! ([`Block::stream_retired`](super::Block::stream_retired)). If it is there, the last marker is yet to
+//! come, after that work. If it is not, the work is another slot's, and recorded there.
+
+use std::sync::Arc;
+
+use crate::driver::sys::CUresult;
+use crate::driver::{Context, DriverError, Event, Stream};
+
+use super::engine::{Engine, Guard};
+use super::error::Error;
+use super::front::pause;
+use super::state::{AfterFree, State};
+use super::streams::{Batch, Holder, Marker, Slot, StreamKey, Streams};
+
+impl Streams {
+    /// The stream is known by its name again, unless another slot is by now. Whether it is.
+    pub(crate) fn name_again(&mut self, stream: u32) -> bool {
+        let key = self[stream].key;
+        let known = *self.by_key.entry(key).or_insert(stream);
+        self[stream].named = known == stream;
+        known == stream
+    }
+
+    /// The slots of a stream whose last marker is not recorded: the one that it is known by, and those that
+    /// were to be retired.
+    pub(crate) fn all_of(&self, key: StreamKey) -> Vec<u32> {
+        let slots = self.iter();
+        let own = slots
+            .filter(|(_, slot)| slot.key == key && !matches!(slot.holder, Holder::Retired))
+            .map(|(stream, _)| stream);
+        own.collect()
+    }
+
+    /// Whether somebody beside the books may hold a stream that they keep.
+    pub(crate) fn is_held_elsewhere(&self, stream: &Stream) -> bool {
+        let kept =
+            |slot: &Slot| matches!(&slot.holder, Holder::Kept(kept) if kept.is_clone_of(stream));
+        if stream.holders() == 1 {
+            return false;
+        }
+        // Two slots are one stream's only after a retirement that failed.
+        let left = self.iter().any(|(_, slot)| !slot.named && kept(slot));
+        let ours = || self.iter().filter(|(_, slot)| kept(slot)).count();
+        !left || stream.holders() > ours()
+    }
+
+    /// Takes the markers of a stream that are events of a context.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn take_markers_of(&mut self, stream: u32, context: u64) -> Vec<Arc<Event>> {
+        let slot = &mut self.slots[stream as usize];
+        let mut gone = Vec::new();
+        slot.markers.retain(|marker| {
+            let other = marker.event.context().key() != context;
+            if !other {
+                gone.push(Arc::clone(&marker.event));
+            }
+            other
+        });
+        self.unseen -= gone.len();
+        gone
+    }
+
+    /// Another event stands for the newest marker of a stream from here on, and so for all before it. Gives
+    /// back the events that did.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn replace_markers(&mut self, stream: u32, event: Arc<Event>) -> Vec<Arc<Event>> {
+        let slot = &mut self.slots[stream as usize];
+        let Some(last) = slot.markers.pop_back() else {
+            return vec![event];
+        };
+        let older = slot.markers.drain(..).map(|marker| marker.event);
+        let mut gone: Vec<_> = older.collect();
+        self.unseen -= gone.len();
+        gone.push(last.event);
+        slot.markers.push_back(Marker { event, ..last });
+        gone
+    }
+
+    /// Nothing came of a batch that was closed: the next marker is due as soon as it would have been. Its
+    /// ticket is gone, as frees may have had the one after it by now.
+    pub(crate) fn reopen_batch(&mut self, batch: &Batch) {
+        let slot = &mut self.slots[batch.stream as usize];
+        let retired = !slot.in_use || matches!(slot.holder, Holder::Retired);
+        let covered = slot.markers.back().is_some_and(|m| m.bound >= batch.bound);
+        if retired || covered || batch.bound <= slot.completed {
+            return;
+        }
+        slot.open_uses = slot.open_uses.saturating_add(batch.uses);
+        slot.open_bytes += batch.bytes;
+        self.list_full(batch.stream);
+    }
+}
+
+/// A retirement under way. What it did to the name of the stream is undone if it fails.
+pub(crate) struct Leaving<'a> {
+    engine: &'a Engine,
+    stream: u32,
+    key: StreamKey,
+    over: bool,
+}
+
+impl<'a> Leaving<'a> {
+    /// The last marker of the stream is about to be recorded.
+    pub(crate) fn begin(
+        engine: &'a Engine,
+        state: &mut State,
+        stream: u32,
+        key: StreamKey,
+    ) -> Leaving<'a> {
+        state.streams[stream].leaving += 1;
+        state.streams.forget_key(stream);
+        engine.count_retirement();
+        state.set_fast(stream, false);
+        state.prepare_last_marker(stream);
+        Leaving {
+            engine,
+            stream,
+            key,
+            over: false,
+        }
+    }
+
+    /// The slot is no stream's that gets work any more.
+    pub(crate) fn end(mut self) {
+        self.over = true;
+    }
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        if self.over {
+            return;
+        }
+        let mut state = self.engine.lock();
+        let slot = &mut state.streams[self.stream];
+        if !slot.in_use || slot.key != self.key || matches!(slot.holder, Holder::Retired) {
+            return;
+        }
+        slot.leaving -= 1;
+        if slot.leaving == 0 && state.streams.name_again(self.stream) {
+            let known = matches!(self.key, StreamKey::Id(_));
+            let open = !state.closed && !state.orphaned;
+            state.set_fast(self.stream, known && open);
+        }
+    }
+}
+
+impl Engine {
+    /// Sees to it that the last marker of a stream of another context is an event of ours: that context may
+    /// be destroyed once the stream is retired, and its events with it. Whether that is so and the marker
+    /// still covers everything.
+    pub(crate) fn bring_home<'a>(
+        &'a self,
+        state: Guard<'a>,
+        stream: u32,
+    ) -> Result<(Guard<'a>, bool), Error> {
+        let slot = &state.streams[stream];
+        let own = self.context.key();
+        if slot.context.key() == own || !matches!(slot.holder, Holder::Foreign(_)) {
+            return Ok((state, true));
+        }
+        let Some(last) = slot.markers.back().cloned() else {
+            return Ok((state, true));
+        };
+        if last.event.context().key() == own {
+            return Ok((state, true));
+        }
+        let key = slot.key;
+        drop(state);
+        let event = self.follow(&last.event)?;
+        let mut state = self.lock();
+        let slot = &state.streams[stream];
+        let newest = slot.in_use && slot.key == key && slot.covered();
+        let same = slot.markers.back().is_some_and(|m| m.bound == last.bound);
+        drop(last);
+        let gone = if newest && same {
+            state.streams.replace_markers(stream, event)
+        } else {
+            vec![event]
+        };
+        let done = newest && (same || state.streams[stream].markers.is_empty());
+        for event in gone {
+            let context = event.context().key();
+            state.events.entry(context).or_default().push(event);
+        }
+        Ok((state, done))
+    }
+
+    /// An event of our own context behind one of another.
+    fn follow(&self, event: &Event) -> Result<Arc<Event>, Error> {
+        let follower = Stream::new(&self.context).map_err(|e| self.error(e))?;
+        let own = {
+            let entered = self.context.enter().map_err(|e| self.error(e))?;
+            Arc::new(entered.create_event().map_err(|e| self.error(e))?)
+        };
+        follower.wait_event(event).map_err(|e| self.error(e))?;
+        follower.record(&own).map_err(|e| self.error(e))?;
+        // The stream is destroyed, which lets what it was given run on.
+        Ok(own)
+    }
+
+    /// Destroys what is left of another context's events, after the retirement of a stream there: those of
+    /// its markers, and the pool if no other stream needs it.
+    pub(crate) fn let_go_of_context(&self, stream: u32, context: &Context) {
+        let (own, key) = (self.context.key(), context.key());
+        if key == own {
+            return;
+        }
+        let mut events = {
+            let mut state = self.lock();
+            // Another thread may have recorded one on the way to the last. But another stream may be there.
+            let mut events = match &state.streams[stream].context {
+                other if other.key() == key => Vec::new(),
+                _ => state.streams.take_markers_of(stream, key),
+            };
+            if !state.streams.iter().any(|(_, s)| s.context.key() == key) {
+                events.extend(state.events.remove(&key).into_iter().flatten());
+            }
+            events
+        };
+        // Who asks one of them a question, or has queued a wait for it, is done in a moment. The books do not
+        // hand them out any more.
+        for event in &mut events {
+            let mut round = 0;
+            while Arc::get_mut(event).is_none() {
+                pause(round);
+                round += 1;
+            }
+        }
+    }
+
+    /// Whether an error says no more than that another context than ours is gone, though a stream of it was
+    /// not retired.
+    pub(crate) fn is_gone(&self, context: &Context, error: &DriverError) -> bool {
+        context.key() != self.context.key()
+            && matches!(
+                error.code(),
+                CUresult::CUDA_ERROR_INVALID_CONTEXT
+                    | CUresult::CUDA_ERROR_INVALID_HANDLE
+                    | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            )
+    }
+
+    /// What a call came to that was made in a context. That another one than ours is gone is no loss of ours.
+    pub(crate) fn error_in(&self, context: &Context, error: DriverError) -> Error {
+        if error.code() != CUresult::CUDA_ERROR_INVALID_HANDLE && self.is_gone(context, &error) {
+            self.context_gone(context);
+            return Error::Driver(error);
+        }
+        self.error(error)
+    }
+
+    /// Our context, and those of all streams that may have work, as far as they are not gone.
+    pub(crate) fn contexts(&self) -> Result<Vec<Context>, Error> {
+        let mut contexts = vec![self.context.clone()];
+        for (_, slot) in self.lock().streams.iter() {
+            if !contexts.iter().any(|c| c.key() == slot.context.key()) {
+                contexts.push(slot.context.clone());
+            }
+        }
+        let mut alive = Vec::with_capacity(contexts.len());
+        for context in contexts {
+            match context.enter().map(drop) {
+                Err(error) if self.is_gone(&context, &error) => self.context_gone(&context),
+                entered => {
+                    entered.map_err(|e| self.error(e))?;
+                    alive.push(context);
+                }
+            }
+        }
+        Ok(alive)
+    }
+
+    /// Another context is gone, with all that it had.
+    pub(crate) fn context_gone(&self, context: &Context) {
+        log::warn!(
+            "a context on device {} is gone, but its streams were not retired",
+            context.device().ordinal()
+        );
+        self.lock().context_gone(context.key(), &self.context);
+    }
+}
+
+impl State {
+    /// The streams of a context get no more work, and what they were given cannot be asked for: it is
+    /// complete when everything was waited for.
+    fn context_gone(&mut self, key: u64, own: &Context) {
+        let gone = self.streams.iter();
+        let gone: Vec<u32> = gone
+            .filter(|(_, slot)| slot.context.key() == key)
+            .map(|(stream, _)| stream)
+            .collect();
+        let mut events = self.events.remove(&key).unwrap_or_default();
+        for stream in gone {
+            self.streams.forget_key(stream);
+            self.set_fast(stream, false);
+            for front in self.fronts.all().to_vec() {
+                self.close_batches(front, Some(stream), &mut AfterFree::default());
+            }
+            self.flush_fronts_of(stream);
+            // Everything up to here is under tickets below the one that is open.
+            drop(self.streams.close_batch(stream));
+            let slot = &mut self.streams[stream];
+            slot.context = own.clone();
+            slot.holder = Holder::Retired;
+            slot.former = None;
+            let markers = self.streams.take_markers_of(stream, key);
+            events.extend(markers);
+        }
+        // The handles are nobody's, or somebody else's by now.
+        events.into_iter().for_each(std::mem::forget);
+    }
+}

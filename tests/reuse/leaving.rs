@@ -1,0 +1,535 @@
+//! Streams that leave while their memory is in use, and contexts that go with them.
+
+use std::sync::{Arc, mpsc};
+
+use crate::common::*;
+use cualloc::allocator::{Allocator, Config, Policy};
+use cualloc::column::{Column, ElementType};
+use cualloc::driver::{Context, Stream, sys};
+use cualloc::pool::{WorkspaceConfig, WorkspacePool};
+use cualloc::sim::{FailPlan, Mode, Simulator};
+use cualloc::{DeviceBuffer, Error};
+
+const BLOCK: usize = 12 * MIB;
+const POLICIES: [Policy; 2] = [Policy::Packed, Policy::Classic];
+
+/// Room for a block, or for a page or a segment of small ones.
+fn room_for(bytes: usize) -> usize {
+    if bytes > MIB { BLOCK } else { 2 * MIB }
+}
+
+/// Another stream writes to memory of that size, of which there is no other; whatever still uses it is
+/// reported.
+fn use_elsewhere(rig: &Rig, allocator: &Allocator, bytes: usize, stream: &Stream) {
+    let next = allocator.allocate(bytes, stream).unwrap();
+    rig.stamp(next.ptr(), bytes, 2, stream);
+    rig.assert_clean();
+    let Some(sim) = rig.maybe_sim() else { return };
+    sim.complete_all();
+    rig.assert_clean();
+    sim.set_mode(Mode::Instant);
+}
+
+/// What the stream of a buffer is given behind the last marker, before the retirement ends, comes before the
+/// memory's next user.
+#[test]
+fn d3_work_between_the_last_marker_and_the_end_counts() {
+    for (policy, bytes) in POLICIES.into_iter().flat_map(|p| [(p, KIB), (p, BLOCK)]) {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.limited(room_for(bytes));
+        let [home, other] = rig.streams();
+        let mut buffer = DeviceBuffer::<u8>::zeroed(&allocator, bytes, &home).unwrap();
+        sim.set_mode(Mode::Manual);
+        let on = home.clone();
+        interlude::after("cuEventRecord", move || {
+            // The marker is complete, and what comes now is not.
+            on.synchronize().unwrap();
+            buffer.fill(1, &on).unwrap();
+            drop(buffer);
+        });
+        allocator.retire(&home).unwrap();
+        assert!(!interlude::is_due(), "no marker was recorded");
+        use_elsewhere(&rig, &allocator, bytes, &other);
+        drop((home, other));
+        rig.close(&allocator);
+    }
+}
+
+/// The free of a buffer that has looked whether its stream is retired, when it was not, may come when it is.
+#[test]
+fn d3_a_free_that_began_before_the_end_counts() {
+    for policy in POLICIES {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        let Some(sim) = rig.sim() else { return };
+        let config = Config::new().limit(Some(BLOCK as u64));
+        // A free asks the driver then, after its look.
+        let allocator = rig.allocator_with(config.capture_checks(true));
+        let [home, other] = rig.streams();
+        let mut buffer = DeviceBuffer::<u8>::zeroed(&allocator, BLOCK, &home).unwrap();
+        sim.set_mode(Mode::Manual);
+        let functions = sim.functions();
+        let (marks, marked) = mpsc::channel();
+        let (looks, looked) = mpsc::channel();
+        let retiring = {
+            let (allocator, on) = (allocator.clone(), home.clone());
+            std::thread::spawn(move || {
+                interlude::install(functions);
+                let settled = on.clone();
+                interlude::after("cuEventRecord", move || {
+                    settled.synchronize().unwrap();
+                    marks.send(()).unwrap();
+                    looked.recv().unwrap();
+                });
+                allocator.retire(&on).unwrap();
+            })
+        };
+        marked.recv().unwrap();
+        buffer.fill(1, &home).unwrap();
+        interlude::after("cuStreamIsCapturing", move || {
+            looks.send(()).unwrap();
+            retiring.join().unwrap();
+        });
+        drop(buffer);
+        assert!(!interlude::is_due(), "nobody asked");
+        use_elsewhere(&rig, &allocator, BLOCK, &other);
+        drop((home, other));
+        rig.close(&allocator);
+    }
+}
+
+/// Retires the stream as soon as there is memory, before anything is done with it.
+fn retire_before_use(allocator: &Allocator, stream: &Stream) {
+    let (allocator, stream) = (allocator.clone(), stream.clone());
+    interlude::after("cuThreadExchangeStreamCaptureMode", move || {
+        if allocator.stats().all.allocated.current == 0 {
+            return retire_before_use(&allocator, &stream);
+        }
+        allocator.retire(&stream).unwrap();
+        stream.synchronize().unwrap();
+    });
+}
+
+/// A column is filled behind the last marker of its stream.
+#[test]
+fn d3_columns_of_a_retired_stream_come_before_the_next_user() {
+    for policy in POLICIES {
+        for (bytes, of_resource) in [(KIB, false), (BLOCK, false), (KIB, true), (BLOCK, true)] {
+            let Some(rig) = Rig::with_interludes(policy) else {
+                return;
+            };
+            let Some(sim) = rig.sim() else { return };
+            let allocator = rig.limited(room_for(bytes));
+            let [home, other] = rig.streams();
+            // Known, and without anything else to ask.
+            drop(allocator.allocate(bytes, &home).unwrap());
+            sim.set_mode(Mode::Manual);
+            retire_before_use(&allocator, &home);
+            let column = if of_resource {
+                let resource = Arc::new(allocator.clone());
+                Column::zeroed_in(resource, ElementType::F32, bytes / 4, &home)
+            } else {
+                Column::zeroed(&allocator, ElementType::F32, bytes / 4, &home)
+            };
+            let column = column.unwrap();
+            assert!(!interlude::is_due(), "{bytes}: not retired");
+            if of_resource {
+                drop(column);
+            } else {
+                drop(column.into_block().unwrap());
+            }
+            use_elsewhere(&rig, &allocator, bytes, &other);
+            drop((home, other));
+            rig.close(&allocator);
+        }
+    }
+}
+
+/// As above, by the column's own drop.
+#[test]
+fn d3_a_dropped_column_of_a_retired_stream_counts() {
+    for (policy, bytes) in POLICIES.into_iter().flat_map(|p| [(p, KIB), (p, BLOCK)]) {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.limited(room_for(bytes));
+        let [home, other] = rig.streams();
+        drop(allocator.allocate(bytes, &home).unwrap());
+        sim.set_mode(Mode::Manual);
+        retire_before_use(&allocator, &home);
+        drop(Column::zeroed(&allocator, ElementType::F32, bytes / 4, &home).unwrap());
+        assert!(!interlude::is_due(), "{bytes}: not retired");
+        use_elsewhere(&rig, &allocator, bytes, &other);
+        drop((home, other));
+        rig.close(&allocator);
+    }
+}
+
+/// A retirement that fails leaves the stream as it was: known by its name, and served at once.
+#[test]
+fn d3_a_retirement_that_fails_changes_nothing() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(KIB, &b).unwrap());
+        let (small, large) = (
+            allocator.allocate(KIB, &a).unwrap(),
+            allocator.allocate(BLOCK, &a).unwrap(),
+        );
+        let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        sim.fail(FailPlan::call("cuEventRecord", code).unwrap());
+        assert!(matches!(allocator.retire(&a), Err(Error::Driver(_))));
+        let (small_at, large_at) = (small.ptr(), large.ptr());
+        drop((small, large));
+        let calls = rig.calls("cuStreamWaitEvent");
+        let small = allocator.allocate(KIB, &a).unwrap();
+        let large = allocator.allocate(BLOCK, &a).unwrap();
+        assert_eq!((small.ptr(), large.ptr()), (small_at, large_at));
+        assert_eq!(rig.calls("cuStreamWaitEvent"), calls);
+        assert_eq!(allocator.stats().streams, 2);
+        drop((small, large));
+        allocator.retire(&a).unwrap();
+        assert!(matches!(
+            allocator.retire(&a),
+            Err(Error::UnknownStream { .. })
+        ));
+        rig.close(&allocator);
+    });
+}
+
+/// A retirement that fails when its stream was named again meanwhile: both slots are the stream's, and the next
+/// one takes both.
+#[test]
+fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
+    for policy in POLICIES {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(KIB, &b).unwrap());
+        let block = allocator.allocate(BLOCK, &a).unwrap();
+        let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        sim.fail(FailPlan::call("cuEventRecord", code).unwrap());
+        let (keep, kept) = mpsc::channel();
+        let (other, on) = (allocator.clone(), a.clone());
+        interlude::after("cuEventRecord", move || {
+            keep.send(other.allocate(BLOCK, &on).unwrap()).unwrap();
+        });
+        assert!(matches!(allocator.retire(&a), Err(Error::Driver(_))));
+        assert_eq!(allocator.stats().streams, 3);
+        drop((block, kept.recv().unwrap()));
+        allocator.retire(&a).unwrap();
+        allocator.trim(0).unwrap();
+        assert_eq!(allocator.stats().streams, 1);
+        assert_eq!(a.holders(), 1, "the allocator lets go of it");
+        rig.close(&allocator);
+    }
+}
+
+/// A context beside the primary one, with a stream of its own.
+struct Elsewhere {
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+}
+
+fn elsewhere(rig: &Rig, sim: &Simulator, device: usize) -> Elsewhere {
+    let context = sim.create_context(device).unwrap();
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the context was just made, and is not destroyed as long as this is in use.
+    let foreign = unsafe { Context::from_raw(&rig.driver, context) }.unwrap();
+    let _entered = foreign.enter().unwrap();
+    // SAFETY: a context is current; the output is a local. 1: non-blocking.
+    let code = unsafe { rig.driver.functions().cuStreamCreate.unwrap()(&mut stream, 1) };
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    Elsewhere { context, stream }
+}
+
+/// Memory of a context's stream, and of ours that it used, is freed.
+fn used_by(allocator: &Allocator, own: &Stream, there: &Elsewhere, bytes: usize) {
+    // SAFETY: the stream is alive.
+    unsafe {
+        let ptr = allocator.allocate_raw(bytes, there.stream).unwrap();
+        allocator.free_raw(ptr).unwrap();
+        let block = allocator.allocate(bytes, own).unwrap();
+        allocator.record_use_raw(block.ptr(), there.stream).unwrap();
+    }
+}
+
+/// Once its streams are retired a context may be destroyed: nothing of it is asked any more.
+#[test]
+fn d6_a_context_may_go_once_its_streams_are_retired() {
+    for policy in POLICIES {
+        for (bytes, seen) in [(KIB, false), (4 * MIB, false), (4 * MIB, true)] {
+            let Some(rig) = Rig::with_interludes(policy) else {
+                return;
+            };
+            let Some(sim) = rig.sim() else { return };
+            let allocator = rig.allocator();
+            let own = rig.stream();
+            sim.set_mode(Mode::Manual);
+            let there = elsewhere(&rig, sim, 0);
+            let kept = allocator.allocate(70_000, &own).unwrap();
+            used_by(&allocator, &own, &there, bytes);
+            sim.busy(there.stream, 1).unwrap();
+            // SAFETY: the stream is alive, and gets no more work.
+            unsafe { allocator.retire_raw(there.stream) }.unwrap();
+            sim.complete_all();
+            if seen {
+                allocator.trim(u64::MAX).unwrap();
+            }
+            assert!(sim.destroy_context(there.context));
+            drop(allocator.allocate(2 * bytes, &own).unwrap());
+            allocator.trim(0).unwrap();
+            allocator.synchronize().unwrap();
+            assert_eq!(allocator.trim(0).unwrap().pending, 0);
+            drop(kept);
+            sim.set_mode(Mode::Instant);
+            rig.close(&allocator);
+            rig.assert_clean();
+        }
+    }
+}
+
+/// The events of another context go with the last of its streams, the markers' and the spare ones.
+#[test]
+fn d6_no_event_of_a_context_outlives_the_last_of_its_streams() {
+    for policy in POLICIES {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let own = rig.stream();
+        drop(allocator.allocate(KIB, &own).unwrap());
+        let there = elsewhere(&rig, sim, 0);
+        sim.set_mode(Mode::Manual);
+        for _ in 0..3 {
+            used_by(&allocator, &own, &there, 4 * MIB);
+            sim.busy(there.stream, 1).unwrap();
+        }
+        // SAFETY: the stream is alive, and gets no more work.
+        unsafe { allocator.retire_raw(there.stream) }.unwrap();
+        sim.complete_all();
+        let events = sim.leaks().events;
+        assert!(sim.destroy_context(there.context));
+        assert_eq!(sim.leaks().events, events, "some went with the context");
+        sim.set_mode(Mode::Instant);
+        rig.close(&allocator);
+        rig.assert_clean();
+    }
+}
+
+/// What a retired stream of another context is still at comes before the memory's next user.
+#[test]
+fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
+    for policy in POLICIES {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.limited(BLOCK);
+        let own = rig.stream();
+        sim.set_mode(Mode::Manual);
+        let there = elsewhere(&rig, sim, 0);
+        let block = allocator.allocate(BLOCK, &own).unwrap();
+        own.synchronize().unwrap();
+        // SAFETY: the stream is alive, and the context for as long as it is in use.
+        unsafe {
+            let foreign = Context::from_raw(&rig.driver, there.context).unwrap();
+            let borrowed = Stream::from_raw(&foreign, there.stream).unwrap();
+            let entered = foreign.enter().unwrap();
+            entered
+                .memset_d32(block.ptr(), 1, BLOCK / 4, borrowed.raw())
+                .unwrap();
+            drop(entered);
+            allocator.record_use_raw(block.ptr(), there.stream).unwrap();
+        }
+        drop(block);
+        // SAFETY: the stream is alive, and gets no more work.
+        unsafe { allocator.retire_raw(there.stream) }.unwrap();
+        use_elsewhere(&rig, &allocator, BLOCK, &own);
+        assert!(sim.destroy_context(there.context));
+        rig.close(&allocator);
+        rig.assert_clean();
+    }
+}
+
+/// A context is destroyed though a stream of it was not retired: its memory is unknown until everything was
+/// waited for, and nobody else suffers.
+#[test]
+fn d6_a_context_that_goes_without_a_word_is_no_loss_of_ours() {
+    for (policy, bytes) in POLICIES.into_iter().flat_map(|p| [(p, KIB), (p, 4 * MIB)]) {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let own = rig.stream();
+        sim.set_mode(Mode::Manual);
+        let there = elsewhere(&rig, sim, 0);
+        let kept = allocator.allocate(70_000, &own).unwrap();
+        used_by(&allocator, &own, &there, bytes);
+        sim.complete_all();
+        assert!(sim.destroy_context(there.context));
+        sim.set_mode(Mode::Instant);
+        drop(allocator.allocate(2 * bytes, &own).unwrap());
+        allocator.trim(0).unwrap();
+        allocator.synchronize().unwrap();
+        assert_eq!(allocator.trim(0).unwrap().pending, 0);
+        drop(kept);
+        rig.close(&allocator);
+    }
+}
+
+/// A synchronisation that fails leaves tickets as they were: what is freed on a retired stream is covered by its
+/// last marker.
+#[test]
+fn d7_a_synchronisation_that_fails_changes_nothing() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let [s, t] = rig.streams();
+        drop(allocator.allocate(100 * KIB, &t).unwrap());
+        let block = allocator.allocate(8 * MIB, &s).unwrap();
+        allocator.retire(&s).unwrap();
+        let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        sim.fail(FailPlan::call("cuCtxSynchronize", code).unwrap());
+        assert!(matches!(
+            allocator.synchronize(),
+            Err(Error::Capturing { .. })
+        ));
+        drop(block);
+        let trimmed = allocator.trim(u64::MAX).unwrap();
+        assert_eq!(trimmed.pending, 0);
+        let next = allocator.allocate_at_hand(8 * MIB, 1, &t, &[]).unwrap();
+        assert!(next.is_some(), "nothing is left to wait for");
+        drop(next);
+        assert_eq!(allocator.stats().streams, 1, "the retired one is over");
+        rig.close(&allocator);
+    });
+}
+
+/// The same of streams that go on: a batch is as full after the failure as it was before.
+#[test]
+fn d7_a_synchronisation_that_fails_takes_no_batch_away() {
+    let frees_until_marked = |fails: bool| {
+        let rig = Rig::with_interludes(Policy::Packed)?;
+        let sim = rig.sim()?;
+        let allocator = rig.allocator();
+        let other = rig.stream();
+        drop(allocator.allocate(KIB, &other).unwrap());
+        let foreign = RawStream::new(&rig);
+        let stream = foreign.borrowed();
+        let mut blocks: Vec<_> = (0..64)
+            .map(|_| allocator.allocate(2 * MIB / 64 * 3, &stream).unwrap())
+            .collect();
+        let markers = allocator.stats().markers;
+        drop(blocks.split_off(60));
+        if fails {
+            let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+            sim.fail(FailPlan::call("cuCtxSynchronize", code).unwrap());
+            assert!(allocator.synchronize().is_err());
+        }
+        let mut frees = 0;
+        while allocator.stats().markers == markers {
+            drop(blocks.pop().unwrap());
+            frees += 1;
+        }
+        drop(blocks);
+        allocator.retire(&stream).unwrap();
+        drop(stream);
+        foreign.destroy();
+        rig.close(&allocator);
+        Some(frees)
+    };
+    assert_eq!(frees_until_marked(true), frees_until_marked(false));
+}
+
+/// A stream that destroys itself with its last user is kept alive, whichever way it was named first.
+#[test]
+fn d12_a_stream_that_was_named_by_its_handle_is_kept_alive() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        for (bytes, again) in [(KIB, false), (4 * MIB, false), (KIB, true), (4 * MIB, true)] {
+            let allocator = rig.allocator();
+            let other = rig.stream();
+            drop(allocator.allocate(70_000, &other).unwrap());
+            let streams = sim.leaks().streams;
+            let stream = rig.stream();
+            // SAFETY: the stream is alive.
+            let ptr = unsafe { allocator.allocate_raw(bytes, stream.raw()) }.unwrap();
+            let block = again.then(|| allocator.allocate(bytes, &stream).unwrap());
+            drop(stream);
+            assert_eq!(sim.leaks().streams, streams + 1);
+            drop(block);
+            // SAFETY: nobody uses it.
+            unsafe { allocator.free_raw(ptr) }.unwrap();
+            rig.assert_clean();
+            rig.close(&allocator);
+            drop(allocator);
+            assert_eq!(sim.leaks().streams, streams);
+        }
+    });
+}
+
+/// The legacy stream is kept from the first time that it is named by an object, as the context is.
+#[test]
+fn d12_the_legacy_stream_is_kept_once_it_is_named_by_an_object() {
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let other = rig.stream();
+        drop(allocator.allocate(KIB, &other).unwrap());
+        // SAFETY: a special handle.
+        unsafe {
+            let ptr = allocator.allocate_raw(BLOCK, std::ptr::null_mut()).unwrap();
+            allocator.free_raw(ptr).unwrap();
+        }
+        let legacy = Stream::legacy_default(&rig.context).unwrap();
+        let block = allocator.allocate(BLOCK, &legacy).unwrap();
+        sim.set_mode(Mode::Manual);
+        drop(block);
+        let holders = legacy.holders();
+        sim.set_mode(Mode::Instant);
+        assert_eq!(holders, 2, "a marker may be recorded there at any time");
+        drop(other);
+        rig.close(&allocator);
+    });
+}
+
+/// An idle slab of a stream that was retired is not leased again: its free would count for the last marker.
+#[test]
+fn s5_idle_workspaces_of_a_retired_stream_are_not_leased() {
+    for between in [false, true] {
+        each(|rig| {
+            let Some(sim) = rig.sim() else { return };
+            let allocator = rig.limited(16 * MIB);
+            let [home, other] = rig.streams();
+            let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+            let lease = pool.lease(&home, 16 * MIB).unwrap();
+            if between {
+                allocator.retire(&home).unwrap();
+                drop(lease);
+            } else {
+                drop(lease);
+                allocator.retire(&home).unwrap();
+            }
+            sim.set_mode(Mode::Manual);
+            let lease = pool.lease(&home, 16 * MIB).unwrap();
+            rig.stamp(lease.ptr(), 16 * MIB, 1, &home);
+            drop(lease);
+            pool.trim(0);
+            use_elsewhere(rig, &allocator, 16 * MIB, &other);
+            drop(pool);
+            rig.close(&allocator);
+        });
+    }
+}
