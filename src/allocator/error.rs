@@ -96,6 +96,9 @@ pub enum Error {
         /// Ordinal of the stream's device.
         stream_device: usize,
     },
+    /// The stream belongs to another driver: its id and its handle mean nothing here.
+    #[error("the stream belongs to another driver")]
+    ForeignDriver,
     /// The stream was never seen by this allocator.
     #[error("stream {stream:#x} is not known to this allocator")]
     UnknownStream {
