@@ -17,7 +17,8 @@ fn driver(name: &str) -> Option<Driver> {
     let folder = Folder::new(name);
     let path = folder.file("driver.so");
     Fake::default().build(&cc, &path);
-    Some(Driver::open(&path).unwrap())
+    // SAFETY: the fake library behaves as a driver.
+    Some(unsafe { Driver::open(&path) }.unwrap())
 }
 
 fn context(driver: &Driver) -> Context {
@@ -133,9 +134,11 @@ fn borrowed_handles_are_never_destroyed() {
         return;
     };
     set_thread_state(&driver, 0, 0);
-    assert!(Context::current(&driver).unwrap().is_none());
+    // SAFETY: its owner keeps it meanwhile.
+    assert!(unsafe { Context::current(&driver) }.unwrap().is_none());
     set_thread_state(&driver, 0x3001, 0);
-    let current = Context::current(&driver).unwrap().unwrap();
+    // SAFETY: its owner keeps it meanwhile.
+    let current = unsafe { Context::current(&driver) }.unwrap().unwrap();
     assert_eq!(current.kind(), ContextKind::Borrowed);
     assert_eq!(current.device().ordinal(), 1);
     // SAFETY: the fake driver never looks behind a handle.
@@ -196,7 +199,8 @@ fn r26_streams_are_told_apart_without_ids() {
         ..Default::default()
     };
     fake.build(&cc, &path);
-    let driver = Driver::open(&path).unwrap();
+    // SAFETY: the fake library behaves as a driver.
+    let driver = unsafe { Driver::open(&path) }.unwrap();
     let (one, two) = (
         context(&driver),
         Context::primary(&driver, driver.device(1).unwrap()).unwrap(),

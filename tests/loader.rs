@@ -22,7 +22,8 @@ fn complete_driver_opens() {
     let folder = Folder::new("complete");
     let path = folder.file("driver.so");
     Fake::default().build(&cc, &path);
-    let driver = Driver::open(&path).unwrap();
+    // SAFETY: the fake library behaves as a driver, as far as it is one.
+    let driver = unsafe { Driver::open(&path) }.unwrap();
     assert_eq!(driver.version(), 13000);
     assert_eq!(driver.library(), path.to_str());
     for feature in Feature::ALL {
@@ -32,7 +33,8 @@ fn complete_driver_opens() {
     assert!(!driver.is_lost());
     assert!(!driver.is_forked_child());
     // Opened again, it is another driver with counters of its own.
-    let again = Driver::open(&path).unwrap();
+    // SAFETY: the fake library behaves as a driver, as far as it is one.
+    let again = unsafe { Driver::open(&path) }.unwrap();
     assert_eq!(again.calls().get("cuDeviceGetCount"), 0);
     assert_eq!(driver.calls().get("cuDeviceGetCount"), 1);
 }
@@ -63,7 +65,8 @@ fn s3_34_loads_without_any_optional_symbol() {
             "{young}"
         );
     }
-    let driver = Driver::open(&path).unwrap();
+    // SAFETY: the fake library behaves as a driver, as far as it is one.
+    let driver = unsafe { Driver::open(&path) }.unwrap();
     for feature in Feature::ALL {
         assert!(!driver.has(*feature), "{feature:?}");
     }
@@ -113,7 +116,8 @@ fn missing_optional_symbol_disables_its_feature_only() {
             "{young}"
         );
     }
-    let driver = Driver::open(&path).unwrap();
+    // SAFETY: the fake library behaves as a driver, as far as it is one.
+    let driver = unsafe { Driver::open(&path) }.unwrap();
     for feature in Feature::ALL {
         assert_eq!(
             driver.has(*feature),
@@ -134,7 +138,8 @@ fn s3_13_s3_36_missing_required_symbol_is_named() {
         ..Default::default()
     };
     fake.build(&cc, &path);
-    let error = Driver::open(&path).unwrap_err();
+    // SAFETY: the fake library behaves as a driver, as far as it is one.
+    let error = unsafe { Driver::open(&path) }.unwrap_err();
     let text = chain(&error);
     match error {
         LoadError::SymbolMissing { name, library, .. } => {
@@ -157,7 +162,8 @@ fn r72_stub_library_is_told() {
         ..Default::default()
     };
     fake.build(&cc, &path);
-    match Driver::open(&path).unwrap_err() {
+    // SAFETY: the fake library behaves as a driver, as far as it is one.
+    match unsafe { Driver::open(&path) }.unwrap_err() {
         LoadError::StubLibrary { library } => assert_eq!(Some(library.as_str()), path.to_str()),
         other => panic!("{other:?}"),
     }
@@ -178,7 +184,8 @@ fn old_driver_is_too_old() {
             without,
         };
         fake.build(&cc, &path);
-        let error = Driver::open(&path).unwrap_err();
+        // SAFETY: the fake library behaves as a driver, as far as it is one.
+        let error = unsafe { Driver::open(&path) }.unwrap_err();
         assert!(error.to_string().contains("CUDA 10.0"), "{error}");
         match error {
             LoadError::TooOld { have, need } => assert_eq!((have, need), (10000, 10010)),
@@ -206,7 +213,8 @@ fn s3_13_s3_36_broken_paths_keep_the_loaders_words() {
         (folder.path(), "cannot"),
     ];
     for (path, words) in cases {
-        let error = Driver::open(path).unwrap_err();
+        // SAFETY: the fake library behaves as a driver, as far as it is one.
+        let error = unsafe { Driver::open(path) }.unwrap_err();
         assert!(chain(&error).contains(words), "{}", chain(&error));
         assert!(error.to_string().contains(words), "{error}");
         let mut last: &dyn Error = &error;
@@ -222,7 +230,8 @@ fn s3_13_s3_36_broken_paths_keep_the_loaders_words() {
             other => panic!("{other:?}"),
         }
     }
-    let error = Driver::open(Path::new("with\0zero")).unwrap_err();
+    // SAFETY: the fake library behaves as a driver, as far as it is one.
+    let error = unsafe { Driver::open(Path::new("with\0zero")) }.unwrap_err();
     assert!(matches!(error, LoadError::NotFound { .. }), "{error:?}");
 }
 
@@ -498,7 +507,8 @@ fn case_exit() {
     // Registered before the library's handler, so it runs after it.
     // SAFETY: the handler is a function of this program.
     assert_eq!(unsafe { atexit(drop_kept) }, 0);
-    let driver = Driver::open(env::var(OVERRIDE).unwrap()).unwrap();
+    // SAFETY: the fake library behaves as a driver, as far as it is one.
+    let driver = unsafe { Driver::open(env::var(OVERRIDE).unwrap()) }.unwrap();
     let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
     let event = context.enter().unwrap().create_event().unwrap();
     let stream = Stream::new(&context).unwrap();

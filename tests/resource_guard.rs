@@ -508,7 +508,8 @@ mod guard {
     /// Refuses everything, in words that mean something else.
     struct Loud(Allocator);
 
-    impl MemoryResource for Loud {
+    // SAFETY: hands out nothing.
+    unsafe impl MemoryResource for Loud {
         fn allocate_aligned(
             &self,
             _bytes: usize,

@@ -23,7 +23,8 @@ fn the_library_loads_and_allocates() {
         eprintln!("SKIPPED: {} is not built", path.display());
         return;
     }
-    let driver = Driver::open(&path).unwrap();
+    // SAFETY: the library is a simulated driver.
+    let driver = unsafe { Driver::open(&path) }.unwrap();
     assert_eq!(driver.version(), 13000);
     assert_eq!(driver.device_count().unwrap(), 1);
     let device = driver.device(0).unwrap();

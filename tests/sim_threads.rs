@@ -35,7 +35,8 @@ fn threads_work_side_by_side_and_leave_nothing() {
                     unsafe { entered.mem_free(memory) }.unwrap();
                 }
                 assert!(
-                    Context::current(driver).unwrap().is_none(),
+                    // SAFETY: its owner keeps it meanwhile.
+                    unsafe { Context::current(driver) }.unwrap().is_none(),
                     "left as it was"
                 );
             });

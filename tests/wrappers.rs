@@ -44,7 +44,8 @@ fn wrappers_pass_their_arguments_in_place() {
     let folder = Folder::new("wrappers");
     let path = folder.file("driver.so");
     Fake::default().build(&cc, &path);
-    let driver = Driver::open(&path).unwrap();
+    // SAFETY: the fake library behaves as a driver.
+    let driver = unsafe { Driver::open(&path) }.unwrap();
     let devices = [driver.device(0).unwrap(), driver.device(1).unwrap()];
     let zero = Context::primary(&driver, devices[0]).unwrap();
     let one = Context::primary(&driver, devices[1]).unwrap();
@@ -174,7 +175,8 @@ fn pools(context: &Context, devices: &[Device]) {
     // Ours and the imported one are destroyed, the device's are not.
     let imported = MemoryPool::import_fd(context, standard_input()).unwrap();
     let default = MemoryPool::default_of(context).unwrap();
-    let current = MemoryPool::current_of(context).unwrap();
+    // SAFETY: the fake pool is there for ever.
+    let current = unsafe { MemoryPool::current_of(context) }.unwrap();
     assert_eq!(default.raw(), current.raw());
     drop((pool, imported, default, current));
     assert_eq!(context.driver().calls().get("cuMemPoolDestroy"), 2);

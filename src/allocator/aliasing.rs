@@ -173,6 +173,7 @@ impl Engine {
     /// Tests the device now, if it was not tested before and the settings allow a test; says what is
     /// known then.
     pub(crate) fn test_views(&self) -> Result<SelfTest, Error> {
+        self.usable()?;
         if self.views && self.lock().self_test == SelfTest::NotRun {
             drop(self.open()?);
             self.reserve_for_test()?;

@@ -47,6 +47,11 @@ use super::streams::StreamKey;
 /// streams of another context have none: make a [`Stream`] of them, with their context. With
 /// [`Config::context_checks`] (on in debug builds) a special handle beside another current context is
 /// [`Error::WrongContext`].
+///
+/// # Forks
+/// In a forked child of the process every call that can fail is [`Error::ForkedChild`]. The others answer
+/// at once, as those of an allocator without memory, and change nothing: the books may be locked by a
+/// thread that the child does not have.
 pub struct Allocator {
     pub(super) engine: Shared,
 }
@@ -151,7 +156,7 @@ impl Allocator {
     ///
     /// # Errors
     /// [`Error::InvalidSize`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`],
-    /// [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
+    /// [`Error::ForeignDriver`], [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
         let grant = match self.engine.allocate_at_once(stream.id_at_hand(), bytes) {
@@ -181,6 +186,7 @@ impl Allocator {
     #[inline(never)]
     fn allocate_in_books(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
         let request = Request::new(bytes, 1)?;
+        self.engine.same_driver(stream)?;
         let named = match stream.known_id() {
             Some(id) => Named {
                 key: StreamKey::Id(id),
@@ -319,13 +325,15 @@ impl Allocator {
 
     /// Whether a live block lies around `ptr`.
     pub fn owns(&self, ptr: sys::CUdeviceptr) -> bool {
-        let mut state = self.engine.lock();
+        let Some(mut state) = self.engine.readable() else {
+            return false;
+        };
         state.small_around(ptr).is_some() || state.large_around(ptr).is_some()
     }
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
-        let mut state = self.engine.lock();
+        let mut state = self.engine.readable()?;
         if let Some((_, run, stream)) = state.small_around(ptr) {
             return Some(state.run_info(stream, &run, &[]));
         }
@@ -335,7 +343,7 @@ impl Allocator {
 
     /// Usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
-        let mut state = self.engine.lock();
+        let mut state = self.engine.readable()?;
         if let Some((_, run, _)) = state.small_around(ptr) {
             return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
         }
@@ -401,12 +409,14 @@ impl Allocator {
     /// Sets or lifts the bound on bytes held from the driver. Memory above a lowered bound stays
     /// until it is trimmed.
     pub fn set_limit(&self, bytes: Option<u64>) {
-        self.engine.lock().limit = bytes;
+        if let Some(mut state) = self.engine.readable() {
+            state.limit = bytes;
+        }
     }
 
     /// The bound on bytes held from the driver.
     pub fn limit(&self) -> Option<u64> {
-        self.engine.lock().limit
+        self.engine.readable()?.limit
     }
 
     /// Adds a hook that is asked to free memory before a request fails, after everything that the
@@ -445,19 +455,24 @@ impl Allocator {
 
     /// All figures, at one instant.
     pub fn stats(&self) -> Stats {
-        self.engine.lock().statistics()
+        let state = self.engine.readable();
+        state.map_or_else(Stats::default, |state| state.statistics())
     }
 
     /// How far the free memory could serve: a walk over all of it.
     pub fn fragmentation(&self) -> Fragmentation {
-        let mut state = self.engine.lock();
+        let Some(mut state) = self.engine.readable() else {
+            return Fragmentation::default();
+        };
         state.clear_shelves();
         state.fragmentation()
     }
 
     /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
     pub fn cached(&self) -> u64 {
-        let mut state = self.engine.lock();
+        let Some(mut state) = self.engine.readable() else {
+            return 0;
+        };
         let (_, allocated) = state.live_totals();
         state.stats.all.reserved.current.saturating_sub(allocated)
     }
@@ -470,19 +485,21 @@ impl Allocator {
 
     /// Sets all peaks to the current values, at one instant.
     pub fn reset_peaks(&self) {
-        self.engine.lock().reset_peaks();
+        if let Some(mut state) = self.engine.readable() {
+            state.reset_peaks();
+        }
     }
 
     /// All segments with their blocks, by address, at one instant.
     pub fn snapshot(&self) -> Vec<SegmentInfo> {
-        let mut state = self.engine.lock();
-        state.clear_shelves();
-        state.snapshot()
+        self.stats_and_snapshot().1
     }
 
     /// [`stats`](Self::stats) and [`snapshot`](Self::snapshot) of the same instant.
     pub fn stats_and_snapshot(&self) -> (Stats, Vec<SegmentInfo>) {
-        let mut state = self.engine.lock();
+        let Some(mut state) = self.engine.readable() else {
+            return Default::default();
+        };
         state.clear_shelves();
         (state.statistics(), state.snapshot())
     }
@@ -492,9 +509,12 @@ impl Allocator {
     /// under way is counted as that.
     ///
     /// # Errors
-    /// The first thing that does not agree.
+    /// The first thing that does not agree. In a forked child there is nothing to look at, which is one.
     pub fn check(&self) -> Result<(), CheckError> {
-        self.engine.lock().check()
+        match self.engine.readable() {
+            Some(state) => state.check(),
+            None => super::check::holds("the books of a forked child", false),
+        }
     }
 }
 

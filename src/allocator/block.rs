@@ -49,9 +49,12 @@ impl Block {
     /// Usable bytes: the request, rounded up.
     pub fn size(&self) -> u64 {
         match self.place.record() {
-            Some(id) if self.place.wide() => self.engine().lock().records[id].bytes(),
-            _ => (self.requested as u64).next_multiple_of(size::GRANULE),
+            Some(id) if self.place.wide() => {
+                self.engine().readable().map(|s| s.records[id].bytes())
+            }
+            _ => None,
         }
+        .unwrap_or_else(|| (self.requested as u64).next_multiple_of(size::GRANULE))
     }
 
     /// Bytes as they were asked for.

@@ -31,6 +31,10 @@ pub(crate) struct RareLog(AtomicU64);
 impl RareLog {
     /// Whether this occurrence should be logged, and the how-manieth it is.
     pub(crate) fn due(&self) -> Option<u64> {
+        // A logger has locks, too.
+        if process::is_forked_child() {
+            return None;
+        }
         let count = self.0.fetch_add(1, Ordering::Relaxed) + 1;
         count.is_power_of_two().then_some(count)
     }
@@ -265,6 +269,12 @@ impl Engine {
         self.state.0.lock()
     }
 
+    /// The books, for calls that cannot say [`Error::ForkedChild`]: none in a child, where the lock may be
+    /// held by a thread that does not exist there.
+    pub(crate) fn readable(&self) -> Option<Guard<'_>> {
+        (!process::is_forked_child()).then(|| self.lock())
+    }
+
     /// Turns a driver's error into ours, and remembers a lost context.
     pub(crate) fn error(&self, error: DriverError) -> Error {
         if error.is_fatal() {
@@ -301,8 +311,18 @@ impl Engine {
 
     // ---- streams ---------------------------------------------------------------------------
 
+    /// Streams of another driver are refused: ids tell apart the streams of one.
+    #[inline]
+    pub(crate) fn same_driver(&self, stream: &Stream) -> Result<(), Error> {
+        if self.driver().same_library(stream.context().driver()) {
+            return Ok(());
+        }
+        Err(Error::ForeignDriver)
+    }
+
     pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
         self.usable()?;
+        self.same_driver(stream)?;
         let id = stream.id().map_err(|e| self.unnamed(stream.raw(), e))?;
         Ok(Named {
             key: StreamKey::Id(id),

@@ -110,6 +110,9 @@ pub enum Error {
         /// Handle of the allocator's context.
         expected: usize,
     },
+    /// The stream belongs to another driver: its id and its handle mean nothing here.
+    #[error("the stream belongs to another driver")]
+    ForeignDriver,
     /// The stream was never seen by this allocator.
     #[error("stream {stream:#x} is not known to this allocator")]
     UnknownStream {

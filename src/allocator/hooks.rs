@@ -1,7 +1,9 @@
 //! Hooks that can free memory when there is none: the user's last word before an error.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use crate::driver::process;
 
 /// Frees memory that the program can do without. Gets the number of bytes that are missing and
 /// returns how many it freed, as far as it knows; the allocator looks for itself.
@@ -16,7 +18,7 @@ impl Hooks {
     /// Adds a hook, or replaces the one of that name; whether one was replaced.
     pub(crate) fn set(&self, name: String, hook: Arc<ReliefHook>) -> bool {
         let replaced = {
-            let mut hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut hooks = process::lock(&self.0);
             match hooks.iter_mut().find(|(known, _)| *known == name) {
                 Some(known) => Some(std::mem::replace(&mut known.1, hook)),
                 None => {
@@ -32,23 +34,30 @@ impl Hooks {
     /// Removes a hook; whether it existed.
     pub(crate) fn remove(&self, name: &str) -> bool {
         let removed = {
-            let mut hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut hooks = process::lock(&self.0);
             let at = hooks.iter().position(|(known, _)| known == name);
             at.map(|at| hooks.remove(at))
         };
         removed.is_some()
     }
 
+    /// Runs while the hooks are locked.
+    #[cfg(all(test, unix, feature = "sim"))]
+    pub(crate) fn while_locked<T>(&self, run: impl FnOnce() -> T) -> T {
+        let _hooks = process::lock(&self.0);
+        run()
+    }
+
     /// The hooks as they are now.
     pub(crate) fn all(&self) -> Vec<Arc<ReliefHook>> {
-        let hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let hooks = process::lock(&self.0);
         hooks.iter().map(|(_, hook)| Arc::clone(hook)).collect()
     }
 }
 
 impl fmt::Debug for Hooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let hooks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let hooks = process::lock(&self.0);
         f.debug_list()
             .entries(hooks.iter().map(|(name, _)| name))
             .finish()

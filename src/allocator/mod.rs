@@ -20,6 +20,8 @@ mod engine;
 mod error;
 mod figures;
 mod fit;
+#[cfg(all(test, unix, feature = "sim"))]
+mod forked;
 pub(crate) mod front;
 mod fronts;
 mod grant;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 
-use crate::driver::{DriverError, Entered, Event, Stream};
+use crate::driver::{DriverError, Entered, Event, Stream, process};
 
 use super::element::DeviceCopy;
 use super::error::{BufferError, CopyError};
@@ -129,7 +129,10 @@ fn settle(end: Option<(Event, Stream)>) -> Result<(), DriverError> {
 }
 
 fn leak<T: DeviceCopy>(host: PinnedBuffer<T>) {
-    log::warn!("{host:?} is leaked: the end of a copy could not be waited for");
+    // A logger has locks, and in a forked child a thread that is not there may hold them.
+    if !process::is_forked_child() {
+        log::warn!("{host:?} is leaked: the end of a copy could not be waited for");
+    }
     std::mem::forget(host);
 }
 

@@ -148,7 +148,9 @@ impl Memory {
 
     /// Whether `stream` may be ordered with the home stream at all.
     fn admit(&self, stream: &Stream, id: u64) -> Result<(), BufferError> {
-        self.block.engine().usable()?;
+        let engine = self.block.engine();
+        engine.usable()?;
+        engine.same_driver(stream)?;
         self.at_home()?;
         refuse_capture(stream)?;
         if id != self.stream_id {
@@ -223,6 +225,9 @@ impl Memory {
 
     /// The block, ready to be freed.
     pub(super) fn into_block(self) -> Result<Block, (Memory, BufferError)> {
+        if process::is_forked_child() {
+            return Err((self, crate::Error::ForkedChild.into()));
+        }
         if let Err(error) = self.settle() {
             return Err((self, error));
         }

@@ -181,7 +181,9 @@ impl ArrowDeviceArray {
     ///
     /// # Safety
     /// What the parts say about the memory and the event is true until the array is released, which any
-    /// thread may do.
+    /// thread may do. Safe code may read the memory through a column made of the array
+    /// ([`Column::from_arrow`]): what others do with it until then is over or in order by what is said of
+    /// [`Producer`], as in [`DlpackTensor::from_raw`](super::DlpackTensor::from_raw).
     pub unsafe fn from_parts(parts: ArrowParts) -> Self {
         ArrowDeviceArray {
             array: parts.array,
@@ -436,8 +438,9 @@ impl Column {
         let returned = array.own_memory();
         let ready = || {
             let described = array.describe(element, stream.context().device())?;
-            array.wait(stream)?;
+            // First of all, which also refuses our own memory of another driver.
             Memory::expect(returned.as_deref(), stream, &producer)?;
+            array.wait(stream)?;
             Ok(described)
         };
         let described = match ready() {

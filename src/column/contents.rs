@@ -6,7 +6,6 @@ use crate::resource::Access;
 use super::columns::Column;
 use super::element::Element;
 use super::error::ColumnError;
-use super::order::refuse_capture;
 
 impl Column {
     pub(super) fn set_zero(&self) -> Result<(), ColumnError> {
@@ -23,11 +22,13 @@ impl Column {
         filled.map_err(ColumnError::from).and(finished)
     }
 
-    /// Overwrites all elements, in the order of the column's stream. Waits until that is done.
+    /// Overwrites all elements, in the order of the column's stream. Waits until that is done, and until
+    /// other columns of the same memory have done theirs.
     ///
     /// # Errors
     /// [`ColumnError::WrongType`], [`ColumnError::WrongLength`], [`ColumnError::ReadOnly`],
-    /// [`ColumnError::Capturing`], [`ColumnError::Buffer`], driver errors.
+    /// [`ColumnError::Capturing`], [`ColumnError::Buffer`] (of a per-thread default stream also on any
+    /// thread but the one that made the column), driver errors.
     pub fn copy_from_slice<T: Element>(&mut self, values: &[T]) -> Result<(), ColumnError> {
         self.expect::<T>(values.len())?;
         if self.is_read_only() {
@@ -36,7 +37,7 @@ impl Column {
         if values.is_empty() {
             return Ok(());
         }
-        refuse_capture(self.stream())?;
+        let _turn = self.memory.begin()?;
         self.memory.prepare(Access::Write)?;
         let copied = self.copy_in(values);
         // Also after a failure: the driver may have taken a part.
@@ -69,7 +70,7 @@ impl Column {
     /// All elements, after everything that the column's stream was given so far. Waits.
     ///
     /// # Errors
-    /// [`ColumnError::WrongType`], [`ColumnError::Capturing`], [`ColumnError::Buffer`], driver errors.
+    /// As [`copy_from_slice`](Self::copy_from_slice).
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>, ColumnError> {
         self.expect::<T>(self.rows())?;
         let mut bytes = vec![0u8; self.byte_len()];
@@ -77,7 +78,7 @@ impl Column {
             return Ok(Vec::new());
         }
         let stream = self.stream();
-        refuse_capture(stream)?;
+        let _turn = self.memory.begin()?;
         self.memory.prepare(Access::Read)?;
         let entered = stream.context().enter()?;
         // SAFETY: both ranges have so many bytes; the host's is ours, and kept until the copy is over.

@@ -338,6 +338,11 @@ impl DlpackTensor {
     /// The structure is valid and nobody else uses or deletes it from now on. What it says about its
     /// memory is true until its deleter is called, which any thread may do. Shape and strides have
     /// `ndim` numbers where they are not null.
+    ///
+    /// Safe code may read and write the memory through a column made of the tensor
+    /// ([`Column::from_dlpack`](super::Column::from_dlpack)), for which it names a stream and a producer:
+    /// all elements hold values, and what others do with the memory until the deleter is called is in order
+    /// with that stream by what is said of [`Producer`](super::Producer), or over.
     pub unsafe fn from_raw(raw: *mut DLManagedTensor) -> Result<Self, Invalid> {
         let raw = NonNull::new(raw).ok_or(Invalid::Null)?;
         Ok(DlpackTensor(Form::Legacy(raw)))

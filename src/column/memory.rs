@@ -1,9 +1,11 @@
 //! The memory under a column, whoever it belongs to, and the end of its life.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 
 use crate::allocator::Block;
+use crate::buffer::BufferError;
 use crate::driver::{DriverError, Stream, StreamKind, sys};
 use crate::resource::{
     Access, BlockIdentity, BlockKey, Buffer, MemoryResource, OwnedBlock, Tracking,
@@ -47,10 +49,15 @@ enum Owner {
 pub(super) struct Memory {
     owner: Option<Owner>,
     stream: Stream,
+    /// The thread whose stream it is, where the handle means another one on each.
+    thread: Option<ThreadId>,
     ptr: sys::CUdeviceptr,
     bytes: usize,
     /// Some consumer's streams are not known: freeing waits for the context.
     untracked: AtomicBool,
+    /// Held by whoever copies to or from the memory, until that is done: of our own memory come back there
+    /// may be several columns, each with a home of its own.
+    turn: Mutex<()>,
 }
 
 impl Memory {
@@ -58,9 +65,12 @@ impl Memory {
         Arc::new(Memory {
             owner: Some(owner),
             stream: stream.clone(),
+            thread: (stream.kind() == StreamKind::PerThreadDefault)
+                .then(|| std::thread::current().id()),
             ptr,
             bytes,
             untracked: AtomicBool::new(false),
+            turn: Mutex::new(()),
         })
     }
 
@@ -110,6 +120,27 @@ impl Memory {
         Memory::new(owner, stream, identity.ptr, bytes)
     }
 
+    /// Whether the calling thread can name the memory's stream.
+    fn at_home(&self) -> bool {
+        self.thread
+            .is_none_or(|thread| thread == std::thread::current().id())
+    }
+
+    /// Gets ready for a copy on the memory's stream that is waited for: nobody else copies while the result
+    /// lives, through whichever column of the memory.
+    pub(super) fn begin(&self) -> Result<MutexGuard<'_, ()>, ColumnError> {
+        // Before the lock: a forked child fails here.
+        refuse_capture(&self.stream)?;
+        if !self.at_home() {
+            return Err(BufferError::WrongThread.into());
+        }
+        let mut first = self;
+        while let Some(Owner::Returned(_, memory)) = &first.owner {
+            first = memory;
+        }
+        Ok(first.turn.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Lets an access on the memory's stream come after the uses that its resource has put in order.
     pub(super) fn prepare(&self, access: Access) -> Result<(), ColumnError> {
         match self.ordered() {
@@ -139,7 +170,7 @@ impl Memory {
     }
 
     /// Gets a stream ready for memory that is about to be imported: orders it after the producer, and
-    /// tells the owner of our own memory come back (`returned`) of the new user.
+    /// after the home of our own memory come back (`returned`), whose owner is told of the new user.
     pub(super) fn expect(
         returned: Option<&Memory>,
         stream: &Stream,
@@ -149,8 +180,12 @@ impl Memory {
             order(earlier, stream)?;
         }
         match returned {
-            Some(memory) => memory.record(stream),
-            None => Ok(()),
+            // Whatever consumer and producer said of each other: this is ours to see to.
+            Some(memory) if memory.bytes > 0 => {
+                memory.follow(stream)?;
+                memory.record(stream)
+            }
+            _ => Ok(()),
         }
     }
 
@@ -258,6 +293,10 @@ impl Memory {
     /// Orders a stream after everything that was done to the memory.
     fn follow(&self, stream: &Stream) -> Result<(), ColumnError> {
         self.prepare(Access::ReadWrite)?;
+        if !self.at_home() {
+            // Here the handle means this thread's stream, not the one that was meant.
+            return Ok(settle_context(self.stream.context())?);
+        }
         order(&self.stream, stream)
     }
 
@@ -332,6 +371,13 @@ impl Memory {
             settle_context(self.stream.context())?;
         }
         self.settle(owner)?;
+        if let Owner::Resource(block, _) = owner
+            && block.resource().tracking() == Tracking::None
+            && block.resource().context().key() != self.stream.context().key()
+        {
+            // Such a resource waits for the work of its own context alone.
+            settle_context(self.stream.context())?;
+        }
         let Owner::Foreign { producer, uses, .. } = owner else {
             return Ok(());
         };
@@ -348,7 +394,9 @@ impl Memory {
                 settle_context(stream.context())?;
                 continue;
             }
-            let ordered = producer.is_some_and(|producer| order(stream, producer).is_ok());
+            // A producer's stream that is another one on each thread cannot be named any more.
+            let named = producer.filter(|p| p.kind() != StreamKind::PerThreadDefault);
+            let ordered = named.is_some_and(|producer| order(stream, producer).is_ok());
             if !ordered {
                 settle(stream)?;
             }

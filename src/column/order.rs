@@ -24,7 +24,9 @@ pub enum Consumer {
     /// for all work of the context.
     Untracked(Stream),
     /// The consumer sees to the order by itself when it starts. The last release waits as in
-    /// [`Untracked`](Self::Untracked).
+    /// [`Untracked`](Self::Untracked). Our own memory that comes back
+    /// ([`Column::from_dlpack`](super::Column::from_dlpack)) is ordered behind its home then, so that
+    /// this says nothing which safe code could break.
     Unordered,
 }
 

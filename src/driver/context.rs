@@ -67,6 +67,11 @@ impl Context {
     /// # Errors
     /// The driver's.
     pub fn primary(driver: &Driver, device: Device) -> Result<Context, DriverError> {
+        // Before the lock, which a thread of the parent may have held while it forked.
+        if process::is_forked_child() {
+            let code = CUresult::CUDA_ERROR_NOT_INITIALIZED;
+            return Err(DriverError::new("cuDevicePrimaryCtxRetain", code));
+        }
         let mut held = driver
             .primaries()
             .0
@@ -127,19 +132,27 @@ impl Context {
         })))
     }
 
-    /// The context that is current on the calling thread, borrowed; none if there is none. The
-    /// contract of [`Context::from_raw`] applies to its life: whoever owns it must not destroy it
-    /// while the result is in use.
+    /// The context that is current on the calling thread, borrowed; none if there is none.
     ///
     /// # Errors
     /// The driver's.
-    pub fn current(driver: &Driver) -> Result<Option<Context>, DriverError> {
+    ///
+    /// # Safety
+    /// As [`Context::from_raw`]: whoever owns the context does not destroy it as long as the result, its
+    /// clones and everything made from them are there.
+    ///
+    /// ```compile_fail,E0133
+    /// # use cualloc::driver::{Context, Driver};
+    /// let driver = Driver::load()?;
+    /// let context = Context::current(&driver)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub unsafe fn current(driver: &Driver) -> Result<Option<Context>, DriverError> {
         let raw = driver.current_raw()?;
         if raw.is_null() {
             return Ok(None);
         }
-        // SAFETY: a current context is alive; using it after its owner destroyed it makes the
-        // driver report an invalid context.
+        // SAFETY: a current context is alive, and the caller vouches for its further life.
         unsafe { Context::from_raw(driver, raw) }.map(Some)
     }
 
@@ -419,6 +432,8 @@ impl<'a> Entered<'a> {
     /// # Errors
     /// The driver's.
     pub fn enable_peer_access(&self, peer: &Context) -> Result<(), DriverError> {
+        self.driver()
+            .refuse_foreign(peer.driver(), "cuCtxEnablePeerAccess")?;
         // SAFETY: both contexts are alive while their wrappers are.
         match unsafe { call!(self.driver(), cuCtxEnablePeerAccess(peer.raw(), 0)) } {
             Err(error) if error.code() == CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => {

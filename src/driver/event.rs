@@ -109,7 +109,8 @@ impl Entered<'_> {
     /// The driver's; `CUDA_ERROR_INVALID_HANDLE` if event and stream differ in their context.
     ///
     /// # Safety
-    /// `stream` must be a live stream, or a special handle that means the default stream here.
+    /// `stream` must be a live stream, or a special handle that means the default stream here; it and the
+    /// event are of this driver.
     pub unsafe fn record(&self, event: &Event, stream: sys::CUstream) -> Result<(), DriverError> {
         // SAFETY: the event is alive, and the caller vouches for the stream.
         unsafe { call!(self.driver(), cuEventRecord(event.raw, stream)) }
@@ -118,8 +119,11 @@ impl Entered<'_> {
     /// True if the work that `event` stands for has completed.
     ///
     /// # Errors
-    /// The driver's, including those of the work itself.
+    /// The driver's, including those of the work itself; `CUDA_ERROR_INVALID_HANDLE` for an event of
+    /// another driver.
     pub fn query(&self, event: &Event) -> Result<bool, DriverError> {
+        self.driver()
+            .refuse_foreign(event.context.driver(), "cuEventQuery")?;
         // SAFETY: the event is alive.
         match unsafe { call!(self.driver(), cuEventQuery(event.raw)) } {
             Ok(()) => Ok(true),
@@ -131,8 +135,10 @@ impl Entered<'_> {
     /// Blocks the calling thread until the work that `event` stands for has completed.
     ///
     /// # Errors
-    /// The driver's, including those of the work itself.
+    /// As [`query`](Self::query).
     pub fn wait(&self, event: &Event) -> Result<(), DriverError> {
+        self.driver()
+            .refuse_foreign(event.context.driver(), "cuEventSynchronize")?;
         // SAFETY: the event is alive.
         unsafe { call!(self.driver(), cuEventSynchronize(event.raw)) }
     }

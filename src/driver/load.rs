@@ -37,7 +37,8 @@ impl Driver {
     ///
     /// On Linux that is `libcuda.so.1` by the system's search path, then
     /// `/usr/lib/wsl/lib/libcuda.so.1`; on Windows `nvcuda.dll` of the system folder. A non-empty
-    /// environment variable `CUALLOC_DRIVER` names the only library to try, on every platform. The
+    /// environment variable `CUALLOC_DRIVER` names the only library to try, on every platform: as with
+    /// the system's own search path, whoever sets the environment vouches for what is there. The
     /// library stays open for the life of the process.
     ///
     /// # Errors
@@ -74,18 +75,25 @@ impl Driver {
     /// with counters of its own. The library stays open for the life of the process, also where an
     /// error is returned.
     ///
-    /// The library's code runs in this process: give only paths whose content is trusted as far
-    /// as the program itself.
-    ///
     /// # Errors
     /// See [`LoadError`].
-    pub fn open(path: impl AsRef<Path>) -> Result<Driver, LoadError> {
+    ///
+    /// # Safety
+    /// The library's initialisers run in this process, and its exports are called by the types of the
+    /// bindings: whatever is at `path` must be a CUDA driver, or behave as one under every name of
+    /// [`symbols`](Driver::symbols) that it exports.
+    ///
+    /// ```compile_fail,E0133
+    /// # use cualloc::driver::Driver;
+    /// let driver = Driver::open("/tmp/whatever.so");
+    /// ```
+    pub unsafe fn open(path: impl AsRef<Path>) -> Result<Driver, LoadError> {
         let opened = open_one(path.as_ref().as_os_str(), open_given)?;
         let origin = Origin {
             library: Some(opened.library),
             process_wide: false,
         };
-        // SAFETY: the functions come from a driver's library, which is never closed.
+        // SAFETY: the caller vouches for the library, which is never closed.
         unsafe { Driver::start(opened.functions, origin) }
     }
 }

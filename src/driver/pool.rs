@@ -88,7 +88,10 @@ impl MemoryPool {
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
-    pub fn current_of(context: &Context) -> Result<MemoryPool, DriverError> {
+    ///
+    /// # Safety
+    /// As [`from_raw`](Self::from_raw): whoever owns the pool keeps it as long as the result.
+    pub unsafe fn current_of(context: &Context) -> Result<MemoryPool, DriverError> {
         let mut raw = ptr::null_mut();
         let device = context.device().raw();
         // SAFETY: the pointer is to a local handle.

@@ -5,7 +5,9 @@
 //! that asking costs one load and no system call.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Once, OnceLock};
+use std::sync::{
+    Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 
 const FORKED: u8 = 1;
 const EXITING: u8 = 2;
@@ -19,7 +21,7 @@ static STATE: State = State(AtomicU8::new(0));
 
 /// True in a child forked after a driver was started in its parent.
 #[inline]
-pub(super) fn is_forked_child() -> bool {
+pub(crate) fn is_forked_child() -> bool {
     STATE.0.load(Ordering::Relaxed) & FORKED != 0
 }
 
@@ -70,6 +72,34 @@ pub(crate) fn do_postponed() {
     {
         work();
     }
+}
+
+/// What a forked child finds instead of what is behind a lock, which a thread may hold that does not
+/// exist there: something empty. It is never freed, so callers need not say how long they keep it.
+#[cold]
+fn nothing<'a, T: Default>() -> &'a T {
+    Box::leak(Box::default())
+}
+
+/// Locks; for calls that cannot say [`ForkedChild`](crate::Error::ForkedChild).
+#[inline]
+pub(crate) fn lock<T: Default>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    let mutex = if is_forked_child() { nothing() } else { mutex };
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`lock`].
+#[inline]
+pub(crate) fn read<T: Default>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    let lock = if is_forked_child() { nothing() } else { lock };
+    lock.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`lock`].
+#[inline]
+pub(crate) fn write<T: Default>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    let lock = if is_forked_child() { nothing() } else { lock };
+    lock.write().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Registers the fork handler, once per process; call it just before the first `cuInit`.
@@ -137,4 +167,36 @@ mod imp {
 mod imp {
     pub(super) fn register_exit_handler() {}
     pub(super) fn register_fork_handler() {}
+}
+
+#[cfg(all(test, unix, feature = "sim"))]
+pub(crate) use child::child_says;
+
+#[cfg(all(test, unix, feature = "sim"))]
+mod child {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    unsafe extern "C" {
+        fn fork() -> i32;
+        fn alarm(seconds: u32) -> u32;
+        fn _exit(code: i32) -> !;
+        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
+    }
+
+    /// Runs in a forked child, as it is with the locks that the caller holds; whether it came to an end, and
+    /// to the right one. One that waits for a lock is ended by an alarm.
+    pub(crate) fn child_says(run: impl FnOnce() -> bool) -> bool {
+        // SAFETY: the child uses memory and locks of its own alone, and ends here.
+        let pid = unsafe { fork() };
+        if pid == 0 {
+            // SAFETY: as above.
+            unsafe { alarm(30) };
+            let good = catch_unwind(AssertUnwindSafe(run)).unwrap_or(false);
+            // SAFETY: as above.
+            unsafe { _exit(i32::from(!good)) }
+        }
+        let mut status = -1;
+        // SAFETY: our child, and a local.
+        unsafe { waitpid(pid, &mut status, 0) == pid && status == 0 }
+    }
 }

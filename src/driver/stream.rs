@@ -268,8 +268,10 @@ impl Stream {
     /// [`Entered::record`] on this stream.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for an event of another driver.
     pub fn record(&self, event: &Event) -> Result<(), DriverError> {
+        let (driver, other) = (self.0.context.driver(), event.context().driver());
+        driver.refuse_foreign(other, "cuEventRecord")?;
         let entered = self.0.context.enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
         unsafe { entered.record(event, self.0.raw) }
@@ -296,8 +298,10 @@ impl Stream {
     /// [`Entered::stream_wait`] on this stream.
     ///
     /// # Errors
-    /// The driver's.
+    /// As [`record`](Self::record).
     pub fn wait_event(&self, event: &Event) -> Result<(), DriverError> {
+        let (driver, other) = (self.0.context.driver(), event.context().driver());
+        driver.refuse_foreign(other, "cuStreamWaitEvent")?;
         let entered = self.0.context.enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
         unsafe { entered.stream_wait(self.0.raw, event) }

@@ -494,6 +494,27 @@ impl Driver {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// Whether handles of the other one mean the same here: also tables that were read apart from one
+    /// library, or made of functions of one.
+    #[inline]
+    pub(crate) fn same_library(&self, other: &Driver) -> bool {
+        let init = |driver: &Driver| driver.0.functions.cuInit.map(|f| f as usize);
+        self.same_table(other) || init(self) == init(other)
+    }
+
+    /// Refuses what belongs to another driver, where its handle would mean nothing, or something else.
+    #[inline]
+    pub(super) fn refuse_foreign(
+        &self,
+        other: &Driver,
+        call: &'static str,
+    ) -> Result<(), DriverError> {
+        if self.same_library(other) {
+            return Ok(());
+        }
+        Err(DriverError::new(call, CUresult::CUDA_ERROR_INVALID_HANDLE))
+    }
+
     pub(super) fn add_handle_op(&self) {
         self.0.counters.add_handle_ops(1);
     }

@@ -6,7 +6,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use crate::buffer::{DeviceBuffer, DeviceCopy, DeviceSliceMut};
-use crate::driver::Stream;
+use crate::driver::{Stream, process};
 
 use super::error::PoolError;
 use super::places::Place;
@@ -85,6 +85,12 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     /// # Errors
     /// As [`DeviceBuffer::free`].
     pub fn free(self) -> Result<(), Box<PooledFreeError<T>>> {
+        if process::is_forked_child() {
+            return Err(Box::new(PooledFreeError {
+                buffer: self,
+                error: crate::Error::ForkedChild.into(),
+            }));
+        }
         let (buffer, mut pool) = self.into_parts();
         let left = match &pool {
             Pool::Typed(place) => Some(place.leave()),

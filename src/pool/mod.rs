@@ -64,7 +64,7 @@ pub(crate) use table::next_source;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator;
-use crate::driver::{Device, Driver, Stream, sys};
+use crate::driver::{Context, Device, Driver, Stream, process, sys};
 
 /// The first of many equal failures is logged, then those whose number is a power of two.
 #[derive(Debug, Default)]
@@ -73,6 +73,10 @@ pub(crate) struct RareLog(AtomicU64);
 impl RareLog {
     /// Whether this one should be logged, and the how-manieth it is.
     fn due(&self) -> Option<u64> {
+        // A logger has locks, and a thread of the parent may have held them.
+        if process::is_forked_child() {
+            return None;
+        }
         let count = self.0.fetch_add(1, Ordering::Relaxed) + 1;
         count.is_power_of_two().then_some(count)
     }
@@ -111,8 +115,12 @@ fn refuse_capture(stream: &Stream) -> Result<(), PoolError> {
     }
 }
 
-/// Refuses a stream that is being captured or of another device.
-fn admit(stream: &Stream, device: usize) -> Result<(), PoolError> {
+/// Refuses a stream that is being captured, or of another driver than the pool's, or of another device.
+fn admit(stream: &Stream, home: &Context) -> Result<(), PoolError> {
+    if !home.driver().same_library(stream.context().driver()) {
+        return Err(allocator::Error::ForeignDriver.into());
+    }
+    let device = home.device().ordinal();
     let other = stream.context().device().ordinal();
     if other != device {
         return Err(allocator::Error::WrongDevice {

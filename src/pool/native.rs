@@ -2,11 +2,12 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::allocator::{self, OutOfMemory, size};
 use crate::driver::{
-    Context, Device, Driver, DriverError, Event, Feature, MemoryPool, PoolProperties, Stream, sys,
+    Context, Device, Driver, DriverError, Event, Feature, MemoryPool, PoolProperties, Stream,
+    process, sys,
 };
 
 use super::error::PoolError;
@@ -71,11 +72,7 @@ impl Inner {
     }
 
     pub(super) fn event(&self) -> Result<Event, DriverError> {
-        let kept = self
-            .events
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop();
+        let kept = process::lock(&self.events).pop();
         match kept {
             Some(event) => Ok(event),
             None => self.context.enter()?.create_event(),
@@ -83,7 +80,7 @@ impl Inner {
     }
 
     pub(super) fn keep(&self, event: Event) {
-        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = process::lock(&self.events);
         events.push(event);
     }
 
@@ -166,14 +163,25 @@ impl NativePool {
         Ok(Self::wrap(context, MemoryPool::default_of(context)?, 0))
     }
 
-    /// The pool that `cuMemAllocAsync` takes from on the device at present. Never destroyed from here;
-    /// whoever owns it must keep it as long as the result is in use.
+    /// The pool that `cuMemAllocAsync` takes from on the device at present. Never destroyed from here.
     ///
     /// # Errors
     /// [`PoolError::NotSupported`], driver errors.
-    pub fn current_of(context: &Context) -> Result<NativePool, PoolError> {
+    ///
+    /// # Safety
+    /// Whoever owns the pool keeps it as long as the result, its clones and its blocks are there.
+    ///
+    /// ```compile_fail,E0133
+    /// # use cualloc::{driver::Context, pool::{NativePool, PoolError}};
+    /// fn current(context: &Context) -> Result<NativePool, PoolError> {
+    ///     NativePool::current_of(context)
+    /// }
+    /// ```
+    pub unsafe fn current_of(context: &Context) -> Result<NativePool, PoolError> {
         supported(context)?;
-        Ok(Self::wrap(context, MemoryPool::current_of(context)?, 0))
+        // SAFETY: the caller's contract.
+        let pool = unsafe { MemoryPool::current_of(context) }?;
+        Ok(Self::wrap(context, pool, 0))
     }
 
     /// The pool of another process behind a descriptor of [`export`](Self::export).
@@ -355,7 +363,7 @@ impl NativePool {
             });
         }
         let used = self.0.enter()?;
-        super::admit(stream, self.ordinal())?;
+        super::admit(stream, &self.0.context)?;
         let id = stream.id()?;
         let ptr = self.take(bytes, stream)?;
         // If another thread has begun a capture since, it may be memory of the graph's.

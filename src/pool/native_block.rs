@@ -2,9 +2,9 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::driver::{Event, Stream, sys};
+use crate::driver::{Event, Stream, process, sys};
 
 use super::error::{NativeFreeError, PoolError};
 use super::native::Inner;
@@ -223,7 +223,7 @@ impl NativeBlock {
     }
 
     fn uses(&self) -> MutexGuard<'_, ForeignUses> {
-        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.uses)
     }
 }
 

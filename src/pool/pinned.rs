@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::driver::{Context, DriverError, Event, HostAllocation, HostMemory, Stream};
+use crate::driver::{Context, DriverError, Event, HostAllocation, HostMemory, Stream, process};
 
 use super::RareLog;
 use super::error::PoolError;
@@ -191,6 +191,7 @@ impl PinnedPool {
     /// # Errors
     /// Driver errors; buffers made before stay.
     pub fn warm_up(&self, free: usize) -> Result<(), PoolError> {
+        self.0.usable()?;
         self.0.reap();
         loop {
             let begun = self.0.change(|state| {
@@ -223,6 +224,7 @@ impl PinnedPool {
     /// # Errors
     /// [`PoolError::MaximumReached`], [`PoolError::Oversize`], driver errors. Nothing has changed then.
     pub fn acquire(&self, bytes: usize) -> Result<PinnedLease<u8>, PoolError> {
+        self.0.usable()?;
         self.0.reap();
         let config = &self.0.config;
         let oversize = bytes > config.buffer_bytes;
@@ -370,8 +372,15 @@ impl State {
 }
 
 impl Inner {
+    fn usable(&self) -> Result<(), PoolError> {
+        if process::is_forked_child() {
+            return Err(crate::Error::ForkedChild.into());
+        }
+        Ok(())
+    }
+
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
-        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        change(&mut process::lock(&self.state))
     }
 
     fn mint(&self, bytes: usize, oversize: bool, generation: u64) -> Result<Buffer, PoolError> {

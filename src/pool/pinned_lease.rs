@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::buffer::DeviceCopy;
-use crate::driver::{DriverError, Entered, Stream, sys};
+use crate::driver::{DriverError, Entered, Stream, process, sys};
 
 use super::error::PoolError;
 use super::pinned::{Access, Buffer, Flight, Inner};
@@ -343,6 +343,9 @@ impl<T: DeviceCopy> PinnedLease<T> {
 impl<T: DeviceCopy> Drop for PinnedLease<T> {
     fn drop(&mut self) {
         if let Some(mut buffer) = self.buffer.take() {
+            if process::is_forked_child() {
+                return std::mem::forget(buffer);
+            }
             // An error leaves it to be looked at later, or for ever.
             if !buffer.flights.is_empty() && !buffer.lost {
                 let _ = self.pool.land(&mut buffer);

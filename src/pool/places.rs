@@ -63,7 +63,9 @@ impl Cache {
 
     fn desks(&self) -> impl Iterator<Item = Desk<'_>> {
         let sides = self.sides.iter().map(Desk::Side);
-        sides.chain([Desk::Rest(&self.rest)])
+        let all = sides.chain([Desk::Rest(&self.rest)]);
+        // In a forked child a lock may be held by a thread that does not exist there.
+        all.take_while(|_| !process::is_forked_child())
     }
 
     fn desk_of(&self, block: &Block) -> Desk<'_> {
@@ -113,6 +115,7 @@ impl Cache {
         stream: &Stream,
     ) -> Result<Asked<'_>, Error> {
         let engine = self.allocator.engine();
+        engine.usable()?;
         let front = if engine.is_small(sought.bytes, alignment) {
             engine.front_for(stream)?
         } else {

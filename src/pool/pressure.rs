@@ -1,7 +1,9 @@
 //! When memory gets tight.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use crate::driver::process;
 
 use super::error::PoolError;
 
@@ -120,7 +122,7 @@ impl PressureMonitor {
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
-        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        change(&mut process::lock(&self.state))
     }
 
     /// The level last seen.

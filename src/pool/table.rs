@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use crate::driver::process;
 
 /// The next number of a source of blocks that is not an allocator: in the half of the range that
 /// allocators' numbers, which count up from 1, do not reach.
@@ -31,7 +33,7 @@ impl<B> Default for Table<B> {
 
 impl<B> Table<B> {
     fn blocks(&self) -> MutexGuard<'_, HashMap<u64, Arc<B>>> {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.blocks)
     }
 
     /// Tells this table's numbers from those of all others.

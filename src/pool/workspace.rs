@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::allocator::{Allocator, Block, Error, Lock, size};
-use crate::driver::{Stream, sys};
+use crate::driver::{Stream, process, sys};
 
 use super::error::PoolError;
 use super::slabs::{Shelves, Slab};
@@ -101,6 +101,10 @@ struct Handle(Arc<Inner>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        if process::is_gone() {
+            // In a forked child a lock may be held by a thread that does not exist there.
+            return;
+        }
         let last = self.0.change(|state| {
             state.closed = true;
             if state.stats.leases == 0 {
@@ -198,7 +202,7 @@ impl WorkspacePool {
                 requested: bytes as u64,
             });
         };
-        super::admit(stream, pool.allocator.context().device().ordinal())?;
+        super::admit(stream, pool.allocator.context())?;
         let id = stream.id()?;
         // Before a look at a slab, so that a retirement meanwhile is looked for the next time.
         let retirements = pool.allocator.engine().retirements();
@@ -273,6 +277,9 @@ impl WorkspacePool {
 
     /// The figures, all of one instant.
     pub fn stats(&self) -> WorkspaceStats {
+        if process::is_forked_child() {
+            return WorkspaceStats::default();
+        }
         self.inner().change(|state| state.stats)
     }
 }
@@ -316,11 +323,17 @@ impl Inner {
     }
 
     fn shrink_by(&self, bytes: u64) -> u64 {
+        if process::is_forked_child() {
+            return 0;
+        }
         let idle = self.change(|state| state.stats.free_bytes);
         self.shrink_to(idle.saturating_sub(bytes))
     }
 
     fn shrink_to(&self, keep: u64) -> u64 {
+        if process::is_forked_child() {
+            return 0;
+        }
         let gone = self.change(|state| {
             let mut keys: Vec<_> = state.idle.keys().collect();
             // Of equal ones the streams in order, so that equal states shrink equally.
@@ -476,6 +489,10 @@ impl Drop for Lease {
         let Some(slab) = self.slab.take() else {
             return;
         };
+        if process::is_forked_child() {
+            // There is nothing to give back to, and the lock may be held by a thread of the parent.
+            return std::mem::forget(slab);
+        }
         // Nobody else writes it, so this need not be one step.
         let lives = slab.life.load(Ordering::Relaxed);
         slab.life.store(lives + 1, Ordering::Release);
@@ -579,3 +596,7 @@ mod tests {
         }
     }
 }
+
+#[cfg(all(test, unix, feature = "sim"))]
+#[path = "forked.rs"]
+mod forked;

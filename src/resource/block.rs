@@ -151,6 +151,8 @@ pub struct ResourceBlock {
     size: u64,
     alignment: usize,
     tag: Tag,
+    /// How many resources of the stack keep an order of its uses that those below them do not know.
+    keepers: u8,
     first: Option<Charge>,
     /// Further ones, which few blocks have.
     #[expect(
@@ -161,15 +163,34 @@ pub struct ResourceBlock {
 }
 
 impl ResourceBlock {
-    /// Names memory. For those who write a source of memory: `size` is what may be used of it, and
-    /// the key must be new.
+    /// Names memory. For those who write a source of memory.
+    ///
+    /// # Safety
+    /// Whoever holds the result owns the memory, and safe code may give it back. So the memory is handed
+    /// out by this and by nothing else: what is told of it is true, `size` bytes may be used of it, the
+    /// key is new, nobody else uses the memory or gives it back before the result was taken by
+    /// [`deallocate`](super::MemoryResource::deallocate). No identity of a block that lives may be used
+    /// for it, which anybody can have.
+    ///
+    /// ```compile_fail,E0133
+    /// # use cualloc::resource::{BlockIdentity, ResourceBlock, Tag};
+    /// fn forge(identity: BlockIdentity) -> ResourceBlock {
+    ///     ResourceBlock::new(identity, 512, 1, Tag::default())
+    /// }
+    /// ```
     #[inline]
-    pub fn new(identity: BlockIdentity, size: u64, alignment: usize, tag: Tag) -> ResourceBlock {
+    pub unsafe fn new(
+        identity: BlockIdentity,
+        size: u64,
+        alignment: usize,
+        tag: Tag,
+    ) -> ResourceBlock {
         ResourceBlock {
             identity,
             size,
             alignment,
             tag,
+            keepers: 0,
             first: None,
             more: None,
         }
@@ -218,6 +239,26 @@ impl ResourceBlock {
     /// The generation of its record.
     pub fn generation(&self) -> u64 {
         self.identity.key.generation
+    }
+
+    /// How many resources keep the order of its uses.
+    #[inline]
+    pub(crate) fn keepers(&self) -> u8 {
+        self.keepers
+    }
+
+    /// A resource keeps the order of its uses, or does so no more: what is below it takes the block back
+    /// only from there.
+    pub(crate) fn set_keepers(&mut self, keepers: u8) {
+        self.keepers = keepers;
+    }
+
+    /// Whether whoever made the block may take it back: nobody above keeps the order of its uses.
+    pub(crate) fn returned(&self) -> Result<(), super::ResourceError> {
+        if self.keepers == 0 {
+            return Ok(());
+        }
+        Err(super::StreamMisuse::KeptAbove.into())
     }
 
     /// Ties a charge to the memory: it ends when the memory has really left.

@@ -1,8 +1,8 @@
 //! The budget adaptor.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use crate::driver::Stream;
+use crate::driver::{Stream, process};
 
 use super::block::{ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
@@ -81,7 +81,7 @@ impl<R: MemoryResource> Budget<R> {
     }
 
     fn take_base(&self, bytes: u64) -> Option<Charge> {
-        let mut base = self.base.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut base = process::lock(&self.base);
         base.as_mut().map(|base| base.split(bytes))
     }
 
@@ -89,7 +89,7 @@ impl<R: MemoryResource> Budget<R> {
     fn shrink_base(&self) {
         let outstanding = self.inner.outstanding().total();
         let gone = {
-            let mut base = self.base.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut base = process::lock(&self.base);
             base.as_mut().and_then(|base| {
                 let gone = base.bytes().saturating_sub(outstanding);
                 (gone > 0).then(|| base.split(gone))
@@ -99,7 +99,8 @@ impl<R: MemoryResource> Budget<R> {
     }
 }
 
-impl<R: MemoryResource> MemoryResource for Budget<R> {
+// SAFETY: passes everything on.
+unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     #[inline]
     fn allocate_aligned(
         &self,

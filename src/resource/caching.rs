@@ -56,7 +56,8 @@ pub(super) fn adopt(block: Block, stream: u64, alignment: usize, tag: Tag) -> Re
         stream,
         device: engine.device.ordinal(),
     };
-    let named = ResourceBlock::new(identity, block.size(), alignment, tag);
+    // SAFETY: the block's memory, and the block is given up below.
+    let named = unsafe { ResourceBlock::new(identity, block.size(), alignment, tag) };
     block.into_raw();
     named
 }
@@ -81,7 +82,8 @@ fn named(
         stream,
         device: engine.device.ordinal(),
     };
-    ResourceBlock::new(identity, grant.bytes(), alignment, tag)
+    // SAFETY: it was handed out to nobody else.
+    unsafe { ResourceBlock::new(identity, grant.bytes(), alignment, tag) }
 }
 
 #[inline(never)]
@@ -101,7 +103,7 @@ fn allocate_named(
 #[inline(never)]
 fn deallocate_watched(allocator: &Allocator, block: ResourceBlock) -> Result<(), DeallocateError> {
     let identity = block.identity();
-    let life = parts(allocator, &identity);
+    let life = block.returned().and_then(|()| parts(allocator, &identity));
     let freed = life.and_then(|life| match allocator.engine().free_block(&life) {
         Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(gone(&identity)),
         other => other.map_err(Into::into),
@@ -116,7 +118,9 @@ fn deallocate_watched(allocator: &Allocator, block: ResourceBlock) -> Result<(),
 /// Uses are tracked for reuse: [`record_use`](MemoryResource::record_use) on any stream;
 /// preparing and finishing a use on the block's own stream, where there is nothing to do, and on no
 /// other. Put an [`AsyncResource`](super::AsyncResource) on top to have the order of streams kept.
-impl MemoryResource for Allocator {
+// SAFETY: a block has one owner in the books of its allocator, which keeps memory from other streams until
+// every recorded use is complete, and finds blocks by a key that is theirs alone.
+unsafe impl MemoryResource for Allocator {
     #[inline]
     fn allocate_aligned(
         &self,
@@ -138,7 +142,8 @@ impl MemoryResource for Allocator {
 
     #[inline]
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        if let Some(life) = life(self, &block.identity())
+        if block.keepers() == 0
+            && let Some(life) = life(self, &block.identity())
             && self.engine().free_at_once(&life)
         {
             return Ok(());

@@ -50,7 +50,8 @@ where
     }
 }
 
-impl<R, F> MemoryResource for FailureCallback<R, F>
+// SAFETY: passes everything on.
+unsafe impl<R, F> MemoryResource for FailureCallback<R, F>
 where
     R: MemoryResource,
     F: Fn(usize, &ResourceError, u32) -> bool + Send + Sync,

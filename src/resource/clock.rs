@@ -3,6 +3,8 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use crate::driver::process;
+
 /// Something that a sleeping thread can be woken by before its time.
 #[derive(Debug, Default)]
 pub struct Wakeup {
@@ -29,7 +31,7 @@ impl Wakeup {
     }
 
     fn lock(&self) -> MutexGuard<'_, u64> {
-        self.count.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.count)
     }
 }
 
@@ -58,6 +60,10 @@ impl Clock for SystemClock {
     }
 
     fn wait(&self, deadline: Duration, wakeup: &Arc<Wakeup>, seen: u64) {
+        if process::is_forked_child() {
+            // Nobody is there who could wake it.
+            return;
+        }
         let mut count = wakeup.lock();
         while *count == seen {
             let left = deadline.saturating_sub(self.now());
@@ -100,7 +106,7 @@ struct ManualState {
 
 impl ManualClock {
     fn state(&self) -> MutexGuard<'_, ManualState> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.0.state)
     }
 
     /// Goes on, and wakes whoever waits for a time that has come.
@@ -130,6 +136,9 @@ impl ManualClock {
 
     /// Blocks until somebody has begun to wait more than `seen` times: for tests that then advance.
     pub fn await_waiter(&self, seen: u64) {
+        if process::is_forked_child() {
+            return;
+        }
         let mut state = self.state();
         while state.waits <= seen {
             state = self
@@ -147,6 +156,9 @@ impl Clock for ManualClock {
     }
 
     fn wait(&self, deadline: Duration, wakeup: &Arc<Wakeup>, seen: u64) {
+        if process::is_forked_child() {
+            return;
+        }
         {
             let mut state = self.state();
             state.waits += 1;

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use crate::allocator::size::round_size;
-use crate::driver::{Context, Stream};
+use crate::driver::{Context, Stream, process};
 use crate::pool::{Gauge, PoolUsage};
 
 use super::block::{BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
@@ -61,7 +61,7 @@ impl DirectResource {
     }
 
     fn blocks(&self) -> MutexGuard<'_, HashMap<u64, BlockKey>> {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.blocks)
     }
 
     fn knows(&self, block: &BlockIdentity) -> Result<(), ResourceError> {
@@ -91,7 +91,8 @@ impl DirectResource {
     }
 }
 
-impl MemoryResource for DirectResource {
+// SAFETY: one driver allocation per block; a free comes after all work of the context.
+unsafe impl MemoryResource for DirectResource {
     fn allocate_aligned(
         &self,
         bytes: usize,
@@ -124,11 +125,14 @@ impl MemoryResource for DirectResource {
             stream,
             device: self.context.device().ordinal(),
         };
-        Ok(ResourceBlock::new(identity, bytes as u64, alignment, tag))
+        // SAFETY: just made by the driver.
+        Ok(unsafe { ResourceBlock::new(identity, bytes as u64, alignment, tag) })
     }
 
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        self.release(&block.identity())
+        let returned = block.returned();
+        returned
+            .and_then(|()| self.release(&block.identity()))
             .map_err(|error| DeallocateError::new(block, error))
     }
 

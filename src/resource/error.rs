@@ -156,6 +156,10 @@ pub enum StreamMisuse {
     /// The stream belongs to another driver.
     #[error("the stream belongs to another driver")]
     ForeignDriver,
+    /// A block was to go back past the resource that keeps the order of its uses
+    /// ([`AsyncResource`](super::AsyncResource)), which alone knows when they are over.
+    #[error("the block goes back through the resource that keeps the order of its uses")]
+    KeptAbove,
     /// The launch recorder was asked for a step out of its order.
     #[error("{asked} is not possible: {because}")]
     RecorderOrder {

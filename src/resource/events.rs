@@ -1,9 +1,9 @@
 //! Pooled events, one pool per context: an event can be recorded on streams of its context only.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use crate::driver::{Context, DriverError, Event, Stream};
+use crate::driver::{Context, DriverError, Event, Stream, process};
 
 /// Events that are not in use, by the key of their context. Cheap to clone.
 #[derive(Debug, Clone, Default)]
@@ -13,7 +13,7 @@ impl EventPools {
     /// An event of a context: a pooled one, or a new one.
     pub(crate) fn take(&self, context: &Context) -> Result<Pooled, DriverError> {
         let pooled = {
-            let mut pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut pools = process::lock(&self.0);
             pools.get_mut(&context.key()).and_then(Vec::pop)
         };
         let event = match pooled {
@@ -74,7 +74,7 @@ impl Drop for Pooled {
     fn drop(&mut self) {
         if let Some(event) = self.event.take() {
             let key = event.context().key();
-            let mut pools = self.pools.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut pools = process::lock(&self.pools.0);
             pools.entry(key).or_default().push(event);
         }
     }

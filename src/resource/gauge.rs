@@ -2,7 +2,9 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, RwLock};
+
+use crate::driver::process;
 
 use super::error::ResourceError;
 
@@ -229,12 +231,7 @@ impl Gauge {
             }
             let old = Pressure::from_number(self.level.swap(new as u8, Ordering::AcqRel));
             if old != new {
-                let listeners = Arc::clone(
-                    &self
-                        .listeners
-                        .read()
-                        .unwrap_or_else(PoisonError::into_inner),
-                );
+                let listeners = Arc::clone(&process::read(&self.listeners));
                 for (_, listener) in listeners.iter() {
                     super::guarded("a pressure listener", || listener(old, new));
                 }
@@ -244,20 +241,14 @@ impl Gauge {
 
     pub(crate) fn add_listener(&self, listener: Arc<PressureListener>) -> u64 {
         let id = self.next_listener.fetch_add(1, Ordering::Relaxed);
-        let mut listeners = self
-            .listeners
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut listeners = process::write(&self.listeners);
         Arc::make_mut(&mut listeners).push((id, listener));
         id
     }
 
     pub(crate) fn remove_listener(&self, id: u64) -> bool {
         let removed = {
-            let mut listeners = self
-                .listeners
-                .write()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut listeners = process::write(&self.listeners);
             let at = listeners.iter().position(|(known, _)| *known == id);
             at.map(|at| Arc::make_mut(&mut listeners).remove(at))
         };

@@ -2,11 +2,11 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use crate::allocator::{Allocator, Config};
-use crate::driver::{Context, Driver, MemInfo, Stream};
+use crate::driver::{Context, Driver, MemInfo, Stream, process};
 
 use super::block::{ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock, Wakeup};
@@ -120,21 +120,18 @@ impl<R: MemoryResource> Guard<R> {
 
     /// The policy.
     pub fn policy(&self) -> OomPolicy {
-        *self.policy.read().unwrap_or_else(PoisonError::into_inner)
+        *process::read(&self.policy)
     }
 
     /// Sets the policy.
     pub fn set_policy(&self, policy: OomPolicy) {
-        *self.policy.write().unwrap_or_else(PoisonError::into_inner) = policy;
+        *process::write(&self.policy) = policy;
     }
 
     /// Registers what [`OomPolicy::Checkpoint`] runs; no other policy does.
     pub fn set_checkpoint(&self, callback: impl Fn(&ResourceError) + Send + Sync + 'static) {
         let callback: Arc<Checkpoint> = Arc::new(callback);
-        let mut place = self
-            .checkpoint
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut place = process::write(&self.checkpoint);
         let old = place.replace(callback);
         drop(place);
         drop(old);
@@ -200,17 +197,13 @@ impl<R: MemoryResource> Guard<R> {
     /// # Errors
     /// As [`Reservation::release`].
     pub fn release_reservation(&self) -> Result<u64, ResourceError> {
-        let held = self
-            .reserve
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let held = process::lock(&self.reserve).take();
         let Some(mut release) = held else {
             return Ok(0);
         };
         let result = release();
         if result.is_err() {
-            *self.reserve.lock().unwrap_or_else(PoisonError::into_inner) = Some(release);
+            *process::lock(&self.reserve) = Some(release);
         }
         result
     }
@@ -279,11 +272,7 @@ impl<R: MemoryResource> Guard<R> {
         match self.policy() {
             OomPolicy::Fail => return Err(error),
             OomPolicy::Checkpoint => {
-                let callback = self
-                    .checkpoint
-                    .read()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .clone();
+                let callback = process::read(&self.checkpoint).clone();
                 if let Some(callback) = callback {
                     super::guarded("a checkpoint callback", || callback(&error));
                 }
@@ -322,7 +311,8 @@ impl Guard<Allocator> {
     }
 }
 
-impl<R: MemoryResource> MemoryResource for Guard<R> {
+// SAFETY: passes everything on.
+unsafe impl<R: MemoryResource> MemoryResource for Guard<R> {
     fn allocate_aligned(
         &self,
         bytes: usize,

@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use crate::driver::Stream;
+use crate::driver::{Stream, process};
 
 use super::block::{ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock};
@@ -218,7 +218,7 @@ impl RingSink {
     }
 
     fn records(&self) -> MutexGuard<'_, VecDeque<LogRecord>> {
-        self.records.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.records)
     }
 
     /// A copy of the records, in the order in which they came.
@@ -368,7 +368,8 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     }
 }
 
-impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
+// SAFETY: passes everything on.
+unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
     #[inline]
     fn allocate_aligned(
         &self,

@@ -78,11 +78,16 @@ pub use tracked::{LiveBlock, Tracked};
 pub use traits::{MemoryResource, Outstanding, Tracking};
 pub use watchdog::{Watchdog, WatchdogConfig};
 
+use crate::driver::process;
 use crate::pool::next_source;
 
 /// Logs the first and every power-of-two-th failure of a drop or a callback.
 pub(crate) fn log_rarely(error: &dyn std::error::Error, what: &str) {
     static COUNT: AtomicU64 = AtomicU64::new(0);
+    // A logger has locks, and a thread of the parent may have held them.
+    if process::is_forked_child() {
+        return;
+    }
     let count = COUNT.fetch_add(1, Ordering::Relaxed) + 1;
     if count.is_power_of_two() {
         log::warn!("{what} ({count} such events): {error}");

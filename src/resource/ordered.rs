@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::allocator::{Allocator, Trimmed};
-use crate::driver::{Context, NO_ID, Stream, StreamKind, sys};
+use crate::driver::{Context, NO_ID, Stream, StreamKind, process, sys};
 use crate::pool::PoolUsage;
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
@@ -74,11 +74,14 @@ struct Entry {
     stream: Stream,
     /// Charges that belong to what is below this resource, and leave with the block.
     charges_below: usize,
+    /// Resources below this one that keep an order, too.
+    keepers_below: u8,
     uses: Mutex<Uses>,
 }
 
 impl Entry {
     fn uses(&self) -> MutexGuard<'_, Uses> {
+        // Of an entry, of which a forked child finds none.
         self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -111,12 +114,18 @@ struct Retired {
     charges: Vec<Charge>,
 }
 
-/// Whether a stream can be used with memory of a context: the same driver and device.
-pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), ResourceError> {
-    let library = |context: &Context| context.driver().functions().cuInit.map(|f| f as usize);
-    if library(context) != library(stream.context()) {
+/// Whether a stream means anything beside memory of a context.
+fn same_driver(context: &Context, stream: &Stream) -> Result<(), ResourceError> {
+    let (driver, other) = (context.driver(), stream.context().driver());
+    if !driver.same_library(other) {
         return Err(StreamMisuse::ForeignDriver.into());
     }
+    Ok(())
+}
+
+/// Whether a stream can be used with memory of a context: the same driver and device.
+pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), ResourceError> {
+    same_driver(context, stream)?;
     let (expected, found) = (context.device(), stream.context().device());
     if expected != found {
         return Err(ResourceError::WrongDevice {
@@ -161,7 +170,7 @@ impl<R: MemoryResource> AsyncResource<R> {
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.books)
     }
 
     fn entry(&self, block: &BlockIdentity) -> Result<Arc<Entry>, ResourceError> {
@@ -226,9 +235,12 @@ impl<R: MemoryResource> AsyncResource<R> {
         // Out of the table before the address can be given to somebody else.
         self.books().blocks.remove(&identity.ptr);
         let charges = block.split_charges(entry.charges_below);
+        let keepers = block.keepers();
+        block.set_keepers(entry.keepers_below);
         if let Err(failure) = self.inner.deallocate(block) {
             self.books().blocks.insert(identity.ptr, Arc::clone(entry));
             let mut block = *failure.block;
+            block.set_keepers(keepers);
             charges.into_iter().for_each(|charge| block.attach(charge));
             return reopen(block, failure.error);
         }
@@ -327,7 +339,8 @@ impl Books {
     }
 }
 
-impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
+// SAFETY: passes blocks on, and frees them behind every use it was told of.
+unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     fn allocate_aligned(
         &self,
         bytes: usize,
@@ -338,7 +351,7 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         same_place(self.inner.context(), stream)?;
         let id = stream.id()?;
         refuse_capture(stream, id)?;
-        let block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        let mut block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
         let ptr = block.ptr();
         let ready = match self.events.record(stream) {
             Ok(ready) => ready,
@@ -351,6 +364,7 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             identity: block.identity(),
             stream: stream.clone(),
             charges_below: block.charges().count(),
+            keepers_below: block.keepers(),
             uses: Mutex::new(Uses::new(id, ready)),
         };
         let mut books = self.books();
@@ -361,6 +375,7 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             return Err(ResourceError::Collision { ptr });
         }
         books.live += bytes as u64;
+        block.set_keepers(entry.keepers_below.saturating_add(1));
         books.blocks.insert(ptr, Arc::new(entry));
         drop(books);
         Ok(block)
@@ -371,6 +386,9 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             Ok(entry) => entry,
             Err(error) => return Err(DeallocateError::new(block, error)),
         };
+        if block.keepers() != entry.keepers_below.saturating_add(1) {
+            return Err(DeallocateError::new(block, StreamMisuse::KeptAbove));
+        }
         self.retire(&entry, block)
     }
 
@@ -459,6 +477,7 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     }
 
     fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+        same_driver(self.inner.context(), stream)?;
         let entry = self.entry(block)?;
         let id = stream.id()?;
         let mut uses = entry.uses();
@@ -478,6 +497,7 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         stream: &Stream,
         access: Access,
     ) -> Result<(), ResourceError> {
+        same_driver(self.inner.context(), stream)?;
         let entry = self.entry(block)?;
         let id = stream.id()?;
         refuse_capture(stream, id)?;
@@ -506,6 +526,7 @@ impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         stream: &Stream,
         access: Access,
     ) -> Result<(), ResourceError> {
+        same_driver(self.inner.context(), stream)?;
         let entry = self.entry(block)?;
         let gone = || ResourceError::UseAfterFree {
             ptr: block.ptr,

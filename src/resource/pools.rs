@@ -68,7 +68,8 @@ macro_rules! known_uses {
 
 /// Surplus over the threshold goes when memory is given back, and under the classic policy at the next
 /// allocation.
-impl MemoryResource for OpenThresholdPool {
+// SAFETY: the blocks are its allocator's.
+unsafe impl MemoryResource for OpenThresholdPool {
     fn allocate_aligned(
         &self,
         bytes: usize,
@@ -99,7 +100,8 @@ impl MemoryResource for OpenThresholdPool {
 }
 
 /// The last returned of equal size come first.
-impl MemoryResource for DeviceTypedPool {
+// SAFETY: the blocks are its allocator's.
+unsafe impl MemoryResource for DeviceTypedPool {
     fn allocate_aligned(
         &self,
         bytes: usize,
@@ -136,7 +138,8 @@ fn lease(pool: &WorkspacePool, block: &BlockIdentity) -> Result<Arc<Lease>, Reso
 }
 
 /// Each block is a [`Lease`]; idle slabs count as used.
-impl MemoryResource for WorkspacePool {
+// SAFETY: each block stands for a lease, which waits for its uses.
+unsafe impl MemoryResource for WorkspacePool {
     fn allocate_aligned(
         &self,
         bytes: usize,
@@ -160,10 +163,14 @@ impl MemoryResource for WorkspacePool {
             stream: id,
             device: self.device(),
         };
-        Ok(ResourceBlock::new(identity, size, alignment, tag))
+        // SAFETY: the table has the lease, and gives it to whoever brings the block back.
+        Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) })
     }
 
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        if let Err(kept) = block.returned() {
+            return Err(DeallocateError::new(block, kept));
+        }
         let identity = block.identity();
         let ours = identity.key.source == self.keyed().source();
         match ours.then(|| self.keyed().take(identity.key.generation)) {
@@ -212,7 +219,8 @@ fn native(pool: &NativePool, block: &BlockIdentity) -> Result<Arc<NativeBlock>, 
 }
 
 /// A live block keeps the pool, also when its last handle is dropped.
-impl MemoryResource for NativePool {
+// SAFETY: each block stands for one of the pool, which waits for its uses.
+unsafe impl MemoryResource for NativePool {
     fn allocate_aligned(
         &self,
         bytes: usize,
@@ -235,10 +243,14 @@ impl MemoryResource for NativePool {
             stream,
             device: self.ordinal(),
         };
-        Ok(ResourceBlock::new(identity, bytes as u64, alignment, tag))
+        // SAFETY: the table has the block, and gives it to whoever brings its name back.
+        Ok(unsafe { ResourceBlock::new(identity, bytes as u64, alignment, tag) })
     }
 
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        if let Err(kept) = block.returned() {
+            return Err(DeallocateError::new(block, kept));
+        }
         let identity = block.identity();
         let number = identity.key.generation;
         let ours = identity.key.source == self.keyed().source();

@@ -1,9 +1,9 @@
 //! Probes for debugging: poison, and a guard against overlapping blocks.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 
-use crate::driver::Stream;
+use crate::driver::{Stream, process};
 
 use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
@@ -112,7 +112,7 @@ impl<R: MemoryResource> Probe<R> {
     }
 
     fn live(&self) -> MutexGuard<'_, BTreeMap<u64, Live>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.live)
     }
 
     /// Enters a block, unless it overlaps another one.
@@ -246,7 +246,8 @@ impl<R: MemoryResource> Probe<R> {
     }
 }
 
-impl<R: MemoryResource> MemoryResource for Probe<R> {
+// SAFETY: passes everything on.
+unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
     fn allocate_aligned(
         &self,
         bytes: usize,

@@ -1,6 +1,6 @@
 //! What a launch reads and writes.
 
-use crate::driver::Stream;
+use crate::driver::{Stream, process};
 
 use super::block::{Access, BlockIdentity, BlockState};
 use super::error::{RejectedKind, ResourceError, StreamMisuse};
@@ -276,7 +276,11 @@ impl<R: MemoryResource> LaunchRecorder<R> {
 
 impl<R: MemoryResource> Drop for LaunchRecorder<R> {
     fn drop(&mut self) {
-        if cfg!(debug_assertions) && self.phase != Phase::Committed && self.recorded > 0 {
+        if cfg!(debug_assertions)
+            && !process::is_gone()
+            && self.phase != Phase::Committed
+            && self.recorded > 0
+        {
             log::warn!(
                 "a launch recorder of {} buffers on stream {:?} ({:?}) goes without a commit",
                 self.recorded,

@@ -2,7 +2,9 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use crate::driver::process;
 
 /// Something that can free memory which the program can do without.
 ///
@@ -89,7 +91,7 @@ impl Hooks {
         hook.order = self.registered.fetch_add(1, Ordering::Relaxed);
         let replaced;
         {
-            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut list = process::lock(&self.list);
             replaced = list
                 .iter()
                 .position(|known| known.name == hook.name)
@@ -106,7 +108,7 @@ impl Hooks {
 
     pub(crate) fn remove(&self, name: &str) -> bool {
         let removed = {
-            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut list = process::lock(&self.list);
             let at = list.iter().position(|hook| &*hook.name == name);
             at.map(|at| list.remove(at))
         };
@@ -122,11 +124,7 @@ impl Hooks {
         mut done: impl FnMut() -> bool,
     ) -> bool {
         // A copy, so that hooks may add and remove hooks.
-        let list = self
-            .list
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        let list = process::lock(&self.list).clone();
         for hook in list {
             if hook.overhead > headroom() {
                 continue;

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::allocator::{Allocator, Config};
-use crate::driver::{Context, Device, Driver};
+use crate::driver::{Context, Device, Driver, process};
 
 use super::error::ResourceError;
 use super::ordered::AsyncResource;
@@ -131,7 +131,7 @@ impl Runtimes {
     }
 
     fn slots(&self) -> MutexGuard<'_, HashMap<usize, Option<Runtime>>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.slots)
     }
 
     /// The runtime of a device.

@@ -99,7 +99,8 @@ impl<R: MemoryResource> Statistics<R> {
     }
 }
 
-impl<R: MemoryResource> MemoryResource for Statistics<R> {
+// SAFETY: passes everything on.
+unsafe impl<R: MemoryResource> MemoryResource for Statistics<R> {
     fn allocate_aligned(
         &self,
         bytes: usize,

@@ -1,8 +1,8 @@
 //! A bounded set of streams with stable numbers.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use crate::driver::{Context, Stream};
+use crate::driver::{Context, Stream, process};
 
 use super::error::{ResourceError, StreamMisuse};
 
@@ -70,7 +70,7 @@ impl StreamPool {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.0.state)
     }
 
     /// Makes a stream; it and its number.
@@ -78,6 +78,9 @@ impl StreamPool {
     /// # Errors
     /// [`ResourceError::NoStreamLeft`] at capacity, never another stream instead; driver errors.
     pub fn acquire(&self) -> Result<(u64, Stream), ResourceError> {
+        if process::is_forked_child() {
+            return Err(crate::Error::ForkedChild.into());
+        }
         {
             let mut state = self.lock();
             if state.streams.len() + state.coming >= self.0.capacity {

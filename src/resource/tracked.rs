@@ -1,9 +1,9 @@
 //! The tracking adaptor: which blocks are live, by name.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
-use crate::driver::Stream;
+use crate::driver::{Stream, process};
 
 use super::block::{BlockIdentity, BlockKey, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};
@@ -60,7 +60,7 @@ impl<R: MemoryResource> Tracked<R> {
     }
 
     fn map(&self) -> MutexGuard<'_, HashMap<BlockKey, LiveBlock>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.live)
     }
 
     /// Gives a live block a name.
@@ -108,7 +108,8 @@ impl<R: MemoryResource> Tracked<R> {
     }
 }
 
-impl<R: MemoryResource> MemoryResource for Tracked<R> {
+// SAFETY: passes everything on.
+unsafe impl<R: MemoryResource> MemoryResource for Tracked<R> {
     fn allocate_aligned(
         &self,
         bytes: usize,

@@ -73,7 +73,32 @@ pub enum Tracking {
 /// assert_eq!(work(&allocator, &stream)?, work(&native, &stream)?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub trait MemoryResource: Send + Sync {
+///
+/// # Safety
+/// Safe code rests on what a resource says: columns write to its blocks and give them back. An
+/// implementation hands out memory of `bytes` bytes or more, in the order of the stream it was asked for,
+/// to one owner at a time, under a key that is never used again. What was said to be used by
+/// [`record_use`](Self::record_use), [`record_stream`](Self::record_stream) or
+/// [`finish_use`](Self::finish_use) with success, and everything that the block's own stream was given
+/// before [`deallocate`](Self::deallocate), is over before the memory goes to anybody whose work does not
+/// come behind it; where [`tracking`](Self::tracking) is [`Tracking::None`] that holds for all work of
+/// the [`context`](Self::context). It takes back only blocks that it handed out. An adaptor passes calls on to
+/// the resource below it that the block came from, with the same stream, and blocks unchanged.
+///
+/// ```compile_fail,E0200
+/// # use cualloc::driver::{Context, Stream};
+/// # use cualloc::resource::*;
+/// struct Mine;
+/// impl MemoryResource for Mine {
+/// #   fn allocate_aligned(&self, _: usize, _: usize, _: &Stream, _: Tag) -> Result<ResourceBlock, ResourceError> { todo!() }
+/// #   fn deallocate(&self, _: ResourceBlock) -> Result<(), DeallocateError> { todo!() }
+/// #   fn context(&self) -> &Context { todo!() }
+/// #   fn outstanding(&self) -> Outstanding { todo!() }
+/// #   fn state(&self, _: &BlockIdentity) -> BlockState { todo!() }
+///     // ...
+/// }
+/// ```
+pub unsafe trait MemoryResource: Send + Sync {
     /// Allocates `bytes` (at least 1) for use on a stream, at a multiple of `alignment` bytes (a
     /// power of two; 1 where any will do).
     ///
@@ -379,7 +404,8 @@ pub(crate) use {forward, forward_reap, forward_uses};
 
 macro_rules! pointer {
     ($($pointer:ty),*) => {$(
-        impl<R: MemoryResource + ?Sized> MemoryResource for $pointer {
+        // SAFETY: passes everything on.
+        unsafe impl<R: MemoryResource + ?Sized> MemoryResource for $pointer {
             #[inline]
             fn allocate_aligned(
                 &self,

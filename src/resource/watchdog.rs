@@ -1,8 +1,10 @@
 //! A thread that watches the device's free memory.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+use crate::driver::process;
 
 use super::clock::{Clock, SystemClock, Wakeup};
 
@@ -85,7 +87,7 @@ struct State {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        process::lock(&self.state)
     }
 
     fn run(&self, probe: impl Fn() -> Option<u64>) {
@@ -172,6 +174,9 @@ impl Watchdog {
 
     /// Blocks until the first look, for at most `timeout`; whether there was one.
     pub fn wait_for_first_check(&self, timeout: Duration) -> bool {
+        if process::is_forked_child() {
+            return false;
+        }
         let clock = &self.shared.config.clock;
         let end = clock.now().saturating_add(timeout);
         loop {
@@ -198,11 +203,7 @@ impl Watchdog {
         }
         self.shared.thread.wake();
         self.shared.waiters.wake();
-        let thread = self
-            .thread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let thread = process::lock(&self.thread).take();
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {

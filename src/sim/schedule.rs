@@ -10,6 +10,7 @@ use super::state::{R, State, fail};
 use crate::driver::sys::{CUhostFn, CUresult};
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What an operation does when it completes.
 #[derive(Clone, Debug)]
@@ -98,8 +99,9 @@ pub(super) struct Queue {
 impl State {
     /// A queue for a new stream of `ctx`.
     pub(super) fn new_queue(&mut self, ctx: usize, blocking: bool) -> u32 {
-        let id = self.next_stream_id;
-        self.next_stream_id += 1;
+        // Of all simulators of the process: no id of one is ever another's.
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let fresh = Queue {
             id,
             ctx,

@@ -30,7 +30,11 @@ impl Rig {
         let (driver, sim) = if on_cuda() {
             let shared = Driver::load().unwrap();
             // Opened once more, so that the counters count the calls of this rig alone.
-            (Driver::open(shared.library().unwrap()).unwrap(), None)
+            // SAFETY: the driver's own library.
+            (
+                unsafe { Driver::open(shared.library().unwrap()) }.unwrap(),
+                None,
+            )
         } else {
             let sim = Simulator::new(SimConfig::with_devices(count, 8 << 30)).unwrap();
             (sim.driver().unwrap(), Some(sim))

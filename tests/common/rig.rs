@@ -68,7 +68,8 @@ impl Rig {
         let (driver, simulator) = if on_cuda() {
             let shared = Driver::load().expect("CUALLOC_TEST_DRIVER=cuda needs a driver");
             let library = shared.library().expect("a loaded driver has a library");
-            (Driver::open(library).unwrap(), None)
+            // SAFETY: the driver's own library.
+            (unsafe { Driver::open(library) }.unwrap(), None)
         } else {
             let simulator = Simulator::new(config).unwrap();
             (simulator.driver().unwrap(), Some(simulator))

@@ -119,12 +119,18 @@ fn s3_10_attributes_are_read_and_set() {
         assert!(pool.has_access(own).unwrap());
         let default = NativePool::default_of(&rig.context).unwrap();
         assert_eq!(
-            NativePool::current_of(&rig.context).unwrap().raw(),
+            // SAFETY: only its handle is looked at.
+            unsafe { NativePool::current_of(&rig.context) }
+                .unwrap()
+                .raw(),
             default.raw()
         );
         pool.make_current().unwrap();
         assert_eq!(
-            NativePool::current_of(&rig.context).unwrap().raw(),
+            // SAFETY: only its handle is looked at.
+            unsafe { NativePool::current_of(&rig.context) }
+                .unwrap()
+                .raw(),
             pool.raw()
         );
         default.make_current().unwrap();

@@ -185,12 +185,14 @@ fn s3_27_no_context_need_be_current() {
         let driver = &rig.driver;
         std::thread::scope(|scope| {
             let work = || {
-                assert!(Context::current(driver).unwrap().is_none());
+                // SAFETY: its owner keeps it meanwhile.
+                assert!(unsafe { Context::current(driver) }.unwrap().is_none());
                 let buffer = pool.zeroed::<u8>(MIB, &stream).unwrap();
                 drop(buffer);
                 stream.synchronize().unwrap();
                 pool.trim(0).unwrap();
-                assert!(Context::current(driver).unwrap().is_none());
+                // SAFETY: its owner keeps it meanwhile.
+                assert!(unsafe { Context::current(driver) }.unwrap().is_none());
             };
             scope.spawn(work).join().unwrap();
         });

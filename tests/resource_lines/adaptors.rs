@@ -196,7 +196,8 @@ fn r69_tracking_erases_before_the_free() {
 /// Runs something before each deallocation.
 struct Spy(Allocator, Box<dyn Fn() + Send + Sync>);
 
-impl MemoryResource for Spy {
+// SAFETY: passes everything on.
+unsafe impl MemoryResource for Spy {
     fn allocate_aligned(
         &self,
         bytes: usize,

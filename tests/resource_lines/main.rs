@@ -72,7 +72,8 @@ fn fail(rig: &Rig, call: &str) -> bool {
 /// Hands its first block out again and again, under new keys.
 struct Twice(Allocator, Mutex<Option<(BlockIdentity, u64)>>);
 
-impl MemoryResource for Twice {
+// SAFETY: none: that a block is handed out twice is what is looked for, and nobody uses its memory.
+unsafe impl MemoryResource for Twice {
     fn allocate_aligned(
         &self,
         bytes: usize,
@@ -83,7 +84,8 @@ impl MemoryResource for Twice {
         let mut first = self.1.lock().unwrap();
         if let Some((mut identity, size)) = *first {
             identity.key.generation += 1;
-            return Ok(ResourceBlock::new(identity, size, alignment, tag));
+            // SAFETY: none, see above.
+            return Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) });
         }
         let block = MemoryResource::allocate_aligned(&self.0, bytes, alignment, stream, tag)?;
         *first = Some((block.identity(), block.size()));

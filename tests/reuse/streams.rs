@@ -203,7 +203,8 @@ fn r27_per_thread_markers_belong_to_the_right_device() {
         let stats = allocator.stats();
         assert!(stats.markers > 0, "nothing was recorded");
         assert_eq!(stats.failed_markers, 0);
-        let current = Context::current(&rig.driver).unwrap().unwrap();
+        // SAFETY: its owner keeps it meanwhile.
+        let current = unsafe { Context::current(&rig.driver) }.unwrap().unwrap();
         assert_eq!(
             current.raw(),
             rig.context.raw(),
