@@ -165,7 +165,8 @@ fn r2_a_failed_wait_leaves_memory_pending() {
             let theirs = allocator.allocate(PART, &b).unwrap();
             let hold = use_and_free(rig, theirs, &b);
             let before = allocator.snapshot();
-            let code = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+            // Not one that speaks of the marker, which would be replaced.
+            let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
             sim.fail(FailPlan::call("cuStreamWaitEvent", code).unwrap());
             let failed = allocator.allocate(TWO, &a).unwrap_err();
             assert!(matches!(failed, Error::Driver(_)), "{failed:?}");
