@@ -253,6 +253,10 @@ mod theirs {
             let Ok(entered) = made.context.enter() else {
                 continue;
             };
+            // Our use is ordered before the producer's stream alone, and a free orders nothing.
+            if entered.synchronize().is_err() {
+                continue;
+            }
             // SAFETY: released once, by who does not use it any more.
             if unsafe { entered.mem_free(ptr) }.is_ok() {
                 break;
