@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use cualloc::driver::sys::*;
 
 use super::rng::Rng;
-use super::table::{Court, court, inside, own};
+use super::table::{Court, court, inside, nothing_inside, own};
 use super::world::{Done, Held, Kind, Who, World};
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -51,6 +51,8 @@ impl Helper {
 
 impl Drop for Helper {
     fn drop(&mut self) {
+        // What is still to be done inside a call keeps the way to the thread open.
+        nothing_inside();
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -209,7 +211,9 @@ impl World {
         let fits = |h: &Held| {
             matches!(h.kind, Kind::Block(_)) && !h.orphan && self.lanes[h.home].stream.is_some()
         };
-        let some: Vec<usize> = (0..self.held.len()).filter(|&n| fits(&self.held[n])).collect();
+        let some: Vec<usize> = (0..self.held.len())
+            .filter(|&n| fits(&self.held[n]))
+            .collect();
         self.helper();
         let Some(helper) = self.helper.as_ref().and_then(|h| h.jobs.clone()) else {
             return;

@@ -248,7 +248,9 @@ impl Law {
         used.0 == stream
             || covers(&self.seen, used)
             || covers(&self.lanes[stream].clock, used)
-            || implied.iter().any(|&other| covers(&self.lanes[other].clock, used))
+            || implied
+                .iter()
+                .any(|&other| covers(&self.lanes[other].clock, used))
     }
 
     /// Work on device memory.
@@ -441,7 +443,9 @@ impl Law {
         }
         let (from, to) = (base, base + SPAN);
         if let Some((_, (_, address))) = self.occupied.range(from..to).next() {
-            self.found(format!("memory of the live block {address:#x} is given back"));
+            self.found(format!(
+                "memory of the live block {address:#x} is given back"
+            ));
         }
         self.used.forget(from, to);
     }
@@ -468,12 +472,16 @@ impl Law {
     pub fn unmapped(&mut self, call: &str, start: u64, bytes: u64) {
         let end = start + bytes;
         if let Some((s, e)) = self.live_around(start, end) {
-            self.found(format!("{call} of {start:#x}..{end:#x} under the live block {s:#x}..{e:#x}"));
+            self.found(format!(
+                "{call} of {start:#x}..{end:#x} under the live block {s:#x}..{e:#x}"
+            ));
         }
         let guarded = self.guards.iter();
         let guarded = guarded.map(|(s, block)| (*s, block.end));
         if let Some((s, e)) = guarded.clone().find(|(s, e)| *s < end && start < *e) {
-            self.found(format!("{call} of {start:#x}..{end:#x} under the guard {s:#x}..{e:#x}"));
+            self.found(format!(
+                "{call} of {start:#x}..{end:#x} under the guard {s:#x}..{e:#x}"
+            ));
         }
         let seen = &self.seen;
         let done = |used| covers(seen, used);
@@ -529,14 +537,18 @@ impl Law {
         let parts = self.parts(start, end);
         let mapped: u64 = parts.iter().map(|(from, to, _)| to - from).sum();
         if mapped != bytes {
-            self.found(format!("block {start:#x}..{end:#x}: {mapped} bytes of it are mapped"));
+            self.found(format!(
+                "block {start:#x}..{end:#x}: {mapped} bytes of it are mapped"
+            ));
         }
         let closed = |at: u64| {
             let mapping = self.mappings.range(..=at).next_back();
             mapping.is_some_and(|(_, mapping)| !mapping.accessible)
         };
         if parts.iter().any(|(from, _, _)| closed(*from)) {
-            self.found(format!("block {start:#x}..{end:#x} has memory without access"));
+            self.found(format!(
+                "block {start:#x}..{end:#x} has memory without access"
+            ));
         }
         let parts: Vec<(u64, u64)> = parts.iter().map(|(s, e, p)| (*p, p + (e - s))).collect();
         for &(from, to) in &parts {
@@ -552,12 +564,16 @@ impl Law {
             && *end > from
         {
             let address = *address;
-            self.found(format!("block {start:#x} shares memory with the live block {address:#x}"));
+            self.found(format!(
+                "block {start:#x} shares memory with the live block {address:#x}"
+            ));
         }
         let within = |block: &Block| block.parts.iter().any(|(s, e)| *s < to && from < *e);
         if let Some((address, _)) = self.guards.iter().find(|(_, block)| within(block)) {
             let address = *address;
-            self.found(format!("block {start:#x} has memory that a guard keeps at {address:#x}"));
+            self.found(format!(
+                "block {start:#x} has memory that a guard keeps at {address:#x}"
+            ));
         }
         let implied = self.implied(stream);
         let mut used = std::mem::take(&mut self.used);
@@ -613,7 +629,10 @@ impl Law {
 
     pub fn unguarded(&mut self, start: u64, bytes: u64) {
         let end = start + bytes;
-        let at = self.guards.iter().position(|(s, b)| (*s, b.end) == (start, end));
+        let at = self
+            .guards
+            .iter()
+            .position(|(s, b)| (*s, b.end) == (start, end));
         if let Some(at) = at {
             self.guards.swap_remove(at);
         }

@@ -25,7 +25,7 @@ pub enum Layered {
 impl Layered {
     /// Whether the program may use it on its own stream without a word to anybody.
     pub fn free_for_all(&self) -> bool {
-        !matches!(self, Layered::Resource(..))
+        matches!(self, Layered::Column(_) | Layered::Lease(_))
     }
 }
 
@@ -105,7 +105,10 @@ impl World {
                 (column.ptr(), bytes, Layered::Column(column))
             }
             Act::Pooled => {
-                let pool = it.layers.typed.get_or_insert_with(|| TypedPool::over([allocator]));
+                let pool = it
+                    .layers
+                    .typed
+                    .get_or_insert_with(|| TypedPool::over([allocator]));
                 // Few lengths, so that they are met again.
                 let words = words.next_power_of_two();
                 let buffer = pool.zeroed::<u32>(words, stream).map_err(|e| say(&e))?;
@@ -160,9 +163,9 @@ impl World {
             return Ok(());
         }
         self.before_call(slot, lane);
-        let (ptr, bytes, last) = {
+        let (ptr, bytes, last, home) = {
             let held = &self.held[index];
-            (held.ptr, held.bytes, held.last)
+            (held.ptr, held.bytes, held.last, held.home)
         };
         self.told(slot, lane, true);
         let used = {
@@ -177,7 +180,7 @@ impl World {
                 },
                 Layered::Pooled(buffer) => buffer.as_mut_slice().fill(b, &stream).is_ok(),
                 Layered::Column(column) => {
-                    if bytes < 40_000 {
+                    if bytes < 40_000 && last == home {
                         let _ = column.to_vec::<f32>();
                     }
                     false

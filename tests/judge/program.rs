@@ -78,6 +78,8 @@ pub struct Setup {
     /// Largest requests, in bytes.
     pub largest: u64,
     pub frees_may_wait: bool,
+    /// Streams that the allocator may keep are named by their handles, too.
+    pub mixed: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -403,12 +405,16 @@ const CODES: &[CUresult] = &[
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
     CUresult::CUDA_ERROR_INVALID_VALUE,
-    CUresult::CUDA_ERROR_UNKNOWN,
+    CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
     CUresult::CUDA_ERROR_NOT_SUPPORTED,
 ];
 
 /// The program of a number.
-pub fn generate(profile: &Profile, number: u64, without: &dyn Fn(&str) -> bool) -> (Setup, Vec<Step>) {
+pub fn generate(
+    profile: &Profile,
+    number: u64,
+    without: &dyn Fn(&str) -> bool,
+) -> (Setup, Vec<Step>) {
     let mut rng = Rng::new(number.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ profile.share);
     let policy = match profile.packed_only || !rng.percent(35) || without("classic") {
         true => Policy::Packed,
@@ -429,13 +435,15 @@ pub fn generate(profile: &Profile, number: u64, without: &dyn Fn(&str) -> bool) 
         true => Some(rng.pick(&[12_u64, 20, 32, 48, 64]) << 20),
         false => rng.percent(30).then(|| (16 + rng.below(200)) << 20),
     };
+    let packed = policy == Policy::Packed;
+    let views = rng.percent(60);
     let setup = Setup {
         seed: number,
         policy,
         limit,
-        views: rng.percent(60),
-        budget: rng.percent(40).then(|| rng.pick(&[1, 4, 20, 200])),
-        handle: rng.percent(25).then(|| rng.pick(&[2 << 20, 4 << 20, 16 << 20])),
+        views: views || !packed,
+        budget: (rng.percent(40) && packed && views).then(|| rng.pick(&[1, 4, 20, 200])),
+        handle: (rng.percent(25) && packed).then(|| rng.pick(&[2 << 20, 4 << 20, 8 << 20])),
         streams: (low + rng.below(high - low + 1)) as usize,
         specials: !profile.tight && rng.percent(50),
         allocators: match profile.wide {
@@ -457,6 +465,7 @@ pub fn generate(profile: &Profile, number: u64, without: &dyn Fn(&str) -> bool) 
             None => 48 << 20,
         },
         frees_may_wait: without("classic-free"),
+        mixed: !without("mixed"),
     };
     let total: u32 = profile.acts.iter().map(|(_, weight)| weight).sum();
     let mut steps = Vec::with_capacity(profile.steps);

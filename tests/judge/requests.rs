@@ -87,6 +87,10 @@ impl World {
             .single_handle(rng.percent(60))
             .views(rng.percent(50));
         let mut owned = true;
+        let act = match act {
+            Act::AllocateRaw if it.stream.is_some() && !self.setup.mixed => Act::Allocate,
+            act => act,
+        };
         let result = match (&it.stream, act) {
             (Some(stream), Act::Allocate) => allocator.allocate(bytes, stream).map(Some),
             (Some(stream), Act::AllocateAligned) => allocator
@@ -199,11 +203,15 @@ impl World {
             Kind::Block(block) => {
                 let ptr = block.into_raw();
                 // SAFETY: a live block; its work was recorded.
-                (Kind::Raw, unsafe { self.slots[slot].allocator.free_raw(ptr) })
+                (Kind::Raw, unsafe {
+                    self.slots[slot].allocator.free_raw(ptr)
+                })
             }
             Kind::Raw => {
                 // SAFETY: as above.
-                (Kind::Raw, unsafe { self.slots[slot].allocator.free_raw(ptr) })
+                (Kind::Raw, unsafe {
+                    self.slots[slot].allocator.free_raw(ptr)
+                })
             }
             Kind::Layered(layered) => (Kind::Layered(layered), Ok(())),
         };
@@ -218,7 +226,11 @@ impl World {
 
     fn trim(&mut self, slot: usize, rng: &mut Rng) -> Done {
         let held = self.slots[slot].allocator.cached();
-        let keep = if rng.percent(50) { 0 } else { rng.below(held + 1) };
+        let keep = if rng.percent(50) {
+            0
+        } else {
+            rng.below(held + 1)
+        };
         let place = self.slots[slot].place;
         self.become_current(place);
         let allocator = &self.slots[slot].allocator;
@@ -287,17 +299,23 @@ impl World {
             .map_err(|e| format!("the books are wrong: {e}"))?;
         let (stats, snapshot) = allocator.stats_and_snapshot();
         let all = &stats.all;
-        if all.allocated.current > all.reserved.current || all.requested.current > all.allocated.current
+        if all.allocated.current > all.reserved.current
+            || all.requested.current > all.allocated.current
         {
             return Err(format!("more is in use than is held: {all:?}"));
         }
         let held = |h: &&Held| h.slot == slot && !h.orphan && !matches!(h.kind, Kind::Layered(_));
         let live = self.held.iter().filter(held).count() as u64;
         let stashed = self.stash.lock().unwrap();
-        let live = live + stashed.iter().filter(|h| h.slot == slot && !h.orphan).count() as u64;
+        let live = live
+            + stashed
+                .iter()
+                .filter(|h| h.slot == slot && !h.orphan)
+                .count() as u64;
         let layered = !self.slots[slot].layers.is_empty();
         // A block dropped on a stream that captures is freed later.
-        if !layered && self.calm() && self.setup.fault.is_none() && all.allocations.current != live {
+        if !layered && self.calm() && self.setup.fault.is_none() && all.allocations.current != live
+        {
             return Err(format!(
                 "{} blocks are said to be live, {live} are",
                 all.allocations.current

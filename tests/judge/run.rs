@@ -236,7 +236,10 @@ fn run(count: u64) {
     );
     let failures = failures.into_inner().unwrap();
     for profile in PROFILES {
-        let count = failures.iter().filter(|(name, _)| *name == profile.name).count();
+        let count = failures
+            .iter()
+            .filter(|(name, _)| *name == profile.name)
+            .count();
         if count > 0 {
             eprintln!("{count} programs of {} fail", profile.name);
         }

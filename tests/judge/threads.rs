@@ -93,7 +93,12 @@ pub fn attempt(
     let stop = AtomicBool::new(false);
     let faulty = rng.percent(25) && !without("thread-faults");
     if faulty {
-        let name = rng.pick(&["cuStreamWaitEvent", "cuEventRecord", "cuEventQuery", "cuMemCreate"]);
+        let name = rng.pick(&[
+            "cuStreamWaitEvent",
+            "cuEventRecord",
+            "cuEventQuery",
+            "cuMemCreate",
+        ]);
         court.fail(Some(table::Fault {
             name,
             permille: rng.pick(&[20, 100, 300]),
@@ -128,7 +133,9 @@ pub fn attempt(
         };
         let all: Vec<_> = (0..threads).map(run).collect();
         let end = |thread: std::thread::ScopedJoinHandle<'_, Done>| {
-            thread.join().unwrap_or_else(|_| Err("a thread panicked".to_owned()))
+            thread
+                .join()
+                .unwrap_or_else(|_| Err("a thread panicked".to_owned()))
         };
         all.into_iter().map(end).collect()
     });
@@ -348,8 +355,11 @@ impl Scene<'_> {
             // SAFETY: live stream and event.
             let _ = own(|f| unsafe { f.cuStreamWaitEvent.unwrap()(raw, item.event as CUevent, 0) });
             self.work(item.block.ptr(), item.block.requested(), raw);
-            // SAFETY: the stream is retired before it is destroyed.
-            let recorded = unsafe { self.allocator.record_use_raw(item.block.ptr(), raw) };
+            let recorded = match &lane.name {
+                Name::Owned(stream) => item.block.record_use(stream),
+                // SAFETY: the stream is retired before it is destroyed.
+                Name::Raw(_) => unsafe { self.allocator.record_use_raw(item.block.ptr(), raw) },
+            };
             if let Err(error) = recorded {
                 if !self.faulty {
                     return Err(format!("a use was not recorded: {error:?}"));
@@ -417,7 +427,8 @@ impl Scene<'_> {
                 self.court.law().freed(ptr);
                 drop(buffer);
             }
-        } else if let Ok(column) = Column::zeroed(self.allocator, ElementType::F32, bytes / 4, stream)
+        } else if let Ok(column) =
+            Column::zeroed(self.allocator, ElementType::F32, bytes / 4, stream)
         {
             let ptr = column.ptr();
             self.told(ptr, bytes, stream.raw());

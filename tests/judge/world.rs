@@ -273,12 +273,9 @@ impl World {
             // SAFETY: memory and stream are live.
             let code = unsafe {
                 match how % 3 {
-                    0 if bytes >= 4 && ptr.is_multiple_of(4) => f.cuMemsetD32Async.unwrap()(
-                        ptr,
-                        how as c_uint,
-                        bytes as usize / 4,
-                        stream,
-                    ),
+                    0 if bytes >= 4 && ptr.is_multiple_of(4) => {
+                        f.cuMemsetD32Async.unwrap()(ptr, how as c_uint, bytes as usize / 4, stream)
+                    }
                     1 if bytes >= 512 => {
                         let half = bytes as usize / 2;
                         let source = ptr + half as u64;
@@ -399,7 +396,11 @@ impl World {
             | Act::Drop => self.layer(step, &mut rng)?,
             _ => self.request(step, &mut rng)?,
         }
-        match self.verdict.take().or_else(|| self.court.law().take_verdict()) {
+        match self
+            .verdict
+            .take()
+            .or_else(|| self.court.law().take_verdict())
+        {
             Some(what) => Err(what),
             None => Ok(()),
         }
@@ -442,6 +443,10 @@ impl World {
             return Ok(());
         };
         let home = held.home;
+        let unnamed = matches!(held.kind, Kind::Raw) && self.lanes[lane].stream.is_some();
+        if unnamed && !self.setup.mixed {
+            return Ok(());
+        }
         if lane == home || !self.usable(lane) || !self.order(held.last, lane) {
             return Ok(());
         }
@@ -469,14 +474,20 @@ impl World {
         Ok(())
     }
 
-    fn record(&mut self, index: usize, lane: usize, past: bool, rng: &mut Rng) -> Result<(), Error> {
+    fn record(
+        &mut self,
+        index: usize,
+        lane: usize,
+        past: bool,
+        rng: &mut Rng,
+    ) -> Result<(), Error> {
         let held = &self.held[index];
         self.before_call(held.slot, lane);
         let it = &self.lanes[lane];
         let raw = it.raw as CUstream;
         let allocator = &self.slots[held.slot].allocator;
         let named = match (&held.kind, &it.stream) {
-            (Kind::Block(block), Some(stream)) if rng.percent(80) => {
+            (Kind::Block(block), Some(stream)) if !self.setup.mixed || rng.percent(80) => {
                 match past {
                     true => block.record_use(stream)?,
                     false => block.record_stream(stream)?,
@@ -514,8 +525,7 @@ impl World {
             if ready.is_empty() {
                 return;
             }
-            self.sim
-                .complete_stream(rng.pick(&ready), 1 + rng.index(6));
+            self.sim.complete_stream(rng.pick(&ready), 1 + rng.index(6));
         }
     }
 
