@@ -77,6 +77,8 @@ pub struct Setup {
     pub fault: Option<Fault>,
     /// Largest requests, in bytes.
     pub largest: u64,
+    /// Requests are large for the limit, blocks are used at once, and alignments are wide.
+    pub tight: bool,
     pub frees_may_wait: bool,
     /// Streams that the allocator may keep are named by their handles, too.
     pub mixed: bool,
@@ -134,17 +136,17 @@ const COMMON: &[(Act, u32)] = &[
 ];
 
 const TIGHT: &[(Act, u32)] = &[
-    (Allocate, 90),
-    (AllocateAligned, 130),
-    (AllocateAtHand, 50),
+    (Allocate, 110),
+    (AllocateAligned, 170),
+    (AllocateAtHand, 60),
     (AllocateRaw, 20),
-    (Free, 200),
-    (Work, 190),
-    (WorkElsewhere, 20),
-    (Complete, 16),
-    (Observe, 6),
-    (NewStream, 4),
-    (Trim, 8),
+    (Free, 250),
+    (Work, 80),
+    (WorkElsewhere, 16),
+    (Complete, 24),
+    (Observe, 3),
+    (NewStream, 2),
+    (Trim, 6),
 ];
 
 const HOOKS: &[(Act, u32)] = &[
@@ -425,7 +427,10 @@ pub fn generate(
         Faults::One(name) => Some(name),
         Faults::Turns => Some(FAILING[(number % FAILING.len() as u64) as usize]),
     };
-    let permille = rng.pick(&[10, 50, 100, 200, 400]);
+    let permille = match profile.faults {
+        Faults::One(_) => rng.pick(&[200, 400, 400]),
+        _ => rng.pick(&[10, 50, 100, 200, 400]),
+    };
     let code = match rng.percent(15) && !without("900") {
         true => CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
         false => rng.pick(CODES),
@@ -441,9 +446,12 @@ pub fn generate(
         seed: number,
         policy,
         limit,
-        views: views || !packed,
-        budget: (rng.percent(40) && packed && views).then(|| rng.pick(&[1, 4, 20, 200])),
-        handle: (rng.percent(25) && packed).then(|| rng.pick(&[2 << 20, 4 << 20, 8 << 20])),
+        views: match profile.tight {
+            true => rng.percent(45) || !packed,
+            false => views || !packed,
+        },
+        budget: (rng.percent(40) && packed && views && !profile.tight).then(|| rng.pick(&[1, 4, 20, 200])),
+        handle: (rng.percent(25) && packed && !profile.tight).then(|| rng.pick(&[2 << 20, 4 << 20, 8 << 20])),
         streams: (low + rng.below(high - low + 1)) as usize,
         specials: !profile.tight && rng.percent(50),
         allocators: match profile.wide {
@@ -466,6 +474,7 @@ pub fn generate(
         },
         frees_may_wait: without("classic-free"),
         mixed: !without("mixed"),
+        tight: profile.tight,
     };
     let total: u32 = profile.acts.iter().map(|(_, weight)| weight).sum();
     let mut steps = Vec::with_capacity(profile.steps);
@@ -483,6 +492,19 @@ pub fn generate(
         }
     }
     (setup, steps)
+}
+
+/// The bytes of a request under a tight limit: what may grow beside used memory, and what fits in gaps.
+pub fn tight_size(a: u32, b: u32, largest: u64) -> usize {
+    let (a, b) = (u64::from(a), u64::from(b));
+    let bytes = match a % 100 {
+        0..8 => 1 + b % (64 << 10),
+        8..30 => (64 << 10) + b % (960 << 10),
+        30..45 => (1 << 20) + b % (3 << 20),
+        45..75 => (1 << 20) + b % (largest / 2),
+        _ => largest / 4 + b % (largest * 3 / 4),
+    };
+    bytes as usize
 }
 
 /// The bytes of a request, mostly of one of a few kinds.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cualloc::allocator::{Allocator, Error, Placement};
 use cualloc::driver::sys::*;
 
-use super::program::{Act, Step, size};
+use super::program::{Act, Step, size, tight_size};
 use super::rng::Rng;
 use super::table::court;
 use super::world::{Done, Held, Kind, Slot, World};
@@ -73,7 +73,10 @@ impl World {
             return Ok(());
         };
         let many = if self.setup.streams > 20 { 8 } else { 1 };
-        let bytes = size(a, b, self.setup.largest / many);
+        let bytes = match self.setup.tight {
+            true => tight_size(a, b, self.setup.largest),
+            false => size(a, b, self.setup.largest / many),
+        };
         let alignment = match rng.percent(80) {
             true => rng.pick(ALIGNMENTS),
             false => 1 << rng.below(22),
@@ -157,6 +160,10 @@ impl World {
         law.handed_out(ptr, bytes, number);
         let verdict = law.take_verdict();
         drop(law);
+        if self.setup.tight && self.usable(lane) {
+            // What is freed is in use, as a rule.
+            self.work_on(lane, ptr, bytes, bytes);
+        }
         self.held.push(Held {
             slot,
             orphan: false,
