@@ -13,6 +13,7 @@ pub mod allocator;
 pub mod buffer;
 pub mod column;
 pub mod driver;
+mod held;
 pub mod pool;
 pub mod resource;
 #[cfg(feature = "sim")]

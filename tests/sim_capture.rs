@@ -78,26 +78,171 @@ fn mapping_is_legal_during_capture() {
     assert_eq!(end(&bench, stream), OK);
 }
 
+/// What a call does while a stream captures.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Rule {
+    /// Nothing: it is allowed to everybody, always.
+    Allowed,
+    /// It is refused to threads that are not relaxed, by captures that are not.
+    Unsafe,
+    /// It is refused always.
+    Refused,
+}
+
+struct World {
+    bench: Bench,
+    capturing: CUstream,
+    other: CUstream,
+    done: CUevent,
+    plain: u64,
+    host: *mut std::ffi::c_void,
+}
+
+type Try = fn(&World) -> CUresult;
+
+/// As measured: what is refused has the code 900, and the capture ends with 901.
+const RULES: &[(&str, Rule, Try)] = &[
+    ("map, access, unmap", Rule::Allowed, |w| {
+        let (at, handle) = w.bench.mapped(GRANULE);
+        assert_eq!(call!(w.bench, cuMemUnmap(at, GRANULE)), OK);
+        assert_eq!(call!(w.bench, cuMemRelease(handle)), OK);
+        call!(w.bench, cuMemAddressFree(at, GRANULE))
+    }),
+    ("event create, destroy", Rule::Allowed, |w| {
+        let event = w.bench.event();
+        call!(w.bench, cuEventDestroy_v2(event))
+    }),
+    ("event record elsewhere", Rule::Allowed, |w| {
+        call!(w.bench, cuEventRecord(w.done, w.other))
+    }),
+    ("wait elsewhere", Rule::Allowed, |w| {
+        call!(w.bench, cuStreamWaitEvent(w.other, w.done, 0))
+    }),
+    ("stream create, destroy", Rule::Allowed, |w| {
+        let stream = w.bench.stream();
+        call!(w.bench, cuStreamDestroy_v2(stream))
+    }),
+    ("memory info", Rule::Allowed, |w| {
+        let (mut free, mut total) = (0, 0);
+        call!(w.bench, cuMemGetInfo_v2(&mut free, &mut total))
+    }),
+    ("is capturing", Rule::Allowed, |w| {
+        let mut status = CUstreamCaptureStatus(9);
+        call!(w.bench, cuStreamIsCapturing(w.capturing, &mut status))
+    }),
+    ("fill elsewhere", Rule::Allowed, |w| {
+        call!(w.bench, cuMemsetD8Async(w.plain, 0, 16, w.other))
+    }),
+    ("cuMemAlloc", Rule::Unsafe, |w| {
+        call!(w.bench, cuMemAlloc_v2(&mut 0, 16))
+    }),
+    ("cuMemFree", Rule::Unsafe, |w| {
+        call!(w.bench, cuMemFree_v2(w.plain))
+    }),
+    ("cuMemHostAlloc", Rule::Unsafe, |w| {
+        call!(w.bench, cuMemHostAlloc(&mut null_mut(), 16, 0))
+    }),
+    ("cuMemFreeHost", Rule::Unsafe, |w| {
+        call!(w.bench, cuMemFreeHost(w.host))
+    }),
+    ("cuMemAllocAsync elsewhere", Rule::Unsafe, |w| {
+        call!(w.bench, cuMemAllocAsync(&mut 0, 16, w.other))
+    }),
+    ("event query", Rule::Unsafe, |w| w.bench.query(w.done)),
+    ("event synchronise", Rule::Unsafe, |w| {
+        call!(w.bench, cuEventSynchronize(w.done))
+    }),
+    ("stream query elsewhere", Rule::Unsafe, |w| {
+        call!(w.bench, cuStreamQuery(w.other))
+    }),
+    ("stream synchronise elsewhere", Rule::Unsafe, |w| {
+        call!(w.bench, cuStreamSynchronize(w.other))
+    }),
+    ("module load", Rule::Unsafe, |w| {
+        call!(
+            w.bench,
+            cuModuleLoadData(&mut null_mut(), c"".as_ptr().cast())
+        )
+    }),
+    ("module unload", Rule::Unsafe, |w| {
+        call!(w.bench, cuModuleUnload(w.bench.module))
+    }),
+    ("id of the capturing stream", Rule::Refused, |w| {
+        call!(w.bench, cuStreamGetId(w.capturing, &mut 0))
+    }),
+    ("query of the capturing stream", Rule::Refused, |w| {
+        call!(w.bench, cuStreamQuery(w.capturing))
+    }),
+    ("context synchronise", Rule::Refused, |w| {
+        call!(w.bench, cuCtxSynchronize())
+    }),
+];
+
 #[test]
-fn a_global_capture_binds_other_threads_a_local_one_does_not() {
-    for (mode, expected) in [(GLOBAL, UNSUPPORTED), (LOCAL, OK)] {
-        let bench = bench();
-        let stream = begin(&bench, mode);
-        let (table, raw) = (bench.table, bench.context.raw() as usize);
-        let code = std::thread::scope(|scope| {
-            let other = scope.spawn(move || {
-                let mut address = 0;
-                // SAFETY: the context lives, the output is a local.
-                unsafe {
-                    assert_eq!(table.cuCtxSetCurrent.unwrap()(raw as _), OK);
-                    table.cuMemAlloc_v2.unwrap()(&mut address, 16)
-                }
-            });
-            other.join().unwrap()
-        });
-        assert_eq!(code, expected);
-        let _ = end(&bench, stream);
+fn a_capture_forbids_what_was_measured_to_whom_it_was_measured() {
+    for (name, rule, attempt) in RULES {
+        for mode in [GLOBAL, LOCAL, RELAXED] {
+            // The capturing thread, that in relaxed mode, and another thread in each mode.
+            for (thread, own) in [
+                (0, GLOBAL),
+                (0, RELAXED),
+                (1, GLOBAL),
+                (1, LOCAL),
+                (1, RELAXED),
+            ] {
+                let bench = bench();
+                let (plain, other, done) = (bench.alloc(16), bench.stream(), bench.event());
+                bench.record(done, other);
+                bench.sync();
+                let mut host = null_mut();
+                assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 16, 0)), OK);
+                let capturing = begin(&bench, mode);
+                let world = World {
+                    bench,
+                    capturing,
+                    other,
+                    done,
+                    plain,
+                    host,
+                };
+                let act = || {
+                    let bench = &world.bench;
+                    assert_eq!(call!(bench, cuCtxSetCurrent(bench.context.raw())), OK);
+                    let old = exchange(bench, own);
+                    let code = attempt(&world);
+                    exchange(bench, old);
+                    code
+                };
+                let code = match thread {
+                    0 => act(),
+                    _ => world.bench.sim.as_thread(thread, act),
+                };
+                // That a thread in thread-local mode minds its own captures alone is published.
+                let minds = mode != RELAXED && own != RELAXED && (thread, own) != (1, LOCAL);
+                let refused = *rule == Rule::Refused || *rule == Rule::Unsafe && minds;
+                let expected = if refused { UNSUPPORTED } else { OK };
+                let place = format!("{name}: {mode:?}, thread {thread} in {own:?}");
+                assert_eq!(code, expected, "{place}");
+                let ended = if refused { INVALIDATED } else { OK };
+                assert_eq!(end(&world.bench, capturing), ended, "{place}");
+            }
+        }
     }
+}
+
+#[test]
+fn a_capture_is_ended_by_its_thread_and_by_its_stream() {
+    let bench = bench();
+    let stream = begin(&bench, LOCAL);
+    let elsewhere = || {
+        let mut graph = null_mut();
+        call!(bench, cuStreamEndCapture(stream, &mut graph))
+    };
+    assert_eq!(
+        bench.sim.as_thread(1, elsewhere),
+        CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
+    );
+    assert_eq!(end(&bench, stream), OK);
 }
 
 #[test]

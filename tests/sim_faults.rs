@@ -201,7 +201,7 @@ fn each_driver_has_its_own_counts_and_a_closed_one_leaves_nothing() {
         sim.leaks(),
         Leaks {
             allocations: 1,
-            bytes: 1024,
+            bytes: 2 << 20,
             ..Leaks::default()
         }
     );
@@ -260,4 +260,193 @@ fn absurd_sizes_are_errors_and_absurd_ranges_reports() {
     bench.reported(|report| matches!(report, Report::InUse { .. }));
     bench.sync();
     bench.reported(|report| matches!(report, Report::Unmapped { .. }));
+}
+
+const ILLEGAL: CUresult = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
+
+/// What work did is told by whatever call comes after it is complete, and by all that come then.
+#[test]
+fn an_illegal_access_breaks_its_context_for_good() {
+    let bench = bench();
+    let (memory, stream, event) = (bench.alloc(64), bench.stream(), bench.event());
+    let (at, handle) = bench.mapped(GRANULE);
+    bench.manual();
+    bench.memset(at + GRANULE as u64, 1, 16, stream);
+    bench.memset(memory, 1, 16, stream);
+    let (mut free, mut total) = (0, 0);
+    let info = || call!(bench, cuMemGetInfo_v2(&mut free, &mut total));
+    let mut info = info;
+    assert_eq!(info(), OK, "under way");
+    bench.sim.complete_all();
+    bench.reported(|report| matches!(report, Report::Unmapped { .. }));
+    assert_ne!(bench.word(memory), 0x0101_0101, "later work does nothing");
+    assert_eq!(info(), ILLEGAL, "an unrelated call");
+    assert_eq!(bench.query(event), ILLEGAL);
+    assert_eq!(call!(bench, cuMemFree_v2(memory)), ILLEGAL);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), ILLEGAL);
+    assert_eq!(call!(bench, cuMemRelease(handle)), ILLEGAL);
+    assert_eq!(call!(bench, cuEventDestroy_v2(event)), ILLEGAL);
+    assert_eq!(call!(bench, cuStreamDestroy_v2(stream)), ILLEGAL);
+    bench.silent();
+}
+
+#[test]
+fn a_failure_may_be_one_that_stays() {
+    let bench = bench();
+    let code = CUresult::CUDA_ERROR_LAUNCH_FAILED;
+    let plan = FailPlan::call("cuMemCreate", code).unwrap();
+    bench.sim.fail(plan.clone());
+    assert_eq!(bench.create(GRANULE).0, code);
+    let (first, handle) = bench.create(GRANULE);
+    assert_eq!(first, OK, "once");
+    bench.sim.fail(plan.sticky());
+    assert_eq!(bench.create(GRANULE).0, code);
+    assert_eq!(bench.create(GRANULE).0, code);
+    assert_eq!(call!(bench, cuMemRelease(handle)), code);
+}
+
+/// What was destroyed last comes back first, whatever it is a handle of.
+#[test]
+fn handle_values_come_back() {
+    let bench = bench();
+    let (first, second) = (bench.create(GRANULE).1, bench.create(GRANULE).1);
+    for handle in [first, second] {
+        assert_eq!(call!(bench, cuMemRelease(handle)), OK);
+    }
+    bench
+        .sim
+        .fail(FailPlan::call("cuMemCreate", OUT_OF_MEMORY).unwrap());
+    assert_eq!(bench.create(GRANULE).0, OUT_OF_MEMORY);
+    assert_eq!(bench.create(GRANULE).1, second);
+    assert_eq!(bench.create(GRANULE).1, first);
+
+    let module = || {
+        let mut module = std::ptr::null_mut();
+        let code = call!(bench, cuModuleLoadData(&mut module, c"".as_ptr().cast()));
+        assert_eq!(code, OK);
+        module
+    };
+    let old = module();
+    assert_eq!(call!(bench, cuModuleUnload(old)), OK);
+    assert_eq!(module(), old);
+
+    let id = |context| {
+        let mut id = 0;
+        assert_eq!(call!(bench, cuCtxGetId(context, &mut id)), OK);
+        id
+    };
+    let context = bench.sim.create_context(0).unwrap();
+    let before = id(context);
+    assert!(bench.sim.destroy_context(context));
+    assert_eq!(bench.sim.create_context(0), Some(context));
+    assert_ne!(id(context), before, "another one");
+    bench.silent();
+}
+
+#[test]
+fn a_context_that_ends_under_its_work_is_reported() {
+    let bench = bench();
+    let (stream, memory) = (bench.stream(), bench.alloc(64));
+    bench.manual();
+    bench.memset(memory, 1, 16, stream);
+    assert!(bench.sim.reset_primary(0));
+    bench.reported(
+        |report| matches!(report, Report::Misuse { rule, .. } if rule.contains("context")),
+    );
+    let code = call!(bench, cuStreamDestroy_v2(stream));
+    assert_eq!(code, CUresult::CUDA_ERROR_INVALID_HANDLE);
+    assert_eq!(
+        call!(bench, cuCtxSetCurrent(bench.context.raw())),
+        CUresult::CUDA_ERROR_INVALID_CONTEXT
+    );
+    assert!(!bench.sim.reset_primary(0), "it is gone");
+    assert_eq!(bench.sim.memory_in_use(0), 0);
+}
+
+/// Two mebibytes are the least that the device gives; small allocations share them.
+#[test]
+fn plain_memory_is_taken_in_units() {
+    let bench = bench();
+    let unit = 2 << 20;
+    let small = [0; 3].map(|_| bench.alloc(600 << 10));
+    assert_eq!(bench.sim.memory_in_use(0), unit);
+    assert_eq!(small[0] / unit, small[2] / unit);
+    let more = bench.alloc(600 << 10);
+    assert_eq!(bench.sim.memory_in_use(0), 2 * unit);
+    let large = bench.alloc((2 << 20) + 1);
+    assert_eq!(bench.sim.memory_in_use(0), 4 * unit);
+    let (free, total) = {
+        let info = bench.entered().mem_info().unwrap();
+        (info.free as u64, info.total as u64)
+    };
+    assert_eq!(total - free, 4 * unit);
+    assert_eq!(call!(bench, cuMemFree_v2(small[1])), OK);
+    assert_eq!(bench.sim.memory_in_use(0), 4 * unit);
+    assert_eq!(bench.alloc(600 << 10), small[1], "room in a unit is used");
+    for address in [small[0], small[1], small[2], more, large] {
+        assert_eq!(call!(bench, cuMemFree_v2(address)), OK);
+    }
+    assert_eq!(bench.sim.memory_in_use(0), 0);
+    bench.silent();
+}
+
+#[test]
+fn contexts_and_modules_take_memory_where_they_are_to() {
+    let mut config = SimConfig::with_devices(1, 1 << 30);
+    config.devices[0].context_bytes = 300 << 20;
+    let bench = with(config);
+    let free = bench.entered().mem_info().unwrap().free as u64;
+    assert_eq!(free, (1 << 30) - (300 << 20) - (2 << 20));
+    assert_eq!(bench.sim.memory_in_use(0), 0);
+}
+
+/// Page-locked memory that goes before a copy is done with it.
+#[test]
+fn host_memory_lives_until_the_copy_is_complete() {
+    for registered in [false, true] {
+        let bench = bench();
+        let (stream, memory) = (bench.stream(), bench.alloc(64));
+        let mut own = vec![1u8; 64];
+        let mut host = own.as_mut_ptr().cast();
+        if registered {
+            assert_eq!(call!(bench, cuMemHostRegister_v2(host, 64, 0)), OK);
+        } else {
+            assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 64, 0)), OK);
+        }
+        bench.manual();
+        let copy = call!(bench, cuMemcpyHtoDAsync_v2(memory, host.cast(), 64, stream));
+        assert_eq!(copy, OK);
+        let code = match registered {
+            true => call!(bench, cuMemHostUnregister(host)),
+            false => call!(bench, cuMemFreeHost(host)),
+        };
+        assert_eq!(code, OK);
+        bench.reported(|report| matches!(report, Report::InUse { .. }));
+        bench.sim.complete_all();
+        bench.reported(|report| matches!(report, Report::HostGone { .. }));
+        assert_eq!(call!(bench, cuStreamQuery(stream)), ILLEGAL);
+    }
+}
+
+/// Two copies to the same page-locked bytes that nothing orders.
+#[test]
+fn page_locked_memory_has_races_of_its_own() {
+    let bench = bench();
+    let (a, b, event) = (bench.stream(), bench.stream(), bench.event());
+    let memory = bench.alloc(64);
+    let mut host = std::ptr::null_mut();
+    assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 64, 0)), OK);
+    bench.memset(memory, 1, 64, a);
+    bench.sync();
+    let download = |stream| call!(bench, cuMemcpyDtoHAsync_v2(host, memory, 64, stream));
+    assert_eq!(download(a), OK);
+    bench.record(event, a);
+    bench.wait(b, event);
+    assert_eq!(download(b), OK);
+    bench.silent();
+    assert_eq!(download(a), OK);
+    bench.reported(|report| matches!(report, Report::Race { .. }));
+    bench.sync();
+    assert_eq!(call!(bench, cuMemFreeHost(host)), OK);
+    bench.silent();
 }

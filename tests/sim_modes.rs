@@ -110,8 +110,11 @@ fn the_test_chooses_among_legal_orders_only() {
 }
 
 #[test]
-fn free_waits_for_running_work_and_unmap_does_not() {
-    let bench = bench();
+fn free_waits_for_running_work_where_it_is_to_and_unmap_does_not() {
+    let bench = with(SimConfig {
+        strict_free: false,
+        ..SimConfig::with_devices(1, 1 << 30)
+    });
     bench.manual();
     let stream = bench.stream();
     let memory = bench.alloc(4096);
@@ -132,12 +135,35 @@ fn free_waits_for_running_work_and_unmap_does_not() {
     bench.silent();
 }
 
+/// Memory goes back without a word about other work: that is still under way, and unordered before what
+/// is submitted next.
 #[test]
-fn strict_free_reports_frees_that_lean_on_the_wait() {
-    let bench = with(SimConfig {
-        strict_free: true,
-        ..SimConfig::with_devices(1, 1 << 30)
-    });
+fn s1_frees_wait_for_nothing_and_order_nothing() {
+    let bench = bench();
+    let (kept, freed) = (bench.alloc(4096), bench.alloc(4096));
+    let (a, b) = (bench.stream(), bench.stream());
+    let mut host = null_mut();
+    assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 16, 0)), OK);
+    bench.manual();
+    bench.memset(kept, 1, 16, a);
+    assert_eq!(call!(bench, cuMemFree_v2(freed)), OK);
+    assert_eq!(call!(bench, cuMemFreeHost(host)), OK);
+    let counters = bench.sim.counters();
+    assert_eq!((counters.waits, bench.sim.pending().len()), (2, 1));
+    bench.silent();
+    bench.sim.complete_all();
+    bench.sim.set_mode(Mode::Instant);
+    let (freed, mut host) = (bench.alloc(4096), null_mut());
+    assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 16, 0)), OK);
+    assert_eq!(call!(bench, cuMemFree_v2(freed)), OK);
+    assert_eq!(call!(bench, cuMemFreeHost(host)), OK);
+    bench.memset(kept, 2, 16, b);
+    bench.reported(|report| matches!(report, Report::Race { .. }));
+}
+
+#[test]
+fn s1_frees_of_what_is_not_known_idle_are_reported() {
+    let bench = bench();
     let memory = bench.alloc(4096);
     bench.memset(memory, 1, 16, bench.stream());
     assert_eq!(call!(bench, cuMemFree_v2(memory)), OK);

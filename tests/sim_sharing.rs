@@ -109,6 +109,8 @@ fn peers_copy_and_reach_each_other_where_the_devices_can() {
     let devices = vec![DeviceConfig::default(), DeviceConfig::default(), apart];
     let bench = with(SimConfig {
         devices,
+        // What is not allowed is tried, and then what is.
+        sticky_errors: false,
         ..SimConfig::default()
     });
     let mut can = [9; 2];

@@ -334,8 +334,8 @@ impl Allocator {
     }
 
     /// Gives memory that nobody uses back to the driver until at most `keep` bytes are held. Never
-    /// waits for the device, except that the classic policy's segments are freed by a call which
-    /// itself waits for the work of their context.
+    /// waits for the device itself: what is still in use is only counted. (The classic policy's segments
+    /// are freed by `cuMemFree`, which may wait for other work of their context.)
     ///
     /// What was freed on a raw stream can go only after a marker was seen complete: call
     /// [`mark_raw`](Self::mark_raw) before the work ends, or [`synchronize`](Self::synchronize).

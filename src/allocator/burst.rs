@@ -122,7 +122,7 @@ impl State {
 
     /// Claims free handles that go back because an allocation created more than the soft cap allows:
     /// the smallest first, and only such as nobody can touch.
-    fn plan_repayment(&mut self, context: u64) -> Vec<Release> {
+    fn plan_repayment(&mut self) -> Vec<Release> {
         let held = self.stats.all.reserved.current + self.planned;
         let mut excess = held.saturating_sub(self.soft_cap());
         if excess == 0 {
@@ -132,7 +132,7 @@ impl State {
         if !self.bounds_hold(0) {
             return Vec::new();
         }
-        let mut free = self.releasable(SpaceId::Large, |id| self.over(id, context));
+        let mut free = self.releasable(SpaceId::Large, |id| self.over(id));
         // Highest addresses first among equals: the low end of the arena stays dense.
         free.sort_unstable_by_key(|(addr, bytes)| (*bytes, std::cmp::Reverse(*addr)));
         let mut plan = Vec::new();
@@ -183,7 +183,7 @@ impl Engine {
             Ok(state) => state,
             Err(error) => return log::debug!("nothing was repaid: {error}"),
         };
-        let plan = state.plan_repayment(self.context.key());
+        let plan = state.plan_repayment();
         let handles = plan.len() as u64;
         let slot = &state.streams[stream];
         // What one stream alone frees is never marked otherwise.

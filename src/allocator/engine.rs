@@ -395,6 +395,8 @@ impl Engine {
             _ => Holder::foreign(),
         };
         self.prune();
+        let former = std::mem::take(&mut self.lock().streams.former);
+        drop(former);
         state = self.lock();
         let stream = state.adopt(named.key, named.raw as usize, context, holder);
         Ok((state, stream))

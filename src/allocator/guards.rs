@@ -356,8 +356,7 @@ impl State {
         self.streams[owner].calls -= 1;
         let shared = matches!(uses, Uses::Many(_));
         if shared {
-            self.stats
-                .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
+            self.mixed_added(space, bytes);
         }
         if !self.records.cold(id).home().is_empty() {
             for piece in self.view_block_freed(id, &uses) {

@@ -10,7 +10,7 @@ use super::figures::{GrowthReason, free_among};
 use super::fit::Run;
 use super::memory::GrowthFailure;
 use super::plan::Growth;
-use super::records::{SpaceId, State as Extent};
+use super::records::SpaceId;
 use super::rungs::{Climb, Step};
 use super::space::Shard;
 use super::state::{State, Want};
@@ -253,17 +253,20 @@ impl Engine {
         let waits = std::mem::take(&mut growth.waits);
         match self.map(growth.addr, &growth.sizes) {
             Ok(handles) => {
+                // Before anything is cut: if one fails, each part is what it was.
                 let waited = self.queue_waits(want.stream, &waits);
                 drop(waits);
                 let mut state = self.lock();
-                let id = state.grown(want, &growth, &handles);
-                state.note_growth(reason, want, growth.bytes());
-                if let Err(error) = waited {
-                    // The new memory stays, as free memory; so do the tags of what was free before.
-                    state.ungrow(want, &growth, id);
-                    return Err(error);
-                }
-                Ok((state, Some(id)))
+                let bytes = growth.bytes();
+                let id = match &waited {
+                    Ok(()) => Some(state.grown(want, &growth, &handles)),
+                    Err(_) => {
+                        state.ungrown(want, growth, &handles);
+                        None
+                    }
+                };
+                state.note_growth(reason, want, bytes);
+                waited.map(|()| (state, id))
             }
             Err(failure) => {
                 drop(waits);
@@ -403,23 +406,5 @@ impl State {
                 granules: u64::from(granules),
             },
         )
-    }
-
-    /// Makes what a growth brought free memory: a wait for what lay beside it failed.
-    fn ungrow(&mut self, want: &Want, growth: &Growth, id: u32) {
-        let slot = &mut self.streams[want.stream];
-        slot.open_uses = slot.open_uses.saturating_add(1);
-        let mut uses = super::uses::Uses::one(want.stream, slot.open);
-        for shard in &growth.shards {
-            uses = uses.union(&shard.uses);
-        }
-        if matches!(uses, super::uses::Uses::Many(_)) {
-            let bytes = self.records[id].bytes();
-            self.mixed_added(want.space, bytes);
-        }
-        let (space, records) = self.parts(want.space);
-        records.cold_mut(id).owner = want.stream;
-        records[id].state = Extent::Busy;
-        space.release(records, id, uses);
     }
 }

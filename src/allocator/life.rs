@@ -64,7 +64,7 @@ impl Engine {
         drop(state);
         let evicted = self.evict(&idle);
         let mut state = self.lock();
-        let (plan, pending) = state.plan_trim(keep, self.context.key());
+        let (plan, pending) = state.plan_trim(keep);
         state.level = 0;
         state.work = 0;
         state.peak_live = state.requested_now();
@@ -151,7 +151,7 @@ impl Engine {
         let idle = self.lock().idle_views(usize::MAX);
         self.evict(&idle)?;
         let retried = self.retry_strays();
-        let (plan, _) = self.lock().plan_trim(Keep::Held(0), self.context.key());
+        let (plan, _) = self.lock().plan_trim(Keep::Held(0));
         self.release(plan)?;
         retried?;
         self.return_spans()

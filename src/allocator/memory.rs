@@ -267,8 +267,8 @@ type GivenBack = (Result<(), DriverError>, Result<(), DriverError>);
 /// Unmaps and releases a handle, or frees a segment.
 fn give_back(entered: &Entered<'_>, release: &Release) -> GivenBack {
     match release.handle {
-        // SAFETY: the segment is the allocator's, wholly free, and claimed for this release; the
-        // call waits for the work of its context, and streams of other contexts are done with it.
+        // SAFETY: the segment is the allocator's, wholly free, and claimed for this release, and every
+        // use of it was seen complete by the host.
         None => (unsafe { entered.mem_free(release.addr) }, Ok(())),
         Some(handle) => {
             // SAFETY: one whole mapping of the allocator, claimed for this release, and every use

@@ -6,7 +6,7 @@ use super::fit::Finder;
 use super::life::Keep;
 use super::records::{SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
-use super::space::Shard;
+use super::space::{Shard, Space};
 use super::state::{PendingWait, State, Want};
 use super::uses::Uses;
 
@@ -225,25 +225,18 @@ impl State {
         found
     }
 
-    /// Whether nobody can touch a free piece any more. The classic policy gives memory back with a
-    /// call that itself waits for the work of its context.
-    pub(crate) fn over(&self, id: u32, context: u64) -> bool {
-        self.records.cold(id).uses.as_slice().iter().all(|u| {
-            self.streams.complete(u)
-                || (!self.packed && self.streams[u.stream].context.key() == context)
-        })
+    /// Whether nobody can touch a free piece any more, as the host has seen. So under the classic policy
+    /// as well: that `cuMemFree` waits for the work of its context is nowhere promised.
+    pub(crate) fn over(&self, id: u32) -> bool {
+        let uses = self.records.cold(id).uses.as_slice();
+        uses.iter().all(|u| self.streams.complete(u))
     }
 
     /// Claims what of some arenas to release so that there is room for `missing` bytes: the smallest
     /// that is enough, else the largest first. Empty, with nothing changed, if that cannot be enough.
     /// What a refusal of the driver told is a guess on the safe side, so it stops nothing: all goes
     /// then.
-    pub(crate) fn plan_release(
-        &mut self,
-        arenas: &[SpaceId],
-        missing: u64,
-        context: u64,
-    ) -> Vec<Release> {
+    pub(crate) fn plan_release(&mut self, arenas: &[SpaceId], missing: u64) -> Vec<Release> {
         let excess = missing.saturating_sub(self.room());
         let held = self.stats.all.reserved.current + self.planned;
         let certain = match self.limit {
@@ -252,7 +245,7 @@ impl State {
         };
         let mut found: Vec<(SpaceId, u64, u64)> = Vec::new();
         for space in arenas.iter().copied() {
-            let releasable = self.releasable(space, |id| self.over(id, context));
+            let releasable = self.releasable(space, |id| self.over(id));
             found.extend(
                 releasable
                     .into_iter()
@@ -281,11 +274,11 @@ impl State {
 
     /// Claims everything that can be released until at most `keep` bytes are held, and says how much
     /// more could go once pending work is over.
-    pub(crate) fn plan_trim(&mut self, keep: Keep, context: u64) -> (Vec<Release>, u64) {
+    pub(crate) fn plan_trim(&mut self, keep: Keep) -> (Vec<Release>, u64) {
         let mut plan = Vec::new();
         let (mut now, mut later) = (0, 0);
         for space in [SpaceId::Large, SpaceId::Small] {
-            let over = self.releasable(space, |id| self.over(id, context));
+            let over = self.releasable(space, |id| self.over(id));
             now += over.iter().map(|(_, bytes)| bytes).sum::<u64>();
             later += self
                 .releasable(space, |_| true)
@@ -384,15 +377,24 @@ impl State {
         self.put_fresh(growth.space, growth.id, want.stream);
     }
 
+    /// A growth succeeded, and a wait that its block needs did not: what it brought is free memory, and
+    /// what was free beside it is what it was, the gap before the block as well.
+    pub(crate) fn ungrown(&mut self, want: &Want, mut growth: Growth, handles: &[u64]) {
+        self.hold_all(&growth, handles);
+        let (at, _) = self.parts(growth.space);
+        let fresh = fresh_uses(at, want.stream);
+        for shard in growth.shards.iter_mut().filter(|shard| !shard.mapped) {
+            (shard.mapped, shard.owner) = (true, want.stream);
+            shard.uses = fresh.clone();
+        }
+        self.restore(growth.space, growth.id, growth.shards);
+    }
+
     /// Makes memory that nobody has used yet free. Where only one stream is known it merges with
     /// that stream's own.
     pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
         let (at, records) = self.parts(space);
-        let uses = if at.merge_own {
-            Uses::one(stream, 0)
-        } else {
-            Uses::None
-        };
+        let uses = fresh_uses(at, stream);
         records.cold_mut(id).owner = stream;
         at.release(records, id, uses);
     }
@@ -468,6 +470,15 @@ impl State {
     pub(crate) fn tiles(&self, addr: u64, bytes: u64, size: u64) -> Vec<u64> {
         let stretches = self.stretches(addr, bytes).into_iter();
         stretches.flat_map(|(_, part)| tile(part, size)).collect()
+    }
+}
+
+/// The uses of memory that nobody has used yet.
+fn fresh_uses(space: &Space, stream: u32) -> Uses {
+    if space.merge_own {
+        Uses::one(stream, 0)
+    } else {
+        Uses::None
     }
 }
 

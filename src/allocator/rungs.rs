@@ -347,7 +347,7 @@ impl Engine {
         }
         let lacking = state.stitch_lacking(want)?;
         if lacking > state.room() {
-            let plan = state.plan_release(&[SpaceId::Small], lacking, self.context.key());
+            let plan = state.plan_release(&[SpaceId::Small], lacking);
             return (!plan.is_empty()).then_some(Step::Release(plan));
         }
         if climb.supplied || lacking == 0 {
@@ -380,7 +380,7 @@ impl Engine {
         }
         if let Some(missing) = state.missing(want) {
             let arenas = [SpaceId::Large, SpaceId::Small];
-            let plan = state.plan_release(&arenas, missing, self.context.key());
+            let plan = state.plan_release(&arenas, missing);
             if !plan.is_empty() {
                 return Step::Release(plan);
             }

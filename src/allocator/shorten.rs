@@ -97,11 +97,12 @@ impl State {
             .take(cut.keep)
             .map(|seg| seg.granules)
             .sum();
-        if !self.may_cut(view) || view.held() > left {
+        // Another thread may have cut it there, or before, since this was planned.
+        if !self.may_cut(view) || view.held() > left || view.segs.len() <= cut.keep {
             return None;
         }
         let view = self.views.get_mut(&cut.base)?;
-        let gone = view.segs.split_off(cut.keep.min(view.segs.len()));
+        let gone = view.segs.split_off(cut.keep);
         view.granules = left;
         // Nobody may extend it, or let it go, before its end is unmapped.
         view.busy = true;
@@ -135,7 +136,7 @@ impl Engine {
     /// Unmaps the end of a view. If that fails, the view stays as it was.
     pub(crate) fn shorten(&self, cut: Cut) -> Result<(), Error> {
         let taken = self.lock().cut_view(cut);
-        let Some((at, gone)) = taken.filter(|(_, gone)| !gone.is_empty()) else {
+        let Some((at, gone)) = taken else {
             return Ok(());
         };
         let bytes = gone.iter().map(|seg| u64::from(seg.granules)).sum::<u64>() * GRANULE;

@@ -24,6 +24,10 @@ use super::uses::Uses;
 pub(crate) struct Shard {
     pub granules: u32,
     pub uses: Uses,
+    /// The stream of the block that the part last was,
+    pub owner: u32,
+    /// and how many frees there had been when it was freed.
+    pub freed: u64,
     /// False: the part had no memory.
     pub mapped: bool,
 }
@@ -413,10 +417,14 @@ impl Space {
                 self.relist(records, rest);
             }
             left -= records[id].granules;
+            let (granules, mapped) = (records[id].granules, records[id].state == State::Free);
+            let cold = records.cold_mut(id);
             shards.push(Shard {
-                granules: records[id].granules,
-                uses: std::mem::take(&mut records.cold_mut(id).uses),
-                mapped: records[id].state == State::Free,
+                granules,
+                uses: std::mem::take(&mut cold.uses),
+                owner: cold.owner,
+                freed: cold.freed,
+                mapped,
             });
             if left == 0 {
                 break;
@@ -483,6 +491,8 @@ impl Space {
             } else {
                 State::Unmapped
             };
+            let cold = records.cold_mut(*part);
+            (cold.owner, cold.freed) = (shard.owner, shard.freed);
         }
         for (part, shard) in parts.into_iter().zip(shards) {
             if shard.mapped {

@@ -367,7 +367,10 @@ impl State {
 
     /// Puts back what [`claim`](Self::claim) took.
     pub(crate) fn restore(&mut self, space: SpaceId, id: u32, shards: Vec<Shard>) {
-        self.mixed_added(space, mixed_bytes(&shards));
+        let bytes = mixed_bytes(&shards);
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.put_back(bytes));
+        self.note_mixed();
         let (at, records) = self.parts(space);
         at.restore(records, id, shards);
     }
@@ -376,6 +379,10 @@ impl State {
     pub(crate) fn mixed_added(&mut self, space: SpaceId, bytes: u64) {
         self.stats
             .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
+        self.note_mixed();
+    }
+
+    fn note_mixed(&mut self) {
         let all = &self.stats.all;
         let mixed = all.active.current.saturating_sub(all.allocated.current);
         self.mixed_peak = self.mixed_peak.max(mixed);
@@ -521,9 +528,7 @@ impl State {
         let recorded = self.records.cold_mut(id).take_recorded();
         let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
         let uses = Uses::collect(std::iter::once(own).chain(others).collect());
-        let all = &self.stats.all;
-        let mixed = all.active.current.saturating_sub(all.allocated.current);
-        self.mixed_peak = self.mixed_peak.max(mixed);
+        self.note_mixed();
         uses
     }
 

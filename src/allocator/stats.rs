@@ -44,6 +44,13 @@ impl Counter {
         self.total_freed += amount;
     }
 
+    /// Undoes a [`sub`](Self::sub).
+    pub(crate) fn put_back(&mut self, amount: u64) {
+        self.current += amount;
+        self.peak = self.peak.max(self.current);
+        self.total_freed -= amount;
+    }
+
     fn reset_peak(&mut self) {
         self.peak = self.current;
     }

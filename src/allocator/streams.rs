@@ -199,6 +199,9 @@ pub(crate) struct Streams {
     pub watchful: bool,
     /// Markers that were not seen complete.
     unseen: usize,
+    /// Contexts of streams whose places others have now. Who lets go of the last one calls the driver, so
+    /// not under the books' lock.
+    pub former: Vec<Context>,
     /// Events that no marker needs any more, each with its context: on the way to their pool.
     pub spent: Vec<(u64, Arc<Event>)>,
 }
@@ -270,7 +273,8 @@ impl Streams {
         };
         let at = match at {
             Some(at) => {
-                self.slots[at as usize] = slot;
+                let old = std::mem::replace(&mut self.slots[at as usize], slot);
+                self.former.push(old.context);
                 at
             }
             None => {

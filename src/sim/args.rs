@@ -181,28 +181,32 @@ impl Params {
 
 /// A host address kept for later: the caller of an asynchronous operation keeps it valid until then.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Host(usize);
+pub(super) struct Host {
+    address: usize,
+    /// Of the page-locked block that it lay in when the operation was submitted; 0 for other memory.
+    pub(super) life: u64,
+}
 
 impl Host {
     pub(super) fn new(address: usize) -> Host {
-        Host(address)
+        Host { address, life: 0 }
     }
 
     /// The address as a number.
     pub(super) fn address(self) -> usize {
-        self.0
+        self.address
     }
 
     /// Copies `len` bytes at `offset` out of host memory.
     pub(super) fn read(self, offset: u64, len: u64) -> Vec<u8> {
-        let source = (self.0 + offset as usize) as *const u8;
+        let source = (self.address + offset as usize) as *const u8;
         // SAFETY: the caller of the copy keeps its source readable until the copy completes.
         unsafe { std::slice::from_raw_parts(source, len as usize) }.to_vec()
     }
 
     /// Copies `bytes` to host memory at `offset`.
     pub(super) fn write(self, offset: u64, bytes: &[u8]) {
-        let target = (self.0 + offset as usize) as *mut u8;
+        let target = (self.address + offset as usize) as *mut u8;
         // SAFETY: the caller of the copy keeps its target writable until the copy completes.
         unsafe { target.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     }

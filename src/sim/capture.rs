@@ -38,7 +38,9 @@ impl State {
         fail(UNSUPPORTED)
     }
 
-    /// Refuses a potentially unsafe call: as the thread's capture mode says.
+    /// Refuses a potentially unsafe call. Nothing is refused to a thread in relaxed mode, nor by a
+    /// relaxed capture; the others bind their own thread, and every thread in global mode, which is
+    /// how each begins: so measured, also for captures in thread-local mode.
     pub(super) fn refuse_during_capture(&mut self) -> R {
         if self.captures.is_empty() {
             return Ok(());
@@ -50,9 +52,7 @@ impl State {
         }
         let mut hit = false;
         for capture in self.captures.values_mut() {
-            let own = capture.thread == id && capture.mode != RELAXED;
-            let global = mode == GLOBAL && capture.mode == GLOBAL;
-            if own || global {
+            if capture.mode != RELAXED && (capture.thread == id || mode == GLOBAL) {
                 capture.invalid = true;
                 hit = true;
             }

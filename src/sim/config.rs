@@ -23,6 +23,12 @@ pub struct DeviceConfig {
     pub dma_buf: bool,
     /// Granularity of physical handles, in bytes; a power of two.
     pub granularity: u64,
+    /// What `cuMemAlloc` takes of the device is a multiple of this, in bytes; what is at most half of it
+    /// shares one with other such memory of its context. 512 or less: what was asked for.
+    pub plain_unit: u64,
+    /// What each context takes of the device, in bytes; where it is not 0, each module takes 2 MiB. Seen in
+    /// what is free, not in [`Simulator::memory_in_use`](super::Simulator::memory_in_use).
+    pub context_bytes: u64,
     /// Whether other devices may access this one's memory.
     pub peers: bool,
 }
@@ -40,6 +46,8 @@ impl Default for DeviceConfig {
             fabric: false,
             dma_buf: false,
             granularity: 2 << 20,
+            plain_unit: 2 << 20,
+            context_bytes: 0,
             peers: true,
         }
     }
@@ -73,9 +81,14 @@ pub struct SimConfig {
     /// Report `cuMemUnmap` of memory used by work that no host query or wait has seen complete,
     /// even if it has. Off: only work still pending counts.
     pub strict_unmap: bool,
-    /// Report `cuMemFree` of memory used by work that no host query or wait has seen complete,
-    /// although the call itself waits.
+    /// `cuMemFree` and `cuMemFreeHost` promise no order: they wait for nothing, what was submitted before
+    /// is not seen complete by them, and memory that such work uses is reported. Off: they wait for all
+    /// work and have then seen it, as measured on one GPU.
     pub strict_free: bool,
+    /// Work that touches memory which is not there, or which it may not touch, breaks its context for good:
+    /// every later call on it returns `CUDA_ERROR_ILLEGAL_ADDRESS`, whatever that call is about, and its
+    /// other work does nothing. Off: the work is reported, no more.
+    pub sticky_errors: bool,
     /// Handles that are mapped a second time show other memory there: a device that does not keep
     /// memory the same through two addresses.
     pub broken_aliasing: bool,
@@ -95,7 +108,8 @@ impl Default for SimConfig {
             mode: Mode::Instant,
             strict_undefined: false,
             strict_unmap: true,
-            strict_free: false,
+            strict_free: true,
+            sticky_errors: true,
             broken_aliasing: false,
             races: true,
             row_nanos: 1000,

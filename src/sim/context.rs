@@ -78,17 +78,42 @@ impl State {
         (CONTEXT_BASE + ctx as u64 * HANDLE_STEP) as CUcontext
     }
 
-    /// A further context on a device, as `cuCtxCreate` makes them.
-    pub(super) fn create_ctx(&mut self, device: usize) -> CUcontext {
-        let mut ctx = Ctx::new(device);
-        ctx.alive = true;
-        self.ctxs.push(ctx);
-        State::ctx_handle(self.ctxs.len() - 1)
+    /// Begins a life of a context.
+    fn begin_ctx(&mut self, ctx: usize) {
+        self.ctxs[ctx].alive = true;
+        self.ctxs[ctx].id = self.next_ctx_id;
+        self.next_ctx_id += 1;
     }
 
-    /// Ends a context: its work is done, its memory, streams and events are gone.
+    /// A further context on a device, as `cuCtxCreate` makes them.
+    pub(super) fn create_ctx(&mut self, device: usize) -> CUcontext {
+        let ctx = Ctx::new(device);
+        let index = match self.free_ctxs.pop() {
+            Some(index) => {
+                self.ctxs[index] = ctx;
+                index
+            }
+            None => {
+                self.ctxs.push(ctx);
+                self.ctxs.len() - 1
+            }
+        };
+        self.begin_ctx(index);
+        State::ctx_handle(index)
+    }
+
+    /// Ends a context: its memory, streams and events are gone. Work that was under way is cut off, here
+    /// as if it had come to its end, and nobody has seen that.
     pub(super) fn destroy_ctx(&mut self, ctx: usize) -> R {
-        self.host_wait_ctx(ctx)?;
+        for queue in 0..self.queues.len() {
+            if self.queues[queue].ctx != ctx {
+                continue;
+            }
+            if !self.queues[queue].ops.is_empty() {
+                self.misuse("work of the context is under way", ctx as u64);
+            }
+            self.finish(queue as u32, self.queues[queue].submitted)?;
+        }
         self.free_plain_of(ctx);
         for slot in 0..self.streams.len() {
             if let Some(queue) = self.streams[slot]
@@ -121,7 +146,18 @@ impl State {
             self.retire_queue(queue);
         }
         self.functions.retain(|_, (owner, _)| *owner != ctx);
-        self.modules.retain(|_, owner| *owner != ctx);
+        let modules = &mut self.free_modules;
+        self.modules.retain(|&module, owner| {
+            let stays = *owner != ctx;
+            if !stays {
+                modules.push(module);
+            }
+            stays
+        });
+        // Those of the devices are primary contexts, whose places are theirs.
+        if ctx >= self.config.devices.len() {
+            self.free_ctxs.push(ctx);
+        }
         for thread in &mut self.threads {
             if thread.current == Some(ctx) {
                 thread.current = None;
@@ -251,7 +287,9 @@ impl State {
             return fail(code);
         }
         self.ctxs[device].retains += 1;
-        self.ctxs[device].alive = true;
+        if !self.ctxs[device].alive {
+            self.begin_ctx(device);
+        }
         ctx.set(State::ctx_handle(device))
     }
 
@@ -300,7 +338,7 @@ impl State {
         } else {
             self.ctx(ctx)?
         };
-        id.set(ctx as u64 + 1)
+        id.set(self.ctxs[ctx].id)
     }
 
     pub(super) fn cuCtxSynchronize(&mut self) -> R {

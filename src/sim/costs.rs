@@ -142,6 +142,7 @@ pub struct FailPlan {
     pub(super) skip: u64,
     pub(super) times: u64,
     pub(super) code: CUresult,
+    pub(super) sticky: bool,
 }
 
 impl FailPlan {
@@ -158,6 +159,7 @@ impl FailPlan {
             skip: 0,
             times: 1,
             code,
+            sticky: false,
         })
     }
 
@@ -169,6 +171,7 @@ impl FailPlan {
             skip: 0,
             times: 1,
             code,
+            sticky: false,
         }
     }
 
@@ -181,6 +184,13 @@ impl FailPlan {
     /// Fails that many calls in a row instead of one.
     pub fn times(mut self, times: u64) -> FailPlan {
         self.times = times;
+        self
+    }
+
+    /// Makes the failure one that lasts, as that of a kernel does: with the call that fails, the calling
+    /// thread's context is lost (without one, all are), and every later call on it returns the code.
+    pub fn sticky(mut self) -> FailPlan {
+        self.sticky = true;
         self
     }
 

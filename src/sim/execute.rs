@@ -50,7 +50,11 @@ impl Op {
 impl State {
     /// Completes an operation.
     pub(super) fn execute(&mut self, queue: u32, op: &Op) {
-        let own = self.ctxs[self.queues[queue as usize].ctx].device;
+        let ctx = &self.ctxs[self.queues[queue as usize].ctx];
+        let own = ctx.device;
+        if ctx.lost.is_some() && self.config.sticky_errors {
+            return;
+        }
         match &op.work {
             Work::Record | Work::Wait { .. } | Work::Spin => {}
             Work::Turn {
@@ -86,6 +90,9 @@ impl State {
                 source,
                 bytes,
             } => {
+                if !self.host_lives(queue, op, *source, *bytes, Access::Read) {
+                    return;
+                }
                 let data = Content::Raw(Arc::from(source.read(0, *bytes)), 0);
                 self.store(queue, op, own, *target, *bytes, &[(*bytes, Some(data))]);
             }
@@ -94,6 +101,9 @@ impl State {
                 source,
                 bytes,
             } => {
+                if !self.host_lives(queue, op, *target, *bytes, Access::Write) {
+                    return;
+                }
                 let mut at = 0;
                 for (len, content) in self.load(queue, op, own, *source, *bytes) {
                     self.undefined(queue, op, source + at, len, content.is_none());
@@ -110,6 +120,11 @@ impl State {
                 source,
                 bytes,
             } => {
+                if !self.host_lives(queue, op, *source, *bytes, Access::Read)
+                    || !self.host_lives(queue, op, *target, *bytes, Access::Write)
+                {
+                    return;
+                }
                 target.write(0, &source.read(0, *bytes));
             }
             Work::Check {
@@ -130,9 +145,12 @@ impl State {
     fn prune_history(&mut self) {
         let floor = self.floor();
         let mut left = 0;
-        for alloc in self.allocs.iter_mut().flatten() {
-            alloc.history.prune(&floor);
-            left += alloc.history.len() as u64;
+        let device = self.allocs.iter_mut().flatten();
+        let device = device.map(|alloc| &mut alloc.history);
+        let host = self.host_blocks.values_mut();
+        for history in device.chain(host.map(|block| &mut block.history)) {
+            history.prune(&floor);
+            left += history.len() as u64;
         }
         self.history_entries = left;
         self.history_limit = (left * 2).max(1 << 14);
@@ -350,6 +368,9 @@ impl State {
         }
         if self.config.races {
             self.find_races(&base, op, &pieces, access);
+        }
+        if !troubles.is_empty() {
+            self.fault(queue);
         }
         for (address, bytes, refused) in troubles {
             let site = self.site(&super::race::Entry {

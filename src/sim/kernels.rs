@@ -205,18 +205,23 @@ impl State {
     pub(super) fn cuModuleLoadData(&mut self, module: Out<CUmodule>, image: In<c_void>) -> R {
         module.check()?;
         let ctx = self.current()?;
+        self.refuse_during_capture()?;
         image.cast::<u8>().get()?;
-        let value = self.next_module;
-        self.next_module += 1;
+        let value = self.free_modules.pop().unwrap_or_else(|| {
+            self.next_module += 1;
+            self.next_module - 1
+        });
         self.modules.insert(value, ctx);
         module.set(value as CUmodule)
     }
 
     pub(super) fn cuModuleUnload(&mut self, module: CUmodule) -> R {
+        self.refuse_during_capture()?;
         match self.modules.remove(&(module as u64)) {
             Some(_) => {
                 let first = (module as u64) << 8;
                 self.functions.retain(|handle, _| handle & !0xff != first);
+                self.free_modules.push(module as u64);
                 Ok(())
             }
             None => {

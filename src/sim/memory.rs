@@ -6,11 +6,9 @@ use super::race::{Entry, History};
 use super::reports::Report;
 use super::state::{R, State, fail};
 use crate::driver::sys::*;
-use std::cell::UnsafeCell;
-use std::ffi::{c_uint, c_void};
 
-/// Plain allocations are rounded up to this.
-const PLAIN_UNIT: u64 = 512;
+/// What a module takes of its device, where contexts take something.
+const MODULE_BYTES: u64 = 2 << 20;
 
 /// What a handle was created with, as far as it is asked for later.
 #[derive(Clone, Copy, Default)]
@@ -60,8 +58,9 @@ pub(super) struct Alloc {
     pub(super) handle: u64,
     /// What it was created with.
     pub(super) props: Props,
-    /// Stands in for other memory at its second mapping: not physical memory of its own.
-    pub(super) phantom: bool,
+    /// What it takes of the device: more than it has, where the device rounds up, nothing for what lies in
+    /// memory that is counted already.
+    pub(super) charged: u64,
     /// Unique over the life of the simulator.
     pub(super) block_id: u64,
     pub(super) contents: Contents,
@@ -93,25 +92,6 @@ pub(super) struct Mapping {
     pub(super) uses: Vec<Entry>,
 }
 
-/// Page-locked host memory.
-pub(super) enum HostBlock {
-    /// Allocated by us; written through raw pointers while we own it.
-    Owned {
-        _memory: Box<[UnsafeCell<u128>]>,
-        bytes: u64,
-    },
-    /// Registered, of this size.
-    Registered(u64),
-}
-
-impl HostBlock {
-    pub(super) fn bytes(&self) -> u64 {
-        match self {
-            HostBlock::Owned { bytes, .. } | HostBlock::Registered(bytes) => *bytes,
-        }
-    }
-}
-
 fn bit(device: usize) -> u64 {
     1 << device
 }
@@ -119,8 +99,15 @@ fn bit(device: usize) -> u64 {
 impl State {
     /// Physical bytes still free on a device.
     pub(super) fn free_bytes(&self, device: usize) -> u64 {
-        let used = self.devices[device].used + self.devices[device].taken;
-        self.config.devices[device].memory.saturating_sub(used)
+        let config = &self.config.devices[device];
+        let mut used = self.devices[device].used + self.devices[device].taken;
+        if config.context_bytes > 0 {
+            let ours = |ctx: &usize| self.ctxs[*ctx].alive && self.ctxs[*ctx].device == device;
+            let contexts = (0..self.ctxs.len()).filter(ours).count();
+            let modules = self.modules.values().filter(|ctx| ours(ctx)).count();
+            used += config.context_bytes * contexts as u64 + MODULE_BYTES * modules as u64;
+        }
+        config.memory.saturating_sub(used)
     }
 
     /// Takes physical memory.
@@ -131,10 +118,21 @@ impl State {
         handle: u64,
         props: Props,
     ) -> R<u32> {
-        if bytes > self.free_bytes(device) {
+        self.create_charged(device, bytes, bytes, (handle, props))
+    }
+
+    /// The same for memory that takes more or less of the device than it has.
+    pub(super) fn create_charged(
+        &mut self,
+        device: usize,
+        bytes: u64,
+        charged: u64,
+        (handle, props): (u64, Props),
+    ) -> R<u32> {
+        if charged > self.free_bytes(device) {
             return fail(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
         }
-        self.devices[device].used += bytes;
+        self.devices[device].used += charged;
         let alloc = Alloc {
             device,
             bytes,
@@ -142,7 +140,7 @@ impl State {
             mappings: 0,
             handle,
             props,
-            phantom: false,
+            charged,
             block_id: self.next_block_id,
             contents: Contents::default(),
             history: History::default(),
@@ -166,13 +164,13 @@ impl State {
             return;
         };
         if alloc.references == 0 && alloc.mappings == 0 {
-            if !alloc.phantom {
-                self.devices[alloc.device].used -= alloc.bytes;
-            }
+            self.devices[alloc.device].used -= alloc.charged;
             self.history_entries = self
                 .history_entries
                 .saturating_sub(alloc.history.len() as u64);
-            self.handles.remove(&alloc.handle);
+            if self.handles.remove(&alloc.handle).is_some() {
+                self.free_handles.push(alloc.handle);
+            }
             if !self.shared.is_empty() {
                 self.shared.retain(|_, shared| shared.what != index);
             }
@@ -190,12 +188,8 @@ impl State {
             return Ok(alloc);
         }
         let (device, bytes, props) = (entry.device, entry.bytes, entry.props);
-        let phantom = self.create(device, bytes, 0, props)?;
-        self.devices[device].used -= bytes;
-        if let Some(entry) = &mut self.allocs[phantom as usize] {
-            entry.phantom = true;
-        }
-        Ok(phantom)
+        // Not physical memory of its own.
+        self.create_charged(device, bytes, 0, (0, props))
     }
 
     /// Shows an allocation at an address.
@@ -276,57 +270,6 @@ impl State {
         peers.fold(bit(device), |mask, ctx| mask | bit(ctx.device))
     }
 
-    /// An unused range of plain addresses.
-    pub(super) fn plain_range(&mut self, bytes: u64, align: u64) -> R<u64> {
-        if !self.quarantine.is_empty() && !self.anything_pending() {
-            for (start, bytes) in std::mem::take(&mut self.quarantine) {
-                self.plain.give(start, bytes);
-            }
-        }
-        self.plain
-            .take(bytes, align)
-            .ok_or(CUresult::CUDA_ERROR_OUT_OF_MEMORY)
-    }
-
-    /// Gives a range of plain addresses back, later if anything is pending.
-    pub(super) fn give_plain_range(&mut self, start: u64, bytes: u64) {
-        if self.anything_pending() {
-            self.quarantine.push((start, bytes));
-        } else {
-            self.plain.give(start, bytes);
-        }
-    }
-
-    fn new_plain(&mut self, ctx: usize, bytes: u64) -> R<u64> {
-        let device = self.ctxs[ctx].device;
-        let bytes = bytes
-            .checked_next_multiple_of(PLAIN_UNIT)
-            .filter(|&bytes| bytes <= self.free_bytes(device))
-            .ok_or(CUresult::CUDA_ERROR_OUT_OF_MEMORY)?;
-        let address = self.plain_range(bytes, PLAIN_UNIT)?;
-        let alloc = self.create(device, bytes, 0, Props::default())?;
-        let access = self.plain_access(device);
-        self.map(address, alloc, Origin::Plain(ctx), access);
-        Ok(address)
-    }
-
-    /// Frees all plain memory of a context, whose work is done.
-    pub(super) fn free_plain_of(&mut self, ctx: usize) {
-        let mine = |mapping: &Mapping| {
-            mapping.origin == Origin::Plain(ctx) || mapping.origin == Origin::Ipc(ctx)
-        };
-        let list: Vec<(u64, u64)> = self
-            .mappings
-            .iter()
-            .filter(|(_, mapping)| mine(mapping))
-            .map(|(&start, mapping)| (start, mapping.bytes))
-            .collect();
-        for (start, bytes) in list {
-            self.unmap(start);
-            self.give_plain_range(start, bytes);
-        }
-    }
-
     /// Whether the address is one of the device's, mapped or not.
     pub(super) fn is_device_address(&self, address: u64) -> bool {
         let reserved = self.reservations.range(..=address).next_back();
@@ -368,11 +311,13 @@ impl State {
         };
         self.begin_wait()?;
         if self.config.strict_free {
+            self.note_blocked(ctx);
             self.check_unused(dptr, true);
+        } else {
+            self.host_wait_ctx(ctx)?;
+            // Work of other contexts is not waited for.
+            self.check_unused(dptr, false);
         }
-        self.host_wait_ctx(ctx)?;
-        // Work of other contexts is not waited for.
-        self.check_unused(dptr, false);
         self.unmap(dptr);
         self.give_plain_range(dptr, bytes);
         Ok(())
@@ -405,102 +350,6 @@ impl State {
         base.set_if(start);
         size.set_if(bytes as usize);
         Ok(())
-    }
-
-    pub(super) fn cuMemHostAlloc(
-        &mut self,
-        pp: Out<*mut c_void>,
-        bytes: usize,
-        _flags: c_uint,
-    ) -> R {
-        pp.check()?;
-        self.current()?;
-        self.refuse_during_capture()?;
-        if bytes == 0 {
-            return fail(CUresult::CUDA_ERROR_INVALID_VALUE);
-        }
-        let units = bytes.div_ceil(16);
-        let mut block = Vec::new();
-        if block.try_reserve_exact(units).is_err() {
-            return fail(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
-        }
-        block.resize_with(units, || UnsafeCell::new(0u128));
-        let memory = block.into_boxed_slice();
-        let pointer = memory.as_ptr().cast_mut();
-        let block = HostBlock::Owned {
-            _memory: memory,
-            bytes: bytes as u64,
-        };
-        self.host_blocks.insert(pointer as u64, block);
-        pp.set(pointer.cast())
-    }
-
-    pub(super) fn cuMemFreeHost(&mut self, p: *mut c_void) -> R {
-        self.refuse_during_capture()?;
-        if p.is_null() {
-            return Ok(());
-        }
-        match self.host_blocks.remove(&(p as u64)) {
-            Some(HostBlock::Owned { .. }) => {
-                // The real call waits for work that uses the memory; which that is, only it knows.
-                self.begin_wait()?;
-                for ctx in 0..self.ctxs.len() {
-                    self.host_wait_ctx(ctx)?;
-                }
-                Ok(())
-            }
-            Some(registered) => {
-                self.host_blocks.insert(p as u64, registered);
-                fail(CUresult::CUDA_ERROR_INVALID_VALUE)
-            }
-            None => {
-                self.dead("host allocation", p as u64, false);
-                fail(CUresult::CUDA_ERROR_INVALID_VALUE)
-            }
-        }
-    }
-
-    pub(super) fn cuMemHostGetDevicePointer_v2(
-        &mut self,
-        pdptr: Out<CUdeviceptr>,
-        p: *mut c_void,
-        _flags: c_uint,
-    ) -> R {
-        match self.host_block_at(p as u64) {
-            Some(_) => pdptr.set(p as u64),
-            None => fail(CUresult::CUDA_ERROR_INVALID_VALUE),
-        }
-    }
-
-    pub(super) fn cuMemHostRegister_v2(
-        &mut self,
-        p: *mut c_void,
-        bytes: usize,
-        _flags: c_uint,
-    ) -> R {
-        self.current()?;
-        if p.is_null() || bytes == 0 || self.host_block_at(p as u64).is_some() {
-            return fail(CUresult::CUDA_ERROR_INVALID_VALUE);
-        }
-        self.host_blocks
-            .insert(p as u64, HostBlock::Registered(bytes as u64));
-        Ok(())
-    }
-
-    pub(super) fn cuMemHostUnregister(&mut self, p: *mut c_void) -> R {
-        match self.host_blocks.get(&(p as u64)) {
-            Some(HostBlock::Registered(_)) => {
-                self.host_blocks.remove(&(p as u64));
-                Ok(())
-            }
-            _ => fail(CUresult::CUDA_ERROR_INVALID_VALUE),
-        }
-    }
-
-    /// The page-locked block that holds a host address.
-    pub(super) fn host_block_at(&self, address: u64) -> Option<(u64, &HostBlock)> {
-        let (&start, block) = self.host_blocks.range(..=address).next_back()?;
-        (address < start + block.bytes()).then_some((start, block))
     }
 
     /// Whether a plain address lies below any that were ever given out, so it may have been freed.

@@ -31,8 +31,11 @@ mod contents;
 mod context;
 mod costs;
 mod execute;
+mod hooks;
+mod host;
 mod kernels;
 mod memory;
+mod plain;
 mod pools;
 mod race;
 mod reports;
@@ -46,6 +49,7 @@ mod vmm;
 
 pub use config::{ConfigError, DeviceConfig, Mode, SimConfig};
 pub use costs::{CostTable, Counters, FailPlan};
+pub use hooks::Moment;
 pub use reports::{Leaks, Report, Site};
 pub use state::LogEntry;
 
@@ -419,6 +423,18 @@ impl Simulator {
         .unwrap_or(false)
     }
 
+    /// Resets the primary context of a device, as foreign code may: its streams, events, modules and plain
+    /// memory are gone, and whoever retained it has a dead handle until it is retained again. Says whether
+    /// it lived.
+    pub fn reset_primary(&self, device: usize) -> bool {
+        self.with(|state| {
+            device < state.devices.len()
+                && state.ctxs[device].alive
+                && state.destroy_ctx(device).is_ok()
+        })
+        .unwrap_or(false)
+    }
+
     /// Breaks the primary context of a device: every later call on it returns `code`.
     pub fn lose_context(&self, device: usize, code: sys::CUresult) {
         self.with(|state| state.lose(device, code));
@@ -428,6 +444,34 @@ impl Simulator {
     /// `CUDA_ERROR_DEINITIALIZED`.
     pub fn shutdown(&self) {
         self.with(|state| state.ended = true);
+    }
+
+    /// Has `hook` run before each call of the driver, instead of what ran there before: the place of what
+    /// another thread does just then. It runs in the calling thread without the simulator's lock, so it may
+    /// call the driver and this type, as itself or [as another thread](Simulator::as_thread); its own calls
+    /// run no hooks. Beside other threads' calls it runs more than once at a time.
+    pub fn before(&self, hook: impl Fn(&Moment) + Send + Sync + 'static) {
+        hooks::set(self.slot, |hooks| {
+            hooks.before = Some(std::sync::Arc::new(hook));
+        });
+    }
+
+    /// As [`Simulator::before`], after each call: the driver has done it and the caller does not know yet.
+    pub fn after(&self, hook: impl Fn(&Moment) + Send + Sync + 'static) {
+        hooks::set(self.slot, |hooks| {
+            hooks.after = Some(std::sync::Arc::new(hook));
+        });
+    }
+
+    /// Takes both hooks away. Those that run go on.
+    pub fn clear_hooks(&self) {
+        hooks::set(self.slot, |hooks| *hooks = hooks::Hooks::default());
+    }
+
+    /// Runs something as another thread as far as simulated drivers know: its current context, its mode of
+    /// captures, its own default stream, which of the captures are its. The same number is the same thread.
+    pub fn as_thread<T>(&self, thread: u32, run: impl FnOnce() -> T) -> T {
+        hooks::as_thread(thread, run)
     }
 
     /// Submits work that keeps a stream busy until the mode says that it is complete, without

@@ -352,6 +352,7 @@ impl State {
             // Graph memory is not modelled.
             return fail(CUresult::CUDA_ERROR_NOT_SUPPORTED);
         }
+        self.refuse_during_capture()?;
         let start = self.pool_take(pool, bytes as u64, queue)?;
         out.set(start)
     }

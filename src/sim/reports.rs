@@ -68,6 +68,12 @@ pub enum Report {
         /// Stream and position of the operation.
         user: Site,
     },
+    /// An operation was to read or write page-locked host memory that was freed, or no longer registered,
+    /// when it completed.
+    HostGone {
+        /// The operation, with the host range.
+        site: Site,
+    },
     /// An operation read bytes that nothing had written.
     Undefined {
         /// The operation, with the undefined part of its range.
@@ -111,6 +117,14 @@ pub enum Report {
         /// The driver call.
         call: &'static str,
     },
+    /// A call by a thread that holds locks of the allocator: any call may wait, and whom it waits for may
+    /// need them. Seen in debug builds.
+    UnderLock {
+        /// The driver call.
+        call: &'static str,
+        /// How many locks.
+        locks: u32,
+    },
     /// Any other breach of a rule.
     Misuse {
         /// The driver call.
@@ -138,6 +152,7 @@ impl fmt::Display for Report {
             } => {
                 write!(f, "{call} of {address:#x}+{bytes} under {user}")
             }
+            Report::HostGone { site } => write!(f, "host memory that is gone: {site}"),
             Report::Undefined { site } => write!(f, "undefined bytes read: {site}"),
             Report::Destroyed {
                 call,
@@ -157,6 +172,9 @@ impl fmt::Display for Report {
             Report::DeniedWait { call } => write!(f, "{call}: host wait"),
             Report::ImpossibleWait { stream } => write!(f, "wait for stream {stream} cannot end"),
             Report::DuringCapture { call } => write!(f, "{call}: not allowed during capture"),
+            Report::UnderLock { call, locks } => {
+                write!(f, "{call}: called under {locks} locks of the allocator")
+            }
             Report::Misuse { call, rule, value } => write!(f, "{call}: {rule} ({value:#x})"),
         }
     }

@@ -466,6 +466,17 @@ impl State {
         Ok(())
     }
 
+    /// Counts a wait that there was something for, if there is work of the context.
+    pub(super) fn note_blocked(&mut self, ctx: usize) {
+        let busy = |queue: &&u32| {
+            let queue = &self.queues[**queue as usize];
+            queue.ctx == ctx && !queue.ops.is_empty()
+        };
+        if self.active.iter().any(|queue| busy(&queue)) {
+            self.counters.blocked_waits += 1;
+        }
+    }
+
     /// Notes that the host has seen the operation `seq` of `queue` complete.
     pub(super) fn observe(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) {
         // A wait for what is done already adds to the clock without an operation of its own.

@@ -268,7 +268,7 @@ impl State {
         data.check()?;
         let host = self
             .host_block_at(ptr)
-            .map(|(start, block)| (start, block.bytes()));
+            .map(|(start, block)| (start, block.bytes));
         if let Some((start, bytes)) = host {
             return match attribute {
                 A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE => data.cast().set(1u32),

@@ -1,5 +1,6 @@
 //! The places of the simulators that live in this process, and the way from a C call to one of them.
 
+use super::hooks::{self, Hooks};
 use super::state::State;
 use super::table::Call;
 use crate::driver::sys::CUresult;
@@ -33,6 +34,7 @@ pub(super) fn take(state: Box<State>) -> usize {
 pub(super) fn release(slot: usize) {
     let state = lock(slot).take();
     drop(state);
+    hooks::set(slot, |hooks| *hooks = Hooks::default());
     let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
     taken[slot] = false;
     FREED.notify_one();
@@ -43,8 +45,22 @@ pub(super) fn lock(slot: usize) -> MutexGuard<'static, Option<Box<State>>> {
     SLOTS[slot].lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One call of the driver: counts it, fails it where a plan says so, and runs it.
+/// One call of the driver: counts it, fails it where a plan says so, and runs it, between its hooks.
 pub(super) fn call(
+    slot: usize,
+    call: Call,
+    summary: impl Fn() -> String,
+    run: impl FnOnce(&mut State) -> Result<(), CUresult>,
+) -> CUresult {
+    let between = hooks::begin(slot, call.name());
+    let result = locked(slot, call, summary, run);
+    if let Some(between) = between {
+        between.end(result);
+    }
+    result
+}
+
+fn locked(
     slot: usize,
     call: Call,
     summary: impl Fn() -> String,

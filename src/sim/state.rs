@@ -5,17 +5,16 @@ use super::capture::Capture;
 use super::clocks::Clock;
 use super::config::{Mode, SimConfig};
 use super::costs::{CostTable, Counters, FailPlan};
-use super::memory::{Alloc, HostBlock, Mapping};
+use super::host::HostBlock;
+use super::memory::{Alloc, Mapping};
 use super::pools::Pool;
 use super::race::Entry;
 use super::reports::{Report, Site};
 use super::schedule::Queue;
 use super::table::Call;
 use crate::driver::sys::{CUhostFn, CUresult};
-use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Result of a driver call.
 pub(super) type R<T = ()> = Result<T, CUresult>;
@@ -48,6 +47,8 @@ pub(super) struct Device {
 }
 
 pub(super) struct Ctx {
+    /// Of its present life; unlike its handle never another's.
+    pub(super) id: u64,
     pub(super) device: usize,
     pub(super) retains: u64,
     pub(super) alive: bool,
@@ -112,6 +113,8 @@ pub struct LogEntry {
     pub call: &'static str,
     /// Its arguments as `name=value, ...`.
     pub arguments: String,
+    /// The calling thread: a number of its own, the same in all simulators.
+    pub thread: u64,
     /// What it returned.
     pub result: CUresult,
 }
@@ -156,6 +159,8 @@ pub(super) struct State {
     pub(super) plain: Addresses,
     /// Plain ranges freed while something was pending.
     pub(super) quarantine: Vec<(u64, u64)>,
+    /// Units of plain memory that hold small allocations, by their first address.
+    pub(super) slabs: BTreeMap<u64, super::plain::Slab>,
     pub(super) reserve: Addresses,
     pub(super) reservations: BTreeMap<u64, u64>,
     pub(super) mappings: BTreeMap<u64, Mapping>,
@@ -163,9 +168,12 @@ pub(super) struct State {
     pub(super) free_allocs: Vec<u32>,
     pub(super) handles: HashMap<u64, u32>,
     pub(super) next_handle: u64,
+    /// Values of handles whose memory is gone; the last one is the next to be given.
+    pub(super) free_handles: Vec<u64>,
     pub(super) history_entries: u64,
     pub(super) history_limit: u64,
     pub(super) host_blocks: BTreeMap<u64, HostBlock>,
+    pub(super) next_host_life: u64,
     pub(super) shared: HashMap<u64, super::sharing::Shared>,
     pub(super) next_share: u64,
     pub(super) next_block_id: u64,
@@ -175,20 +183,11 @@ pub(super) struct State {
     pub(super) functions: HashMap<u64, (usize, super::kernels::Kernel)>,
     pub(super) modules: HashMap<u64, usize>,
     pub(super) next_module: u64,
+    pub(super) free_modules: Vec<u64>,
+    pub(super) next_ctx_id: u64,
+    pub(super) free_ctxs: Vec<usize>,
     callbacks: Vec<Callback>,
     pub(super) now: Call,
-}
-
-fn thread_id() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    thread_local!(static ID: Cell<u64> = const { Cell::new(0) });
-    ID.try_with(|id| {
-        if id.get() == 0 {
-            id.set(NEXT.fetch_add(1, Ordering::Relaxed));
-        }
-        id.get()
-    })
-    .unwrap_or(0)
 }
 
 impl State {
@@ -238,6 +237,7 @@ impl State {
             user_objects: HashMap::new(),
             plain: Addresses::new(PLAIN.0, PLAIN.1),
             quarantine: Vec::new(),
+            slabs: BTreeMap::new(),
             reserve: Addresses::new(RESERVED.0, RESERVED.1),
             reservations: BTreeMap::new(),
             mappings: BTreeMap::new(),
@@ -245,9 +245,11 @@ impl State {
             free_allocs: Vec::new(),
             handles: HashMap::new(),
             next_handle: 1,
+            free_handles: Vec::new(),
             history_entries: 0,
             history_limit: 1 << 14,
             host_blocks: BTreeMap::new(),
+            next_host_life: 1,
             shared: HashMap::new(),
             next_share: 1,
             next_block_id: 1,
@@ -257,6 +259,9 @@ impl State {
             functions: HashMap::new(),
             modules: HashMap::new(),
             next_module: 1,
+            free_modules: Vec::new(),
+            next_ctx_id: 1,
+            free_ctxs: Vec::new(),
             callbacks: Vec::new(),
             now: Call::cuInit,
             config,
@@ -265,7 +270,7 @@ impl State {
 
     /// Makes the calling thread the one that `thread` names.
     pub(super) fn enter_thread(&mut self) {
-        let id = thread_id();
+        let id = super::hooks::thread_id();
         if self
             .threads
             .get(self.thread)
@@ -298,6 +303,11 @@ impl State {
             _ => self.costs.of(call),
         };
         self.counters.count(call, nanos);
+        let locks = crate::held::locks();
+        if locks > 0 {
+            let call = call.name();
+            self.report(Report::UnderLock { call, locks });
+        }
         if self.ended {
             return fail(CUresult::CUDA_ERROR_DEINITIALIZED);
         }
@@ -306,11 +316,14 @@ impl State {
             let mut code = None;
             for plan in &mut self.plans {
                 if plan.hits(call) {
-                    code = code.or(Some(plan.code));
+                    code = code.or(Some((plan.code, plan.sticky)));
                 }
             }
             self.plans.retain(|plan| plan.times > 0);
-            if let Some(code) = code {
+            if let Some((code, sticky)) = code {
+                if sticky {
+                    self.lose_current(code);
+                }
                 return fail(code);
             }
         }
@@ -356,6 +369,29 @@ impl State {
         }
     }
 
+    /// The same for the calling thread's context, or without one for all that live.
+    fn lose_current(&mut self, code: CUresult) {
+        match self.threads[self.thread].current {
+            Some(ctx) => self.lose(ctx, code),
+            None => {
+                for ctx in 0..self.ctxs.len() {
+                    if self.ctxs[ctx].alive {
+                        self.lose(ctx, code);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Work of the queue did what makes its context useless: every later call on that says so, the first
+    /// of them being whichever comes next.
+    pub(super) fn fault(&mut self, queue: u32) {
+        if self.config.sticky_errors {
+            let ctx = self.queues[queue as usize].ctx;
+            self.lose(ctx, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+        }
+    }
+
     pub(super) fn plan(&mut self, plan: FailPlan) {
         self.plans.push(plan);
     }
@@ -377,6 +413,7 @@ impl State {
             log.push(LogEntry {
                 call: call.name(),
                 arguments,
+                thread: self.threads[self.thread].id,
                 result,
             });
         }
@@ -479,6 +516,7 @@ impl State {
 impl Ctx {
     pub(super) fn new(device: usize) -> Ctx {
         Ctx {
+            id: 0,
             device,
             retains: 0,
             alive: false,

@@ -300,7 +300,8 @@ impl State {
     }
 
     /// As [`State::enqueue`], on a queue already found.
-    pub(super) fn enqueue_on(&mut self, queue: u32, work: Work, nanos: u64) -> R {
+    pub(super) fn enqueue_on(&mut self, queue: u32, mut work: Work, nanos: u64) -> R {
+        self.mark_host(&mut work);
         if self.captured_node(queue)?.is_none() {
             self.submit(queue, work, nanos);
         }

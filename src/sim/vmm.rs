@@ -158,9 +158,13 @@ impl State {
         if size == 0 || !(size as u64).is_multiple_of(granularity) || flags != 0 {
             return fail(INVALID);
         }
-        let value = self.next_handle;
+        // Like a driver's, the value of the handle destroyed last comes back.
+        let value = self.free_handles.last().copied();
+        let value = value.unwrap_or(self.next_handle);
         let alloc = self.create(device, size as u64, value, Props::of(&prop))?;
-        self.next_handle += 1;
+        if self.free_handles.pop().is_none() {
+            self.next_handle += 1;
+        }
         self.handles.insert(value, alloc);
         handle.set(value)
     }

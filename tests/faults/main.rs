@@ -53,6 +53,7 @@ fn sweep(
                         code.0
                     );
                     let before = scenario.atomic.then(|| world.picture());
+                    let tags = world.tags();
                     world.sim.record_log(true);
                     world.sim.fail(plan(name, code).nth(nth).times(times));
                     let mut world = world;
@@ -96,6 +97,9 @@ fn sweep(
                             _ => false,
                         };
                         assert!(explained, "{at} ({hit:?}): {error:?}");
+                    }
+                    if result.is_err() {
+                        world.keeps_tags(&tags, &at);
                     }
                     if let (Some(before), Err(Error::Driver(_)), 1) = (before, &result, times) {
                         assert_eq!(world.picture(), before, "{at} ({hit:?})");

@@ -104,6 +104,29 @@ pub fn scenarios() -> Vec<Scenario> {
             ..PLAIN
         },
         Scenario {
+            name: "aligned growth behind memory that needs a wait",
+            policies: PACKED,
+            limit: Some(32 << 20),
+            views: false,
+            prepare: |w| {
+                w.stream();
+                w.put(100 << 10, 1);
+                w.put((16 << 20) - (100 << 10), 1);
+                w.take(100, 0).unwrap();
+                w.free(1).unwrap();
+            },
+            act: |w| {
+                let block = w.alloc.allocate_aligned(24 * MIB, 2 * MIB, &w.streams[0])?;
+                w.blocks.push(Some(block));
+                Ok(())
+            },
+            proof: |w| {
+                let stats = w.alloc.stats();
+                (stats.rungs.grown_hard, stats.stream_waits) == (1, 1)
+            },
+            ..PLAIN
+        },
+        Scenario {
             name: "memory that nobody asked for",
             prepare: |w| {
                 w.stream();

@@ -1,6 +1,6 @@
 //! The world in which a fault happens, and what holds in it at any time.
 
-use cualloc::allocator::SegmentInfo;
+use cualloc::allocator::{BlockInfo, BlockState, SegmentInfo};
 use cualloc::driver::{Context, Driver, Stream};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy};
@@ -36,6 +36,8 @@ pub struct Scenario {
     pub mode: Mode,
     /// The device is tested before the first view.
     pub self_test: bool,
+    /// There are views at all.
+    pub views: bool,
     pub prepare: fn(&mut World),
     pub act: Act,
     /// The act runs out of memory by itself.
@@ -59,6 +61,7 @@ pub const PLAIN: Scenario = Scenario {
     budget: None,
     mode: Mode::Manual,
     self_test: true,
+    views: true,
     prepare: |_| {},
     act: |_| Ok(()),
     hopeless: false,
@@ -77,7 +80,8 @@ impl World {
         let mut config = Config::new()
             .policy(policy)
             .limit(scenario.limit)
-            .self_test(scenario.self_test);
+            .self_test(scenario.self_test)
+            .views(scenario.views);
         if let Some(handles) = scenario.budget {
             config = config.budget(handles);
         }
@@ -176,6 +180,43 @@ impl World {
         })
     }
 
+    /// Free large memory that streams may still use which have work left: from where, to where, the
+    /// stream, and how much of its work is done.
+    pub fn tags(&self) -> Vec<(u64, u64, u64, u64)> {
+        let mut tags = Vec::new();
+        let free = self.alloc.snapshot().into_iter().flat_map(|s| s.blocks);
+        for block in free.filter(is_free) {
+            for stream in &block.pending {
+                let progress = self.sim.progress(*stream);
+                if let Some(done) = progress.filter(|p| p.reached < p.submitted) {
+                    let end = block.address + block.size;
+                    tags.push((block.address, end, *stream, done.reached));
+                }
+            }
+        }
+        tags
+    }
+
+    /// D1: a step that failed leaves to memory the uses that it had, as long as they go on.
+    pub fn keeps_tags(&self, before: &[(u64, u64, u64, u64)], at: &str) {
+        let free = self.alloc.snapshot().into_iter().flat_map(|s| s.blocks);
+        for block in free.filter(is_free) {
+            let end = block.address + block.size;
+            for (from, to, stream, reached) in before {
+                let goes_on = self.sim.progress(*stream);
+                if *from < end
+                    && block.address < *to
+                    && goes_on.is_some_and(|now| now.reached == *reached)
+                {
+                    assert!(
+                        block.pending.contains(stream),
+                        "{at}: {from:#x} to {to:#x} is not stream {stream}'s any more: {block:?}"
+                    );
+                }
+            }
+        }
+    }
+
     /// What holds after every call, failed or not.
     pub fn judge(&self, at: &str) {
         self.alloc.check().unwrap_or_else(|e| panic!("{at}: {e}"));
@@ -224,6 +265,10 @@ impl World {
         }
         assert!(leaks.is_empty(), "{at}: {leaks:?}");
     }
+}
+
+fn is_free(block: &BlockInfo) -> bool {
+    !block.small && matches!(block.state, BlockState::Free | BlockState::PendingFree)
 }
 
 /// What is written into a block: its own value for each place.

@@ -8,8 +8,10 @@ mod late;
 mod markers;
 mod order;
 mod pages;
+mod segments;
 mod streams;
 mod unasked;
+mod undone;
 
 use common::*;
 use cualloc::allocator::Policy;

@@ -4,6 +4,7 @@ use crate::common::*;
 use crate::{TWO, packed, scattered, view_of};
 use cualloc::allocator::Policy;
 use cualloc::driver::Stream;
+use cualloc::sim::SimConfig;
 
 /// How long the kernel runs on a GPU: far longer than anything that is done beside it.
 const KERNEL_NANOS: u64 = 1_000_000_000;
@@ -65,7 +66,12 @@ fn packed_memory_moves_beside_a_running_kernel() {
 /// the other policy is for. If this ever fails, the test above says nothing.
 #[test]
 fn a_classic_segment_goes_only_after_the_kernel() {
-    only(Policy::Classic, |rig| {
+    // The simulator's call waits as the measured one does.
+    let config = SimConfig {
+        strict_free: false,
+        ..SimConfig::with_devices(1, 8 << 30)
+    };
+    only_on(Policy::Classic, config, |rig| {
         let [a, k] = rig.streams();
         let allocator = rig.allocator();
         drop(allocator.allocate(TWO, &a).unwrap());

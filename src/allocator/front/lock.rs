@@ -67,6 +67,7 @@ impl<T> Lock<T> {
             contended,
             #[cfg(loom)]
             pointer: Some(self.value.0.get_mut()),
+            _counted: crate::held::Counted::new(),
             _thread: std::marker::PhantomData,
         }
     }
@@ -125,6 +126,7 @@ pub(crate) struct Held<'a, T> {
     pub(crate) contended: bool,
     #[cfg(loom)]
     pointer: Option<loom::cell::MutPtr<T>>,
+    _counted: crate::held::Counted,
     /// Like the standard library's guards it stays on its thread.
     _thread: std::marker::PhantomData<*const ()>,
 }

@@ -1,0 +1,136 @@
+//! What a test does around calls of the driver, without the simulator's lock.
+
+use super::slots::SLOT_COUNT;
+use crate::driver::sys::CUresult;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// A call of the driver, as a hook sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moment {
+    /// Name of the function.
+    pub call: &'static str,
+    /// How many calls there were since the first hook was set, with this one.
+    pub number: u64,
+    /// The calling thread, as [`LogEntry::thread`](super::LogEntry::thread) has it.
+    pub thread: u64,
+    /// What the call returns; `None` before it is made.
+    pub result: Option<CUresult>,
+}
+
+type Hook = Arc<dyn Fn(&Moment) + Send + Sync>;
+
+#[derive(Clone, Default)]
+pub(super) struct Hooks {
+    pub(super) before: Option<Hook>,
+    pub(super) after: Option<Hook>,
+}
+
+struct Place {
+    any: AtomicBool,
+    calls: AtomicU64,
+    hooks: RwLock<Hooks>,
+}
+
+static PLACES: [Place; SLOT_COUNT] = [const {
+    Place {
+        any: AtomicBool::new(false),
+        calls: AtomicU64::new(0),
+        hooks: RwLock::new(Hooks {
+            before: None,
+            after: None,
+        }),
+    }
+}; SLOT_COUNT];
+
+thread_local! {
+    /// Whether this thread is in a hook, whose own calls have none.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+    /// The thread that this one pretends to be; 0 for itself.
+    static PRETENDED: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Undoes a change of a thread's cell, also when what was done meanwhile panicked.
+struct Restore<T: Copy + 'static>(&'static std::thread::LocalKey<Cell<T>>, T);
+
+impl<T: Copy> Drop for Restore<T> {
+    fn drop(&mut self) {
+        self.0.set(self.1);
+    }
+}
+
+/// The number of the calling thread, or of the one that it pretends to be.
+pub(super) fn thread_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local!(static ID: Cell<u64> = const { Cell::new(0) });
+    match PRETENDED.get() {
+        0 => {
+            if ID.get() == 0 {
+                ID.set(NEXT.fetch_add(1, Ordering::Relaxed));
+            }
+            ID.get()
+        }
+        pretended => pretended,
+    }
+}
+
+/// Runs something as another thread, for all that the driver knows.
+pub(super) fn as_thread<T>(thread: u32, run: impl FnOnce() -> T) -> T {
+    let number = 1 << 63 | u64::from(thread);
+    let _restore = Restore(&PRETENDED, PRETENDED.replace(number));
+    run()
+}
+
+/// Changes the hooks of a place.
+pub(super) fn set(slot: usize, change: impl FnOnce(&mut Hooks)) {
+    let place = &PLACES[slot];
+    let mut hooks = place.hooks.write().unwrap_or_else(PoisonError::into_inner);
+    change(&mut hooks);
+    let any = hooks.before.is_some() || hooks.after.is_some();
+    if !place.any.swap(any, Ordering::AcqRel) {
+        place.calls.store(0, Ordering::Relaxed);
+    }
+}
+
+/// A call between its hooks.
+pub(super) struct Between {
+    hooks: Hooks,
+    moment: Moment,
+}
+
+impl Between {
+    fn run(hook: Option<&Hook>, moment: &Moment) {
+        if let Some(hook) = hook {
+            let _restore = Restore(&INSIDE, INSIDE.replace(true));
+            hook(moment);
+        }
+    }
+
+    /// Ends the call.
+    pub(super) fn end(mut self, result: CUresult) {
+        self.moment.result = Some(result);
+        Between::run(self.hooks.after.as_ref(), &self.moment);
+    }
+}
+
+/// Begins a call; `None` where no hook is set, or the call is a hook's own.
+pub(super) fn begin(slot: usize, call: &'static str) -> Option<Between> {
+    let place = &PLACES[slot];
+    if !place.any.load(Ordering::Acquire) || INSIDE.get() {
+        return None;
+    }
+    let hooks = place.hooks.read().unwrap_or_else(PoisonError::into_inner);
+    let between = Between {
+        hooks: hooks.clone(),
+        moment: Moment {
+            call,
+            number: place.calls.fetch_add(1, Ordering::Relaxed) + 1,
+            thread: thread_id(),
+            result: None,
+        },
+    };
+    drop(hooks);
+    Between::run(between.hooks.before.as_ref(), &between.moment);
+    Some(between)
+}

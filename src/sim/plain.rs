@@ -1,0 +1,127 @@
+//! Where plain allocations lie: in units of the device, small ones together in one.
+
+use super::address::Addresses;
+use super::memory::{Mapping, Origin, Props};
+use super::state::{R, State, fail};
+use crate::driver::sys::CUresult;
+
+/// Plain allocations are rounded up to this.
+const ALIGN: u64 = 512;
+const OUT_OF_MEMORY: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+
+/// A unit of device memory that holds the small allocations of one context.
+pub(super) struct Slab {
+    ctx: usize,
+    bytes: u64,
+    live: u64,
+    free: Addresses,
+    /// Freed while something was pending.
+    quarantine: Vec<(u64, u64)>,
+}
+
+impl State {
+    /// An unused range of plain addresses.
+    pub(super) fn plain_range(&mut self, bytes: u64, align: u64) -> R<u64> {
+        if !self.quarantine.is_empty() && !self.anything_pending() {
+            for (start, bytes) in std::mem::take(&mut self.quarantine) {
+                self.plain.give(start, bytes);
+            }
+        }
+        self.plain.take(bytes, align).ok_or(OUT_OF_MEMORY)
+    }
+
+    /// Gives a range of plain addresses back, later if anything is pending.
+    pub(super) fn give_plain_range(&mut self, start: u64, bytes: u64) {
+        let pending = self.anything_pending();
+        let (mut start, mut bytes) = (start, bytes);
+        let slab = self.slabs.range_mut(..=start).next_back();
+        if let Some((&first, slab)) = slab.filter(|(first, slab)| start < **first + slab.bytes) {
+            slab.live -= 1;
+            if slab.live > 0 {
+                match pending {
+                    true => slab.quarantine.push((start, bytes)),
+                    false => slab.free.give(start, bytes),
+                }
+                return;
+            }
+            let device = self.ctxs[slab.ctx].device;
+            (start, bytes) = (first, slab.bytes);
+            self.devices[device].used -= bytes;
+            self.slabs.remove(&first);
+        }
+        if pending {
+            self.quarantine.push((start, bytes));
+        } else {
+            self.plain.give(start, bytes);
+        }
+    }
+
+    /// Room for a small allocation in a unit that the context has, or a new one.
+    fn slab_range(&mut self, ctx: usize, bytes: u64, unit: u64) -> R<u64> {
+        let pending = self.anything_pending();
+        for slab in self.slabs.values_mut().filter(|slab| slab.ctx == ctx) {
+            if !pending {
+                for (start, bytes) in slab.quarantine.drain(..) {
+                    slab.free.give(start, bytes);
+                }
+            }
+            if let Some(at) = slab.free.take(bytes, ALIGN) {
+                slab.live += 1;
+                return Ok(at);
+            }
+        }
+        let device = self.ctxs[ctx].device;
+        if unit > self.free_bytes(device) {
+            return fail(OUT_OF_MEMORY);
+        }
+        let start = self.plain_range(unit, unit)?;
+        self.devices[device].used += unit;
+        let mut free = Addresses::new(start, start + unit);
+        let at = free.take(bytes, ALIGN).ok_or(OUT_OF_MEMORY)?;
+        let slab = Slab {
+            ctx,
+            bytes: unit,
+            live: 1,
+            free,
+            quarantine: Vec::new(),
+        };
+        self.slabs.insert(start, slab);
+        Ok(at)
+    }
+
+    /// Memory as `cuMemAlloc` gives it.
+    pub(super) fn new_plain(&mut self, ctx: usize, bytes: u64) -> R<u64> {
+        let device = self.ctxs[ctx].device;
+        let unit = self.config.devices[device].plain_unit.max(ALIGN);
+        let rounded = bytes.checked_next_multiple_of(unit).ok_or(OUT_OF_MEMORY)?;
+        let bytes = bytes.next_multiple_of(ALIGN);
+        let (address, charged) = if unit > ALIGN && bytes <= unit / 2 {
+            (self.slab_range(ctx, bytes, unit)?, 0)
+        } else if rounded > self.free_bytes(device) {
+            return fail(OUT_OF_MEMORY);
+        } else {
+            (self.plain_range(bytes, ALIGN)?, rounded)
+        };
+        let alloc = self.create_charged(device, bytes, charged, (0, Props::default()))?;
+        let access = self.plain_access(device);
+        self.map(address, alloc, Origin::Plain(ctx), access);
+        Ok(address)
+    }
+
+    /// Frees all plain memory of a context, whose work is done.
+    pub(super) fn free_plain_of(&mut self, ctx: usize) {
+        let mine = |mapping: &Mapping| {
+            mapping.origin == Origin::Plain(ctx) || mapping.origin == Origin::Ipc(ctx)
+        };
+        let list: Vec<(u64, u64)> = self
+            .mappings
+            .iter()
+            .filter(|(_, mapping)| mine(mapping))
+            .map(|(&start, mapping)| (start, mapping.bytes))
+            .collect();
+        for (start, bytes) in list {
+            self.unmap(start);
+            self.give_plain_range(start, bytes);
+        }
+    }
+}

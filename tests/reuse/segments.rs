@@ -1,0 +1,112 @@
+//! When segments of the classic policy are freed: once nobody uses them, whatever the freeing call waits for.
+
+use crate::common::*;
+use cualloc::allocator::{Allocator, Policy};
+use cualloc::driver::Stream;
+use cualloc::sim::SimConfig;
+
+const SEGMENT: usize = 30 * MIB;
+
+/// On a driver whose `cuMemFree` is no wait that anybody may rely on.
+fn classic(test: impl Fn(&Rig)) {
+    let mut config = SimConfig::with_devices(1, 8 << 30);
+    config.strict_free = true;
+    only_on(Policy::Classic, config, test);
+}
+
+/// Uses a segment on a stream, behind something that holds the stream up for a while, and frees it.
+fn used<'a>(rig: &'a Rig, allocator: &Allocator, stream: &Stream) -> Hold<'a> {
+    let block = allocator.allocate(SEGMENT, stream).unwrap();
+    let busy = rig.busy(stream);
+    rig.stamp(block.ptr(), SEGMENT, 7, stream);
+    busy
+}
+
+/// S1: a trim gives back what is complete and says what is not; it waits for nothing.
+#[test]
+fn s1_a_trim_leaves_segments_that_are_in_use() {
+    classic(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        let idle = allocator.allocate(SEGMENT, &b).unwrap();
+        b.synchronize().unwrap();
+        let busy = used(rig, &allocator, &a);
+        drop(idle);
+        rig.settle(&b);
+        let waits = [
+            rig.calls("cuEventSynchronize"),
+            rig.calls("cuCtxSynchronize"),
+        ];
+        let trimmed = allocator.trim(0).unwrap();
+        assert_eq!(
+            (trimmed.released, trimmed.pending),
+            (SEGMENT as u64, SEGMENT as u64)
+        );
+        let after = [
+            rig.calls("cuEventSynchronize"),
+            rig.calls("cuCtxSynchronize"),
+        ];
+        assert_eq!(waits, after);
+        drop(busy);
+        rig.settle(&a);
+        assert_eq!(allocator.trim(0).unwrap().released, SEGMENT as u64);
+        rig.close(&allocator);
+    });
+}
+
+/// S1: below a limit the host waits for the marker of a segment that has to go.
+#[test]
+fn s1_a_segment_is_waited_for_before_it_makes_room() {
+    classic(|rig| {
+        for same in [true, false] {
+            let [a, b] = rig.streams();
+            let allocator = rig.limited(SEGMENT + 8 * MIB);
+            let busy = used(rig, &allocator, &a);
+            let stream = if same { &a } else { &b };
+            let next = allocator.allocate(SEGMENT + 4 * MIB, stream).unwrap();
+            let stats = allocator.stats();
+            assert_eq!((stats.rungs.host_waits, stats.rungs.released), (1, 1));
+            assert_eq!(stats.rungs.synchronised, 0);
+            drop((next, busy));
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// S1: of what was freed on a caller's stream there is no marker that a trim may record; the last rung
+/// waits for the context.
+#[test]
+fn s1_a_segment_without_a_marker_is_waited_for_with_its_context() {
+    classic(|rig| {
+        let [a] = rig.streams();
+        let raw = RawStream::new(rig);
+        let allocator = rig.limited(SEGMENT + 8 * MIB);
+        let block = allocator.allocate(SEGMENT, &raw.borrowed()).unwrap();
+        let busy = rig.busy(&raw.borrowed());
+        rig.stamp(block.ptr(), SEGMENT, 7, &raw.borrowed());
+        drop(block);
+        let trimmed = allocator.trim(0).unwrap();
+        assert_eq!((trimmed.released, trimmed.pending), (0, SEGMENT as u64));
+        let next = allocator.allocate(SEGMENT + 4 * MIB, &a).unwrap();
+        assert_eq!(allocator.stats().rungs.synchronised, 1);
+        drop((next, busy));
+        rig.close(&allocator);
+        raw.destroy();
+    });
+}
+
+/// S1: the end waits for what is in use, whoever uses it.
+#[test]
+fn s1_closing_waits_before_segments_are_freed() {
+    classic(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        let block = allocator.allocate(SEGMENT, &a).unwrap();
+        block.record_stream(&b).unwrap();
+        let busy = [rig.busy(&a), rig.busy(&b)];
+        rig.stamp(block.ptr(), SEGMENT, 7, &b);
+        drop(block);
+        rig.close(&allocator);
+        drop(busy);
+    });
+}
