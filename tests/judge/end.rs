@@ -82,7 +82,7 @@ impl World {
     fn marked(&mut self, slot: usize) -> Done {
         let mut pending = 0;
         // A page of small blocks may need a mark after the trim that fetched it.
-        for _ in 0..3 {
+        for _ in 0..6 {
             self.mark_all(slot)?;
             self.sim.complete_all();
             let trimmed = self.slots[slot].allocator.trim(0);
