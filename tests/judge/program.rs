@@ -137,16 +137,16 @@ const COMMON: &[(Act, u32)] = &[
 
 const TIGHT: &[(Act, u32)] = &[
     (Allocate, 110),
-    (AllocateAligned, 170),
-    (AllocateAtHand, 60),
+    (AllocateAligned, 200),
+    (AllocateAtHand, 40),
     (AllocateRaw, 20),
-    (Free, 250),
-    (Work, 80),
+    (Free, 330),
+    (Work, 40),
     (WorkElsewhere, 16),
     (Complete, 24),
     (Observe, 3),
     (NewStream, 2),
-    (Trim, 6),
+    (Trim, 20),
 ];
 
 const HOOKS: &[(Act, u32)] = &[
@@ -273,6 +273,7 @@ pub const PROFILES: &[Profile] = &[
     },
     Profile {
         name: "tight",
+        steps: 120,
         share: 120,
         acts: TIGHT,
         streams: (2, 4),
@@ -281,6 +282,7 @@ pub const PROFILES: &[Profile] = &[
     },
     Profile {
         name: "tight-wait",
+        steps: 120,
         share: 100,
         acts: TIGHT,
         streams: (2, 4),
@@ -291,6 +293,7 @@ pub const PROFILES: &[Profile] = &[
     },
     Profile {
         name: "tight-faults",
+        steps: 120,
         share: 100,
         acts: TIGHT,
         streams: (2, 4),
@@ -450,8 +453,10 @@ pub fn generate(
             true => rng.percent(45) || !packed,
             false => views || !packed,
         },
-        budget: (rng.percent(40) && packed && views && !profile.tight).then(|| rng.pick(&[1, 4, 20, 200])),
-        handle: (rng.percent(25) && packed && !profile.tight).then(|| rng.pick(&[2 << 20, 4 << 20, 8 << 20])),
+        budget: (rng.percent(40) && packed && views && !profile.tight)
+            .then(|| rng.pick(&[1, 4, 20, 200])),
+        handle: (rng.percent(25) && packed && !profile.tight)
+            .then(|| rng.pick(&[2 << 20, 4 << 20, 8 << 20])),
         streams: (low + rng.below(high - low + 1)) as usize,
         specials: !profile.tight && rng.percent(50),
         allocators: match profile.wide {

@@ -57,6 +57,20 @@ impl World {
             }
             Act::Reopen => self.reopen(slot),
             Act::Abandon => self.abandon(slot),
+            Act::AllocateAligned if self.setup.tight => {
+                self.allocate(act, slot, (a, b), rng)?;
+                // Who was refused asks for less, and others ask for what lies beside.
+                for n in 0..1 + rng.below(3) {
+                    let again = if rng.percent(60) {
+                        b
+                    } else {
+                        rng.next() as u32
+                    };
+                    let less = (8, (rng.next() >> n) as u32);
+                    self.allocate_for(Act::AllocateAtHand, slot, less, again, rng)?;
+                }
+                Ok(())
+            }
             _ => self.allocate(act, slot, (a, b), rng),
         }
     }
@@ -68,8 +82,24 @@ impl World {
         Err(format!("{what}: {error:?}"))
     }
 
-    fn allocate(&mut self, act: Act, slot: usize, (a, b): (u32, u32), rng: &mut Rng) -> Done {
-        let Some(lane) = self.any_lane(slot, rng.next() as u32) else {
+    fn allocate(&mut self, act: Act, slot: usize, sizes: (u32, u32), rng: &mut Rng) -> Done {
+        let lane = match self.setup.tight {
+            true => sizes.1,
+            false => rng.next() as u32,
+        };
+        self.allocate_for(act, slot, sizes, lane, rng)
+    }
+
+    /// An allocation on a stream by its number.
+    fn allocate_for(
+        &mut self,
+        act: Act,
+        slot: usize,
+        (a, b): (u32, u32),
+        lane: u32,
+        rng: &mut Rng,
+    ) -> Done {
+        let Some(lane) = self.any_lane(slot, lane) else {
             return Ok(());
         };
         let many = if self.setup.streams > 20 { 8 } else { 1 };
