@@ -14,6 +14,7 @@ pub enum Act {
     AllocatePlaced,
     AllocateAtHand,
     AllocateRaw,
+    Surge,
     Free,
     Work,
     WorkElsewhere,
@@ -138,6 +139,7 @@ const COMMON: &[(Act, u32)] = &[
 const TIGHT: &[(Act, u32)] = &[
     (Allocate, 110),
     (AllocateAligned, 200),
+    (Surge, 40),
     (AllocateAtHand, 40),
     (AllocateRaw, 20),
     (Free, 330),

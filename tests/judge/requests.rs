@@ -57,6 +57,7 @@ impl World {
             }
             Act::Reopen => self.reopen(slot),
             Act::Abandon => self.abandon(slot),
+            Act::Surge => self.surge(slot, (a, b), rng),
             Act::AllocateAligned if self.setup.tight => {
                 self.allocate(act, slot, (a, b), rng)?;
                 // Who was refused asks for less, and others ask for what lies beside.
@@ -90,6 +91,49 @@ impl World {
         self.allocate_for(act, slot, sizes, lane, rng)
     }
 
+    /// An epoch ends and another begins: most is freed while its work goes on, and another stream asks for an
+    /// aligned block that is larger than what is held.
+    fn surge(&mut self, slot: usize, (a, b): (u32, u32), rng: &mut Rng) -> Done {
+        let limit = self.setup.largest * 4 / 3;
+        if rng.percent(60) {
+            while let Some(last) = self.held.len().checked_sub(1) {
+                let before = self.held.len();
+                self.free(last, rng)?;
+                if self.held.len() == before {
+                    break;
+                }
+            }
+            self.sim.complete_all();
+            self.become_current(self.slots[slot].place);
+            let _ = self.slots[slot].allocator.trim(0);
+        }
+        let walls = self.held.len();
+        for n in 0..1 + rng.below(3) {
+            let bytes = match n {
+                0 => (64 << 10) + rng.below(256 << 10),
+                _ => limit / 8 + rng.below(limit / 3),
+            };
+            self.allocate_bytes(Act::Allocate, slot, (bytes as usize, 1), a, rng)?;
+        }
+        // The other stream is known before.
+        self.allocate_bytes(Act::Allocate, slot, (66 << 10, 1), b, rng)?;
+        let mut at = self.held.len();
+        while at > walls + 1 {
+            at -= 1;
+            if rng.percent(85) {
+                self.free(at, rng)?;
+            }
+        }
+        let bytes = (limit * (40 + rng.below(55)) / 100) as usize;
+        let alignment = rng.pick(ALIGNMENTS);
+        self.allocate_bytes(Act::AllocateAligned, slot, (bytes, alignment), b, rng)?;
+        for n in 0..1 + rng.below(3) {
+            let bytes = (64 << 10) + rng.below(1 << (20 - n));
+            self.allocate_bytes(Act::AllocateAtHand, slot, (bytes as usize, 1), b, rng)?;
+        }
+        Ok(())
+    }
+
     /// An allocation on a stream by its number.
     fn allocate_for(
         &mut self,
@@ -99,9 +143,6 @@ impl World {
         lane: u32,
         rng: &mut Rng,
     ) -> Done {
-        let Some(lane) = self.any_lane(slot, lane) else {
-            return Ok(());
-        };
         let many = if self.setup.streams > 20 { 8 } else { 1 };
         let bytes = match self.setup.tight {
             true => tight_size(a, b, self.setup.largest),
@@ -110,6 +151,20 @@ impl World {
         let alignment = match rng.percent(80) {
             true => rng.pick(ALIGNMENTS),
             false => 1 << rng.below(22),
+        };
+        self.allocate_bytes(act, slot, (bytes, alignment), lane, rng)
+    }
+
+    fn allocate_bytes(
+        &mut self,
+        act: Act,
+        slot: usize,
+        (bytes, alignment): (usize, usize),
+        lane: u32,
+        rng: &mut Rng,
+    ) -> Done {
+        let Some(lane) = self.any_lane(slot, lane) else {
+            return Ok(());
         };
         self.before_call(slot, lane);
         let allocator = &self.slots[slot].allocator;
