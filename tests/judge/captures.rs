@@ -1,0 +1,279 @@
+//! Captures, by this thread and by another one, between calls and inside them.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
+
+use cualloc::driver::sys::*;
+
+use super::rng::Rng;
+use super::table::{Court, court, inside, nothing_inside, own};
+use super::world::{Done, Held, Kind, Who, World};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Another thread of the program, that does what it is told and nothing else.
+pub struct Helper {
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Helper {
+    pub fn new(court: &Arc<Court>) -> Helper {
+        let (jobs, next) = channel::<Job>();
+        let court = Arc::clone(court);
+        let thread = std::thread::spawn(move || {
+            court.enter();
+            for job in next {
+                job();
+            }
+            Court::leave();
+        });
+        Helper {
+            jobs: Some(jobs),
+            thread: Some(thread),
+        }
+    }
+
+    /// Has something done, and waits for it.
+    pub fn run(&self, job: impl FnOnce() + Send + 'static) {
+        let Some(jobs) = &self.jobs else { return };
+        let (told, done) = channel();
+        let job = move || {
+            job();
+            let _ = told.send(());
+        };
+        if jobs.send(Box::new(job)).is_ok() {
+            let _ = done.recv();
+        }
+    }
+}
+
+impl Drop for Helper {
+    fn drop(&mut self) {
+        // What is still to be done inside a call keeps the way to the thread open.
+        nothing_inside();
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn mode(n: u32) -> CUstreamCaptureMode {
+    CUstreamCaptureMode(n % 3)
+}
+
+fn begin(raw: usize, mode: CUstreamCaptureMode) -> bool {
+    // SAFETY: the stream is live.
+    let code = own(|f| unsafe { f.cuStreamBeginCapture_v2.unwrap()(raw as CUstream, mode) });
+    code == CUresult::CUDA_SUCCESS
+}
+
+fn end(raw: usize) -> CUresult {
+    own(|f| {
+        let mut graph: CUgraph = std::ptr::null_mut();
+        // SAFETY: the stream is live, the graph is ours.
+        unsafe {
+            let code = f.cuStreamEndCapture.unwrap()(raw as CUstream, &mut graph);
+            if !graph.is_null() {
+                let _ = f.cuGraphDestroy.unwrap()(graph);
+            }
+            code
+        }
+    })
+}
+
+impl World {
+    fn helper(&mut self) -> &Helper {
+        let court = &self.court;
+        self.helper.get_or_insert_with(|| Helper::new(court))
+    }
+
+    fn capturable(&self, a: u32) -> Option<usize> {
+        let lane = a as usize % self.lanes.len();
+        let it = &self.lanes[lane];
+        let busy = self.lanes.iter().filter(|l| l.capturing.is_some()).count();
+        (busy < 2 && !it.special && self.usable(lane)).then_some(lane)
+    }
+
+    pub fn begin_capture(&mut self, a: u32, b: u32) {
+        let Some(lane) = self.capturable(a) else {
+            return;
+        };
+        self.captured = true;
+        let (raw, mode) = (self.lanes[lane].raw, mode(b));
+        self.become_current(self.lanes[lane].place);
+        if b % 4 != 0 {
+            if begin(raw, mode) {
+                self.lanes[lane].capturing = Some(Who::Main);
+            }
+            return;
+        }
+        let begun = Arc::clone(&self.begun);
+        self.helper().run(move || {
+            if begin(raw, mode) {
+                *begun.lock().unwrap() = Some(lane);
+            }
+        });
+        if self.begun.lock().unwrap().take().is_some() {
+            self.lanes[lane].capturing = Some(Who::Helper);
+        }
+    }
+
+    /// Captures that an interlude began are the program's to end.
+    pub fn notice_begun(&mut self) {
+        if let Some(lane) = self.begun.lock().unwrap().take() {
+            self.lanes[lane].capturing = Some(Who::Helper);
+        }
+    }
+
+    pub fn end_capture(&mut self, a: u32) -> Done {
+        let capturing: Vec<usize> = (0..self.lanes.len())
+            .filter(|&lane| self.lanes[lane].capturing.is_some())
+            .collect();
+        if capturing.is_empty() {
+            return Ok(());
+        }
+        let lane = capturing[a as usize % capturing.len()];
+        let raw = self.lanes[lane].raw;
+        match self.lanes[lane].capturing.take() {
+            Some(Who::Helper) => {
+                self.helper().run(move || {
+                    let _ = end(raw);
+                });
+            }
+            _ => {
+                let _ = end(raw);
+            }
+        }
+        Ok(())
+    }
+
+    /// Another thread begins a capture inside one of the allocator's calls.
+    pub fn capture_inside(&mut self, a: u32, b: u32, c: u32) {
+        const CALLS: &[&str] = &[
+            "cuEventRecord",
+            "cuEventRecord",
+            "cuStreamIsCapturing",
+            "cuStreamIsCapturing",
+            "cuStreamQuery",
+            "cuEventQuery",
+            "cuStreamWaitEvent",
+            "cuStreamGetId",
+            "cuMemCreate",
+            "cuMemUnmap",
+            "cuMemSetAccess",
+            "cuEventCreate",
+            "cuCtxSynchronize",
+        ];
+        let Some(lane) = self.capturable(a) else {
+            return;
+        };
+        self.captured = true;
+        self.helper();
+        let (raw, mode) = (self.lanes[lane].raw, mode(b));
+        let begun = Arc::clone(&self.begun);
+        let Some(helper) = self.helper.as_ref().and_then(|h| h.jobs.clone()) else {
+            return;
+        };
+        let (told, done) = channel();
+        let name = CALLS[c as usize % CALLS.len()];
+        inside(name, b % 2 == 0, (b >> 8) % 4, move || {
+            let job = move || {
+                if begin(raw, mode) {
+                    *begun.lock().unwrap() = Some(lane);
+                }
+                let _ = told.send(());
+            };
+            if helper.send(Box::new(job)).is_ok() {
+                let _ = done.recv();
+            }
+        });
+    }
+
+    /// Another thread frees a block, or takes one, inside one of the allocator's calls.
+    pub fn act_inside(&mut self, a: u32, b: u32, c: u32) {
+        const CALLS: &[&str] = &[
+            "cuEventRecord",
+            "cuStreamWaitEvent",
+            "cuMemCreate",
+            "cuMemMap",
+            "cuMemSetAccess",
+            "cuMemUnmap",
+            "cuMemRelease",
+            "cuMemAlloc_v2",
+            "cuMemFree_v2",
+            "cuEventQuery",
+            "cuStreamQuery",
+            "cuCtxSynchronize",
+        ];
+        let fits = |h: &Held| {
+            matches!(h.kind, Kind::Block(_)) && !h.orphan && self.lanes[h.home].stream.is_some()
+        };
+        let some: Vec<usize> = (0..self.held.len())
+            .filter(|&n| fits(&self.held[n]))
+            .collect();
+        self.helper();
+        let Some(helper) = self.helper.as_ref().and_then(|h| h.jobs.clone()) else {
+            return;
+        };
+        if some.is_empty() {
+            return;
+        }
+        let index = some[a as usize % some.len()];
+        // What is held back until then is not used by the program any more.
+        let held = self.held.swap_remove(index);
+        let stream = self.lanes[held.home].stream.clone();
+        let home = held.home;
+        let stash = Arc::clone(&self.stash);
+        self.stash.lock().unwrap().push(held);
+        let slot = c as usize % self.slots.len();
+        let allocator = self.slots[slot].allocator.clone();
+        let Some(stream) = stream else { return };
+        let same = self.places[self.lanes[home].place].device
+            == self.places[self.slots[slot].place].device;
+        let epoch = self.lanes[home].epoch;
+        let (told, done) = channel();
+        let name = CALLS[c as usize / 7 % CALLS.len()];
+        inside(name, b % 2 == 0, (b >> 8) % 4, move || {
+            let job = move || {
+                let mut rng = Rng::new(u64::from(b));
+                let next = stash.lock().unwrap().pop();
+                if let Some(held) = next
+                    && let Kind::Block(block) = held.kind
+                {
+                    court().law().freed(held.ptr);
+                    drop(block);
+                }
+                let bytes = super::program::size(b, c, 16 << 20);
+                if rng.percent(60)
+                    && same
+                    && let Ok(block) = allocator.allocate(bytes, &stream)
+                {
+                    let court = court();
+                    let mut law = court.law();
+                    let number = law.number(stream.raw());
+                    law.handed_out(block.ptr(), bytes as u64, number);
+                    drop(law);
+                    let (ptr, bytes) = (block.ptr(), bytes as u64);
+                    stash.lock().unwrap().push(Held {
+                        slot,
+                        orphan: false,
+                        ptr,
+                        bytes,
+                        home,
+                        epoch,
+                        last: home,
+                        recorded: Vec::new(),
+                        kind: Kind::Block(block),
+                    });
+                }
+                let _ = told.send(());
+            };
+            if helper.send(Box::new(job)).is_ok() {
+                let _ = done.recv();
+            }
+        });
+    }
+}

@@ -1,0 +1,181 @@
+//! The end of a program: what was made to fail does so no more, so everything must heal.
+
+use cualloc::allocator::Error;
+use cualloc::driver::Stream;
+use cualloc::driver::sys::*;
+use cualloc::sim::{Mode, Report};
+
+use super::rng::Rng;
+use super::table::nothing_inside;
+use super::world::{Done, Kind, World};
+
+impl World {
+    pub fn end(mut self) -> Done {
+        let mut rng = Rng::new(self.setup.seed);
+        nothing_inside();
+        self.notice_begun();
+        while self.lanes.iter().any(|l| l.capturing.is_some()) {
+            self.end_capture(0)?;
+        }
+        self.court.fail(None);
+        self.current = None;
+        self.become_current(self.slots[0].place);
+        self.sim.complete_all();
+        let stashed = std::mem::take(&mut *self.stash.lock().unwrap());
+        self.held.extend(stashed);
+        for slot in 0..self.slots.len() {
+            self.slots[slot].allocator.remove_relief_hook("judge");
+            self.slots[slot].allocator.set_limit(None);
+            self.heals(slot)?;
+        }
+        self.give_back(&mut rng)?;
+        for slot in 0..self.slots.len() {
+            self.strip(slot);
+            self.marked(slot)?;
+        }
+        self.sim.complete_all();
+        for slot in 0..self.slots.len() {
+            self.close(slot)?;
+        }
+        self.let_go()
+    }
+
+    /// Requests go well again.
+    fn heals(&mut self, slot: usize) -> Done {
+        let place = self.slots[slot].place;
+        self.become_current(place);
+        let context = self.places[place].context.clone();
+        let stream = Stream::new(&context).map_err(|e| format!("no stream at the end: {e}"))?;
+        self.add_stream(stream.clone(), place, false);
+        let lane = self.lanes.len() - 1;
+        for bytes in [1000, 9 << 20] {
+            let block = self.slots[slot].allocator.allocate(bytes, &stream);
+            let block = block.map_err(|e| format!("{bytes} bytes at the end: {e:?}"))?;
+            self.told(slot, lane, true);
+            let at = (block.ptr(), bytes as u64);
+            self.handed_out(slot, lane, at, Kind::Block(block))?;
+            self.work_on(lane, at.0, at.1, 2);
+        }
+        Ok(())
+    }
+
+    /// Every block and guard goes.
+    fn give_back(&mut self, rng: &mut Rng) -> Done {
+        while !self.held.is_empty() {
+            let last = self.held.len() - 1;
+            let before = self.held.len();
+            match &self.held[last].kind {
+                Kind::Layered(_) => self.free_layered(last, rng)?,
+                _ => self.free(last, rng)?,
+            }
+            if self.held.len() == before {
+                return Err("a block cannot be freed although nothing fails any more".to_owned());
+            }
+        }
+        while !self.guards.is_empty() {
+            self.unguard(0);
+        }
+        self.court.law().take_verdict().map_or(Ok(()), Err)
+    }
+
+    /// Once all work is done and the raw streams are marked, nothing waits for anything.
+    fn marked(&mut self, slot: usize) -> Done {
+        let mut pending = 0;
+        // A page of small blocks may need a mark after the trim that fetched it.
+        for _ in 0..6 {
+            self.mark_all(slot)?;
+            self.sim.complete_all();
+            let trimmed = self.slots[slot].allocator.trim(0);
+            pending = trimmed
+                .map_err(|e| format!("a trim at the end: {e:?}"))?
+                .pending;
+        }
+        if pending > 0 {
+            return Err(format!("all work is done, and {pending} bytes wait for it"));
+        }
+        self.slots[slot]
+            .allocator
+            .check()
+            .map_err(|e| format!("the books are wrong at the end: {e}"))
+    }
+
+    fn mark_all(&mut self, slot: usize) -> Done {
+        for lane in 0..self.lanes.len() {
+            let it = &self.lanes[lane];
+            if !it.alive || !self.places[it.place].alive || !it.raw_in.contains(&slot) {
+                continue;
+            }
+            self.become_current(self.slots[slot].place);
+            // SAFETY: the stream is live.
+            match unsafe { self.slots[slot].allocator.mark_raw(it.raw as CUstream) } {
+                Ok(()) | Err(Error::UnknownStream { .. }) => {}
+                Err(error) => return Err(format!("a mark at the end: {error:?}")),
+            }
+        }
+        self.become_current(self.slots[slot].place);
+        Ok(())
+    }
+
+    fn close(&mut self, slot: usize) -> Done {
+        self.become_current(self.slots[slot].place);
+        let allocator = &self.slots[slot].allocator;
+        allocator
+            .synchronize()
+            .map_err(|e| format!("synchronize at the end: {e:?}"))?;
+        allocator
+            .close()
+            .map_err(|e| format!("close at the end: {e:?}"))?;
+        allocator
+            .check()
+            .map_err(|e| format!("the books are wrong after close: {e}"))?;
+        let all = allocator.stats().all;
+        if all.reserved.current > 0 || all.allocations.current > 0 {
+            return Err(format!("closed, and holds memory: {all:?}"));
+        }
+        self.court.law().take_verdict().map_or(Ok(()), Err)
+    }
+
+    fn let_go(mut self) -> Done {
+        self.slots.clear();
+        self.helper = None;
+        for lane in 0..self.lanes.len() {
+            let it = &mut self.lanes[lane];
+            if !it.alive || it.special {
+                continue;
+            }
+            if it.stream.take().is_none() {
+                let raw = it.raw as CUstream;
+                let place = it.place;
+                if self.places[place].alive {
+                    self.become_current(place);
+                    // SAFETY: ours, and not used again.
+                    let _ = super::table::own(|f| unsafe { f.cuStreamDestroy_v2.unwrap()(raw) });
+                }
+            }
+        }
+        self.lanes.clear();
+        let fault = self.setup.fault.map_or("", |fault| fault.name);
+        let verdict = self.court.law().take_verdict();
+        self.sim.set_mode(Mode::Instant);
+        after(&self.sim, fault, self.captured)?;
+        verdict.map_or(Ok(()), Err)
+    }
+}
+
+/// What is left when everything was given back.
+pub fn after(sim: &cualloc::sim::Simulator, fault: &str, captured: bool) -> Done {
+    let leaks = sim.leaks();
+    let destroys = ["cuEventDestroy_v2", "cuStreamDestroy_v2", "cuModuleUnload"];
+    let undone = destroys.contains(&fault) || fault.starts_with("cuCtx");
+    let memory =
+        leaks.bytes > 0 || leaks.handles > 0 || leaks.mappings > 0 || leaks.allocations > 0;
+    if memory || (!undone && (leaks.events > 0 || leaks.streams > 0)) {
+        return Err(format!("left after all was given back: {leaks:?}"));
+    }
+    let spoils = |report: &Report| captured && matches!(report, Report::DuringCapture { .. });
+    let reports = sim.take_reports();
+    match reports.iter().find(|report| !spoils(report)) {
+        Some(report) => Err(format!("the simulator reports: {report}")),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,289 @@
+//! What stands on the allocator: buffers, columns, pools, leases, and the resource that orders accesses.
+
+use std::sync::Arc;
+
+use cualloc::column::{Column, ElementType};
+use cualloc::driver::Stream;
+use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspaceConfig, WorkspacePool};
+use cualloc::resource::{Access, AsyncResource, MemoryResource, ResourceBlock};
+use cualloc::{Allocator, DeviceBuffer};
+
+use super::program::{Act, Step, size};
+use super::rng::Rng;
+use super::world::{Done, Kind, World};
+
+type Ordered = Arc<AsyncResource<Allocator>>;
+
+pub enum Layered {
+    Buffer(DeviceBuffer<u32>),
+    Column(Column),
+    Pooled(PooledBuffer<u32>),
+    Lease(Lease),
+    Resource(ResourceBlock, Ordered),
+}
+
+impl Layered {
+    /// Whether the program may use it on its own stream without a word to anybody.
+    pub fn free_for_all(&self) -> bool {
+        matches!(self, Layered::Column(_) | Layered::Lease(_))
+    }
+}
+
+#[derive(Default)]
+pub struct Layers {
+    typed: Option<TypedPool>,
+    leases: Option<WorkspacePool>,
+    ordered: Option<Ordered>,
+    others: bool,
+}
+
+impl Layers {
+    pub fn is_empty(&self) -> bool {
+        self.typed.is_none() && self.leases.is_none() && self.ordered.is_none() && !self.others
+    }
+}
+
+impl World {
+    pub fn layer(&mut self, step: Step, rng: &mut Rng) -> Done {
+        let Step { act, a, b, c } = step;
+        match act {
+            Act::Drop => return self.drop_layered(a, rng),
+            Act::BufferWork => return self.work_layered(a, b, rng),
+            _ => {}
+        }
+        let slot = c as usize % self.slots.len();
+        let Some(lane) = self.any_lane(slot, rng.next() as u32) else {
+            return Ok(());
+        };
+        let Some(stream) = self.lanes[lane].stream.clone() else {
+            return Ok(());
+        };
+        if !self.usable(lane) {
+            return Ok(());
+        }
+        self.before_call(slot, lane);
+        self.told(slot, lane, true);
+        let words = 1 + size(a, b, 8 << 20) / 4;
+        let made = self.make(act, slot, words, &stream, rng);
+        match made {
+            Ok(None) => Ok(()),
+            Ok(Some((ptr, bytes, layered))) => {
+                self.slots[slot].layers.others = true;
+                self.handed_out(slot, lane, (ptr, bytes), Kind::Layered(layered))
+            }
+            Err(text) if self.calm() && !text.contains("OutOfMemory") => {
+                Err(format!("{act:?} was refused: {text}"))
+            }
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn make(
+        &mut self,
+        act: Act,
+        slot: usize,
+        words: usize,
+        stream: &Stream,
+        rng: &mut Rng,
+    ) -> Result<Option<(u64, u64, Layered)>, String> {
+        let say = |e: &dyn std::fmt::Debug| format!("{e:?}");
+        let bytes = 4 * words as u64;
+        let it = &mut self.slots[slot];
+        let allocator = &it.allocator;
+        Ok(Some(match act {
+            Act::Buffer => {
+                let made = match rng.percent(50) {
+                    true => DeviceBuffer::<u32>::zeroed(allocator, words, stream),
+                    false => DeviceBuffer::filled(allocator, words, 7, stream),
+                };
+                let buffer = made.map_err(|e| say(&e))?;
+                (buffer.as_device_ptr(), bytes, Layered::Buffer(buffer))
+            }
+            Act::Column => {
+                let column = Column::zeroed(allocator, ElementType::F32, words, stream)
+                    .map_err(|e| say(&e))?;
+                (column.ptr(), bytes, Layered::Column(column))
+            }
+            Act::Pooled => {
+                let pool = it
+                    .layers
+                    .typed
+                    .get_or_insert_with(|| TypedPool::over([allocator]));
+                // Few lengths, so that they are met again.
+                let words = words.next_power_of_two();
+                let buffer = pool.zeroed::<u32>(words, stream).map_err(|e| say(&e))?;
+                let place = (buffer.as_device_ptr(), 4 * words as u64);
+                (place.0, place.1, Layered::Pooled(buffer))
+            }
+            Act::Lease => {
+                let config = WorkspaceConfig::default();
+                let leases = it
+                    .layers
+                    .leases
+                    .get_or_insert_with(|| WorkspacePool::new(allocator, config));
+                let lease = leases.lease(stream, bytes as usize).map_err(|e| say(&e))?;
+                (lease.ptr(), bytes, Layered::Lease(lease))
+            }
+            _ => {
+                let ordered = it
+                    .layers
+                    .ordered
+                    .get_or_insert_with(|| Arc::new(AsyncResource::new(allocator.clone())));
+                let ordered = Arc::clone(ordered);
+                if rng.percent(20) {
+                    let _ = ordered.reap();
+                }
+                let block = ordered
+                    .allocate(bytes as usize, stream, "judge".into())
+                    .map_err(|e| say(&e))?;
+                (block.ptr(), bytes, Layered::Resource(block, ordered))
+            }
+        }))
+    }
+
+    /// The place of something layered.
+    fn layered(&self, n: u32) -> Option<usize> {
+        let fits = |index: &usize| matches!(self.held[*index].kind, Kind::Layered(_));
+        let some: Vec<usize> = (0..self.held.len()).filter(fits).collect();
+        (!some.is_empty()).then(|| some[n as usize % some.len()])
+    }
+
+    fn work_layered(&mut self, a: u32, b: u32, rng: &mut Rng) -> Done {
+        let Some(index) = self.layered(a) else {
+            return Ok(());
+        };
+        let slot = self.held[index].slot;
+        let Some(lane) = self.any_lane(slot, b) else {
+            return Ok(());
+        };
+        let Some(stream) = self.lanes[lane].stream.clone() else {
+            return Ok(());
+        };
+        if !self.usable(lane) {
+            return Ok(());
+        }
+        self.before_call(slot, lane);
+        let (ptr, bytes, last, home) = {
+            let held = &self.held[index];
+            (held.ptr, held.bytes, held.last, held.home)
+        };
+        self.told(slot, lane, true);
+        let used = {
+            let Kind::Layered(layered) = &mut self.held[index].kind else {
+                return Ok(());
+            };
+            match layered {
+                Layered::Buffer(buffer) => match rng.below(6) {
+                    0 if bytes < 40_000 => buffer.to_vec().is_ok(),
+                    1 if bytes < 40_000 => buffer.copy_from_slice(&vec![3; buffer.len()]).is_ok(),
+                    _ => buffer.fill(b, &stream).is_ok(),
+                },
+                Layered::Pooled(buffer) => buffer.as_mut_slice().fill(b, &stream).is_ok(),
+                Layered::Column(column) => {
+                    if bytes < 40_000 && last == home {
+                        let _ = column.to_vec::<f32>();
+                    }
+                    false
+                }
+                Layered::Lease(_) | Layered::Resource(..) => false,
+            }
+        };
+        if used {
+            self.held[index].last = lane;
+            return Ok(());
+        }
+        if !self.order(last, lane) {
+            return Ok(());
+        }
+        self.before_call(slot, lane);
+        let Kind::Layered(layered) = &self.held[index].kind else {
+            return Ok(());
+        };
+        let recorded = match layered {
+            Layered::Resource(block, ordered) => {
+                let id = block.identity();
+                if ordered.prepare_use(&id, &stream, Access::Write).is_err() {
+                    return Ok(());
+                }
+                if !self.work_on(lane, ptr, bytes, rng.next()) {
+                    return Ok(());
+                }
+                self.before_call(slot, lane);
+                ordered.finish_use(&id, &stream, Access::Write).is_ok()
+            }
+            Layered::Lease(lease) => {
+                if !self.work_on(lane, ptr, bytes, rng.next()) {
+                    return Ok(());
+                }
+                self.before_call(slot, lane);
+                match rng.percent(50) {
+                    true => lease.record_use(&stream).is_ok(),
+                    false => lease.record_stream(&stream).is_ok(),
+                }
+            }
+            Layered::Column(column) => {
+                if !self.work_on(lane, ptr, bytes, rng.next()) {
+                    return Ok(());
+                }
+                self.before_call(slot, lane);
+                column.record_stream(&stream).is_ok()
+            }
+            _ => return Ok(()),
+        };
+        if !recorded {
+            self.wait_for(lane);
+        }
+        self.held[index].last = lane;
+        Ok(())
+    }
+
+    fn drop_layered(&mut self, a: u32, rng: &mut Rng) -> Done {
+        match self.layered(a) {
+            Some(index) => self.free_layered(index, rng),
+            None => Ok(()),
+        }
+    }
+
+    pub fn free_layered(&mut self, index: usize, rng: &mut Rng) -> Done {
+        let held = self.held.swap_remove(index);
+        self.before_call(held.slot, held.home);
+        let Kind::Layered(layered) = held.kind else {
+            return Ok(());
+        };
+        let block = self.court.law().freed(held.ptr);
+        match layered {
+            Layered::Pooled(buffer) if rng.percent(40) => {
+                let lane = self.any_lane(held.slot, rng.next() as u32);
+                let stream = lane.and_then(|lane| self.lanes[lane].stream.clone());
+                match (&self.slots[held.slot].layers.typed, stream) {
+                    (Some(pool), Some(stream)) => {
+                        // Refused or not, it is returned.
+                        let _ = pool.put(buffer, Some(&stream));
+                    }
+                    _ => drop(buffer),
+                }
+            }
+            Layered::Resource(block_of, ordered) => {
+                if let Err(refused) = ordered.deallocate(block_of) {
+                    if self.calm() {
+                        return Err(format!("a deallocation was refused: {refused:?}"));
+                    }
+                    self.court.law().live_again(held.ptr, block);
+                    let kind = Kind::Layered(Layered::Resource(*refused.block, ordered));
+                    self.held.push(super::world::Held { kind, ..held });
+                }
+            }
+            other => drop(other),
+        }
+        Ok(())
+    }
+
+    /// All pools go.
+    pub fn strip(&mut self, slot: usize) {
+        self.become_current(self.slots[slot].place);
+        if let Some(ordered) = &self.slots[slot].layers.ordered {
+            let _ = ordered.reap();
+        }
+        self.slots[slot].layers = Layers::default();
+    }
+}

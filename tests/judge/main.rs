@@ -1,0 +1,22 @@
+//! An independent judge: random programs, and a second oracle that knows the driver's calls alone.
+//!
+//! `docs/testing.md` (The judge) says what it knows, and how to run more of it:
+//!
+//! ```text
+//! CUALLOC_JUDGE_PROGRAMS=200000 CUALLOC_JUDGE_SEED=7 CUALLOC_JUDGE_THREADS=16 \
+//!     cargo test --release --test judge -- --nocapture
+//! ```
+#![cfg(feature = "sim")]
+
+mod captures;
+mod end;
+mod law;
+mod layers;
+mod program;
+mod ranges;
+mod requests;
+mod rng;
+mod run;
+mod table;
+mod threads;
+mod world;

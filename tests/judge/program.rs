@@ -1,0 +1,531 @@
+//! Programs from a seed: plain steps, whose numbers are read modulo what there is, so that any part of a
+//! program is a program.
+
+use cualloc::Policy;
+use cualloc::driver::sys::CUresult;
+
+use super::rng::Rng;
+use super::table::Fault;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Act {
+    Allocate,
+    AllocateAligned,
+    AllocatePlaced,
+    AllocateAtHand,
+    AllocateRaw,
+    Surge,
+    Free,
+    Work,
+    WorkElsewhere,
+    Complete,
+    Observe,
+    NewStream,
+    Retire,
+    Leave,
+    Trim,
+    Synchronise,
+    Limit,
+    Mark,
+    Guard,
+    Unguard,
+    Look,
+    Garbage,
+    BeginCapture,
+    EndCapture,
+    CaptureInside,
+    ActInside,
+    Hook,
+    Stash,
+    Reopen,
+    Abandon,
+    Current,
+    LeaveContext,
+    Buffer,
+    BufferWork,
+    Column,
+    Pooled,
+    Lease,
+    Resource,
+    Drop,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Step {
+    pub act: Act,
+    pub a: u32,
+    pub b: u32,
+    pub c: u32,
+}
+
+/// What a program has.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub seed: u64,
+    pub policy: Policy,
+    pub limit: Option<u64>,
+    pub views: bool,
+    pub budget: Option<u64>,
+    pub handle: Option<u64>,
+    pub streams: usize,
+    pub specials: bool,
+    pub allocators: usize,
+    pub contexts: bool,
+    pub devices: usize,
+    pub lag: Option<u64>,
+    pub capture_checks: bool,
+    pub broken_aliasing: bool,
+    pub fault: Option<Fault>,
+    /// Largest requests, in bytes.
+    pub largest: u64,
+    /// Requests are large for the limit, blocks are used at once, and alignments are wide.
+    pub tight: bool,
+    pub frees_may_wait: bool,
+    /// Streams that the allocator may keep are named by their handles, too.
+    pub mixed: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Faults {
+    None,
+    One(&'static str),
+    Turns,
+}
+
+/// A kind of programs.
+#[derive(Clone, Copy, Debug)]
+pub struct Profile {
+    pub name: &'static str,
+    /// Of all programs, in parts of 1000.
+    pub share: u64,
+    pub steps: usize,
+    pub acts: &'static [(Act, u32)],
+    pub streams: (u64, u64),
+    pub tight: bool,
+    pub faults: Faults,
+    pub packed_only: bool,
+    pub wide: bool,
+    /// Captures make the whole process watchful, so these come last.
+    pub captures: bool,
+}
+
+use Act::*;
+
+const COMMON: &[(Act, u32)] = &[
+    (Allocate, 160),
+    (AllocateAligned, 30),
+    (AllocatePlaced, 12),
+    (AllocateAtHand, 12),
+    (AllocateRaw, 60),
+    (Free, 200),
+    (Work, 160),
+    (WorkElsewhere, 60),
+    (Complete, 60),
+    (Observe, 14),
+    (NewStream, 16),
+    (Retire, 10),
+    (Leave, 8),
+    (Trim, 10),
+    (Synchronise, 2),
+    (Limit, 3),
+    (Mark, 5),
+    (Guard, 6),
+    (Unguard, 8),
+    (Look, 4),
+    (Garbage, 5),
+    (Reopen, 2),
+];
+
+const TIGHT: &[(Act, u32)] = &[
+    (Allocate, 110),
+    (AllocateAligned, 200),
+    (Surge, 40),
+    (AllocateAtHand, 40),
+    (AllocateRaw, 20),
+    (Free, 330),
+    (Work, 40),
+    (WorkElsewhere, 16),
+    (Complete, 24),
+    (Observe, 3),
+    (NewStream, 2),
+    (Trim, 20),
+];
+
+const HOOKS: &[(Act, u32)] = &[
+    (Allocate, 160),
+    (AllocateAligned, 50),
+    (AllocatePlaced, 30),
+    (AllocateAtHand, 20),
+    (AllocateRaw, 40),
+    (Free, 150),
+    (Work, 140),
+    (WorkElsewhere, 40),
+    (Complete, 30),
+    (NewStream, 8),
+    (Retire, 6),
+    (Leave, 6),
+    (Trim, 10),
+    (Limit, 10),
+    (Guard, 20),
+    (Unguard, 18),
+    (Hook, 10),
+    (Stash, 60),
+    (Abandon, 3),
+    (Reopen, 3),
+    (Look, 4),
+];
+
+const CAPTURES: &[(Act, u32)] = &[
+    (Allocate, 140),
+    (AllocateAligned, 30),
+    (AllocateRaw, 80),
+    (Free, 200),
+    (Work, 140),
+    (WorkElsewhere, 50),
+    (Complete, 50),
+    (Observe, 8),
+    (NewStream, 14),
+    (Retire, 10),
+    (Leave, 8),
+    (Trim, 12),
+    (Synchronise, 6),
+    (Mark, 8),
+    (BeginCapture, 26),
+    (EndCapture, 30),
+    (CaptureInside, 20),
+    (ActInside, 20),
+    (Abandon, 3),
+    (Reopen, 4),
+    (Limit, 3),
+    (Garbage, 3),
+];
+
+const WORLDS: &[(Act, u32)] = &[
+    (Allocate, 150),
+    (AllocateAligned, 30),
+    (AllocateAtHand, 12),
+    (AllocateRaw, 90),
+    (Free, 200),
+    (Work, 160),
+    (WorkElsewhere, 80),
+    (Complete, 50),
+    (Observe, 10),
+    (NewStream, 22),
+    (Retire, 14),
+    (Leave, 12),
+    (LeaveContext, 6),
+    (Current, 12),
+    (Trim, 12),
+    (Synchronise, 4),
+    (Limit, 3),
+    (Mark, 6),
+    (Guard, 5),
+    (Unguard, 6),
+    (Garbage, 6),
+    (Abandon, 2),
+    (Reopen, 3),
+];
+
+const LAYERS: &[(Act, u32)] = &[
+    (Allocate, 60),
+    (AllocateAligned, 16),
+    (AllocateRaw, 20),
+    (Free, 80),
+    (Work, 80),
+    (WorkElsewhere, 40),
+    (Complete, 40),
+    (Observe, 8),
+    (NewStream, 10),
+    (Retire, 8),
+    (Leave, 8),
+    (Trim, 8),
+    (Buffer, 50),
+    (BufferWork, 90),
+    (Column, 30),
+    (Pooled, 60),
+    (Lease, 50),
+    (Resource, 50),
+    (Drop, 170),
+    (Limit, 3),
+    (Look, 3),
+];
+
+const PLAIN: Profile = Profile {
+    name: "plain",
+    share: 180,
+    steps: 260,
+    acts: COMMON,
+    streams: (1, 6),
+    tight: false,
+    faults: Faults::None,
+    packed_only: false,
+    wide: false,
+    captures: false,
+};
+
+/// All of them.
+pub const PROFILES: &[Profile] = &[
+    PLAIN,
+    Profile {
+        name: "many",
+        share: 60,
+        steps: 400,
+        streams: (60, 100),
+        ..PLAIN
+    },
+    Profile {
+        name: "tight",
+        steps: 120,
+        share: 120,
+        acts: TIGHT,
+        streams: (2, 4),
+        tight: true,
+        ..PLAIN
+    },
+    Profile {
+        name: "tight-wait",
+        steps: 120,
+        share: 100,
+        acts: TIGHT,
+        streams: (2, 4),
+        tight: true,
+        faults: Faults::One("cuStreamWaitEvent"),
+        packed_only: true,
+        ..PLAIN
+    },
+    Profile {
+        name: "tight-faults",
+        steps: 120,
+        share: 100,
+        acts: TIGHT,
+        streams: (2, 4),
+        tight: true,
+        faults: Faults::Turns,
+        ..PLAIN
+    },
+    Profile {
+        name: "faults",
+        share: 140,
+        faults: Faults::Turns,
+        ..PLAIN
+    },
+    Profile {
+        name: "hooks",
+        share: 80,
+        acts: HOOKS,
+        tight: true,
+        ..PLAIN
+    },
+    Profile {
+        name: "worlds",
+        share: 80,
+        acts: WORLDS,
+        wide: true,
+        streams: (3, 8),
+        ..PLAIN
+    },
+    Profile {
+        name: "layers",
+        share: 80,
+        acts: LAYERS,
+        ..PLAIN
+    },
+    Profile {
+        name: "layers-faults",
+        share: 40,
+        acts: LAYERS,
+        faults: Faults::Turns,
+        ..PLAIN
+    },
+    Profile {
+        name: "threads",
+        share: 40,
+        steps: 150,
+        ..PLAIN
+    },
+    Profile {
+        name: "captures",
+        share: 120,
+        acts: CAPTURES,
+        captures: true,
+        ..PLAIN
+    },
+    Profile {
+        name: "captures-faults",
+        share: 40,
+        acts: CAPTURES,
+        captures: true,
+        faults: Faults::Turns,
+        ..PLAIN
+    },
+];
+
+/// What fails in turn: every call that the allocator, or what stands on it, makes once it is there.
+pub const FAILING: &[&str] = &[
+    "cuStreamWaitEvent",
+    "cuEventRecord",
+    "cuEventCreate",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuEventDestroy_v2",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuCtxSynchronize",
+    "cuCtxGetDevice",
+    "cuCtxGetId",
+    "cuStreamGetId",
+    "cuStreamGetCtx",
+    "cuStreamGetDevice",
+    "cuStreamIsCapturing",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuMemsetD8Async",
+    "cuMemsetD32Async",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuLaunchKernel",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuModuleGetFunction",
+    "cuMemGetAllocationGranularity",
+    "cuMemRetainAllocationHandle",
+    "cuPointerGetAttribute",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+];
+
+const CODES: &[CUresult] = &[
+    CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+    CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+    CUresult::CUDA_ERROR_INVALID_VALUE,
+    CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
+    CUresult::CUDA_ERROR_NOT_SUPPORTED,
+];
+
+/// The program of a number.
+pub fn generate(
+    profile: &Profile,
+    number: u64,
+    without: &dyn Fn(&str) -> bool,
+) -> (Setup, Vec<Step>) {
+    let mut rng = Rng::new(number.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ profile.share);
+    let policy = match profile.packed_only || !rng.percent(35) || without("classic") {
+        true => Policy::Packed,
+        false => Policy::Classic,
+    };
+    let fault = match profile.faults {
+        Faults::None => None,
+        Faults::One(name) => Some(name),
+        Faults::Turns => Some(FAILING[(number % FAILING.len() as u64) as usize]),
+    };
+    let permille = match profile.faults {
+        Faults::One(_) => rng.pick(&[200, 400, 400]),
+        _ => rng.pick(&[10, 50, 100, 200, 400]),
+    };
+    let code = match rng.percent(15) && !without("900") {
+        true => CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+        false => rng.pick(CODES),
+    };
+    let (low, high) = profile.streams;
+    let limit = match profile.tight {
+        true => Some(rng.pick(&[12_u64, 20, 32, 48, 64]) << 20),
+        false => rng.percent(30).then(|| (16 + rng.below(200)) << 20),
+    };
+    let packed = policy == Policy::Packed;
+    let views = rng.percent(60);
+    let setup = Setup {
+        seed: number,
+        policy,
+        limit,
+        views: match profile.tight {
+            true => rng.percent(45) || !packed,
+            false => views || !packed,
+        },
+        budget: (rng.percent(40) && packed && views && !profile.tight)
+            .then(|| rng.pick(&[1, 4, 20, 200])),
+        handle: (rng.percent(25) && packed && !profile.tight)
+            .then(|| rng.pick(&[2 << 20, 4 << 20, 8 << 20])),
+        streams: (low + rng.below(high - low + 1)) as usize,
+        specials: !profile.tight && rng.percent(50),
+        allocators: match profile.wide {
+            true => 2 + rng.index(2),
+            false => 1 + usize::from(rng.percent(8)),
+        },
+        contexts: profile.wide,
+        devices: 1 + usize::from(profile.wide && rng.percent(60)),
+        lag: rng.percent(25).then(|| rng.pick(&[1, 5, 30])),
+        capture_checks: rng.percent(20),
+        broken_aliasing: rng.percent(4),
+        fault: fault.map(|name| Fault {
+            name,
+            permille,
+            code,
+        }),
+        largest: match limit {
+            Some(limit) => limit * 3 / 4,
+            None => 48 << 20,
+        },
+        frees_may_wait: without("classic-free"),
+        mixed: !without("mixed"),
+        tight: profile.tight,
+    };
+    let total: u32 = profile.acts.iter().map(|(_, weight)| weight).sum();
+    let mut steps = Vec::with_capacity(profile.steps);
+    while steps.len() < profile.steps {
+        let mut at = rng.below(total.into()) as u32;
+        let act = profile.acts.iter().find(|(_, weight)| {
+            let here = at < *weight;
+            at = at.wrapping_sub(*weight);
+            here
+        });
+        let Some(&(act, _)) = act else { continue };
+        let (a, b, c) = (rng.next() as u32, rng.next() as u32, rng.next() as u32);
+        if !without(&format!("{act:?}")) {
+            steps.push(Step { act, a, b, c });
+        }
+    }
+    (setup, steps)
+}
+
+/// The bytes of a request under a tight limit: what may grow beside used memory, and what fits in gaps.
+pub fn tight_size(a: u32, b: u32, largest: u64) -> usize {
+    let (a, b) = (u64::from(a), u64::from(b));
+    let bytes = match a % 100 {
+        0..8 => 1 + b % (64 << 10),
+        8..30 => (64 << 10) + b % (960 << 10),
+        30..45 => (1 << 20) + b % (3 << 20),
+        45..75 => (1 << 20) + b % (largest / 2),
+        _ => largest / 4 + b % (largest * 3 / 4),
+    };
+    bytes as usize
+}
+
+/// The bytes of a request, mostly of one of a few kinds.
+pub fn size(a: u32, b: u32, largest: u64) -> usize {
+    let (a, b) = (u64::from(a), u64::from(b));
+    let bytes = match a % 100 {
+        0..20 => 1 + b % (4 << 10),
+        20..38 => 1 + b % (64 << 10),
+        38..48 => (64 << 10) + b % (64 << 10),
+        48..62 => 1 + b % (1 << 20),
+        62..72 => 1 + b % (4 << 20),
+        72..82 => (1 + b % 8) << 20,
+        82..94 => 1 + b % (largest / 2),
+        _ => 1 + b % largest,
+    };
+    bytes as usize
+}

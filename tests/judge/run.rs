@@ -1,0 +1,256 @@
+//! Runs programs, shrinks what fails, and prints it.
+
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::program::{PROFILES, Profile, Setup, Step, generate};
+use super::table::Court;
+use super::threads;
+use super::world::{Done, World};
+
+/// Programs in all, unless the environment asks for more.
+const PROGRAMS: u64 = 1500;
+/// How long a failing program is shrunk.
+const SHRINKING: Duration = Duration::from_secs(20);
+
+fn text(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+fn setting(name: &str, default: u64) -> u64 {
+    text(name).map_or(default, |value| {
+        let value = value.replace('_', "");
+        let parsed = match value.strip_prefix("0x") {
+            Some(digits) => u64::from_str_radix(digits, 16),
+            None => value.parse(),
+        };
+        parsed.unwrap_or_else(|_| panic!("{name}={value} is no number"))
+    })
+}
+
+/// Whether a feature of programs is switched off.
+fn without(feature: &str) -> bool {
+    let list = text("CUALLOC_JUDGE_WITHOUT").unwrap_or_default();
+    list.split(',').any(|name| name == feature)
+}
+
+thread_local! {
+    /// What the last panic of this thread said.
+    static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+struct Failure {
+    step: usize,
+    what: String,
+}
+
+/// What many programs did.
+#[derive(Default)]
+struct Sums {
+    steps: AtomicU64,
+    calls: AtomicU64,
+    failed: AtomicU64,
+    allocations: AtomicU64,
+}
+
+fn guarded<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(result) => result,
+        Err(_) => Err(format!("panic: {}", PANIC.with_borrow(Clone::clone))),
+    }
+}
+
+fn attempt(setup: &Setup, steps: &[Step], sums: &Sums) -> Result<(), Failure> {
+    let mut at = 0;
+    let result = guarded(|| {
+        let mut world = World::new(setup)?;
+        world.court.fail(setup.fault);
+        let court = world.court.clone();
+        let mut run = || -> Done {
+            for step in steps {
+                world.step(*step)?;
+                at += 1;
+            }
+            Ok(())
+        };
+        let stepped = run();
+        let ended = stepped.and_then(|()| world.end());
+        sums.steps.fetch_add(at as u64, Ordering::Relaxed);
+        let add = |sum: &AtomicU64, of: &AtomicU64| {
+            sum.fetch_add(of.load(Ordering::Relaxed), Ordering::Relaxed);
+        };
+        add(&sums.calls, &court.calls);
+        add(&sums.failed, &court.failed);
+        sums.allocations
+            .fetch_add(court.law().blocks, Ordering::Relaxed);
+        ended
+    });
+    Court::leave();
+    result.map_err(|what| Failure { step: at, what })
+}
+
+/// Fewer steps that still fail.
+fn shrink(setup: &Setup, steps: &[Step], failure: Failure) -> (Vec<Step>, Failure) {
+    let started = Instant::now();
+    let mut best: Vec<Step> = steps.to_vec();
+    let mut last = failure;
+    let unseen = Sums::default();
+    let end = (last.step + 1).min(best.len());
+    if let Err(failure) = attempt(setup, &best[..end], &unseen) {
+        best.truncate(end);
+        last = failure;
+    }
+    let mut chunk = best.len().div_ceil(2).max(1);
+    loop {
+        let mut at = 0;
+        let mut removed = false;
+        while at < best.len() {
+            if started.elapsed() > SHRINKING {
+                return (best, last);
+            }
+            let mut fewer = best.clone();
+            fewer.drain(at..(at + chunk).min(best.len()));
+            match attempt(setup, &fewer, &unseen) {
+                Err(failure) => {
+                    (best, last) = (fewer, failure);
+                    removed = true;
+                }
+                Ok(()) => at += chunk,
+            }
+        }
+        if chunk == 1 && !removed {
+            return (best, last);
+        }
+        chunk = if chunk > 1 { chunk.div_ceil(2) } else { 1 };
+        if chunk == 1 && best.len() <= 1 {
+            return (best, last);
+        }
+    }
+}
+
+/// Runs one program; what it says if it fails.
+fn judge(profile: &Profile, number: u64, sums: &Sums) -> Option<String> {
+    let (setup, steps) = generate(profile, number, &without);
+    let head = format!("profile {}, program {number:#x}", profile.name);
+    if profile.name == "threads" {
+        let result = guarded(|| threads::attempt(&setup, profile.steps, &without, &sums.calls));
+        Court::leave();
+        return result
+            .err()
+            .map(|what| format!("{head}: {}: {what}", threads::describe(&setup)));
+    }
+    let failure = attempt(&setup, &steps, sums).err()?;
+    let first = format!("{head}: step {}: {}", failure.step, failure.what);
+    if text("CUALLOC_JUDGE_KEEP_GOING").is_some() {
+        return Some(first);
+    }
+    let (small, failure) = shrink(&setup, &steps, failure);
+    let lines: Vec<String> = small.iter().map(|step| format!("    {step:?},")).collect();
+    Some(format!(
+        "{first}\n{setup:#?}\nshrunk to {} steps:\n{}\nstep {}: {}",
+        small.len(),
+        lines.join("\n"),
+        failure.step,
+        failure.what
+    ))
+}
+
+/// The programs of a run, in order: those that capture come last, as they make the process watchful.
+fn programs(seed: u64, count: u64) -> Vec<(&'static Profile, u64)> {
+    let only = text("CUALLOC_JUDGE_PROFILE");
+    let wanted = |profile: &&Profile| only.as_ref().is_none_or(|name| name == profile.name);
+    let chosen: Vec<&Profile> = PROFILES.iter().filter(wanted).collect();
+    assert!(!chosen.is_empty(), "no profile is named {only:?}");
+    let total: u64 = chosen.iter().map(|p| p.share).sum();
+    let mut list = Vec::new();
+    for captures in [false, true] {
+        for profile in chosen.iter().filter(|p| p.captures == captures) {
+            let part = (count * profile.share).div_ceil(total);
+            list.extend((0..part).map(|n| (*profile, seed << 32 | n)));
+        }
+    }
+    list
+}
+
+fn run(count: u64) {
+    let seed = setting("CUALLOC_JUDGE_SEED", 1);
+    let threads = setting("CUALLOC_JUDGE_THREADS", 1).clamp(1, 24) as usize;
+    let keep_going = text("CUALLOC_JUDGE_KEEP_GOING").is_some();
+    let list = match text("CUALLOC_JUDGE_PROGRAM") {
+        Some(_) => {
+            let number = setting("CUALLOC_JUDGE_PROGRAM", 0);
+            let mut one = programs(seed, 1);
+            one.truncate(1);
+            one[0].1 = number;
+            one
+        }
+        None => programs(seed, count),
+    };
+    let before = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|info| {
+        PANIC.with_borrow_mut(|said| *said = info.to_string());
+    }));
+    let (sums, failures) = (Sums::default(), Mutex::new(Vec::new()));
+    let started = Instant::now();
+    // Capturing programs begin when all others are done.
+    let split = list.iter().position(|(p, _)| p.captures);
+    let (quiet, watchful) = list.split_at(split.unwrap_or(list.len()));
+    for part in [quiet, watchful] {
+        let next = AtomicU64::new(0);
+        let work = || {
+            loop {
+                let at = next.fetch_add(1, Ordering::Relaxed) as usize;
+                let stopped = !keep_going && !failures.lock().unwrap().is_empty();
+                let (Some((profile, number)), false) = (part.get(at), stopped) else {
+                    return;
+                };
+                if let Some(failure) = judge(profile, *number, &sums) {
+                    if keep_going {
+                        eprintln!("{failure}");
+                    }
+                    failures.lock().unwrap().push((profile.name, failure));
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(work);
+            }
+        });
+    }
+    std::panic::set_hook(before);
+    let took = started.elapsed().as_secs_f64();
+    let of = |sum: &AtomicU64| sum.load(Ordering::Relaxed);
+    eprintln!(
+        "{} programs judged in {took:.1} s ({:.0} a second): {} steps, {} blocks, {} calls of the driver, {} \
+         of them made to fail",
+        list.len(),
+        list.len() as f64 / took,
+        of(&sums.steps),
+        of(&sums.allocations),
+        of(&sums.calls),
+        of(&sums.failed)
+    );
+    let failures = failures.into_inner().unwrap();
+    for profile in PROFILES {
+        let count = failures
+            .iter()
+            .filter(|(name, _)| *name == profile.name)
+            .count();
+        if count > 0 {
+            eprintln!("{count} programs of {} fail", profile.name);
+        }
+    }
+    if let Some((_, first)) = failures.first() {
+        panic!("{first}");
+    }
+}
+
+/// Every profile. `CUALLOC_JUDGE_*` makes it longer, or picks programs.
+#[test]
+fn random_programs_are_judged_by_the_calls_alone() {
+    run(setting("CUALLOC_JUDGE_PROGRAMS", PROGRAMS));
+}
