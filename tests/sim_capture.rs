@@ -265,6 +265,10 @@ fn captured_events_are_not_queried_and_do_not_leave_the_capture() {
     bench.record(inside, stream);
     assert_eq!(bench.query(inside), CUresult::CUDA_ERROR_CAPTURED_EVENT);
     assert_eq!(end(&bench, stream), INVALIDATED);
+    // That of an ended capture is no event that the driver knows the state of.
+    let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
+    assert_eq!(bench.query(inside), invalid);
+    assert_eq!(call!(bench, cuStreamWaitEvent(other, inside, 0)), invalid);
     let stream = begin(&bench, LOCAL);
     let code = call!(bench, cuStreamWaitEvent(stream, outside, 0));
     assert_eq!(code, CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
