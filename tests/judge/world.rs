@@ -388,7 +388,7 @@ impl World {
             Act::BeginCapture => self.begin_capture(a, b),
             Act::EndCapture => self.end_capture(a)?,
             Act::CaptureInside => self.capture_inside(a, b, c),
-            Act::ActInside => self.act_inside(a, b, c),
+            Act::OtherInside => self.act_inside(a, b, c),
             Act::Buffer
             | Act::BufferWork
             | Act::Column
@@ -519,7 +519,7 @@ impl World {
             self.sim.advance_row();
             return;
         }
-        if a % 16 == 0 {
+        if a.is_multiple_of(16) {
             return self.sim.complete_all();
         }
         for _ in 0..1 + a % 4 {
