@@ -104,7 +104,7 @@ impl World {
         self.captured = true;
         let (raw, mode) = (self.lanes[lane].raw, mode(b));
         self.become_current(self.lanes[lane].place);
-        if b % 4 != 0 {
+        if !b.is_multiple_of(4) {
             if begin(raw, mode) {
                 self.lanes[lane].capturing = Some(Who::Main);
             }
@@ -179,7 +179,7 @@ impl World {
         };
         let (told, done) = channel();
         let name = CALLS[c as usize % CALLS.len()];
-        inside(name, b % 2 == 0, (b >> 8) % 4, move || {
+        inside(name, b.is_multiple_of(2), (b >> 8) % 4, move || {
             let job = move || {
                 if begin(raw, mode) {
                     *begun.lock().unwrap() = Some(lane);
@@ -236,7 +236,7 @@ impl World {
         let epoch = self.lanes[home].epoch;
         let (told, done) = channel();
         let name = CALLS[c as usize / 7 % CALLS.len()];
-        inside(name, b % 2 == 0, (b >> 8) % 4, move || {
+        inside(name, b.is_multiple_of(2), (b >> 8) % 4, move || {
             let job = move || {
                 let mut rng = Rng::new(u64::from(b));
                 let next = stash.lock().unwrap().pop();

@@ -460,7 +460,7 @@ impl World {
                 let Kind::Block(block) = held.kind else { break };
                 court().law().freed(held.ptr);
                 drop(block);
-                if a % 3 == 0 {
+                if a.is_multiple_of(3) {
                     break;
                 }
             }

@@ -1,5 +1,7 @@
 //! What a program has, and its steps on streams.
 
+mod streams;
+
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::ffi::c_uint;
@@ -386,7 +388,7 @@ impl World {
             Act::BeginCapture => self.begin_capture(a, b),
             Act::EndCapture => self.end_capture(a)?,
             Act::CaptureInside => self.capture_inside(a, b, c),
-            Act::ActInside => self.act_inside(a, b, c),
+            Act::OtherInside => self.act_inside(a, b, c),
             Act::Buffer
             | Act::BufferWork
             | Act::Column
@@ -517,7 +519,7 @@ impl World {
             self.sim.advance_row();
             return;
         }
-        if a % 16 == 0 {
+        if a.is_multiple_of(16) {
             return self.sim.complete_all();
         }
         for _ in 0..1 + a % 4 {
@@ -535,143 +537,6 @@ impl World {
         if self.usable(lane) && (rng.percent(50) || !self.captured) {
             self.wait_for(lane);
         }
-    }
-
-    fn new_stream(&mut self, a: u32, rng: &mut Rng) {
-        let alive = self.lanes.iter().filter(|l| l.alive).count();
-        if alive > self.setup.streams + 12 {
-            return;
-        }
-        let place = a as usize % self.places.len();
-        if !self.places[place].alive {
-            return;
-        }
-        if rng.percent(35) && !self.places[place].foreign {
-            if let Ok(stream) = Stream::new(&self.places[place].context) {
-                self.add_stream(stream, place, false);
-            }
-            return;
-        }
-        // Some that block, some that do not.
-        self.add_raw(place, u32::from(rng.percent(70)));
-    }
-
-    /// A handle that only the program knows.
-    fn add_raw(&mut self, place: usize, flags: u32) {
-        self.become_current(place);
-        let mut raw: CUstream = std::ptr::null_mut();
-        // SAFETY: a context is current, the output is a local.
-        let code = own(|f| unsafe { f.cuStreamCreate.unwrap()(&mut raw, flags) });
-        if code == CUresult::CUDA_SUCCESS {
-            self.add_lane(None, raw as usize, place, false);
-        }
-    }
-
-    /// Every allocator is told that the handle will be used no more. Says whether all of them agreed.
-    pub fn retire_lane(&mut self, lane: usize) -> Result<bool, String> {
-        let mut agreed = true;
-        for slot in 0..self.slots.len() {
-            let it = &self.lanes[lane];
-            if !it.raw_in.contains(&slot) && !it.owned_in.contains(&slot) {
-                continue;
-            }
-            self.before_call(slot, lane);
-            let allocator = &self.slots[slot].allocator;
-            let result = match &it.stream {
-                Some(stream) => allocator.retire(stream),
-                // SAFETY: live.
-                None => unsafe { allocator.retire_raw(it.raw as CUstream) },
-            };
-            match result {
-                Ok(()) | Err(Error::UnknownStream { .. }) => {
-                    self.lanes[lane].raw_in.remove(&slot);
-                    self.lanes[lane].owned_in.remove(&slot);
-                }
-                Err(error) if self.calm() => {
-                    return Err(format!("a stream could not be retired: {error:?}"));
-                }
-                Err(_) => agreed = false,
-            }
-        }
-        self.lanes[lane].epoch += 1;
-        Ok(agreed)
-    }
-
-    fn retire(&mut self, lane: usize) -> Done {
-        let it = &self.lanes[lane];
-        if !it.alive || it.capturing.is_some() || it.special || !self.places[it.place].alive {
-            return Ok(());
-        }
-        self.retire_lane(lane).map(drop)
-    }
-
-    /// The program lets a stream go: a handle is destroyed once it was retired.
-    pub fn leave(&mut self, lane: usize) -> Done {
-        let it = &self.lanes[lane];
-        if !it.alive || it.capturing.is_some() || it.special || !self.places[it.place].alive {
-            return Ok(());
-        }
-        let orphaned = |h: &Held| h.orphan && (h.home == lane || h.recorded.contains(&lane));
-        let foreign = it.stream.is_none();
-        if foreign && self.held.iter().any(orphaned) {
-            return Ok(());
-        }
-        let by_handle = it.raw_in.difference(&it.owned_in).next().is_some();
-        let unnamed = |h: &Held| matches!(h.kind, Kind::Raw) && h.home == lane;
-        let needs = foreign || by_handle || self.held.iter().any(unnamed);
-        if needs && !self.retire_lane(lane)? {
-            return Ok(());
-        }
-        // Nobody may begin a capture on it from here on.
-        table::nothing_inside();
-        self.notice_begun();
-        let it = &mut self.lanes[lane];
-        if it.capturing.is_some() {
-            return Ok(());
-        }
-        it.alive = false;
-        match it.stream.take() {
-            Some(stream) => drop(stream),
-            None => {
-                let raw = it.raw as CUstream;
-                self.become_current(self.lanes[lane].place);
-                // SAFETY: ours, and not used again.
-                let _ = own(|f| unsafe { f.cuStreamDestroy_v2.unwrap()(raw) });
-            }
-        }
-        Ok(())
-    }
-
-    /// Somebody else's context goes, after all of its streams were retired and destroyed.
-    fn leave_context(&mut self) -> Done {
-        let Some(place) = (0..self.places.len()).find(|&p| {
-            let place = &self.places[p];
-            place.foreign && place.alive
-        }) else {
-            return Ok(());
-        };
-        for lane in 0..self.lanes.len() {
-            if self.lanes[lane].place == place {
-                self.leave(lane)?;
-            }
-        }
-        let stays = |lane: &Lane| lane.place == place && lane.alive;
-        if self.lanes.iter().any(stays) || !self.kept_of(place) {
-            return Ok(());
-        }
-        self.sim.complete_all();
-        self.court.law().context_destroyed(self.places[place].raw);
-        self.sim
-            .destroy_context(self.places[place].raw as CUcontext);
-        self.places[place].alive = false;
-        self.add_context(0).map_err(|e| e.to_string())
-    }
-
-    /// Whether streams of a foreign context are all the program's own handles: a `Stream` that an allocator
-    /// keeps would outlive its context.
-    fn kept_of(&self, place: usize) -> bool {
-        let owned = |lane: &Lane| lane.place == place && !lane.owned_in.is_empty();
-        !self.lanes.iter().any(owned)
     }
 }
 
