@@ -125,7 +125,7 @@ impl Heap {
     // ---- blocks ----------------------------------------------------------------------------
 
     /// Takes a quick run of just `granules` (1 to 128) for a block of which `requested` bytes were
-    /// asked for.
+    /// asked for. None, too, if the run is of a page that has no generation left: it is of no use then.
     #[inline(always)]
     pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
         let quick = &mut self.quick[granules as usize % LISTS];
@@ -135,20 +135,11 @@ impl Heap {
         quick.head = page.grains[node.place()].a;
         quick.left += 1;
         self.quick_room += granules;
-        match page.hand_out(node, requested) {
-            Some(taken) => Some(taken),
-            None => {
-                self.wear_out(node);
-                self.take_quick_again(granules, requested)
-            }
+        let taken = page.hand_out(node, requested);
+        if taken.is_none() {
+            self.wear_out(node);
         }
-    }
-
-    /// [`take_quick`](Self::take_quick), once a page is worn out.
-    #[cold]
-    #[inline(never)]
-    fn take_quick_again(&mut self, granules: u32, requested: u32) -> Option<Taken> {
-        self.take_quick(granules, requested)
+        taken
     }
 
     /// Takes a run of `granules` (1 to 128) at a multiple of `align` granules.
@@ -161,7 +152,8 @@ impl Heap {
     }
 
     /// Takes a run of `granules`: a quick one of just so many, else the low end of the shortest free run
-    /// that is long enough. With its bytes, so that nobody need remember them.
+    /// that is long enough. With its bytes, so that nobody need remember them. None as for
+    /// [`take_quick`](Self::take_quick).
     #[inline(always)]
     pub(crate) fn take_anywhere(&mut self, granules: u32, requested: u32) -> Option<(Taken, u64)> {
         let quick = &mut self.quick[granules as usize % LISTS];
@@ -179,20 +171,11 @@ impl Heap {
             let cut = self.carve(found, granules);
             (&mut *self.pages[cut.node.page()], cut)
         };
-        match page.hand_out(cut.node, requested) {
-            Some(taken) => Some((taken, cut.bytes)),
-            None => {
-                self.wear_out(cut.node);
-                self.take_anywhere_again(granules, requested)
-            }
-        }
-    }
-
-    /// [`take_anywhere`](Self::take_anywhere), once a page is worn out.
-    #[cold]
-    #[inline(never)]
-    fn take_anywhere_again(&mut self, granules: u32, requested: u32) -> Option<(Taken, u64)> {
-        self.take_anywhere(granules, requested)
+        let Some(taken) = page.hand_out(cut.node, requested) else {
+            self.wear_out(cut.node);
+            return None;
+        };
+        Some((taken, cut.bytes))
     }
 
     fn take_aligned(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
