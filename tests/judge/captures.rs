@@ -209,7 +209,8 @@ impl World {
             "cuCtxSynchronize",
         ];
         let fits = |h: &Held| {
-            matches!(h.kind, Kind::Block(_)) && !h.orphan && self.lanes[h.home].stream.is_some()
+            let plain = matches!(h.kind, Kind::Block(_)) && !h.orphan && h.due.is_none();
+            plain && self.lanes[h.home].stream.is_some()
         };
         let some: Vec<usize> = (0..self.held.len())
             .filter(|&n| fits(&self.held[n]))
@@ -234,6 +235,8 @@ impl World {
         let same = self.places[self.lanes[home].place].device
             == self.places[self.slots[slot].place].device;
         let epoch = self.lanes[home].epoch;
+        // The other thread has no context current, by which a default stream could be told.
+        let number = self.number(slot, home);
         let (told, done) = channel();
         let name = CALLS[c as usize / 7 % CALLS.len()];
         inside(name, b.is_multiple_of(2), (b >> 8) % 4, move || {
@@ -253,7 +256,6 @@ impl World {
                 {
                     let court = court();
                     let mut law = court.law();
-                    let number = law.number(stream.raw());
                     law.handed_out(block.ptr(), bytes as u64, number);
                     drop(law);
                     let (ptr, bytes) = (block.ptr(), bytes as u64);
@@ -266,6 +268,7 @@ impl World {
                         epoch,
                         last: home,
                         recorded: Vec::new(),
+                        due: None,
                         kind: Kind::Block(block),
                     });
                 }

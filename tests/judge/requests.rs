@@ -48,7 +48,8 @@ impl World {
             Act::Garbage => self.garbage(slot, a, rng),
             Act::Hook => self.hook(slot, a),
             Act::Stash => {
-                let fits = |h: &Held| matches!(h.kind, Kind::Block(_)) && !h.orphan;
+                let fits =
+                    |h: &Held| matches!(h.kind, Kind::Block(_)) && !h.orphan && h.due.is_none();
                 if let Some(at) = self.held.iter().position(fits) {
                     let held = self.held.swap_remove(at);
                     self.stash.lock().unwrap().push(held);
@@ -212,9 +213,7 @@ impl World {
                 }
             }
         };
-        if owned || !matches!(result, Err(Error::Capturing { .. })) {
-            self.told(slot, lane, owned);
-        }
+        self.told(slot, lane, owned);
         match result {
             Ok(None) => Ok(()),
             Ok(Some(block)) => {
@@ -258,6 +257,7 @@ impl World {
             epoch: self.lanes[lane].epoch,
             last: lane,
             recorded: Vec::new(),
+            due: None,
             kind,
         });
         verdict.map_or(Ok(()), Err)
@@ -276,6 +276,9 @@ impl World {
 
     /// Frees a block, in one of the ways there are.
     pub fn free(&mut self, index: usize, rng: &mut Rng) -> Done {
+        if !self.is_over(index) {
+            return Ok(());
+        }
         let held = self.held.swap_remove(index);
         let (slot, ptr) = (held.slot, held.ptr);
         if !held.orphan {

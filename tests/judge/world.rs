@@ -61,6 +61,8 @@ pub struct Held {
     pub last: usize,
     /// Streams that were recorded on it.
     pub recorded: Vec<usize>,
+    /// A stream that used it, which could neither be recorded nor waited for.
+    pub due: Option<usize>,
     pub kind: Kind,
 }
 
@@ -437,7 +439,7 @@ impl World {
         }
         let index = a as usize % self.held.len();
         let held = &self.held[index];
-        if held.orphan || matches!(held.kind, Kind::Layered(_)) {
+        if held.orphan || held.due.is_some() || matches!(held.kind, Kind::Layered(_)) {
             return Ok(());
         }
         let slot = held.slot;
@@ -470,10 +472,24 @@ impl World {
                 return Err(format!("a use could not be recorded: {error:?}"));
             }
             // It must not be used from here on, so it ends now.
-            self.wait_for(lane);
+            self.held[index].due = Some(lane);
             self.held[index].last = lane;
+            self.is_over(index);
         }
         Ok(())
+    }
+
+    /// Waits for a use that could not be recorded. Until it is over the block must not be freed.
+    pub fn is_over(&mut self, index: usize) -> bool {
+        self.notice_begun();
+        let Some(lane) = self.held[index].due else {
+            return true;
+        };
+        let over = self.usable(lane) && self.wait_for(lane);
+        if over {
+            self.held[index].due = None;
+        }
+        over
     }
 
     fn record(
@@ -488,28 +504,26 @@ impl World {
         let it = &self.lanes[lane];
         let raw = it.raw as CUstream;
         let allocator = &self.slots[held.slot].allocator;
-        let named = match (&held.kind, &it.stream) {
+        let (named, result) = match (&held.kind, &it.stream) {
             (Kind::Block(block), Some(stream)) if !self.setup.mixed || rng.percent(80) => {
-                match past {
-                    true => block.record_use(stream)?,
-                    false => block.record_stream(stream)?,
-                }
-                false
+                let result = match past {
+                    true => block.record_use(stream),
+                    false => block.record_stream(stream),
+                };
+                (false, result)
             }
             // SAFETY: block and stream are live, and the stream is until it was retired.
             _ => unsafe {
-                match past {
-                    true => allocator.record_use_raw(held.ptr, raw)?,
-                    false => allocator.record_stream_raw(held.ptr, raw)?,
-                }
-                true
+                let result = match past {
+                    true => allocator.record_use_raw(held.ptr, raw),
+                    false => allocator.record_stream_raw(held.ptr, raw),
+                };
+                (true, result)
             },
         };
-        let slot = held.slot;
-        match named {
-            true => self.lanes[lane].raw_in.insert(slot),
-            false => self.lanes[lane].owned_in.insert(slot),
-        };
+        // Also where it was refused the stream may be known from now on.
+        self.told(held.slot, lane, !named);
+        result?;
         self.held[index].recorded.push(lane);
         Ok(())
     }

@@ -84,6 +84,9 @@ impl World {
             return Ok(());
         }
         let orphaned = |h: &Held| h.orphan && (h.home == lane || h.recorded.contains(&lane));
+        if self.held.iter().any(|h| h.due == Some(lane)) {
+            return Ok(());
+        }
         let foreign = it.stream.is_none();
         if foreign && self.held.iter().any(orphaned) {
             return Ok(());
