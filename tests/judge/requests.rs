@@ -217,6 +217,7 @@ impl World {
         match result {
             Ok(None) => Ok(()),
             Ok(Some(block)) => {
+                self.lanes[lane].kept_in.insert(slot);
                 let place = (block.ptr(), bytes as u64);
                 if act == Act::AllocateAligned && !block.ptr().is_multiple_of(alignment as u64) {
                     return Err(format!("{:#x} is not aligned to {alignment}", block.ptr()));
@@ -486,6 +487,7 @@ impl World {
         for lane in &mut self.lanes {
             lane.raw_in.remove(&slot);
             lane.owned_in.remove(&slot);
+            lane.kept_in.remove(&slot);
         }
     }
 
@@ -557,6 +559,7 @@ impl World {
         // What raw streams were told of must be marked, or it waits for the context.
         self.unhook(slot);
         let before = self.slots[slot].allocator.id();
+        self.abandoned = true;
         self.fresh(slot)?;
         if self.slots[slot].allocator.id() != before {
             for held in &mut self.held {

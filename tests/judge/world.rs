@@ -31,9 +31,13 @@ pub struct Lane {
     pub alive: bool,
     /// Who captures on it.
     pub capturing: Option<Who>,
+    /// Its capture could not be saved from the allocator's questions.
+    pub doomed: bool,
     /// Allocators that were told of it by its handle, and as a `Stream`.
     pub raw_in: HashSet<usize>,
     pub owned_in: HashSet<usize>,
+    /// Allocators that surely keep it.
+    pub kept_in: HashSet<usize>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -100,6 +104,10 @@ pub struct World {
     pub captured: bool,
     /// By an interlude, on this lane.
     pub begun: Arc<Mutex<Option<usize>>>,
+    /// The captures that began inside a call of this step.
+    pub fresh: Vec<usize>,
+    /// An allocator lost its last handle: the new one in its place does not know the streams of its blocks.
+    pub abandoned: bool,
     pub current: Option<usize>,
     pub verdict: Cell<Option<String>>,
 }
@@ -140,6 +148,8 @@ impl World {
             helper: None,
             captured: false,
             begun: Arc::default(),
+            fresh: Vec::new(),
+            abandoned: false,
             current: None,
             verdict: Cell::new(None),
         };
@@ -242,8 +252,10 @@ impl World {
             epoch: 0,
             alive: true,
             capturing: None,
+            doomed: false,
             raw_in: HashSet::new(),
             owned_in: HashSet::new(),
+            kept_in: HashSet::new(),
         });
     }
 
@@ -400,6 +412,7 @@ impl World {
             | Act::Drop => self.layer(step, &mut rng)?,
             _ => self.request(step, &mut rng)?,
         }
+        self.spares_captures()?;
         match self
             .verdict
             .take()

@@ -43,6 +43,7 @@ impl World {
     pub fn retire_lane(&mut self, lane: usize) -> Result<bool, String> {
         let mut agreed = true;
         for slot in 0..self.slots.len() {
+            self.lanes[lane].kept_in.remove(&slot);
             let it = &self.lanes[lane];
             if !it.raw_in.contains(&slot) && !it.owned_in.contains(&slot) {
                 continue;
