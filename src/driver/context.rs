@@ -237,25 +237,6 @@ impl Context {
             driver.drop_failed(what, error);
         }
     }
-
-    /// The same for what no capture forbids: where the capture mode cannot be had, it is released without.
-    pub(super) fn release_always(
-        &self,
-        what: &str,
-        release: impl FnOnce(&Driver) -> Result<(), DriverError>,
-    ) {
-        let driver = self.driver();
-        if driver.drops_nothing() {
-            return;
-        }
-        let result = match self.enter() {
-            Ok(_entered) => release(driver),
-            Err(_) => self.switch().and_then(|_switched| release(driver)),
-        };
-        if let Err(error) = result {
-            driver.drop_failed(what, error);
-        }
-    }
 }
 
 impl fmt::Debug for Context {

@@ -77,7 +77,7 @@ impl Drop for Event {
             return;
         }
         let raw = self.raw;
-        self.context.release_always("an event", |driver| {
+        self.context.release("an event", |driver| {
             // SAFETY: the event is ours and nobody can name it any more; the driver keeps what
             // submitted work still needs.
             unsafe { call!(driver, cuEventDestroy_v2(raw)) }

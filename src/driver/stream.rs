@@ -331,7 +331,7 @@ impl Drop for Inner {
             drop(entry);
         }
         let raw = self.raw;
-        self.context.release_always("a stream", |driver| {
+        self.context.release("a stream", |driver| {
             // Its handle may be another stream's from here on.
             driver.found().remove(raw);
             // SAFETY: the stream is ours and nobody can name it any more; submitted work runs on.
