@@ -9,6 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use common::capturing::*;
 use common::*;
 use cualloc::driver::sys;
+use cualloc::sim::FailPlan;
 
 /// One test after the other.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -85,5 +86,44 @@ fn d8_an_orphan_that_cannot_wait_for_its_context_waits_for_the_capture() {
         });
         assert_eq!(sim.memory_in_use(0), 0);
         raw.destroy();
+    });
+}
+
+/// D8: an orphan whose end the driver refused is not given up: the next call of another allocator tries again.
+#[test]
+fn d8_an_orphan_that_the_driver_refused_to_close_is_closed_later() {
+    each_alone(|rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let calls = [
+            "cuThreadExchangeStreamCaptureMode",
+            "cuCtxSetCurrent",
+            "cuEventSynchronize",
+            "cuMemUnmap",
+            "cuMemFree_v2",
+        ];
+        for (at, call) in calls.into_iter().enumerate() {
+            let beside = rig.allocator();
+            let allocator = rig.allocator();
+            let stream = allocator.create_stream().unwrap();
+            let block = allocator.allocate(3 * MIB, &stream).unwrap();
+            let handle = (at % 2 > 0).then(|| allocator.clone());
+            drop(allocator);
+            let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+            sim.fail(FailPlan::call(call, code).unwrap().times(u64::MAX));
+            drop(block);
+            drop(handle);
+            drop(stream);
+            sim.clear_failures();
+            beside.trim(0).unwrap();
+            let leaks = sim.leaks();
+            assert_eq!(
+                (sim.memory_in_use(0), leaks.streams, leaks.events),
+                (0, 0, 0),
+                "{call}"
+            );
+            drop(beside);
+        }
     });
 }

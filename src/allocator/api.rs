@@ -439,8 +439,8 @@ impl Allocator {
     /// markers, and for the whole context where a raw stream left work without one. On an error the
     /// allocator stays open and owns what could not be given back.
     ///
-    /// Dropping the last handle does the same, as soon as no block is live; what a capture refuses is done
-    /// when a capture was ended through this crate, or by a later call of any allocator.
+    /// Dropping the last handle does the same, as soon as no block is live; what a capture or the driver refuses
+    /// is done when a capture was ended through this crate, or by a later call of any allocator.
     /// After a lost context, in a forked child and while the process exits nothing is touched.
     ///
     /// # Errors

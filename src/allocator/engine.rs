@@ -232,10 +232,8 @@ impl Engine {
             }
             Err(Error::LiveBlocks { .. }) => {}
             Err(Error::Capturing { .. }) => self.outlive_capture(),
-            Err(error) => log::warn!(
-                "an allocator on device {} leaks its memory: {error}",
-                self.device.ordinal()
-            ),
+            // What the driver refused this once it may do when it is asked again.
+            Err(error) => self.outlive_refusal(&error),
         }
     }
 

@@ -1,4 +1,5 @@
-//! Allocators that nobody can name any more, and that a capture keeps from giving their memory back.
+//! Allocators that nobody can name any more, and that a capture or a refusal of the driver keeps from giving
+//! their memory back.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,8 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::driver::process;
 
 use super::engine::{Engine, Shared};
+use super::error::Error;
 
-/// Each is closed by a later call that may find the capture ended: when a capture is ended through this
+/// Each is closed by a later call that may find the capture ended, or the driver willing: when a capture is ended through this
 /// crate, and when any allocator of the process is made, trimmed, synchronised, closed or dropped.
 static ORPHANS: Mutex<Orphans> = Mutex::new(Orphans {
     waiting: Vec::new(),
@@ -28,24 +30,45 @@ fn orphans() -> MutexGuard<'static, Orphans> {
 }
 
 impl Engine {
-    /// Keeps an engine that has no handle left until it can be closed.
-    pub(crate) fn outlive_capture(&self) {
+    /// Keeps an engine that has no handle left until it can be closed. Whether it was not kept yet.
+    fn wait_for_others(&self) -> bool {
         let engine = self.lock().engine.upgrade();
         let Some(engine) = engine else {
-            return;
+            return false;
         };
         let mut orphans = orphans();
-        if orphans
-            .waiting
-            .iter()
-            .any(|other| Arc::ptr_eq(other, &engine))
-        {
-            return;
+        let mut waiting = orphans.waiting.iter();
+        if waiting.any(|other| Arc::ptr_eq(other, &engine)) {
+            return false;
         }
         orphans.waiting.push(engine);
         process::postpone(close_orphans);
-        drop(orphans);
-        if !self.waits.swap(true, Ordering::Relaxed) {
+        true
+    }
+
+    /// Keeps an engine that has no handle left because its end went wrong, unless it can never go well.
+    pub(crate) fn outlive_refusal(&self, error: &Error) {
+        if self.usable().is_err() {
+            log::warn!(
+                "an allocator on device {} leaks its memory: {error}",
+                self.device.ordinal()
+            );
+            return;
+        }
+        if self.wait_for_others()
+            && let Some(count) = self.log.due()
+        {
+            log::warn!(
+                "an allocator on device {} without a handle could not be closed, a later call tries again \
+                 ({count} such events): {error}",
+                self.device.ordinal()
+            );
+        }
+    }
+
+    /// Keeps an engine that has no handle left until it can be closed.
+    pub(crate) fn outlive_capture(&self) {
+        if self.wait_for_others() && !self.waits.swap(true, Ordering::Relaxed) {
             log::warn!(
                 "an allocator on device {} without a handle holds its memory until the end of a capture \
                  is noticed",

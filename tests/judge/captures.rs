@@ -5,10 +5,11 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
 use cualloc::driver::sys::*;
+use cualloc::sim::Report;
 
 use super::rng::Rng;
 use super::table::{Court, court, inside, nothing_inside, own};
-use super::world::{Done, Held, Kind, Who, World};
+use super::world::{Done, Held, Kind, Lane, Who, World};
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -70,6 +71,14 @@ fn begin(raw: usize, mode: CUstreamCaptureMode) -> bool {
     code == CUresult::CUDA_SUCCESS
 }
 
+fn is_spoilt(raw: usize) -> bool {
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the stream is live, the status is a local.
+    let code = own(|f| unsafe { f.cuStreamIsCapturing.unwrap()(raw as CUstream, &mut status) });
+    let spoilt = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+    code == CUresult::CUDA_SUCCESS && status == spoilt
+}
+
 fn end(raw: usize) -> CUresult {
     own(|f| {
         let mut graph: CUgraph = std::ptr::null_mut();
@@ -123,9 +132,51 @@ impl World {
 
     /// Captures that an interlude began are the program's to end.
     pub fn notice_begun(&mut self) {
-        if let Some(lane) = self.begun.lock().unwrap().take() {
+        let begun = self.begun.lock().unwrap().take();
+        if let Some(lane) = begun {
             self.lanes[lane].capturing = Some(Who::Helper);
+            self.fresh.push(lane);
         }
+    }
+
+    /// No call spoilt a capture, but for those that nobody can keep from it: a question or wait that was on its
+    /// way when the capture began, and a wait for the context while a stream captures of which the allocator
+    /// knows no more than its handle.
+    pub fn spares_captures(&mut self) -> Done {
+        self.notice_begun();
+        let fresh = std::mem::take(&mut self.fresh);
+        for lane in &fresh {
+            let raw = self.lanes[*lane].raw;
+            self.lanes[*lane].doomed |= is_spoilt(raw);
+        }
+        for report in self.sim.take_reports() {
+            let Report::DuringCapture { call } = report else {
+                return Err(format!("the simulator reports: {report}"));
+            };
+            let of_stream = matches!(call, "cuStreamQuery" | "cuStreamGetId");
+            let of_context = call == "cuCtxSynchronize";
+            let excused = match fresh.is_empty() {
+                false => of_stream || of_context,
+                true => of_context && !self.all_known(),
+            };
+            if !excused {
+                let lanes = self.lanes.iter().enumerate();
+                let capturing = lanes.filter(|(_, l)| l.capturing.is_some());
+                let capturing: Vec<usize> = capturing.map(|(at, _)| at).collect();
+                return Err(format!("{call} although {capturing:?} capture"));
+            }
+            for (at, lane) in self.lanes.iter_mut().enumerate() {
+                lane.doomed |= lane.capturing.is_some() && (of_context || fresh.contains(&at));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether every allocator keeps each stream that captures, and so can ask it.
+    fn all_known(&self) -> bool {
+        let kept = |lane: &Lane| (0..self.slots.len()).all(|slot| lane.kept_in.contains(&slot));
+        let mut capturing = self.lanes.iter().filter(|l| l.capturing.is_some());
+        !self.abandoned && capturing.all(kept)
     }
 
     pub fn end_capture(&mut self, a: u32) -> Done {
@@ -137,17 +188,22 @@ impl World {
         }
         let lane = capturing[a as usize % capturing.len()];
         let raw = self.lanes[lane].raw;
-        match self.lanes[lane].capturing.take() {
+        let code = match self.lanes[lane].capturing.take() {
             Some(Who::Helper) => {
+                let (told, ended) = channel();
                 self.helper().run(move || {
-                    let _ = end(raw);
+                    let _ = told.send(end(raw));
                 });
+                ended.recv().map_err(|e| e.to_string())?
             }
-            _ => {
-                let _ = end(raw);
-            }
+            _ => end(raw),
+        };
+        let doomed = std::mem::take(&mut self.lanes[lane].doomed);
+        match code {
+            CUresult::CUDA_SUCCESS => Ok(()),
+            _ if doomed => Ok(()),
+            code => Err(format!("a capture ended with {code:?}")),
         }
-        Ok(())
     }
 
     /// Another thread begins a capture inside one of the allocator's calls.
@@ -209,7 +265,8 @@ impl World {
             "cuCtxSynchronize",
         ];
         let fits = |h: &Held| {
-            matches!(h.kind, Kind::Block(_)) && !h.orphan && self.lanes[h.home].stream.is_some()
+            let plain = matches!(h.kind, Kind::Block(_)) && !h.orphan && h.due.is_none();
+            plain && self.lanes[h.home].stream.is_some()
         };
         let some: Vec<usize> = (0..self.held.len())
             .filter(|&n| fits(&self.held[n]))
@@ -234,6 +291,8 @@ impl World {
         let same = self.places[self.lanes[home].place].device
             == self.places[self.slots[slot].place].device;
         let epoch = self.lanes[home].epoch;
+        // The other thread has no context current, by which a default stream could be told.
+        let number = self.number(slot, home);
         let (told, done) = channel();
         let name = CALLS[c as usize / 7 % CALLS.len()];
         inside(name, b.is_multiple_of(2), (b >> 8) % 4, move || {
@@ -253,7 +312,6 @@ impl World {
                 {
                     let court = court();
                     let mut law = court.law();
-                    let number = law.number(stream.raw());
                     law.handed_out(block.ptr(), bytes as u64, number);
                     drop(law);
                     let (ptr, bytes) = (block.ptr(), bytes as u64);
@@ -266,6 +324,7 @@ impl World {
                         epoch,
                         last: home,
                         recorded: Vec::new(),
+                        due: None,
                         kind: Kind::Block(block),
                     });
                 }

@@ -48,7 +48,8 @@ impl World {
             Act::Garbage => self.garbage(slot, a, rng),
             Act::Hook => self.hook(slot, a),
             Act::Stash => {
-                let fits = |h: &Held| matches!(h.kind, Kind::Block(_)) && !h.orphan;
+                let fits =
+                    |h: &Held| matches!(h.kind, Kind::Block(_)) && !h.orphan && h.due.is_none();
                 if let Some(at) = self.held.iter().position(fits) {
                     let held = self.held.swap_remove(at);
                     self.stash.lock().unwrap().push(held);
@@ -212,12 +213,11 @@ impl World {
                 }
             }
         };
-        if owned || !matches!(result, Err(Error::Capturing { .. })) {
-            self.told(slot, lane, owned);
-        }
+        self.told(slot, lane, owned);
         match result {
             Ok(None) => Ok(()),
             Ok(Some(block)) => {
+                self.lanes[lane].kept_in.insert(slot);
                 let place = (block.ptr(), bytes as u64);
                 if act == Act::AllocateAligned && !block.ptr().is_multiple_of(alignment as u64) {
                     return Err(format!("{:#x} is not aligned to {alignment}", block.ptr()));
@@ -258,6 +258,7 @@ impl World {
             epoch: self.lanes[lane].epoch,
             last: lane,
             recorded: Vec::new(),
+            due: None,
             kind,
         });
         verdict.map_or(Ok(()), Err)
@@ -276,6 +277,9 @@ impl World {
 
     /// Frees a block, in one of the ways there are.
     pub fn free(&mut self, index: usize, rng: &mut Rng) -> Done {
+        if !self.is_over(index) {
+            return Ok(());
+        }
         let held = self.held.swap_remove(index);
         let (slot, ptr) = (held.slot, held.ptr);
         if !held.orphan {
@@ -483,6 +487,7 @@ impl World {
         for lane in &mut self.lanes {
             lane.raw_in.remove(&slot);
             lane.owned_in.remove(&slot);
+            lane.kept_in.remove(&slot);
         }
     }
 
@@ -554,6 +559,7 @@ impl World {
         // What raw streams were told of must be marked, or it waits for the context.
         self.unhook(slot);
         let before = self.slots[slot].allocator.id();
+        self.abandoned = true;
         self.fresh(slot)?;
         if self.slots[slot].allocator.id() != before {
             for held in &mut self.held {

@@ -159,7 +159,7 @@ pub fn attempt(
     drop(allocator);
     drop((commons, context));
     court.law().take_verdict().map_or(Ok(()), Err)?;
-    after(&sim, if faulty { "cuStreamDestroy_v2" } else { "" }, false)
+    after(&sim, if faulty { "cuStreamDestroy_v2" } else { "" })
 }
 
 /// Which policy a program of threads has, for what is printed.

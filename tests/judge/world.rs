@@ -31,9 +31,13 @@ pub struct Lane {
     pub alive: bool,
     /// Who captures on it.
     pub capturing: Option<Who>,
+    /// Its capture could not be saved from the allocator's questions.
+    pub doomed: bool,
     /// Allocators that were told of it by its handle, and as a `Stream`.
     pub raw_in: HashSet<usize>,
     pub owned_in: HashSet<usize>,
+    /// Allocators that surely keep it.
+    pub kept_in: HashSet<usize>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -61,6 +65,8 @@ pub struct Held {
     pub last: usize,
     /// Streams that were recorded on it.
     pub recorded: Vec<usize>,
+    /// A stream that used it, which could neither be recorded nor waited for.
+    pub due: Option<usize>,
     pub kind: Kind,
 }
 
@@ -98,6 +104,10 @@ pub struct World {
     pub captured: bool,
     /// By an interlude, on this lane.
     pub begun: Arc<Mutex<Option<usize>>>,
+    /// The captures that began inside a call of this step.
+    pub fresh: Vec<usize>,
+    /// An allocator lost its last handle: the new one in its place does not know the streams of its blocks.
+    pub abandoned: bool,
     pub current: Option<usize>,
     pub verdict: Cell<Option<String>>,
 }
@@ -138,6 +148,8 @@ impl World {
             helper: None,
             captured: false,
             begun: Arc::default(),
+            fresh: Vec::new(),
+            abandoned: false,
             current: None,
             verdict: Cell::new(None),
         };
@@ -240,8 +252,10 @@ impl World {
             epoch: 0,
             alive: true,
             capturing: None,
+            doomed: false,
             raw_in: HashSet::new(),
             owned_in: HashSet::new(),
+            kept_in: HashSet::new(),
         });
     }
 
@@ -398,6 +412,7 @@ impl World {
             | Act::Drop => self.layer(step, &mut rng)?,
             _ => self.request(step, &mut rng)?,
         }
+        self.spares_captures()?;
         match self
             .verdict
             .take()
@@ -437,7 +452,7 @@ impl World {
         }
         let index = a as usize % self.held.len();
         let held = &self.held[index];
-        if held.orphan || matches!(held.kind, Kind::Layered(_)) {
+        if held.orphan || held.due.is_some() || matches!(held.kind, Kind::Layered(_)) {
             return Ok(());
         }
         let slot = held.slot;
@@ -470,10 +485,24 @@ impl World {
                 return Err(format!("a use could not be recorded: {error:?}"));
             }
             // It must not be used from here on, so it ends now.
-            self.wait_for(lane);
+            self.held[index].due = Some(lane);
             self.held[index].last = lane;
+            self.is_over(index);
         }
         Ok(())
+    }
+
+    /// Waits for a use that could not be recorded. Until it is over the block must not be freed.
+    pub fn is_over(&mut self, index: usize) -> bool {
+        self.notice_begun();
+        let Some(lane) = self.held[index].due else {
+            return true;
+        };
+        let over = self.usable(lane) && self.wait_for(lane);
+        if over {
+            self.held[index].due = None;
+        }
+        over
     }
 
     fn record(
@@ -488,28 +517,26 @@ impl World {
         let it = &self.lanes[lane];
         let raw = it.raw as CUstream;
         let allocator = &self.slots[held.slot].allocator;
-        let named = match (&held.kind, &it.stream) {
+        let (named, result) = match (&held.kind, &it.stream) {
             (Kind::Block(block), Some(stream)) if !self.setup.mixed || rng.percent(80) => {
-                match past {
-                    true => block.record_use(stream)?,
-                    false => block.record_stream(stream)?,
-                }
-                false
+                let result = match past {
+                    true => block.record_use(stream),
+                    false => block.record_stream(stream),
+                };
+                (false, result)
             }
             // SAFETY: block and stream are live, and the stream is until it was retired.
             _ => unsafe {
-                match past {
-                    true => allocator.record_use_raw(held.ptr, raw)?,
-                    false => allocator.record_stream_raw(held.ptr, raw)?,
-                }
-                true
+                let result = match past {
+                    true => allocator.record_use_raw(held.ptr, raw),
+                    false => allocator.record_stream_raw(held.ptr, raw),
+                };
+                (true, result)
             },
         };
-        let slot = held.slot;
-        match named {
-            true => self.lanes[lane].raw_in.insert(slot),
-            false => self.lanes[lane].owned_in.insert(slot),
-        };
+        // Also where it was refused the stream may be known from now on.
+        self.told(held.slot, lane, !named);
+        result?;
         self.held[index].recorded.push(lane);
         Ok(())
     }

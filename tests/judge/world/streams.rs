@@ -43,6 +43,7 @@ impl World {
     pub fn retire_lane(&mut self, lane: usize) -> Result<bool, String> {
         let mut agreed = true;
         for slot in 0..self.slots.len() {
+            self.lanes[lane].kept_in.remove(&slot);
             let it = &self.lanes[lane];
             if !it.raw_in.contains(&slot) && !it.owned_in.contains(&slot) {
                 continue;
@@ -84,6 +85,9 @@ impl World {
             return Ok(());
         }
         let orphaned = |h: &Held| h.orphan && (h.home == lane || h.recorded.contains(&lane));
+        if self.held.iter().any(|h| h.due == Some(lane)) {
+            return Ok(());
+        }
         let foreign = it.stream.is_none();
         if foreign && self.held.iter().any(orphaned) {
             return Ok(());
