@@ -179,8 +179,7 @@ impl Engine {
             let oldest = {
                 let state = self.lock();
                 let fronts = state.streams.iter().filter_map(|(stream, slot)| {
-                    slot.markers
-                        .back()
+                    slot.newest()
                         .map(|m| (stream, m.bound, std::sync::Arc::clone(&m.event)))
                 });
                 fronts.min_by_key(|(stream, _, _)| *stream)
