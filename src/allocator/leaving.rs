@@ -90,15 +90,14 @@ impl Streams {
         let at = slot.markers.partition_point(|m| m.bound < bound);
         let last = at + 1 == slot.markers.len();
         let marker = slot.markers.get_mut(at).filter(|m| m.bound == bound)?;
-        let retired = matches!(slot.holder, Holder::Retired);
-        if retired && last {
+        if last && matches!(slot.holder, Holder::Retired) {
             marker.doubtful = true;
             slot.backoff = BACKOFF;
             return None;
         }
         let marker = slot.markers.remove(at);
         self.unseen -= 1;
-        if !retired && !slot.covered() {
+        if !slot.covered() && !matches!(slot.holder, Holder::Retired) {
             self.not_covered(stream);
         }
         marker
