@@ -1,6 +1,6 @@
 //! Runs programs, shrinks what fails, and prints it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -46,6 +46,33 @@ thread_local! {
     static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
+/// Counts the blocks of which the library says that it gives them up, for each thread.
+struct Announced;
+
+thread_local! {
+    static GIVEN_UP: Cell<u64> = const { Cell::new(0) };
+}
+
+impl log::Log for Announced {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        let text = record.args().to_string();
+        if text.contains("is leaked") || text.contains("are never freed") {
+            let _ = GIVEN_UP.try_with(|count| count.set(count.get() + 1));
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// Blocks that were given up in this thread's program.
+pub fn given_up() -> u64 {
+    GIVEN_UP.get()
+}
+
 struct Failure {
     step: usize,
     what: String,
@@ -69,6 +96,7 @@ fn guarded<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
 
 fn attempt(setup: &Setup, steps: &[Step], sums: &Sums) -> Result<(), Failure> {
     let mut at = 0;
+    GIVEN_UP.set(0);
     let result = guarded(|| {
         let mut world = World::new(setup)?;
         world.court.fail(setup.fault);
@@ -140,6 +168,7 @@ fn judge(profile: &Profile, number: u64, sums: &Sums) -> Option<String> {
     let (setup, steps) = generate(profile, number, &without);
     let head = format!("profile {}, program {number:#x}", profile.name);
     if profile.name == "threads" {
+        GIVEN_UP.set(0);
         let result = guarded(|| threads::attempt(&setup, profile.steps, &without, &sums.calls));
         Court::leave();
         return result
@@ -217,6 +246,10 @@ fn run(count: u64) {
         }
         None => programs(seed, count),
     };
+    static ANNOUNCED: Announced = Announced;
+    if log::set_logger(&ANNOUNCED).is_ok() {
+        log::set_max_level(log::LevelFilter::Warn);
+    }
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(|info| {
         PANIC.with_borrow_mut(|said| *said = info.to_string());
