@@ -117,48 +117,6 @@ fn d7_a_use_that_cannot_be_marked_is_not_recorded() {
     }
 }
 
-/// D7: a stream that leaves has no other marker than its last one. A question about it that fails, with a code
-/// that speaks of captures, does not take it away.
-#[test]
-fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
-    let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    each(|rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
-        let allocator = rig.allocator();
-        let [a, b] = rig.streams();
-        drop(allocator.allocate(KIB, &b).unwrap());
-        let hold = rig.hold(&a);
-        drop(allocator.allocate(3 * MIB, &a).unwrap());
-        allocator.retire(&a).unwrap();
-        sim.fail(FailPlan::call("cuEventQuery", code).unwrap());
-        assert!(allocator.trim(0).unwrap().pending > 0);
-        assert_eq!(sim.clear_failures(), 0);
-        // Nobody waits for it until it is answered.
-        drop(allocator.allocate(3 * MIB, &b).unwrap());
-        drop(hold);
-        rig.settle(&a);
-        assert_eq!(allocator.trim(0).unwrap().pending, 0);
-        rig.close(&allocator);
-    });
-    each(|rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
-        let allocator = rig.allocator();
-        let a = rig.stream();
-        drop(allocator.allocate(3 * MIB, &a).unwrap());
-        allocator.retire(&a).unwrap();
-        // The wait at the end is for everything then.
-        for call in ["cuEventQuery", "cuEventSynchronize"] {
-            sim.fail(FailPlan::call(call, code).unwrap().times(1000));
-        }
-        allocator.close().unwrap();
-        assert_eq!(sim.clear_failures(), 2, "nobody asks on and on");
-    });
-}
-
 /// D8: what a drop cannot even ask the driver to destroy is destroyed by a later call of the same context.
 #[test]
 fn d8_what_a_drop_could_not_give_back_is_given_back_later() {
