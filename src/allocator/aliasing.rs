@@ -34,13 +34,38 @@ const BLOCKS: u32 = 64;
 /// How often to try to wait for the test's own work before its memory is given up.
 const WAITS: usize = 4;
 
+/// What the work of a test needs until it is over.
+#[derive(Debug)]
+struct Work {
+    stream: Stream,
+    /// Unloading them may wait for other work.
+    kernels: Option<(Function, Function)>,
+}
+
+/// A test that could not be waited for.
+#[derive(Debug)]
+pub(crate) struct Unfinished {
+    work: Work,
+    /// Its block and both addresses, until they are given back.
+    memory: Option<(u32, [u64; 2])>,
+}
+
+/// What came of tests that could not be waited for.
+#[derive(Debug, Default)]
+pub(crate) struct Finished {
+    /// Bytes given back.
+    pub released: u64,
+    /// None of them holds memory any more.
+    pub is_over: bool,
+}
+
 /// Kernels and the addresses that they work on.
 struct Bench<'a> {
     entered: &'a Entered<'a>,
     stream: sys::CUstream,
     /// Both addresses of the memory.
     sides: [u64; 2],
-    kernels: Option<(Function, Function)>,
+    kernels: Option<&'a (Function, Function)>,
 }
 
 impl Bench<'_> {
@@ -57,7 +82,7 @@ impl Bench<'_> {
                 let (write, read) = (self.sides[write], self.sides[read]);
                 good &= self.copies(write, read, word)?;
                 good &= self.moves(write, read, word ^ 0xffff)?;
-                if let Some((fill, check)) = &self.kernels {
+                if let Some((fill, check)) = self.kernels {
                     good &= self.launches(fill, check, write, read, word)?;
                 }
             }
@@ -237,6 +262,9 @@ impl Engine {
             Err(Error::Capturing { .. }) => return Ok(false),
             Err(error) => return Err(error),
         }
+        if !self.finish_tests(false)?.is_over {
+            return Ok(false);
+        }
         let with_kernels = asked || self.is_quiet()?;
         let Some(good) = self.test_aliasing(with_kernels)? else {
             return Ok(true);
@@ -291,8 +319,13 @@ impl Engine {
                         self.end_test(block, sides)?;
                         done.map(Some).map_err(|e| self.error(e))
                     }
-                    // Its work may still be under way: the memory is given up.
-                    Err(error) => Err(self.error(error)),
+                    // Its work may still be under way.
+                    Err((error, work)) => {
+                        let memory = Some((block, sides));
+                        let unfinished = Unfinished { work, memory };
+                        self.lock().unfinished.push(unfinished);
+                        Err(self.error(error))
+                    }
                 }
             }
             Err(failed) => {
@@ -307,12 +340,12 @@ impl Engine {
         }
     }
 
-    /// The test proper, on a stream of its own. The outer error: the stream could not be waited for.
+    /// The test proper, on a stream of its own. The outer error: it could not be waited for.
     fn try_both_sides(
         &self,
         sides: [u64; 2],
         with_kernels: bool,
-    ) -> Result<Result<bool, DriverError>, DriverError> {
+    ) -> Result<Result<bool, DriverError>, (DriverError, Work)> {
         let stream = match Stream::new(&self.context) {
             Ok(stream) => stream,
             Err(error) => return Ok(Err(error)),
@@ -339,7 +372,7 @@ impl Engine {
             entered: &entered,
             stream: stream.raw(),
             sides,
-            kernels,
+            kernels: kernels.as_ref(),
         };
         let result = bench.run();
         let mut done = stream.synchronize();
@@ -349,28 +382,66 @@ impl Engine {
                 _ => break,
             }
         }
-        if done.is_err() {
-            // Destroying the stream or the module would pull memory from under the work.
-            std::mem::forget((bench, stream));
+        match done {
+            Ok(()) => Ok(result),
+            Err(error) => Err((error, Work { stream, kernels })),
         }
-        done.map(|()| result)
+    }
+
+    /// Gives the memory of tests back that could not be waited for, as far as their work is over; with `wait`
+    /// waits until it is, and gives back everything.
+    pub(crate) fn finish_tests(&self, wait: bool) -> Result<Finished, Error> {
+        let unfinished = std::mem::take(&mut self.lock().unfinished);
+        let (mut finished, mut failed) = (Finished::default(), None);
+        let mut left = Vec::new();
+        for mut test in unfinished {
+            if let Some((block, sides)) = test.memory {
+                let stream = &test.work.stream;
+                let over = if wait {
+                    stream.synchronize().map(|()| true)
+                } else {
+                    stream.is_complete()
+                };
+                let ended = match over {
+                    Ok(true) => {
+                        test.memory = None;
+                        self.end_test(block, sides)
+                    }
+                    Ok(false) => Ok(0),
+                    Err(error) if wait || error.is_fatal() => Err(self.error(error)),
+                    Err(_) => Ok(0),
+                };
+                match ended {
+                    Ok(released) => finished.released += released,
+                    Err(error) => failed = failed.or(Some(error)),
+                }
+            }
+            if test.memory.is_some() || (test.work.kernels.is_some() && !wait) {
+                left.push(test);
+            }
+        }
+        finished.is_over = left.iter().all(|test| test.memory.is_none());
+        if !left.is_empty() {
+            self.lock().unfinished.append(&mut left);
+        }
+        failed.map_or(Ok(finished), Err)
     }
 
     /// Unmaps and releases the memory of a test whose work is over.
-    fn end_test(&self, block: u32, sides: [u64; 2]) -> Result<(), Error> {
+    fn end_test(&self, block: u32, sides: [u64; 2]) -> Result<u64, Error> {
         let release = self.lock().test_over(block, sides[0]);
         let evicted = self.evict(&[sides[1]]);
         let Some(release) = release else {
-            return evicted;
+            return evicted.map(|()| 0);
         };
-        if evicted.is_err() {
+        if let Err(error) = evicted {
             // Still mapped in the view: free memory, with an idle view over it.
             let mut state = self.lock();
             state.restore(release.space, release.id, release.shards);
             drop(state);
-            return evicted;
+            return Err(error);
         }
-        self.release(vec![release]).map(drop)
+        self.release(vec![release])
     }
 }
 

@@ -13,6 +13,7 @@ use crate::driver::{Context, DriverError, Event, Stream};
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::front::pause;
+use super::settle::BACKOFF;
 use super::state::{AfterFree, State};
 use super::streams::{Batch, Holder, Marker, Slot, StreamKey, Streams};
 
@@ -78,6 +79,28 @@ impl Streams {
         gone.push(last.event);
         slot.markers.push_back(Marker { event, ..last });
         gone
+    }
+
+    /// Takes a marker away that stands for nothing: what it covered waits for another one. It is destroyed
+    /// outside the lock. The last one of a stream that is retired stays, as no other can be recorded: if it
+    /// is only the question that went wrong, the next one is answered.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn void(&mut self, stream: u32, bound: u64) -> Option<Marker> {
+        let slot = &mut self.slots[stream as usize];
+        let at = slot.markers.partition_point(|m| m.bound < bound);
+        let last = at + 1 == slot.markers.len();
+        let marker = slot.markers.get_mut(at).filter(|m| m.bound == bound)?;
+        if last && matches!(slot.holder, Holder::Retired) {
+            marker.doubtful = true;
+            slot.backoff = BACKOFF;
+            return None;
+        }
+        let marker = slot.markers.remove(at);
+        self.unseen -= 1;
+        if !slot.covered() && !matches!(slot.holder, Holder::Retired) {
+            self.not_covered(stream);
+        }
+        marker
     }
 
     /// Nothing came of a batch that was closed: the next marker is due as soon as it would have been. Its

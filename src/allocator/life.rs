@@ -50,6 +50,7 @@ impl Engine {
         };
         drop(self.cover_all(&ours)?);
         let retried = self.retry_strays();
+        let finished = self.finish_tests(false)?;
         let mut state = self.lock();
         state.ask_again();
         let mut state = self.poll(state)?;
@@ -74,7 +75,7 @@ impl Engine {
         let released = self.release(plan)?;
         evicted?;
         Ok(Trimmed {
-            released: released + retried?,
+            released: finished.released + released + retried?,
             pending,
         })
     }
@@ -150,6 +151,7 @@ impl Engine {
                 break;
             }
         }
+        self.finish_tests(true)?;
         let idle = self.lock().idle_views(usize::MAX);
         self.evict(&idle)?;
         let retried = self.retry_strays();
@@ -179,8 +181,7 @@ impl Engine {
             let oldest = {
                 let state = self.lock();
                 let fronts = state.streams.iter().filter_map(|(stream, slot)| {
-                    slot.markers
-                        .back()
+                    slot.newest()
                         .map(|m| (stream, m.bound, std::sync::Arc::clone(&m.event)))
                 });
                 fronts.min_by_key(|(stream, _, _)| *stream)

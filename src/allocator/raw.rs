@@ -439,17 +439,24 @@ impl Engine {
             slot.open_uses = slot.open_uses.saturating_add(1);
             slot.open
         });
-        match block {
+        if now {
+            // What may fail comes first: a use of which the caller hears that it failed is not recorded.
+            drop(state);
+            self.mark(stream, named.key)?;
+            state = self.open()?;
+            let slot = &state.streams[stream];
+            if !slot.in_use || slot.key != named.key {
+                // Only a stream of which everything is complete is forgotten.
+                return Ok(());
+            }
+        }
+        match state.large_around(ptr) {
             Some(id) => state.record(id, stream, ticket),
             None => {
                 if !state.record_small(ptr, Recorded { stream, ticket }) {
                     return Err(Error::NotLive { ptr });
                 }
             }
-        }
-        drop(state);
-        if now {
-            return self.mark(stream, named.key);
         }
         Ok(())
     }

@@ -406,6 +406,7 @@ impl Engine {
             .streams
             .iter()
             .filter_map(|(stream, slot)| slot.markers.front().map(|m| (m.order, stream, m)))
+            .filter(|(_, _, marker)| !marker.doubtful)
             .min_by_key(|(order, _, _)| *order);
         if let Some((_, stream, marker)) = oldest {
             return Step::HostWait(stream, marker.bound, Arc::clone(&marker.event));

@@ -8,10 +8,9 @@ use super::bins::Entry;
 use super::probes::{Outcome, Poll};
 use super::records::{MIXED, SpaceId};
 use super::state::State;
-use super::uses::Use;
 
 /// Large allocations to let pass before a marker that was not ready is asked again.
-const BACKOFF: u32 = 8;
+pub(super) const BACKOFF: u32 = 8;
 
 impl State {
     /// Drops from all pieces what is complete now.
@@ -138,14 +137,11 @@ impl State {
 
     /// A marker was seen complete.
     pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
-        let row = self
-            .streams
-            .marker(&Use {
-                stream,
-                ticket: bound,
-            })
-            // Gone already if another marker's completion implied this one; what comes next in
-            // line says nothing yet.
+        // Gone already if another marker's completion implied this one; what comes next in line says
+        // nothing yet.
+        let markers = &self.streams[stream].markers;
+        let row = markers
+            .get(markers.partition_point(|m| m.bound < bound))
             .filter(|m| m.bound == bound)
             .map(|m| Arc::clone(&m.row));
         self.streams

@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 
 use crate::driver::Event;
 
+use super::aliasing::Unfinished;
 use super::bins::Entry;
 use super::burst::Account;
 use super::config::Tuning;
@@ -193,6 +194,8 @@ pub(crate) struct State {
     pub peak_live: u64,
     /// Blocks dropped while their stream was capturing: freed by the next call that may.
     pub deferred: Vec<Lifetime>,
+    /// Tests of views that could not be waited for.
+    pub unfinished: Vec<Unfinished>,
     /// Frees so far: the time by which idle memory is told apart.
     pub frees: u64,
     pub closed: bool,
@@ -250,6 +253,7 @@ impl State {
             planned: 0,
             peak_live: 0,
             deferred: Vec::new(),
+            unfinished: Vec::new(),
             frees: 0,
             closed: false,
             orphaned: false,

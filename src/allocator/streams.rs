@@ -35,6 +35,9 @@ pub(crate) struct Marker {
     pub order: u64,
     /// What the stream was known to follow when the event was recorded.
     pub row: Arc<[u64]>,
+    /// A question was answered as if it stood for nothing, and there will be no other one: nobody waits for
+    /// it, but it is asked again.
+    pub doubtful: bool,
 }
 
 /// A closed batch of frees, waiting for its marker.
@@ -155,10 +158,14 @@ impl Slot {
     /// Everything freed on the stream is covered by a marker or complete.
     pub(crate) fn covered(&self) -> bool {
         let bound = self
-            .markers
-            .back()
+            .newest()
             .map_or(self.completed, |m| m.bound.max(self.completed));
         bound + 1 >= self.open && self.open_uses == 0
+    }
+
+    /// The newest marker that may be waited for.
+    pub(crate) fn newest(&self) -> Option<&Marker> {
+        self.markers.iter().rfind(|marker| !marker.doubtful)
     }
 
     /// Whether the stream was idle when somebody asked for its memory.
@@ -390,16 +397,17 @@ impl Streams {
                 .is_some_and(|known| u.ticket <= *known)
     }
 
-    /// The oldest marker that covers a use.
+    /// The oldest marker that covers a use, if it may be waited for.
     pub(crate) fn marker(&self, u: &Use) -> Option<&Marker> {
         let markers = &self.slots[u.stream as usize].markers;
-        markers.get(markers.partition_point(|m| m.bound < u.ticket))
+        let marker = markers.get(markers.partition_point(|m| m.bound < u.ticket));
+        marker.filter(|marker| !marker.doubtful)
     }
 
     /// Whether a marker covers a use.
     #[inline]
     pub(crate) fn is_covered(&self, u: &Use) -> bool {
-        let newest = self.slots[u.stream as usize].markers.back();
+        let newest = self.slots[u.stream as usize].newest();
         newest.is_some_and(|marker| marker.bound >= u.ticket)
     }
 
@@ -443,6 +451,7 @@ impl Streams {
             event,
             order: self.orders,
             row: batch.row,
+            doubtful: false,
         };
         let at = slot.markers.partition_point(|m| m.bound < marker.bound);
         slot.markers.insert(at, marker);
@@ -510,23 +519,6 @@ impl Streams {
         let slot = &mut self.slots[stream as usize];
         slot.open_uses = slot.open_uses.max(BATCH_FREES);
         self.list_full(stream);
-    }
-
-    /// Takes a marker away that stands for nothing: what it covered waits for another one. It is destroyed
-    /// outside the lock.
-    #[must_use = "an event must not be destroyed under the lock"]
-    pub(crate) fn void(&mut self, stream: u32, bound: u64) -> Option<Marker> {
-        let slot = &mut self.slots[stream as usize];
-        let at = slot.markers.partition_point(|m| m.bound < bound);
-        if slot.markers.get(at)?.bound != bound {
-            return None;
-        }
-        let marker = slot.markers.remove(at);
-        self.unseen -= 1;
-        if !slot.covered() && !matches!(slot.holder, Holder::Retired) {
-            self.not_covered(stream);
-        }
-        marker
     }
 
     /// A marker of the stream was not complete when it was asked.

@@ -5,6 +5,7 @@
 
 use super::context::{Context, Entered};
 use super::error::DriverError;
+use super::owed::Owed;
 use super::process;
 use super::sys::{self, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
 use super::table::{Driver, call};
@@ -139,11 +140,7 @@ impl fmt::Debug for Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        let raw = self.raw;
-        self.context.release("a graph", |driver| {
-            // SAFETY: the graph is ours; executables made from it are independent of it.
-            unsafe { call!(driver, cuGraphDestroy(raw)) }
-        });
+        self.context.release(Owed::Graph(self.raw));
     }
 }
 

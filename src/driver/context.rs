@@ -3,6 +3,7 @@
 use super::device::Device;
 use super::error::DriverError;
 use super::event::Event;
+use super::owed::Debts;
 use super::process;
 use super::sys::{self, CUresult, CUstreamCaptureMode};
 use super::table::{Driver, Feature, call, query};
@@ -33,6 +34,8 @@ struct Inner {
     device: Device,
     key: u64,
     kind: ContextKind,
+    /// Handles of the context that are yet to be destroyed.
+    debts: Debts,
 }
 
 // SAFETY: a context handle may be used from any thread; the driver synchronises.
@@ -92,6 +95,7 @@ impl Context {
             device,
             key: raw as u64,
             kind,
+            debts: Debts::default(),
         };
         inner.key = key_of(driver, raw)?;
         let context = Context(Arc::new(inner));
@@ -129,6 +133,7 @@ impl Context {
             device,
             key: key_of(driver, raw)?,
             kind: ContextKind::Borrowed,
+            debts: Debts::default(),
         })))
     }
 
@@ -221,21 +226,9 @@ impl Context {
         Switched::to(self.driver(), self.raw())
     }
 
-    /// For drops: runs `release` with this context current, reports its failure, and does nothing
-    /// where drops must not call the driver.
-    pub(super) fn release(
-        &self,
-        what: &str,
-        release: impl FnOnce(&Driver) -> Result<(), DriverError>,
-    ) {
-        let driver = self.driver();
-        if driver.drops_nothing() {
-            return;
-        }
-        let result = self.enter().and_then(|_entered| release(driver));
-        if let Err(error) = result {
-            driver.drop_failed(what, error);
-        }
+    /// What drops could not give back.
+    pub(super) fn debts(&self) -> &Debts {
+        &self.0.debts
     }
 }
 
@@ -256,6 +249,9 @@ impl Drop for Inner {
         if !ours || self.driver.drops_nothing() || !self.driver.has(Feature::PrimaryRelease) {
             return;
         }
+        if let Ok(_switched) = Switched::to(&self.driver, self.raw) {
+            self.debts.pay(&self.driver, true);
+        }
         // SAFETY: this is the release of the one retain made in `Context::primary`; everything
         // that used the context held a reference to it and is gone.
         let result = unsafe {
@@ -265,7 +261,7 @@ impl Drop for Inner {
             )
         };
         if let Err(error) = result {
-            self.driver.drop_failed("a primary context", error);
+            self.driver.drop_failed(&"a primary context", error);
         }
     }
 }
@@ -344,7 +340,7 @@ impl Drop for Switched<'_> {
         });
         if let Err(error) = result {
             self.driver
-                .drop_failed("the caller's current context", error);
+                .drop_failed(&"the caller's current context", error);
         }
     }
 }
@@ -458,7 +454,7 @@ impl Drop for Entered<'_> {
         }
         if let Err(error) = exchange_mode(self.driver(), self.mode) {
             self.driver()
-                .drop_failed("the caller's stream capture mode", error);
+                .drop_failed(&"the caller's stream capture mode", error);
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::context::{Context, Entered};
 use super::error::DriverError;
+use super::owed::Owed;
 use super::sys::{self, CUevent_flags};
 use super::table::call;
 use std::fmt;
@@ -76,12 +77,7 @@ impl Drop for Event {
         if self.kind == EventKind::Borrowed {
             return;
         }
-        let raw = self.raw;
-        self.context.release("an event", |driver| {
-            // SAFETY: the event is ours and nobody can name it any more; the driver keeps what
-            // submitted work still needs.
-            unsafe { call!(driver, cuEventDestroy_v2(raw)) }
-        });
+        self.context.release(Owed::Event(self.raw));
     }
 }
 
@@ -91,6 +87,7 @@ impl Entered<'_> {
     /// # Errors
     /// The driver's.
     pub fn create_event(&self) -> Result<Event, DriverError> {
+        self.context().debts().pay(self.driver(), false);
         let mut raw = ptr::null_mut();
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING.0;
         // SAFETY: the pointer is to a local handle.

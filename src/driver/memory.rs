@@ -2,6 +2,7 @@
 
 use super::context::{Context, Entered};
 use super::error::DriverError;
+use super::owed::Owed;
 use super::sys::{self, CUdeviceptr, CUpointer_attribute, CUstream};
 use super::table::call;
 use std::ffi::c_void;
@@ -74,11 +75,7 @@ impl fmt::Debug for HostAllocation {
 
 impl Drop for HostAllocation {
     fn drop(&mut self) {
-        let address = self.address.as_ptr();
-        self.context.release("page-locked memory", |driver| {
-            // SAFETY: the memory is ours, and whoever gave it to a device has waited for it.
-            unsafe { call!(driver, cuMemFreeHost(address)) }
-        });
+        self.context.release(Owed::Host(self.address));
     }
 }
 

@@ -20,6 +20,7 @@ mod event;
 mod load;
 mod memory;
 mod module;
+mod owed;
 mod pool;
 pub(crate) mod process;
 mod share;

@@ -2,6 +2,7 @@
 
 use super::context::{Context, Entered};
 use super::error::DriverError;
+use super::owed::Owed;
 use super::sys::{self, CUstream};
 use super::table::call;
 use std::ffi::{CStr, c_void};
@@ -72,11 +73,7 @@ impl fmt::Debug for Module {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let raw = self.raw;
-        self.context.release("a module", |driver| {
-            // SAFETY: the module is ours and no function of it is held any more.
-            unsafe { call!(driver, cuModuleUnload(raw)) }
-        });
+        self.context.release(Owed::Module(self.raw));
     }
 }
 

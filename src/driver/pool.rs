@@ -3,6 +3,7 @@
 use super::context::{Context, Entered};
 use super::device::Device;
 use super::error::DriverError;
+use super::owed::Owed;
 use super::sys::{
     self, CUdeviceptr, CUmemAllocationHandleType, CUmemPool_attribute, CUmemPoolPtrExportData,
     CUstream,
@@ -373,11 +374,7 @@ impl Drop for MemoryPool {
         if !*self.owned.get_mut() {
             return;
         }
-        let raw = self.raw;
-        self.context.release("a memory pool", |driver| {
-            // SAFETY: the pool is ours; the driver keeps it until its last allocation is freed.
-            unsafe { call!(driver, cuMemPoolDestroy(raw)) }
-        });
+        self.context.release(Owed::Pool(self.raw));
     }
 }
 

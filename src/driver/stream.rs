@@ -3,6 +3,7 @@
 use super::context::{Context, Entered};
 use super::error::DriverError;
 use super::event::Event;
+use super::owed::Owed;
 use super::process;
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
 use super::table::{Driver, Feature, call, query};
@@ -98,6 +99,7 @@ impl Stream {
         let mut raw = ptr::null_mut();
         let entered = context.enter()?;
         let driver = entered.driver();
+        context.debts().pay(driver, false);
         match priority {
             // SAFETY: the pointer is to a local handle.
             None => unsafe { call!(driver, cuStreamCreate(&mut raw, flags)) }?,
@@ -330,13 +332,7 @@ impl Drop for Inner {
             let entry = self.context.driver().streams().lock().remove(&id);
             drop(entry);
         }
-        let raw = self.raw;
-        self.context.release("a stream", |driver| {
-            // Its handle may be another stream's from here on.
-            driver.found().remove(raw);
-            // SAFETY: the stream is ours and nobody can name it any more; submitted work runs on.
-            unsafe { call!(driver, cuStreamDestroy_v2(raw)) }
-        });
+        self.context.release(Owed::Stream(self.raw));
     }
 }
 

@@ -481,7 +481,7 @@ impl Driver {
 
     /// Reports that a drop failed: the first time as a warning, later ones for debugging only.
     #[cold]
-    pub(super) fn drop_failed(&self, what: &str, error: DriverError) {
+    pub(super) fn drop_failed(&self, what: &dyn fmt::Display, error: DriverError) {
         if self.0.state.warned.swap(true, Ordering::Relaxed) {
             log::debug!("{what} was not released: {error}");
         } else {

@@ -419,3 +419,45 @@ fn d4_the_test_of_a_device_that_meets_a_capture_goes_on() {
         rig.close(&allocator);
     });
 }
+
+/// D7: a stream that leaves has no other marker than its last one. A question about it that fails, with a code
+/// that speaks of captures, does not take it away.
+#[test]
+fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
+    let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    each(|rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(KIB, &b).unwrap());
+        let hold = rig.hold(&a);
+        drop(allocator.allocate(3 * MIB, &a).unwrap());
+        allocator.retire(&a).unwrap();
+        sim.fail(FailPlan::call("cuEventQuery", code).unwrap());
+        assert!(allocator.trim(0).unwrap().pending > 0);
+        assert_eq!(sim.clear_failures(), 0);
+        // Nobody waits for it until it is answered.
+        drop(allocator.allocate(3 * MIB, &b).unwrap());
+        drop(hold);
+        rig.settle(&a);
+        assert_eq!(allocator.trim(0).unwrap().pending, 0);
+        rig.close(&allocator);
+    });
+    each(|rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let allocator = rig.allocator();
+        let a = rig.stream();
+        drop(allocator.allocate(3 * MIB, &a).unwrap());
+        allocator.retire(&a).unwrap();
+        // The wait at the end is for everything then.
+        for call in ["cuEventQuery", "cuEventSynchronize"] {
+            sim.fail(FailPlan::call(call, code).unwrap().times(1000));
+        }
+        allocator.close().unwrap();
+        assert_eq!(sim.clear_failures(), 2, "nobody asks on and on");
+    });
+}

@@ -6,6 +6,7 @@ use cualloc::driver::sys::*;
 use cualloc::sim::Mode;
 
 use super::rng::Rng;
+use super::run::given_up;
 use super::table::nothing_inside;
 use super::world::{Done, Kind, World};
 
@@ -122,9 +123,15 @@ impl World {
         allocator
             .synchronize()
             .map_err(|e| format!("synchronize at the end: {e:?}"))?;
-        allocator
-            .close()
-            .map_err(|e| format!("close at the end: {e:?}"))?;
+        match allocator.close() {
+            // Buffers whose last use could be neither recorded nor waited for, twice, as the log says.
+            Err(Error::LiveBlocks { blocks, .. })
+                if self.setup.fault.is_some() && blocks <= given_up() =>
+            {
+                return Ok(());
+            }
+            closed => closed.map_err(|e| format!("close at the end: {e:?}"))?,
+        }
         allocator
             .check()
             .map_err(|e| format!("the books are wrong after close: {e}"))?;
@@ -166,10 +173,10 @@ impl World {
 pub fn after(sim: &cualloc::sim::Simulator, fault: &str) -> Done {
     let leaks = sim.leaks();
     let destroys = ["cuEventDestroy_v2", "cuStreamDestroy_v2", "cuModuleUnload"];
-    let undone = destroys.contains(&fault) || fault.starts_with("cuCtx");
+    let undone = destroys.contains(&fault) || given_up() > 0;
     let memory =
         leaks.bytes > 0 || leaks.handles > 0 || leaks.mappings > 0 || leaks.allocations > 0;
-    if memory || (!undone && (leaks.events > 0 || leaks.streams > 0)) {
+    if (memory && given_up() == 0) || (!undone && (leaks.events > 0 || leaks.streams > 0)) {
         return Err(format!("left after all was given back: {leaks:?}"));
     }
     match sim.take_reports().first() {

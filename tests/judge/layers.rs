@@ -228,7 +228,14 @@ impl World {
                 self.before_call(slot, lane);
                 column.record_stream(&stream).is_ok()
             }
-            _ => return Ok(()),
+            _ => {
+                // An operation that failed may be under way: who goes on with the buffer waits for it.
+                self.wait_for(lane);
+                if self.usable(home) {
+                    self.wait_for(home);
+                }
+                return Ok(());
+            }
         };
         if !recorded {
             self.wait_for(lane);

@@ -1,10 +1,14 @@
 //! Runs programs, shrinks what fails, and prints it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+
+use cualloc::driver::sys::*;
+use cualloc::driver::{Context, Stream};
+use cualloc::sim::{SimConfig, Simulator};
 
 use super::program::{PROFILES, Profile, Setup, Step, generate};
 use super::table::Court;
@@ -42,6 +46,33 @@ thread_local! {
     static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
+/// Counts the blocks of which the library says that it gives them up, for each thread.
+struct Announced;
+
+thread_local! {
+    static GIVEN_UP: Cell<u64> = const { Cell::new(0) };
+}
+
+impl log::Log for Announced {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        let text = record.args().to_string();
+        if text.contains("is leaked") || text.contains("are never freed") {
+            let _ = GIVEN_UP.try_with(|count| count.set(count.get() + 1));
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// Blocks that were given up in this thread's program.
+pub fn given_up() -> u64 {
+    GIVEN_UP.get()
+}
+
 struct Failure {
     step: usize,
     what: String,
@@ -65,6 +96,7 @@ fn guarded<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
 
 fn attempt(setup: &Setup, steps: &[Step], sums: &Sums) -> Result<(), Failure> {
     let mut at = 0;
+    GIVEN_UP.set(0);
     let result = guarded(|| {
         let mut world = World::new(setup)?;
         world.court.fail(setup.fault);
@@ -136,6 +168,7 @@ fn judge(profile: &Profile, number: u64, sums: &Sums) -> Option<String> {
     let (setup, steps) = generate(profile, number, &without);
     let head = format!("profile {}, program {number:#x}", profile.name);
     if profile.name == "threads" {
+        GIVEN_UP.set(0);
         let result = guarded(|| threads::attempt(&setup, profile.steps, &without, &sums.calls));
         Court::leave();
         return result
@@ -158,7 +191,33 @@ fn judge(profile: &Profile, number: u64, sums: &Sums) -> Option<String> {
     ))
 }
 
-/// The programs of a run, in order: those that capture come last, as they make the process watchful.
+/// Makes the process watchful, as a capture does.
+fn become_watchful() -> Result<(), Box<dyn std::error::Error>> {
+    let sim = Simulator::new(SimConfig::default())?;
+    let driver = sim.driver()?;
+    let context = Context::primary(&driver, driver.device(0)?)?;
+    let stream = Stream::new(&context)?;
+    let entered = context.enter()?;
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: a stream that is alive.
+    unsafe {
+        entered.begin_capture(stream.raw(), mode)?;
+        entered.end_capture(stream.raw())?;
+    }
+    Ok(())
+}
+
+/// Whether a program is judged in a process that watches for captures: it captures, or meets answers that are
+/// about captures. One such program makes the process watchful for good.
+fn watches(profile: &Profile, number: u64) -> bool {
+    let (setup, _) = generate(profile, number, &without);
+    let code = setup.fault.map(|fault| fault.code);
+    text("CUALLOC_JUDGE_WATCHFUL").is_some()
+        || profile.captures
+        || code == Some(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+}
+
+/// The programs of a run.
 fn programs(seed: u64, count: u64) -> Vec<(&'static Profile, u64)> {
     let only = text("CUALLOC_JUDGE_PROFILE");
     let wanted = |profile: &&Profile| only.as_ref().is_none_or(|name| name == profile.name);
@@ -166,11 +225,9 @@ fn programs(seed: u64, count: u64) -> Vec<(&'static Profile, u64)> {
     assert!(!chosen.is_empty(), "no profile is named {only:?}");
     let total: u64 = chosen.iter().map(|p| p.share).sum();
     let mut list = Vec::new();
-    for captures in [false, true] {
-        for profile in chosen.iter().filter(|p| p.captures == captures) {
-            let part = (count * profile.share).div_ceil(total);
-            list.extend((0..part).map(|n| (*profile, seed << 32 | n)));
-        }
+    for profile in chosen {
+        let part = (count * profile.share).div_ceil(total);
+        list.extend((0..part).map(|n| (profile, seed << 32 | n)));
     }
     list
 }
@@ -189,16 +246,23 @@ fn run(count: u64) {
         }
         None => programs(seed, count),
     };
+    static ANNOUNCED: Announced = Announced;
+    if log::set_logger(&ANNOUNCED).is_ok() {
+        log::set_max_level(log::LevelFilter::Warn);
+    }
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(|info| {
         PANIC.with_borrow_mut(|said| *said = info.to_string());
     }));
     let (sums, failures) = (Sums::default(), Mutex::new(Vec::new()));
     let started = Instant::now();
-    // Capturing programs begin when all others are done.
-    let split = list.iter().position(|(p, _)| p.captures);
-    let (quiet, watchful) = list.split_at(split.unwrap_or(list.len()));
-    for part in [quiet, watchful] {
+    // Those of a watchful process begin when all others are done, so that each meets what it meets alone.
+    let (watchful, quiet): (Vec<_>, Vec<_>) =
+        list.iter().partition(|(p, number)| watches(p, *number));
+    for part in [&quiet, &watchful] {
+        if std::ptr::eq(part, &watchful) && !part.is_empty() {
+            become_watchful().expect("a capture");
+        }
         let next = AtomicU64::new(0);
         // A later call of any allocator closes those without handles that a capture kept open, so it must be
         // one of the same program.

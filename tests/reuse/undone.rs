@@ -90,3 +90,87 @@ fn d1_the_gap_before_a_grown_block_follows_its_stream() {
         rig.close(&allocator);
     });
 }
+
+/// D7: a use that fails to be recorded is not: who is told so never marks the stream that he meant.
+#[test]
+fn d7_a_use_that_cannot_be_marked_is_not_recorded() {
+    let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    for bytes in [KIB, 3 * MIB] {
+        for call in ["cuEventCreate", "cuEventRecord"] {
+            each(|rig| {
+                let Some(sim) = rig.sim() else {
+                    return;
+                };
+                let allocator = rig.allocator();
+                let home = rig.stream();
+                let other = RawStream::new(rig);
+                let block = allocator.allocate(bytes, &home).unwrap();
+                sim.fail(FailPlan::call(call, code).unwrap());
+                assert!(block.record_use(&other.borrowed()).is_err());
+                assert_eq!(sim.clear_failures(), 0);
+                drop(block);
+                assert_eq!(allocator.trim(0).unwrap().pending, 0, "{call}, {bytes}");
+                other.destroy();
+                rig.close(&allocator);
+            });
+        }
+    }
+}
+
+/// D8: what a drop cannot even ask the driver to destroy is destroyed by a later call of the same context.
+#[test]
+fn d8_what_a_drop_could_not_give_back_is_given_back_later() {
+    let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    for name in [
+        "cuThreadExchangeStreamCaptureMode",
+        "cuCtxGetCurrent",
+        "cuCtxSetCurrent",
+    ] {
+        only(Policy::Packed, |rig| {
+            let Some(sim) = rig.sim() else {
+                return;
+            };
+            let before = (sim.leaks().streams, sim.leaks().events);
+            let stream = rig.stream();
+            let event = rig.context.enter().unwrap().create_event().unwrap();
+            sim.fail(FailPlan::call(name, code).unwrap().times(1000));
+            drop((stream, event));
+            assert!(sim.clear_failures() > 0);
+            assert!(sim.leaks().streams > before.0 && sim.leaks().events > before.1);
+            let another = rig.stream();
+            assert_eq!(sim.leaks().events, before.1, "{name}");
+            assert_eq!(sim.leaks().streams, before.0 + 1, "{name}");
+            drop(another);
+            assert_eq!(sim.leaks().streams, before.0, "{name}");
+        });
+    }
+}
+
+/// D8: the memory of a test of views that could not be waited for is given back when its work is over.
+#[test]
+fn d8_a_test_of_views_that_cannot_be_waited_for_is_finished_later() {
+    let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    for trims in [true, false] {
+        only(Policy::Packed, |rig| {
+            let Some(sim) = rig.sim() else {
+                return;
+            };
+            let before = sim.leaks();
+            let allocator = rig.allocator();
+            sim.fail(
+                FailPlan::call("cuStreamSynchronize", code)
+                    .unwrap()
+                    .times(1000),
+            );
+            assert!(allocator.test_views().is_err());
+            sim.clear_failures();
+            assert!(allocator.stats().all.reserved.current > 0);
+            if trims {
+                assert!(allocator.trim(0).unwrap().released > 0);
+                assert_eq!(allocator.stats().all.reserved.current, 0);
+            }
+            rig.close(&allocator);
+            assert_eq!(sim.leaks().streams, before.streams);
+        });
+    }
+}

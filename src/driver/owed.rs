@@ -1,0 +1,142 @@
+//! What a drop could not give back because it could not even ask the driver to: a later call that works in
+//! the same context does.
+
+use super::context::Context;
+use super::error::DriverError;
+use super::sys::{self, CUresult};
+use super::table::{Driver, call};
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// A handle that nobody can name any more and that is to be destroyed.
+#[derive(Debug)]
+pub(super) enum Owed {
+    Stream(sys::CUstream),
+    Event(sys::CUevent),
+    Graph(sys::CUgraph),
+    Module(sys::CUmodule),
+    Pool(sys::CUmemoryPool),
+    Host(NonNull<c_void>),
+}
+
+// SAFETY: handles, which any thread may destroy; nobody else has them any more.
+unsafe impl Send for Owed {}
+
+impl Owed {
+    /// Whether the driver may wait for work before it is gone.
+    fn waits(&self) -> bool {
+        matches!(self, Owed::Module(_) | Owed::Host(_))
+    }
+
+    /// Destroys it in its context, which is current.
+    pub(super) fn destroy(&self, driver: &Driver) -> Result<(), DriverError> {
+        // SAFETY: each is ours, nobody can name it any more, and it was not destroyed before. The driver keeps
+        // what submitted work still needs of streams, events and pools, and executables are independent of
+        // their graph; of a module no function is held, and page-locked memory was waited for.
+        unsafe {
+            match *self {
+                Owed::Stream(raw) => {
+                    // Its handle may be another stream's from here on.
+                    driver.found().remove(raw);
+                    call!(driver, cuStreamDestroy_v2(raw))
+                }
+                Owed::Event(raw) => call!(driver, cuEventDestroy_v2(raw)),
+                Owed::Graph(raw) => call!(driver, cuGraphDestroy(raw)),
+                Owed::Module(raw) => call!(driver, cuModuleUnload(raw)),
+                Owed::Pool(raw) => call!(driver, cuMemPoolDestroy(raw)),
+                Owed::Host(address) => call!(driver, cuMemFreeHost(address.as_ptr())),
+            }
+        }
+    }
+}
+
+impl fmt::Display for Owed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Owed::Stream(_) => "a stream",
+            Owed::Event(_) => "an event",
+            Owed::Graph(_) => "a graph",
+            Owed::Module(_) => "a module",
+            Owed::Pool(_) => "a memory pool",
+            Owed::Host(_) => "page-locked memory",
+        })
+    }
+}
+
+/// What is owed to a context.
+#[derive(Debug, Default)]
+pub(super) struct Debts {
+    any: AtomicBool,
+    list: Mutex<Vec<Owed>>,
+}
+
+impl Debts {
+    fn add(&self, owed: Owed) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.push(owed);
+        self.any.store(true, Ordering::Relaxed);
+    }
+
+    /// Destroys what is owed, in its context, which is current: what may wait for work only where the caller
+    /// expects that.
+    pub(super) fn pay(&self, driver: &Driver, may_wait: bool) {
+        if !self.any.load(Ordering::Relaxed) || driver.drops_nothing() {
+            return;
+        }
+        let due: Vec<Owed> = {
+            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            let (due, kept) = list.drain(..).partition(|owed| may_wait || !owed.waits());
+            *list = kept;
+            self.any.store(!list.is_empty(), Ordering::Relaxed);
+            due
+        };
+        for owed in due {
+            if let Err(error) = owed.destroy(driver) {
+                driver.drop_failed(&owed, error);
+            }
+        }
+    }
+}
+
+impl Context {
+    /// For drops: destroys a handle with this context current, and reports a failure. Does nothing where
+    /// drops must not call the driver.
+    ///
+    /// What cannot be destroyed because the context cannot be entered is owed. A call that destroys is not
+    /// made again when it has failed: the driver may have destroyed the handle all the same, and another
+    /// thread may have got its value since.
+    pub(super) fn release(&self, owed: Owed) {
+        let driver = self.driver();
+        if driver.drops_nothing() {
+            return;
+        }
+        match self.enter() {
+            Ok(_entered) => {
+                self.debts().pay(driver, owed.waits());
+                if let Err(error) = owed.destroy(driver) {
+                    driver.drop_failed(&owed, error);
+                }
+            }
+            Err(error) => {
+                driver.drop_failed(&owed, error);
+                if !is_over(&error) {
+                    self.debts().add(owed);
+                }
+            }
+        }
+    }
+}
+
+/// Whether the context is gone for good, and all that it had with it.
+fn is_over(error: &DriverError) -> bool {
+    error.is_fatal()
+        || matches!(
+            error.code(),
+            CUresult::CUDA_ERROR_INVALID_CONTEXT
+                | CUresult::CUDA_ERROR_INVALID_HANDLE
+                | CUresult::CUDA_ERROR_NOT_INITIALIZED
+        )
+}
