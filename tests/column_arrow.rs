@@ -436,3 +436,26 @@ fn s5_51_s5_52_fields() {
         assert_eq!(ElementType::from_arrow_field(&field(kind)), None);
     }
 }
+
+/// D10: an array does not say of what type its elements are; ours are not read past their end.
+#[test]
+fn d10_arrays_of_ours_come_back_with_no_more_bytes() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let column = Column::zeroed(&allocator, ElementType::I32, 1 << 18, &stream).unwrap();
+        let array = column.to_arrow(&Consumer::Unordered).unwrap();
+        let larger = Column::from_arrow(array, ElementType::I64, &stream, Producer::Ordered);
+        let failed = larger.expect_err("twice as many bytes");
+        let beyond = matches!(&failed.error, ColumnError::Invalid(Invalid::Beyond { .. }));
+        assert!(beyond, "{}", failed.error);
+        let smaller = ElementType::Bool;
+        let back = Column::from_arrow(*failed.offered, smaller, &stream, Producer::Ordered);
+        assert_eq!(
+            back.unwrap().to_vec::<bool>().unwrap(),
+            vec![false; 1 << 18]
+        );
+        drop(column);
+        rig.close(&allocator);
+    });
+}

@@ -34,28 +34,6 @@ fn d10_tables_export_no_more_rows_than_their_columns_have() {
     world.clean();
 }
 
-/// D10: an array does not say of what type its elements are; ours are not read past their end.
-#[cfg(feature = "arrow")]
-#[test]
-fn d10_arrays_of_ours_come_back_with_no_more_bytes() {
-    let world = World::new(Mode::Instant, true);
-    let stream = world.stream();
-    let column = Column::zeroed(&world.allocator, ElementType::I32, 1 << 18, &stream).unwrap();
-    let array = column.to_arrow(&Consumer::Unordered).unwrap();
-    let larger = Column::from_arrow(array, ElementType::I64, &stream, Producer::Ordered);
-    let failed = larger.expect_err("twice as many bytes");
-    let beyond = matches!(
-        &failed.error,
-        ColumnError::Invalid(cualloc::column::Invalid::Beyond { .. })
-    );
-    assert!(beyond, "{}", failed.error);
-    let smaller = ElementType::Bool;
-    let back = Column::from_arrow(*failed.offered, smaller, &stream, Producer::Ordered).unwrap();
-    assert_eq!(back.to_vec::<bool>().unwrap(), vec![false; 1 << 18]);
-    drop((column, back));
-    world.clean();
-}
-
 /// D2: a source that waits instead of tracking waits for the context of a block's own stream, too, however
 /// the block comes back.
 #[test]
