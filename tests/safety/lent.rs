@@ -158,30 +158,24 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
     world.clean();
 }
 
-/// D2: a buffer that a thread's own stream made is another stream's on another thread.
+/// D2: a thread's own stream is another one on each thread, also where a buffer is returned on it.
 #[test]
 fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
     let world = World::new(Mode::Manual, false);
     let pool = TypedPool::over([&world.allocator]);
     let own = || Stream::per_thread_default(&world.context).unwrap();
-    let make = || pool.uninit::<u32>(1 << 18, &own()).unwrap();
-    let (ptr, first) = std::thread::scope(|scope| {
-        let (buffer, first) = scope
-            .spawn(|| (make(), own().id().unwrap()))
-            .join()
-            .unwrap();
-        (buffer.as_device_ptr(), {
-            pool.put(buffer, Some(&own())).unwrap();
-            first
-        })
-    });
-    let waits = |name: &str| world.sim.counters().get(name);
-    let before = waits("cuStreamWaitEvent");
-    // Whoever has it next on a third stream waits for this one.
-    let third = world.stream();
-    let next = world.allocator.allocate(1 << 20, &third).unwrap();
-    assert_ne!(own().id().unwrap(), first);
-    assert!(next.ptr() != ptr || waits("cuStreamWaitEvent") > before);
-    drop(next);
+    let elsewhere = || {
+        let made = pool.uninit::<u32>(1 << 18, &own()).unwrap();
+        (made.as_device_ptr(), made)
+    };
+    let (ptr, buffer) = world.sim.as_thread(1, elsewhere);
+    let work = DeviceBuffer::<u32>::zeroed(&world.allocator, 100, &own()).unwrap();
+    pool.put(buffer, Some(&own())).unwrap();
+    let waits = || world.sim.counters().get("cuStreamWaitEvent");
+    let before = waits();
+    // The other thread's stream comes after what this one was given.
+    let (again, next) = world.sim.as_thread(1, elsewhere);
+    assert!(again != ptr || waits() > before);
+    drop((work, next));
     world.clean();
 }
