@@ -10,9 +10,10 @@ use std::ffi::c_void;
 use std::thread;
 
 use common::*;
-use cualloc::allocator::Policy;
+use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::column::*;
-use cualloc::sim::SimConfig;
+use cualloc::driver::{Context, Stream};
+use cualloc::sim::{Mode, SimConfig, Simulator};
 use exchange::*;
 
 /// Counts what this thread holds on the heap.
@@ -458,4 +459,24 @@ fn d10_arrays_of_ours_come_back_with_no_more_bytes() {
         drop(column);
         rig.close(&allocator);
     });
+}
+
+/// D10: the event of an export stands for the memory's own stream, also where a thread cannot name it.
+#[test]
+fn d10_an_exports_event_covers_another_threads_own_stream() {
+    let mut config = SimConfig::with_devices(1, 1 << 30);
+    config.mode = Mode::Manual;
+    let sim = Simulator::new(config).unwrap();
+    let driver = sim.driver().unwrap();
+    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let allocator = Allocator::with_config(&context, Config::new()).unwrap();
+    let make = || {
+        let own = Stream::per_thread_default(&context).unwrap();
+        Column::zeroed(&allocator, ElementType::U32, 1 << 18, &own).unwrap()
+    };
+    let column = thread::scope(|scope| scope.spawn(make).join().unwrap());
+    let filling = || sim.pending().iter().any(|op| op.kind.contains("Memset"));
+    assert!(filling());
+    drop(column.to_arrow(&Consumer::Unordered).unwrap());
+    assert!(!filling());
 }

@@ -375,6 +375,8 @@ impl Column {
             None
         } else {
             refuse_capture(self.stream())?;
+            // The event says that all of it is done, whatever the consumer's own stream waits for.
+            self.memory.gather()?;
             let event = self.stream().context().enter()?.create_event()?;
             self.stream().mark(&event)?;
             Some(event)

@@ -312,6 +312,17 @@ impl Memory {
         }
     }
 
+    /// Lets the memory's stream, as the calling thread can name it, come after everything that was done to
+    /// the memory.
+    pub(super) fn gather(&self) -> Result<(), ColumnError> {
+        self.prepare(Access::ReadWrite)?;
+        if !self.at_home() {
+            // Here the handle means this thread's stream, not the one that was meant.
+            settle_context(self.stream.context())?;
+        }
+        Ok(())
+    }
+
     /// Orders a stream after everything that was done to the memory.
     fn follow(&self, stream: &Stream) -> Result<(), ColumnError> {
         self.prepare(Access::ReadWrite)?;

@@ -6,7 +6,9 @@ use super::World;
 use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer, Schema, Table};
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{NativeConfig, NativePool, TypedPool};
-use cualloc::resource::{AsyncResource, DirectResource, MemoryResource, Tag};
+use cualloc::resource::{
+    AsyncResource, DirectResource, LaunchRecorder, MemoryResource, RecordMode, Tag,
+};
 use cualloc::sim::{FailPlan, Mode};
 use cualloc::{DeviceBuffer, PinnedBuffer};
 
@@ -177,5 +179,29 @@ fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
     let (again, next) = world.sim.as_thread(1, elsewhere);
     assert!(again != ptr || waits() > before);
     drop((work, next));
+    world.clean();
+}
+
+/// D2: a launch that another thread commits is not taken for work of that thread's own stream.
+#[test]
+fn d2_a_commit_on_another_thread_waits_for_the_launch() {
+    let world = World::new(Mode::Manual, false);
+    let home = world.stream();
+    let resource = AsyncResource::new(world.allocator.clone());
+    let block = resource.allocate(1 << 20, &home, Tag::default()).unwrap();
+    let launch = || {
+        let own = Stream::per_thread_default(&world.context).unwrap();
+        let mut recorder = LaunchRecorder::new(&resource, &own, RecordMode::Strict);
+        recorder.write(&block).unwrap().preflight().unwrap();
+        let entered = world.context.enter().unwrap();
+        // SAFETY: the memory is the block's, and recorded by the commit.
+        unsafe { entered.memset_d8(block.ptr(), 1, 1 << 20, own.raw()) }.unwrap();
+        recorder
+    };
+    let recorder = std::thread::scope(|scope| scope.spawn(launch).join().unwrap());
+    recorder.commit().unwrap();
+    resource.deallocate(block).unwrap();
+    let next = DeviceBuffer::<u8>::zeroed(&world.allocator, 1 << 20, &home).unwrap();
+    drop(next);
     world.clean();
 }
