@@ -10,9 +10,10 @@ use std::ffi::c_void;
 use std::thread;
 
 use common::*;
-use cualloc::allocator::Policy;
+use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::column::*;
-use cualloc::sim::SimConfig;
+use cualloc::driver::{Context, Stream};
+use cualloc::sim::{Mode, SimConfig, Simulator};
 use exchange::*;
 
 /// Counts what this thread holds on the heap.
@@ -435,4 +436,47 @@ fn s5_51_s5_52_fields() {
     ] {
         assert_eq!(ElementType::from_arrow_field(&field(kind)), None);
     }
+}
+
+/// D10: an array does not say of what type its elements are; ours are not read past their end.
+#[test]
+fn d10_arrays_of_ours_come_back_with_no_more_bytes() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let column = Column::zeroed(&allocator, ElementType::I32, 1 << 18, &stream).unwrap();
+        let array = column.to_arrow(&Consumer::Unordered).unwrap();
+        let larger = Column::from_arrow(array, ElementType::I64, &stream, Producer::Ordered);
+        let failed = larger.expect_err("twice as many bytes");
+        let beyond = matches!(&failed.error, ColumnError::Invalid(Invalid::Beyond { .. }));
+        assert!(beyond, "{}", failed.error);
+        let smaller = ElementType::Bool;
+        let back = Column::from_arrow(*failed.offered, smaller, &stream, Producer::Ordered);
+        assert_eq!(
+            back.unwrap().to_vec::<bool>().unwrap(),
+            vec![false; 1 << 18]
+        );
+        drop(column);
+        rig.close(&allocator);
+    });
+}
+
+/// D10: the event of an export stands for the memory's own stream, also where a thread cannot name it.
+#[test]
+fn d10_an_exports_event_covers_another_threads_own_stream() {
+    let mut config = SimConfig::with_devices(1, 1 << 30);
+    config.mode = Mode::Manual;
+    let sim = Simulator::new(config).unwrap();
+    let driver = sim.driver().unwrap();
+    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let allocator = Allocator::with_config(&context, Config::new()).unwrap();
+    let make = || {
+        let own = Stream::per_thread_default(&context).unwrap();
+        Column::zeroed(&allocator, ElementType::U32, 1 << 18, &own).unwrap()
+    };
+    let column = thread::scope(|scope| scope.spawn(make).join().unwrap());
+    let filling = || sim.pending().iter().any(|op| op.kind.contains("Memset"));
+    assert!(filling());
+    drop(column.to_arrow(&Consumer::Unordered).unwrap());
+    assert!(!filling());
 }

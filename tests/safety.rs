@@ -3,6 +3,8 @@
 #![cfg(feature = "sim")]
 
 mod common;
+#[path = "safety/lent.rs"]
+mod lent;
 
 use std::sync::Arc;
 
@@ -46,6 +48,13 @@ impl World {
 
     fn stream(&self) -> Stream {
         Stream::new(&self.context).unwrap()
+    }
+
+    /// A second context of the device, which lives as long as the simulator.
+    fn beside(&self) -> Context {
+        let raw = self.sim.create_context(0).unwrap();
+        // SAFETY: just created, and never destroyed.
+        unsafe { Context::from_raw(&self.driver, raw) }.unwrap()
     }
 
     fn clean(&self) {

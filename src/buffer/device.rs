@@ -183,6 +183,11 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         unsafe { self.memory.as_mut()?.free_beside(side, note) }
     }
 
+    /// The home and its id; on another thread the handle of a per-thread default stream has another one.
+    pub(crate) fn home(&self) -> Option<(Stream, u64)> {
+        self.memory.as_ref().map(Memory::home)
+    }
+
     #[inline(always)]
     fn new(memory: Option<Memory>, len: usize) -> Self {
         DeviceBuffer {

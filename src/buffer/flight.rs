@@ -3,7 +3,7 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 
-use crate::driver::{DriverError, Entered, Event, Stream, process};
+use crate::driver::{DriverError, Entered, Event, Stream, StreamKind, process};
 
 use super::element::DeviceCopy;
 use super::error::{BufferError, CopyError};
@@ -125,7 +125,16 @@ fn settle(end: Option<(Event, Stream)>) -> Result<(), DriverError> {
         return Ok(());
     };
     let by_event = || event.context().enter()?.wait(&event);
-    by_event().or_else(|error| wait(&stream).map_err(|_| error))
+    by_event().or_else(|error| {
+        let waited = if stream.kind() == StreamKind::PerThreadDefault {
+            // On another thread the handle means another stream.
+            let context = stream.context();
+            context.enter().and_then(|entered| entered.synchronize())
+        } else {
+            wait(&stream)
+        };
+        waited.map_err(|_| error)
+    })
 }
 
 fn leak<T: DeviceCopy>(host: PinnedBuffer<T>) {

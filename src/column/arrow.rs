@@ -181,7 +181,8 @@ impl ArrowDeviceArray {
     ///
     /// # Safety
     /// What the parts say about the memory and the event is true until the array is released, which any
-    /// thread may do. Safe code may read the memory through a column made of the array
+    /// thread may do. An array does not say of what type its elements are: it is given to nobody who makes a
+    /// column of larger ones of it. Safe code may read the memory through a column made of the array
     /// ([`Column::from_arrow`]): what others do with it until then is over or in order by what is said of
     /// [`Producer`], as in [`DlpackTensor::from_raw`](super::DlpackTensor::from_raw).
     pub unsafe fn from_parts(parts: ArrowParts) -> Self {
@@ -374,6 +375,8 @@ impl Column {
             None
         } else {
             refuse_capture(self.stream())?;
+            // The event says that all of it is done, whatever the consumer's own stream waits for.
+            self.memory.gather()?;
             let event = self.stream().context().enter()?.create_event()?;
             self.stream().mark(&event)?;
             Some(event)
@@ -427,8 +430,9 @@ impl Column {
     /// Does not wait on the host.
     ///
     /// # Errors
-    /// [`ColumnError::Invalid`] for an array that is not what a column needs, before any driver call;
-    /// [`ColumnError::Capturing`]; driver errors. With the array.
+    /// [`ColumnError::Invalid`] for an array that is not what a column needs, or one of ours that has fewer
+    /// bytes than so many elements of the type, before any driver call; [`ColumnError::Capturing`]; driver
+    /// errors. With the array.
     pub fn from_arrow(
         array: ArrowDeviceArray,
         element: ElementType,
@@ -439,7 +443,7 @@ impl Column {
         let ready = || {
             let described = array.describe(element, stream.context().device())?;
             // First of all, which also refuses our own memory of another driver.
-            Memory::expect(returned.as_deref(), stream, &producer)?;
+            Memory::expect(returned.as_deref(), &described, stream, &producer)?;
             array.wait(stream)?;
             Ok(described)
         };

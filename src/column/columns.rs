@@ -405,6 +405,7 @@ impl Column {
         if self.read_only {
             return Err(ColumnError::ReadOnly);
         }
+        self.holds(rows)?;
         self.memory.lend(consumer)?;
         let memory = Arc::clone(&self.memory);
         Ok(DlpackTensor::legacy(
@@ -413,6 +414,17 @@ impl Column {
             rows,
             self.device(),
         ))
+    }
+
+    /// Whether there are so many rows: a table's columns can be exchanged for shorter ones.
+    fn holds(&self, rows: usize) -> Result<(), ColumnError> {
+        if rows <= self.rows {
+            return Ok(());
+        }
+        Err(ColumnError::OverCapacity {
+            rows: rows as u64,
+            capacity: self.rows,
+        })
     }
 
     /// Exports the column as a versioned tensor. Does not wait.
@@ -428,6 +440,7 @@ impl Column {
         rows: usize,
         consumer: &Consumer,
     ) -> Result<DlpackTensor, ColumnError> {
+        self.holds(rows)?;
         self.memory.lend(consumer)?;
         let memory = Arc::clone(&self.memory);
         let device = self.device();
@@ -454,7 +467,7 @@ impl Column {
         let returned = tensor.own_memory();
         let ready = || {
             let described = tensor.describe(stream.context().device())?;
-            Memory::expect(returned.as_deref(), stream, &producer)?;
+            Memory::expect(returned.as_deref(), &described, stream, &producer)?;
             Ok(described)
         };
         let Described {

@@ -221,6 +221,18 @@ pub enum Invalid {
         /// Bytes.
         bytes: usize,
     },
+    /// More than the memory of ours that comes back.
+    #[error(
+        "{bytes} bytes at {address:#x} do not lie in the {memory} bytes of the memory that comes back"
+    )]
+    Beyond {
+        /// The first element's address.
+        address: u64,
+        /// Bytes of the elements.
+        bytes: usize,
+        /// Bytes of the memory.
+        memory: usize,
+    },
     /// No memory, though there are rows.
     #[error("{rows} rows without memory")]
     NoData {

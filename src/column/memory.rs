@@ -1,18 +1,17 @@
 //! The memory under a column, whoever it belongs to, and the end of its life.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use crate::allocator::Block;
 use crate::buffer::BufferError;
-use crate::driver::{DriverError, Stream, StreamKind, sys};
+use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
 use crate::resource::{
     Access, BlockIdentity, BlockKey, Buffer, MemoryResource, OwnedBlock, Tracking,
 };
 
-use super::dlpack::DlpackTensor;
-use super::error::ColumnError;
+use super::dlpack::{Described, DlpackTensor};
+use super::error::{ColumnError, Invalid};
 use super::order::{Consumer, Producer, order, refuse_capture, settle, settle_context};
 
 /// What was imported: dropping it releases it.
@@ -53,8 +52,8 @@ pub(super) struct Memory {
     thread: Option<ThreadId>,
     ptr: sys::CUdeviceptr,
     bytes: usize,
-    /// Some consumer's streams are not known: freeing waits for the context.
-    untracked: AtomicBool,
+    /// Contexts of consumers whose streams are not known, or are not told of: freeing waits for them.
+    untracked: Mutex<Vec<Context>>,
     /// Held by whoever copies to or from the memory, until that is done: of our own memory come back there
     /// may be several columns, each with a home of its own.
     turn: Mutex<()>,
@@ -69,7 +68,7 @@ impl Memory {
                 .then(|| std::thread::current().id()),
             ptr,
             bytes,
-            untracked: AtomicBool::new(false),
+            untracked: Mutex::default(),
             turn: Mutex::new(()),
         })
     }
@@ -173,9 +172,21 @@ impl Memory {
     /// after the home of our own memory come back (`returned`), whose owner is told of the new user.
     pub(super) fn expect(
         returned: Option<&Memory>,
+        described: &Described,
         stream: &Stream,
         producer: &Producer,
     ) -> Result<(), ColumnError> {
+        // An array does not say of what type its elements are, and whoever imports it may be wrong.
+        if let Some(memory) = returned
+            && !memory.contains(described.ptr, described.bytes)
+        {
+            return Err(Invalid::Beyond {
+                address: described.ptr,
+                bytes: described.bytes,
+                memory: memory.bytes,
+            }
+            .into());
+        }
         if let Producer::Stream(earlier) = producer {
             order(earlier, stream)?;
         }
@@ -187,6 +198,13 @@ impl Memory {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Whether all of a range is the memory's.
+    fn contains(&self, ptr: sys::CUdeviceptr, bytes: usize) -> bool {
+        let before = ptr.checked_sub(self.ptr);
+        let end = before.and_then(|before| before.checked_add(bytes as u64));
+        bytes == 0 || end.is_some_and(|end| end <= self.bytes as u64)
     }
 
     /// Takes over what was imported, after [`expect`](Self::expect).
@@ -243,8 +261,11 @@ impl Memory {
     pub(super) fn record(&self, stream: &Stream) -> Result<(), ColumnError> {
         match &self.owner {
             Some(Owner::Block(block, _)) => Ok(block.record_stream(stream)?),
-            // Where no uses are tracked, freeing waits for all of them.
+            // Where no uses are tracked, freeing waits for all of the resource's context.
             Some(Owner::Resource(block, _)) if block.resource().tracking() == Tracking::None => {
+                if block.resource().context().key() != stream.context().key() {
+                    self.lend_untracked(stream.context());
+                }
                 Ok(())
             }
             Some(Owner::Resource(block, _)) => Ok(block.record_stream(stream)?),
@@ -280,14 +301,26 @@ impl Memory {
             }
             Consumer::Untracked(stream) => {
                 self.follow(stream)?;
-                self.lend_untracked();
+                self.lend_untracked(self.stream.context());
+                self.lend_untracked(stream.context());
                 Ok(())
             }
             Consumer::Unordered => {
-                self.lend_untracked();
+                self.lend_untracked(self.stream.context());
                 Ok(())
             }
         }
+    }
+
+    /// Lets the memory's stream, as the calling thread can name it, come after everything that was done to
+    /// the memory.
+    pub(super) fn gather(&self) -> Result<(), ColumnError> {
+        self.prepare(Access::ReadWrite)?;
+        if !self.at_home() {
+            // Here the handle means this thread's stream, not the one that was meant.
+            settle_context(self.stream.context())?;
+        }
+        Ok(())
     }
 
     /// Orders a stream after everything that was done to the memory.
@@ -300,8 +333,12 @@ impl Memory {
         order(&self.stream, stream)
     }
 
-    fn lend_untracked(&self) {
-        self.untracked.store(true, Ordering::Release);
+    /// The last release waits for a context.
+    fn lend_untracked(&self, context: &Context) {
+        let mut contexts = process::lock(&self.untracked);
+        if contexts.iter().all(|known| known.key() != context.key()) {
+            contexts.push(context.clone());
+        }
     }
 
     /// The block alone, if nobody else has a part in it.
@@ -324,7 +361,7 @@ impl Memory {
 
     /// Takes the memory apart, if it is what was asked for, and nobody else has a part in it.
     fn alone(self: Arc<Memory>, whole: bool) -> Result<(Option<Owner>, Memory), Arc<Memory>> {
-        if !whole || self.untracked.load(Ordering::Acquire) {
+        if !whole || !process::lock(&self.untracked).is_empty() {
             return Err(self);
         }
         let mut memory = Arc::try_unwrap(self)?;
@@ -355,6 +392,13 @@ impl Memory {
             Owner::Resource(block, _) if block.resource().tracking() == Tracking::Reuse => {
                 Ok(block.record_stream(&self.stream)?)
             }
+            // Where nothing is tracked it waits for the work of its own context alone.
+            Owner::Resource(block, _)
+                if block.resource().tracking() == Tracking::None
+                    && block.resource().context().key() != self.stream.context().key() =>
+            {
+                Ok(settle_context(self.stream.context())?)
+            }
             Owner::Returned(_, memory) => memory.record(&self.stream),
             Owner::Block(..) | Owner::Resource(..) | Owner::Foreign { .. } | Owner::Nobody => {
                 Ok(())
@@ -367,17 +411,11 @@ impl Memory {
         if self.bytes == 0 {
             return Ok(());
         }
-        if *self.untracked.get_mut() {
-            settle_context(self.stream.context())?;
+        let untracked = self.untracked.get_mut();
+        for context in untracked.unwrap_or_else(PoisonError::into_inner) {
+            settle_context(context)?;
         }
         self.settle(owner)?;
-        if let Owner::Resource(block, _) = owner
-            && block.resource().tracking() == Tracking::None
-            && block.resource().context().key() != self.stream.context().key()
-        {
-            // Such a resource waits for the work of its own context alone.
-            settle_context(self.stream.context())?;
-        }
         let Owner::Foreign { producer, uses, .. } = owner else {
             return Ok(());
         };

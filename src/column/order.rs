@@ -21,7 +21,7 @@ pub enum Consumer {
     Tracked(Stream),
     /// The consumer starts on this stream, which waits for the column's. The stream may be gone when
     /// the export is released, and others may be in use by then, so the last release waits on the host
-    /// for all work of the context.
+    /// for all work of the column's context, and of the stream's.
     Untracked(Stream),
     /// The consumer sees to the order by itself when it starts. The last release waits as in
     /// [`Untracked`](Self::Untracked). Our own memory that comes back

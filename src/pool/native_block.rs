@@ -176,7 +176,7 @@ impl NativeBlock {
         if stream.id()? != *id {
             // Another thread's default stream cannot be named here: what it may still do is waited
             // for instead.
-            self.pool.context.enter()?.synchronize()?;
+            stream.context().enter()?.synchronize()?;
         }
         let uses = std::mem::take(&mut self.uses().list);
         if let Err(error) = self.settle(&uses).and_then(|()| self.give_back()) {
@@ -210,7 +210,7 @@ impl NativeBlock {
             }
             if foreign.stream.id()? != foreign.id {
                 // As in `release`.
-                self.pool.context.enter()?.synchronize()?;
+                foreign.stream.context().enter()?.synchronize()?;
                 continue;
             }
             super::refuse_capture(&foreign.stream)?;

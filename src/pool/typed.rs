@@ -380,14 +380,14 @@ impl TypedPool {
         buffer: PooledBuffer<T>,
         stream: Option<&Stream>,
     ) -> Result<(), PoolError> {
-        let (Some(home), Some(block)) = (buffer.stream().cloned(), buffer.block()) else {
+        let (Some((home, from)), Some(block)) = (buffer.home(), buffer.block()) else {
             return Ok(());
         };
         let next = match stream {
             Some(stream) => stream.clone(),
             None => Stream::legacy_default(home.context())?,
         };
-        let (id, from) = (next.id()?, home.id()?);
+        let id = next.id()?;
         if id == from {
             drop(buffer);
             return Ok(());

@@ -152,7 +152,7 @@ pub struct ResourceBlock {
     alignment: usize,
     tag: Tag,
     /// How many resources of the stack keep an order of its uses that those below them do not know.
-    keepers: u8,
+    keepers: u32,
     first: Option<Charge>,
     /// Further ones, which few blocks have.
     #[expect(
@@ -243,13 +243,13 @@ impl ResourceBlock {
 
     /// How many resources keep the order of its uses.
     #[inline]
-    pub(crate) fn keepers(&self) -> u8 {
+    pub(crate) fn keepers(&self) -> u32 {
         self.keepers
     }
 
     /// A resource keeps the order of its uses, or does so no more: what is below it takes the block back
     /// only from there.
-    pub(crate) fn set_keepers(&mut self, keepers: u8) {
+    pub(crate) fn set_keepers(&mut self, keepers: u32) {
         self.keepers = keepers;
     }
 

@@ -18,9 +18,10 @@ const ALIGNMENT: usize = 256;
 /// Memory straight from the driver, one call per block. Both calls are synchronous and the stream
 /// plays no part: a block may be used on every stream of the context as soon as it is there, and
 /// [`deallocate`](MemoryResource::deallocate) blocks the calling thread until all work of the
-/// context is complete, so that no use needs to be recorded; its bytes leave at once.
+/// context, and of the context of the block's stream, is complete, so that no use needs to be recorded; its
+/// bytes leave at once.
 ///
-/// Work on streams of other contexts is not waited for: uses there must be complete before.
+/// Work on streams of further contexts is not waited for: uses there must be complete before.
 ///
 /// ```
 /// use cualloc::resource::{DirectResource, MemoryResource};
@@ -44,7 +45,15 @@ pub struct DirectResource {
     live: AtomicU64,
     /// The most of them.
     peak: AtomicU64,
-    blocks: Mutex<HashMap<u64, BlockKey>>,
+    blocks: Mutex<HashMap<u64, Live>>,
+}
+
+/// What is known of a live block.
+#[derive(Debug, Clone)]
+struct Live {
+    key: BlockKey,
+    /// The context of the stream that it was allocated on, if it is another one than the resource's.
+    home: Option<Context>,
 }
 
 impl DirectResource {
@@ -60,13 +69,13 @@ impl DirectResource {
         }
     }
 
-    fn blocks(&self) -> MutexGuard<'_, HashMap<u64, BlockKey>> {
+    fn blocks(&self) -> MutexGuard<'_, HashMap<u64, Live>> {
         process::lock(&self.blocks)
     }
 
-    fn knows(&self, block: &BlockIdentity) -> Result<(), ResourceError> {
+    fn knows(&self, block: &BlockIdentity) -> Result<Live, ResourceError> {
         match self.blocks().get(&block.ptr) {
-            Some(key) if *key == block.key => Ok(()),
+            Some(live) if live.key == block.key => Ok(live.clone()),
             _ => Err(ResourceError::UseAfterFree {
                 ptr: block.ptr,
                 key: block.key,
@@ -75,15 +84,18 @@ impl DirectResource {
     }
 
     fn release(&self, block: &BlockIdentity) -> Result<(), ResourceError> {
-        self.knows(block)?;
+        let live = self.knows(block)?;
+        if let Some(home) = &live.home {
+            home.enter()?.synchronize()?;
+        }
         let entered = self.context.enter()?;
         entered.synchronize()?;
         // Out of the books before the address can be given to somebody else.
         self.blocks().remove(&block.ptr);
         // SAFETY: made by `mem_alloc` here and not yet freed, as the books said; the work of the
-        // context is complete, and that of others is the caller's to have waited for.
+        // context and of the stream's is complete, and that of others is the caller's to have waited for.
         if let Err(error) = unsafe { entered.mem_free(block.ptr) } {
-            self.blocks().insert(block.ptr, block.key);
+            self.blocks().insert(block.ptr, live);
             return Err(error.into());
         }
         self.live.fetch_sub(block.bytes as u64, Ordering::AcqRel);
@@ -91,7 +103,7 @@ impl DirectResource {
     }
 }
 
-// SAFETY: one driver allocation per block; a free comes after all work of the context.
+// SAFETY: one driver allocation per block; a free comes after all work of the context, and of the stream's.
 unsafe impl MemoryResource for DirectResource {
     fn allocate_aligned(
         &self,
@@ -108,21 +120,23 @@ unsafe impl MemoryResource for DirectResource {
             return Err(ResourceError::InvalidAlignment { alignment });
         }
         super::ordered::same_place(&self.context, stream)?;
-        let stream = stream.id()?;
+        let id = stream.id()?;
         let ptr = self.context.enter()?.mem_alloc(bytes)?;
         let key = BlockKey {
             source: self.source,
             id: 0,
             generation: self.generation.fetch_add(1, Ordering::Relaxed) + 1,
         };
-        self.blocks().insert(ptr, key);
+        let (ours, home) = (self.context.key(), stream.context());
+        let home = (home.key() != ours).then(|| home.clone());
+        self.blocks().insert(ptr, Live { key, home });
         let now = self.live.fetch_add(bytes as u64, Ordering::AcqRel) + bytes as u64;
         self.peak.fetch_max(now, Ordering::AcqRel);
         let identity = BlockIdentity {
             key,
             ptr,
             bytes,
-            stream,
+            stream: id,
             device: self.context.device().ordinal(),
         };
         // SAFETY: just made by the driver.
@@ -167,7 +181,7 @@ unsafe impl MemoryResource for DirectResource {
 
     fn state(&self, block: &BlockIdentity) -> BlockState {
         match self.knows(block) {
-            Ok(()) => BlockState::Live,
+            Ok(_) => BlockState::Live,
             Err(_) => BlockState::Freed,
         }
     }

@@ -75,7 +75,7 @@ struct Entry {
     /// Charges that belong to what is below this resource, and leave with the block.
     charges_below: usize,
     /// Resources below this one that keep an order, too.
-    keepers_below: u8,
+    keepers_below: u32,
     uses: Mutex<Uses>,
 }
 

@@ -1,6 +1,6 @@
 //! What a launch reads and writes.
 
-use crate::driver::{Stream, process};
+use crate::driver::{Stream, StreamKind, process};
 
 use super::block::{Access, BlockIdentity, BlockState};
 use super::error::{RejectedKind, ResourceError, StreamMisuse};
@@ -94,6 +94,8 @@ enum Phase {
 pub struct LaunchRecorder<R: MemoryResource> {
     resource: R,
     stream: Stream,
+    /// The stream's id at the preflight.
+    named: u64,
     mode: RecordMode,
     phase: Phase,
     blocks: Vec<Entry>,
@@ -116,6 +118,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
         LaunchRecorder {
             resource,
             stream: stream.clone(),
+            named: 0,
             mode,
             phase: Phase::Recording,
             blocks: Vec::new(),
@@ -242,6 +245,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
                 .prepare_use(&entry.block, &self.stream, entry.access)?;
         }
         self.phase = Phase::Ready;
+        self.named = stream;
         Ok(())
     }
 
@@ -262,6 +266,10 @@ impl<R: MemoryResource> LaunchRecorder<R> {
         self.phase = Phase::Committed;
         if self.resource.tracking() == Tracking::None {
             return Ok(());
+        }
+        if self.stream.kind() == StreamKind::PerThreadDefault && self.stream.id()? != self.named {
+            // On this thread the handle means another stream. What is complete needs no record.
+            return Ok(self.stream.context().enter()?.synchronize()?);
         }
         let mut first = Ok(());
         for entry in &self.blocks {

@@ -1,0 +1,207 @@
+//! Memory that is lent, comes back, or goes back, is as large as it was, and nobody's work is left behind.
+
+use std::sync::Arc;
+
+use super::World;
+use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer, Schema, Table};
+use cualloc::driver::{Stream, sys};
+use cualloc::pool::{NativeConfig, NativePool, TypedPool};
+use cualloc::resource::{
+    AsyncResource, DirectResource, LaunchRecorder, MemoryResource, RecordMode, Tag,
+};
+use cualloc::sim::{FailPlan, Mode};
+use cualloc::{DeviceBuffer, PinnedBuffer};
+
+/// D10: an export has no more rows than its column, whatever a table's columns were exchanged for.
+#[test]
+fn d10_tables_export_no_more_rows_than_their_columns_have() {
+    let world = World::new(Mode::Instant, true);
+    let (a, stream) = (&world.allocator, world.stream());
+    let make = |rows| Column::zeroed(a, ElementType::U32, rows, &stream).unwrap();
+    let schema = Schema::new([("only", ElementType::U32)]);
+    let mut table = Table::from_columns(a, schema, vec![make(1 << 18)], &stream).unwrap();
+    drop(std::mem::replace(&mut table.columns_mut()[0], make(16)));
+    let beyond = |error| matches!(error, ColumnError::OverCapacity { capacity: 16, .. });
+    let consumer = Consumer::Unordered;
+    assert!(beyond(table.to_dlpack(&consumer).unwrap_err()));
+    assert!(beyond(table.to_dlpack_versioned(&consumer).unwrap_err()));
+    drop(std::mem::replace(
+        &mut table.columns_mut()[0],
+        make(1 << 19),
+    ));
+    let mut tensors = table.to_dlpack(&consumer).unwrap();
+    let back = Column::from_dlpack(tensors.remove(0), &stream, Producer::Ordered).unwrap();
+    assert_eq!(back.to_vec::<u32>().unwrap(), vec![0; 1 << 18]);
+    drop(back);
+    world.clean();
+}
+
+/// D2: a source that waits instead of tracking waits for the context of a block's own stream, too, however
+/// the block comes back.
+#[test]
+fn d2_memory_without_tracking_outlives_work_of_its_streams_context() {
+    let world = World::new(Mode::Manual, false);
+    let second = world.beside();
+    let stream = Stream::new(&second).unwrap();
+    let direct = Arc::new(DirectResource::new(&world.context));
+    for resource in [
+        direct.clone() as Arc<dyn MemoryResource>,
+        Arc::new(AsyncResource::new(direct)),
+    ] {
+        let make = || Column::zeroed_in(resource.clone(), ElementType::U32, 1 << 18, &stream);
+        drop(make().unwrap());
+        drop(make().unwrap().into_owned().expect("not shared"));
+        let reports = world.sim.take_reports();
+        assert!(reports.is_empty(), "{}", reports[0]);
+    }
+    world.clean();
+}
+
+/// D10: the last release waits for the contexts of consumers whose streams are not tracked.
+#[test]
+fn d10_the_last_release_waits_for_the_consumers_contexts() {
+    let world = World::new(Mode::Manual, false);
+    let second = world.beside();
+    let (home, theirs) = (world.stream(), Stream::new(&second).unwrap());
+    let direct: Arc<dyn MemoryResource> = Arc::new(DirectResource::new(&world.context));
+    let (bytes, kind) = (1 << 20, ElementType::U32);
+    for (column, consumer) in [
+        (
+            Column::uninit(&world.allocator, kind, bytes / 4, &home).unwrap(),
+            Consumer::Untracked(theirs.clone()),
+        ),
+        (
+            Column::uninit_in(direct, kind, bytes / 4, &home).unwrap(),
+            Consumer::Tracked(theirs.clone()),
+        ),
+    ] {
+        let lent = column.to_dlpack(&consumer).unwrap();
+        let entered = second.enter().unwrap();
+        // SAFETY: the memory is lent to this stream.
+        unsafe { entered.memset_d8(column.ptr(), 1, bytes, theirs.raw()) }.unwrap();
+        drop(entered);
+        let column = column.into_block().expect_err("lent");
+        drop(lent);
+        assert!(!theirs.is_complete().unwrap());
+        drop(
+            column
+                .into_block()
+                .expect_err("of unknown uses")
+                .into_owned()
+                .expect_err("the same"),
+        );
+        assert!(theirs.is_complete().unwrap(), "{consumer:?}");
+    }
+    world.clean();
+}
+
+/// D2: what only a handle could tell is not asked on a thread where the handle means another stream.
+#[test]
+fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
+    let world = World::new(Mode::Manual, false);
+    let second = world.beside();
+    // A download whose event cannot be waited for.
+    let home = world.stream();
+    let buffer = DeviceBuffer::<u32>::zeroed(&world.allocator, 1 << 18, &home).unwrap();
+    let copy = std::thread::scope(|scope| {
+        let copy = || {
+            let own = Stream::per_thread_default(&world.context).unwrap();
+            let host = PinnedBuffer::<u32>::zeroed(&world.context, 1 << 18).unwrap();
+            buffer.download(host, &own).unwrap()
+        };
+        scope.spawn(copy).join().unwrap()
+    });
+    let code = sys::CUresult::CUDA_ERROR_UNKNOWN;
+    world
+        .sim
+        .fail(FailPlan::call("cuEventSynchronize", code).unwrap());
+    drop(copy.wait().unwrap());
+    assert!(
+        world
+            .sim
+            .pending()
+            .iter()
+            .all(|op| !op.kind.contains("DtoH"))
+    );
+    // A driver's pool, and a stream of another context than its own.
+    let pool = NativePool::with_context(&world.context, NativeConfig::default()).unwrap();
+    let pool: Arc<dyn MemoryResource> = Arc::new(pool);
+    let column = std::thread::scope(|scope| {
+        let make = || {
+            let own = Stream::per_thread_default(&second).unwrap();
+            Column::zeroed_in(pool.clone(), ElementType::U32, 1 << 18, &own).unwrap()
+        };
+        scope.spawn(make).join().unwrap()
+    });
+    drop(column);
+    assert!(
+        world
+            .sim
+            .pending()
+            .iter()
+            .all(|op| !op.kind.contains("Memset"))
+    );
+    drop(buffer);
+    world.clean();
+}
+
+/// D2: each of very many resources that keep an order is known apart.
+#[test]
+fn d2_no_block_goes_back_past_the_last_of_many() {
+    let world = World::new(Mode::Instant, false);
+    let stream = world.stream();
+    let mut all: Vec<Arc<dyn MemoryResource>> = vec![Arc::new(world.allocator.clone())];
+    for below in 0..300 {
+        all.push(Arc::new(AsyncResource::new(all[below].clone())));
+    }
+    let block = all[300].allocate(64, &stream, Tag::default()).unwrap();
+    let failed = all[299].deallocate(block).expect_err("past the keeper");
+    all[300].deallocate(*failed.block).unwrap();
+    world.clean();
+}
+
+/// D2: a thread's own stream is another one on each thread, also where a buffer is returned on it.
+#[test]
+fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
+    let world = World::new(Mode::Manual, false);
+    let pool = TypedPool::over([&world.allocator]);
+    let own = || Stream::per_thread_default(&world.context).unwrap();
+    let elsewhere = || {
+        let made = pool.uninit::<u32>(1 << 18, &own()).unwrap();
+        (made.as_device_ptr(), made)
+    };
+    let (ptr, buffer) = world.sim.as_thread(1, elsewhere);
+    let work = DeviceBuffer::<u32>::zeroed(&world.allocator, 100, &own()).unwrap();
+    pool.put(buffer, Some(&own())).unwrap();
+    let waits = || world.sim.counters().get("cuStreamWaitEvent");
+    let before = waits();
+    // The other thread's stream comes after what this one was given.
+    let (again, next) = world.sim.as_thread(1, elsewhere);
+    assert!(again != ptr || waits() > before);
+    drop((work, next));
+    world.clean();
+}
+
+/// D2: a launch that another thread commits is not taken for work of that thread's own stream.
+#[test]
+fn d2_a_commit_on_another_thread_waits_for_the_launch() {
+    let world = World::new(Mode::Manual, false);
+    let home = world.stream();
+    let resource = AsyncResource::new(world.allocator.clone());
+    let block = resource.allocate(1 << 20, &home, Tag::default()).unwrap();
+    let launch = || {
+        let own = Stream::per_thread_default(&world.context).unwrap();
+        let mut recorder = LaunchRecorder::new(&resource, &own, RecordMode::Strict);
+        recorder.write(&block).unwrap().preflight().unwrap();
+        let entered = world.context.enter().unwrap();
+        // SAFETY: the memory is the block's, and recorded by the commit.
+        unsafe { entered.memset_d8(block.ptr(), 1, 1 << 20, own.raw()) }.unwrap();
+        recorder
+    };
+    let recorder = std::thread::scope(|scope| scope.spawn(launch).join().unwrap());
+    recorder.commit().unwrap();
+    resource.deallocate(block).unwrap();
+    let next = DeviceBuffer::<u8>::zeroed(&world.allocator, 1 << 20, &home).unwrap();
+    drop(next);
+    world.clean();
+}
