@@ -19,17 +19,17 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 const PAGE: usize = 64 * KIB;
 
-type Outcome = Result<(), Box<dyn std::error::Error>>;
+pub(super) type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 /// An allocator on a simulator of its own.
-struct Rig {
-    allocator: Allocator,
-    context: Context,
-    sim: Simulator,
+pub(super) struct Rig {
+    pub allocator: Allocator,
+    pub context: Context,
+    pub sim: Simulator,
 }
 
 impl Rig {
-    fn new(config: Config) -> Result<Rig, Box<dyn std::error::Error>> {
+    pub fn new(config: Config) -> Result<Rig, Box<dyn std::error::Error>> {
         let sim = Simulator::new(SimConfig::default())?;
         let driver = sim.driver()?;
         let context = Context::primary(&driver, driver.device(0)?)?;
@@ -41,20 +41,20 @@ impl Rig {
         })
     }
 
-    fn streams<const N: usize>(&self) -> Result<[Stream; N], Box<dyn std::error::Error>> {
+    pub fn streams<const N: usize>(&self) -> Result<[Stream; N], Box<dyn std::error::Error>> {
         let made: Result<Vec<_>, _> = (0..N).map(|_| Stream::new(&self.context)).collect();
         made?.try_into().map_err(|_| "as many as asked for".into())
     }
 
     /// Lets a stream write to memory.
-    fn write(&self, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
+    pub fn write(&self, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
         let entered = self.context.enter()?;
         // SAFETY: the test owns the memory; the stream is alive.
         unsafe { entered.memset_d8(ptr, 1, bytes, stream.raw()) }?;
         Ok(())
     }
 
-    fn end(self) -> Outcome {
+    pub fn end(self) -> Outcome {
         self.sim.complete_all();
         self.allocator.check()?;
         self.allocator.close()?;
@@ -96,10 +96,20 @@ fn age_pages(allocator: &Allocator, generation: u32) {
 /// back to a front because the stream has come to follow the others makes the page's ticket a new one.
 #[test]
 fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
+    let_go_behind_a_wait(false)
+}
+
+/// As above, where another stream that used the block is done with it.
+#[test]
+fn a_block_let_go_behind_the_last_of_its_users_renews_the_ticket_of_its_page() -> Outcome {
+    let_go_behind_a_wait(true)
+}
+
+fn let_go_behind_a_wait(another: bool) -> Outcome {
     let config = Config::new().limit(Some(16 << 20)).views(false);
     let rig = Rig::new(config.policy(Policy::Packed))?;
     let allocator = &rig.allocator;
-    let [a, b, c] = rig.streams()?;
+    let [a, b, c, idle] = rig.streams()?;
     let small = allocator.allocate(PAGE, &a)?;
     let at = small.ptr();
     let others: Result<Vec<Block>, _> = (1..2 * MIB / PAGE)
@@ -109,6 +119,9 @@ fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
     let large = allocator.allocate(12 * MIB, &b)?;
     let little = allocator.allocate(MIB, &a)?;
     small.record_stream(&b)?;
+    if another {
+        small.record_stream(&idle)?;
+    }
     rig.sim.set_mode(Mode::Manual);
     rig.write(at, PAGE, &b)?;
     rig.write(large.ptr(), 12 * MIB, &b)?;

@@ -67,6 +67,8 @@ mod state;
 mod stats;
 mod stitch;
 mod streams;
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod tickets;
 mod trial;
 mod uses;
 mod view;

@@ -4,7 +4,7 @@ use std::sync::{Arc, mpsc};
 
 use crate::common::*;
 use cualloc::allocator::{Allocator, Config, Policy};
-use cualloc::column::{Column, ElementType};
+use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::pool::{WorkspaceConfig, WorkspacePool};
 use cualloc::sim::{FailPlan, Mode, Simulator};
@@ -166,6 +166,32 @@ fn d3_a_dropped_column_of_a_retired_stream_counts() {
         assert!(!interlude::is_due(), "{bytes}: not retired");
         use_elsewhere(&rig, &allocator, bytes, &other);
         drop((home, other));
+        rig.close(&allocator);
+    }
+}
+
+/// What comes back through an export is used by its new home until its drop, which its owner is told at once,
+/// and again if that was retired since.
+#[test]
+fn d3_a_column_that_came_back_counts_on_a_retired_stream() {
+    for (policy, bytes) in POLICIES.into_iter().flat_map(|p| [(p, KIB), (p, BLOCK)]) {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.limited(room_for(bytes));
+        let [home, theirs, other] = rig.streams();
+        let column = Column::zeroed(&allocator, ElementType::F32, bytes / 4, &home).unwrap();
+        let tensor = column.to_dlpack(&Consumer::Tracked(home.clone())).unwrap();
+        let back = Column::from_dlpack(tensor, &theirs, Producer::Ordered).unwrap();
+        drop(column);
+        sim.set_mode(Mode::Manual);
+        allocator.retire(&theirs).unwrap();
+        theirs.synchronize().unwrap();
+        rig.stamp(back.ptr(), bytes, 1, &theirs);
+        drop(back);
+        use_elsewhere(&rig, &allocator, bytes, &other);
+        drop((home, theirs, other));
         rig.close(&allocator);
     }
 }

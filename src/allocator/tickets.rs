@@ -1,0 +1,296 @@
+//! Tests of what a stream's slot hands on: its tickets, its markers, what it follows, and its name.
+
+use std::sync::Arc;
+
+use super::carried::{Outcome, Rig};
+use super::leaving::Leaving;
+use super::state::PendingWait;
+use super::streams::{Holder, StreamKey, Streams};
+use super::uses::Use;
+use super::{Config, Policy};
+use crate::Block;
+use crate::driver::{Context, Event, Stream};
+use crate::sim::Mode;
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+const PAGE: usize = 64 * KIB;
+
+fn packed() -> Config {
+    Config::new().policy(Policy::Packed).views(false)
+}
+
+/// So many streams that nobody works on.
+fn known<const N: usize>(rig: &Rig) -> (Streams, [u32; N]) {
+    let mut streams = Streams::default();
+    let slots = std::array::from_fn(|at| {
+        let key = StreamKey::Id(100 + at as u64);
+        streams.add(key, at + 1, rig.context.clone(), Holder::foreign())
+    });
+    (streams, slots)
+}
+
+fn event(context: &Context) -> Result<Arc<Event>, Box<dyn std::error::Error>> {
+    Ok(Arc::new(context.enter()?.create_event()?))
+}
+
+fn slot_of(rig: &Rig, stream: &Stream) -> Result<(u32, StreamKey), Box<dyn std::error::Error>> {
+    let key = StreamKey::Id(stream.id()?);
+    let slot = rig.allocator.engine().lock().streams.find(key);
+    Ok((slot.ok_or("no slot")?, key))
+}
+
+/// What is known of an old ticket is no knowledge of a later stream in the same slot.
+#[test]
+fn tickets_of_a_slot_only_rise() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let (mut streams, [a, b]) = known(&rig);
+    let bound = streams.close_batch(a).bound;
+    streams.ordered(b, a, bound, &[]);
+    streams.completed(a, bound, &[]);
+    streams[a].holder = Holder::Retired;
+    assert!(streams.recycle(a));
+    let holder = Holder::foreign();
+    let again = streams.add(StreamKey::Id(7), 7, rig.context.clone(), holder);
+    assert_eq!(again, a);
+    let free = Use {
+        stream: a,
+        ticket: streams[a].open,
+    };
+    assert!(!streams.complete(&free) && !streams.ready(b, &free));
+    rig.end()
+}
+
+/// A marker covers what was freed before its batch was closed, and nothing that comes later.
+#[test]
+fn a_marker_covers_no_later_free() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let (mut streams, [a, b]) = known(&rig);
+    let earlier = Use {
+        stream: a,
+        ticket: streams[a].open,
+    };
+    let batch = streams.close_batch(a);
+    let later = Use {
+        stream: a,
+        ticket: streams[a].open,
+    };
+    assert!(streams.publish(batch, event(&rig.context)?).is_none());
+    assert!(streams.is_covered(&earlier) && !streams.is_covered(&later));
+    let marker = streams.marker(&earlier).ok_or("no marker")?;
+    let (bound, row) = (marker.bound, Arc::clone(&marker.row));
+    streams.ordered(b, a, bound, &row);
+    assert!(streams.ready(b, &earlier) && !streams.ready(b, &later));
+    streams.completed(a, bound, &row);
+    assert!(streams.complete(&earlier) && !streams.complete(&later));
+    rig.end()
+}
+
+/// The event that stands for all markers of a stream covers what the last of them did.
+#[test]
+fn d6_the_event_in_place_of_all_markers_covers_what_they_did() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let (mut streams, [a, b]) = known(&rig);
+    streams.ordered(a, b, 3, &[]);
+    for _ in 0..2 {
+        let batch = streams.close_batch(a);
+        assert!(streams.publish(batch, event(&rig.context)?).is_none());
+    }
+    let last = Use {
+        stream: a,
+        ticket: streams[a].open - 1,
+    };
+    let gone = streams.replace_markers(a, event(&rig.context)?);
+    assert_eq!((gone.len(), streams[a].markers.len()), (2, 1));
+    assert!(streams[a].covered() && streams.is_covered(&last));
+    assert_eq!(streams[a].markers[0].row[..], [0, 3]);
+    streams.completed(a, last.ticket, &[]);
+    assert!(streams.all_seen());
+    rig.end()
+}
+
+/// Who waits for a marker follows all that the marker's stream did, and needs no wait for that.
+#[test]
+fn a_wait_brings_what_its_marker_follows() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let streams = rig.streams::<3>()?;
+    for stream in &streams {
+        drop(rig.allocator.allocate(KIB, stream)?);
+    }
+    let [(a, _), (b, _), (c, _)] = [
+        slot_of(&rig, &streams[0])?,
+        slot_of(&rig, &streams[1])?,
+        slot_of(&rig, &streams[2])?,
+    ];
+    let mut row = vec![0; 3];
+    row[a as usize] = 9;
+    let event = event(&rig.context)?;
+    streams[1].record(&event)?;
+    let wait = PendingWait {
+        stream: b,
+        bound: 4,
+        event,
+        row: row.into(),
+    };
+    rig.allocator.engine().queue_waits(c, &[wait])?;
+    let state = rig.allocator.engine().lock();
+    let ready = |stream, ticket| state.streams.ready(c, &Use { stream, ticket });
+    assert!(ready(b, 4) && !ready(b, 5));
+    assert!(ready(a, 9) && !ready(a, 10));
+    drop(state);
+    rig.end()
+}
+
+/// A page that goes back after a batch was closed goes with the ticket that is open since then.
+#[test]
+fn a_page_freed_behind_a_marker_is_not_covered_by_it() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let allocator = &rig.allocator;
+    let [a, b] = rig.streams()?;
+    drop(allocator.allocate(KIB, &b)?);
+    let page = allocator.allocate(PAGE, &a)?;
+    let others: Result<Vec<Block>, _> = (1..2 * MIB / PAGE)
+        .map(|_| allocator.allocate(PAGE, &b))
+        .collect();
+    let others = others?;
+    let (slot, key) = slot_of(&rig, &a)?;
+    drop(allocator.allocate(MIB, &a)?);
+    allocator.engine().mark(slot, key)?;
+    rig.sim.set_mode(Mode::Manual);
+    rig.write(page.ptr(), PAGE, &a)?;
+    drop(page);
+    allocator.trim(u64::MAX)?;
+    assert!(allocator.allocate_at_hand(PAGE, 1, &b, &[])?.is_none());
+    rig.sim.complete_all();
+    drop(others);
+    rig.end()
+}
+
+/// A small block that several streams used comes back when the last of them is done.
+#[test]
+fn a_block_of_several_users_waits_for_the_last() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let allocator = &rig.allocator;
+    let [a, b, c] = rig.streams()?;
+    let block = allocator.allocate(KIB, &a)?;
+    rig.sim.set_mode(Mode::Manual);
+    for stream in [&b, &c] {
+        rig.write(block.ptr(), KIB, stream)?;
+        block.record_stream(stream)?;
+        // The writes are one after the other.
+        if stream.id()? == b.id()? {
+            let event = event(&rig.context)?;
+            b.record(&event)?;
+            c.wait_event(&event)?;
+        }
+    }
+    drop(block);
+    allocator.trim(u64::MAX)?;
+    rig.sim.complete_stream(b.id()?, usize::MAX);
+    allocator.trim(u64::MAX)?;
+    assert_eq!(allocator.engine().lock().fronts.held_back.len(), 1);
+    rig.sim.complete_all();
+    allocator.trim(u64::MAX)?;
+    assert_eq!(allocator.engine().lock().fronts.held_back.len(), 0);
+    rig.end()
+}
+
+/// A slot whose last marker is on its way is nobody else's yet, and its stream's again if that fails; the slot
+/// of a stream that nobody names and nothing refers to is anybody's.
+#[test]
+fn d3_a_slot_that_is_left_goes_once() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let engine = rig.allocator.engine();
+    let key = StreamKey::Id(900);
+    let mut state = engine.lock();
+    let slot = state.adopt(key, 900, rig.context.clone(), Holder::foreign());
+    let leaving = Leaving::begin(engine, &mut state, slot, key);
+    state.recycle(slot);
+    let stays = state.streams[slot].in_use;
+    drop(state);
+    drop(leaving);
+    assert!(stays);
+    let mut state = engine.lock();
+    assert_eq!(state.streams.find(key), Some(slot));
+    state.recycle(slot);
+    assert!(state.streams[slot].in_use);
+    state.streams.forget_key(slot);
+    state.recycle(slot);
+    assert!(!state.streams[slot].in_use);
+    assert_eq!(state.streams.len(), 0);
+    drop(state);
+    rig.end()
+}
+
+/// While its last marker is on its way nobody opens the fronts of a stream.
+#[test]
+fn d3_fronts_of_a_stream_that_leaves_stay_shut() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let engine = rig.allocator.engine();
+    let [a] = rig.streams()?;
+    drop(rig.allocator.allocate(KIB, &a)?);
+    let (slot, key) = slot_of(&rig, &a)?;
+    let mut state = engine.lock();
+    let front = state.streams[slot].fronts[0];
+    assert!(front.lock().is_fast());
+    let leaving = Leaving::begin(engine, &mut state, slot, key);
+    state.open_fronts();
+    let opened = front.lock().is_fast();
+    drop(state);
+    drop(leaving);
+    assert!(!opened);
+    assert!(front.lock().is_fast());
+    rig.end()
+}
+
+/// The pages of a stream that leaves go behind its last marker, not when that is complete.
+#[test]
+fn d3_pages_of_a_stream_that_leaves_go_with_its_last_marker() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let [a, b] = rig.streams()?;
+    drop(rig.allocator.allocate(KIB, &b)?);
+    let page = rig.allocator.allocate(PAGE, &a)?;
+    let (slot, _) = slot_of(&rig, &a)?;
+    rig.sim.set_mode(Mode::Manual);
+    rig.write(page.ptr(), PAGE, &a)?;
+    drop(page);
+    rig.allocator.retire(&a)?;
+    let state = rig.allocator.engine().lock();
+    assert!(state.streams[slot].in_use, "its work is under way");
+    assert_eq!(state.streams[slot].pages, 0);
+    drop(state);
+    rig.end()
+}
+
+/// What the streams of a context that is gone used, in pages and beside them, is complete when everything was
+/// waited for.
+#[test]
+fn d6_memory_of_a_context_that_is_gone_is_not_lost() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let allocator = &rig.allocator;
+    // Where this fails the end of the allocator would wait for what is lost.
+    let _open = std::mem::ManuallyDrop::new(allocator.clone());
+    let [a] = rig.streams()?;
+    drop(allocator.allocate(KIB, &a)?);
+    let raw = rig.sim.create_context(0).ok_or("no context")?;
+    // SAFETY: the context was just made, and outlives the test.
+    let there = unsafe { Context::from_raw(rig.context.driver(), raw) }?;
+    let b = Stream::new(&there)?;
+    let small = allocator.allocate(PAGE, &b)?;
+    let large = allocator.allocate(4 * MIB, &b)?;
+    let (slot, _) = slot_of(&rig, &b)?;
+    drop((small, large));
+    allocator.engine().context_gone(&there);
+    {
+        let state = allocator.engine().lock();
+        assert_eq!(state.streams[slot].pages, 0);
+        let free = state.ticket(slot, None);
+        assert!(!state.streams.complete(&free));
+    }
+    assert_eq!(allocator.trim(0)?.pending, 6 << 20);
+    allocator.synchronize()?;
+    assert_eq!(allocator.trim(0)?.pending, 0);
+    assert_eq!(allocator.stats().all.reserved.current, 0);
+    assert_eq!(allocator.stats().streams, 1);
+    rig.end()
+}
