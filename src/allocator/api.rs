@@ -279,7 +279,8 @@ impl Allocator {
     /// Of a [`Block`] the allocator does not know what it is used for: `unsafe` code that gave the stream work
     /// with it later records the stream once more ([`Block::record_stream`]) before the free.
     ///
-    /// Never waits for work. If it fails, everything is as it was.
+    /// Never waits for work, unless another thread waits for a context that is not the allocator's and has the
+    /// stream. If it fails, everything is as it was.
     ///
     /// # Errors
     /// [`Error::UnknownStream`], [`Error::Capturing`], driver errors; [`Error::OtherThread`] for the

@@ -195,11 +195,13 @@ impl Engine {
         let key = slot.key;
         drop(state);
         let event = self.follow(&last.event)?;
+        let bound = last.bound;
+        // Its event may have been found void meanwhile: then it is destroyed here, so not under the lock.
+        drop(last);
         let mut state = self.lock();
         let slot = &state.streams[stream];
         let newest = slot.in_use && slot.key == key && slot.covered();
-        let same = slot.markers.back().is_some_and(|m| m.bound == last.bound);
-        drop(last);
+        let same = slot.markers.back().is_some_and(|m| m.bound == bound);
         let gone = if newest && same {
             state.streams.replace_markers(stream, event)
         } else {
@@ -277,10 +279,18 @@ impl Engine {
         self.error(error)
     }
 
-    /// Our context, and those of all streams that may have work, as far as they are not gone.
-    pub(crate) fn contexts(&self) -> Result<Vec<Context>, Error> {
+    /// Our context, and those of all streams that may have work, as far as they are not gone. Whoever retires
+    /// a stream of another one, to destroy that, waits until what comes with them is dropped.
+    pub(crate) fn contexts(&self) -> Result<(Vec<Context>, Vec<Holder>), Error> {
         let mut contexts = vec![self.context.clone()];
+        let mut touched = Vec::new();
         for (_, slot) in self.lock().streams.iter() {
+            if slot.context.key() == self.context.key() {
+                continue;
+            }
+            if let Holder::Foreign(_) = &slot.holder {
+                touched.push(slot.holder.clone());
+            }
             if !contexts.iter().any(|c| c.key() == slot.context.key()) {
                 contexts.push(slot.context.clone());
             }
@@ -295,7 +305,7 @@ impl Engine {
                 }
             }
         }
-        Ok(alive)
+        Ok((alive, touched))
     }
 
     /// Another context is gone, with all that it had.

@@ -65,7 +65,9 @@ impl Engine {
         };
         if waits_on {
             let mut state = self.lock();
-            if state.streams[stream].key == key {
+            let slot = &state.streams[stream];
+            // Who retired the stream meanwhile has covered it, and nobody marks it any more.
+            if slot.in_use && slot.key == key && !matches!(slot.holder, Holder::Retired) {
                 state.streams.not_covered(stream);
             }
         }
@@ -464,7 +466,8 @@ impl Engine {
     /// error, with nothing changed, while something captures there, because that would suffer. `once` as
     /// for [`refuse_captures`](Self::refuse_captures).
     pub(crate) fn synchronise(&self, once: bool) -> Result<(), Error> {
-        let contexts = self.contexts()?;
+        // Nobody may destroy one of them meanwhile.
+        let (contexts, touched) = self.contexts()?;
         self.refuse_captures(&contexts, once)?;
         let refuted = self.found_capturing(&self.lock());
         let mut retired = Vec::new();
@@ -499,6 +502,7 @@ impl Engine {
                 Err(error) => Err(self.error(error)),
             }
         });
+        drop(touched);
         let mut state = self.lock();
         if let Err(error) = waited {
             for batch in &bounds {

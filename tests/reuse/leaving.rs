@@ -1,6 +1,6 @@
 //! Streams that leave while their memory is in use, and contexts that go with them.
 
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 
 use crate::common::*;
 use cualloc::allocator::{Allocator, Config, Policy};
@@ -260,6 +260,34 @@ fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
     }
 }
 
+/// A question to a stream that fails when another thread has retired it meanwhile leaves nothing to be covered:
+/// nobody could cover it, and `close` would wait for ever.
+#[test]
+fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
+    for policy in POLICIES {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        let kept = allocator.allocate(KIB, &a).unwrap();
+        drop(allocator.allocate(KIB, &b).unwrap());
+        let (other, on) = (allocator.clone(), a.clone());
+        interlude::after("cuStreamQuery", move || other.retire(&on).unwrap());
+        // Not enough for a marker at once.
+        drop(allocator.allocate(300 * KIB, &a).unwrap());
+        let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+        sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
+        allocator.trim(0).unwrap();
+        assert!(!interlude::is_due(), "no stream was asked");
+        assert_eq!(sim.clear_failures(), 0);
+        allocator.check().unwrap();
+        drop(kept);
+        rig.close(&allocator);
+    }
+}
+
 /// A context beside the primary one, with a stream of its own.
 struct Elsewhere {
     context: sys::CUcontext,
@@ -287,6 +315,49 @@ fn used_by(allocator: &Allocator, own: &Stream, there: &Elsewhere, bytes: usize)
         let block = allocator.allocate(bytes, own).unwrap();
         allocator.record_use_raw(block.ptr(), there.stream).unwrap();
     }
+}
+
+/// Also where another thread waits for all contexts just then: the retirement ends when that is done with them.
+#[test]
+fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let own = rig.stream();
+        let there = elsewhere(rig, sim, 0);
+        let kept = allocator.allocate(70_000, &own).unwrap();
+        used_by(&allocator, &own, &there, 4 * MIB);
+        let other = allocator.clone();
+        let stream = there.stream as usize;
+        let retire = Mutex::new(Some(move || {
+            // SAFETY: the stream is alive, and gets no more work.
+            unsafe { other.retire_raw(stream as sys::CUstream) }.is_ok()
+        }));
+        let (hand, owner) = mpsc::channel();
+        sim.after(move |moment| {
+            if moment.call != "cuStreamIsCapturing" {
+                return;
+            }
+            let Some(retire) = retire.lock().unwrap().take() else {
+                return;
+            };
+            let thread = std::thread::spawn(retire);
+            // It has every chance to end.
+            for _ in 0..5_000 {
+                std::thread::yield_now();
+            }
+            hand.send((thread.is_finished(), thread)).unwrap();
+        });
+        allocator.synchronize().unwrap();
+        let (ended, thread) = owner.recv().expect("a stream is asked whether it captures");
+        sim.clear_hooks();
+        assert!(!ended, "the context could be destroyed under the wait");
+        assert!(thread.join().unwrap(), "the retirement went well");
+        assert!(sim.destroy_context(there.context));
+        drop(kept);
+        rig.close(&allocator);
+        rig.assert_clean();
+    });
 }
 
 /// Once its streams are retired a context may be destroyed: nothing of it is asked any more.
