@@ -314,6 +314,7 @@ impl Memory {
 
     /// Lets the memory's stream, as the calling thread can name it, come after everything that was done to
     /// the memory.
+    #[cfg(feature = "arrow")]
     pub(super) fn gather(&self) -> Result<(), ColumnError> {
         self.prepare(Access::ReadWrite)?;
         if !self.at_home() {
