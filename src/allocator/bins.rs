@@ -339,6 +339,7 @@ impl FreeIndex {
     }
 
     /// Takes out what [`best_fit`](Self::best_fit) finds.
+    #[inline]
     pub(crate) fn take_best_fit(&mut self, granules: u32) -> Option<Entry> {
         let (group, sub) = bin_of(granules);
         let from = Key::from(granules) << 96;

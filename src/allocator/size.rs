@@ -47,6 +47,7 @@ pub const CLASSIC_LARGE_ROUNDING: u64 = 2 << 20;
 /// assert_eq!(round_size(513), Some(1024));
 /// assert_eq!(round_size(usize::MAX), None);
 /// ```
+#[inline]
 pub const fn round_size(bytes: usize) -> Option<u64> {
     let bytes = bytes as u64;
     if bytes > MAX_REQUEST {

@@ -51,7 +51,7 @@ impl Shelves {
         Some(*near as usize)
     }
 
-    #[inline]
+    #[inline(always)]
     pub fn take(&mut self, stream: u64, bytes: usize) -> Option<Box<Slab>> {
         let place = self.shelf(bytes)?;
         let slabs = &mut self.shelves.get_mut(place)?.slabs;

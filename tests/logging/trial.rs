@@ -205,12 +205,15 @@ fn nothing_is_left_of_a_trial_whichever_call_fails() {
                             }
                             Err(error) => assert!(error.driver_error().is_some(), "{error:?}"),
                         }
-                        // A stream whose end fails is said, as everywhere.
+                        // A stream whose end fails is said, as everywhere. One that was not even asked for its
+                        // end has gone by now, with a later call.
                         let said = |line: &String| line.starts_with("a stream was not released");
                         let streams = taken().iter().filter(|line| said(line)).count();
                         if times == 1 {
-                            let streams = before.streams + streams;
-                            assert_eq!(sim.leaks(), Leaks { streams, ..before });
+                            let leaks = sim.leaks();
+                            assert!(leaks.streams <= before.streams + streams, "{leaks:?}");
+                            let streams = leaks.streams;
+                            assert_eq!(leaks, Leaks { streams, ..before });
                         }
                     });
                     if whole.get() {

@@ -1,7 +1,6 @@
 //! What a heap is made of: granules, runs, pages.
 
 use super::super::size::GRANULE;
-use super::account::rarely;
 
 /// Granules of a page, and the longest run.
 pub(crate) const PAGE_GRAINS: u32 = 128;
@@ -144,6 +143,7 @@ impl Using {
 pub(crate) struct Node(pub u32);
 
 impl Node {
+    #[inline]
     pub(crate) fn new(page: u32, place: u32) -> Self {
         Node(page << PLACE_BITS | place)
     }
@@ -203,24 +203,26 @@ impl Page {
         grain.set_out();
     }
 
-    /// Makes a run that is out a live block. `None`, with nothing done, if the page has no generation left:
-    /// after the last one comes a number that says of no block that it is live.
+    /// Whether the page has no generation left: after the last one comes a number that says of no block that
+    /// it is live.
     #[inline(always)]
-    pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Option<Taken> {
+    pub(super) fn is_worn(&self) -> bool {
+        self.info.generation == u32::MAX
+    }
+
+    /// Makes a run that is out a live block. The page is not [worn](Self::is_worn).
+    #[inline(always)]
+    pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
         let generation = self.info.generation.wrapping_add(1);
-        if generation & LIVE == 0 {
-            rarely();
-            return None;
-        }
         self.info.generation = generation;
         let grain = &mut self.grains[node.place()];
         grain.a = generation;
         grain.b = requested;
-        Some(Taken {
+        Taken {
             node,
             ptr: self.info.base + node.place() as u64 * GRANULE,
             generation,
-        })
+        }
     }
 }
 

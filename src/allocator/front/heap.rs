@@ -132,14 +132,14 @@ impl Heap {
         let node = Node(quick.head);
         // There is no page for `NIL`.
         let page = &mut **self.pages.get_mut(node.page())?;
+        if page.is_worn() {
+            self.wear_out(node.page());
+            return None;
+        }
         quick.head = page.grains[node.place()].a;
         quick.left += 1;
         self.quick_room += granules;
-        let taken = page.hand_out(node, requested);
-        if taken.is_none() {
-            self.wear_out(node);
-        }
-        taken
+        Some(page.hand_out(node, requested))
     }
 
     /// Takes a run of `granules` (1 to 128) at a multiple of `align` granules.
@@ -152,14 +152,15 @@ impl Heap {
     }
 
     /// Takes a run of `granules`: a quick one of just so many, else the low end of the shortest free run
-    /// that is long enough. With its bytes, so that nobody need remember them. None as for
-    /// [`take_quick`](Self::take_quick).
+    /// that is long enough. With its bytes, so that nobody need remember them.
     #[inline(always)]
     pub(crate) fn take_anywhere(&mut self, granules: u32, requested: u32) -> Option<(Taken, u64)> {
         let quick = &mut self.quick[granules as usize % LISTS];
         let node = Node(quick.head);
         // There is no page for `NIL`.
-        let (page, cut) = if let Some(page) = self.pages.get_mut(node.page()) {
+        let (page, cut) = if let Some(page) = self.pages.get_mut(node.page())
+            && !page.is_worn()
+        {
             let page = &mut **page;
             quick.head = page.grains[node.place()].a;
             quick.left += 1;
@@ -169,13 +170,9 @@ impl Heap {
             rarely();
             let found = self.filled.first_from(granules as usize - 1)?;
             let cut = self.carve(found, granules);
-            (&mut *self.pages[cut.node.page()], cut)
+            (&mut **self.pages.get_mut(cut.node.page())?, cut)
         };
-        let Some(taken) = page.hand_out(cut.node, requested) else {
-            self.wear_out(cut.node);
-            return None;
-        };
-        Some((taken, cut.bytes))
+        Some((page.hand_out(cut.node, requested), cut.bytes))
     }
 
     fn take_aligned(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
@@ -254,12 +251,15 @@ impl Heap {
         run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
     }
 
+    /// Makes a run that was cut out a live block, unless its page has no generation left.
     fn hand_out(&mut self, node: Node, requested: u32) -> Option<Taken> {
-        let taken = self.pages[node.page()].hand_out(node, requested);
-        if taken.is_none() {
-            self.wear_out(node);
+        let page = &mut self.pages[node.page()];
+        if !page.is_worn() {
+            return Some(page.hand_out(node, requested));
         }
-        taken
+        page.grains[node.place()].set_spent();
+        self.wear_out(node.page());
+        None
     }
 
     /// The live block at a node, if its first byte is at `ptr`.
@@ -346,11 +346,19 @@ impl Heap {
 
     // ---- runs ------------------------------------------------------------------------------
 
-    /// Cuts the low end off the latest run of a list of free ones.
+    /// Cuts the low end off the latest run of a list of free ones. At [`NIL`] if only pages without a
+    /// generation left had any: so is that of a quick run of just the length, if there is one.
     #[inline(never)]
     fn carve(&mut self, found: usize, granules: u32) -> Cut {
+        let quick = Node(self.quick[granules as usize % LISTS].head);
         let node = Node(self.free[found % GRAINS]);
         let page = &mut *self.pages[node.page()];
+        if quick.0 != NIL {
+            return self.carve_elsewhere(quick, granules);
+        }
+        if page.is_worn() {
+            return self.carve_elsewhere(node, granules);
+        }
         let next = page.grains[node.place()].a;
         page.shape(node, granules);
         self.free[found % GRAINS] = next;
@@ -364,6 +372,16 @@ impl Heap {
             self.list_here(Node(node.0 + granules), length - granules);
         }
         Cut::new(node, granules)
+    }
+
+    /// [`carve`](Self::carve) where the page of a run has no generation left.
+    #[cold]
+    fn carve_elsewhere(&mut self, worn: Node, granules: u32) -> Cut {
+        self.wear_out(worn.page());
+        match self.filled.first_from(granules as usize - 1) {
+            Some(found) => self.carve(found, granules),
+            None => Cut::new(Node(NIL), granules),
+        }
     }
 
     /// Takes `granules` out of a free run; what is left on either side stays free.

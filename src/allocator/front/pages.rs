@@ -39,13 +39,14 @@ struct Entry<E: 'static> {
     page: AtomicU32,
     /// Where the page's generations go on when it comes back.
     generation: AtomicU32,
-    /// The page's number; [`NUMBERS`] if it has none yet.
-    number: AtomicU32,
 }
 
 #[derive(Debug)]
 struct Leaf<E: 'static> {
     entries: [Entry<E>; LEAF_PAGES],
+    /// The pages' numbers; [`NUMBERS`] for one that has none yet. Beside the entries, whose size is a power of
+    /// two so that every free by pointer finds its own by a shift.
+    numbers: [AtomicU32; LEAF_PAGES],
 }
 
 impl<E> Leaf<E> {
@@ -55,8 +56,8 @@ impl<E> Leaf<E> {
                 front: AtomicPtr::new(std::ptr::null_mut()),
                 page: AtomicU32::new(0),
                 generation: AtomicU32::new(0),
-                number: AtomicU32::new(NUMBERS),
             }),
+            numbers: std::array::from_fn(|_| AtomicU32::new(NUMBERS)),
         }
     }
 }
@@ -97,10 +98,16 @@ impl<E> PageTable<E> {
         ]
     }
 
+    /// The place of an address's page in its leaf.
+    #[inline(always)]
+    fn place(ptr: u64) -> usize {
+        (ptr >> PAGE_BITS) as usize % LEAF_PAGES
+    }
+
     #[inline(always)]
     fn entry(&self, ptr: u64) -> Option<&Entry<E>> {
         let leaf = self.find_leaf(ptr)?;
-        Some(&leaf.entries[(ptr >> PAGE_BITS) as usize % LEAF_PAGES])
+        Some(&leaf.entries[Self::place(ptr)])
     }
 
     #[inline(always)]
@@ -135,24 +142,25 @@ impl<E> PageTable<E> {
         let middles = self.top[top % TOPS].get_or_init(slots);
         let lows = middles[middle % BELOW].get_or_init(slots);
         let leaf = lows[low % BELOW].get_or_init(Leaf::new);
-        let entry = &leaf.entries[(base >> PAGE_BITS) as usize % LEAF_PAGES];
+        let place = Self::place(base);
+        let (entry, number) = (&leaf.entries[place], &leaf.numbers[place]);
         let worn = entry.generation.load(Ordering::Relaxed) == u32::MAX;
-        if worn || entry.number.load(Ordering::Relaxed) == NUMBERS {
-            let number = self.numbers.fetch_add(1, Ordering::Relaxed) % NUMBERS;
-            entry.number.store(number, Ordering::Relaxed);
+        if worn || number.load(Ordering::Relaxed) == NUMBERS {
+            let next = self.numbers.fetch_add(1, Ordering::Relaxed) % NUMBERS;
+            number.store(next, Ordering::Relaxed);
             entry.generation.store(0, Ordering::Relaxed);
         }
         Some(PageInfo {
             base,
             generation: entry.generation.load(Ordering::Relaxed),
-            number: entry.number.load(Ordering::Relaxed),
+            number: number.load(Ordering::Relaxed),
         })
     }
 
     /// The number of the live small block that begins at an address, among all that there can be.
     pub(crate) fn id(&self, ptr: u64) -> Option<u32> {
         let granule = (ptr / GRANULE) as u32 & ((1 << ID_BITS) - 1);
-        let number = self.entry(ptr)?.number.load(Ordering::Relaxed);
+        let number = self.find_leaf(ptr)?.numbers[Self::place(ptr)].load(Ordering::Relaxed);
         Some(SMALL_ID | number << ID_BITS | granule)
     }
 

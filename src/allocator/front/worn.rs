@@ -8,13 +8,11 @@ use super::Heap;
 use super::grain::{Kind, Node, PageInfo, Run};
 
 impl Heap {
-    /// A run that is out could not be handed out, as its page has no generation left.
+    /// A page has no generation left for a run that was asked for.
     #[cold]
     #[inline(never)]
-    pub(super) fn wear_out(&mut self, node: Node) {
-        let page = &mut self.pages[node.page()];
-        page.grains[node.place()].set_spent();
-        let at = node.page() as u32;
+    pub(super) fn wear_out(&mut self, page: usize) {
+        let at = page as u32;
         if !self.worn.contains(&at) {
             self.worn.push(at);
         }
