@@ -266,7 +266,7 @@ fn run(count: u64) {
         let next = AtomicU64::new(0);
         // A later call of any allocator closes those without handles that a capture kept open, so it must be
         // one of the same program.
-        let threads = if std::ptr::eq(part, watchful) {
+        let threads = if std::ptr::eq(part, &watchful) {
             1
         } else {
             threads
