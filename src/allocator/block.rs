@@ -5,6 +5,7 @@ use std::fmt;
 use crate::driver::{Stream, process, sys};
 
 use super::beside::Beside;
+use super::deferred::User;
 use super::engine::Engine;
 use super::error::Error;
 use super::front::{Freed, Held, Inner, Life, Node};
@@ -232,6 +233,17 @@ impl Block {
             }
             _ => self.engine().drop_block(self.lifetime()),
         }
+    }
+
+    /// As a drop, but the block is freed when all of these have been recorded, or waited for: now or by a
+    /// later call.
+    #[cold]
+    pub(crate) fn drop_after(self, users: Vec<User>) {
+        let block = std::mem::ManuallyDrop::new(self);
+        // A call of another thread may free it as soon as it is deferred, and it may be the last.
+        let keep = block.engine().lock().engine.upgrade();
+        block.engine().drop_after(block.lifetime(), users);
+        drop(keep);
     }
 
     /// Gives up ownership: the memory stays allocated until

@@ -1,7 +1,5 @@
 //! Giving memory back, and the end.
 
-use std::sync::atomic::Ordering;
-
 use crate::driver::{StreamKind, process};
 
 use super::engine::Engine;
@@ -78,18 +76,6 @@ impl Engine {
             released: finished.released + released + retried?,
             pending,
         })
-    }
-
-    /// Frees what was dropped while its stream was capturing.
-    pub(crate) fn free_deferred(&self) {
-        if !self.deferred.swap(false, Ordering::Relaxed) {
-            return;
-        }
-        let deferred = std::mem::take(&mut self.lock().deferred);
-        for block in deferred {
-            // One that is still capturing is deferred again in there.
-            self.drop_block(block);
-        }
     }
 
     /// Waits for the allocator's markers, gives everything back, and refuses further calls. After

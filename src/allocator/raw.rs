@@ -326,13 +326,13 @@ impl Engine {
         }
         match self.free_block(&block) {
             Ok(()) => {}
-            Err(Error::Capturing { .. }) => self.defer(block),
+            Err(Error::Capturing { .. }) => self.defer(block, Vec::new()),
             // In a child, after a loss or at exit there is nothing to give back to.
             Err(
                 Error::ForkedChild | Error::Exiting | Error::ContextLost(_) | Error::NotLive { .. },
             ) => {}
             Err(error) => {
-                self.defer(block);
+                self.defer(block, Vec::new());
                 if let Some(count) = self.log.due() {
                     log::warn!(
                         "a dropped block is freed later, now it could not be ({count} such \
@@ -340,19 +340,6 @@ impl Engine {
                     );
                 }
             }
-        }
-    }
-
-    fn defer(&self, block: Lifetime) {
-        let orphaned = {
-            let mut state = self.lock();
-            state.deferred.push(block);
-            // Under the lock: whoever takes the last handle away sees one or the other.
-            self.deferred.store(true, Ordering::Relaxed);
-            state.orphaned
-        };
-        if orphaned {
-            self.outlive_capture();
         }
     }
 

@@ -9,12 +9,12 @@ use super::aliasing::Unfinished;
 use super::bins::Entry;
 use super::burst::Account;
 use super::config::Tuning;
+use super::deferred::Deferred;
 use super::engine::Engine;
 use super::figures::{GrowthInfo, SelfTest};
 use super::fit::{Finder, Run};
 use super::front::PageTable;
 use super::fronts::Fronts;
-use super::grant::Lifetime;
 use super::grid::Grid;
 use super::guards::Guards;
 use super::handles::Handles;
@@ -192,8 +192,8 @@ pub(crate) struct State {
     pub planned: u64,
     /// Peak of live requested bytes since the last trim.
     pub peak_live: u64,
-    /// Blocks dropped while their stream was capturing: freed by the next call that may.
-    pub deferred: Vec<Lifetime>,
+    /// Blocks that could not be freed when they were dropped: freed by the next call that may.
+    pub deferred: Vec<Deferred>,
     /// Tests of views that could not be waited for.
     pub unfinished: Vec<Unfinished>,
     /// Frees so far: the time by which idle memory is told apart.

@@ -201,7 +201,9 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// to the block's stream, or that stream waits for it.
     ///
     /// # Errors
-    /// [`BufferError::Abandoned`] and those of [`Block::record_stream`]; with the buffer.
+    /// Where a stream that was given work could not be ordered, what keeps that from being made up for:
+    /// [`BufferError::Capturing`], [`BufferError::WrongThread`], driver errors; and those of
+    /// [`Block::record_stream`]; with the buffer.
     #[expect(clippy::result_large_err, reason = "the error owns the buffer")]
     pub fn into_block(self) -> Result<Option<Block>, ReleaseError<T>> {
         let len = self.len;
@@ -292,8 +294,8 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// `stream` was given so far. Does not wait, unless an event cannot be had.
     ///
     /// # Errors
-    /// As [`order_before`](Self::order_before). Later operations are not ordered then, but the memory
-    /// is not reused before `stream` is done with it, if need be never. A stream that is being captured
+    /// As [`order_before`](Self::order_before). Later operations make up for it then, or are refused until
+    /// they can, and the memory is not reused before `stream` is done with it. A stream that is being captured
     /// is the exception: whoever captures work answers for the memory's life until the graph is gone.
     pub fn order_after(&self, stream: &Stream) -> Result<(), BufferError> {
         match &self.memory {

@@ -81,15 +81,13 @@ pub enum BufferError {
     /// The buffer's stream is the default stream of another thread, which this one cannot name.
     #[error("the buffer belongs to the default stream of another thread")]
     WrongThread,
-    /// A stream that takes part is being captured into a graph.
+    /// A stream that takes part is being captured into a graph; or one that could not be ordered when it was
+    /// given work on the buffer, which is made up for by the first call after its capture.
     #[error("stream {stream:#x} is capturing")]
     Capturing {
         /// The stream's handle.
         stream: usize,
     },
-    /// After a failure, work may use the buffer that cannot be waited for: it is never freed.
-    #[error("work may use the memory that cannot be waited for")]
-    Abandoned,
     /// A copy was started and no wait for it succeeds, though the context is not given up for lost. The
     /// caller's memory is out of the device's reach: the copy was to or from memory of ours, which is
     /// leaked. (That of unsafe asynchronous copies is not.) Device memory stays in the order of its

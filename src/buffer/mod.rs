@@ -62,6 +62,7 @@ mod device;
 mod element;
 mod error;
 mod flight;
+mod late;
 mod order;
 mod pinned;
 mod slice;

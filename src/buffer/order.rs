@@ -8,10 +8,11 @@
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Beside, Block};
+use crate::allocator::{Allocator, Beside, Block, User};
 use crate::driver::{Context, DriverError, Entered, Event, Stream, StreamKind, process, sys};
 
 use super::error::{BufferError, FromBlockError};
+use super::late::{self, Late};
 
 /// A block and its home stream.
 pub(crate) struct Memory {
@@ -21,8 +22,8 @@ pub(crate) struct Memory {
     lent: bool,
     /// For the per-thread default stream this is the one of the thread that allocated.
     stream_id: u64,
-    /// Work may use the block that neither the home nor the allocator knows of.
-    abandoned: AtomicBool,
+    /// Streams were given work on the block that the home does not wait for: see [`late`].
+    astray: AtomicBool,
 }
 
 impl Memory {
@@ -54,7 +55,7 @@ impl Memory {
             stream: ManuallyDrop::new(stream),
             lent: false,
             stream_id,
-            abandoned: AtomicBool::new(false),
+            astray: AtomicBool::new(false),
         }
     }
 
@@ -71,7 +72,7 @@ impl Memory {
             stream: ManuallyDrop::new(unsafe { std::ptr::read(stream) }),
             lent: true,
             stream_id,
-            abandoned: AtomicBool::new(false),
+            astray: AtomicBool::new(false),
         }
     }
 
@@ -86,7 +87,7 @@ impl Memory {
         side: &Beside<N>,
         note: impl FnOnce(&mut N) -> R,
     ) -> Option<R> {
-        if *self.abandoned.get_mut() {
+        if *self.astray.get_mut() {
             return None;
         }
         // SAFETY: the caller's contract.
@@ -156,7 +157,37 @@ impl Memory {
         if id != self.stream_id {
             refuse_capture(&self.stream)?;
         }
+        self.catch_up()
+    }
+
+    /// Lets the home wait for the streams that an earlier failure left unordered with it.
+    #[inline]
+    fn catch_up(&self) -> Result<(), BufferError> {
+        if self.astray.load(Ordering::Acquire) {
+            self.make_up_for_all()?;
+        }
         Ok(())
+    }
+
+    #[cold]
+    fn make_up_for_all(&self) -> Result<(), BufferError> {
+        self.at_home()?;
+        for late in late::all_of(self.key()) {
+            self.make_up_for(&late)?;
+            late::made_up(&self.astray, &late);
+        }
+        Ok(())
+    }
+
+    fn make_up_for(&self, late: &Late) -> Result<(), BufferError> {
+        let stream = &late.stream;
+        refuse_capture(stream)?;
+        refuse_capture(&self.stream)?;
+        if stream.kind() == StreamKind::PerThreadDefault && stream.id()? != late.id {
+            // Here the handle means another stream.
+            return Ok(stream.context().enter()?.synchronize()?);
+        }
+        Ok(self.let_home_wait(stream)?)
     }
 
     /// Lets later work of `stream` come after everything done to the memory so far.
@@ -180,40 +211,45 @@ impl Memory {
             }
             Err(error) => {
                 // The caller says that there is work: it must not lose its memory.
-                self.protect(stream);
+                self.note_late(stream, id);
                 Err(error)
             }
         }
     }
 
-    /// Lets the home wait for the work of `stream`. If that cannot be had, the host waits; if not
-    /// even that, the allocator is told of the use, so that the memory at least is not reused.
+    /// Lets the home wait for the work of `stream`. If that cannot be had, whatever comes next has to
+    /// see to it first.
     fn join(&self, stream: &Stream, id: u64) -> Result<(), DriverError> {
         if id == self.stream_id {
             return Ok(());
         }
-        let Err(error) = order(stream, &self.stream) else {
-            return Ok(());
-        };
-        if stream.synchronize().is_ok() {
-            return Ok(());
-        }
-        self.protect(stream);
-        Err(error)
+        self.let_home_wait(stream)
+            .inspect_err(|_| self.note_late(stream, id))
     }
 
-    /// Keeps the memory from being reused under work of `stream`.
-    fn protect(&self, stream: &Stream) {
-        if self.block.record_stream(stream).is_err() {
-            self.abandoned.store(true, Ordering::Relaxed);
-        }
+    /// Lets the home wait for the work of `stream`, or else the host.
+    fn let_home_wait(&self, stream: &Stream) -> Result<(), DriverError> {
+        order(stream, &self.stream).or_else(|error| {
+            // A wait for what is captured cannot end, and would spoil the capture.
+            if refuse_capture(stream).is_err() {
+                return Err(error);
+            }
+            stream.synchronize().map_err(|_| error)
+        })
+    }
+
+    #[cold]
+    fn note_late(&self, stream: &Stream, id: u64) {
+        late::note(&self.astray, self.key(), stream, id);
+    }
+
+    fn key(&self) -> late::Key {
+        (self.block.engine().id, self.block.ptr())
     }
 
     /// Tells the allocator what it must know before the block is freed.
     fn settle(&self) -> Result<(), BufferError> {
-        if self.abandoned.load(Ordering::Relaxed) {
-            return Err(BufferError::Abandoned);
-        }
+        self.catch_up()?;
         // A retired stream was promised to get no more work, but operations on the buffer may have
         // given it some. To the allocator it is a new stream then.
         if self.block.stream_retired() {
@@ -244,13 +280,20 @@ impl Drop for Memory {
             // In a forked child a lock may be held by a thread that does not exist there.
             return;
         }
-        // A refusal may be over at once, and nobody can try later.
-        let settled = self.settle().or_else(|_| self.settle());
+        let settled = self.settle();
+        let late = match *self.astray.get_mut() {
+            true => late::take_all_of(self.key()),
+            false => Vec::new(),
+        };
         // SAFETY: this is the drop, so the block is used no more.
         let block = unsafe { ManuallyDrop::take(&mut self.block) };
-        if let Err(error) = settled {
-            log::warn!("the block at {:#x} is leaked: {error}", block.ptr());
-            block.into_raw();
+        if settled.is_err() {
+            // A refusal may be over at once; if not, a later call of the allocator tries again.
+            let mut users: Vec<User> = late.iter().map(|late| User::of(&late.stream)).collect();
+            if block.stream_retired() {
+                users.push(User::of(&self.stream));
+            }
+            block.drop_after(users);
         }
         self.let_go_of_stream();
     }

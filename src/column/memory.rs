@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
-use crate::allocator::Block;
+use crate::allocator::{Block, User};
 use crate::buffer::BufferError;
 use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
 use crate::resource::{
@@ -386,9 +386,10 @@ impl Memory {
     /// its last marker.
     fn settle(&self, owner: &Owner) -> Result<(), ColumnError> {
         match owner {
-            Owner::Block(block, _) if block.stream_retired() => {
-                Ok(block.record_stream(&self.stream)?)
-            }
+            Owner::Block(block, _) if block.stream_retired() => match self.at_home() {
+                true => Ok(block.record_stream(&self.stream)?),
+                false => Ok(settle_context(self.stream.context())?),
+            },
             // A resource that orders accesses, or waits for all of them, sees to it by itself.
             Owner::Resource(block, _) if block.resource().tracking() == Tracking::Reuse => {
                 Ok(block.record_stream(&self.stream)?)
@@ -405,6 +406,17 @@ impl Memory {
                 Ok(())
             }
         }
+    }
+
+    /// Whom the allocator has to be told of, or to wait for, before it frees the block.
+    fn users(&mut self, block: &Block) -> Vec<User> {
+        let untracked = self.untracked.get_mut();
+        let contexts = untracked.unwrap_or_else(PoisonError::into_inner);
+        let mut users: Vec<User> = contexts.drain(..).map(User::Context).collect();
+        if block.stream_retired() {
+            users.push(User::of(&self.stream));
+        }
+        users
     }
 
     /// Waits until the memory can be freed, or released, as far as that is not in the order of a stream.
@@ -457,17 +469,20 @@ impl Drop for Memory {
         // A refusal may be over at once, and nobody can try later.
         let result = self.let_go(&mut owner).or_else(|_| self.let_go(&mut owner));
         if let Err(error) = result {
+            let owner = match owner {
+                // A later call of the allocator tries again.
+                Owner::Block(block, _) => {
+                    let users = self.users(&block);
+                    return block.drop_after(users);
+                }
+                other => other,
+            };
             log::error!(
                 "{} bytes at {:#x} are never freed: their last use cannot be waited for: {error}",
                 self.bytes,
                 self.ptr
             );
-            match owner {
-                Owner::Block(block, _) => {
-                    block.into_raw();
-                }
-                other => std::mem::forget(other),
-            }
+            std::mem::forget(owner);
         }
     }
 }

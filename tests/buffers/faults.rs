@@ -165,6 +165,49 @@ fn settled(sim: &Simulator, alloc: &Allocator) -> (Stream, Stream, DeviceBuffer<
     (home, other, buffer)
 }
 
+/// D8: an operation that neither its buffer's home nor the host can be made to wait for is ordered by whatever
+/// comes next, or that is refused.
+#[test]
+fn d8_an_operation_that_could_not_be_ordered_is_made_up_for() {
+    Rig::each_simulated(|_, sim, alloc| {
+        let third = alloc.create_stream().unwrap();
+        for last in ["free", "drop", "drop in need"] {
+            let (_home, other, mut buffer) = settled(sim, alloc);
+            // The first wait lets the operation come after its home.
+            refuse(sim, "cuStreamWaitEvent", 2, u64::MAX);
+            refuse(sim, "cuStreamSynchronize", 1, u64::MAX);
+            let error = buffer.fill(3, &other).unwrap_err();
+            assert!(matches!(error, BufferError::Driver(_)), "{error:?}");
+            for _ in 0..2 {
+                let error = buffer.fill(4, &third).unwrap_err();
+                assert!(matches!(error, BufferError::Driver(_)), "{error:?}");
+                buffer = buffer.free().unwrap_err().buffer;
+            }
+            if last == "drop in need" {
+                // The allocator is told, as far as it can be.
+                refuse(sim, "cuStreamIsCapturing", 1, u64::MAX);
+                drop(buffer);
+                sim.clear_failures();
+                assert_eq!(alloc.stats().all.allocations.current, 1);
+                alloc.empty_cache().unwrap();
+                assert_eq!(alloc.stats().all.allocations.current, 0);
+            } else {
+                sim.clear_failures();
+                buffer.fill(4, &third).unwrap();
+                match last {
+                    "free" => buffer.free().unwrap(),
+                    _ => drop(buffer),
+                }
+            }
+            sim.complete_all();
+            assert_eq!(sim.take_reports(), [], "{last}");
+            sim.set_mode(Mode::Instant);
+        }
+        alloc.empty_cache().unwrap();
+        assert_eq!(alloc.stats().all.allocations.current, 0);
+    });
+}
+
 /// A driver that refuses every wait makes a blocking copy fail; the caller's memory is out of the
 /// device's reach nevertheless, and the buffer's is not given to others under the copy.
 #[test]
@@ -240,7 +283,7 @@ fn refused_waits_leave_the_callers_memory_alone() {
 #[test]
 fn r2_asynchronous_copies_that_fail_are_waited_for() {
     Rig::each_simulated(|_, sim, alloc| {
-        let (_home, other, mut buffer) = settled(sim, alloc);
+        let (home, other, mut buffer) = settled(sim, alloc);
         // Neither the home stream nor the host can be made to wait at first.
         let refuse_order = |times| {
             refuse(sim, "cuStreamWaitEvent", 2, 1);
@@ -253,6 +296,8 @@ fn r2_asynchronous_copies_that_fail_are_waited_for() {
         assert!(matches!(copied, Err(BufferError::Driver(_))), "{copied:?}");
         assert!(sim.pending().is_empty());
         assert_eq!(target, [7; 4096]);
+        // Its order is made up for by the next call.
+        buffer.order_before(&home).unwrap();
         refuse_order(1);
         target.fill(8);
         // SAFETY: as above.

@@ -4,6 +4,7 @@
 //! process on.
 #![cfg(feature = "sim")]
 
+mod buffers;
 #[path = "../common/mod.rs"]
 mod common;
 mod named;

@@ -1,0 +1,76 @@
+//! Streams that a failure left unordered with the home of a memory they were given work on.
+//!
+//! There are hardly ever any, so they are not kept in the memory, which has only a flag of them.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::driver::{Stream, process, sys};
+
+/// A memory: its allocator, and its address there.
+pub(super) type Key = (u64, sys::CUdeviceptr);
+
+static LATE: Mutex<List> = Mutex::new(List {
+    all: Vec::new(),
+    noted: 0,
+});
+
+#[derive(Default)]
+struct List {
+    all: Vec<Late>,
+    /// How many were noted so far.
+    noted: u64,
+}
+
+/// A stream that is still to be ordered.
+#[derive(Clone)]
+pub(super) struct Late {
+    of: Key,
+    number: u64,
+    pub stream: Stream,
+    /// For the per-thread default stream this is the one of the thread that used it.
+    pub id: u64,
+}
+
+/// Notes a stream; the flag is that of the memory.
+pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64) {
+    let mut list = process::lock(&LATE);
+    list.noted += 1;
+    let number = list.noted;
+    match list.all.iter_mut().find(|it| (it.of, it.id) == (of, id)) {
+        // It is to be ordered anew, even if somebody is about to order what it was given before.
+        Some(known) => known.number = number,
+        None => list.all.push(Late {
+            of,
+            number,
+            stream: stream.clone(),
+            id,
+        }),
+    }
+    flag.store(true, Ordering::Release);
+}
+
+/// Those of a memory.
+pub(super) fn all_of(of: Key) -> Vec<Late> {
+    let list = process::lock(&LATE);
+    list.all.iter().filter(|it| it.of == of).cloned().collect()
+}
+
+/// One was ordered, with all that it was given before it was noted.
+pub(super) fn made_up(flag: &AtomicBool, late: &Late) {
+    let mut list = process::lock(&LATE);
+    let at = list.all.iter().position(|it| it.number == late.number);
+    let ended = at.map(|at| list.all.swap_remove(at));
+    if list.all.iter().all(|it| it.of != late.of) {
+        flag.store(false, Ordering::Release);
+    }
+    drop(list);
+    // It may be the last to hold its stream, which is destroyed outside the lock.
+    drop(ended);
+}
+
+/// The memory ends: gives up all of its.
+pub(super) fn take_all_of(of: Key) -> Vec<Late> {
+    let mut list = process::lock(&LATE);
+    list.all.extract_if(.., |it| it.of == of).collect()
+}

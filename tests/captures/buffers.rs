@@ -1,0 +1,143 @@
+//! D4: captures that meet buffers and columns, which cost the calls that meet them, and nothing behind their
+//! ends.
+
+use cualloc::allocator::{Allocator, Error, Policy};
+use cualloc::column::{Column, ElementType};
+use cualloc::driver::{Stream, sys};
+use cualloc::sim::Mode;
+use cualloc::{BufferError, DeviceBuffer};
+
+use crate::common::capturing::*;
+use crate::common::*;
+
+/// Runs a test with each policy on a simulator with interludes.
+fn each_with_interludes(test: impl Fn(&Rig)) {
+    for policy in [Policy::Packed, Policy::Classic] {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        eprintln!("policy {policy:?}");
+        test(&rig);
+        rig.assert_clean();
+    }
+}
+
+fn capturing(result: Result<(), BufferError>, stream: &Stream) {
+    match result {
+        Err(BufferError::Capturing { stream: named }) => assert_eq!(named, stream.raw() as usize),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// D4: an operation is under way, and its stream captures before the home can wait for it. What comes next
+/// comes after it, or is refused.
+#[test]
+fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
+    each_with_interludes(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let [home, other, third] = rig.streams();
+        let mut buffer = DeviceBuffer::<u32>::filled(&allocator, 1 << 18, 3, &home).unwrap();
+        home.synchronize().unwrap();
+        for next in [&third, &home, &other] {
+            sim.set_mode(Mode::Manual);
+            interlude::after("cuMemsetD32Async", begin(rig, other.raw()));
+            buffer.fill(5, &other).unwrap_err();
+            assert!(!interlude::is_due());
+            capturing(buffer.fill(6, next), &other);
+            capturing(buffer.order_before(&home), &other);
+            let failed = buffer.free().unwrap_err();
+            buffer = failed.buffer;
+            capturing(Err(failed.error), &other);
+            assert_eq!(end(rig, other.raw())(), sys::CUresult::CUDA_SUCCESS);
+            buffer.fill(6, next).unwrap();
+            sim.complete_all();
+            sim.set_mode(Mode::Instant);
+            assert_eq!(sim.take_reports(), []);
+            assert_eq!(buffer.to_vec().unwrap()[7], 6);
+        }
+        buffer.free().unwrap();
+        rig.close(&allocator);
+    });
+}
+
+/// D4: dropped instead, the memory is nobody's before the operation is over, and is not lost.
+#[test]
+fn d4_a_buffer_dropped_behind_an_operation_that_met_a_capture_is_freed() {
+    each_with_interludes(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let [home, other] = rig.streams();
+        for words in [100, 1 << 18] {
+            let mut buffer = DeviceBuffer::<u32>::filled(&allocator, words, 3, &home).unwrap();
+            home.synchronize().unwrap();
+            sim.set_mode(Mode::Manual);
+            interlude::after("cuMemsetD32Async", begin(rig, other.raw()));
+            buffer.fill(5, &other).unwrap_err();
+            drop(buffer);
+            let error = allocator.close().unwrap_err();
+            assert!(
+                matches!(error, Error::LiveBlocks { blocks: 1, .. }),
+                "{error:?}"
+            );
+            assert_eq!(end(rig, other.raw())(), sys::CUresult::CUDA_SUCCESS);
+            allocator.trim(0).unwrap();
+            assert_eq!(allocator.stats().all.allocations.current, 0);
+            let next = DeviceBuffer::<u32>::filled(&allocator, words, 4, &home).unwrap();
+            sim.complete_all();
+            assert_eq!(sim.take_reports(), []);
+            sim.set_mode(Mode::Instant);
+            drop(next);
+        }
+        rig.close(&allocator);
+    });
+}
+
+/// Something whose home was retired is dropped while that captures: it is freed when the capture has ended.
+fn freed_behind_the_capture<T>(rig: &Rig, make: impl Fn(&Allocator, &Stream) -> T) {
+    let allocator = rig.allocator();
+    let home = rig.stream();
+    let made = make(&allocator, &home);
+    allocator.retire(&home).unwrap();
+    captured(rig, home.raw(), || {
+        drop(made);
+        let error = allocator.close().unwrap_err();
+        assert!(
+            matches!(error, Error::LiveBlocks { blocks: 1, .. }),
+            "{error:?}"
+        );
+    });
+    rig.close(&allocator);
+    // Nobody is left who could close it.
+    let allocator = rig.allocator();
+    let made = make(&allocator, &home);
+    allocator.retire(&home).unwrap();
+    captured(rig, home.raw(), || {
+        drop(allocator);
+        drop(made);
+        assert!(rig.driver_held() != Some(0));
+    });
+    assert!(matches!(rig.driver_held(), None | Some(0)));
+}
+
+/// D4
+#[test]
+fn d4_a_buffer_of_a_retired_stream_dropped_in_its_capture_is_freed() {
+    for bytes in [1000, 4 << 20] {
+        each(|rig| {
+            freed_behind_the_capture(rig, |allocator, home| {
+                DeviceBuffer::<u8>::zeroed(allocator, bytes, home).unwrap()
+            });
+        });
+    }
+}
+
+/// D4
+#[test]
+fn d4_a_column_of_a_retired_stream_dropped_in_its_capture_is_freed() {
+    each(|rig| {
+        freed_behind_the_capture(rig, |allocator, home| {
+            Column::zeroed(allocator, ElementType::F32, 1 << 18, home).unwrap()
+        });
+    });
+}
