@@ -169,7 +169,7 @@ fn a_worn_page_goes_with_the_ticket_of_its_newest_free() {
     let gone = heap.remove_page(u32::MAX);
     assert_eq!(
         gone.map(|(info, ticket)| (info.base, ticket)),
-        Some((PAGE, 9))
+        Some((PAGE, 10))
     );
     assert!(!heap.is_worn() && heap.page_count() == 0);
     assert_eq!(heap.check(), Ok(()));
