@@ -123,15 +123,9 @@ impl World {
         allocator
             .synchronize()
             .map_err(|e| format!("synchronize at the end: {e:?}"))?;
-        match allocator.close() {
-            // Buffers whose last use could be neither recorded nor waited for, twice, as the log says.
-            Err(Error::LiveBlocks { blocks, .. })
-                if self.setup.fault.is_some() && blocks <= given_up() =>
-            {
-                return Ok(());
-            }
-            closed => closed.map_err(|e| format!("close at the end: {e:?}"))?,
-        }
+        allocator
+            .close()
+            .map_err(|e| format!("close at the end: {e:?}"))?;
         allocator
             .check()
             .map_err(|e| format!("the books are wrong after close: {e}"))?;

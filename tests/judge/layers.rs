@@ -228,14 +228,8 @@ impl World {
                 self.before_call(slot, lane);
                 column.record_stream(&stream).is_ok()
             }
-            _ => {
-                // An operation that failed may be under way: who goes on with the buffer waits for it.
-                self.wait_for(lane);
-                if self.usable(home) {
-                    self.wait_for(home);
-                }
-                return Ok(());
-            }
+            // What comes next is ordered behind an operation that failed, or refused.
+            _ => return Ok(()),
         };
         if !recorded {
             self.wait_for(lane);
