@@ -377,7 +377,7 @@ fn plain_memory_is_taken_in_units() {
     assert_eq!(bench.sim.memory_in_use(0), 4 * unit);
     let (free, total) = {
         let info = bench.entered().mem_info().unwrap();
-        (info.free as u64, info.total as u64)
+        (info.free, info.total)
     };
     assert_eq!(total - free, 4 * unit);
     assert_eq!(call!(bench, cuMemFree_v2(small[1])), OK);
@@ -395,7 +395,7 @@ fn contexts_and_modules_take_memory_where_they_are_to() {
     let mut config = SimConfig::with_devices(1, 1 << 30);
     config.devices[0].context_bytes = 300 << 20;
     let bench = with(config);
-    let free = bench.entered().mem_info().unwrap().free as u64;
+    let free = bench.entered().mem_info().unwrap().free;
     assert_eq!(free, (1 << 30) - (300 << 20) - (2 << 20));
     assert_eq!(bench.sim.memory_in_use(0), 0);
 }

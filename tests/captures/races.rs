@@ -86,7 +86,7 @@ fn d4_a_batch_that_a_capture_kept_from_its_marker_gets_one_at_once() {
 
 /// Whether a block lies in other memory.
 fn overlap(block: &Block, ptr: u64, bytes: usize) -> bool {
-    block.ptr() < ptr + bytes as u64 && ptr < block.ptr() + block.size() as u64
+    block.ptr() < ptr + bytes as u64 && ptr < block.ptr() + block.size()
 }
 
 /// An allocator with a marker whose event fell into a capture that is over, of a raw stream, under

@@ -123,9 +123,9 @@ impl World {
         allocator
             .synchronize()
             .map_err(|e| format!("synchronize at the end: {e:?}"))?;
-        match allocator.close() {
-            closed => closed.map_err(|e| format!("close at the end: {e:?}"))?,
-        }
+        allocator
+            .close()
+            .map_err(|e| format!("close at the end: {e:?}"))?;
         allocator
             .check()
             .map_err(|e| format!("the books are wrong after close: {e}"))?;
