@@ -216,7 +216,8 @@ fn nothing_is_left_of_a_trial_whichever_call_fails() {
                             assert_eq!(leaks, Leaks { streams, ..before });
                         }
                     });
-                    if whole.get() {
+                    // Without a simulator nothing is tried at all.
+                    if whole.get() || on_cuda() {
                         break;
                     }
                 }

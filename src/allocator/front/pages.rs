@@ -46,7 +46,7 @@ struct Leaf<E: 'static> {
     entries: [Entry<E>; LEAF_PAGES],
     /// The pages' numbers; [`NUMBERS`] for one that has none yet. Beside the entries, whose size is a power of
     /// two so that every free by pointer finds its own by a shift.
-    numbers: [AtomicU32; LEAF_PAGES],
+    numbers: [Count; LEAF_PAGES],
 }
 
 impl<E> Leaf<E> {
@@ -57,7 +57,7 @@ impl<E> Leaf<E> {
                 page: AtomicU32::new(0),
                 generation: AtomicU32::new(0),
             }),
-            numbers: std::array::from_fn(|_| AtomicU32::new(NUMBERS)),
+            numbers: [const { Count::new(NUMBERS) }; LEAF_PAGES],
         }
     }
 }
