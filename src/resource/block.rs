@@ -149,8 +149,9 @@ pub enum BlockState {
 pub struct ResourceBlock {
     identity: BlockIdentity,
     size: u64,
-    alignment: usize,
     tag: Tag,
+    /// The alignment is two to the power of this.
+    alignment: u32,
     /// How many resources of the stack keep an order of its uses that those below them do not know.
     keepers: u32,
     first: Option<Charge>,
@@ -167,7 +168,7 @@ impl ResourceBlock {
     ///
     /// # Safety
     /// Whoever holds the result owns the memory, and safe code may give it back. So the memory is handed
-    /// out by this and by nothing else: what is told of it is true, `size` bytes may be used of it, the
+    /// out by this and by nothing else: what is told of it is true, its alignment is a power of two, `size` bytes may be used of it, the
     /// key is new, nobody else uses the memory or gives it back before the result was taken by
     /// [`deallocate`](super::MemoryResource::deallocate). No identity of a block that lives may be used
     /// for it, which anybody can have.
@@ -188,7 +189,7 @@ impl ResourceBlock {
         ResourceBlock {
             identity,
             size,
-            alignment,
+            alignment: alignment.trailing_zeros(),
             tag,
             keepers: 0,
             first: None,
@@ -218,7 +219,7 @@ impl ResourceBlock {
 
     /// The alignment in bytes that was asked for.
     pub fn alignment(&self) -> usize {
-        self.alignment
+        1usize.checked_shl(self.alignment).unwrap_or(1)
     }
 
     /// Its label.
