@@ -558,8 +558,7 @@ fn d12_the_legacy_stream_is_kept_once_it_is_named_by_an_object() {
 #[test]
 fn s5_idle_workspaces_of_a_retired_stream_are_not_leased() {
     for between in [false, true] {
-        each(|rig| {
-            let Some(sim) = rig.sim() else { return };
+        each_simulated(|rig, sim| {
             let allocator = rig.limited(16 * MIB);
             let [home, other] = rig.streams();
             let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
