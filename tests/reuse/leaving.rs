@@ -7,7 +7,7 @@ use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::pool::{WorkspaceConfig, WorkspacePool};
-use cualloc::sim::{FailPlan, Mode, Simulator};
+use cualloc::sim::{FailPlan, Mode, Report, Simulator};
 use cualloc::{DeviceBuffer, Error};
 
 const BLOCK: usize = 12 * MIB;
@@ -436,6 +436,9 @@ fn d6_a_context_that_goes_without_a_word_is_no_loss_of_ours() {
             nothing_is_pending(&allocator);
             drop(kept);
             rig.close(&allocator);
+            // It was asked for what went with the context, and no more than that was wrong.
+            let gone = |report: &Report| matches!(report, Report::Destroyed { .. });
+            assert!(sim.take_reports().iter().all(gone));
         });
     }
 }
