@@ -485,6 +485,35 @@ fn another_record_is_known_to_all_neighbours() -> Outcome {
     rig.end()
 }
 
+/// The parts of a block in a view are lent to the record that the block gets.
+#[test]
+fn another_record_is_what_parts_are_lent_to() -> Outcome {
+    let rig = Rig::new(viewing(2))?;
+    let [a] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let kept = scattered(&rig, &a, &[&a; 2], false)?;
+    let block = allocator.allocate(9 * MIB, &a)?;
+    let mut life = lifetime(&block);
+    drop(block);
+    let mut state = allocator.engine().lock();
+    let mib = (MIB as u64 / GRANULE) as u32;
+    let (base, view) = state.view_around(life.ptr).ok_or("not in a view")?;
+    let offset = ((life.ptr - base) / GRANULE) as u32;
+    let parts = view.home_parts(offset, 9 * mib);
+    let lent = state.lend(SpaceId::Large, 0, &parts).ok_or("not free")?;
+    let parts = lent.parts.into_iter().map(|(id, _)| id).collect();
+    let id = state.view_block(base, offset, 9 * mib, parts);
+    state.records[id].generation = SPENT;
+    life.id = state.born(id, 0, 9 << 20);
+    life.generation = state.records[life.id].generation;
+    drop(state);
+    assert_ne!(life.id, id);
+    allocator.check()?;
+    allocator.engine().free_block(&life)?;
+    drop(kept);
+    rig.end()
+}
+
 #[test]
 fn a_spent_record_is_not_vacant() {
     let mut records = Records::default();

@@ -151,8 +151,7 @@ fn what_a_failed_request_saw_complete_is_free_for_others() {
 /// A stream that is asked may say that its context is lost.
 #[test]
 fn a_question_that_finds_the_context_lost_says_so() {
-    each(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_simulated(|rig, sim| {
         let allocator = rig.allocator();
         let [a, b] = rig.streams();
         let block = allocator.allocate(BLOCK, &a).unwrap();
