@@ -8,6 +8,7 @@ mod buffers;
 #[path = "../common/mod.rs"]
 mod common;
 mod named;
+mod owned;
 mod races;
 
 use std::sync::{Arc, Barrier};
