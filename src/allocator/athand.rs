@@ -5,8 +5,8 @@
 use super::engine::{Engine, Guard, Named};
 use super::error::Error;
 use super::fit::Run;
+use super::front::Front;
 use super::front::cache;
-use super::fronts::EngineFront;
 use super::grant::Grant;
 use super::raw::Call;
 use super::records::{NIL, SpaceId, State as Extent};
@@ -66,7 +66,7 @@ impl Engine {
     fn take_on<'a>(
         &'a self,
         mut state: Guard<'a>,
-        front: &'static EngineFront,
+        front: &'static Front,
         request: &Request,
         near: &[u64],
     ) -> Result<(Guard<'a>, Option<Grant>, Vec<u64>), Error> {

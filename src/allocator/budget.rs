@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn stitching_beyond_the_budget_raises_the_level() {
-        let nobody = (std::sync::Weak::new(), 0);
+        let nobody = (crate::allocator::front::nobody(), 0);
         let table = std::sync::Arc::new(crate::allocator::front::PageTable::new());
         let tuning = crate::allocator::Config::new().tuning();
         let mut state = State::new(nobody, table, 0, true, None, tuning);

@@ -1,7 +1,7 @@
 //! The allocator's inside: one lock around the books, driver calls outside it.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use crate::driver::process;
 use crate::driver::{
@@ -12,7 +12,7 @@ use super::addresses::Addresses;
 use super::config::{Config, Limit, Policy};
 use super::defaults::Defaults;
 use super::error::Error;
-use super::front::{Held, Lock, PageTable};
+use super::front::{Held, KeepAlive, Lock, PageTable};
 use super::hooks::Hooks;
 use super::leaving::Leaving;
 use super::markers::is_capture_refusal;
@@ -57,6 +57,8 @@ struct Apart<T>(T);
 pub(crate) struct Engine {
     /// Tells this allocator from every other one of the process; starts at 1.
     pub id: u64,
+    /// Itself, for what has to outlive the call that it is in.
+    me: Weak<Engine>,
     pub context: Context,
     pub device: Device,
     pub packed: bool,
@@ -75,7 +77,7 @@ pub(crate) struct Engine {
     pub hooks: Hooks,
     pub log: RareLog,
     /// Which front has which page.
-    pub pages: Arc<PageTable<Engine>>,
+    pub pages: Arc<PageTable>,
     /// Blocks on shelves, held by somebody or not: where there are none, no front is asked for one.
     pub on_shelves: Arc<AtomicU32>,
     /// Allocators that stand for this one.
@@ -97,6 +99,8 @@ pub(crate) struct Engine {
     /// The number of the newest finding of a capture for which a wait for everything was refused.
     pub told: AtomicU64,
 }
+
+impl KeepAlive for Engine {}
 
 pub(crate) type Guard<'a> = Held<'a, State>;
 
@@ -138,7 +142,7 @@ impl Engine {
         let pages = Arc::new(PageTable::new());
         let engine = Arc::new_cyclic(|me| {
             let mut state = State::new(
-                (me.clone(), id),
+                (me.clone() as Weak<dyn KeepAlive>, id),
                 Arc::clone(&pages),
                 device.ordinal(),
                 packed,
@@ -148,6 +152,7 @@ impl Engine {
             state.streams.watchful = config.capture_checks;
             Engine {
                 id,
+                me: me.clone(),
                 context: context.clone(),
                 device,
                 packed,
@@ -181,6 +186,11 @@ impl Engine {
         process::do_postponed();
         engine.recall_aliasing();
         Ok(engine)
+    }
+
+    /// Itself, unless it is going.
+    pub(crate) fn keep(&self) -> Option<Shared> {
+        self.me.upgrade()
     }
 
     /// How many streams were about to be retired so far.

@@ -5,7 +5,6 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
-use super::engine::Engine;
 use super::error::Error;
 use super::front::{
     Amounts, Batch, Front, FrontPool, MOST_FRONTS, Node, QUANTITIES, Returned, Run, Using,
@@ -17,14 +16,12 @@ use super::state::{AfterFree, PAGE_GRANULES, State};
 use super::streams::{Holder, StreamKey};
 use super::uses::{Use, Uses};
 
-pub(crate) type EngineFront = Front<Engine>;
-
-static POOL: FrontPool<Engine> = FrontPool::new();
+static POOL: FrontPool = FrontPool::new();
 
 /// Small blocks that were freed while other streams may still use them.
 #[derive(Debug)]
 pub(crate) struct HeldBack {
-    pub front: &'static EngineFront,
+    pub front: &'static Front,
     /// Slot of the stream whose front it is.
     pub owner: u32,
     pub uses: Uses,
@@ -36,7 +33,7 @@ pub(crate) struct HeldBack {
 #[derive(Debug, Default)]
 pub(crate) struct Fronts {
     /// By rank.
-    pub(super) all: Vec<&'static EngineFront>,
+    pub(super) all: Vec<&'static Front>,
     /// What the fronts may count to together.
     pub(super) limit: u64,
     /// Most requested bytes and most blocks among those that are not small, since the fronts' own peaks
@@ -69,7 +66,7 @@ pub(crate) struct Fronts {
 
 impl Fronts {
     /// Every front, by rank.
-    pub(crate) fn all(&self) -> &[&'static EngineFront] {
+    pub(crate) fn all(&self) -> &[&'static Front] {
         &self.all
     }
 }
@@ -78,7 +75,7 @@ impl State {
     // ---- fronts and their streams --------------------------------------------------------------
 
     /// The front of a stream that the calling thread should use. Makes the first one.
-    pub(crate) fn front_of(&mut self, stream: u32, thread: usize) -> &'static EngineFront {
+    pub(crate) fn front_of(&mut self, stream: u32, thread: usize) -> &'static Front {
         let known = &self.streams[stream].fronts;
         match known.len() {
             0 => self.add_front(stream),
@@ -86,14 +83,14 @@ impl State {
         }
     }
 
-    fn add_front(&mut self, stream: u32) -> &'static EngineFront {
+    fn add_front(&mut self, stream: u32) -> &'static Front {
         let front = POOL.take();
         {
             let slot = &self.streams[stream];
             let mut inner = front.lock();
-            inner.owner = self.engine.upgrade();
-            if let Some(engine) = &inner.owner {
-                front.set_engine(engine);
+            inner.owner = self.owner.upgrade();
+            if let Some(owner) = &inner.owner {
+                front.set_owner(owner);
             }
             inner.allocator = self.id;
             inner.key = slot.key.number();
@@ -200,7 +197,7 @@ impl State {
     // ---- pages ---------------------------------------------------------------------------------
 
     /// Gives a claimed page of the small arena to a front.
-    pub(crate) fn page_taken(&mut self, id: u32, front: &'static EngineFront) -> Result<(), Error> {
+    pub(crate) fn page_taken(&mut self, id: u32, front: &'static Front) -> Result<(), Error> {
         let base = self.records[id].addr;
         let Some(info) = self.table.info(base) else {
             // Behind its own stream, which has waited for whoever else used it.
@@ -230,7 +227,7 @@ impl State {
     /// Hands back the wholly free pages of a front, but for so many.
     pub(crate) fn return_pages(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         keep: u32,
         after: &mut AfterFree,
     ) -> bool {
@@ -256,7 +253,7 @@ impl State {
     }
 
     /// Hands back wholly free pages of a front if they are many; of a retired stream, all.
-    pub(crate) fn return_surplus(&mut self, front: &'static EngineFront, after: &mut AfterFree) {
+    pub(crate) fn return_surplus(&mut self, front: &'static Front, after: &mut AfterFree) {
         let keep = {
             let mut inner = front.lock();
             match self.streams[inner.slot].holder {
@@ -280,7 +277,7 @@ impl State {
         fronts.into_iter().fold(false, flush)
     }
 
-    fn flush_front(&mut self, front: &'static EngineFront) -> bool {
+    fn flush_front(&mut self, front: &'static Front) -> bool {
         self.close_batches(front, None, &mut AfterFree::default());
         let settled = self.settle_shelf(front);
         {
@@ -337,7 +334,7 @@ impl State {
     }
 
     /// The live small block around an address, with its front and the slot of its stream.
-    pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static EngineFront, Run, u32)> {
+    pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static Front, Run, u32)> {
         let (front, page) = self.table.find(ptr)?;
         let inner = front.lock();
         if inner.allocator != self.id {
@@ -352,7 +349,7 @@ impl State {
     /// adds a use. False if the block is gone.
     pub(crate) fn note_in_books(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         run: &Run,
         new: Option<Recorded>,
     ) -> bool {
@@ -401,7 +398,7 @@ impl State {
     /// Closes the open batches of a front, or those of one other stream in it.
     pub(crate) fn close_batches(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         stream: Option<u32>,
         after: &mut AfterFree,
     ) -> bool {
@@ -419,7 +416,7 @@ impl State {
     /// Takes over a batch: from here on its blocks have a ticket of the stream that used them.
     fn batch_closed(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         owner: u32,
         batch: Batch,
         after: &mut AfterFree,
@@ -439,7 +436,7 @@ impl State {
     /// Frees a live small block that its front cannot free alone.
     pub(crate) fn free_small(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         block: (Node, u64),
         generation: Option<u32>,
         after: &mut AfterFree,
@@ -485,7 +482,7 @@ impl State {
     }
 
     /// The streams for which blocks of a front are held back.
-    pub(crate) fn held_back_for(&self, front: &'static EngineFront) -> Vec<u32> {
+    pub(crate) fn held_back_for(&self, front: &'static Front) -> Vec<u32> {
         let held = self.fronts.held_back.iter();
         let own = held.filter(|held| std::ptr::eq(held.front, front));
         own.flat_map(|held| held.uses.as_slice())

@@ -32,8 +32,7 @@ fn orphans() -> MutexGuard<'static, Orphans> {
 impl Engine {
     /// Keeps an engine that has no handle left until it can be closed. Whether it was not kept yet.
     fn wait_for_others(&self) -> bool {
-        let engine = self.lock().engine.upgrade();
-        let Some(engine) = engine else {
+        let Some(engine) = self.keep() else {
             return false;
         };
         let mut orphans = orphans();

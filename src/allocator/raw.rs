@@ -6,8 +6,8 @@ use crate::driver::{Context, sys};
 
 use super::engine::{Engine, Guard, Named, is_per_thread, is_special};
 use super::error::Error;
+use super::front::Front;
 use super::front::{self, Life, SMALL_ID, page_of};
-use super::fronts::EngineFront;
 use super::grant::{Grant, Lifetime, Place};
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::request::Request;
@@ -162,7 +162,7 @@ impl Engine {
     }
 
     /// Room for a small request in the arena of large ones, when no page could be had for it.
-    fn left_over(&self, want: &Want, front: &'static EngineFront) -> Option<(Guard<'_>, Grant)> {
+    fn left_over(&self, want: &Want, front: &'static Front) -> Option<(Guard<'_>, Grant)> {
         let mut state = self.lock();
         let run = state.finder(want.space, want.stream)?.ready_run(want)?;
         let id = state.take(want, run)?;
@@ -176,7 +176,7 @@ impl Engine {
         &'a self,
         mut state: Guard<'a>,
         (key, stream): (StreamKey, u32),
-        front: &'static EngineFront,
+        front: &'static Front,
         request: &Request,
     ) -> Result<(Guard<'a>, Grant), Error> {
         if let StreamKey::Id(key) = key {
@@ -350,7 +350,7 @@ impl Engine {
             return;
         }
         // Without the block nothing may keep the engine but this.
-        let keep = state.engine.upgrade();
+        let keep = self.keep();
         let orphaned = state.orphaned;
         drop(state);
         self.mark_all(after.streams());
@@ -492,7 +492,7 @@ impl State {
         id: u32,
         stream: u32,
         requested: u64,
-        home: &'static EngineFront,
+        home: &'static Front,
     ) -> Grant {
         let id = self.born(id, stream, requested);
         let hot = &self.records[id];

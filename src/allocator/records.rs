@@ -3,7 +3,7 @@
 //! A record describes one extent of address space: a block in use, a free piece, a range that a
 //! driver call is working on, or a range without memory. Ids are 32 bits.
 
-use super::fronts::EngineFront;
+use super::front::Front;
 use super::uses::Uses;
 
 /// No record.
@@ -111,7 +111,7 @@ pub(crate) struct Cold {
     /// Lent: the block.
     pub lent_to: u32,
     /// Used: the front on whose shelf it lies.
-    pub front: Option<&'static EngineFront>,
+    pub front: Option<&'static Front>,
     /// Made when there is anything to note in it, and kept until the record is given back.
     rare: Option<Box<Rare>>,
 }

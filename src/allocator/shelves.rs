@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering;
 
 use super::check::{CheckError, holds, same};
 use super::engine::{Engine, Guard};
+use super::front::Front;
 use super::front::{Amounts, Shelved, cache};
-use super::fronts::EngineFront;
 use super::grant::Grant;
 use super::records::State as Extent;
 use super::size::GRANULE;
@@ -58,14 +58,14 @@ impl State {
     /// A block was handed out by the books: puts it on the shelf of its front if that may be of use. Not
     /// one for which a request had wishes: another one would get a place elsewhere. Whether it is there.
     #[inline]
-    pub(crate) fn shelve(&mut self, id: u32, front: &'static EngineFront, plain: bool) -> bool {
+    pub(crate) fn shelve(&mut self, id: u32, front: &'static Front, plain: bool) -> bool {
         let granules = self.records[id].granules;
         let again = self.fronts.habits.allocated(id, granules);
         plain && (again || self.fronts.crowd > 0) && self.put_on_shelf(id, front)
     }
 
     #[inline(never)]
-    fn put_on_shelf(&mut self, id: u32, front: &'static EngineFront) -> bool {
+    fn put_on_shelf(&mut self, id: u32, front: &'static Front) -> bool {
         let (hot, cold) = (self.records[id], self.records.cold(id));
         if !cold.home().is_empty() {
             return false;
@@ -136,7 +136,7 @@ impl State {
     }
 
     /// The front on whose shelf a block lies.
-    pub(crate) fn shelf_of(&self, id: u32) -> Option<&'static EngineFront> {
+    pub(crate) fn shelf_of(&self, id: u32) -> Option<&'static Front> {
         if !self.records[id].shelved {
             return None;
         }
@@ -182,7 +182,7 @@ impl State {
 
     /// A large request that the shelf of its front could not serve: what nobody holds there goes back,
     /// so that the request finds what it would find without shelves.
-    pub(crate) fn pass_by_shelf(&mut self, front: &'static EngineFront, contended: bool) {
+    pub(crate) fn pass_by_shelf(&mut self, front: &'static Front, contended: bool) {
         self.unshelve_loose();
         if self.fronts.crowd > 0 {
             self.settle_shelf(front);
@@ -215,7 +215,7 @@ impl State {
     }
 
     /// Frees what nobody holds on one shelf; true if there was anything.
-    pub(crate) fn settle_shelf(&mut self, front: &'static EngineFront) -> bool {
+    pub(crate) fn settle_shelf(&mut self, front: &'static Front) -> bool {
         let mut any = false;
         loop {
             let block = front.lock().shelf.remove_idle();

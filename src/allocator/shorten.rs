@@ -162,7 +162,7 @@ mod tests {
     use crate::allocator::front::PageTable;
     use crate::allocator::handles::Borders;
     use crate::allocator::records::{SpaceId, State as Extent};
-    use std::sync::{Arc, Weak};
+    use std::sync::Arc;
 
     const HANDLE: u64 = 16 << 20;
     const GRANULES: u32 = (HANDLE / GRANULE) as u32;
@@ -172,7 +172,7 @@ mod tests {
     fn books(views: &[(u64, &[bool])]) -> (State, Openings) {
         let tuning = Config::new().tuning();
         let table = Arc::new(PageTable::new());
-        let mut state = State::new((Weak::new(), 0), table, 0, true, None, tuning);
+        let mut state = State::new((crate::allocator::front::nobody(), 0), table, 0, true, None, tuning);
         state.level = LEVELS - 1;
         let (mut ranges, mut home) = (Vec::new(), HANDLE);
         for (base, open) in views {

@@ -10,10 +10,9 @@ use super::bins::Entry;
 use super::burst::Account;
 use super::config::Tuning;
 use super::deferred::Deferred;
-use super::engine::Engine;
 use super::figures::{GrowthInfo, SelfTest};
 use super::fit::{Finder, Run};
-use super::front::PageTable;
+use super::front::{KeepAlive, PageTable};
 use super::fronts::Fronts;
 use super::grid::Grid;
 use super::guards::Guards;
@@ -137,12 +136,12 @@ pub(crate) struct State {
     pub large: Space,
     pub small: Space,
     /// The allocator that the books are of, for the fronts that keep it alive.
-    pub engine: Weak<Engine>,
+    pub owner: Weak<dyn KeepAlive>,
     pub id: u64,
     /// Threads that can run at once.
     pub threads: usize,
     /// Which front has which page.
-    pub table: Arc<PageTable<Engine>>,
+    pub table: Arc<PageTable>,
     pub fronts: Fronts,
     /// Packed: page address to its record in the small arena.
     pub page_ids: HashMap<u64, u32, Mixed>,
@@ -205,8 +204,8 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn new(
-        (engine, id): (Weak<Engine>, u64),
-        table: Arc<PageTable<Engine>>,
+        (owner, id): (Weak<dyn KeepAlive>, u64),
+        table: Arc<PageTable>,
         device: usize,
         packed: bool,
         limit: Option<u64>,
@@ -219,7 +218,7 @@ impl State {
             lookup: Lookup::default(),
             large: Space::new(SpaceId::Large, true),
             small: Space::new(SpaceId::Small, true),
-            engine,
+            owner,
             id,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             table,

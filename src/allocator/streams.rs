@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream, process};
 
+use super::front::Front;
 use super::front::pause;
-use super::fronts::EngineFront;
 use super::mix::Mixed;
 use super::uses::Use;
 
@@ -129,7 +129,7 @@ pub(crate) struct Slot {
     /// Calls under way that name the stream.
     pub calls: u32,
     /// Where its small blocks come from, and the pages that are there.
-    pub fronts: Vec<&'static EngineFront>,
+    pub fronts: Vec<&'static Front>,
     pub pages: u32,
     /// The ticket of the next free.
     pub open: u64,
