@@ -11,16 +11,17 @@ use crate::driver::{DriverError, Entered, Function, Stream, StreamKind, WORD_KER
 
 use super::engine::Engine;
 use super::error::Error;
-use super::figures::SelfTest;
+use super::mapping::Lent;
 use super::markers::is_of_capture;
 use super::plan::Release;
 use super::records::SpaceId;
+use super::report::SelfTest;
 use super::seam::{Site, Stitch};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
-use super::state::{State, Want};
+use super::state::State;
 use super::streams::Holder;
 use super::uses::Uses;
-use super::view::Lent;
+use super::want::Want;
 
 /// Words that are written and read: more than the first-level caches of a few multiprocessors hold.
 const WORDS: usize = 128 << 10;

@@ -6,13 +6,14 @@ use std::sync::Arc;
 use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, process, sys};
 
 use super::block::Block;
-use super::check::CheckError;
 use super::config::{Config, Policy};
 use super::engine::{Engine, Named, Shared};
 use super::error::Error;
-use super::figures::{Fragmentation, SelfTest};
 use super::grant::Grant;
-use super::life::{Keep, Trimmed};
+use super::invariant::CheckError;
+use super::plan::Keep;
+use super::report::Trimmed;
+use super::report::{Fragmentation, SelfTest};
 use super::request::Request;
 use super::size;
 use super::small::Missed;
@@ -514,7 +515,7 @@ impl Allocator {
     pub fn check(&self) -> Result<(), CheckError> {
         match self.engine.readable() {
             Some(state) => state.check(),
-            None => super::check::holds("the books of a forked child", false),
+            None => super::invariant::holds("the books of a forked child", false),
         }
     }
 }

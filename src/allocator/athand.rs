@@ -12,8 +12,9 @@ use super::raw::Call;
 use super::records::{NIL, SpaceId, State as Extent};
 use super::request::Request;
 use super::size::GRANULE;
-use super::state::{State, Want};
+use super::state::State;
 use super::streams::StreamKey;
+use super::want::Want;
 
 impl Engine {
     /// Allocates from memory that the stream may use without a wait: at the first of the addresses

@@ -3,7 +3,8 @@
 //! Nothing here reads a clock: work is counted in handles and requests.
 
 use super::records::SpaceId;
-use super::state::{State, Want};
+use super::state::State;
+use super::want::Want;
 
 /// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
 /// larger handles, more willingness to wait.

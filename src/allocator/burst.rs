@@ -8,13 +8,15 @@
 //! in handles.
 
 use super::engine::{Engine, Guard};
+use super::mapping::Layout;
+use super::mapping::Openings;
 use super::plan::Release;
 use super::records::SpaceId;
+use super::report::Bursts;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT, PHYSICAL_GRANULE};
 use super::sources::Source;
-use super::state::{State, Want};
-use super::stitch::Layout;
-use super::view::Openings;
+use super::state::State;
+use super::want::Want;
 
 /// Handles that any allocation may map: 2 ms at the 20 us that mapping one costs on an H200.
 const MAPS: usize = 100;
@@ -37,26 +39,6 @@ const CREATED_MAX: u64 = 32 << 20;
 /// ([`State::handle_size`]); with larger ones, and bounds up to 0.8 of the limit, the smallest limit
 /// of recorded work rose by 1.5 points.
 const NEAR_PART: u64 = 2;
-
-/// How often one allocation had to map many handles, and what became of it (numbers, since the
-/// start).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct Bursts {
-    /// The most handles that one allocation mapped into a view.
-    pub largest: u64,
-    /// Allocations that mapped more than 100 handles for a token. There are 16 tokens at the start,
-    /// and one more for every 5000 large requests.
-    pub spent: u64,
-    /// Allocations that mapped the 90 largest handles and created the rest.
-    pub cut: u64,
-    /// Allocations that mapped more than 100 handles because the limit was near.
-    pub unbounded: u64,
-    /// Handles given back in later allocations, because what was created was beyond the soft cap.
-    pub repaid: u64,
-    /// Bytes of them.
-    pub repaid_bytes: u64,
-}
 
 /// The account of one allocator.
 #[derive(Debug, Default)]

@@ -15,40 +15,12 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::front::{Kind, Node};
+use super::invariant::{CheckError, holds, same};
+use super::mapping::push_part;
 use super::records::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
 use super::size::{PAGE, PHYSICAL_GRANULE};
 use super::space::{Space, class_of};
 use super::state::State;
-use super::view::push_part;
-
-/// Something in the books does not agree.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("inconsistent books: {what} (expected {expected}, found {found})")]
-#[non_exhaustive]
-pub struct CheckError {
-    /// What was compared.
-    pub what: &'static str,
-    /// What the walk says.
-    pub expected: u64,
-    /// What the books say.
-    pub found: u64,
-}
-
-pub(crate) fn same(what: &'static str, expected: u64, found: u64) -> Result<(), CheckError> {
-    if expected == found {
-        Ok(())
-    } else {
-        Err(CheckError {
-            what,
-            expected,
-            found,
-        })
-    }
-}
-
-pub(crate) fn holds(what: &'static str, condition: bool) -> Result<(), CheckError> {
-    same(what, 1, u64::from(condition))
-}
 
 /// What the walk adds up.
 #[derive(Default)]

@@ -2,74 +2,17 @@
 //!
 //! Everything here runs under the lock of the books and takes those of fronts below it.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
-
+use super::caches::HeldBack;
 use super::error::Error;
-use super::front::{
-    Amounts, Batch, Front, FrontPool, MOST_FRONTS, Node, QUANTITIES, Returned, Run, Using,
-};
-use super::habits::Habits;
+use super::front::{Batch, Front, FrontPool, MOST_FRONTS, Node, Returned, Run, Using};
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, PAGE};
-use super::state::{AfterFree, PAGE_GRANULES, State};
+use super::state::State;
 use super::streams::{Holder, StreamKey};
 use super::uses::{Use, Uses};
+use super::want::{AfterFree, PAGE_GRANULES};
 
 static POOL: FrontPool = FrontPool::new();
-
-/// Small blocks that were freed while other streams may still use them.
-#[derive(Debug)]
-pub(crate) struct HeldBack {
-    pub front: &'static Front,
-    /// Slot of the stream whose front it is.
-    pub owner: u32,
-    pub uses: Uses,
-    pub nodes: Vec<Node>,
-    pub bytes: u64,
-}
-
-/// What the books know of all fronts together.
-#[derive(Debug, Default)]
-pub(crate) struct Fronts {
-    /// By rank.
-    pub(super) all: Vec<&'static Front>,
-    /// What the fronts may count to together.
-    pub(super) limit: u64,
-    /// Most requested bytes and most blocks among those that are not small, since the fronts' own peaks
-    /// were last reset.
-    pub(super) high: [u64; 2],
-    /// Requested bytes of small blocks as of the last look.
-    pub requested: u64,
-    pub(super) sharings: u64,
-    pub held_back: Vec<HeldBack>,
-    pub habits: Habits,
-    /// Large requests until shelves keep to the order of the books again: threads met at their lock.
-    pub crowd: u32,
-    /// Blocks on shelves, held by somebody or not, for those who do not hold the lock of the books, under
-    /// which it changes.
-    pub(crate) on_shelves: Arc<AtomicU32>,
-    /// The block on a shelf that must leave it when anything else happens in the books.
-    pub loose: Option<u32>,
-    /// Streams whose markers are due for what came off the shelves.
-    pub due: Vec<(u32, StreamKey)>,
-    /// Uses of live small blocks that their fronts cannot note themselves, by address.
-    pub recorded: std::collections::HashMap<u64, Vec<Recorded>>,
-    /// Small requests that did not find room in their front at once.
-    pub misses: u64,
-    /// Of fronts that are gone: everything ever added.
-    pub(super) gone: [u64; QUANTITIES],
-    /// and everything that was handed out from their shelves again.
-    pub(super) reused: Amounts,
-    pub(super) pending_peak: u64,
-}
-
-impl Fronts {
-    /// Every front, by rank.
-    pub(crate) fn all(&self) -> &[&'static Front] {
-        &self.all
-    }
-}
 
 impl State {
     // ---- fronts and their streams --------------------------------------------------------------

@@ -1,36 +1,21 @@
 //! Where a block lies physically, and guards that keep it there.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::driver::sys;
 
 use super::api::Allocator;
+use super::caches::HeldBack;
 use super::engine::{Engine, Shared};
 use super::error::Error;
-use super::fronts::HeldBack;
+use super::guarded::Guarding;
 use super::records::{SpaceId, State as Extent};
+use super::report::PhysicalSegment;
 use super::size::GRANULE;
-use super::state::{AfterFree, State};
+use super::state::State;
 use super::uses::Uses;
-
-/// A part of a block that lies in one piece of memory from the driver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct PhysicalSegment {
-    /// Address of its first byte, within the block.
-    pub address: sys::CUdeviceptr,
-    /// Bytes.
-    pub bytes: u64,
-    /// The physical handle, as `cuMemCreate` gave it; `None` under the classic policy, where the
-    /// memory is a segment of `cuMemAlloc`.
-    pub handle: Option<sys::CUmemGenericAllocationHandle>,
-    /// Where it begins in the handle or segment, in bytes.
-    pub offset: u64,
-    /// Bytes of the whole handle or segment: exporting or registering shows all of them.
-    pub handle_bytes: u64,
-}
+use super::want::AfterFree;
 
 /// Keeps a part of a block where it is, for somebody who uses its physical memory without the
 /// allocator's knowledge: another process after an export, a network card after a registration.
@@ -116,64 +101,6 @@ impl Allocator {
             bytes,
             segments,
         })
-    }
-}
-
-/// What a guard is about.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Guarding {
-    /// The record of a block.
-    Record(u32),
-    /// The address of a block that fronts gave.
-    Small(u64),
-}
-
-/// Guarded blocks by their records, which stay theirs while a guard lives, or by their addresses.
-#[derive(Debug, Default)]
-pub(crate) struct Guards {
-    blocks: HashMap<u32, Guarded>,
-    small: HashMap<u64, GuardedSmall>,
-    /// Bytes of freed blocks.
-    bytes: u64,
-}
-
-#[derive(Debug, Default)]
-struct Guarded {
-    guards: u64,
-    /// The last uses of a block that was freed meanwhile.
-    freed: Option<Uses>,
-}
-
-#[derive(Debug, Default)]
-struct GuardedSmall {
-    guards: u64,
-    /// The block, if it was freed meanwhile.
-    freed: Option<HeldBack>,
-}
-
-impl Guards {
-    /// Whether any large block is guarded.
-    #[inline]
-    pub(crate) fn any(&self) -> bool {
-        !self.blocks.is_empty()
-    }
-
-    /// Bytes of freed blocks that wait for their guards.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Small blocks that were freed and wait for their guards.
-    pub(crate) fn held_back(&self) -> impl Iterator<Item = &HeldBack> {
-        self.small
-            .values()
-            .filter_map(|guarded| guarded.freed.as_ref())
-    }
-
-    /// Guards that live.
-    pub(crate) fn count(&self) -> u64 {
-        let small: u64 = self.small.values().map(|g| g.guards).sum();
-        small + self.blocks.values().map(|g| g.guards).sum::<u64>()
     }
 }
 

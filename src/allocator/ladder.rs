@@ -4,17 +4,19 @@
 //! the climb begins again at the first. Driver calls happen without the lock; what they work on is
 //! claimed before, so that nobody else can touch it, and put back if they fail.
 
+use super::climb::{Climb, Step};
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::figures::{GrowthReason, free_among};
+use super::figures::free_among;
 use super::fit::Run;
 use super::markers::is_void_wait;
 use super::memory::GrowthFailure;
 use super::plan::Growth;
 use super::records::SpaceId;
-use super::rungs::{Climb, Step};
+use super::report::GrowthReason;
 use super::space::Shard;
-use super::state::{State, Want};
+use super::state::State;
+use super::want::Want;
 
 /// So many markers that stand for nothing may stand in the way of a request.
 const VOID_WAITS: u32 = 16;

@@ -14,8 +14,9 @@ use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::front::pause;
 use super::settle::BACKOFF;
-use super::state::{AfterFree, State};
+use super::state::State;
 use super::streams::{Batch, Holder, Marker, Slot, StreamKey, Streams};
+use super::want::AfterFree;
 
 impl Streams {
     /// The stream is known by its name again, unless another slot is by now. Whether it is.

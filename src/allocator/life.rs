@@ -4,36 +4,10 @@ use crate::driver::{StreamKind, process};
 
 use super::engine::Engine;
 use super::error::Error;
+use super::plan::Keep;
 use super::records::SpaceId;
+use super::report::Trimmed;
 use super::streams::{Holder, StreamKey};
-
-/// What a trim did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Trimmed {
-    /// Bytes given back to the driver.
-    pub released: u64,
-    /// Bytes that could go once work that is still pending has completed.
-    pub pending: u64,
-}
-
-/// What a trim leaves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Keep {
-    /// This many bytes held from the driver.
-    Held(u64),
-    /// This many bytes beside the live blocks.
-    Cached(u64),
-}
-
-impl Keep {
-    /// Bytes held then, with so many in live blocks.
-    pub(crate) fn held(self, allocated: u64) -> u64 {
-        match self {
-            Keep::Held(bytes) => bytes,
-            Keep::Cached(bytes) => bytes.saturating_add(allocated),
-        }
-    }
-}
 
 impl Engine {
     /// Gives unused memory back until no more than `keep` is left. Never waits, unless to close others that

@@ -9,8 +9,9 @@ use crate::driver::{Context, DriverError, Event, Stream, process};
 use super::engine::{Engine, Guard, is_per_thread};
 use super::error::Error;
 use super::probes::{Answer, Poll};
-use super::state::{PendingWait, State};
+use super::state::State;
 use super::streams::{Batch, Holder, StreamKey};
+use super::want::PendingWait;
 
 impl Engine {
     /// Records a marker on a stream, if it is one on which that may be done here and now.

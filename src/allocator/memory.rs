@@ -4,11 +4,13 @@ use crate::driver::{DriverError, Entered};
 
 use super::engine::Engine;
 use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
+use super::handles::Stray;
 use super::plan::{Growth, Release};
 use super::records::{COMPLETE, SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
-use super::state::{State, Stray, Want};
+use super::state::State;
 use super::uses::Uses;
+use super::want::Want;
 
 /// Address space that an arena leases first; then as much again as it has, while that is less than
 /// the device's memory.

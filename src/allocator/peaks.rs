@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::check::{CheckError, holds, same};
 use super::front::Front;
 use super::front::{Allocated, Amounts, Held, Inner, Owner, QUANTITIES, Shelved, Small};
+use super::invariant::{CheckError, holds, same};
 use super::size::GRANULE;
 use super::state::State;
 use super::stats::{Counter, PoolStats, Stats};

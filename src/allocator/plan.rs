@@ -3,12 +3,12 @@
 use super::bins::Entry;
 use super::budget::LEVELS;
 use super::fit::Finder;
-use super::life::Keep;
 use super::records::{SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
 use super::space::{Shard, Space};
-use super::state::{PendingWait, State, Want};
+use super::state::State;
 use super::uses::Uses;
+use super::want::{PendingWait, Want};
 
 /// A new handle is at least this part of the request that it is made for, by level. Most memory is made
 /// on the levels between, and what is large there is pinned by a small part for ever: with an eighth from
@@ -413,7 +413,7 @@ impl State {
         };
         self.holdings.insert(
             addr,
-            super::state::Holding {
+            super::handles::Holding {
                 bytes,
                 handle,
                 space,
@@ -494,6 +494,25 @@ fn tile(bytes: u64, size: u64) -> Vec<u64> {
         }
     }
     sizes
+}
+
+/// What a trim leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keep {
+    /// This many bytes held from the driver.
+    Held(u64),
+    /// This many bytes beside the live blocks.
+    Cached(u64),
+}
+
+impl Keep {
+    /// Bytes held then, with so many in live blocks.
+    pub(crate) fn held(self, allocated: u64) -> u64 {
+        match self {
+            Keep::Held(bytes) => bytes,
+            Keep::Cached(bytes) => bytes.saturating_add(allocated),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -12,8 +12,9 @@ use super::grant::{Grant, Lifetime, Place};
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::request::Request;
 use super::size::GRANULE;
-use super::state::{AfterFree, State, Want};
+use super::state::State;
 use super::streams::{Holder, Slot, StreamKey};
+use super::want::{AfterFree, Want};
 
 /// A stream that may be capturing. One that we hold stays alive with this.
 pub(crate) struct Suspect {

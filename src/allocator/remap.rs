@@ -3,14 +3,16 @@
 use crate::driver::DriverError;
 
 use super::budget::LEVELS;
+use super::climb::Climb;
 use super::engine::{Engine, Guard};
 use super::error::Error;
+use super::mapping::ViewRun;
 use super::records::SpaceId;
-use super::rungs::{Climb, VIEW_ADDRESSES};
+use super::rungs::VIEW_ADDRESSES;
 use super::seam::Stitch;
 use super::size::GRANULE;
-use super::state::{State, Want};
-use super::view::ViewRun;
+use super::state::State;
+use super::want::Want;
 
 /// How a stitch failed in the driver.
 pub(crate) enum Unmapped {

@@ -6,9 +6,10 @@ use crate::driver::Context;
 use super::bins::FreeIndex;
 use super::records::{COMPLETE, SpaceId};
 use super::space::Space;
-use super::state::{AfterFree, State};
+use super::state::State;
 use super::streams::{Holder, StreamKey};
 use super::uses::Uses;
+use super::want::AfterFree;
 
 /// Idle streams of the caller are forgotten above this number of known streams.
 const MANY_STREAMS: usize = 64;

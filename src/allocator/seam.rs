@@ -1,10 +1,11 @@
 //! A stitch under way: what it claims for its driver calls, and how the books end it.
 
+use super::mapping::Layout;
+use super::mapping::{Lent, Seg, View, push_part};
 use super::records::SpaceId;
 use super::size::GRANULE;
-use super::state::{State, Want};
-use super::stitch::Layout;
-use super::view::{Lent, Seg, View, push_part};
+use super::state::State;
+use super::want::Want;
 
 /// A stitch that is claimed and waits for its driver calls.
 #[derive(Debug)]

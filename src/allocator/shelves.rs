@@ -6,11 +6,11 @@
 
 use std::sync::atomic::Ordering;
 
-use super::check::{CheckError, holds, same};
 use super::engine::{Engine, Guard};
 use super::front::Front;
 use super::front::{Amounts, Shelved, cache};
 use super::grant::Grant;
+use super::invariant::{CheckError, holds, same};
 use super::records::State as Extent;
 use super::size::GRANULE;
 use super::state::State;

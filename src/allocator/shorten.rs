@@ -8,9 +8,10 @@
 use super::budget::LEVELS;
 use super::engine::Engine;
 use super::error::Error;
+use super::mapping::{Openings, Seg, View};
 use super::size::GRANULE;
-use super::state::{State, Want};
-use super::view::{Openings, Seg, View};
+use super::state::State;
+use super::want::Want;
 
 /// A cut is worth it if the request lacks so much less then.
 const WORTH_PERCENT: u64 = 95;
@@ -172,7 +173,14 @@ mod tests {
     fn books(views: &[(u64, &[bool])]) -> (State, Openings) {
         let tuning = Config::new().tuning();
         let table = Arc::new(PageTable::new());
-        let mut state = State::new((crate::allocator::front::nobody(), 0), table, 0, true, None, tuning);
+        let mut state = State::new(
+            (crate::allocator::front::nobody(), 0),
+            table,
+            0,
+            true,
+            None,
+            tuning,
+        );
         state.level = LEVELS - 1;
         let (mut ranges, mut home) = (Vec::new(), HANDLE);
         for (base, open) in views {

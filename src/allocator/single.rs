@@ -1,11 +1,12 @@
 //! Blocks that lie inside one physical handle.
 
 use super::fit::Finder;
+use super::mapping::Openings;
 use super::plan::Growth;
 use super::records::SpaceId;
 use super::size::{GRANULE, PHYSICAL_GRANULE};
-use super::state::{State, Want};
-use super::view::Openings;
+use super::state::State;
+use super::want::Want;
 
 /// A place inside free memory: the piece that it begins in, and how many granules into it.
 #[derive(Debug, Clone, Copy)]

@@ -8,116 +8,27 @@ use crate::driver::Event;
 use super::aliasing::Unfinished;
 use super::bins::Entry;
 use super::burst::Account;
+use super::caches::Fronts;
 use super::config::Tuning;
 use super::deferred::Deferred;
-use super::figures::{GrowthInfo, SelfTest};
 use super::fit::{Finder, Run};
 use super::front::{KeepAlive, PageTable};
-use super::fronts::Fronts;
 use super::grid::Grid;
-use super::guards::Guards;
+use super::guarded::Guards;
 use super::handles::Handles;
+use super::handles::{Holding, Stray};
 use super::lookup::Lookup;
+use super::mapping::View;
 use super::mix::Mixed;
 use super::probes::Poll;
 use super::records::{MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
-use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
+use super::report::{GrowthInfo, SelfTest};
+use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, classic_granules};
 use super::space::{Shard, Space};
 use super::stats::Stats;
-use super::streams::{Holder, StreamKey, Streams};
+use super::streams::{Holder, Streams};
 use super::uses::{Use, Uses};
-use super::view::View;
-
-/// Granules of a page.
-pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
-
-/// Memory held from the driver: a segment, or a physical handle at its home address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Holding {
-    pub bytes: u64,
-    /// The physical handle; `None` for a plain segment.
-    pub handle: Option<u64>,
-    pub space: SpaceId,
-    /// Views that map the handle.
-    pub views: u32,
-    /// The handle's number in [`State::handles`]; 0 if it has none.
-    pub number: u32,
-}
-
-/// A physical handle that is mapped nowhere but could not be released yet.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Stray {
-    pub handle: u64,
-    pub bytes: u64,
-    pub space: SpaceId,
-    /// Being released.
-    pub busy: bool,
-}
-
-/// What a caller asks of an arena.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Want {
-    pub space: SpaceId,
-    pub stream: u32,
-    pub granules: u32,
-    /// Alignment in granules.
-    pub align: u32,
-    /// Bytes as the user asked for.
-    pub requested: u64,
-    /// The block lies inside one physical handle.
-    pub single: bool,
-    /// The block may lie in a view.
-    pub views: bool,
-}
-
-impl Want {
-    /// Granules of a run in which the request surely fits, whatever the run's address.
-    pub(crate) fn span(&self) -> u32 {
-        self.granules + self.align - 1
-    }
-
-    /// Granules between the start of a run and the first aligned address in it.
-    pub(crate) fn skip(&self, addr: u64) -> u32 {
-        let align = u64::from(self.align) * GRANULE;
-        ((addr.next_multiple_of(align) - addr) / GRANULE) as u32
-    }
-}
-
-/// A wait that has to be queued before a taken block may be used.
-#[derive(Debug)]
-pub(crate) struct PendingWait {
-    pub stream: u32,
-    pub bound: u64,
-    pub event: Arc<Event>,
-    pub row: Arc<[u64]>,
-}
-
-/// What a free left to do outside the lock.
-#[derive(Debug, Default)]
-pub(crate) struct AfterFree {
-    /// Streams whose batch is full: mostly none or one.
-    full: Option<(u32, StreamKey)>,
-    more: Vec<(u32, StreamKey)>,
-}
-
-impl AfterFree {
-    /// A stream is to be marked.
-    pub(crate) fn mark(&mut self, stream: u32, key: StreamKey) {
-        match self.full {
-            None => self.full = Some((stream, key)),
-            Some(_) => self.more.push((stream, key)),
-        }
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.full.is_none()
-    }
-
-    /// The streams to be marked.
-    pub(crate) fn streams(&self) -> impl Iterator<Item = (u32, StreamKey)> + '_ {
-        self.full.iter().chain(&self.more).copied()
-    }
-}
+use super::want::{AfterFree, PendingWait, Want};
 
 /// Bytes of pieces that streams other than their own may still use.
 fn mixed_bytes(shards: &[Shard]) -> u64 {

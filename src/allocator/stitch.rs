@@ -3,13 +3,15 @@
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
+use super::mapping::Layout;
+use super::mapping::{Openings, ViewRun};
 use super::plan::Growth;
 use super::records::SpaceId;
 use super::seam::Stitch;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use super::sources::{Source, Sources};
-use super::state::{State, Want};
-use super::view::{Openings, ViewRun};
+use super::state::State;
+use super::want::Want;
 
 /// Requests below this many bytes are not stitched while growing is allowed.
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
@@ -24,30 +26,6 @@ const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
 /// Mappings in views, at least and per handle held.
 const VIEW_MAPS_MIN: usize = 32_768;
 const VIEW_MAPS_PER_HANDLE: usize = 32;
-
-/// A layout that would hold the request.
-#[derive(Debug, Clone)]
-pub(crate) struct Layout {
-    /// The view to extend, or none for a new one.
-    pub base: Option<u64>,
-    /// Bytes between the end of the view's handles and the block's start: of an extended view the
-    /// open suffix (counted backwards), of a new one what its first handle has before its open part.
-    pub back: u64,
-    pub skip: u64,
-    pub adds: Vec<(u64, u64)>,
-    /// Bytes to create behind them,
-    pub fresh: u64,
-    /// or, if they are made before, so few.
-    pub lacking: u64,
-    /// They are created in handles of this many bytes at least.
-    pub fresh_handle: u64,
-}
-
-impl Layout {
-    fn cost(&self) -> (u64, usize) {
-        (self.fresh, self.adds.len())
-    }
-}
 
 impl State {
     /// The layout for a request that needs the least new memory, then the fewest handles, given what

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use super::carried::{Outcome, Rig};
 use super::leaving::Leaving;
-use super::state::PendingWait;
 use super::streams::{Holder, StreamKey, Streams};
 use super::uses::Use;
+use super::want::PendingWait;
 use super::{Config, Policy};
 use crate::Block;
 use crate::driver::{Context, Event, Stream};
