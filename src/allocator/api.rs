@@ -7,10 +7,11 @@ use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, proce
 
 use super::block::Block;
 use super::config::{Config, Policy};
-use super::engine::{Engine, Named, Shared};
+use super::engine::{Engine, Shared};
 use super::error::Error;
 use super::grant::Grant;
 use super::invariant::CheckError;
+use super::naming::Named;
 use super::plan::Keep;
 use super::report::Trimmed;
 use super::report::{Fragmentation, SelfTest};

@@ -2,12 +2,13 @@
 //!
 //! Nothing here grows, waits or gives back, so the caller learns whether its request is a hit.
 
-use super::engine::{Engine, Guard, Named};
+use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::fit::Run;
 use super::front::Front;
 use super::front::cache;
 use super::grant::Grant;
+use super::naming::Named;
 use super::raw::Call;
 use super::records::{NIL, SpaceId, State as Extent};
 use super::request::Request;

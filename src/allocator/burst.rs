@@ -8,11 +8,9 @@
 //! in handles.
 
 use super::engine::{Engine, Guard};
-use super::mapping::Layout;
-use super::mapping::Openings;
+use super::mapping::{Layout, Openings};
 use super::plan::Release;
 use super::records::SpaceId;
-use super::report::Bursts;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT, PHYSICAL_GRANULE};
 use super::sources::Source;
 use super::state::State;
@@ -22,10 +20,6 @@ use super::want::Want;
 const MAPS: usize = 100;
 /// Handles that an allocation with a token may map: 6 ms.
 const BURST_MAPS: usize = 300;
-/// Tokens at the start,
-const TOKENS: u64 = 16;
-/// and large requests that earn another one: 10,000 allocations and frees.
-const REQUESTS_PER_TOKEN: u64 = 5000;
 /// Handles that are mapped where the bound cuts a stitch,
 const CUT_MAPS: usize = 90;
 /// and handles that are created beside them.
@@ -39,35 +33,6 @@ const CREATED_MAX: u64 = 32 << 20;
 /// ([`State::handle_size`]); with larger ones, and bounds up to 0.8 of the limit, the smallest limit
 /// of recorded work rose by 1.5 points.
 const NEAR_PART: u64 = 2;
-
-/// The account of one allocator.
-#[derive(Debug, Default)]
-pub(crate) struct Account {
-    figures: Bursts,
-    /// Large requests so far.
-    requests: u64,
-    /// More was created than the soft cap allows, and is to be given back.
-    pub(crate) debt: bool,
-}
-
-impl Account {
-    pub(crate) fn request(&mut self) {
-        self.requests += 1;
-    }
-
-    fn tokens(&self) -> u64 {
-        let earned = TOKENS + self.requests / REQUESTS_PER_TOKEN;
-        earned.saturating_sub(self.figures.spent)
-    }
-
-    pub(crate) fn mapped(&mut self, maps: usize) {
-        self.figures.largest = self.figures.largest.max(maps as u64);
-    }
-
-    pub(crate) fn figures(&self) -> Bursts {
-        self.figures
-    }
-}
 
 impl State {
     /// Whether so many bytes more leave the bounds in force.

@@ -4,12 +4,12 @@
 //! the climb begins again at the first. Driver calls happen without the lock; what they work on is
 //! claimed before, so that nobody else can touch it, and put back if they fail.
 
+use super::answers::is_void_wait;
 use super::climb::{Climb, Step};
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::figures::free_among;
 use super::fit::Run;
-use super::markers::is_void_wait;
 use super::memory::GrowthFailure;
 use super::plan::Growth;
 use super::records::SpaceId;

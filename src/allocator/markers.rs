@@ -3,11 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::driver::sys::{CUresult, CUstream};
-use crate::driver::{Context, DriverError, Event, Stream, process};
+use crate::driver::sys::CUstream;
+use crate::driver::{Context, Event, Stream, process};
 
-use super::engine::{Engine, Guard, is_per_thread};
+use super::answers::{is_capture_refusal, is_of_capture, is_void_event};
+use super::engine::{Engine, Guard};
 use super::error::Error;
+use super::naming::is_per_thread;
 use super::probes::{Answer, Poll};
 use super::state::State;
 use super::streams::{Batch, Holder, StreamKey};
@@ -524,37 +526,6 @@ impl Engine {
         }
         Ok(())
     }
-}
-
-/// Whether the driver's answer is about a capture, of the stream or of what the event was recorded in.
-pub(crate) fn is_of_capture(code: CUresult) -> bool {
-    use CUresult as Code;
-    [
-        Code::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-        Code::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
-        Code::CUDA_ERROR_STREAM_CAPTURE_MERGE,
-        Code::CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
-        Code::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
-        Code::CUDA_ERROR_CAPTURED_EVENT,
-    ]
-    .contains(&code)
-}
-
-/// Whether a question or a wait was answered so because the event was recorded in a capture: one under
-/// way, or one that has ended, after which drivers call such an event an invalid value.
-fn is_void_event(code: CUresult) -> bool {
-    is_of_capture(code) || code == CUresult::CUDA_ERROR_INVALID_VALUE
-}
-
-/// Whether a wait was refused because of the marker, which is [gone](Engine::queue_waits) by now.
-pub(crate) fn is_void_wait(error: &DriverError) -> bool {
-    error.call() == "cuStreamWaitEvent" && is_void_event(error.code())
-}
-
-/// Whether the driver refused a call because a stream somewhere is being captured.
-pub(crate) fn is_capture_refusal(code: CUresult) -> bool {
-    code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-        || code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 }
 
 #[cfg(all(test, feature = "sim"))]

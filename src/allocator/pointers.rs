@@ -3,8 +3,8 @@
 use crate::driver::{Stream, sys};
 
 use super::api::Allocator;
-use super::engine::{Named, is_special};
 use super::error::Error;
+use super::naming::{Named, is_special};
 use super::request::Request;
 use super::small::Missed;
 use super::streams::StreamKey;

@@ -4,11 +4,12 @@ use std::sync::atomic::Ordering;
 
 use crate::driver::{Context, sys};
 
-use super::engine::{Engine, Guard, Named, is_per_thread, is_special};
+use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::front::Front;
-use super::front::{self, Life, SMALL_ID, page_of};
+use super::front;
+use super::front::{Front, Life, SMALL_ID, page_of};
 use super::grant::{Grant, Lifetime, Place};
+use super::naming::{Named, is_per_thread, is_special};
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::request::Request;
 use super::size::GRANULE;
@@ -316,32 +317,6 @@ impl Engine {
         }
         let state = self.open()?;
         self.free_record(state, (block.id, Some(block.generation)), ptr)
-    }
-
-    /// Frees a block whose owner went out of scope: what cannot be done now is done later.
-    pub(crate) fn drop_block(&self, block: Lifetime) {
-        // In a child, after a loss or at exit there is nothing to give back to, and in a child the
-        // lock may be held by a thread that does not exist there.
-        if self.usable().is_err() {
-            return;
-        }
-        match self.free_block(&block) {
-            Ok(()) => {}
-            Err(Error::Capturing { .. }) => self.defer(block, Vec::new()),
-            // In a child, after a loss or at exit there is nothing to give back to.
-            Err(
-                Error::ForkedChild | Error::Exiting | Error::ContextLost(_) | Error::NotLive { .. },
-            ) => {}
-            Err(error) => {
-                self.defer(block, Vec::new());
-                if let Some(count) = self.log.due() {
-                    log::warn!(
-                        "a dropped block is freed later, now it could not be ({count} such \
-                         events): {error}"
-                    );
-                }
-            }
-        }
     }
 
     /// What a free leaves to do without the lock: markers, and the end of an allocator whose last

@@ -5,9 +5,9 @@ use std::sync::{Arc, Weak};
 
 use crate::driver::Event;
 
-use super::aliasing::Unfinished;
+use super::bench::Unfinished;
 use super::bins::Entry;
-use super::burst::Account;
+use super::bursts::Account;
 use super::caches::Fronts;
 use super::config::Tuning;
 use super::deferred::Deferred;
