@@ -86,9 +86,13 @@ impl Engine {
         let (front, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
-            Some(inner) => (inner, false),
+            Some(mut inner) => {
+                inner.look_for_worn();
+                (inner, false)
+            }
             None => {
                 let mut inner = front.lock();
+                inner.look_for_worn();
                 let crowded = inner.serves(owner) && inner.crowded();
                 (inner, crowded)
             }
@@ -416,7 +420,7 @@ impl Engine {
         generation: Option<u32>,
     ) -> Result<(), Error> {
         if self.watchful() {
-            self.refuse_captured_free(front)?;
+            self.refuse_captured_free(front, (node, ptr), generation)?;
         }
         let freed = front.lock().free(node, ptr, generation);
         if freed == Freed::Done {
@@ -486,11 +490,17 @@ impl Engine {
 
     /// Refuses a free on a stream that is being captured.
     #[cold]
-    fn refuse_captured_free(&self, front: &'static EngineFront) -> Result<(), Error> {
+    fn refuse_captured_free(
+        &self,
+        front: &'static EngineFront,
+        (node, ptr): (Node, u64),
+        generation: Option<u32>,
+    ) -> Result<(), Error> {
         let suspect = {
             let state = self.lock();
             let inner = front.lock();
-            (inner.allocator == self.id)
+            // What is not live is refused for that, also where the driver would not answer.
+            (inner.allocator == self.id && inner.live(node, ptr, generation).is_some())
                 .then(|| state.capture_suspect(inner.slot))
                 .flatten()
         };

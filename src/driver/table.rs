@@ -9,6 +9,7 @@ use super::process;
 use super::stream::OwnedStreams;
 use super::sys::{self, CUresult};
 use super::trials::Trials;
+use std::any::Any;
 use std::ffi::CStr;
 use std::fmt;
 use std::ptr;
@@ -226,6 +227,8 @@ struct Inner {
     version: u32,
     process_wide: bool,
     library: Option<String>,
+    /// What its functions stand on, for as long as somebody can call them.
+    _ground: Ground,
     counters: Counters,
     state: State,
 }
@@ -244,12 +247,16 @@ struct State {
     trials: Trials,
 }
 
+/// What must not be given to somebody else while a driver lives: the place of its simulator.
+type Ground = Option<Arc<dyn Any + Send + Sync>>;
+
 /// Where a table came from.
 pub(super) struct Origin {
     /// None for functions of this process.
     pub(super) library: Option<String>,
     /// The one that [`Driver::load`] hands out.
     pub(super) process_wide: bool,
+    pub(super) ground: Ground,
 }
 
 impl Driver {
@@ -266,6 +273,25 @@ impl Driver {
         let origin = Origin {
             library: None,
             process_wide: false,
+            ground: None,
+        };
+        // SAFETY: the caller vouches for the functions.
+        unsafe { Driver::start(functions, origin) }
+    }
+
+    /// As [`Driver::from_functions`], of functions that stand on something.
+    ///
+    /// # Safety
+    /// As there.
+    #[cfg(feature = "sim")]
+    pub(crate) unsafe fn on_ground(
+        functions: sys::CuFunctions,
+        ground: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Driver, LoadError> {
+        let origin = Origin {
+            library: None,
+            process_wide: false,
+            ground: Some(ground),
         };
         // SAFETY: the caller vouches for the functions.
         unsafe { Driver::start(functions, origin) }
@@ -303,6 +329,7 @@ impl Driver {
             version: 0,
             process_wide: origin.process_wide,
             library: origin.library,
+            _ground: origin.ground,
             counters: Counters::new(),
             state: State {
                 lost: AtomicBool::new(false),

@@ -208,28 +208,18 @@ impl WorkspacePool {
         let retirements = pool.allocator.engine().retirements();
         let slab = loop {
             let mut state = pool.state.lock();
-            let idle = state.take(id, slab_bytes);
-            if let Some(slab) = &idle
-                && slab.retirements == retirements
-            {
-                state.stats.hits += 1;
-                state.leased(pool, bytes, slab_bytes);
+            let Some(slab) = state.take(id, slab_bytes) else {
+                drop(state);
+                break self.slab(stream, bytes, (slab_bytes, retirements))?;
+            };
+            if slab.retirements != retirements {
+                drop(state);
+                pool.look_again(slab, id, retirements);
+                continue;
             }
-            drop(state);
-            match idle {
-                Some(slab) if slab.retirements == retirements => break slab,
-                // To the allocator, which does not count on more work of a retired stream.
-                Some(slab) if slab.block.stream_retired() => drop(slab),
-                Some(mut slab) => {
-                    slab.retirements = retirements;
-                    pool.change(|state| {
-                        state.stats.hits += 1;
-                        state.leased(pool, bytes, slab_bytes);
-                    });
-                    break slab;
-                }
-                None => break self.slab(stream, bytes, (slab_bytes, retirements))?,
-            }
+            state.stats.hits += 1;
+            state.leased(pool, bytes, slab_bytes);
+            break slab;
         };
         Ok(Lease {
             slab: Some(slab),
@@ -317,6 +307,19 @@ impl State {
 }
 
 impl Inner {
+    /// Some stream was retired since a slab was taken: if it was the slab's it goes to the allocator, which
+    /// does not count on more work of such a stream, else it is idle again.
+    #[cold]
+    fn look_again(&self, mut slab: Box<Slab>, stream: u64, retirements: u64) {
+        if slab.block.stream_retired() {
+            return;
+        }
+        slab.retirements = retirements;
+        let cap = self.config.cap;
+        let surplus = self.change(|state| state.give(slab, stream, cap));
+        drop(surplus);
+    }
+
     #[inline]
     fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         change(&mut self.state.lock())

@@ -149,10 +149,13 @@ pub enum BlockState {
 pub struct ResourceBlock {
     identity: BlockIdentity,
     size: u64,
-    alignment: usize,
     tag: Tag,
+    /// The alignment is two to the power of this.
+    alignment: u32,
     /// How many resources of the stack keep an order of its uses that those below them do not know.
     keepers: u32,
+    /// Nobody else can name it any more: who cannot take it back now does so later.
+    abandoned: bool,
     first: Option<Charge>,
     /// Further ones, which few blocks have.
     #[expect(
@@ -167,7 +170,7 @@ impl ResourceBlock {
     ///
     /// # Safety
     /// Whoever holds the result owns the memory, and safe code may give it back. So the memory is handed
-    /// out by this and by nothing else: what is told of it is true, `size` bytes may be used of it, the
+    /// out by this and by nothing else: what is told of it is true, its alignment is a power of two, `size` bytes may be used of it, the
     /// key is new, nobody else uses the memory or gives it back before the result was taken by
     /// [`deallocate`](super::MemoryResource::deallocate). No identity of a block that lives may be used
     /// for it, which anybody can have.
@@ -188,9 +191,10 @@ impl ResourceBlock {
         ResourceBlock {
             identity,
             size,
-            alignment,
+            alignment: alignment.trailing_zeros(),
             tag,
             keepers: 0,
+            abandoned: false,
             first: None,
             more: None,
         }
@@ -218,7 +222,7 @@ impl ResourceBlock {
 
     /// The alignment in bytes that was asked for.
     pub fn alignment(&self) -> usize {
-        self.alignment
+        1usize.checked_shl(self.alignment).unwrap_or(1)
     }
 
     /// Its label.
@@ -251,6 +255,16 @@ impl ResourceBlock {
     /// only from there.
     pub(crate) fn set_keepers(&mut self, keepers: u32) {
         self.keepers = keepers;
+    }
+
+    /// Nobody will try again to give it back.
+    pub(crate) fn abandon(&mut self) {
+        self.abandoned = true;
+    }
+
+    #[inline]
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.abandoned
     }
 
     /// Whether whoever made the block may take it back: nobody above keeps the order of its uses.

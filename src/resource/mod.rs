@@ -46,6 +46,7 @@ mod relief;
 mod reservation;
 mod runtime;
 mod statistics;
+mod stranded;
 mod stream_pool;
 mod tracked;
 mod traits;
@@ -94,13 +95,15 @@ pub(crate) fn log_rarely(error: &dyn std::error::Error, what: &str) {
     }
 }
 
-/// Deallocates a block that nobody can name from here on. A refusal may be over at once, so it is tried
-/// once more.
+/// Deallocates a block that nobody can name from here on. Allocators, and what keeps an order over them, take it
+/// and give it back later where they cannot now; of others a refusal may be over at once, so it is tried once
+/// more.
 pub(crate) fn give_back(
     resource: &(impl MemoryResource + ?Sized),
-    block: ResourceBlock,
+    mut block: ResourceBlock,
     what: &str,
 ) {
+    block.abandon();
     let done = resource.deallocate(block);
     if let Err(failure) = done.or_else(|failure| resource.deallocate(*failure.block)) {
         log_rarely(&failure.error, what);

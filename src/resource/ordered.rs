@@ -11,6 +11,7 @@ use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, T
 use super::error::{DeallocateError, ResourceError, StreamMisuse};
 use super::events::{EventPools, Pooled};
 use super::gauge::Charge;
+use super::stranded::Stranded;
 use super::traits::{MemoryResource, Outstanding, Tracking};
 use super::uses::Uses;
 
@@ -55,6 +56,7 @@ pub struct AsyncResource<R: MemoryResource = Allocator> {
     inner: R,
     events: EventPools,
     books: Mutex<Books>,
+    stranded: Stranded,
 }
 
 #[derive(Debug, Default)]
@@ -155,6 +157,7 @@ impl<R: MemoryResource> AsyncResource<R> {
             inner,
             events: EventPools::default(),
             books: Mutex::default(),
+            stranded: Stranded::default(),
         }
     }
 
@@ -253,6 +256,34 @@ impl<R: MemoryResource> AsyncResource<R> {
         Ok(())
     }
 
+    /// Takes a block back, or keeps one that nobody else can give back.
+    fn take_back(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let entry = match self.entry(&block.identity()) {
+            Ok(entry) => entry,
+            Err(error) => return Err(DeallocateError::new(block, error)),
+        };
+        if block.keepers() != entry.keepers_below.saturating_add(1) {
+            return Err(DeallocateError::new(block, StreamMisuse::KeptAbove));
+        }
+        match self.retire(&entry, block) {
+            Err(failure) if failure.block.is_abandoned() => {
+                self.stranded.keep(*failure.block);
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    /// Takes back what was stranded, as far as that goes now.
+    fn retry(&self) {
+        for block in self.stranded.take() {
+            // One that cannot go yet is kept again.
+            if let Err(failure) = self.take_back(block) {
+                super::log_rarely(&failure.error, "a dropped block leaks");
+            }
+        }
+    }
+
     /// Puts a deallocation into the queue of its stream.
     fn push(&self, stream: u64, retired: Retired, marker: Option<Pooled>, newest: u64) {
         let mut guard = self.books();
@@ -321,6 +352,14 @@ impl<R: MemoryResource> AsyncResource<R> {
     }
 }
 
+impl<R: MemoryResource> Drop for AsyncResource<R> {
+    fn drop(&mut self) {
+        if !process::is_gone() {
+            self.retry();
+        }
+    }
+}
+
 impl Batch {
     fn bytes(&self) -> u64 {
         self.retired.iter().map(|retired| retired.bytes).sum()
@@ -350,6 +389,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     ) -> Result<ResourceBlock, ResourceError> {
         same_place(self.inner.context(), stream)?;
         let id = stream.id()?;
+        self.retry();
         refuse_capture(stream, id)?;
         let mut block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
         let ptr = block.ptr();
@@ -382,14 +422,8 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     }
 
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        let entry = match self.entry(&block.identity()) {
-            Ok(entry) => entry,
-            Err(error) => return Err(DeallocateError::new(block, error)),
-        };
-        if block.keepers() != entry.keepers_below.saturating_add(1) {
-            return Err(DeallocateError::new(block, StreamMisuse::KeptAbove));
-        }
-        self.retire(&entry, block)
+        self.retry();
+        self.take_back(block)
     }
 
     fn context(&self) -> &Context {
@@ -417,6 +451,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     }
 
     fn reap(&self) -> Result<u64, ResourceError> {
+        self.retry();
         let mut waits: Vec<(u64, u64, Arc<Pooled>)> = {
             let mut books = self.books();
             let queues = books.pending.iter_mut();
@@ -449,6 +484,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     }
 
     fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+        self.retry();
         self.inner.trim(keep)
     }
 

@@ -33,6 +33,8 @@ pub(super) struct Pool {
     device: usize,
     default: bool,
     destroyed: bool,
+    /// Imports that are not destroyed, which have the handle of the pool itself here.
+    pub(super) imports: u64,
     max: u64,
     pub(super) handle_types: CUmemAllocationHandleType,
     threshold: u64,
@@ -59,6 +61,7 @@ impl Pool {
             device,
             default,
             destroyed: false,
+            imports: 0,
             max,
             handle_types,
             threshold: 0,
@@ -422,6 +425,10 @@ impl State {
         if let Some(pool) = self.pools.get_mut(&value) {
             if pool.default {
                 return fail(INVALID);
+            }
+            if pool.imports > 0 {
+                pool.imports -= 1;
+                return Ok(());
             }
             pool.destroyed = true;
             pool.threshold = 0;

@@ -90,16 +90,18 @@ impl Account {
 /// Another quantity of one front, with a peak of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Gauge {
-    /// Everything that was ever added.
-    total: u64,
+    /// Everything that was ever added and this together are the lot: below 0 when that is used up.
+    left: u64,
+    lot: u64,
     /// How far below its peak it is: what is more than that raises the peak.
     below: u64,
     peak: u64,
 }
 
 impl Gauge {
+    /// Whether the lot is used up by this.
     #[inline(always)]
-    pub(crate) fn add(&mut self, amount: u64) {
+    pub(crate) fn add(&mut self, amount: u64) -> bool {
         let (below, passed) = self.below.overflowing_sub(amount);
         self.below = below;
         if passed {
@@ -107,7 +109,9 @@ impl Gauge {
             gauge.peak = gauge.peak.wrapping_sub(gauge.below);
             gauge.below = 0;
         }
-        self.total += amount;
+        let (left, used_up) = self.left.overflowing_sub(amount);
+        self.left = left;
+        used_up
     }
 
     #[inline(always)]
@@ -119,8 +123,19 @@ impl Gauge {
         self.peak - self.below
     }
 
+    /// Everything that was ever added.
     pub(crate) fn total(&self) -> u64 {
-        self.total
+        self.lot.wrapping_sub(self.left)
+    }
+
+    pub(crate) fn is_used_up(&self) -> bool {
+        self.left > self.lot
+    }
+
+    /// Makes what is added from now on a new lot.
+    pub(crate) fn allow(&mut self, amount: u64) {
+        self.lot = self.total() + amount;
+        self.left = amount;
     }
 
     /// The largest value since the last reset.
@@ -137,7 +152,7 @@ impl Gauge {
 /// What is read through this is read from memory, so that what mostly happens needs no register for it; and
 /// keeps what follows out of the way of that.
 #[inline(always)]
-fn anew<T>(value: &mut T) -> &mut T {
+pub(super) fn anew<T>(value: &mut T) -> &mut T {
     rarely();
     std::hint::black_box(value)
 }
@@ -160,11 +175,12 @@ pub(crate) struct Accounts {
 pub(crate) const QUANTITIES: usize = 3;
 
 impl Accounts {
+    /// Whether the lot of blocks is used up by this.
     #[inline(always)]
-    pub(crate) fn add(&mut self, bytes: u64, requested: u64) {
+    pub(crate) fn add(&mut self, bytes: u64, requested: u64) -> bool {
         self.allocated.add(bytes);
         self.requested.add(requested);
-        self.blocks.add(1);
+        self.blocks.add(1)
     }
 
     #[inline(always)]

@@ -203,14 +203,7 @@ impl Page {
         grain.set_out();
     }
 
-    /// Whether the page has no generation left: after the last one comes a number that says of no block that
-    /// it is live.
-    #[inline(always)]
-    pub(super) fn is_worn(&self) -> bool {
-        self.info.generation == u32::MAX
-    }
-
-    /// Makes a run that is out a live block. The page is not [worn](Self::is_worn).
+    /// Makes a run that is out a live block. A page is worn out long before its last generation.
     #[inline(always)]
     pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
         let generation = self.info.generation.wrapping_add(1);

@@ -87,7 +87,7 @@ pub(crate) struct Heap {
     pub(super) free: [u32; GRAINS],
     pub(super) quick: [Quick; LISTS],
     pub(super) vacant: Vec<u32>,
-    /// Pages that have no generation left.
+    /// Pages whose generations are used up.
     pub(super) worn: Vec<u32>,
 }
 
@@ -118,24 +118,20 @@ impl Heap {
     }
 
     #[inline(always)]
-    fn grain_mut(&mut self, node: Node) -> &mut Grain {
+    pub(super) fn grain_mut(&mut self, node: Node) -> &mut Grain {
         &mut self.pages[node.page()].grains[node.place()]
     }
 
     // ---- blocks ----------------------------------------------------------------------------
 
     /// Takes a quick run of just `granules` (1 to 128) for a block of which `requested` bytes were
-    /// asked for. None, too, if the run is of a page that has no generation left: it is of no use then.
+    /// asked for.
     #[inline(always)]
     pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
         let quick = &mut self.quick[granules as usize % LISTS];
         let node = Node(quick.head);
         // There is no page for `NIL`.
         let page = &mut **self.pages.get_mut(node.page())?;
-        if page.is_worn() {
-            self.wear_out(node.page());
-            return None;
-        }
         quick.head = page.grains[node.place()].a;
         quick.left += 1;
         self.quick_room += granules;
@@ -158,9 +154,7 @@ impl Heap {
         let quick = &mut self.quick[granules as usize % LISTS];
         let node = Node(quick.head);
         // There is no page for `NIL`.
-        let (page, cut) = if let Some(page) = self.pages.get_mut(node.page())
-            && !page.is_worn()
-        {
+        let (page, cut) = if let Some(page) = self.pages.get_mut(node.page()) {
             let page = &mut **page;
             quick.head = page.grains[node.place()].a;
             quick.left += 1;
@@ -170,7 +164,7 @@ impl Heap {
             rarely();
             let found = self.filled.first_from(granules as usize - 1)?;
             let cut = self.carve(found, granules);
-            (&mut **self.pages.get_mut(cut.node.page())?, cut)
+            (&mut *self.pages[cut.node.page()], cut)
         };
         Some((page.hand_out(cut.node, requested), cut.bytes))
     }
@@ -186,8 +180,7 @@ impl Heap {
                 let skip = (place.next_multiple_of(u64::from(align)) - place) as u32;
                 if skip + granules <= length {
                     self.cut(node, skip, granules);
-                    let taken = self.hand_out(Node(at + skip), requested);
-                    return taken.or_else(|| self.take_aligned(granules, align, requested));
+                    return Some(self.hand_out(Node(at + skip), requested));
                 }
                 at = self.grain(node).a;
             }
@@ -216,7 +209,7 @@ impl Heap {
             Kind::Free if skip + granules <= run.granules => self.cut(run.node, skip, granules),
             _ => return None,
         }
-        self.hand_out(Node(run.node.0 + skip), requested)
+        Some(self.hand_out(Node(run.node.0 + skip), requested))
     }
 
     /// Takes a run out of the quick ones.
@@ -251,15 +244,9 @@ impl Heap {
         run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
     }
 
-    /// Makes a run that was cut out a live block, unless its page has no generation left.
-    fn hand_out(&mut self, node: Node, requested: u32) -> Option<Taken> {
-        let page = &mut self.pages[node.page()];
-        if !page.is_worn() {
-            return Some(page.hand_out(node, requested));
-        }
-        page.grains[node.place()].set_spent();
-        self.wear_out(node.page());
-        None
+    /// Makes a run that was cut out a live block.
+    fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
+        self.pages[node.page()].hand_out(node, requested)
     }
 
     /// The live block at a node, if its first byte is at `ptr`.
@@ -335,30 +322,27 @@ impl Heap {
         grain.set_out();
         let granules = u32::from(grain.len);
         self.pending_grains -= u64::from(granules);
-        if keep && self.put_quick(node, granules) {
+        let worn = self.is_worn_at(node);
+        if keep && !worn && self.put_quick(node, granules) {
             return;
         }
         if !over {
             self.pages[node.page()].ticket = self.ticket;
         }
-        self.merge(node);
+        if worn {
+            self.spend_run(node);
+        } else {
+            self.merge(node);
+        }
     }
 
     // ---- runs ------------------------------------------------------------------------------
 
-    /// Cuts the low end off the latest run of a list of free ones. At [`NIL`] if only pages without a
-    /// generation left had any: so is that of a quick run of just the length, if there is one.
+    /// Cuts the low end off the latest run of a list of free ones.
     #[inline(never)]
     fn carve(&mut self, found: usize, granules: u32) -> Cut {
-        let quick = Node(self.quick[granules as usize % LISTS].head);
         let node = Node(self.free[found % GRAINS]);
         let page = &mut *self.pages[node.page()];
-        if quick.0 != NIL {
-            return self.carve_elsewhere(quick, granules);
-        }
-        if page.is_worn() {
-            return self.carve_elsewhere(node, granules);
-        }
         let next = page.grains[node.place()].a;
         page.shape(node, granules);
         self.free[found % GRAINS] = next;
@@ -372,16 +356,6 @@ impl Heap {
             self.list_here(Node(node.0 + granules), length - granules);
         }
         Cut::new(node, granules)
-    }
-
-    /// [`carve`](Self::carve) where the page of a run has no generation left.
-    #[cold]
-    fn carve_elsewhere(&mut self, worn: Node, granules: u32) -> Cut {
-        self.wear_out(worn.page());
-        match self.filled.first_from(granules as usize - 1) {
-            Some(found) => self.carve(found, granules),
-            None => Cut::new(Node(NIL), granules),
-        }
     }
 
     /// Takes `granules` out of a free run; what is left on either side stays free.

@@ -37,10 +37,13 @@ pub(crate) use pages::{PageTable, SMALL_ID, page_of};
 pub(crate) use shelf::{Amounts, Shelf, Shelved};
 
 use super::size::GRANULE;
+use account::anew;
 use std::sync::atomic::Ordering;
 
 /// No allocator: every call needs the books.
 const CLOSED: u64 = u64::MAX;
+/// No allocator: the next allocation looks for worn pages first.
+const USED_UP: u64 = u64::MAX - 1;
 /// Most fronts of a stream.
 pub(crate) const MOST_FRONTS: usize = 16;
 /// Wholly free pages that a front keeps when it hands some back: this part of its pages, between so
@@ -158,6 +161,8 @@ pub(crate) type Others<E> = Arc<[&'static Front<E>]>;
 
 impl<E> Default for Inner<E> {
     fn default() -> Self {
+        let mut accounts = Accounts::default();
+        accounts.blocks.allow(worn::LIVES);
         Inner {
             owner: None,
             allocator: 0,
@@ -166,7 +171,7 @@ impl<E> Default for Inner<E> {
             open: CLOSED,
             heap: Heap::default(),
             shelf: Shelf::default(),
-            accounts: Accounts::default(),
+            accounts,
             batches: Vec::new(),
             waiting: 0,
             returned: Vec::new(),
@@ -283,7 +288,11 @@ impl<E> Front<E> {
 impl<E> Inner<E> {
     /// Lets the front work without a look at the books, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
-        self.open = if fast { self.allocator } else { CLOSED };
+        self.open = match fast {
+            true if self.accounts.blocks.is_used_up() => USED_UP,
+            true => self.allocator,
+            false => CLOSED,
+        };
         self.heap.keep_quick(fast);
     }
 
@@ -315,7 +324,7 @@ impl<E> Inner<E> {
             return None;
         }
         let taken = self.heap.take_quick(request.granules, request.requested)?;
-        self.accounts.add(bytes, u64::from(request.requested));
+        self.account(bytes, request.requested);
         Some(taken)
     }
 
@@ -328,7 +337,7 @@ impl<E> Inner<E> {
         }
         let (granules, requested) = (request.granules, request.requested);
         let (taken, bytes) = self.heap.take_anywhere(granules, requested)?;
-        self.accounts.add(bytes, u64::from(requested));
+        self.account(bytes, requested);
         Some(taken)
     }
 
@@ -342,13 +351,24 @@ impl<E> Inner<E> {
         let Some(taken) = self.heap.take(granules, align, request.requested) else {
             return Allocated::NoRun;
         };
-        self.accounts.add(bytes, u64::from(request.requested));
+        self.account(bytes, request.requested);
         Allocated::Taken(taken)
+    }
+
+    /// Adds a block to the sums.
+    #[inline(always)]
+    fn account(&mut self, bytes: u64, requested: u32) {
+        if self.accounts.add(bytes, u64::from(requested)) {
+            let inner = anew(self);
+            if inner.open != CLOSED {
+                inner.open = USED_UP;
+            }
+        }
     }
 
     /// Takes a request at an address of a page, if it is free there.
     pub(crate) fn take_at(&mut self, page: u32, ptr: u64, request: Small) -> Allocated {
-        let (bytes, requested) = (request.bytes(), u64::from(request.requested));
+        let bytes = request.bytes();
         let aligned = ptr.is_multiple_of(u64::from(request.align.max(1)) * GRANULE);
         if !aligned {
             return Allocated::NoRun;
@@ -361,7 +381,7 @@ impl<E> Inner<E> {
             .take_at(page, ptr, request.granules, request.requested)
         {
             Some(taken) => {
-                self.accounts.add(bytes, requested);
+                self.account(bytes, request.requested);
                 Allocated::Taken(taken)
             }
             None => Allocated::NoRun,

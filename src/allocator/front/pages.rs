@@ -12,6 +12,7 @@ use super::super::size::GRANULE;
 use super::Front;
 use super::grain::PageInfo;
 use super::lock::{AtomicPtr, AtomicU32};
+use super::worn::WORN;
 
 const PAGE_BITS: u32 = 16;
 const LEAF_BITS: u32 = 21;
@@ -132,7 +133,7 @@ impl<E> PageTable<E> {
         Some((front, entry.page.load(Ordering::Acquire)))
     }
 
-    /// What a page at `base` is to its next front: one that had its last generation has another number
+    /// What a page at `base` is to its next front: one that is worn has another number
     /// from here on, and begins anew. It has no front now. `None` for an address that no device has.
     pub(crate) fn info(&self, base: u64) -> Option<PageInfo> {
         if base >> ADDRESS_BITS != 0 {
@@ -144,7 +145,7 @@ impl<E> PageTable<E> {
         let leaf = lows[low % BELOW].get_or_init(Leaf::new);
         let place = Self::place(base);
         let (entry, number) = (&leaf.entries[place], &leaf.numbers[place]);
-        let worn = entry.generation.load(Ordering::Relaxed) == u32::MAX;
+        let worn = entry.generation.load(Ordering::Relaxed) >= WORN;
         if worn || number.load(Ordering::Relaxed) == NUMBERS {
             let next = self.numbers.fetch_add(1, Ordering::Relaxed) % NUMBERS;
             number.store(next, Ordering::Relaxed);

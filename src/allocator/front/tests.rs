@@ -2,7 +2,8 @@
 
 use super::grain::PageInfo;
 use super::heap::Heap;
-use super::{Allocated, Inner, Life, Owner, Small, Using};
+use super::worn::WORN;
+use super::{Allocated, GRANULE, Inner, Life, Owner, Small, Using};
 
 const PAGE: u64 = 64 << 10;
 
@@ -155,22 +156,90 @@ fn a_worn_page_goes_with_the_ticket_of_its_newest_free() {
     let mut heap = heap(1);
     heap.set_ticket(5);
     let taken = heap.take(1, 1, 1).map(|taken| taken.node);
-    let other = heap.take(3, 1, 1).map(|taken| taken.node);
     heap.set_ticket(9);
     taken.into_iter().for_each(|node| heap.put(node, 1));
-    heap.age(u32::MAX);
+    heap.age(WORN);
+    heap.wear_out();
     assert!(heap.take(1, 1, 1).is_none() && heap.take(1, 2, 1).is_none());
-    assert_eq!(heap.check(), Ok(()));
-    assert!(heap.remove_page(0).is_none(), "a block lives in it");
-    other.into_iter().for_each(|node| heap.put(node, 3));
-    assert!(heap.take(3, 1, 1).is_none());
     assert_eq!(heap.check(), Ok(()));
     heap.set_ticket(10);
     let gone = heap.remove_page(u32::MAX);
     assert_eq!(
         gone.map(|(info, ticket)| (info.base, ticket)),
-        Some((PAGE, 10))
+        Some((PAGE, 9))
     );
     assert!(!heap.is_worn() && heap.page_count() == 0);
     assert_eq!(heap.check(), Ok(()));
+}
+
+/// The free of a block in a worn page comes by way of the books, and to no list.
+#[test]
+fn a_block_in_a_worn_page_is_of_no_use_after_it() {
+    for over in [false, true] {
+        let mut heap = heap(1);
+        let Some(node) = heap.take(3, 1, 1).map(|taken| taken.node) else {
+            panic!("there is room");
+        };
+        heap.age(WORN);
+        heap.wear_out();
+        assert!(heap.remove_page(0).is_none(), "a block lives in it");
+        let using = heap.grain(node).live().map(|live| live.using);
+        assert_eq!(using, Some(Using::MANY));
+        heap.set_ticket(5);
+        heap.hold_back(node);
+        assert!(heap.remove_page(0).is_none(), "a block is held back");
+        heap.set_ticket(6);
+        heap.let_go(node, over, true);
+        assert!(heap.take(3, 1, 1).is_none());
+        assert_eq!(heap.check(), Ok(()));
+        let ticket = heap.remove_page(0).map(|(_, ticket)| ticket);
+        assert_eq!(ticket, Some(if over { 5 } else { 6 }));
+    }
+}
+
+/// A front that handed out its lot looks for worn pages before it goes on, whatever made it stop meanwhile.
+#[test]
+fn generations_a_front_looks_for_worn_pages_before_they_are_used_up() {
+    for (generation, stops) in [(WORN, false), (WORN, true), (WORN - 3, false)] {
+        let owner = Owner {
+            allocator: 1,
+            key: 7,
+        };
+        let mut inner = Inner::<()> {
+            allocator: 1,
+            key: 7,
+            heap: heap(2),
+            ..Inner::default()
+        };
+        inner.set_fast(true);
+        inner.accounts.allocated.extend(1 << 20);
+        let request = |granules| Small {
+            granules,
+            align: 1,
+            requested: 1,
+        };
+        inner.age(generation, 1);
+        let first = inner.take_anywhere(owner, request(1));
+        assert!(first.is_some());
+        let Allocated::Taken(second) = inner.take(request(1)) else {
+            panic!("the front looks at an allocation of a caller alone");
+        };
+        if stops {
+            inner.set_fast(false);
+            inner.set_fast(true);
+        }
+        assert!(inner.take_anywhere(owner, request(1)).is_none());
+        let total = inner.accounts.blocks.total();
+        inner.look_for_worn();
+        assert_eq!(inner.accounts.blocks.total(), total);
+        let worn = generation == WORN;
+        assert_eq!(inner.heap.is_worn(), worn);
+        let third = inner.take_anywhere(owner, request(1));
+        assert_eq!(third.is_some(), !worn, "all pages are worn");
+        assert_eq!(
+            inner.free_at_once(second.node, Life::Generation(second.generation)),
+            !worn
+        );
+        assert_eq!(inner.heap.check(), Ok(()));
+    }
 }

@@ -1,45 +1,92 @@
-//! Pages that have no generation left for another block.
+//! Pages whose generations are used up.
 //!
 //! A small block is told apart from all others by its page's number, its place in the page and its
-//! generation, of which a page has 2^31. Past the last one the page's runs are of no use as they become
-//! free, and when none of them is in use it goes back to the books: it comes again with another number.
+//! generation, of which a page has 2^31. Whoever hands a block out does not look whether any is left: after
+//! so many blocks of a front its next request comes here, and pages with fewer than twice as many left are
+//! worn. A worn page's runs are of no use as they become free, and when none of them is in use it goes back to
+//! the books: it comes again with another number.
 
-use super::Heap;
-use super::grain::{Kind, Node, PageInfo, Run};
+use super::grain::{Kind, LIVE, Node, PageInfo, Run, Using};
+use super::{Heap, Inner};
 
-impl Heap {
-    /// A page has no generation left for a run that was asked for.
-    #[cold]
-    #[inline(never)]
-    pub(super) fn wear_out(&mut self, page: usize) {
-        let at = page as u32;
-        if !self.worn.contains(&at) {
-            self.worn.push(at);
+/// Blocks that a front hands out before it looks for worn pages.
+pub(super) const LIVES: u64 = 1 << 24;
+/// The generation from which on a page is worn: it may go on so far unseen, and once more so far in the
+/// front that it goes to.
+pub(super) const WORN: u32 = u32::MAX - 2 * LIVES as u32;
+
+const _: () = assert!(WORN & LIVE != 0);
+
+impl<E> Inner<E> {
+    /// Looks for worn pages if it is time to.
+    #[inline]
+    pub(crate) fn look_for_worn(&mut self) {
+        if self.accounts.blocks.is_used_up() {
+            self.wear_out();
         }
-        self.spend(at);
     }
 
-    /// Takes everything in a worn page that is free out of the lists. Whether nothing in it is in use.
-    fn spend(&mut self, at: u32) -> bool {
+    #[cold]
+    #[inline(never)]
+    fn wear_out(&mut self) {
+        self.heap.wear_out();
+        self.accounts.blocks.allow(LIVES);
+        if self.is_fast() {
+            self.open = self.allocator;
+        }
+    }
+}
+
+impl Heap {
+    /// Takes everything in worn pages that is free out of the lists, and lets what is in use come back to no
+    /// list.
+    pub(super) fn wear_out(&mut self) {
+        for (at, page) in (0u32..).zip(&self.pages) {
+            if page.present && page.info.generation >= WORN && !self.worn.contains(&at) {
+                self.worn.push(at);
+            }
+        }
+        for at in self.worn.clone() {
+            self.spend(at);
+        }
+    }
+
+    fn spend(&mut self, at: u32) {
         let runs: Vec<Run> = self.runs(at).collect();
-        for run in &runs {
+        for run in runs {
             match run.kind {
                 Kind::Free => self.unlist(run.node, run.granules),
                 Kind::Quick => self.unquick(run.node, run.granules),
-                Kind::Used | Kind::Pending | Kind::Spent => continue,
+                Kind::Used => {
+                    // Its free comes to the books, and from there to `let_go`.
+                    let live = run.live.filter(|live| live.using == Using::NONE);
+                    if live.is_some() {
+                        self.set_using(run.node, Using::MANY);
+                    }
+                    continue;
+                }
+                Kind::Pending | Kind::Spent => continue,
             }
-            let page = &mut self.pages[at as usize];
             // What was kept as it was counts as freed now.
-            page.ticket = self.ticket;
-            page.grains[run.node.place()].set_spent();
+            self.pages[at as usize].ticket = self.ticket;
+            self.spend_run(run.node);
         }
-        let idle = |run: &Run| !matches!(run.kind, Kind::Used | Kind::Pending);
-        runs.iter().all(idle)
+    }
+
+    /// Makes a run of a worn page of no use.
+    pub(super) fn spend_run(&mut self, node: Node) {
+        self.grain_mut(node).set_spent();
+    }
+
+    /// Whether the page around a run is worn.
+    pub(super) fn is_worn_at(&self, node: Node) -> bool {
+        self.worn.contains(&(node.page() as u32))
     }
 
     /// Takes out a worn page of which nothing is in use, with the ticket of the newest free in it.
     pub(super) fn remove_worn(&mut self) -> Option<(PageInfo, u64)> {
-        let at = (0..self.worn.len()).find(|at| self.spend(self.worn[*at]))?;
+        let in_use = |run: Run| matches!(run.kind, Kind::Used | Kind::Pending);
+        let at = (0..self.worn.len()).find(|at| !self.runs(self.worn[*at]).any(in_use))?;
         let at = self.worn.swap_remove(at);
         let page = &mut self.pages[at as usize];
         page.present = false;
@@ -49,7 +96,7 @@ impl Heap {
         Some(gone)
     }
 
-    /// Whether any page has no generation left.
+    /// Whether any page is worn.
     pub(crate) fn is_worn(&self) -> bool {
         !self.worn.is_empty()
     }
@@ -63,9 +110,19 @@ impl Heap {
 
     /// Lets the pages have given out so many generations.
     #[cfg(all(test, not(loom)))]
-    pub(crate) fn age(&mut self, generation: u32) {
+    pub(super) fn age(&mut self, generation: u32) {
         for page in &mut self.pages {
             page.info.generation = generation;
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+impl<E> Inner<E> {
+    /// Lets the pages have given out so many generations, and the front all blocks but so many before it
+    /// looks.
+    pub(crate) fn age(&mut self, generation: u32, blocks: u64) {
+        self.heap.age(generation);
+        self.accounts.blocks.allow(blocks);
     }
 }
