@@ -472,10 +472,8 @@ fn another_record_is_known_to_all_neighbours() -> Outcome {
     let blocks = blocks?;
     allocator.check()?;
     for block in &blocks {
-        assert_eq!(
-            allocator.block_of(block.ptr()).map(|found| found.address),
-            Some(block.ptr())
-        );
+        let found = allocator.block_of(block.ptr());
+        assert_eq!(found.map(|found| found.address), Some(block.ptr()));
         assert!(block.generation().1 < SPENT);
     }
     drop(blocks);
