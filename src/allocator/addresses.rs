@@ -253,17 +253,24 @@ mod tests {
         let context = crate::driver::Context::primary(&driver, device).unwrap();
         let entered = context.enter().unwrap();
         let addresses = Addresses::of(&driver, device, GIB);
+        let lend = || {
+            let base = addresses.lease(&entered, PHYSICAL_GRANULE).unwrap();
+            addresses.give_back(base, PHYSICAL_GRANULE);
+            base
+        };
+        lend();
+        addresses.settle(&entered).unwrap();
+        assert_eq!(sim.reports(), []);
+        assert_eq!(sim.leaks().reservations, 0);
+        // What fails keeps and loses nothing.
         let code = crate::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         for name in ["cuMemAddressReserve", "cuMemAddressFree"] {
             sim.fail(FailPlan::call(name, code).unwrap());
         }
-        let base = addresses.lease(&entered, PHYSICAL_GRANULE).unwrap();
-        addresses.give_back(base, PHYSICAL_GRANULE);
+        let base = lend();
         assert!(addresses.settle(&entered).is_err());
         assert!(addresses.is_idle(), "it is kept");
-        let again = addresses.lease(&entered, PHYSICAL_GRANULE).unwrap();
-        assert_eq!(base, again);
-        addresses.give_back(again, PHYSICAL_GRANULE);
+        assert_eq!(lend(), base);
         addresses.settle(&entered).unwrap();
         assert!(!addresses.is_idle());
         assert_eq!(sim.reports(), []);
