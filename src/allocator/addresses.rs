@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
 
 use crate::driver::{Device, Driver, DriverError, Entered};
-use crate::held::{Locked, locked};
+use crate::sync::held::{Locked, locked};
 
 use super::size::PHYSICAL_GRANULE;
 

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicU32;
 
 use super::front::{Amounts, Front, Node, QUANTITIES};
 use super::habits::Habits;
+use super::mix::Mixed;
 use super::records::Recorded;
 use super::streams::StreamKey;
 use super::uses::Uses;
@@ -40,6 +41,8 @@ pub(crate) struct Fronts {
     /// Blocks on shelves, held by somebody or not, for those who do not hold the lock of the books, under
     /// which it changes.
     pub(crate) on_shelves: Arc<AtomicU32>,
+    /// On whose shelf a block lies, by its record.
+    pub shelved: std::collections::HashMap<u32, &'static Front, Mixed>,
     /// The block on a shelf that must leave it when anything else happens in the books.
     pub loose: Option<u32>,
     /// Streams whose markers are due for what came off the shelves.

@@ -94,7 +94,6 @@ pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
 pub(crate) use deferred::User;
 pub(crate) use engine::Engine;
 pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
-pub(crate) use front::Lock;
 pub(crate) use grant::{Grant, Lifetime};
 pub use guards::RangeGuard;
 pub use hooks::ReliefHook;

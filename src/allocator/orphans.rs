@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
-use crate::held::{Locked, locked};
+use crate::sync::held::{Locked, locked};
 
 use super::engine::{Engine, Shared};
 use super::error::Error;

@@ -96,7 +96,7 @@ impl State {
             self.fronts.loose = Some(id);
         }
         self.records[id].shelved = true;
-        self.records.cold_mut(id).front = Some(front);
+        self.fronts.shelved.insert(id, front);
         self.fronts.on_shelves.fetch_add(1, Ordering::Relaxed);
         if let Some(gone) = gone {
             self.off_shelf(gone);
@@ -106,7 +106,7 @@ impl State {
 
     /// Makes the books right about a block that was taken off its shelf.
     pub(crate) fn off_shelf(&mut self, block: Shelved) {
-        self.records.cold_mut(block.id).front = None;
+        self.fronts.shelved.remove(&block.id);
         self.fronts.on_shelves.fetch_sub(1, Ordering::Relaxed);
         self.fronts.habits.was_shelved(block.granules, block.reuses);
         let hot = &mut self.records[block.id];
@@ -140,7 +140,7 @@ impl State {
         if !self.records[id].shelved {
             return None;
         }
-        self.records.cold(id).front
+        self.fronts.shelved.get(&id).copied()
     }
 
     /// Frees a block that lies on a shelf, with a generation only that life of it, and leaves it there.
@@ -255,7 +255,8 @@ impl State {
                     loose || self.fronts.crowd > 0,
                 )?;
                 let (hot, cold) = (&self.records[block.id], self.records.cold(block.id));
-                let here = cold.front.is_some_and(|known| std::ptr::eq(known, *front));
+                let here = self.fronts.shelved.get(&block.id);
+                let here = here.is_some_and(|known| std::ptr::eq(*known, *front));
                 holds("a block on a shelf is known there", hot.shelved && here)?;
                 holds(
                     "a block on a shelf is in use for the books",

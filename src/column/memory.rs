@@ -6,10 +6,10 @@ use std::thread::ThreadId;
 use crate::allocator::{Block, User};
 use crate::buffer::BufferError;
 use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
-use crate::held::locked;
 use crate::resource::{
     Access, BlockIdentity, BlockKey, Buffer, MemoryResource, OwnedBlock, Tracking,
 };
+use crate::sync::held::locked;
 
 use super::dlpack::{Described, DlpackTensor};
 use super::error::{ColumnError, Invalid};

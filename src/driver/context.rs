@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::held::locked;
+use crate::sync::held::locked;
 
 /// A context of a device: the primary one, retained by us, or one that belongs to somebody else.
 ///

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::held::locked;
+use crate::sync::held::locked;
 
 /// A handle that nobody can name any more and that is to be destroyed.
 #[derive(Debug)]

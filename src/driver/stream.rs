@@ -13,7 +13,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::held::{Locked, locked};
+use crate::sync::held::{Locked, locked};
 
 /// The handle that always means the legacy default stream of the current context.
 const LEGACY: usize = 1;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::driver::{Event, Stream, process, sys};
-use crate::held::Locked;
+use crate::sync::held::Locked;
 
 use super::error::{NativeFreeError, PoolError};
 use super::native::Inner;

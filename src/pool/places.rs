@@ -7,9 +7,10 @@ use std::sync::Arc;
 use super::notes::{Gone, Left, Notes, Sought, TRIES};
 use super::threshold::ThresholdPool;
 use super::typed::TypedStats;
-use crate::allocator::{Allocator, Beside, Block, Error, Lock, Sides};
+use crate::allocator::{Allocator, Beside, Block, Error, Sides};
 use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
 use crate::driver::{Stream, process, sys};
+use crate::sync::lock::Lock;
 
 /// A typed pool's part for one device.
 pub(super) struct Cache {

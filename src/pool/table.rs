@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
-use crate::held::Locked;
+use crate::sync::held::Locked;
 
 /// The next number of a source of blocks that is not an allocator: in the half of the range that
 /// allocators' numbers, which count up from 1, do not reach.

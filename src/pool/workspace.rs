@@ -6,8 +6,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::allocator::{Allocator, Block, Error, Lock, size};
+use crate::allocator::{Allocator, Block, Error, size};
 use crate::driver::{Stream, process, sys};
+use crate::sync::lock::Lock;
 
 use super::error::PoolError;
 use super::slabs::{Shelves, Slab};

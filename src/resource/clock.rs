@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use crate::driver::process;
-use crate::held::Locked;
+use crate::sync::held::Locked;
 
 /// Something that a sleeping thread can be woken by before its time.
 #[derive(Debug, Default)]

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator::size::round_size;
 use crate::driver::{Context, Stream, process};
-use crate::held::Locked;
 use crate::pool::{Gauge, PoolUsage};
+use crate::sync::held::Locked;
 
 use super::block::{BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::driver::{Stream, process};
-use crate::held::Locked;
+use crate::sync::held::Locked;
 
 use super::block::{ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock};

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, NO_ID, Stream, StreamKind, process, sys};
-use crate::held::{Locked, locked};
 use crate::pool::PoolUsage;
+use crate::sync::held::{Locked, locked};
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError, StreamMisuse};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
 
 use crate::driver::{Stream, process};
-use crate::held::Locked;
+use crate::sync::held::Locked;
 
 use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use crate::driver::{Context, Stream, process};
-use crate::held::Locked;
+use crate::sync::held::Locked;
 
 use super::error::{ResourceError, StreamMisuse};
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 
 use crate::driver::{Stream, process};
-use crate::held::Locked;
+use crate::sync::held::Locked;
 
 use super::block::{BlockIdentity, BlockKey, ResourceBlock, Tag};
 use super::error::{DeallocateError, ResourceError};

@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::driver::process;
-use crate::held::Locked;
+use crate::sync::held::Locked;
 
 use super::clock::{Clock, SystemClock, Wakeup};
 

@@ -16,7 +16,6 @@ mod grain;
 mod heap;
 #[cfg(all(loom, test))]
 mod interleavings;
-mod lock;
 mod pages;
 mod room;
 mod shelf;
@@ -27,12 +26,12 @@ mod worn;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::sync::lock::AtomicPtr;
+pub(crate) use crate::sync::lock::{Held, Lock, pause};
 pub(crate) use account::{Accounts, QUANTITIES};
 pub(crate) use batch::{Batch, Returned};
 pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use heap::Heap;
-use lock::AtomicPtr;
-pub(crate) use lock::{Held, Lock, pause};
 pub(crate) use pages::{PageTable, SMALL_ID, page_of};
 pub(crate) use shelf::{Amounts, Shelf, Shelved};
 

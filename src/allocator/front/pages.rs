@@ -11,8 +11,8 @@ use super::super::boxed::boxed_array;
 use super::super::size::GRANULE;
 use super::Front;
 use super::grain::PageInfo;
-use super::lock::{AtomicPtr, AtomicU32};
 use super::worn::WORN;
+use crate::sync::lock::{AtomicPtr, AtomicU32};
 
 const PAGE_BITS: u32 = 16;
 const LEAF_BITS: u32 = 21;
