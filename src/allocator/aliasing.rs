@@ -18,8 +18,8 @@ use super::records::SpaceId;
 use super::report::SelfTest;
 use super::seam::{Site, Stitch};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
+use super::slot::Holder;
 use super::state::State;
-use super::streams::Holder;
 use super::uses::Uses;
 use super::want::Want;
 
@@ -38,7 +38,7 @@ impl Engine {
             return;
         }
         if !self.self_test {
-            self.lock().self_test = SelfTest::Off;
+            self.lock().views.self_test = SelfTest::Off;
         } else if let Some(good) = self.driver().aliasing(self.device) {
             self.aliasing_known(good);
         }
@@ -46,7 +46,7 @@ impl Engine {
 
     fn aliasing_known(&self, good: bool) {
         self.views_failed.store(!good, Ordering::Relaxed);
-        self.lock().self_test = if good {
+        self.lock().views.self_test = if good {
             SelfTest::Passed
         } else {
             SelfTest::Failed
@@ -57,12 +57,12 @@ impl Engine {
     /// known then.
     pub(crate) fn test_views(&self) -> Result<SelfTest, Error> {
         self.usable()?;
-        if self.views && self.lock().self_test == SelfTest::NotRun {
+        if self.views && self.lock().views.self_test == SelfTest::NotRun {
             drop(self.open()?);
             self.reserve_for_test()?;
             self.aliasing_verdict(true)?;
         }
-        Ok(self.lock().self_test)
+        Ok(self.lock().views.self_test)
     }
 
     /// Whether nothing runs on any stream that is known.
@@ -111,7 +111,7 @@ impl Engine {
         if !self.self_test {
             return Ok(true);
         }
-        let known = self.lock().self_test;
+        let known = self.lock().views.self_test;
         if known != SelfTest::NotRun {
             return Ok(known != SelfTest::Failed);
         }
@@ -307,8 +307,8 @@ impl State {
     /// Whether an arena has addresses for the test's memory.
     fn has_addresses(&self, space: SpaceId) -> bool {
         match space {
-            SpaceId::Views => self.view_space.largest_piece() >= PHYSICAL_GRANULE,
-            _ => !self.large.holes().is_empty(),
+            SpaceId::Views => self.extents.views.largest_piece() >= PHYSICAL_GRANULE,
+            _ => !self.extents.large.holes().is_empty(),
         }
     }
 
@@ -318,7 +318,7 @@ impl State {
             return None;
         }
         let range = self.take_range(want.granules)?;
-        let base = self.records[range].addr;
+        let base = self.extents.records[range].addr;
         let Some(fresh) = self.claim_fresh(want, PHYSICAL_GRANULE, 0) else {
             self.range_freed(range);
             return None;

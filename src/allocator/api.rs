@@ -17,10 +17,10 @@ use super::report::Trimmed;
 use super::report::{Fragmentation, SelfTest};
 use super::request::Request;
 use super::size;
+use super::slot::StreamKey;
 use super::small::Missed;
 use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
-use super::streams::StreamKey;
 
 /// A caching allocator for the memory of one device.
 ///
@@ -351,7 +351,7 @@ impl Allocator {
             return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
         }
         let id = state.large_around(ptr)?;
-        let hot = &state.records[id];
+        let hot = &state.extents.records[id];
         (hot.addr == ptr).then(|| hot.bytes())
     }
 
@@ -413,13 +413,13 @@ impl Allocator {
     /// until it is trimmed.
     pub fn set_limit(&self, bytes: Option<u64>) {
         if let Some(mut state) = self.engine.readable() {
-            state.limit = bytes;
+            state.physical.limit = bytes;
         }
     }
 
     /// The bound on bytes held from the driver.
     pub fn limit(&self) -> Option<u64> {
-        self.engine.readable()?.limit
+        self.engine.readable()?.physical.limit
     }
 
     /// Adds a hook that is asked to free memory before a request fails, after everything that the
@@ -541,8 +541,8 @@ impl super::state::State {
         stats.free = self.free_bytes();
         stats.free_blocks = self.spaces().map(|s| s.piece_count() as u64).sum();
         stats.largest_free = self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0);
-        stats.nodes = self.records.len() as u64;
-        stats.limit = self.limit;
+        stats.nodes = self.extents.records.len() as u64;
+        stats.limit = self.physical.limit;
         self.add_fronts(&mut stats);
         stats.packing = self.packing();
         stats

@@ -13,8 +13,8 @@ use super::raw::Call;
 use super::records::{NIL, SpaceId, State as Extent};
 use super::request::Request;
 use super::size::GRANULE;
+use super::slot::StreamKey;
 use super::state::State;
-use super::streams::StreamKey;
 use super::want::Want;
 
 impl Engine {
@@ -133,7 +133,7 @@ impl State {
         if !self.finder(want.space, want.stream)?.ready(first) {
             return None;
         }
-        let hot = self.records[first];
+        let hot = self.extents.records[first];
         let skip = ((addr - hot.addr) / GRANULE) as u32;
         let left = hot.granules - skip;
         if left < want.granules {
@@ -159,13 +159,18 @@ impl State {
             return None;
         }
         // From the live block below, it is a few steps: free pieces are merged.
-        let mut at = match self.lookup.at_or_below(addr) {
-            Some(id) if self.records[id].addr >= *base && self.records[id].space == space => id,
+        let mut at = match self.extents.lookup.at_or_below(addr) {
+            Some(id)
+                if self.extents.records[id].addr >= *base
+                    && self.extents.records[id].space == space =>
+            {
+                id
+            }
             _ => region.first,
         };
-        while at != NIL && self.records[at].end() <= addr {
-            at = self.records[at].next;
+        while at != NIL && self.extents.records[at].end() <= addr {
+            at = self.extents.records[at].next;
         }
-        (at != NIL && self.records[at].state == Extent::Free).then_some(at)
+        (at != NIL && self.extents.records[at].state == Extent::Free).then_some(at)
     }
 }

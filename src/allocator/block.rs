@@ -50,9 +50,10 @@ impl Block {
     /// Usable bytes: the request, rounded up.
     pub fn size(&self) -> u64 {
         match self.place.record() {
-            Some(id) if self.place.wide() => {
-                self.engine().readable().map(|s| s.records[id].bytes())
-            }
+            Some(id) if self.place.wide() => self
+                .engine()
+                .readable()
+                .map(|s| s.extents.records[id].bytes()),
             _ => None,
         }
         .unwrap_or_else(|| (self.requested as u64).next_multiple_of(size::GRANULE))
@@ -91,7 +92,7 @@ impl Block {
     pub(crate) fn stream_retired(&self) -> bool {
         let state = self.engine().lock();
         let stream = match self.place.record() {
-            Some(id) => state.records[id].stream,
+            Some(id) => state.extents.records[id].stream,
             None => self.place.home().lock().slot,
         };
         !state.streams[stream].named

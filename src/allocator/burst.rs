@@ -37,9 +37,9 @@ const NEAR_PART: u64 = 2;
 impl State {
     /// Whether so many bytes more leave the bounds in force.
     pub(crate) fn bounds_hold(&self, more: u64) -> bool {
-        let limit = self.limit.unwrap_or(u64::MAX);
-        let bound = limit.min(self.full_at.unwrap_or(u64::MAX));
-        let held = self.stats.all.reserved.current + self.planned;
+        let limit = self.physical.limit.unwrap_or(u64::MAX);
+        let bound = limit.min(self.physical.full_at.unwrap_or(u64::MAX));
+        let held = self.stats.all.reserved.current + self.physical.planned;
         held.saturating_add(more) <= bound / NEAR_PART
     }
 
@@ -54,26 +54,26 @@ impl State {
         }
         let cut = cut(want, &self.sources(&open.ranges));
         if cut.adds.is_empty() || !self.bounds_hold(cut.fresh) {
-            self.bursts.figures.unbounded += 1;
+            self.physical.bursts.figures.unbounded += 1;
             return layout;
         }
-        if maps <= BURST_MAPS && self.bursts.tokens() > 0 {
-            self.bursts.figures.spent += 1;
+        if maps <= BURST_MAPS && self.physical.bursts.tokens() > 0 {
+            self.physical.bursts.figures.spent += 1;
             return layout;
         }
-        self.bursts.figures.cut += 1;
-        let held = self.stats.all.reserved.current + self.planned;
-        self.bursts.debt |= held + cut.fresh > self.soft_cap();
+        self.physical.bursts.figures.cut += 1;
+        let held = self.stats.all.reserved.current + self.physical.planned;
+        self.physical.bursts.debt |= held + cut.fresh > self.soft_cap();
         cut
     }
 
     /// Claims free handles that go back because an allocation created more than the soft cap allows:
     /// the smallest first, and only such as nobody can touch.
     fn plan_repayment(&mut self) -> Vec<Release> {
-        let held = self.stats.all.reserved.current + self.planned;
+        let held = self.stats.all.reserved.current + self.physical.planned;
         let mut excess = held.saturating_sub(self.soft_cap());
         if excess == 0 {
-            self.bursts.debt = false;
+            self.physical.bursts.debt = false;
             return Vec::new();
         }
         if !self.bounds_hold(0) {
@@ -123,7 +123,7 @@ impl Engine {
     /// After an allocation of so many bytes: gives a part back of what an earlier one created beyond
     /// the soft cap. Never waits; what cannot go now goes with a later allocation.
     pub(crate) fn repay(&self, state: Guard<'_>, stream: u32, bytes: u64) {
-        if !state.bursts.debt || bytes <= PACKED_SMALL_LIMIT {
+        if !state.physical.bursts.debt || bytes <= PACKED_SMALL_LIMIT {
             return;
         }
         let mut state = match self.poll_for(state, stream) {
@@ -134,7 +134,8 @@ impl Engine {
         let handles = plan.len() as u64;
         let slot = &state.streams[stream];
         // What one stream alone frees is never marked otherwise.
-        let mark = (handles == 0 && state.bursts.debt && !slot.covered()).then_some(slot.key);
+        let mark =
+            (handles == 0 && state.physical.bursts.debt && !slot.covered()).then_some(slot.key);
         drop(state);
         if let Some(key) = mark {
             return self.mark_all([(stream, key)]);
@@ -145,8 +146,8 @@ impl Engine {
         match self.release(plan) {
             Ok(released) => {
                 let mut state = self.lock();
-                state.bursts.figures.repaid += handles;
-                state.bursts.figures.repaid_bytes += released;
+                state.physical.bursts.figures.repaid += handles;
+                state.physical.bursts.figures.repaid_bytes += released;
             }
             Err(error) => log::debug!("less was repaid than planned: {error}"),
         }

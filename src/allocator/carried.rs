@@ -7,7 +7,8 @@ use super::front::PAGE_GRAINS;
 use super::grant::Lifetime;
 use super::records::{Records, SPENT, SpaceId, State};
 use super::size::GRANULE;
-use super::streams::{Holder, StreamKey, Streams};
+use super::slot::{Holder, StreamKey};
+use super::streams::Streams;
 use super::uses::Use;
 use super::want::PAGE_GRANULES;
 use super::{Allocator, Config, Policy};
@@ -77,10 +78,10 @@ fn lifetime(block: &Block) -> Lifetime {
 /// Gives all free records so many generations.
 fn age_records(allocator: &Allocator, generation: u32) {
     let mut state = allocator.engine().lock();
-    let free: Vec<u32> = state.records.iter().map(|(id, _)| id).collect();
+    let free: Vec<u32> = state.extents.records.iter().map(|(id, _)| id).collect();
     for id in free {
-        if state.records[id].is_free() {
-            state.records[id].generation = generation;
+        if state.extents.records[id].is_free() {
+            state.extents.records[id].generation = generation;
         }
     }
 }
@@ -185,10 +186,11 @@ fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
     let picture = || {
         let state = allocator.engine().lock();
         let mut pieces: Vec<_> = state
+            .extents
             .large
             .pieces()
             .map(|piece| {
-                let cold = state.records.cold(piece.id);
+                let cold = state.extents.records.cold(piece.id);
                 let uses = cold.uses.as_slice().to_vec();
                 (piece.addr, piece.granules, uses, cold.owner, cold.freed)
             })
@@ -369,7 +371,7 @@ fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
     drop(other);
     rig.sim.complete_stream(a.id()?, usize::MAX);
     allocator.trim(0)?;
-    assert_eq!(allocator.engine().lock().views.len(), 1);
+    assert_eq!(allocator.engine().lock().views.map.len(), 1);
     drop(kept);
     rig.end()
 }
@@ -501,9 +503,9 @@ fn another_record_is_what_parts_are_lent_to() -> Outcome {
     let lent = state.lend(SpaceId::Large, 0, &parts).ok_or("not free")?;
     let parts = lent.parts.into_iter().map(|(id, _)| id).collect();
     let id = state.view_block(base, offset, 9 * mib, parts);
-    state.records[id].generation = SPENT;
+    state.extents.records[id].generation = SPENT;
     life.id = state.born(id, 0, 9 << 20);
-    life.generation = state.records[life.id].generation;
+    life.generation = state.extents.records[life.id].generation;
     drop(state);
     assert_ne!(life.id, id);
     allocator.check()?;

@@ -10,21 +10,21 @@ use super::want::Want;
 impl State {
     /// The figures of how memory lies that cost little.
     pub(crate) fn packing(&self) -> Packing {
-        let view_granules: u64 = self.views.values().map(|v| u64::from(v.granules)).sum();
+        let view_granules: u64 = self.views.map.values().map(|v| u64::from(v.granules)).sum();
         Packing {
             soft_cap: match self.packed && self.peak_live > 0 {
                 true => self.soft_cap(),
                 false => 0,
             },
-            level: self.level as u32,
-            views: self.views.len() as u64,
+            level: self.physical.level as u32,
+            views: self.views.map.len() as u64,
             view_maps: self.view_maps() as u64,
             view_bytes: view_granules * GRANULE,
-            view_live: self.lent_bytes,
+            view_live: self.views.lent_bytes,
             guarded: self.guards.bytes(),
-            last_growth: self.last_growth,
-            bursts: self.bursts.figures(),
-            self_test: self.self_test,
+            last_growth: self.physical.last_growth,
+            bursts: self.physical.bursts.figures(),
+            self_test: self.views.self_test,
         }
     }
 
@@ -34,7 +34,7 @@ impl State {
             free: self.free_bytes(),
             largest: self.largest_run(),
             stranded: self.stranded(),
-            view_live: self.lent_bytes,
+            view_live: self.views.lent_bytes,
         }
     }
 
@@ -61,10 +61,10 @@ impl State {
         for space in self.spaces() {
             for entry in space.pieces() {
                 let bytes = u64::from(entry.granules) * GRANULE;
-                if self.records[entry.id].stream == COMPLETE {
+                if self.extents.records[entry.id].stream == COMPLETE {
                     continue;
                 }
-                let uses = self.records.cold(entry.id).uses.as_slice();
+                let uses = self.extents.records.cold(entry.id).uses.as_slice();
                 for u in uses.iter().filter(|u| !self.streams.complete(u)) {
                     by_slot.entry(u.stream).or_default().0 += bytes;
                 }
@@ -106,8 +106,8 @@ impl State {
 
     /// Notes a growth that has just been booked.
     pub(crate) fn note_growth(&mut self, reason: GrowthReason, want: &Want, added: u64) {
-        let held = self.stats.all.reserved.current + self.planned;
-        self.last_growth = Some(GrowthInfo {
+        let held = self.stats.all.reserved.current + self.physical.planned;
+        self.physical.last_growth = Some(GrowthInfo {
             reason,
             requested: want.requested,
             added,

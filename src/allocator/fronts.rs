@@ -7,8 +7,8 @@ use super::error::Error;
 use super::front::{Batch, Front, FrontPool, MOST_FRONTS, Node, Returned, Run, Using};
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, PAGE};
+use super::slot::{Holder, StreamKey};
 use super::state::State;
-use super::streams::{Holder, StreamKey};
 use super::uses::{Use, Uses};
 use super::want::{AfterFree, PAGE_GRANULES};
 
@@ -31,11 +31,11 @@ impl State {
         {
             let slot = &self.streams[stream];
             let mut inner = front.lock();
-            inner.owner = self.owner.upgrade();
+            inner.owner = self.fronts.owner.upgrade();
             if let Some(owner) = &inner.owner {
                 front.set_owner(owner);
             }
-            inner.allocator = self.id;
+            inner.allocator = self.fronts.id;
             inner.key = slot.key.number();
             inner.slot = stream;
             inner.heap.set_ticket(slot.open);
@@ -53,7 +53,7 @@ impl State {
         if !slot.in_use || slot.key != key || !self.packed {
             return;
         }
-        let most = self.threads.min(MOST_FRONTS);
+        let most = self.fronts.threads.min(MOST_FRONTS);
         let count = slot.fronts.len();
         for _ in count..(2 * count).min(most) {
             self.add_front(stream);
@@ -141,8 +141,8 @@ impl State {
 
     /// Gives a claimed page of the small arena to a front.
     pub(crate) fn page_taken(&mut self, id: u32, front: &'static Front) -> Result<(), Error> {
-        let base = self.records[id].addr;
-        let Some(info) = self.table.info(base) else {
+        let base = self.extents.records[id].addr;
+        let Some(info) = self.fronts.table.info(base) else {
             // Behind its own stream, which has waited for whoever else used it.
             let stream = front.lock().slot;
             let last = self.ticket(stream, None);
@@ -157,13 +157,13 @@ impl State {
         };
         let mut inner = front.lock();
         let stream = inner.slot;
-        let hot = &mut self.records[id];
+        let hot = &mut self.extents.records[id];
         hot.state = Extent::Used;
         hot.stream = stream;
-        self.page_ids.insert(base, id);
+        self.fronts.page_ids.insert(base, id);
         self.streams[stream].pages += 1;
         let page = inner.heap.add_page(info);
-        self.table.set(base, front, page);
+        self.fronts.table.set(base, front, page);
         Ok(())
     }
 
@@ -177,16 +177,16 @@ impl State {
         let (mut inner, mut any) = (front.lock(), false);
         let stream = inner.slot;
         while let Some((info, ticket)) = inner.heap.remove_page(keep) {
-            self.table.clear(info);
+            self.fronts.table.clear(info);
             any = true;
             let u = self.ticket(stream, Some(ticket));
             self.streams[stream].pages -= 1;
-            if let Some(id) = self.page_ids.remove(&info.base) {
-                self.records.cold_mut(id).freed = self.frees;
-                self.records.cold_mut(id).owner = stream;
+            if let Some(id) = self.fronts.page_ids.remove(&info.base) {
+                self.extents.records.cold_mut(id).freed = self.frees;
+                self.extents.records.cold_mut(id).owner = stream;
                 let (small, records) = self.parts(SpaceId::Small);
                 small.release(records, id, Uses::One(u));
-                if self.streams.complete(&u) && !self.small.merge_own {
+                if self.streams.complete(&u) && !self.extents.small.merge_own {
                     self.settle_class(SpaceId::Small, stream);
                 }
             }
@@ -278,9 +278,9 @@ impl State {
 
     /// The live small block around an address, with its front and the slot of its stream.
     pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static Front, Run, u32)> {
-        let (front, page) = self.table.find(ptr)?;
+        let (front, page) = self.fronts.table.find(ptr)?;
         let inner = front.lock();
-        if inner.allocator != self.id {
+        if inner.allocator != self.fronts.id {
             return None;
         }
         let run = inner.heap.around(page, ptr)?;

@@ -137,12 +137,12 @@ impl State {
         let Some(id) = self.large_around(ptr) else {
             return Err(self.not_live(ptr));
         };
-        let hot = &self.records[id];
+        let hot = &self.extents.records[id];
         let end = ptr.checked_add(bytes).filter(|end| *end <= hot.end());
         let Some(end) = end.filter(|_| bytes > 0) else {
             return Err(Error::InvalidRange { ptr, bytes });
         };
-        let segments = if self.records.cold(id).home().is_empty() {
+        let segments = if self.extents.records.cold(id).home().is_empty() {
             self.home_segments(ptr, end)
         } else {
             self.view_segments(ptr, end)
@@ -159,9 +159,9 @@ impl State {
     }
 
     fn home_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
-        let first = self.holdings.range(..=ptr).next_back();
+        let first = self.physical.holdings.range(..=ptr).next_back();
         let first = first.map_or(ptr, |(base, _)| *base);
-        let held = self.holdings.range(first..end);
+        let held = self.physical.holdings.range(first..end);
         held.filter_map(|(base, holding)| {
             let (from, to) = (ptr.max(*base), end.min(base + holding.bytes));
             (from < to).then(|| PhysicalSegment {
@@ -187,7 +187,7 @@ impl State {
                 segments.push(PhysicalSegment {
                     address: from,
                     bytes: to - from,
-                    handle: self.holdings.get(&seg.home).and_then(|h| h.handle),
+                    handle: self.physical.holdings.get(&seg.home).and_then(|h| h.handle),
                     offset: from - at,
                     handle_bytes: bytes,
                 });
@@ -249,18 +249,18 @@ impl State {
         let Some(guarded) = self.guards.blocks.get_mut(&id) else {
             return Some(uses);
         };
-        let hot = &mut self.records[id];
+        let hot = &mut self.extents.records[id];
         hot.state = Extent::Busy;
         let bytes = hot.bytes();
         self.guards.bytes += bytes;
-        let space = self.records[id].space;
+        let space = self.extents.records[id].space;
         if matches!(uses, Uses::Many(_)) {
             // Counted among what other streams use again when it is free.
             self.stats
                 .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
         }
         // The slot of its stream stays that stream's.
-        let owner = self.records.cold(id).owner;
+        let owner = self.extents.records.cold(id).owner;
         self.streams[owner].calls += 1;
         guarded.freed = Some(uses);
         None
@@ -277,15 +277,18 @@ impl State {
         }
         let freed = self.guards.blocks.remove(&id).and_then(|g| g.freed);
         let Some(uses) = freed else { return };
-        let bytes = self.records[id].bytes();
+        let bytes = self.extents.records[id].bytes();
         self.guards.bytes -= bytes;
-        let (space, owner) = (self.records[id].space, self.records.cold(id).owner);
+        let (space, owner) = (
+            self.extents.records[id].space,
+            self.extents.records.cold(id).owner,
+        );
         self.streams[owner].calls -= 1;
         let shared = matches!(uses, Uses::Many(_));
         if shared {
             self.mixed_added(space, bytes);
         }
-        if !self.records.cold(id).home().is_empty() {
+        if !self.extents.records.cold(id).home().is_empty() {
             for piece in self.view_block_freed(id, &uses) {
                 self.settle_piece(SpaceId::Large, piece);
             }

@@ -115,7 +115,7 @@ impl Engine {
                 self.apart(state, || self.mark_unless_idle(want.stream, key))?
             }
             Step::AskAgain => {
-                state.full_at = None;
+                state.physical.full_at = None;
                 state
             }
             Step::HostWait(stream, bound, event) => {
@@ -128,7 +128,7 @@ impl Engine {
                 hook(bytes);
                 state = self.lock();
                 // What it freed may be the driver's again, without having been ours.
-                state.full_at = None;
+                state.physical.full_at = None;
                 state
             }
             Step::Synchronise => {
@@ -143,7 +143,7 @@ impl Engine {
                 state.stats.misses += 1;
                 state.stats.ooms += 1;
                 // The next request asks the driver anew: others may have freed meanwhile.
-                state.full_at = None;
+                state.physical.full_at = None;
                 return Err(self.out_of_memory(state, want, climb.refusal.or(climb.failure)));
             }
         };
@@ -342,7 +342,7 @@ impl Engine {
             .err()
             .map_or(0, |error| self.driver_free(*error));
         let mut state = self.lock();
-        state.planned -= bytes;
+        state.physical.planned -= bytes;
         match made {
             Ok(addr) => {
                 let id = state.segment(want, addr, bytes);
@@ -379,7 +379,8 @@ impl Engine {
             return Err(self.error(error));
         }
         state.stats.retries += 1;
-        state.full_at = Some(state.stats.all.reserved.current + state.planned + free);
+        state.physical.full_at =
+            Some(state.stats.all.reserved.current + state.physical.planned + free);
         climb.refusal = Some(error);
         Ok(())
     }
@@ -392,7 +393,7 @@ impl State {
         if bytes > self.room() {
             return None;
         }
-        self.planned += bytes;
+        self.physical.planned += bytes;
         Some(Growth {
             space: want.space,
             id: super::records::NIL,

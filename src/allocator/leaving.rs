@@ -14,8 +14,9 @@ use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::front::pause;
 use super::settle::BACKOFF;
+use super::slot::{Batch, Holder, Marker, Slot, StreamKey};
 use super::state::State;
-use super::streams::{Batch, Holder, Marker, Slot, StreamKey, Streams};
+use super::streams::Streams;
 use super::want::AfterFree;
 
 impl Streams {
@@ -211,7 +212,7 @@ impl Engine {
         let done = newest && (same || state.streams[stream].markers.is_empty());
         for event in gone {
             let context = event.context().key();
-            state.events.entry(context).or_default().push(event);
+            state.streams.events.entry(context).or_default().push(event);
         }
         Ok((state, done))
     }
@@ -244,7 +245,7 @@ impl Engine {
                 _ => state.streams.take_markers_of(stream, key),
             };
             if !state.streams.iter().any(|(_, s)| s.context.key() == key) {
-                events.extend(state.events.remove(&key).into_iter().flatten());
+                events.extend(state.streams.events.remove(&key).into_iter().flatten());
             }
             events
         };
@@ -417,7 +418,7 @@ impl State {
             .filter(|(_, slot)| slot.context.key() == key)
             .map(|(stream, _)| stream)
             .collect();
-        let mut events = self.events.remove(&key).unwrap_or_default();
+        let mut events = self.streams.events.remove(&key).unwrap_or_default();
         for stream in gone {
             self.streams.forget_key(stream);
             self.set_fast(stream, false);

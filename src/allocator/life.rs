@@ -7,7 +7,7 @@ use super::error::Error;
 use super::plan::Keep;
 use super::records::SpaceId;
 use super::report::Trimmed;
-use super::streams::{Holder, StreamKey};
+use super::slot::{Holder, StreamKey};
 
 impl Engine {
     /// Gives unused memory back until no more than `keep` is left. Never waits, unless to close others that
@@ -40,8 +40,8 @@ impl Engine {
         let evicted = self.evict(&idle);
         let mut state = self.lock();
         let (plan, pending) = state.plan_trim(keep);
-        state.level = 0;
-        state.work = 0;
+        state.physical.level = 0;
+        state.physical.work = 0;
         state.peak_live = state.requested_now();
         drop(state);
         let released = self.release(plan)?;
@@ -90,7 +90,7 @@ impl Engine {
             }
             let foreign = state.streams.take_foreign();
             // Handles are destroyed outside the lock.
-            let events = std::mem::take(&mut state.events);
+            let events = std::mem::take(&mut state.streams.events);
             drop(state);
             drop(events);
             // From here on the streams may be destroyed.
@@ -163,7 +163,7 @@ impl Engine {
         let spans = {
             let mut state = self.lock();
             let held = state.stats.all.reserved.current;
-            if held > 0 || !state.views.is_empty() {
+            if held > 0 || !state.views.map.is_empty() {
                 return Err(Error::StillHeld { bytes: held });
             }
             for space in [SpaceId::Large, SpaceId::Small, SpaceId::Views] {
@@ -173,7 +173,7 @@ impl Engine {
                     at.remove_region(records, id);
                 }
             }
-            std::mem::take(&mut state.spans)
+            std::mem::take(&mut state.physical.spans)
         };
         for (base, bytes) in spans {
             self.addresses.give_back(base, bytes);

@@ -11,8 +11,8 @@ use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::naming::is_per_thread;
 use super::probes::{Answer, Poll};
+use super::slot::{Batch, Holder, StreamKey};
 use super::state::State;
-use super::streams::{Batch, Holder, StreamKey};
 use super::want::PendingWait;
 
 impl Engine {
@@ -177,13 +177,18 @@ impl Engine {
             Ok(()) => {
                 state.stats.markers += 1;
                 let unneeded = state.streams.publish(batch, event);
-                let pool = state.events.entry(context.key()).or_default();
+                let pool = state.streams.events.entry(context.key()).or_default();
                 pool.extend(unneeded);
                 Ok(true)
             }
             Err(error) => {
                 state.stats.failed_markers += 1;
-                state.events.entry(context.key()).or_default().push(event);
+                state
+                    .streams
+                    .events
+                    .entry(context.key())
+                    .or_default()
+                    .push(event);
                 Err(self.error(error))
             }
         }
@@ -279,7 +284,7 @@ impl Engine {
             // What comes after one that stands for nothing was not asked.
             let goes_on = due.goes_on() || !void.is_empty();
             due.clear();
-            state.poll = due;
+            state.streams.poll = due;
             if progress {
                 state.settle_advanced();
             }

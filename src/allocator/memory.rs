@@ -183,11 +183,11 @@ impl Engine {
             let mut state = self.lock();
             state.gone(&release);
             state.unhold(bytes, release.space);
-            state.planned += bytes;
+            state.physical.planned += bytes;
         }
         let (freed, _) = give_back(entered, &release);
         let mut state = self.lock();
-        state.planned -= bytes;
+        state.physical.planned -= bytes;
         if let Err(error) = freed {
             state.readmit(release);
             return Err(error);
@@ -323,10 +323,10 @@ impl State {
 
     /// Enters address space that was leased for an arena; `grown`: it lengthens the lease before it.
     fn add_addresses(&mut self, space: SpaceId, base: u64, bytes: u64, grown: bool) {
-        match self.spans.range_mut(..base).next_back() {
+        match self.physical.spans.range_mut(..base).next_back() {
             Some((_, span)) if grown => *span += bytes,
             _ => {
-                self.spans.insert(base, bytes);
+                self.physical.spans.insert(base, bytes);
             }
         }
         let (at, records) = self.parts(space);
@@ -350,7 +350,7 @@ impl State {
     pub(crate) fn set_apart(&mut self, space: SpaceId, failure: GrowthFailure) {
         for (handle, bytes) in failure.strays {
             self.count_held(bytes, space);
-            self.strays.push(Stray {
+            self.physical.strays.push(Stray {
                 handle,
                 bytes,
                 space,
@@ -368,7 +368,7 @@ impl State {
             let Some((base, hole)) = hole else { continue };
             let skip = ((addr - base) / GRANULE) as u32;
             if let Some((id, _)) = self.claim(space, hole, skip, (bytes / GRANULE) as u32) {
-                self.records[id].state = Extent::Quarantined;
+                self.extents.records[id].state = Extent::Quarantined;
                 self.hold(addr, bytes, Some(handle), space);
             }
         }
@@ -397,7 +397,7 @@ impl State {
         self.gone(&release);
         match (freed, release.handle) {
             (Err(error), Some(handle)) => {
-                self.strays.push(Stray {
+                self.physical.strays.push(Stray {
                     handle,
                     bytes: release.bytes,
                     space: release.space,
@@ -419,7 +419,7 @@ impl State {
 
     /// A handle that could not be unmapped stays apart.
     fn quarantine(&mut self, release: Release) {
-        self.records[release.id].state = Extent::Quarantined;
+        self.extents.records[release.id].state = Extent::Quarantined;
     }
 
     /// Takes a segment into the books again that the driver would not free.
@@ -439,16 +439,16 @@ impl State {
     /// Whether an earlier failure left memory behind that nobody can use.
     pub(crate) fn has_leftovers(&self) -> bool {
         let quarantined = |(_, hot): (u32, &super::records::Hot)| hot.state == Extent::Quarantined;
-        !self.strays.is_empty() || self.records.iter().any(quarantined)
+        !self.physical.strays.is_empty() || self.extents.records.iter().any(quarantined)
     }
 
     /// What an earlier failure left behind, claimed so that nobody else tries at the same time.
     fn claim_leftovers(&mut self) -> (Vec<Stray>, Vec<Release>) {
         let quarantined = self.quarantined();
         for release in &quarantined {
-            self.records[release.id].state = Extent::Busy;
+            self.extents.records[release.id].state = Extent::Busy;
         }
-        let idle = self.strays.iter_mut().filter(|stray| !stray.busy);
+        let idle = self.physical.strays.iter_mut().filter(|stray| !stray.busy);
         let claim = |stray: &mut Stray| {
             stray.busy = true;
             *stray
@@ -459,26 +459,27 @@ impl State {
     /// A stray was released, or stays one.
     fn stray_tried(&mut self, stray: &Stray, released: bool) {
         let same = |other: &Stray| other.busy && other.handle == stray.handle;
-        let Some(at) = self.strays.iter().position(same) else {
+        let Some(at) = self.physical.strays.iter().position(same) else {
             return;
         };
         if released {
-            self.strays.remove(at);
+            self.physical.strays.remove(at);
             self.unhold(stray.bytes, stray.space);
         } else {
-            self.strays[at].busy = false;
+            self.physical.strays[at].busy = false;
         }
     }
 
     /// Quarantined ranges as releases.
     fn quarantined(&self) -> Vec<Release> {
         let ranges = self
+            .extents
             .records
             .iter()
             .filter(|(_, hot)| hot.state == Extent::Quarantined);
         ranges
             .filter_map(|(id, hot)| {
-                let holding = self.holdings.get(&hot.addr)?;
+                let holding = self.physical.holdings.get(&hot.addr)?;
                 Some(Release {
                     space: holding.space,
                     id,
@@ -496,13 +497,13 @@ impl State {
         let (_, allocated) = self.live_totals();
         OutOfMemory {
             requested,
-            limit: self.limit,
+            limit: self.physical.limit,
             reserved: self.stats.all.reserved.current,
             allocated,
             cached: self.stats.all.reserved.current.saturating_sub(allocated),
             largest_free: self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0),
             largest_run: self.largest_run(),
-            in_views: self.lent_bytes,
+            in_views: self.views.lent_bytes,
             guarded: self.guards.bytes(),
             pending: self.pending_bytes(),
             pinned: self.pinned(),
@@ -515,11 +516,11 @@ impl State {
         let mut by_stream: Vec<PendingBytes> = Vec::new();
         let mut slots: Vec<u32> = Vec::new();
         for entry in self.spaces().flat_map(|s| s.pieces()) {
-            if self.records[entry.id].stream == COMPLETE {
+            if self.extents.records[entry.id].stream == COMPLETE {
                 continue;
             }
             let bytes = u64::from(entry.granules) * GRANULE;
-            for u in self.records.cold(entry.id).uses.as_slice() {
+            for u in self.extents.records.cold(entry.id).uses.as_slice() {
                 if self.streams.complete(u) {
                     continue;
                 }
@@ -550,13 +551,14 @@ impl State {
     fn pinned(&self) -> Vec<PinnedSegment> {
         let mut live: std::collections::BTreeMap<u64, PinnedSegment> =
             std::collections::BTreeMap::new();
-        for (_, hot) in self.records.iter() {
+        for (_, hot) in self.extents.records.iter() {
             if hot.state != Extent::Used {
                 continue;
             }
             let (mut addr, end) = (hot.addr, hot.end());
             while addr < end {
-                let Some((base, holding)) = self.holdings.range(..=addr).next_back() else {
+                let Some((base, holding)) = self.physical.holdings.range(..=addr).next_back()
+                else {
                     break;
                 };
                 let top = base + holding.bytes;

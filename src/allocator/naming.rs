@@ -5,8 +5,8 @@ use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 use super::answers::is_capture_refusal;
 use super::engine::{Engine, Guard};
 use super::error::Error;
+use super::slot::{Holder, StreamKey};
 use super::state::State;
-use super::streams::{Holder, StreamKey};
 
 impl Engine {
     /// Streams of another driver are refused: ids tell apart the streams of one.

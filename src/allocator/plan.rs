@@ -85,9 +85,10 @@ impl State {
             share *= 2;
         }
         let request = u64::from(want.granules) * GRANULE;
-        let part = request / HANDLE_PARTS[self.level] / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
-        let size = self.tuning.handle.unwrap_or(share.max(part));
-        match self.limit {
+        let part =
+            request / HANDLE_PARTS[self.physical.level] / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
+        let size = self.physical.tuning.handle.unwrap_or(share.max(part));
+        match self.physical.limit {
             Some(limit) if held + missing > limit / 2 => {
                 let scarce = limit / SCARCE_PART / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
                 size.min(scarce.max(PHYSICAL_GRANULE))
@@ -102,9 +103,9 @@ impl State {
         let usable = |id: u32| usable(&finder, id);
         let mut best: Option<Opening> = None;
         for hole in finder.space.holes().values().copied() {
-            let room = u64::from(self.records[hole].granules);
+            let room = u64::from(self.extents.records[hole].granules);
             let (first, before) = finder.usable_before(hole, usable);
-            let skip = want.skip(self.records[first].addr);
+            let skip = want.skip(self.extents.records[first].addr);
             let needed = u64::from(skip + want.granules).saturating_sub(before);
             let mapped = needed.next_multiple_of(PHYSICAL_GRANULES);
             let opening = if mapped <= room {
@@ -143,7 +144,7 @@ impl State {
             .space(want.space)
             .into_iter()
             .flat_map(|s| s.holes().values());
-        let mut sizes = holes.map(|id| self.records[*id].granules);
+        let mut sizes = holes.map(|id| self.extents.records[*id].granules);
         sizes.any(|granules| granules >= want.span())
     }
 
@@ -174,7 +175,7 @@ impl State {
             return None;
         }
         let size = self.handle_size(want, missing);
-        let addr = self.records[opening.hole].addr;
+        let addr = self.extents.records[opening.hole].addr;
         let granules = opening.before + opening.mapped + opening.behind;
         let (id, shards) =
             self.claim(want.space, opening.first, 0, u32::try_from(granules).ok()?)?;
@@ -183,7 +184,7 @@ impl State {
         } else {
             Vec::new()
         };
-        self.planned += missing;
+        self.physical.planned += missing;
         Some(Growth {
             space: want.space,
             id,
@@ -217,6 +218,7 @@ impl State {
                 }
             }
             let inside = self
+                .physical
                 .holdings
                 .range(start..end)
                 .filter(|(addr, h)| *addr + h.bytes <= end && h.views == 0);
@@ -228,7 +230,7 @@ impl State {
     /// Whether nobody can touch a free piece any more, as the host has seen. So under the classic policy
     /// as well: that `cuMemFree` waits for the work of its context is nowhere promised.
     pub(crate) fn over(&self, id: u32) -> bool {
-        let uses = self.records.cold(id).uses.as_slice();
+        let uses = self.extents.records.cold(id).uses.as_slice();
         uses.iter().all(|u| self.streams.complete(u))
     }
 
@@ -238,8 +240,8 @@ impl State {
     /// then.
     pub(crate) fn plan_release(&mut self, arenas: &[SpaceId], missing: u64) -> Vec<Release> {
         let excess = missing.saturating_sub(self.room());
-        let held = self.stats.all.reserved.current + self.planned;
-        let certain = match self.limit {
+        let held = self.stats.all.reserved.current + self.physical.planned;
+        let certain = match self.physical.limit {
             Some(limit) => missing.saturating_sub(limit.saturating_sub(held)),
             None => 0,
         };
@@ -315,15 +317,15 @@ impl State {
         let pieces = self.space(space).into_iter().flat_map(|s| s.pieces());
         let freed = pieces
             .filter(overlaps)
-            .map(|e| self.records.cold(e.id).freed);
+            .map(|e| self.extents.records.cold(e.id).freed);
         freed.max().unwrap_or(0)
     }
 
     pub(crate) fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
-        let holding = *self.holdings.get(&addr)?;
+        let holding = *self.physical.holdings.get(&addr)?;
         // The piece that the holding begins in.
         let first = self.piece_around(space, addr)?;
-        let skip = ((addr - self.records[first].addr) / GRANULE) as u32;
+        let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
         let (id, shards) = self.claim(space, first, skip, (holding.bytes / GRANULE) as u32)?;
         Some(Release {
             space,
@@ -353,7 +355,7 @@ impl State {
             space.release(records, id, uses);
             id = right;
         }
-        if self.records[id].granules > want.granules {
+        if self.extents.records[id].granules > want.granules {
             let (space, records) = self.parts(growth.space);
             let rest = space.cut(records, id, want.granules);
             self.put_fresh(growth.space, rest, want.stream);
@@ -368,7 +370,7 @@ impl State {
             self.hold(addr, *bytes, Some(*handle), growth.space);
             addr += bytes;
         }
-        self.planned -= growth.bytes();
+        self.physical.planned -= growth.bytes();
     }
 
     /// A growth succeeded that only adds free memory.
@@ -401,17 +403,19 @@ impl State {
 
     /// A growth failed: everything as before.
     pub(crate) fn not_grown(&mut self, growth: Growth) {
-        self.planned -= growth.bytes();
+        self.physical.planned -= growth.bytes();
         self.restore(growth.space, growth.id, growth.shards);
     }
 
     /// Enters memory into the books.
     pub(crate) fn hold(&mut self, addr: u64, bytes: u64, handle: Option<u64>, space: SpaceId) {
         let number = match handle {
-            Some(_) if space == SpaceId::Large => self.handles.add(addr, (bytes / GRANULE) as u32),
+            Some(_) if space == SpaceId::Large => {
+                self.physical.handles.add(addr, (bytes / GRANULE) as u32)
+            }
             _ => 0,
         };
-        self.holdings.insert(
+        self.physical.holdings.insert(
             addr,
             super::handles::Holding {
                 bytes,
@@ -429,7 +433,7 @@ impl State {
 
     /// Takes memory out of the books.
     pub(crate) fn unhold(&mut self, bytes: u64, space: SpaceId) {
-        self.full_at = None;
+        self.physical.full_at = None;
         self.stats.on_pool(space == SpaceId::Small, |pool| {
             pool.reserved.sub(bytes);
             pool.segments.sub(1);
@@ -438,11 +442,11 @@ impl State {
 
     /// Memory was unmapped, or a segment freed.
     pub(crate) fn gone(&mut self, release: &Release) {
-        self.holdings.remove(&release.addr);
+        self.physical.holdings.remove(&release.addr);
         if release.space == SpaceId::Large {
-            self.handles.remove(release.addr);
+            self.physical.handles.remove(release.addr);
         }
-        self.lookup.forget(release.addr, release.bytes);
+        self.extents.lookup.forget(release.addr, release.bytes);
         let (space, records) = self.parts(release.space);
         if release.handle.is_some() {
             space.unmapped(records, release.id);
@@ -458,7 +462,7 @@ impl State {
     /// lie in two.
     pub(crate) fn stretches(&self, addr: u64, bytes: u64) -> Vec<(u64, u64)> {
         let (mut stretches, mut at) = (Vec::new(), addr);
-        for (base, _) in self.spans.range(addr + 1..addr + bytes) {
+        for (base, _) in self.physical.spans.range(addr + 1..addr + bytes) {
             stretches.push((at, base - at));
             at = *base;
         }

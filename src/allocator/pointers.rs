@@ -6,8 +6,8 @@ use super::api::Allocator;
 use super::error::Error;
 use super::naming::{Named, is_special};
 use super::request::Request;
+use super::slot::StreamKey;
 use super::small::Missed;
-use super::streams::StreamKey;
 
 impl Allocator {
     /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default

@@ -13,8 +13,8 @@ use super::naming::{Named, is_per_thread, is_special};
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::request::Request;
 use super::size::GRANULE;
+use super::slot::{Holder, Slot, StreamKey};
 use super::state::State;
-use super::streams::{Holder, Slot, StreamKey};
 use super::want::{AfterFree, Want};
 
 /// A stream that may be capturing. One that we hold stays alive with this.
@@ -206,12 +206,12 @@ impl Engine {
 
     /// The live large block that starts at a pointer.
     fn live(&self, state: &mut State, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
-        if let Some(id) = state.lookup.exact(ptr) {
+        if let Some(id) = state.extents.lookup.exact(ptr) {
             return Ok(id);
         }
         let interior = |base| Error::InteriorPointer { ptr, base };
         Err(match state.large_around(ptr) {
-            Some(id) => interior(state.records[id].addr),
+            Some(id) => interior(state.extents.records[id].addr),
             None => match state.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
                 None if state.ours(ptr) => Error::NotLive { ptr },
@@ -266,12 +266,12 @@ impl Engine {
             };
         }
         state.unshelve(id);
-        let generation = generation.unwrap_or(state.records[id].generation);
+        let generation = generation.unwrap_or(state.extents.records[id].generation);
         let block = (id, generation);
         if !state.is_live(block) {
             return Err(Error::NotLive { ptr });
         }
-        let stream = state.records[id].stream;
+        let stream = state.extents.records[id].stream;
         if self.watchful()
             && let Some(suspect) = state.capture_suspect(stream)
         {
@@ -389,7 +389,7 @@ impl Engine {
         }
         let block = state.large_around(ptr);
         let owner = match block {
-            Some(id) => Some(state.records[id].stream),
+            Some(id) => Some(state.extents.records[id].stream),
             None => state.small_around(ptr).map(|(_, _, owner)| owner),
         };
         let Some(owner) = owner else {
@@ -455,7 +455,7 @@ impl Engine {
 impl State {
     /// Whether a block with this identity is live.
     pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
-        let hot = self.records.get(id);
+        let hot = self.extents.records.get(id);
         if hot.is_some_and(|hot| hot.shelved) {
             return self.is_live_on_shelf(id, generation);
         }
@@ -471,7 +471,7 @@ impl State {
         home: &'static Front,
     ) -> Grant {
         let id = self.born(id, stream, requested);
-        let hot = &self.records[id];
+        let hot = &self.extents.records[id];
         let life = (id, hot.generation);
         Grant::large(home, hot.addr, life, (hot.granules, requested))
     }
@@ -487,7 +487,8 @@ impl State {
 
     /// Whether an address lies in memory that the allocator holds.
     pub(crate) fn ours(&self, ptr: u64) -> bool {
-        self.holdings
+        self.physical
+            .holdings
             .range(..=ptr)
             .next_back()
             .is_some_and(|(base, h)| ptr < base + h.bytes)

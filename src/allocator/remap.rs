@@ -32,7 +32,7 @@ impl Engine {
         want: &Want,
         run: ViewRun,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let Some(view) = state.views.get(&run.base) else {
+        let Some(view) = state.views.map.get(&run.base) else {
             return Ok((state, None));
         };
         let parts = view.home_parts(run.offset, want.granules);
@@ -138,7 +138,7 @@ impl Engine {
         let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
         let wanted = state.excess_view_maps() > 0
             || state.view_addresses() > most
-            || state.level + 1 == LEVELS;
+            || state.physical.level + 1 == LEVELS;
         wanted && !state.streams.several()
     }
 
@@ -262,7 +262,7 @@ impl Engine {
             let mut state = self.lock();
             match unmapped {
                 Ok(()) => {
-                    state.lookup.forget(*base, bytes);
+                    state.extents.lookup.forget(*base, bytes);
                     state.view_gone(&view);
                 }
                 Err(error) => {
@@ -311,7 +311,7 @@ impl State {
 
     /// Keeps a view from going, or lets it go again.
     fn hold_view(&mut self, base: u64, on: bool) {
-        if let Some(view) = self.views.get_mut(&base) {
+        if let Some(view) = self.views.map.get_mut(&base) {
             view.calls = if on { view.calls + 1 } else { view.calls - 1 };
         }
     }

@@ -5,9 +5,9 @@ use crate::driver::Context;
 
 use super::bins::FreeIndex;
 use super::records::{COMPLETE, SpaceId};
+use super::slot::{Holder, StreamKey};
 use super::space::Space;
 use super::state::State;
-use super::streams::{Holder, StreamKey};
 use super::uses::Uses;
 use super::want::AfterFree;
 

@@ -102,10 +102,11 @@ impl Engine {
         let finder = state.finder(want.space, want.stream)?;
         let mut ready = finder.ready_run(want)?;
         if self.packed && state.spares_handles(want) {
-            ready = finder.sparing_run(want, ready, &state.handles);
+            ready = finder.sparing_run(want, ready, &state.physical.handles);
         }
-        let loose =
-            |tight: u64| ready.granules > (1 + TOLERANCES[state.level]) * tight + TOLERANCE_SLACK;
+        let loose = |tight: u64| {
+            ready.granules > (1 + TOLERANCES[state.physical.level]) * tight + TOLERANCE_SLACK
+        };
         // No run is tighter than the request itself.
         if self.packed
             && state.streams.several()
@@ -146,7 +147,7 @@ impl Engine {
         want: &Want,
         open: &mut Option<Openings>,
     ) -> Option<Step> {
-        if state.views.is_empty() {
+        if state.views.map.is_empty() {
             return None;
         }
         let open = open.insert(state.openings(want, false)?);
@@ -155,7 +156,7 @@ impl Engine {
 
     /// A place in a view that the stream may use without a wait.
     pub(crate) fn view_at_hand(&self, state: &State, want: &Want) -> Option<ViewRun> {
-        if !self.views_for(want) || state.views.is_empty() {
+        if !self.views_for(want) || state.views.map.is_empty() {
             return None;
         }
         state.find_in_views(want, &state.openings(want, false)?)
@@ -270,7 +271,7 @@ impl Engine {
         if !climb.marked && !state.streams[want.stream].covered() {
             return Step::Mark;
         }
-        if !climb.asked_again && climb.refusal.is_none() && state.full_at.is_some() {
+        if !climb.asked_again && climb.refusal.is_none() && state.physical.full_at.is_some() {
             return Step::AskAgain;
         }
         let oldest = state

@@ -69,16 +69,18 @@ impl State {
         let adds: Vec<_> = layout
             .adds
             .iter()
-            .filter_map(|(home, bytes)| Some((*home, *bytes, self.holdings.get(home)?.handle?)))
+            .filter_map(|(home, bytes)| {
+                Some((*home, *bytes, self.physical.holdings.get(home)?.handle?))
+            })
             .collect();
         // Nobody may take the handles away, or extend the same view, meanwhile.
-        self.segs_under_way += adds.len();
+        self.views.segs_under_way += adds.len();
         for (home, _, _) in &adds {
-            if let Some(holding) = self.holdings.get_mut(home) {
+            if let Some(holding) = self.physical.holdings.get_mut(home) {
                 holding.views += 1;
             }
         }
-        if let Some(view) = self.views.get_mut(&site.base) {
+        if let Some(view) = self.views.map.get_mut(&site.base) {
             view.calls += 1;
             view.busy = true;
         }
@@ -94,14 +96,14 @@ impl State {
     fn site(&mut self, want: &Want, layout: &Layout) -> Option<Site> {
         let (base, range, room, filled) = match layout.base {
             Some(base) => {
-                let view = self.views.get(&base)?;
+                let view = self.views.map.get(&base)?;
                 (base, None, view.room, view.granules)
             }
             None => {
                 let added = layout.adds.iter().map(|(_, bytes)| bytes).sum::<u64>();
                 let room = self.view_room(want, added + layout.fresh);
                 let range = self.take_range(room)?;
-                (self.records[range].addr, Some(range), room, 0)
+                (self.extents.records[range].addr, Some(range), room, 0)
             }
         };
         let at = base + u64::from(filled) * GRANULE;
@@ -144,6 +146,7 @@ impl State {
             let granules = ((layout.back / GRANULE) as u32).min(left);
             parts.extend(
                 self.views
+                    .map
                     .get(&site.base)?
                     .home_parts(site.offset, granules),
             );
@@ -166,14 +169,15 @@ impl State {
     pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64, least: u64) -> Option<Fresh> {
         let granules = (bytes / GRANULE) as u32;
         let hole = self
+            .extents
             .large
             .holes()
             .values()
             .copied()
-            .find(|id| self.records[*id].granules >= granules)?;
-        let addr = self.records[hole].addr;
+            .find(|id| self.extents.records[*id].granules >= granules)?;
+        let addr = self.extents.records[hole].addr;
         let (id, shards) = self.claim(SpaceId::Large, hole, 0, granules)?;
-        self.planned += bytes;
+        self.physical.planned += bytes;
         let size = self.handle_size(want, bytes).max(least);
         Some(Fresh {
             id,
@@ -185,13 +189,16 @@ impl State {
 
     /// The driver did what a stitch needs: enters the view into the books, and returns the block.
     pub(crate) fn stitched(&mut self, want: &Want, mut stitch: Stitch, handles: &[u64]) -> u32 {
-        self.segs_under_way -= stitch.adds.len();
+        self.views.segs_under_way -= stitch.adds.len();
         let mut parts: Vec<u32> = stitch.lent.parts.iter().map(|(id, _)| *id).collect();
         if let Some(fresh) = stitch.fresh {
             stitch.adds.extend(self.hold_fresh(&fresh, handles));
-            let taken: u32 = parts.iter().map(|id| self.records[*id].granules).sum();
+            let taken: u32 = parts
+                .iter()
+                .map(|id| self.extents.records[*id].granules)
+                .sum();
             let needed = want.granules - taken;
-            if needed < self.records[fresh.id].granules {
+            if needed < self.extents.records[fresh.id].granules {
                 let (space, records) = self.parts(SpaceId::Large);
                 let rest = space.cut(records, fresh.id, needed);
                 self.put_fresh(SpaceId::Large, rest, want.stream);
@@ -214,7 +221,7 @@ impl State {
         still_mapped: usize,
         fresh: &[u64],
     ) {
-        self.segs_under_way -= stitch.adds.len();
+        self.views.segs_under_way -= stitch.adds.len();
         if !fresh.is_empty()
             && let Some(new) = stitch.fresh.take()
         {
@@ -223,13 +230,13 @@ impl State {
         }
         let (kept, undone) = stitch.adds.split_at(still_mapped.min(stitch.adds.len()));
         for (home, _, _) in undone {
-            if let Some(holding) = self.holdings.get_mut(home) {
+            if let Some(holding) = self.physical.holdings.get_mut(home) {
                 holding.views -= 1;
             }
         }
         let kept = self.segs(kept);
         if let Some(fresh) = stitch.fresh {
-            self.planned -= fresh.bytes();
+            self.physical.planned -= fresh.bytes();
             self.restore(SpaceId::Large, fresh.id, fresh.shards);
         }
         self.give_home(SpaceId::Large, stitch.lent);
@@ -245,12 +252,12 @@ impl State {
     /// Enters the handles of new memory, each with the view that it is mapped in. Returns them as a
     /// stitch adds them.
     fn hold_fresh(&mut self, fresh: &Fresh, handles: &[u64]) -> Vec<(u64, u64, u64)> {
-        self.planned -= fresh.bytes();
+        self.physical.planned -= fresh.bytes();
         let mut home = fresh.addr;
         let mut held = Vec::with_capacity(handles.len());
         for (bytes, handle) in fresh.sizes.iter().zip(handles) {
             self.hold(home, *bytes, Some(*handle), SpaceId::Large);
-            if let Some(holding) = self.holdings.get_mut(&home) {
+            if let Some(holding) = self.physical.holdings.get_mut(&home) {
                 holding.views += 1;
             }
             held.push((home, *bytes, *handle));
@@ -264,7 +271,7 @@ impl State {
         let seg = |(home, bytes, _): &(u64, u64, u64)| Seg {
             home: *home,
             granules: (bytes / GRANULE) as u32,
-            handle: self.holdings.get(home).map_or(0, |h| h.number),
+            handle: self.physical.holdings.get(home).map_or(0, |h| h.number),
         };
         adds.iter().map(seg).collect()
     }
@@ -276,7 +283,7 @@ impl State {
             view.dead = dead;
             return self.put_view(site.base, view);
         }
-        if let Some(view) = self.views.get_mut(&site.base) {
+        if let Some(view) = self.views.map.get_mut(&site.base) {
             view.calls -= 1;
             view.busy = false;
             view.dead |= dead;

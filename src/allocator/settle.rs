@@ -63,7 +63,7 @@ impl State {
         // By address, so that equal states settle equally.
         pieces.sort_unstable_by_key(|e: &Entry| e.addr);
         for entry in pieces.drain(..) {
-            let hot = &self.records[entry.id];
+            let hot = &self.extents.records[entry.id];
             if hot.is_free() && hot.addr == entry.addr && hot.stream == class {
                 self.settle_piece(space, entry.id);
             }
@@ -72,8 +72,8 @@ impl State {
     }
 
     pub(crate) fn settle_piece(&mut self, space: SpaceId, id: u32) {
-        let cold = self.records.cold(id);
-        let (owner, was_mixed) = (cold.owner, self.records[id].stream == MIXED);
+        let cold = self.extents.records.cold(id);
+        let (owner, was_mixed) = (cold.owner, self.extents.records[id].stream == MIXED);
         // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
         let keep_owner = self.space(space).is_some_and(|s| s.merge_own);
         let streams = &self.streams;
@@ -84,7 +84,7 @@ impl State {
             return;
         };
         if was_mixed && uses.as_slice().len() <= 1 {
-            let bytes = self.records[id].bytes();
+            let bytes = self.extents.records[id].bytes();
             self.stats
                 .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
         }
@@ -97,7 +97,7 @@ impl State {
         if self.streams.all_seen() {
             return None;
         }
-        let mut due = std::mem::take(&mut self.poll);
+        let mut due = std::mem::take(&mut self.streams.poll);
         for (stream, slot) in self.streams.iter_mut() {
             if slot.markers.is_empty() || !wanted(stream) {
                 continue;
@@ -109,7 +109,7 @@ impl State {
             due.add(stream, slot);
         }
         if due.is_empty() {
-            self.poll = due;
+            self.streams.poll = due;
             return None;
         }
         Some(due)
@@ -152,13 +152,13 @@ impl State {
     /// Keeps the events that no marker needs any more for the next markers of the same context.
     pub(crate) fn pool_spent(&mut self) {
         for (context, event) in self.streams.spent.drain(..) {
-            self.events.entry(context).or_default().push(event);
+            self.streams.events.entry(context).or_default().push(event);
         }
     }
 
     /// An event of a context for the next marker.
     pub(crate) fn pooled_event(&mut self, context: u64) -> Option<Arc<Event>> {
-        let pool = self.events.get_mut(&context)?;
+        let pool = self.streams.events.get_mut(&context)?;
         // A wait or a question under way may still hold one.
         let idle = |event: &mut Arc<Event>| Arc::get_mut(event).is_some();
         let at = pool.iter_mut().rposition(idle)?;
@@ -190,7 +190,7 @@ mod tests {
         let key = context.key();
         let held: Arc<_> = {
             let state = engine.lock();
-            let pool = state.events.get(&key).ok_or("no pool")?;
+            let pool = state.streams.events.get(&key).ok_or("no pool")?;
             Arc::clone(pool.first().ok_or("no event")?)
         };
         let mut others = Vec::new();

@@ -13,8 +13,8 @@ use super::grant::Grant;
 use super::invariant::{CheckError, holds, same};
 use super::records::State as Extent;
 use super::size::GRANULE;
+use super::slot::Holder;
 use super::state::State;
-use super::streams::Holder;
 
 /// Large requests in the books after which nobody waits for them any more, if nobody did meanwhile.
 const CROWD: u32 = 256;
@@ -59,14 +59,14 @@ impl State {
     /// one for which a request had wishes: another one would get a place elsewhere. Whether it is there.
     #[inline]
     pub(crate) fn shelve(&mut self, id: u32, front: &'static Front, plain: bool) -> bool {
-        let granules = self.records[id].granules;
+        let granules = self.extents.records[id].granules;
         let again = self.fronts.habits.allocated(id, granules);
         plain && (again || self.fronts.crowd > 0) && self.put_on_shelf(id, front)
     }
 
     #[inline(never)]
     fn put_on_shelf(&mut self, id: u32, front: &'static Front) -> bool {
-        let (hot, cold) = (self.records[id], self.records.cold(id));
+        let (hot, cold) = (self.extents.records[id], self.extents.records.cold(id));
         if !cold.home().is_empty() {
             return false;
         }
@@ -95,7 +95,7 @@ impl State {
         if self.fronts.crowd == 0 {
             self.fronts.loose = Some(id);
         }
-        self.records[id].shelved = true;
+        self.extents.records[id].shelved = true;
         self.fronts.shelved.insert(id, front);
         self.fronts.on_shelves.fetch_add(1, Ordering::Relaxed);
         if let Some(gone) = gone {
@@ -109,7 +109,7 @@ impl State {
         self.fronts.shelved.remove(&block.id);
         self.fronts.on_shelves.fetch_sub(1, Ordering::Relaxed);
         self.fronts.habits.was_shelved(block.granules, block.reuses);
-        let hot = &mut self.records[block.id];
+        let hot = &mut self.extents.records[block.id];
         hot.shelved = false;
         hot.generation = block.generation;
         if !block.is_live() {
@@ -118,9 +118,9 @@ impl State {
             return;
         }
         let less = block.counted - block.requested;
-        let cold = self.records.cold_mut(block.id);
+        let cold = self.extents.records.cold_mut(block.id);
         cold.requested = block.requested;
-        let small = self.records[block.id].space != super::records::SpaceId::Large;
+        let small = self.extents.records[block.id].space != super::records::SpaceId::Large;
         self.stats.on_pool(small, |pool| pool.requested.sub(less));
     }
 
@@ -137,7 +137,7 @@ impl State {
 
     /// The front on whose shelf a block lies.
     pub(crate) fn shelf_of(&self, id: u32) -> Option<&'static Front> {
-        if !self.records[id].shelved {
+        if !self.extents.records[id].shelved {
             return None;
         }
         self.fronts.shelved.get(&id).copied()
@@ -165,12 +165,12 @@ impl State {
 
     /// The live large block around an address, off its shelf.
     pub(crate) fn large_around(&mut self, ptr: u64) -> Option<u32> {
-        let id = self.lookup.at_or_below(ptr)?;
-        if ptr >= self.records[id].end() {
+        let id = self.extents.lookup.at_or_below(ptr)?;
+        if ptr >= self.extents.records[id].end() {
             return None;
         }
         self.unshelve(id);
-        (self.lookup.exact(self.records[id].addr) == Some(id)).then_some(id)
+        (self.extents.lookup.exact(self.extents.records[id].addr) == Some(id)).then_some(id)
     }
 
     /// Frees what nobody holds on the shelves of one stream.
@@ -254,7 +254,10 @@ impl State {
                     "without a crowd there is one block on a shelf at most",
                     loose || self.fronts.crowd > 0,
                 )?;
-                let (hot, cold) = (&self.records[block.id], self.records.cold(block.id));
+                let (hot, cold) = (
+                    &self.extents.records[block.id],
+                    self.extents.records.cold(block.id),
+                );
                 let here = self.fronts.shelved.get(&block.id);
                 let here = here.is_some_and(|known| std::ptr::eq(*known, *front));
                 holds("a block on a shelf is known there", hot.shelved && here)?;
@@ -279,7 +282,12 @@ impl State {
                 )?;
             }
         }
-        let marked = self.records.iter().filter(|(_, hot)| hot.shelved).count() as u64;
+        let marked = self
+            .extents
+            .records
+            .iter()
+            .filter(|(_, hot)| hot.shelved)
+            .count() as u64;
         let on_shelves = self.fronts.on_shelves.load(Ordering::Relaxed);
         same(
             "blocks on shelves, as told to all",

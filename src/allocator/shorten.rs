@@ -60,7 +60,7 @@ impl View {
 impl State {
     /// The view to cut before a stitch, if the request would lack fewer bytes then.
     pub(crate) fn plan_cut(&self, want: &Want, open: &Openings) -> Option<Cut> {
-        if self.level + 1 < LEVELS || want.align > 1 {
+        if self.physical.level + 1 < LEVELS || want.align > 1 {
             return None;
         }
         let need = u64::from(want.granules) * GRANULE;
@@ -91,7 +91,7 @@ impl State {
     /// Takes the handles behind a cut out of a view; it keeps the address space. Returns them with
     /// the address at which they are mapped.
     fn cut_view(&mut self, cut: Cut) -> Option<(u64, Vec<Seg>)> {
-        let view = self.views.get(&cut.base)?;
+        let view = self.views.map.get(&cut.base)?;
         let left: u32 = view
             .segs
             .iter()
@@ -102,31 +102,31 @@ impl State {
         if !self.may_cut(view) || view.held() > left || view.segs.len() <= cut.keep {
             return None;
         }
-        let view = self.views.get_mut(&cut.base)?;
+        let view = self.views.map.get_mut(&cut.base)?;
         let gone = view.segs.split_off(cut.keep);
         view.granules = left;
         // Nobody may extend it, or let it go, before its end is unmapped.
         view.busy = true;
         view.calls += 1;
-        self.grid.shorten(view.place, view.room, left);
-        self.segs_under_way += gone.len();
+        self.views.grid.shorten(view.place, view.room, left);
+        self.views.segs_under_way += gone.len();
         Some((cut.base + u64::from(left) * GRANULE, gone))
     }
 
     /// The end of a view is unmapped, or stays.
     fn cut_done(&mut self, cut: Cut, gone: Vec<Seg>, unmapped: bool) {
-        if let Some(view) = self.views.get_mut(&cut.base) {
+        if let Some(view) = self.views.map.get_mut(&cut.base) {
             view.busy = false;
             view.calls -= 1;
         }
-        self.segs_under_way -= gone.len();
+        self.views.segs_under_way -= gone.len();
         self.stats.rungs.shortened += u64::from(unmapped);
         if !unmapped {
             self.extend_view(cut.base, gone);
             return;
         }
         for seg in gone {
-            if let Some(holding) = self.holdings.get_mut(&seg.home) {
+            if let Some(holding) = self.physical.holdings.get_mut(&seg.home) {
                 holding.views -= 1;
             }
         }
@@ -148,7 +148,7 @@ impl Engine {
         });
         let mut state = self.lock();
         if unmapped.is_ok() {
-            state.lookup.forget(at, bytes);
+            state.extents.lookup.forget(at, bytes);
         }
         state.cut_done(cut, gone, unmapped.is_ok());
         drop(state);
@@ -181,12 +181,12 @@ mod tests {
             None,
             tuning,
         );
-        state.level = LEVELS - 1;
+        state.physical.level = LEVELS - 1;
         let (mut ranges, mut home) = (Vec::new(), HANDLE);
         for (base, open) in views {
             let mut segs = Vec::new();
             for open in *open {
-                let handle = state.handles.add(home, GRANULES);
+                let handle = state.physical.handles.add(home, GRANULES);
                 segs.push(Seg {
                     home,
                     granules: GRANULES,
@@ -199,13 +199,14 @@ mod tests {
             }
             let room = 256 * GRANULES;
             let range = state
+                .extents
                 .records
                 .make(SpaceId::Views, Extent::Busy, *base, room);
             let view = View::new(range, room, segs);
             state.put_view(*base, view);
         }
         let open = Openings {
-            borders: Borders::new(&state.handles, &ranges),
+            borders: Borders::new(&state.physical.handles, &ranges),
             ranges,
             more: false,
         };
@@ -246,7 +247,7 @@ mod tests {
         );
         let (mut state, open) = books(&[(1 << 40, LONG), (2 << 40, BUSY)]);
         let busy = |state: &mut State, busy| {
-            let view = state.views.get_mut(&(2 << 40));
+            let view = state.views.map.get_mut(&(2 << 40));
             view.into_iter().for_each(|view| view.busy = busy);
             state.plan_cut(&want(20), &open).map(|cut| cut.base)
         };
@@ -266,10 +267,11 @@ mod tests {
         assert!(
             state
                 .views
+                .map
                 .values()
                 .all(|view| !view.busy && view.calls == 0)
         );
-        assert_eq!(state.segs_under_way, 0);
+        assert_eq!(state.views.segs_under_way, 0);
     }
 
     /// An open end serves as well as a run that is hardly longer.

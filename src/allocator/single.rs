@@ -100,7 +100,7 @@ impl State {
         let bytes = want.handle_bytes();
         let holes = self.space(want.space)?.holes();
         holes.iter().find_map(|(addr, id)| {
-            let stretches = self.stretches(*addr, self.records[*id].bytes());
+            let stretches = self.stretches(*addr, self.extents.records[*id].bytes());
             let stretch = stretches.into_iter().find(|(_, len)| *len >= bytes);
             stretch.map(|(start, _)| (*id, ((start - addr) / GRANULE) as u32))
         })
@@ -108,12 +108,12 @@ impl State {
 
     fn one_handle(&mut self, want: &Want, hole: u32, skip: u32) -> Next {
         let bytes = want.handle_bytes();
-        let addr = self.records[hole].addr + u64::from(skip) * GRANULE;
+        let addr = self.extents.records[hole].addr + u64::from(skip) * GRANULE;
         let granules = (bytes / GRANULE) as u32;
         let Some((id, shards)) = self.claim(want.space, hole, skip, granules) else {
             return Next::MakeRoom;
         };
-        self.planned += bytes;
+        self.physical.planned += bytes;
         Next::Grow(Growth {
             space: want.space,
             id,

@@ -12,7 +12,7 @@ use super::grant::Grant;
 use super::records::SpaceId;
 use super::request::Request;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT};
-use super::streams::StreamKey;
+use super::slot::StreamKey;
 use super::want::{AfterFree, PAGE_GRANULES, Want};
 
 /// A request that no front served at once: the front that was tried, still locked if nobody else was

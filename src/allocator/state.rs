@@ -1,33 +1,25 @@
 //! Everything that one lock guards: extents, streams, statistics. No driver calls here.
 
-use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
-
-use crate::driver::Event;
 
 use super::bench::Unfinished;
 use super::bins::Entry;
-use super::bursts::Account;
 use super::caches::Fronts;
 use super::config::Tuning;
 use super::deferred::Deferred;
+use super::extents::Extents;
 use super::fit::{Finder, Run};
 use super::front::{KeepAlive, PageTable};
-use super::grid::Grid;
 use super::guarded::Guards;
-use super::handles::Handles;
-use super::handles::{Holding, Stray};
-use super::lookup::Lookup;
-use super::mapping::View;
-use super::mix::Mixed;
-use super::probes::Poll;
+use super::physical::Physical;
 use super::records::{MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
-use super::report::{GrowthInfo, SelfTest};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, classic_granules};
+use super::slot::Holder;
 use super::space::{Shard, Space};
 use super::stats::Stats;
-use super::streams::{Holder, Streams};
+use super::streams::Streams;
 use super::uses::{Use, Uses};
+use super::views::Views;
 use super::want::{AfterFree, PendingWait, Want};
 
 /// Bytes of pieces that streams other than their own may still use.
@@ -36,70 +28,24 @@ fn mixed_bytes(shards: &[Shard]) -> u64 {
     mixed.map(|s| u64::from(s.granules) * GRANULE).sum()
 }
 
-/// See the module's text.
+/// What one lock guards.
 #[derive(Debug)]
 pub(crate) struct State {
     /// Ordinal of the device.
     pub device: usize,
     pub packed: bool,
-    pub records: Records,
-    pub lookup: Lookup,
-    pub large: Space,
-    pub small: Space,
-    /// The allocator that the books are of, for the fronts that keep it alive.
-    pub owner: Weak<dyn KeepAlive>,
-    pub id: u64,
-    /// Threads that can run at once.
-    pub threads: usize,
-    /// Which front has which page.
-    pub table: Arc<PageTable>,
-    pub fronts: Fronts,
-    /// Packed: page address to its record in the small arena.
-    pub page_ids: HashMap<u64, u32, Mixed>,
+    pub extents: Extents,
+    pub physical: Physical,
+    pub views: Views,
     pub streams: Streams,
-    /// Events that may be recorded again, by context.
-    pub events: HashMap<u64, Vec<Arc<Event>>, Mixed>,
-    /// Memory for rounds of questions, and for pieces that are settled.
-    pub poll: Poll,
-    pub pieces: Vec<Entry>,
-    pub holdings: BTreeMap<u64, Holding>,
-    /// The handles of the large arena by number.
-    pub handles: Handles,
-    pub strays: Vec<Stray>,
-    /// Packed: views by their base address, and the address space for them.
-    pub views: BTreeMap<u64, View>,
-    pub view_space: Space,
-    /// Mappings in views that calls under way make or take away: counted at their handles.
-    pub segs_under_way: usize,
-    /// Where to look in views.
-    pub grid: Grid,
-    /// Blocks in views so far: the order in which views were used.
-    pub clock: u64,
-    /// Level of the stitching budget, and what was spent on it.
-    pub level: usize,
-    pub work: u64,
-    /// What the configuration says of cap, budget and handles.
-    pub tuning: Tuning,
-    /// Allocations that map very many handles, and what they owe.
-    pub bursts: Account,
+    pub fronts: Fronts,
     /// Blocks that guards keep.
     pub guards: Guards,
-    /// Bytes of blocks in views.
-    pub lent_bytes: u64,
-    /// Why memory was last added.
-    pub last_growth: Option<GrowthInfo>,
-    pub self_test: SelfTest,
-    /// Reserved address ranges: base to bytes.
-    pub spans: BTreeMap<u64, u64>,
     pub stats: Stats,
+    /// Memory for pieces that are settled.
+    pub pieces: Vec<Entry>,
     /// Most bytes of large freed blocks that other streams could still use, at once.
     pub mixed_peak: u64,
-    pub limit: Option<u64>,
-    /// The driver refused to hold more than this; lifted when something is released, and before a
-    /// request fails or waits for it.
-    pub full_at: Option<u64>,
-    /// Bytes that growth under way will add.
-    pub planned: u64,
     /// Peak of live requested bytes since the last trim.
     pub peak_live: u64,
     /// Blocks that could not be freed when they were dropped: freed by the next call that may.
@@ -115,7 +61,7 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn new(
-        (owner, id): (Weak<dyn KeepAlive>, u64),
+        owner: (Weak<dyn KeepAlive>, u64),
         table: Arc<PageTable>,
         device: usize,
         packed: bool,
@@ -125,42 +71,15 @@ impl State {
         State {
             device,
             packed,
-            records: Records::default(),
-            lookup: Lookup::default(),
-            large: Space::new(SpaceId::Large, true),
-            small: Space::new(SpaceId::Small, true),
-            owner,
-            id,
-            threads: std::thread::available_parallelism().map_or(1, usize::from),
-            table,
-            fronts: Fronts::default(),
-            page_ids: HashMap::default(),
+            extents: Extents::default(),
+            physical: Physical::new(limit, tuning),
+            views: Views::default(),
             streams: Streams::default(),
-            events: HashMap::default(),
-            poll: Poll::default(),
-            pieces: Vec::new(),
-            holdings: BTreeMap::new(),
-            handles: Handles::default(),
-            strays: Vec::new(),
-            views: BTreeMap::new(),
-            segs_under_way: 0,
-            grid: Grid::default(),
-            view_space: Space::new(SpaceId::Views, true),
-            clock: 0,
-            level: 0,
-            work: 0,
-            tuning,
-            bursts: Account::default(),
+            fronts: Fronts::new(owner, table),
             guards: Guards::default(),
-            lent_bytes: 0,
-            last_growth: None,
-            self_test: SelfTest::NotRun,
-            spans: BTreeMap::new(),
             stats: Stats::default(),
+            pieces: Vec::new(),
             mixed_peak: 0,
-            limit,
-            full_at: None,
-            planned: 0,
             peak_live: 0,
             deferred: Vec::new(),
             unfinished: Vec::new(),
@@ -183,30 +102,30 @@ impl State {
     /// A space with what its operations need beside it.
     pub(crate) fn parts(&mut self, space: SpaceId) -> (&mut Space, &mut Records) {
         let space = match space {
-            SpaceId::Large => &mut self.large,
-            SpaceId::Small => &mut self.small,
-            SpaceId::Views => &mut self.view_space,
+            SpaceId::Large => &mut self.extents.large,
+            SpaceId::Small => &mut self.extents.small,
+            SpaceId::Views => &mut self.extents.views,
         };
-        (space, &mut self.records)
+        (space, &mut self.extents.records)
     }
 
     pub(crate) fn space(&self, space: SpaceId) -> Option<&Space> {
         match space {
-            SpaceId::Large => Some(&self.large),
-            SpaceId::Small => Some(&self.small),
-            SpaceId::Views => Some(&self.view_space),
+            SpaceId::Large => Some(&self.extents.large),
+            SpaceId::Small => Some(&self.extents.small),
+            SpaceId::Views => Some(&self.extents.views),
         }
     }
 
     pub(crate) fn spaces(&self) -> impl Iterator<Item = &Space> {
-        [&self.large, &self.small].into_iter()
+        [&self.extents.large, &self.extents.small].into_iter()
     }
 
     /// The eye of one stream on one space.
     pub(crate) fn finder(&self, space: SpaceId, stream: u32) -> Option<Finder<'_>> {
         let space = self.space(space)?;
         Some(Finder {
-            records: &self.records,
+            records: &self.extents.records,
             streams: &self.streams,
             space,
             stream,
@@ -215,11 +134,12 @@ impl State {
 
     /// Bytes that may still be taken from the driver.
     pub(crate) fn room(&self) -> u64 {
-        let held = self.stats.all.reserved.current + self.planned;
+        let held = self.stats.all.reserved.current + self.physical.planned;
         let bound = self
+            .physical
             .limit
             .unwrap_or(u64::MAX)
-            .min(self.full_at.unwrap_or(u64::MAX));
+            .min(self.physical.full_at.unwrap_or(u64::MAX));
         bound.saturating_sub(held)
     }
 
@@ -356,19 +276,19 @@ impl State {
 
     /// Turns a taken extent into a live block of the user, and says which record it has.
     pub(crate) fn born(&mut self, mut id: u32, stream: u32, requested: u64) -> u32 {
-        if self.records[id].generation >= SPENT {
+        if self.extents.records[id].generation >= SPENT {
             id = self.renumber(id);
         }
-        let hot = &mut self.records[id];
+        let hot = &mut self.extents.records[id];
         hot.state = Extent::Used;
         hot.stream = stream;
         hot.generation = hot.generation.wrapping_add(1) | 1;
         let (addr, bytes) = (hot.addr, hot.bytes());
         let small = hot.space != SpaceId::Large;
-        let cold = self.records.cold_mut(id);
+        let cold = self.extents.records.cold_mut(id);
         cold.requested = requested;
         cold.owner = stream;
-        self.lookup.insert(addr, id);
+        self.extents.lookup.insert(addr, id);
         self.streams[stream].live += 1;
         let within = self.make_sure_of_peaks(bytes, requested);
         if within && !small {
@@ -384,11 +304,11 @@ impl State {
     #[cold]
     #[inline(never)]
     fn renumber(&mut self, id: u32) -> u32 {
-        let new = self.records.replace(id);
-        let hot = self.records[new];
+        let new = self.extents.records.replace(id);
+        let hot = self.extents.records[new];
         for (at, forward) in [(hot.prev, true), (hot.next, false)] {
             if at != NIL {
-                let beside = &mut self.records[at];
+                let beside = &mut self.extents.records[at];
                 *(if forward {
                     &mut beside.next
                 } else {
@@ -396,8 +316,8 @@ impl State {
                 }) = new;
             }
         }
-        for part in self.records.cold(new).home().to_vec() {
-            self.records.cold_mut(part).lent_to = new;
+        for part in self.extents.records.cold(new).home().to_vec() {
+            self.extents.records.cold_mut(part).lent_to = new;
         }
         let (space, _) = self.parts(hot.space);
         space.renumber_first(hot.addr, id, new);
@@ -407,10 +327,10 @@ impl State {
     /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is
     /// given until the free.
     pub(crate) fn record(&mut self, id: u32, stream: u32, ticket: Option<u64>) {
-        if self.records[id].stream == stream {
+        if self.extents.records[id].stream == stream {
             return;
         }
-        if self.records.record(id, Recorded { stream, ticket }) {
+        if self.extents.records.record(id, Recorded { stream, ticket }) {
             self.streams[stream].live += 1;
         }
     }
@@ -418,16 +338,16 @@ impl State {
     /// Frees a live block.
     pub(crate) fn free(&mut self, id: u32) -> AfterFree {
         self.unshelve_loose();
-        let hot = &mut self.records[id];
+        let hot = &mut self.extents.records[id];
         let (addr, granules, bytes, owner) = (hot.addr, hot.granules, hot.bytes(), hot.stream);
         let space = hot.space;
         hot.generation = hot.generation.wrapping_add(1);
         self.frees += 1;
-        let cold = self.records.cold_mut(id);
+        let cold = self.extents.records.cold_mut(id);
         cold.freed = self.frees;
         let (requested, in_view) = (cold.requested, !cold.home().is_empty());
         let shared = !cold.recorded().is_empty();
-        self.lookup.remove(addr);
+        self.extents.lookup.remove(addr);
         if self.packed {
             self.fronts.habits.freed(id, granules);
         }
@@ -467,7 +387,7 @@ impl State {
 
     /// The last uses of a block that other streams used, which is counted as free already.
     fn shared_uses(&mut self, id: u32, own: Use) -> Uses {
-        let recorded = self.records.cold_mut(id).take_recorded();
+        let recorded = self.extents.records.cold_mut(id).take_recorded();
         let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
         let uses = Uses::collect(std::iter::once(own).chain(others).collect());
         self.note_mixed();

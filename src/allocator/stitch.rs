@@ -109,11 +109,11 @@ impl State {
         for (start, end) in open.iter().copied() {
             let mut from = start;
             while from < end {
-                let number = self.handles.at(from);
+                let number = self.physical.handles.at(from);
                 if number == 0 {
                     break;
                 }
-                let handle = self.handles.get(number);
+                let handle = self.physical.handles.get(number);
                 let to = end.min(handle.end());
                 sources.push(Source {
                     home: handle.home,
@@ -136,7 +136,7 @@ impl State {
         let need = u64::from(want.granules) * GRANULE;
         let head = head.filter(|run| run[0].open.1 - run[0].open.0 < need);
         let run = head.unwrap_or_default();
-        let mut used = self.handles.marks();
+        let mut used = self.physical.handles.marks();
         let (skip, first, left) = match run.first() {
             Some(tail) if !tail.whole() => {
                 used.set(tail.number);
@@ -171,7 +171,7 @@ impl State {
     /// The views with the longest open suffix, the lowest among equals: what of it a request needs, and
     /// the view's base.
     pub(crate) fn best_suffixes(&self, need: u64, open: &Openings) -> Vec<(u64, u64)> {
-        let views = self.views.iter();
+        let views = self.views.map.iter();
         let room = views.filter(|(_, view)| !view.dead && !view.busy && view.granules < view.room);
         let mut best: Vec<(u64, u64)> = Vec::with_capacity(EXTENSIONS + 1);
         for (base, view) in room {
@@ -191,7 +191,12 @@ impl State {
     pub(crate) fn open_end(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let need = u64::from(want.granules) * GRANULE;
         let (suffix, base) = self.best_suffixes(need, open).first().copied()?;
-        let offset = self.views.get(&base)?.granules.checked_sub(want.granules)?;
+        let offset = self
+            .views
+            .map
+            .get(&base)?
+            .granules
+            .checked_sub(want.granules)?;
         (suffix == need && want.align == 1).then_some(ViewRun {
             base,
             offset,
@@ -204,7 +209,7 @@ impl State {
         let need = u64::from(want.granules) * GRANULE;
         let mut layouts: Vec<Layout> = Vec::new();
         for (suffix, base) in self.best_suffixes(need, open) {
-            let Some(view) = self.views.get(&base) else {
+            let Some(view) = self.views.map.get(&base) else {
                 continue;
             };
             let end = base + u64::from(view.granules) * GRANULE;
@@ -220,7 +225,7 @@ impl State {
             if layouts.iter().any(|layout| layout.cost() <= least) {
                 continue;
             }
-            let mut used = self.handles.marks();
+            let mut used = self.physical.handles.marks();
             view.segs.iter().for_each(|seg| used.set(seg.handle));
             let choice = sources.gather(&[], need - back, &used);
             let (adds, fresh) = (choice.adds, choice.missing);
@@ -242,7 +247,7 @@ impl State {
 
     /// How many mappings in views are above the bound.
     pub(crate) fn excess_view_maps(&self) -> usize {
-        let bound = VIEW_MAPS_MIN.max(VIEW_MAPS_PER_HANDLE * self.holdings.len());
+        let bound = VIEW_MAPS_MIN.max(VIEW_MAPS_PER_HANDLE * self.physical.holdings.len());
         self.view_maps().saturating_sub(bound)
     }
 
@@ -256,11 +261,11 @@ impl State {
     /// Address space that must be at hand before a new view for a request can be planned, if it is
     /// not.
     pub(crate) fn view_room_missing(&self, want: &Want) -> Option<u64> {
-        let handle = u64::from(self.handles.largest()) * GRANULE;
+        let handle = u64::from(self.physical.handles.largest()) * GRANULE;
         let handle = handle.max(PHYSICAL_GRANULE);
         let need = u64::from(want.granules) * GRANULE;
         let bytes = u64::from(self.view_room(want, need + 2 * handle)) * GRANULE;
-        let fits = self.view_space.largest_piece() >= bytes;
+        let fits = self.extents.views.largest_piece() >= bytes;
         (!fits).then_some(bytes)
     }
 }

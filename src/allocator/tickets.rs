@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::carried::{Outcome, Rig};
 use super::leaving::Leaving;
-use super::streams::{Holder, StreamKey, Streams};
+use super::slot::{Holder, StreamKey};
+use super::streams::Streams;
 use super::uses::Use;
 use super::want::PendingWait;
 use super::{Config, Policy};

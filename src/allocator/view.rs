@@ -52,13 +52,17 @@ impl State {
         borders: &Borders,
         mut look: impl FnMut(u64, &View) -> u32,
     ) {
-        let seen = self.grid.candidates(granules, borders.touch(), |base| {
-            self.views
-                .get(&base)
-                .map_or(granules, |view| look(base, view))
-        });
+        let seen = self
+            .views
+            .grid
+            .candidates(granules, borders.touch(), |base| {
+                self.views
+                    .map
+                    .get(&base)
+                    .map_or(granules, |view| look(base, view))
+            });
         if !seen {
-            self.views.iter().for_each(|(base, view)| {
+            self.views.map.iter().for_each(|(base, view)| {
                 look(*base, view);
             });
         }
@@ -67,24 +71,28 @@ impl State {
     /// What is open at home for a request.
     pub(crate) fn openings(&self, want: &Want, reachable: bool) -> Option<Openings> {
         let finder = self.finder(want.space, want.stream)?;
-        Some(Openings::collect(&self.handles, &finder, reachable))
+        Some(Openings::collect(
+            &self.physical.handles,
+            &finder,
+            reachable,
+        ))
     }
 
     /// Enters a view.
     pub(crate) fn put_view(&mut self, base: u64, mut view: View) {
-        self.records[view.range].state = Extent::Used;
-        view.place = self.grid.enter(base, view.room);
-        self.grid.extend(view.place, &view.segs, 0);
-        self.views.insert(base, view);
+        self.extents.records[view.range].state = Extent::Used;
+        view.place = self.views.grid.enter(base, view.room);
+        self.views.grid.extend(view.place, &view.segs, 0);
+        self.views.map.insert(base, view);
     }
 
     /// Enters what was mapped into a view behind the handles that it has.
     pub(crate) fn extend_view(&mut self, base: u64, segs: Vec<Seg>) {
-        if let Some(view) = self.views.get_mut(&base) {
+        if let Some(view) = self.views.map.get_mut(&base) {
             let from = view.granules;
             view.granules += segs.iter().map(|seg| seg.granules).sum::<u32>();
             view.segs.extend(segs);
-            self.grid.extend(view.place, &view.segs, from);
+            self.views.grid.extend(view.place, &view.segs, from);
         }
     }
 
@@ -124,12 +132,12 @@ impl State {
         let hole = holes
             .range(..=addr)
             .next_back()
-            .filter(|(_, id)| addr < self.records[**id].end());
+            .filter(|(_, id)| addr < self.extents.records[**id].end());
         if let Some((start, id)) = hole {
             return Some((*id, *start));
         }
         let id = self.piece_around(space, addr)?;
-        Some((id, self.records[id].addr))
+        Some((id, self.extents.records[id].addr))
     }
 
     /// Puts a claim back.
@@ -147,37 +155,38 @@ impl State {
         granules: u32,
         parts: Vec<u32>,
     ) -> u32 {
-        self.clock += 1;
-        let clock = self.clock;
-        if let Some(view) = self.views.get_mut(&base) {
+        self.views.clock += 1;
+        let clock = self.views.clock;
+        if let Some(view) = self.views.map.get_mut(&base) {
             view.blocks.push((offset, offset + granules));
             view.stamp = clock;
         }
-        self.lent_bytes += u64::from(granules) * GRANULE;
+        self.views.lent_bytes += u64::from(granules) * GRANULE;
         let addr = base + u64::from(offset) * GRANULE;
         let id = self
+            .extents
             .records
             .make(SpaceId::Large, Extent::Busy, addr, granules);
         for part in &parts {
-            self.records[*part].state = Extent::Lent;
-            self.records.cold_mut(*part).lent_to = id;
+            self.extents.records[*part].state = Extent::Lent;
+            self.extents.records.cold_mut(*part).lent_to = id;
         }
-        self.records.set_home(id, parts);
+        self.extents.records.set_home(id, parts);
         id
     }
 
     /// Gives the memory of a block in a view back to its home pieces.
     pub(crate) fn view_block_freed(&mut self, id: u32, uses: &Uses) -> Vec<u32> {
-        let addr = self.records[id].addr;
-        self.lent_bytes -= self.records[id].bytes();
-        let owner = self.records.cold(id).owner;
-        let parts = self.records.cold_mut(id).take_home();
-        if let Some((base, view)) = self.views.range_mut(..=addr).next_back() {
+        let addr = self.extents.records[id].addr;
+        self.views.lent_bytes -= self.extents.records[id].bytes();
+        let owner = self.extents.records.cold(id).owner;
+        let parts = self.extents.records.cold_mut(id).take_home();
+        if let Some((base, view)) = self.views.map.range_mut(..=addr).next_back() {
             let offset = ((addr - base) / GRANULE) as u32;
             view.blocks.retain(|(start, _)| *start != offset);
             view.uses = view.uses.union(uses);
         }
-        self.records.retire(id);
+        self.extents.records.retire(id);
         let frees = self.frees;
         let mut pieces = Vec::with_capacity(parts.len());
         for part in parts {
@@ -202,28 +211,28 @@ impl State {
 
     /// Mappings in views.
     pub(crate) fn view_maps(&self) -> usize {
-        self.views.values().map(|v| v.segs.len()).sum()
+        self.views.map.values().map(|v| v.segs.len()).sum()
     }
 
     /// Takes an idle view out of the books, for unmapping. Its range stays claimed.
     pub(crate) fn take_view(&mut self, base: u64) -> Option<View> {
-        let view = self.views.get(&base)?;
+        let view = self.views.map.get(&base)?;
         if !self.view_over(view) {
             return None;
         }
         // Its handles stay counted until it is unmapped: none of them may be released before.
-        let view = self.views.remove(&base)?;
-        self.grid.leave(view.place, view.room);
-        self.records[view.range].state = Extent::Busy;
-        self.segs_under_way += view.segs.len();
+        let view = self.views.map.remove(&base)?;
+        self.views.grid.leave(view.place, view.room);
+        self.extents.records[view.range].state = Extent::Busy;
+        self.views.segs_under_way += view.segs.len();
         Some(view)
     }
 
     /// A view was unmapped: its handles and its range are free of it.
     pub(crate) fn view_gone(&mut self, view: &View) {
-        self.segs_under_way -= view.segs.len();
+        self.views.segs_under_way -= view.segs.len();
         for seg in &view.segs {
-            if let Some(holding) = self.holdings.get_mut(&seg.home) {
+            if let Some(holding) = self.physical.holdings.get_mut(&seg.home) {
                 holding.views -= 1;
             }
         }
@@ -232,30 +241,34 @@ impl State {
 
     /// The range of a view can be used by another.
     pub(crate) fn range_freed(&mut self, range: u32) {
-        self.view_space
-            .release(&mut self.records, range, Uses::None);
+        self.extents
+            .views
+            .release(&mut self.extents.records, range, Uses::None);
     }
 
     /// A view that could not be unmapped is as before.
     pub(crate) fn view_stays(&mut self, base: u64, view: View) {
-        self.segs_under_way -= view.segs.len();
+        self.views.segs_under_way -= view.segs.len();
         self.put_view(base, view);
     }
 
     /// Claims address space for a new view, if there is any; a record of the range.
     pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
         let entry = self
-            .view_space
+            .extents
+            .views
             .index(super::records::COMPLETE)?
             .best_fit(granules)?;
-        self.view_space.carve(&mut self.records, entry.id, granules);
-        self.records[entry.id].state = Extent::Busy;
+        self.extents
+            .views
+            .carve(&mut self.extents.records, entry.id, granules);
+        self.extents.records[entry.id].state = Extent::Busy;
         Some(entry.id)
     }
 
     /// Idle views, longest unused first, of which at least the handles count in `excess` goes.
     pub(crate) fn idle_views(&self, excess: usize) -> Vec<u64> {
-        let idle = self.views.iter().filter(|(_, v)| self.view_over(v));
+        let idle = self.views.map.iter().filter(|(_, v)| self.view_over(v));
         let mut idle: BinaryHeap<_> = idle
             .map(|(base, v)| (Reverse((v.stamp, *base)), v.segs.len()))
             .collect();
@@ -272,7 +285,11 @@ impl State {
     /// Idle views, longest unused first, of which the address space comes to at least `bytes` if there
     /// are enough.
     pub(crate) fn idle_addresses(&self, bytes: u64) -> Vec<u64> {
-        let idle = self.views.iter().filter(|(_, view)| self.view_over(view));
+        let idle = self
+            .views
+            .map
+            .iter()
+            .filter(|(_, view)| self.view_over(view));
         let mut idle: Vec<(u64, u64, u64)> = idle
             .map(|(base, view)| (view.stamp, *base, u64::from(view.room) * GRANULE))
             .collect();
@@ -290,13 +307,13 @@ impl State {
 
     /// Bytes of address space that views have.
     pub(crate) fn view_addresses(&self) -> u64 {
-        let regions = self.view_space.regions().values();
+        let regions = self.extents.views.regions().values();
         regions.map(|region| region.bytes).sum()
     }
 
     /// The view around an address.
     pub(crate) fn view_around(&self, addr: u64) -> Option<(u64, &View)> {
-        let (base, view) = self.views.range(..=addr).next_back()?;
+        let (base, view) = self.views.map.range(..=addr).next_back()?;
         (addr < base + u64::from(view.granules) * GRANULE).then_some((*base, view))
     }
 }

@@ -6,7 +6,7 @@ use crate::driver::Event;
 
 use super::records::SpaceId;
 use super::size::{GRANULE, PAGE};
-use super::streams::StreamKey;
+use super::slot::StreamKey;
 
 /// Granules of a page.
 pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
