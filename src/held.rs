@@ -1,8 +1,13 @@
-//! How many of the allocator's locks the calling thread holds.
+//! How many of the library's locks the calling thread holds: the allocator's own, and those of the standard
+//! library that are taken through [`locked`] and its like.
 //!
 //! Nothing that may wait is called under one of them, and every call of the driver may wait: for work, or
 //! for another thread in the driver. The simulator looks at this count in every call. Only debug builds
 //! count, so that the hot path of the others does not pay for it.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::{Condvar, LockResult, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 #[cfg(all(debug_assertions, not(loom)))]
 mod count {
@@ -56,14 +61,80 @@ mod count {
     }
 }
 
+/// The guard of a lock, counted as long as it lives.
+#[derive(Debug)]
+pub(crate) struct Held<G> {
+    guard: G,
+    _counted: Counted,
+}
+
+/// The guard of a mutex.
+pub(crate) type Locked<'a, T> = Held<MutexGuard<'a, T>>;
+
+impl<G> Held<G> {
+    /// What was behind a lock is right also after a panic under it: nothing is left half done there.
+    #[inline]
+    pub(crate) fn of(guard: LockResult<G>) -> Held<G> {
+        Held {
+            guard: guard.unwrap_or_else(PoisonError::into_inner),
+            _counted: Counted::new(),
+        }
+    }
+}
+
+impl<T> Locked<'_, T> {
+    /// Gives the lock away until the condition is notified.
+    pub(crate) fn wait(self, condition: &Condvar) -> Self {
+        Held {
+            guard: condition
+                .wait(self.guard)
+                .unwrap_or_else(PoisonError::into_inner),
+            _counted: self._counted,
+        }
+    }
+
+    /// As [`wait`](Self::wait), for so long.
+    pub(crate) fn wait_timeout(self, condition: &Condvar, left: Duration) -> Self {
+        let waited = condition.wait_timeout(self.guard, left);
+        Held {
+            guard: waited.unwrap_or_else(PoisonError::into_inner).0,
+            _counted: self._counted,
+        }
+    }
+}
+
+impl<G: Deref> Deref for Held<G> {
+    type Target = G::Target;
+
+    #[inline]
+    fn deref(&self) -> &G::Target {
+        &self.guard
+    }
+}
+
+impl<G: DerefMut> DerefMut for Held<G> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut G::Target {
+        &mut self.guard
+    }
+}
+
+/// Locks a mutex.
+#[inline]
+pub(crate) fn locked<T: ?Sized>(mutex: &Mutex<T>) -> Locked<'_, T> {
+    Held::of(mutex.lock())
+}
+
 pub(crate) use count::Counted;
 #[cfg(feature = "sim")]
 pub(crate) use count::locks;
 
 #[cfg(all(test, feature = "sim", debug_assertions, not(loom)))]
 mod tests {
+    use super::*;
     use crate::allocator::front::Lock;
     use crate::sim::{Report, SimConfig, Simulator};
+    use std::sync::RwLock;
 
     #[test]
     fn calls_of_the_driver_under_a_lock_are_reported() {
@@ -76,5 +147,22 @@ mod tests {
         assert!(driver.device_count().is_ok(), "free again");
         let call = "cuDeviceGetCount";
         assert_eq!(sim.take_reports(), [Report::UnderLock { call, locks: 1 }]);
+    }
+
+    #[test]
+    fn a_mutex_of_the_standard_library_is_a_lock_too() {
+        let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
+        let driver = sim.driver().unwrap();
+        let (plain, shared, awaited) = (Mutex::new(1), RwLock::new(1), Mutex::new(1));
+        let held = (
+            locked(&plain),
+            crate::driver::process::read(&shared),
+            locked(&awaited).wait_timeout(&Condvar::new(), Duration::ZERO),
+        );
+        let _ = driver.device_count();
+        drop(held);
+        let _ = driver.device_count();
+        let call = "cuDeviceGetCount";
+        assert_eq!(sim.take_reports(), [Report::UnderLock { call, locks: 3 }]);
     }
 }

@@ -2,9 +2,10 @@
 //! their memory back.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
+use crate::held::{Locked, locked};
 
 use super::engine::{Engine, Shared};
 use super::error::Error;
@@ -25,8 +26,8 @@ struct Orphans {
     asked: u64,
 }
 
-fn orphans() -> MutexGuard<'static, Orphans> {
-    ORPHANS.lock().unwrap_or_else(PoisonError::into_inner)
+fn orphans() -> Locked<'static, Orphans> {
+    locked(&ORPHANS)
 }
 
 impl Engine {

@@ -6,6 +6,7 @@ use std::thread::ThreadId;
 use crate::allocator::{Block, User};
 use crate::buffer::BufferError;
 use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
+use crate::held::locked;
 use crate::resource::{
     Access, BlockIdentity, BlockKey, Buffer, MemoryResource, OwnedBlock, Tracking,
 };
@@ -137,6 +138,7 @@ impl Memory {
         while let Some(Owner::Returned(_, memory)) = &first.owner {
             first = memory;
         }
+        // Not counted as a lock that is held: whoever copies next waits for this copy in any case.
         Ok(first.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -276,7 +278,7 @@ impl Memory {
                 if id == self.stream.id()? {
                     return Ok(());
                 }
-                let mut uses = uses.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut uses = locked(uses);
                 for known in uses.iter() {
                     if known.id()? == id {
                         return Ok(());

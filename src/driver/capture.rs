@@ -12,9 +12,11 @@ use super::table::{Driver, call};
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
+
+use crate::held::locked;
 
 /// The streams that were capturing when somebody last asked, through this crate. Nobody can say of a
 /// stream of the caller's whether it still exists, so what was found stands until it is found otherwise.
@@ -51,7 +53,7 @@ impl Found {
     #[cold]
     pub(super) fn add(&self, stream: CUstream) {
         process::captures_streams();
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut list = locked(&self.list);
         list.streams.retain(|f| !f.is_of(stream as usize));
         list.last += 1;
         let number = list.last;
@@ -73,7 +75,7 @@ impl Found {
 
     #[cold]
     fn retain(&self, keep: impl FnMut(&Finding) -> bool) {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut list = locked(&self.list);
         list.streams.retain(keep);
         self.any.store(!list.streams.is_empty(), Ordering::Relaxed);
     }
@@ -87,7 +89,7 @@ impl Driver {
         if !found.any.load(Ordering::Relaxed) {
             return Vec::new();
         }
-        let list = found.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let list = locked(&found.list);
         list.streams.iter().map(|f| (f.stream, f.number)).collect()
     }
 

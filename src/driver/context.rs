@@ -10,7 +10,9 @@ use super::table::{Driver, Feature, call, query};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::held::locked;
 
 /// A context of a device: the primary one, retained by us, or one that belongs to somebody else.
 ///
@@ -47,6 +49,36 @@ unsafe impl Sync for Inner {}
 #[derive(Default)]
 pub(super) struct Primaries(Mutex<Vec<(Device, Held)>>);
 
+impl Primaries {
+    fn find(&self, device: Device) -> Option<Context> {
+        let held = locked(&self.0);
+        let found = held.iter().find(|(held, _)| *held == device);
+        found.and_then(|(_, held)| held.get())
+    }
+
+    /// Keeps a context that was retained just now; the one of another thread, if that was faster.
+    fn keep(&self, context: Context) -> Context {
+        let device = context.device();
+        let mut held = locked(&self.0);
+        let found = held.iter().find(|(held, _)| *held == device);
+        if let Some(faster) = found.and_then(|(_, held)| held.get()) {
+            // Ours is released without the lock.
+            drop(held);
+            return faster;
+        }
+        held.retain(|(held, _)| *held != device);
+        held.push((
+            device,
+            if context.driver().is_process_wide() {
+                Held::Forever(context.clone())
+            } else {
+                Held::WhileUsed(Arc::downgrade(&context.0))
+            },
+        ));
+        context
+    }
+}
+
 /// The process-wide driver keeps its primary contexts for ever; any other one lets go of them with
 /// their last user, since the context itself keeps the driver alive.
 enum Held {
@@ -64,7 +96,7 @@ impl Held {
 }
 
 impl Context {
-    /// The primary context of `device`. It is retained once per device and driver; the process-wide
+    /// The primary context of `device`. It is retained as long as anybody uses it here; the process-wide
     /// driver never releases it, any other one does when the last user drops it.
     ///
     /// # Errors
@@ -75,13 +107,7 @@ impl Context {
             let code = CUresult::CUDA_ERROR_NOT_INITIALIZED;
             return Err(DriverError::new("cuDevicePrimaryCtxRetain", code));
         }
-        let mut held = driver
-            .primaries()
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let found = held.iter().find(|(held, _)| *held == device);
-        if let Some(context) = found.and_then(|(_, held)| held.get()) {
+        if let Some(context) = driver.primaries().find(device) {
             return Ok(context);
         }
         let mut raw = ptr::null_mut();
@@ -99,16 +125,7 @@ impl Context {
         };
         inner.key = key_of(driver, raw)?;
         let context = Context(Arc::new(inner));
-        held.retain(|(held, _)| *held != device);
-        held.push((
-            device,
-            if driver.is_process_wide() {
-                Held::Forever(context.clone())
-            } else {
-                Held::WhileUsed(Arc::downgrade(&context.0))
-            },
-        ));
-        Ok(context)
+        Ok(driver.primaries().keep(context))
     }
 
     /// A context that somebody else owns. It is never destroyed here.

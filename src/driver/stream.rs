@@ -11,7 +11,9 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::held::{Locked, locked};
 
 /// The handle that always means the legacy default stream of the current context.
 const LEGACY: usize = 1;
@@ -63,8 +65,8 @@ unsafe impl Sync for Inner {}
 pub(super) struct OwnedStreams(Mutex<HashMap<u64, Weak<Inner>>>);
 
 impl OwnedStreams {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Weak<Inner>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Locked<'_, HashMap<u64, Weak<Inner>>> {
+        locked(&self.0)
     }
 }
 
@@ -454,7 +456,7 @@ fn next_substitute() -> u64 {
 fn default_substitute(context: u64, thread: Option<std::thread::ThreadId>) -> u64 {
     type Known = HashMap<(u64, Option<std::thread::ThreadId>), u64>;
     static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = locked(&KNOWN);
     *known
         .get_or_insert_default()
         .entry((context, thread))

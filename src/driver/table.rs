@@ -14,7 +14,9 @@ use std::ffi::CStr;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use crate::held::locked;
 
 /// The oldest supported driver: 10.1, where the youngest required function appeared.
 pub(super) const OLDEST_VERSION: u32 = 10010;
@@ -552,8 +554,7 @@ impl Driver {
 
     /// Whether a device keeps memory the same through two addresses, if it was tested.
     pub(crate) fn aliasing(&self, device: Device) -> Option<bool> {
-        let known = self.0.state.aliasing.lock();
-        let known = known.unwrap_or_else(PoisonError::into_inner);
+        let known = locked(&self.0.state.aliasing);
         known
             .iter()
             .find(|(d, _)| *d == device)
@@ -562,8 +563,7 @@ impl Driver {
 
     /// Remembers it for all allocators over this driver.
     pub(crate) fn set_aliasing(&self, device: Device, good: bool) {
-        let known = self.0.state.aliasing.lock();
-        let mut known = known.unwrap_or_else(PoisonError::into_inner);
+        let mut known = locked(&self.0.state.aliasing);
         known.retain(|(d, _)| *d != device);
         known.push((device, good));
     }

@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use crate::driver::{Event, Stream, process, sys};
+use crate::held::Locked;
 
 use super::error::{NativeFreeError, PoolError};
 use super::native::Inner;
@@ -222,7 +223,7 @@ impl NativeBlock {
         Ok(())
     }
 
-    fn uses(&self) -> MutexGuard<'_, ForeignUses> {
+    fn uses(&self) -> Locked<'_, ForeignUses> {
         process::lock(&self.uses)
     }
 }

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
+use crate::held::Locked;
 
 /// The next number of a source of blocks that is not an allocator: in the half of the range that
 /// allocators' numbers, which count up from 1, do not reach.
@@ -32,7 +33,7 @@ impl<B> Default for Table<B> {
 }
 
 impl<B> Table<B> {
-    fn blocks(&self) -> MutexGuard<'_, HashMap<u64, Arc<B>>> {
+    fn blocks(&self) -> Locked<'_, HashMap<u64, Arc<B>>> {
         process::lock(&self.blocks)
     }
 

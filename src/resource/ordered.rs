@@ -1,10 +1,11 @@
 //! The async resource: stream order with reads and writes told apart.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, NO_ID, Stream, StreamKind, process, sys};
+use crate::held::{Locked, locked};
 use crate::pool::PoolUsage;
 
 use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
@@ -82,9 +83,9 @@ struct Entry {
 }
 
 impl Entry {
-    fn uses(&self) -> MutexGuard<'_, Uses> {
+    fn uses(&self) -> Locked<'_, Uses> {
         // Of an entry, of which a forked child finds none.
-        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.uses)
     }
 }
 
@@ -172,7 +173,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         books.pending.get(&stream).map_or(0, Queue::bytes)
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
+    fn books(&self) -> Locked<'_, Books> {
         process::lock(&self.books)
     }
 

@@ -142,3 +142,24 @@ pub(super) fn summary(list: &[(&str, &dyn Debug)]) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::SLOT_COUNT;
+    use crate::driver::sys::CUresult;
+    use crate::sim::{SimConfig, Simulator};
+
+    #[test]
+    fn the_driver_of_a_dead_simulator_reaches_no_other_one() {
+        let sim = Simulator::new(SimConfig::default()).unwrap();
+        let late = sim.driver().unwrap();
+        drop(sim);
+        // More than there are places, of which this one is not given away as long as there are others.
+        for _ in 0..3 * SLOT_COUNT {
+            let other = Simulator::new(SimConfig::default()).unwrap();
+            let ended = CUresult::CUDA_ERROR_DEINITIALIZED;
+            assert_eq!(late.device_count().unwrap_err().code(), ended);
+            assert!(other.driver().unwrap().device_count().is_ok());
+        }
+    }
+}

@@ -8,7 +8,7 @@ use cualloc::driver::sys::*;
 use super::program::{Act, Step, size, tight_size};
 use super::rng::Rng;
 use super::table::court;
-use super::world::{Done, Held, Kind, Slot, World};
+use super::world::{Done, Held, Kind, Lane, Slot, World};
 
 const ALIGNMENTS: &[usize] = &[
     1 << 16,
@@ -566,6 +566,12 @@ impl World {
             return Ok(());
         }
         drop(stashed);
+        // Without a handle nobody can retire streams of a context that somebody else destroys.
+        let known = |lane: &Lane| lane.raw_in.contains(&slot) || lane.owned_in.contains(&slot);
+        let mut lanes = self.lanes.iter();
+        if lanes.any(|lane| lane.alive && self.places[lane.place].foreign && known(lane)) {
+            return Ok(());
+        }
         // What raw streams were told of must be marked, or it waits for the context.
         self.unhook(slot);
         let before = self.slots[slot].allocator.id();
