@@ -141,7 +141,7 @@ impl Engine {
     /// Sees to addresses for the test's memory.
     fn reserve_for_test(&self) -> Result<(), Error> {
         for space in [SpaceId::Large, SpaceId::Views] {
-            if !self.lock().has_addresses(space) {
+            if !self.lock().extents.has_addresses(space) {
                 self.reserve_span(space, PHYSICAL_GRANULE)?;
             }
         }
@@ -304,23 +304,15 @@ impl Engine {
 }
 
 impl State {
-    /// Whether an arena has addresses for the test's memory.
-    fn has_addresses(&self, space: SpaceId) -> bool {
-        match space {
-            SpaceId::Views => self.extents.views.largest_piece() >= PHYSICAL_GRANULE,
-            _ => !self.extents.large.holes().is_empty(),
-        }
-    }
-
     /// Claims a home and a view for one new handle, if the limit and the address space allow it.
     fn plan_test(&mut self, want: &Want) -> Option<Stitch> {
         if self.room() < PHYSICAL_GRANULE {
             return None;
         }
-        let range = self.take_range(want.granules)?;
+        let range = self.extents.take_range(want.granules)?;
         let base = self.extents.records[range].addr;
         let Some(fresh) = self.claim_fresh(want, PHYSICAL_GRANULE, 0) else {
-            self.range_freed(range);
+            self.extents.range_freed(range);
             return None;
         };
         Some(Stitch {

@@ -538,18 +538,13 @@ impl fmt::Debug for Allocator {
 impl super::state::State {
     fn statistics(&self) -> Stats {
         let mut stats = self.stats;
-        stats.free = self.free_bytes();
-        stats.free_blocks = self.spaces().map(|s| s.piece_count() as u64).sum();
-        stats.largest_free = self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0);
+        stats.free = self.extents.free_bytes();
+        stats.free_blocks = self.extents.spaces().map(|s| s.piece_count() as u64).sum();
+        stats.largest_free = self.extents.spaces().map(|s| s.largest_piece()).max().unwrap_or(0);
         stats.nodes = self.extents.records.len() as u64;
         stats.limit = self.physical.limit;
         self.add_fronts(&mut stats);
         stats.packing = self.packing();
         stats
-    }
-
-    /// Free bytes in all spaces. Pages are in use in the small arena and carved by their fronts.
-    pub(crate) fn free_bytes(&self) -> u64 {
-        self.spaces().map(|s| s.free_bytes()).sum()
     }
 }

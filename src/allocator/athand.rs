@@ -91,7 +91,7 @@ impl Engine {
             (state, found) = self.take_in_view(state, &want, run)?;
         }
         let free = near.iter().copied();
-        let free = free.filter(|addr| state.piece_around(space, *addr).is_some());
+        let free = free.filter(|addr| state.extents.piece_around(space, *addr).is_some());
         let free = free.collect();
         let Some(id) = found else {
             return Ok((state, None, free));
@@ -112,7 +112,7 @@ impl State {
 
     fn best(&mut self, want: &Want) -> Option<Run> {
         if !self.streams.several() {
-            self.adopt_complete(want.space, want.stream);
+            self.extents.adopt_complete(want.space, want.stream);
         }
         self.finder(want.space, want.stream)?.ready_run(want)
     }
@@ -129,7 +129,7 @@ impl State {
         if !addr.is_multiple_of(u64::from(want.align) * GRANULE) {
             return None;
         }
-        let first = self.piece_around(want.space, addr)?;
+        let first = self.extents.piece_around(want.space, addr)?;
         if !self.finder(want.space, want.stream)?.ready(first) {
             return None;
         }
@@ -150,27 +150,5 @@ impl State {
         let granules = self.granules_of(want, u64::from(left));
         let (id, _) = self.claim(want.space, first, skip, granules)?;
         Some(id)
-    }
-
-    /// The free piece around an address.
-    pub(crate) fn piece_around(&self, space: SpaceId, addr: u64) -> Option<u32> {
-        let (base, region) = self.space(space)?.regions().range(..=addr).next_back()?;
-        if addr >= base + region.bytes {
-            return None;
-        }
-        // From the live block below, it is a few steps: free pieces are merged.
-        let mut at = match self.extents.lookup.at_or_below(addr) {
-            Some(id)
-                if self.extents.records[id].addr >= *base
-                    && self.extents.records[id].space == space =>
-            {
-                id
-            }
-            _ => region.first,
-        };
-        while at != NIL && self.extents.records[at].end() <= addr {
-            at = self.extents.records[at].next;
-        }
-        (at != NIL && self.extents.records[at].state == Extent::Free).then_some(at)
     }
 }

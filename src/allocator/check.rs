@@ -12,19 +12,56 @@
 //!    found by its addresses; the grid has all handles of all views, and nothing else.
 //! 8. Every counter equals what the walk finds.
 
-use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::sync::{Arc, Weak};
+use std::sync::atomic::Ordering;
 
-use super::front::{Kind, Node};
+use crate::driver::{CallCounts, Context, Driver, DriverError, Entered, MemoryProperties, Stream, StreamKind, WORD_KERNELS, process, sys};
+
+use super::{front, size};
+use super::answers::is_of_capture;
+use super::bench::{Bench, Finished, Unfinished, Work};
+use super::bins::{Entry, FreeIndex};
+use super::block::Block;
+use super::budget::LEVELS;
+use super::caches::Fronts;
+use super::config::{Config, Policy, Tuning};
+use super::deferred::Deferred;
+use super::engine::{Engine, Guard, Shared};
+use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
+use super::fit::{Finder, Run};
+use super::front::{Front, KeepAlive, Kind, Life, Node, PageTable, SMALL_ID, cache, page_of};
+use super::grant::{Grant, Lifetime, Place};
+use super::guarded::Guards;
+use super::handles::{Borders, Stray};
 use super::invariant::{CheckError, holds, same};
-use super::mapping::push_part;
-use super::records::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
-use super::size::{PAGE, PHYSICAL_GRANULE};
-use super::space::{Space, class_of};
+use super::lookup::Lookup;
+use super::mapping::{Lent, Openings, Seg, View, ViewRun, push_part};
+use super::naming::{Named, is_per_thread, is_special};
+use super::physical::Physical;
+use super::plan::{Growth, Keep, Release, fresh_uses};
+use super::raw::Call;
+use super::records::{COMPLETE, MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
+use super::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, SelfTest, Stranded, Trimmed};
+use super::request::Request;
+use super::seam::{Site, Stitch};
+use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, PHYSICAL_GRANULE, classic_granules, classic_segment_for};
+use super::slot::{Holder, Slot, StreamKey};
+use super::small::Missed;
+use super::snapshot::{BlockInfo, SegmentInfo};
+use super::space::{Shard, Space, class_of};
 use super::state::State;
+use super::stats::Stats;
+use super::streams::Streams;
+use super::uses::{Use, Uses};
+use super::views::Views;
+use super::want::{AfterFree, PendingWait, Want};
 
 /// What the walk adds up.
 #[derive(Default)]
-struct Sums {
+pub(crate) struct Sums {
     records: u64,
     /// Per pool, small first.
     live: [u64; 2],
@@ -43,7 +80,7 @@ struct Sums {
 impl State {
     pub(crate) fn check(&self) -> Result<(), CheckError> {
         let mut sums = Sums::default();
-        for space in self.spaces() {
+        for space in self.extents.spaces() {
             self.check_space(space, &mut sums)?;
         }
         self.check_space(&self.extents.views, &mut sums)?;
@@ -180,32 +217,6 @@ impl State {
             );
         }
         self.check_block(id, sums)
-    }
-
-    /// A live block of the user.
-    fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
-        let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
-        let large = usize::from(hot.space == SpaceId::Large);
-        sums.live[large] += 1;
-        sums.allocated[large] += hot.bytes();
-        sums.requested[large] += cold.requested;
-        *sums.on_stream.entry(hot.stream).or_default() += 1;
-        for recorded in cold.recorded() {
-            *sums.on_stream.entry(recorded.stream).or_default() += 1;
-        }
-        same(
-            "a live block is found by its address",
-            u64::from(id),
-            u64::from(self.extents.lookup.exact(hot.addr).unwrap_or(NIL)),
-        )?;
-        holds(
-            "a live block has an odd generation",
-            hot.generation % 2 == 1,
-        )?;
-        holds(
-            "a request fits its block",
-            cold.requested > 0 && cold.requested <= hot.bytes(),
-        )
     }
 
     /// Views, and the blocks in them.
@@ -531,5 +542,31 @@ impl State {
             holds("a peak is not below the present", all.peak >= all.current)?;
         }
         Ok(())
+    }
+
+    /// A live block of the user.
+    pub(crate) fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
+        let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
+        let large = usize::from(hot.space == SpaceId::Large);
+        sums.live[large] += 1;
+        sums.allocated[large] += hot.bytes();
+        sums.requested[large] += cold.requested;
+        *sums.on_stream.entry(hot.stream).or_default() += 1;
+        for recorded in cold.recorded() {
+            *sums.on_stream.entry(recorded.stream).or_default() += 1;
+        }
+        same(
+            "a live block is found by its address",
+            u64::from(id),
+            u64::from(self.extents.lookup.exact(hot.addr).unwrap_or(NIL)),
+        )?;
+        holds(
+            "a live block has an odd generation",
+            hot.generation % 2 == 1,
+        )?;
+        holds(
+            "a request fits its block",
+            cold.requested > 0 && cold.requested <= hot.bytes(),
+        )
     }
 }

@@ -31,34 +31,16 @@ impl State {
     /// A walk over all free memory.
     pub(crate) fn fragmentation(&self) -> Fragmentation {
         Fragmentation {
-            free: self.free_bytes(),
-            largest: self.largest_run(),
+            free: self.extents.free_bytes(),
+            largest: self.extents.largest_run(),
             stranded: self.stranded(),
             view_live: self.views.lent_bytes,
         }
     }
 
-    pub(crate) fn largest_run(&self) -> u64 {
-        let mut largest = 0;
-        for space in self.spaces() {
-            let mut pieces: Vec<(u64, u64)> = space
-                .pieces()
-                .map(|e| (e.addr, u64::from(e.granules) * GRANULE))
-                .collect();
-            pieces.sort_unstable();
-            let (mut end, mut run) = (0, 0);
-            for (addr, bytes) in pieces {
-                run = if addr == end { run + bytes } else { bytes };
-                end = addr + bytes;
-                largest = largest.max(run);
-            }
-        }
-        largest
-    }
-
     fn stranded(&self) -> Vec<Stranded> {
         let mut by_slot: std::collections::BTreeMap<u32, (u64, u64)> = Default::default();
-        for space in self.spaces() {
+        for space in self.extents.spaces() {
             for entry in space.pieces() {
                 let bytes = u64::from(entry.granules) * GRANULE;
                 if self.extents.records[entry.id].stream == COMPLETE {
@@ -96,7 +78,7 @@ impl State {
         if pending {
             return GrowthReason::Pending;
         }
-        let free = self.space(want.space).map_or(0, |s| s.free_bytes());
+        let free = self.extents.space(want.space).map_or(0, |s| s.free_bytes());
         if free + claimed >= u64::from(want.granules) * GRANULE {
             GrowthReason::Fragmented
         } else {

@@ -148,7 +148,7 @@ impl State {
             let last = self.ticket(stream, None);
             let slot = &mut self.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
-            let (small, records) = self.parts(SpaceId::Small);
+            let (small, records) = self.extents.parts(SpaceId::Small);
             records.cold_mut(id).owner = stream;
             small.release(records, id, Uses::One(last));
             return Err(Error::NotSupported {
@@ -184,7 +184,7 @@ impl State {
             if let Some(id) = self.fronts.page_ids.remove(&info.base) {
                 self.extents.records.cold_mut(id).freed = self.frees;
                 self.extents.records.cold_mut(id).owner = stream;
-                let (small, records) = self.parts(SpaceId::Small);
+                let (small, records) = self.extents.parts(SpaceId::Small);
                 small.release(records, id, Uses::One(u));
                 if self.streams.complete(&u) && !self.extents.small.merge_own {
                     self.settle_class(SpaceId::Small, stream);

@@ -294,7 +294,7 @@ impl State {
             }
             return;
         }
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         let piece = at.release(records, id, uses);
         self.settle_piece(space, piece);
     }

@@ -32,7 +32,7 @@ impl Engine {
         if state.streams.several() {
             state = self.poll_for(state, want.stream)?;
         } else {
-            state.adopt_complete(want.space, want.stream);
+            state.extents.adopt_complete(want.space, want.stream);
         }
         state.large_request(want);
         let mut climb = Climb::default();
@@ -409,7 +409,7 @@ impl State {
     fn segment(&mut self, want: &Want, addr: u64, bytes: u64) -> Option<u32> {
         let granules = u32::try_from(bytes / super::size::GRANULE).ok()?;
         self.hold(addr, bytes, None, want.space);
-        let (space, records) = self.parts(want.space);
+        let (space, records) = self.extents.parts(want.space);
         let uses = super::uses::Uses::one(want.stream, 0);
         let first = space.add_region(records, addr, granules, uses);
         records.cold_mut(first).owner = want.stream;

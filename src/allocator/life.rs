@@ -167,7 +167,7 @@ impl Engine {
                 return Err(Error::StillHeld { bytes: held });
             }
             for space in [SpaceId::Large, SpaceId::Small, SpaceId::Views] {
-                let (at, records) = state.parts(space);
+                let (at, records) = state.extents.parts(space);
                 let firsts: Vec<u32> = at.regions().values().map(|r| r.first).collect();
                 for id in firsts {
                     at.remove_region(records, id);

@@ -100,7 +100,7 @@ impl Engine {
     /// Leases address space for an arena: as much as it has already, behind its last if that is free.
     pub(crate) fn reserve_span(&self, space: SpaceId, at_least: u64) -> Result<(), Error> {
         let at_least = at_least.next_multiple_of(PHYSICAL_GRANULE);
-        let (end, held) = self.lock().addresses_of(space);
+        let (end, held) = self.lock().extents.addresses_of(space);
         let usual = held
             .clamp(FIRST_LEASE, self.total_memory.max(FIRST_LEASE))
             .max(at_least)
@@ -222,7 +222,9 @@ impl Engine {
                 Ok(entered) => give_back(entered, &release),
                 Err(error) => (Err(*error), Ok(())),
             };
-            match self.lock().given_back(release, done, State::quarantine) {
+            match self.lock().given_back(release, done, |state, release| {
+                state.extents.quarantine(release);
+            }) {
                 (bytes, None) => released += bytes,
                 (_, failed) => first = first.or(failed),
             }
@@ -313,14 +315,6 @@ fn undo(
 }
 
 impl State {
-    /// Where the last address space of an arena ends, and how much it has.
-    fn addresses_of(&self, space: SpaceId) -> (Option<u64>, u64) {
-        let regions = self.space(space).into_iter().flat_map(|s| s.regions());
-        regions.fold((None, 0), |(_, held), (base, region)| {
-            (Some(base + region.bytes), held + region.bytes)
-        })
-    }
-
     /// Enters address space that was leased for an arena; `grown`: it lengthens the lease before it.
     fn add_addresses(&mut self, space: SpaceId, base: u64, bytes: u64, grown: bool) {
         match self.physical.spans.range_mut(..base).next_back() {
@@ -329,7 +323,7 @@ impl State {
                 self.physical.spans.insert(base, bytes);
             }
         }
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         let granules = (bytes / GRANULE) as u32;
         if space == SpaceId::Views {
             // No view may lie in two reservations.
@@ -359,7 +353,7 @@ impl State {
         }
         for (addr, bytes, handle) in failure.mapped {
             // The range is a hole again; take it out of circulation with its handle.
-            let hole = self.space(space).and_then(|s| {
+            let hole = self.extents.space(space).and_then(|s| {
                 s.holes()
                     .range(..=addr)
                     .next_back()
@@ -417,18 +411,13 @@ impl State {
         self.restore(release.space, release.id, release.shards);
     }
 
-    /// A handle that could not be unmapped stays apart.
-    fn quarantine(&mut self, release: Release) {
-        self.extents.records[release.id].state = Extent::Quarantined;
-    }
-
     /// Takes a segment into the books again that the driver would not free.
     fn readmit(&mut self, release: Release) {
         let Ok(granules) = u32::try_from(release.bytes / GRANULE) else {
             return;
         };
         self.hold(release.addr, release.bytes, None, release.space);
-        let (space, records) = self.parts(release.space);
+        let (space, records) = self.extents.parts(release.space);
         let id = space.add_region(records, release.addr, granules, Uses::None);
         let busy = space.claim(records, id, 0, granules, Extent::Busy, &mut Vec::new());
         if let Some(id) = busy {
@@ -501,8 +490,8 @@ impl State {
             reserved: self.stats.all.reserved.current,
             allocated,
             cached: self.stats.all.reserved.current.saturating_sub(allocated),
-            largest_free: self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0),
-            largest_run: self.largest_run(),
+            largest_free: self.extents.spaces().map(|s| s.largest_piece()).max().unwrap_or(0),
+            largest_run: self.extents.largest_run(),
             in_views: self.views.lent_bytes,
             guarded: self.guards.bytes(),
             pending: self.pending_bytes(),
@@ -515,7 +504,7 @@ impl State {
     pub(crate) fn pending_bytes(&self) -> Vec<PendingBytes> {
         let mut by_stream: Vec<PendingBytes> = Vec::new();
         let mut slots: Vec<u32> = Vec::new();
-        for entry in self.spaces().flat_map(|s| s.pieces()) {
+        for entry in self.extents.spaces().flat_map(|s| s.pieces()) {
             if self.extents.records[entry.id].stream == COMPLETE {
                 continue;
             }

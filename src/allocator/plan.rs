@@ -138,16 +138,6 @@ impl State {
         best
     }
 
-    /// Whether all of a request could be made new in one hole.
-    pub(crate) fn has_hole(&self, want: &Want) -> bool {
-        let holes = self
-            .space(want.space)
-            .into_iter()
-            .flat_map(|s| s.holes().values());
-        let mut sizes = holes.map(|id| self.extents.records[*id].granules);
-        sizes.any(|granules| granules >= want.span())
-    }
-
     /// Bytes that a growth for this request would add at least, if there is address space for it.
     pub(crate) fn missing(&self, want: &Want) -> Option<u64> {
         if !self.packed {
@@ -199,7 +189,7 @@ impl State {
     /// Memory that can be given back now: whole handles or segments in free memory that `over` says
     /// nobody uses. By address.
     pub(crate) fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
-        let Some(at) = self.space(space) else {
+        let Some(at) = self.extents.space(space) else {
             return Vec::new();
         };
         let mut pieces: Vec<_> = at
@@ -296,7 +286,7 @@ impl State {
         plan.sort_unstable_by_key(|(_, addr, _)| std::cmp::Reverse(*addr));
         if matches!(keep, Keep::Cached(_)) {
             // Idle longest first; the order from the top stays within one run of free memory.
-            plan.sort_by_cached_key(|(space, addr, bytes)| self.freed_at(*space, *addr, *bytes));
+            plan.sort_by_cached_key(|(space, addr, bytes)| self.extents.freed_at(*space, *addr, *bytes));
         }
         for (space, addr, bytes) in plan {
             if excess == 0 {
@@ -310,21 +300,10 @@ impl State {
         (releases, (later - now).min(excess))
     }
 
-    /// How many frees there had been when the last byte of a free range was freed.
-    fn freed_at(&self, space: SpaceId, addr: u64, bytes: u64) -> u64 {
-        let overlaps =
-            |e: &Entry| e.addr < addr + bytes && addr < e.addr + u64::from(e.granules) * GRANULE;
-        let pieces = self.space(space).into_iter().flat_map(|s| s.pieces());
-        let freed = pieces
-            .filter(overlaps)
-            .map(|e| self.extents.records.cold(e.id).freed);
-        freed.max().unwrap_or(0)
-    }
-
     pub(crate) fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
         let holding = *self.physical.holdings.get(&addr)?;
         // The piece that the holding begins in.
-        let first = self.piece_around(space, addr)?;
+        let first = self.extents.piece_around(space, addr)?;
         let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
         let (id, shards) = self.claim(space, first, skip, (holding.bytes / GRANULE) as u32)?;
         Some(Release {
@@ -344,21 +323,21 @@ impl State {
         self.hold_all(growth, handles);
         let mut id = growth.id;
         if growth.skip > 0 {
-            let (space, records) = self.parts(growth.space);
+            let (space, records) = self.extents.parts(growth.space);
             let right = space.cut(records, id, growth.skip);
             // It may have been free memory that the stream was using a moment ago.
             let slot = &mut self.streams[want.stream];
             let uses = Uses::one(want.stream, slot.open);
             slot.open_uses = slot.open_uses.saturating_add(1);
-            let (space, records) = self.parts(growth.space);
+            let (space, records) = self.extents.parts(growth.space);
             records.cold_mut(id).owner = want.stream;
             space.release(records, id, uses);
             id = right;
         }
         if self.extents.records[id].granules > want.granules {
-            let (space, records) = self.parts(growth.space);
+            let (space, records) = self.extents.parts(growth.space);
             let rest = space.cut(records, id, want.granules);
-            self.put_fresh(growth.space, rest, want.stream);
+            self.extents.put_fresh(growth.space, rest, want.stream);
         }
         id
     }
@@ -376,29 +355,20 @@ impl State {
     /// A growth succeeded that only adds free memory.
     pub(crate) fn supplied(&mut self, want: &Want, growth: &Growth, handles: &[u64]) {
         self.hold_all(growth, handles);
-        self.put_fresh(growth.space, growth.id, want.stream);
+        self.extents.put_fresh(growth.space, growth.id, want.stream);
     }
 
     /// A growth succeeded, and a wait that its block needs did not: what it brought is free memory, and
     /// what was free beside it is what it was, the gap before the block as well.
     pub(crate) fn ungrown(&mut self, want: &Want, mut growth: Growth, handles: &[u64]) {
         self.hold_all(&growth, handles);
-        let (at, _) = self.parts(growth.space);
+        let (at, _) = self.extents.parts(growth.space);
         let fresh = fresh_uses(at, want.stream);
         for shard in growth.shards.iter_mut().filter(|shard| !shard.mapped) {
             (shard.mapped, shard.owner) = (true, want.stream);
             shard.uses = fresh.clone();
         }
         self.restore(growth.space, growth.id, growth.shards);
-    }
-
-    /// Makes memory that nobody has used yet free. Where only one stream is known it merges with
-    /// that stream's own.
-    pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
-        let (at, records) = self.parts(space);
-        let uses = fresh_uses(at, stream);
-        records.cold_mut(id).owner = stream;
-        at.release(records, id, uses);
     }
 
     /// A growth failed: everything as before.
@@ -447,7 +417,7 @@ impl State {
             self.physical.handles.remove(release.addr);
         }
         self.extents.lookup.forget(release.addr, release.bytes);
-        let (space, records) = self.parts(release.space);
+        let (space, records) = self.extents.parts(release.space);
         if release.handle.is_some() {
             space.unmapped(records, release.id);
         } else {
@@ -478,7 +448,7 @@ impl State {
 }
 
 /// The uses of memory that nobody has used yet.
-fn fresh_uses(space: &Space, stream: u32) -> Uses {
+pub(crate) fn fresh_uses(space: &Space, stream: u32) -> Uses {
     if space.merge_own {
         Uses::one(stream, 0)
     } else {

@@ -1,21 +1,51 @@
 //! Allocation, free and recording by handle and by pointer: what every front end stands on.
 
+use std::fmt;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::sync::{Arc, Weak};
 use std::sync::atomic::Ordering;
 
-use crate::driver::{Context, sys};
+use crate::driver::{CallCounts, Context, Driver, DriverError, Entered, MemoryProperties, Stream, StreamKind, WORD_KERNELS, process, sys};
 
-use super::engine::{Engine, Guard};
-use super::error::Error;
-use super::front;
-use super::front::{Front, Life, SMALL_ID, page_of};
+use super::{front, size};
+use super::answers::is_of_capture;
+use super::bench::{Bench, Finished, Unfinished, Work};
+use super::bins::{Entry, FreeIndex};
+use super::block::Block;
+use super::budget::LEVELS;
+use super::caches::Fronts;
+use super::check::Sums;
+use super::config::{Config, Policy, Tuning};
+use super::deferred::Deferred;
+use super::engine::{Engine, Guard, Shared};
+use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
+use super::fit::{Finder, Run};
+use super::front::{Front, KeepAlive, Kind, Life, Node, PageTable, SMALL_ID, cache, page_of};
 use super::grant::{Grant, Lifetime, Place};
+use super::guarded::Guards;
+use super::handles::{Borders, Stray};
+use super::invariant::{CheckError, holds, same};
+use super::lookup::Lookup;
+use super::mapping::{Lent, Openings, Seg, View, ViewRun, push_part};
 use super::naming::{Named, is_per_thread, is_special};
-use super::records::{Recorded, SpaceId, State as Extent};
+use super::physical::Physical;
+use super::plan::{Growth, Keep, Release, fresh_uses};
+use super::records::{COMPLETE, MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
+use super::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, SelfTest, Stranded, Trimmed};
 use super::request::Request;
-use super::size::GRANULE;
+use super::seam::{Site, Stitch};
+use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, PHYSICAL_GRANULE, classic_granules, classic_segment_for};
 use super::slot::{Holder, Slot, StreamKey};
+use super::small::Missed;
+use super::snapshot::{BlockInfo, SegmentInfo};
+use super::space::{Shard, Space, class_of};
 use super::state::State;
-use super::want::{AfterFree, Want};
+use super::stats::Stats;
+use super::streams::Streams;
+use super::uses::{Use, Uses};
+use super::views::Views;
+use super::want::{AfterFree, PendingWait, Want};
 
 /// A stream that may be capturing. One that we hold stays alive with this.
 pub(crate) struct Suspect {
@@ -453,15 +483,6 @@ impl Engine {
 }
 
 impl State {
-    /// Whether a block with this identity is live.
-    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
-        let hot = self.extents.records.get(id);
-        if hot.is_some_and(|hot| hot.shelved) {
-            return self.is_live_on_shelf(id, generation);
-        }
-        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
-    }
-
     /// Makes a taken extent a live block, and says what it is.
     pub(crate) fn granted(
         &mut self,
@@ -514,5 +535,14 @@ impl State {
             context: slot.context.clone(),
             _holder: slot.holder.clone(),
         })
+    }
+
+    /// Whether a block with this identity is live.
+    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
+        let hot = self.extents.records.get(id);
+        if hot.is_some_and(|hot| hot.shelved) {
+            return self.is_live_on_shelf(id, generation);
+        }
+        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
     }
 }

@@ -68,7 +68,7 @@ impl State {
         if !self.extents.large.merge_own {
             return None;
         }
-        self.adopt_complete(SpaceId::Large, stream);
+        self.extents.adopt_complete(SpaceId::Large, stream);
         let want = request.want(SpaceId::Large, stream);
         let block = self
             .extents

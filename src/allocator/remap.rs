@@ -137,7 +137,7 @@ impl Engine {
     fn asks_about_views(&self, state: &State) -> bool {
         let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
         let wanted = state.excess_view_maps() > 0
-            || state.view_addresses() > most
+            || state.extents.view_addresses() > most
             || state.physical.level + 1 == LEVELS;
         wanted && !state.streams.several()
     }

@@ -39,7 +39,7 @@ impl State {
         }
         let single = !self.streams.several();
         for space in [SpaceId::Large, SpaceId::Small] {
-            let (space, records) = self.parts(space);
+            let (space, records) = self.extents.parts(space);
             if space.merge_own != single {
                 space.merge_own = single;
                 if single {
@@ -54,7 +54,7 @@ impl State {
             // Memory that was never used, or not for long, is everybody's from now on.
             for space in [SpaceId::Large, SpaceId::Small] {
                 let classes: Vec<u32> = self
-                    .space(space)
+                    .extents.space(space)
                     .into_iter()
                     .flat_map(Space::pending_streams)
                     .collect();
@@ -62,18 +62,6 @@ impl State {
                     self.settle_class(space, class);
                 }
             }
-        }
-    }
-
-    /// While one stream exists, complete memory is as good as its own, and merges with it.
-    #[inline]
-    pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
-        let (space, records) = self.parts(space);
-        if !space.merge_own || space.index(COMPLETE).is_none_or(FreeIndex::is_empty) {
-            return;
-        }
-        while let Some(entry) = space.index(COMPLETE).and_then(|i| i.largest()) {
-            space.retag(records, entry.id, Uses::one(stream, 0));
         }
     }
 
@@ -127,20 +115,9 @@ impl State {
         }
         self.streams[stream].holder = Holder::Retired;
         self.drop_fronts(stream);
-        self.release_class(stream);
+        self.extents.release_class(stream);
         if self.streams.recycle(stream) {
             self.streams_changed();
-        }
-    }
-
-    /// Everything that was tagged with a drained stream is complete.
-    fn release_class(&mut self, stream: u32) {
-        for space in [SpaceId::Large, SpaceId::Small] {
-            let (space, records) = self.parts(space);
-            while let Some(entry) = space.index(stream).and_then(|i| i.largest()) {
-                space.retag(records, entry.id, Uses::None);
-            }
-            space.forget_stream(stream);
         }
     }
 }

@@ -56,7 +56,7 @@ impl Engine {
         }
         let mut open = None;
         if self.packed {
-            if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {
+            if state.missing(want).is_none() || (!climb.cramped && !state.extents.has_hole(want)) {
                 return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
             }
             if self.stitches(want)
@@ -192,7 +192,7 @@ impl Engine {
         }
         if let Some(bytes) = state.view_room_missing(want) {
             let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
-            if state.view_addresses().saturating_add(bytes) > most {
+            if state.extents.view_addresses().saturating_add(bytes) > most {
                 let idle = state.idle_addresses(bytes);
                 if !idle.is_empty() {
                     return Some(Step::MakeWay(idle));

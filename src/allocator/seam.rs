@@ -62,7 +62,7 @@ impl State {
         let claimed = self.claim_memory(want, &layout, &site);
         let Some((lent, fresh)) = claimed else {
             if let Some(range) = site.range {
-                self.range_freed(range);
+                self.extents.range_freed(range);
             }
             return None;
         };
@@ -102,7 +102,7 @@ impl State {
             None => {
                 let added = layout.adds.iter().map(|(_, bytes)| bytes).sum::<u64>();
                 let room = self.view_room(want, added + layout.fresh);
-                let range = self.take_range(room)?;
+                let range = self.extents.take_range(room)?;
                 (self.extents.records[range].addr, Some(range), room, 0)
             }
         };
@@ -199,9 +199,9 @@ impl State {
                 .sum();
             let needed = want.granules - taken;
             if needed < self.extents.records[fresh.id].granules {
-                let (space, records) = self.parts(SpaceId::Large);
+                let (space, records) = self.extents.parts(SpaceId::Large);
                 let rest = space.cut(records, fresh.id, needed);
-                self.put_fresh(SpaceId::Large, rest, want.stream);
+                self.extents.put_fresh(SpaceId::Large, rest, want.stream);
             }
             parts.push(fresh.id);
         }
@@ -226,7 +226,7 @@ impl State {
             && let Some(new) = stitch.fresh.take()
         {
             stitch.adds.extend(self.hold_fresh(&new, fresh));
-            self.put_fresh(SpaceId::Large, new.id, want.stream);
+            self.extents.put_fresh(SpaceId::Large, new.id, want.stream);
         }
         let (kept, undone) = stitch.adds.split_at(still_mapped.min(stitch.adds.len()));
         for (home, _, _) in undone {
@@ -241,7 +241,7 @@ impl State {
         }
         self.give_home(SpaceId::Large, stitch.lent);
         match stitch.site.range {
-            Some(range) if kept.is_empty() => self.range_freed(range),
+            Some(range) if kept.is_empty() => self.extents.range_freed(range),
             _ => {
                 let dead = !kept.is_empty();
                 self.end_site(&stitch.site, kept, dead);

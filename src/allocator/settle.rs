@@ -32,7 +32,7 @@ impl State {
     fn settle_streams(&mut self, classes: Option<&[u32]>) {
         for id in [SpaceId::Large, SpaceId::Small] {
             self.settle_class(id, MIXED);
-            if self.space(id).is_none_or(|space| space.merge_own) {
+            if self.extents.space(id).is_none_or(|space| space.merge_own) {
                 continue;
             }
             match classes {
@@ -58,7 +58,7 @@ impl State {
 
     pub(crate) fn settle_class(&mut self, space: SpaceId, class: u32) {
         let mut pieces = std::mem::take(&mut self.pieces);
-        let index = self.space(space).and_then(|s| s.index(class));
+        let index = self.extents.space(space).and_then(|s| s.index(class));
         pieces.extend(index.into_iter().flat_map(|index| index.iter()));
         // By address, so that equal states settle equally.
         pieces.sort_unstable_by_key(|e: &Entry| e.addr);
@@ -75,7 +75,7 @@ impl State {
         let cold = self.extents.records.cold(id);
         let (owner, was_mixed) = (cold.owner, self.extents.records[id].stream == MIXED);
         // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
-        let keep_owner = self.space(space).is_some_and(|s| s.merge_own);
+        let keep_owner = self.extents.space(space).is_some_and(|s| s.merge_own);
         let streams = &self.streams;
         let Some(uses) = cold
             .uses
@@ -88,7 +88,7 @@ impl State {
             self.stats
                 .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
         }
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         at.retag(records, id, uses);
     }
 

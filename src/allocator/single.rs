@@ -89,7 +89,7 @@ impl State {
         }
         let (_, from) = best?;
         let addr = from + u64::from(want.skip(from)) * GRANULE;
-        let (first, start) = self.piece_at(want.space, addr)?;
+        let (first, start) = self.extents.piece_at(want.space, addr)?;
         let skip = ((addr - start) / GRANULE) as u32;
         Some(Place { first, skip })
     }
@@ -98,7 +98,7 @@ impl State {
     /// and how many granules into the hole it begins.
     pub(crate) fn hole_for_handle(&self, want: &Want) -> Option<(u32, u32)> {
         let bytes = want.handle_bytes();
-        let holes = self.space(want.space)?.holes();
+        let holes = self.extents.space(want.space)?.holes();
         holes.iter().find_map(|(addr, id)| {
             let stretches = self.stretches(*addr, self.extents.records[*id].bytes());
             let stretch = stretches.into_iter().find(|(_, len)| *len >= bytes);

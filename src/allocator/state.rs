@@ -99,31 +99,9 @@ impl State {
             }
     }
 
-    /// A space with what its operations need beside it.
-    pub(crate) fn parts(&mut self, space: SpaceId) -> (&mut Space, &mut Records) {
-        let space = match space {
-            SpaceId::Large => &mut self.extents.large,
-            SpaceId::Small => &mut self.extents.small,
-            SpaceId::Views => &mut self.extents.views,
-        };
-        (space, &mut self.extents.records)
-    }
-
-    pub(crate) fn space(&self, space: SpaceId) -> Option<&Space> {
-        match space {
-            SpaceId::Large => Some(&self.extents.large),
-            SpaceId::Small => Some(&self.extents.small),
-            SpaceId::Views => Some(&self.extents.views),
-        }
-    }
-
-    pub(crate) fn spaces(&self) -> impl Iterator<Item = &Space> {
-        [&self.extents.large, &self.extents.small].into_iter()
-    }
-
     /// The eye of one stream on one space.
     pub(crate) fn finder(&self, space: SpaceId, stream: u32) -> Option<Finder<'_>> {
-        let space = self.space(space)?;
+        let space = self.extents.space(space)?;
         Some(Finder {
             records: &self.extents.records,
             streams: &self.streams,
@@ -172,7 +150,7 @@ impl State {
     pub(crate) fn take(&mut self, want: &Want, run: Run) -> Option<u32> {
         let skip = want.skip(run.addr);
         let granules = self.granules_of(want, run.granules - u64::from(skip));
-        let (space, records) = self.parts(want.space);
+        let (space, records) = self.extents.parts(want.space);
         let first = records[run.first];
         if skip == 0 && first.granules >= granules && first.stream != MIXED {
             space.carve(records, run.first, granules);
@@ -191,7 +169,7 @@ impl State {
         granules: u32,
     ) -> Option<(u32, Vec<Shard>)> {
         let mut shards = Vec::new();
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         let id = at.claim(records, first, skip, granules, Extent::Busy, &mut shards)?;
         let bytes = mixed_bytes(&shards);
         self.stats
@@ -205,7 +183,7 @@ impl State {
         self.stats
             .on_pool(space != SpaceId::Large, |pool| pool.active.put_back(bytes));
         self.note_mixed();
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         at.restore(records, id, shards);
     }
 
@@ -277,7 +255,7 @@ impl State {
     /// Turns a taken extent into a live block of the user, and says which record it has.
     pub(crate) fn born(&mut self, mut id: u32, stream: u32, requested: u64) -> u32 {
         if self.extents.records[id].generation >= SPENT {
-            id = self.renumber(id);
+            id = self.extents.renumber(id);
         }
         let hot = &mut self.extents.records[id];
         hot.state = Extent::Used;
@@ -298,30 +276,6 @@ impl State {
         }
         self.large_counted(within);
         id
-    }
-
-    /// Describes a claimed extent, of which no block is live, by another record.
-    #[cold]
-    #[inline(never)]
-    fn renumber(&mut self, id: u32) -> u32 {
-        let new = self.extents.records.replace(id);
-        let hot = self.extents.records[new];
-        for (at, forward) in [(hot.prev, true), (hot.next, false)] {
-            if at != NIL {
-                let beside = &mut self.extents.records[at];
-                *(if forward {
-                    &mut beside.next
-                } else {
-                    &mut beside.prev
-                }) = new;
-            }
-        }
-        for part in self.extents.records.cold(new).home().to_vec() {
-            self.extents.records.cold_mut(part).lent_to = new;
-        }
-        let (space, _) = self.parts(hot.space);
-        space.renumber_first(hot.addr, id, new);
-        new
     }
 
     /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is
@@ -376,7 +330,7 @@ impl State {
             return after;
         }
         let over = uses.as_slice().iter().all(|u| self.streams.complete(u));
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         let piece = at.release(records, id, uses);
         if shared || (over && space == SpaceId::Large) {
             // A recorded use may be over already, and so is everything of a retired stream.

@@ -105,7 +105,7 @@ impl State {
     ) -> Option<Lent> {
         let mut lent = Lent::default();
         for (addr, granules) in parts {
-            let piece = self.piece_at(space, *addr);
+            let piece = self.extents.piece_at(space, *addr);
             let claimed = piece.and_then(|(id, start)| {
                 self.claim(space, id, ((addr - start) / GRANULE) as u32, *granules)
             });
@@ -124,20 +124,6 @@ impl State {
             .collect();
         lent.waits = self.waits_for(stream, &shards);
         Some(lent)
-    }
-
-    /// The free piece or hole that an address lies in, and where it starts.
-    pub(crate) fn piece_at(&self, space: SpaceId, addr: u64) -> Option<(u32, u64)> {
-        let holes = self.space(space)?.holes();
-        let hole = holes
-            .range(..=addr)
-            .next_back()
-            .filter(|(_, id)| addr < self.extents.records[**id].end());
-        if let Some((start, id)) = hole {
-            return Some((*id, *start));
-        }
-        let id = self.piece_around(space, addr)?;
-        Some((id, self.extents.records[id].addr))
     }
 
     /// Puts a claim back.
@@ -190,7 +176,7 @@ impl State {
         let frees = self.frees;
         let mut pieces = Vec::with_capacity(parts.len());
         for part in parts {
-            let (space, records) = self.parts(SpaceId::Large);
+            let (space, records) = self.extents.parts(SpaceId::Large);
             records.cold_mut(part).owner = owner;
             records.cold_mut(part).freed = frees;
             pieces.push(space.release(records, part, uses.clone()));
@@ -236,34 +222,13 @@ impl State {
                 holding.views -= 1;
             }
         }
-        self.range_freed(view.range);
-    }
-
-    /// The range of a view can be used by another.
-    pub(crate) fn range_freed(&mut self, range: u32) {
-        self.extents
-            .views
-            .release(&mut self.extents.records, range, Uses::None);
+        self.extents.range_freed(view.range);
     }
 
     /// A view that could not be unmapped is as before.
     pub(crate) fn view_stays(&mut self, base: u64, view: View) {
         self.views.segs_under_way -= view.segs.len();
         self.put_view(base, view);
-    }
-
-    /// Claims address space for a new view, if there is any; a record of the range.
-    pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
-        let entry = self
-            .extents
-            .views
-            .index(super::records::COMPLETE)?
-            .best_fit(granules)?;
-        self.extents
-            .views
-            .carve(&mut self.extents.records, entry.id, granules);
-        self.extents.records[entry.id].state = Extent::Busy;
-        Some(entry.id)
     }
 
     /// Idle views, longest unused first, of which at least the handles count in `excess` goes.
@@ -303,12 +268,6 @@ impl State {
             })
             .map(|(_, base, _)| base)
             .collect()
-    }
-
-    /// Bytes of address space that views have.
-    pub(crate) fn view_addresses(&self) -> u64 {
-        let regions = self.extents.views.regions().values();
-        regions.map(|region| region.bytes).sum()
     }
 
     /// The view around an address.
