@@ -540,7 +540,12 @@ impl super::state::State {
         let mut stats = self.stats;
         stats.free = self.extents.free_bytes();
         stats.free_blocks = self.extents.spaces().map(|s| s.piece_count() as u64).sum();
-        stats.largest_free = self.extents.spaces().map(|s| s.largest_piece()).max().unwrap_or(0);
+        stats.largest_free = self
+            .extents
+            .spaces()
+            .map(|s| s.largest_piece())
+            .max()
+            .unwrap_or(0);
         stats.nodes = self.extents.records.len() as u64;
         stats.limit = self.physical.limit;
         self.add_fronts(&mut stats);

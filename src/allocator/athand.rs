@@ -10,7 +10,6 @@ use super::front::cache;
 use super::grant::Grant;
 use super::naming::Named;
 use super::raw::Call;
-use super::records::{NIL, SpaceId, State as Extent};
 use super::request::Request;
 use super::size::GRANULE;
 use super::slot::StreamKey;
@@ -80,7 +79,7 @@ impl Engine {
         let mut found = state.take_near(&want, near);
         if found.is_none() && (!near.is_empty() || state.best(&want).is_none()) {
             // Memory that other streams used may be free by now.
-            state.ask_again();
+            state.streams.ask_again();
             state = self.poll_for(state, stream)?;
             found = state.take_near(&want, near);
         }

@@ -8,8 +8,8 @@
 //! in handles.
 
 use super::engine::{Engine, Guard};
+use super::growth::Release;
 use super::mapping::{Layout, Openings};
-use super::plan::Release;
 use super::records::SpaceId;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT, PHYSICAL_GRANULE};
 use super::sources::Source;

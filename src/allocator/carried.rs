@@ -203,7 +203,8 @@ fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
     {
         let mut state = allocator.engine().lock();
         let piece = state
-            .extents.piece_around(SpaceId::Large, first)
+            .extents
+            .piece_around(SpaceId::Large, first)
             .ok_or("no piece")?;
         let mib = (MIB as u64 / GRANULE) as u32;
         let claimed = state.claim(SpaceId::Large, piece, mib, 6 * mib);

@@ -12,52 +12,15 @@
 //!    found by its addresses; the grid has all handles of all views, and nothing else.
 //! 8. Every counter equals what the walk finds.
 
-use std::fmt;
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap};
-use std::sync::{Arc, Weak};
-use std::sync::atomic::Ordering;
+use std::collections::{BTreeMap, HashMap};
 
-use crate::driver::{CallCounts, Context, Driver, DriverError, Entered, MemoryProperties, Stream, StreamKind, WORD_KERNELS, process, sys};
-
-use super::{front, size};
-use super::answers::is_of_capture;
-use super::bench::{Bench, Finished, Unfinished, Work};
-use super::bins::{Entry, FreeIndex};
-use super::block::Block;
-use super::budget::LEVELS;
-use super::caches::Fronts;
-use super::config::{Config, Policy, Tuning};
-use super::deferred::Deferred;
-use super::engine::{Engine, Guard, Shared};
-use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
-use super::fit::{Finder, Run};
-use super::front::{Front, KeepAlive, Kind, Life, Node, PageTable, SMALL_ID, cache, page_of};
-use super::grant::{Grant, Lifetime, Place};
-use super::guarded::Guards;
-use super::handles::{Borders, Stray};
+use super::front::{Kind, Node};
 use super::invariant::{CheckError, holds, same};
-use super::lookup::Lookup;
-use super::mapping::{Lent, Openings, Seg, View, ViewRun, push_part};
-use super::naming::{Named, is_per_thread, is_special};
-use super::physical::Physical;
-use super::plan::{Growth, Keep, Release, fresh_uses};
-use super::raw::Call;
-use super::records::{COMPLETE, MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
-use super::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, SelfTest, Stranded, Trimmed};
-use super::request::Request;
-use super::seam::{Site, Stitch};
-use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, PHYSICAL_GRANULE, classic_granules, classic_segment_for};
-use super::slot::{Holder, Slot, StreamKey};
-use super::small::Missed;
-use super::snapshot::{BlockInfo, SegmentInfo};
-use super::space::{Shard, Space, class_of};
+use super::mapping::push_part;
+use super::records::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
+use super::size::{PAGE, PHYSICAL_GRANULE};
+use super::space::{Space, class_of};
 use super::state::State;
-use super::stats::Stats;
-use super::streams::Streams;
-use super::uses::{Use, Uses};
-use super::views::Views;
-use super::want::{AfterFree, PendingWait, Want};
 
 /// What the walk adds up.
 #[derive(Default)]

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::budget::LEVELS;
 use super::fit::Run;
+use super::growth::{Growth, Release};
 use super::mapping::ViewRun;
-use super::plan::{Growth, Release};
 use super::records::SpaceId;
 use super::seam::Stitch;
 use super::shorten::Cut;

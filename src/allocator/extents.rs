@@ -1,52 +1,13 @@
 //! The extents of address space: their records, and where each is found.
 
-use std::fmt;
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap};
-use std::sync::{Arc, Weak};
-use std::sync::atomic::Ordering;
-
-use crate::driver::{CallCounts, Context, Driver, DriverError, Entered, MemoryProperties, Stream, StreamKind, WORD_KERNELS, process, sys};
-
-use super::{front, size};
-use super::answers::is_of_capture;
-use super::bench::{Bench, Finished, Unfinished, Work};
 use super::bins::{Entry, FreeIndex};
-use super::block::Block;
-use super::budget::LEVELS;
-use super::caches::Fronts;
-use super::check::Sums;
-use super::config::{Config, Policy, Tuning};
-use super::deferred::Deferred;
-use super::engine::{Engine, Guard, Shared};
-use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
-use super::fit::{Finder, Run};
-use super::front::{Front, KeepAlive, Kind, Life, Node, PageTable, SMALL_ID, cache, page_of};
-use super::grant::{Grant, Lifetime, Place};
-use super::guarded::Guards;
-use super::handles::{Borders, Stray};
-use super::invariant::{CheckError, holds, same};
+use super::growth::{Release, fresh_uses};
 use super::lookup::Lookup;
-use super::mapping::{Lent, Openings, Seg, View, ViewRun, push_part};
-use super::naming::{Named, is_per_thread, is_special};
-use super::physical::Physical;
-use super::plan::{Growth, Keep, Release, fresh_uses};
-use super::raw::Call;
-use super::records::{COMPLETE, MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
-use super::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, SelfTest, Stranded, Trimmed};
-use super::request::Request;
-use super::seam::{Site, Stitch};
-use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, PHYSICAL_GRANULE, classic_granules, classic_segment_for};
-use super::slot::{Holder, Slot, StreamKey};
-use super::small::Missed;
-use super::snapshot::{BlockInfo, SegmentInfo};
-use super::space::{Shard, Space, class_of};
-use super::state::State;
-use super::stats::Stats;
-use super::streams::Streams;
-use super::uses::{Use, Uses};
-use super::views::Views;
-use super::want::{AfterFree, PendingWait, Want};
+use super::records::{COMPLETE, NIL, Records, SpaceId, State as Extent};
+use super::size::{GRANULE, PHYSICAL_GRANULE};
+use super::space::Space;
+use super::uses::Uses;
+use super::want::Want;
 
 /// All extents of an allocator.
 #[derive(Debug)]
@@ -94,12 +55,7 @@ impl Extents {
         }
         // From the live block below, it is a few steps: free pieces are merged.
         let mut at = match self.lookup.at_or_below(addr) {
-            Some(id)
-                if self.records[id].addr >= *base
-                    && self.records[id].space == space =>
-            {
-                id
-            }
+            Some(id) if self.records[id].addr >= *base && self.records[id].space == space => id,
             _ => region.first,
         };
         while at != NIL && self.records[at].end() <= addr {
@@ -254,17 +210,16 @@ impl Extents {
 
     /// The range of a view can be used by another.
     pub(crate) fn range_freed(&mut self, range: u32) {
-        self.views
-            .release(&mut self.records, range, Uses::None);
+        self.views.release(&mut self.records, range, Uses::None);
     }
 
     /// Claims address space for a new view, if there is any; a record of the range.
     pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
-        let entry = self.views
+        let entry = self
+            .views
             .index(super::records::COMPLETE)?
             .best_fit(granules)?;
-        self.views
-            .carve(&mut self.records, entry.id, granules);
+        self.views.carve(&mut self.records, entry.id, granules);
         self.records[entry.id].state = Extent::Busy;
         Some(entry.id)
     }

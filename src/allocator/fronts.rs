@@ -93,15 +93,6 @@ impl State {
         }
     }
 
-    /// Streams that we keep alive and whose frees no marker covers yet.
-    pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
-        let slots = self.streams.iter();
-        slots
-            .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
-            .map(|(stream, slot)| (stream, slot.key))
-            .collect()
-    }
-
     /// Gives the fronts of a stream back; nothing is live or held back in them.
     pub(crate) fn drop_fronts(&mut self, stream: u32) {
         let fronts = std::mem::take(&mut self.streams[stream].fronts);
@@ -123,20 +114,6 @@ impl State {
         }
     }
 
-    /// Everything that a stream's fronts know to be in use: live blocks, uses recorded on it, and
-    /// pages.
-    pub(crate) fn front_uses(&self, stream: u32) -> u64 {
-        let slot = &self.streams[stream];
-        let mut recorded = 0;
-        let mut blocks = u64::from(slot.pages);
-        for front in &slot.fronts {
-            let inner = front.lock();
-            blocks += inner.accounts.blocks.current() + u64::from(inner.waiting);
-            recorded += inner.recorded;
-        }
-        blocks + u64::try_from(recorded).unwrap_or(0)
-    }
-
     // ---- pages ---------------------------------------------------------------------------------
 
     /// Gives a claimed page of the small arena to a front.
@@ -145,7 +122,7 @@ impl State {
         let Some(info) = self.fronts.table.info(base) else {
             // Behind its own stream, which has waited for whoever else used it.
             let stream = front.lock().slot;
-            let last = self.ticket(stream, None);
+            let last = self.streams.ticket(stream, None);
             let slot = &mut self.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
             let (small, records) = self.extents.parts(SpaceId::Small);
@@ -179,7 +156,7 @@ impl State {
         while let Some((info, ticket)) = inner.heap.remove_page(keep) {
             self.fronts.table.clear(info);
             any = true;
-            let u = self.ticket(stream, Some(ticket));
+            let u = self.streams.ticket(stream, Some(ticket));
             self.streams[stream].pages -= 1;
             if let Some(id) = self.fronts.page_ids.remove(&info.base) {
                 self.extents.records.cold_mut(id).freed = self.frees;
@@ -190,7 +167,7 @@ impl State {
                     self.settle_class(SpaceId::Small, stream);
                 }
             }
-            self.count_free(&u, PAGE, after);
+            self.streams.count_free(&u, PAGE, after);
         }
         any
     }
@@ -319,7 +296,7 @@ impl State {
     /// Takes the uses of a live small block out of where they are noted.
     fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
         if let Some(stream) = using.slot() {
-            self.uncount_recorded(stream, 1);
+            self.streams.uncount_recorded(stream, 1);
             return vec![Recorded {
                 stream,
                 ticket: None,
@@ -330,12 +307,6 @@ impl State {
             self.streams[one.stream].live -= 1;
         }
         known
-    }
-
-    fn uncount_recorded(&mut self, stream: u32, count: i64) {
-        if let Some(front) = self.streams[stream].fronts.first() {
-            front.lock().recorded -= count;
-        }
     }
 
     /// Closes the open batches of a front, or those of one other stream in it.
@@ -364,9 +335,10 @@ impl State {
         batch: Batch,
         after: &mut AfterFree,
     ) {
-        let u = self.ticket(batch.stream, None);
-        self.uncount_recorded(batch.stream, batch.nodes.len() as i64);
-        self.count_free(&u, batch.bytes, after);
+        let u = self.streams.ticket(batch.stream, None);
+        self.streams
+            .uncount_recorded(batch.stream, batch.nodes.len() as i64);
+        self.streams.count_free(&u, batch.bytes, after);
         self.fronts.held_back.push(HeldBack {
             front,
             owner,
@@ -404,10 +376,10 @@ impl State {
             let recorded = self.recorded_uses(ptr, live.using);
             let uses: Vec<Use> = recorded
                 .iter()
-                .map(|r| self.ticket(r.stream, r.ticket))
+                .map(|r| self.streams.ticket(r.stream, r.ticket))
                 .collect();
             for u in &uses {
-                self.count_free(u, bytes, after);
+                self.streams.count_free(u, bytes, after);
             }
             let held = HeldBack {
                 front,

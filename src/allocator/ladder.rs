@@ -10,8 +10,8 @@ use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::figures::free_among;
 use super::fit::Run;
+use super::growth::Growth;
 use super::memory::GrowthFailure;
-use super::plan::Growth;
 use super::records::SpaceId;
 use super::report::GrowthReason;
 use super::space::Shard;
@@ -171,7 +171,7 @@ impl Engine {
         let Some((id, shards)) = claimed else {
             return Ok((state, None));
         };
-        let waits = state.waits_for(want.stream, &shards);
+        let waits = state.streams.waits_for(want.stream, &shards);
         if waits.is_empty() {
             return Ok((state, Some(id)));
         }

@@ -13,7 +13,7 @@ use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::front::pause;
-use super::settle::BACKOFF;
+use super::slot::BACKOFF;
 use super::slot::{Batch, Holder, Marker, Slot, StreamKey};
 use super::state::State;
 use super::streams::Streams;

@@ -18,13 +18,13 @@ impl Engine {
         let ours: Vec<(u32, StreamKey)> = {
             let mut state = self.open()?;
             state.flush_fronts();
-            state.kept_uncovered()
+            state.streams.kept_uncovered()
         };
         drop(self.cover_all(&ours)?);
         let retried = self.retry_strays();
         let finished = self.finish_tests(false)?;
         let mut state = self.lock();
-        state.ask_again();
+        state.streams.ask_again();
         let mut state = self.poll(state)?;
         state.settle();
         // What was held back for streams that are done by now.

@@ -4,6 +4,7 @@ use super::fit::Finder;
 use super::handles::{BACK, Borders, Handles};
 use super::size::GRANULE;
 use super::space::Shard;
+use super::streams::Streams;
 use super::uses::Uses;
 use super::want::{PendingWait, Want};
 
@@ -105,6 +106,13 @@ pub(crate) struct ViewRun {
 }
 
 impl View {
+    /// Whether nobody can reach memory through it any more.
+    pub(crate) fn is_over(&self, streams: &Streams) -> bool {
+        self.blocks.is_empty()
+            && self.calls == 0
+            && self.uses.as_slice().iter().all(|u| streams.complete(u))
+    }
+
     /// A view of these handles from the base of its range on, whose record this is.
     pub(crate) fn new(range: u32, room: u32, segs: Vec<Seg>) -> View {
         View {

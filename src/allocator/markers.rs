@@ -7,9 +7,9 @@ use crate::driver::sys::CUstream;
 use crate::driver::{Context, Event, Stream, process};
 
 use super::answers::{is_capture_refusal, is_of_capture, is_void_event};
+use super::defaults::is_per_thread;
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::naming::is_per_thread;
 use super::probes::{Answer, Poll};
 use super::slot::{Batch, Holder, StreamKey};
 use super::state::State;
@@ -131,7 +131,7 @@ impl Engine {
         }
         if idle {
             state.streams.batch_complete(batch);
-            state.pool_spent();
+            state.streams.pool_spent();
             state.settle_advanced();
         }
         Ok(idle)
@@ -142,7 +142,7 @@ impl Engine {
     fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<bool, Error> {
         let current = context.make_current();
         let current = current.map_err(|e| self.error_in(context, e))?;
-        let pooled = self.lock().pooled_event(context.key());
+        let pooled = self.lock().streams.pooled_event(context.key());
         let event = match pooled {
             Some(event) => event,
             None => {
@@ -266,7 +266,7 @@ impl Engine {
         wanted: impl Fn(u32) -> bool,
     ) -> Result<Guard<'a>, Error> {
         loop {
-            let Some(mut due) = state.due_markers(&wanted) else {
+            let Some(mut due) = state.streams.due_markers(&wanted) else {
                 return Ok(state);
             };
             drop(state);
@@ -278,7 +278,7 @@ impl Engine {
             let mut progress = false;
             for outcome in due.outcomes() {
                 progress |= outcome.newest.is_some();
-                state.asked(outcome);
+                state.streams.asked(outcome);
             }
             let void = due.take_void();
             // What comes after one that stands for nothing was not asked.
@@ -417,7 +417,7 @@ impl Engine {
                 return Err(self.error(error));
             }
         }
-        state.observed(stream, bound);
+        state.streams.observed(stream, bound);
         state.settle();
         Ok(())
     }
@@ -522,7 +522,7 @@ impl Engine {
         for (stream, bound) in bounds.chain(retired) {
             state.streams.completed(stream, bound, &[]);
         }
-        state.pool_spent();
+        state.streams.pool_spent();
         state.settle();
         drop(state);
         // The driver waits for no context in which something captures.

@@ -4,8 +4,8 @@ use crate::driver::{DriverError, Entered};
 
 use super::engine::Engine;
 use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
+use super::growth::{Growth, Release};
 use super::handles::Stray;
-use super::plan::{Growth, Release};
 use super::records::{COMPLETE, SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::state::State;
@@ -490,7 +490,12 @@ impl State {
             reserved: self.stats.all.reserved.current,
             allocated,
             cached: self.stats.all.reserved.current.saturating_sub(allocated),
-            largest_free: self.extents.spaces().map(|s| s.largest_piece()).max().unwrap_or(0),
+            largest_free: self
+                .extents
+                .spaces()
+                .map(|s| s.largest_piece())
+                .max()
+                .unwrap_or(0),
             largest_run: self.extents.largest_run(),
             in_views: self.views.lent_bytes,
             guarded: self.guards.bytes(),

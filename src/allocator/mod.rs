@@ -41,6 +41,7 @@ mod report;
 
 mod answers;
 mod climb;
+mod growth;
 mod handles;
 mod hooks;
 mod identity;

@@ -3,6 +3,7 @@
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
 use super::answers::is_capture_refusal;
+use super::defaults::{is_per_thread, is_special};
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::slot::{Holder, StreamKey};
@@ -226,15 +227,4 @@ pub(crate) struct Named<'a> {
     pub raw: sys::CUstream,
     /// The caller's handle object, if it has one.
     pub stream: Option<&'a Stream>,
-}
-
-/// The null, legacy and per-thread handles.
-#[inline]
-pub(crate) fn is_special(raw: sys::CUstream) -> bool {
-    (raw as usize) <= 2
-}
-
-/// Whether the handle means a different stream on each thread.
-pub(crate) fn is_per_thread(raw: usize) -> bool {
-    raw == 2
 }

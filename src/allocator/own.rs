@@ -162,7 +162,10 @@ mod tests {
         // Nothing lies on a shelf after it.
         allocator.snapshot();
         let mut state = allocator.engine().lock();
-        let piece = state.extents.piece_around(SpaceId::Large, ptr).ok_or("in use")?;
+        let piece = state
+            .extents
+            .piece_around(SpaceId::Large, ptr)
+            .ok_or("in use")?;
         let (space, records) = state.extents.parts(SpaceId::Large);
         space.retag(records, piece, Uses::None);
         assert!(space.carve_own(records, 0, 1).is_none(), "one is all's");

@@ -1,14 +1,13 @@
 //! What to ask of the driver: growth and release, planned on the books before any call is made.
 
-use super::bins::Entry;
 use super::budget::LEVELS;
 use super::fit::Finder;
+use super::growth::{Growth, Opening, Release, fresh_uses};
 use super::records::{SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
-use super::space::{Shard, Space};
 use super::state::State;
 use super::uses::Uses;
-use super::want::{PendingWait, Want};
+use super::want::Want;
 
 /// A new handle is at least this part of the request that it is made for, by level. Most memory is made
 /// on the levels between, and what is large there is pinned by a small part for ever: with an eighth from
@@ -20,56 +19,6 @@ const POOL_HANDLES: u64 = 1024;
 const POOL_HANDLE_MAX: u64 = 32 << 20;
 /// Near a hard limit handles are at most this part of it.
 const SCARCE_PART: u64 = 2048;
-
-/// How a request that found no memory gets some.
-#[derive(Debug)]
-pub(crate) struct Growth {
-    pub space: SpaceId,
-    /// The claimed extent: free memory before and behind a hole, and the part of the hole between.
-    pub id: u32,
-    pub shards: Vec<Shard>,
-    /// Waits that the free memory in it needs.
-    pub waits: Vec<PendingWait>,
-    /// Granules of the extent before the block itself.
-    pub skip: u32,
-    /// First byte to map.
-    pub addr: u64,
-    /// Sizes of the handles to make, in address order.
-    pub sizes: Vec<u64>,
-}
-
-impl Growth {
-    pub(crate) fn bytes(&self) -> u64 {
-        self.sizes.iter().sum()
-    }
-}
-
-/// Memory to give back.
-#[derive(Debug)]
-pub(crate) struct Release {
-    pub space: SpaceId,
-    pub id: u32,
-    pub shards: Vec<Shard>,
-    pub addr: u64,
-    pub bytes: u64,
-    pub handle: Option<u64>,
-}
-
-/// What a request could grow into.
-#[derive(Debug, Clone, Copy)]
-struct Opening {
-    /// The first extent of the claimed range.
-    first: u32,
-    /// Granules from the range's start to the block, for its alignment.
-    skip: u32,
-    /// Granules of usable memory before the hole.
-    before: u64,
-    hole: u32,
-    /// Granules of the hole that are mapped.
-    mapped: u64,
-    /// Granules of usable memory behind the hole that the block needs.
-    behind: u64,
-}
 
 const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 
@@ -170,7 +119,7 @@ impl State {
         let (id, shards) =
             self.claim(want.space, opening.first, 0, u32::try_from(granules).ok()?)?;
         let waits = if pending {
-            self.waits_for(want.stream, &shards)
+            self.streams.waits_for(want.stream, &shards)
         } else {
             Vec::new()
         };
@@ -286,7 +235,9 @@ impl State {
         plan.sort_unstable_by_key(|(_, addr, _)| std::cmp::Reverse(*addr));
         if matches!(keep, Keep::Cached(_)) {
             // Idle longest first; the order from the top stays within one run of free memory.
-            plan.sort_by_cached_key(|(space, addr, bytes)| self.extents.freed_at(*space, *addr, *bytes));
+            plan.sort_by_cached_key(|(space, addr, bytes)| {
+                self.extents.freed_at(*space, *addr, *bytes)
+            });
         }
         for (space, addr, bytes) in plan {
             if excess == 0 {
@@ -444,15 +395,6 @@ impl State {
     pub(crate) fn tiles(&self, addr: u64, bytes: u64, size: u64) -> Vec<u64> {
         let stretches = self.stretches(addr, bytes).into_iter();
         stretches.flat_map(|(_, part)| tile(part, size)).collect()
-    }
-}
-
-/// The uses of memory that nobody has used yet.
-pub(crate) fn fresh_uses(space: &Space, stream: u32) -> Uses {
-    if space.merge_own {
-        Uses::one(stream, 0)
-    } else {
-        Uses::None
     }
 }
 

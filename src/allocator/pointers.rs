@@ -3,8 +3,9 @@
 use crate::driver::{Stream, sys};
 
 use super::api::Allocator;
+use super::defaults::is_special;
 use super::error::Error;
-use super::naming::{Named, is_special};
+use super::naming::Named;
 use super::request::Request;
 use super::slot::StreamKey;
 use super::small::Missed;

@@ -1,51 +1,22 @@
 //! Allocation, free and recording by handle and by pointer: what every front end stands on.
 
-use std::fmt;
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap};
-use std::sync::{Arc, Weak};
 use std::sync::atomic::Ordering;
 
-use crate::driver::{CallCounts, Context, Driver, DriverError, Entered, MemoryProperties, Stream, StreamKind, WORD_KERNELS, process, sys};
+use crate::driver::{Context, sys};
 
-use super::{front, size};
-use super::answers::is_of_capture;
-use super::bench::{Bench, Finished, Unfinished, Work};
-use super::bins::{Entry, FreeIndex};
-use super::block::Block;
-use super::budget::LEVELS;
-use super::caches::Fronts;
-use super::check::Sums;
-use super::config::{Config, Policy, Tuning};
-use super::deferred::Deferred;
-use super::engine::{Engine, Guard, Shared};
-use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
-use super::fit::{Finder, Run};
-use super::front::{Front, KeepAlive, Kind, Life, Node, PageTable, SMALL_ID, cache, page_of};
+use super::defaults::{is_per_thread, is_special};
+use super::engine::{Engine, Guard};
+use super::error::Error;
+use super::front;
+use super::front::{Front, Life, SMALL_ID, page_of};
 use super::grant::{Grant, Lifetime, Place};
-use super::guarded::Guards;
-use super::handles::{Borders, Stray};
-use super::invariant::{CheckError, holds, same};
-use super::lookup::Lookup;
-use super::mapping::{Lent, Openings, Seg, View, ViewRun, push_part};
-use super::naming::{Named, is_per_thread, is_special};
-use super::physical::Physical;
-use super::plan::{Growth, Keep, Release, fresh_uses};
-use super::records::{COMPLETE, MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
-use super::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, SelfTest, Stranded, Trimmed};
+use super::naming::Named;
+use super::records::{Recorded, SpaceId, State as Extent};
 use super::request::Request;
-use super::seam::{Site, Stitch};
-use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, PHYSICAL_GRANULE, classic_granules, classic_segment_for};
-use super::slot::{Holder, Slot, StreamKey};
-use super::small::Missed;
-use super::snapshot::{BlockInfo, SegmentInfo};
-use super::space::{Shard, Space, class_of};
+use super::size::GRANULE;
+use super::slot::{Holder, StreamKey};
 use super::state::State;
-use super::stats::Stats;
-use super::streams::Streams;
-use super::uses::{Use, Uses};
-use super::views::Views;
-use super::want::{AfterFree, PendingWait, Want};
+use super::want::{AfterFree, Want};
 
 /// A stream that may be capturing. One that we hold stays alive with this.
 pub(crate) struct Suspect {
@@ -458,7 +429,7 @@ impl Engine {
     pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
         let state = self.open()?;
         let known = state.streams.find(named.key);
-        known.ok_or_else(|| state.not_here(named.raw as usize))
+        known.ok_or_else(|| state.streams.not_here(named.raw as usize))
     }
 
     /// All slots of a stream that is known: more than one where others retired it while it went on.
@@ -466,7 +437,7 @@ impl Engine {
         let state = self.open()?;
         let slots = state.streams.all_of(named.key);
         if slots.is_empty() {
-            return Err(state.not_here(named.raw as usize));
+            return Err(state.streams.not_here(named.raw as usize));
         }
         Ok(slots)
     }
@@ -513,15 +484,6 @@ impl State {
             .range(..=ptr)
             .next_back()
             .is_some_and(|(base, h)| ptr < base + h.bytes)
-    }
-
-    /// Why a stream that a call names is not known.
-    fn not_here(&self, raw: usize) -> Error {
-        let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
-        if is_per_thread(raw) && self.streams.iter().any(|(_, slot)| same(slot)) {
-            return Error::OtherThread { stream: raw };
-        }
-        Error::UnknownStream { stream: raw }
     }
 
     /// The stream of a block, if it may be asked whether it is capturing.

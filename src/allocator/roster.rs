@@ -3,12 +3,10 @@
 
 use crate::driver::Context;
 
-use super::bins::FreeIndex;
-use super::records::{COMPLETE, SpaceId};
+use super::records::SpaceId;
 use super::slot::{Holder, StreamKey};
 use super::space::Space;
 use super::state::State;
-use super::uses::Uses;
 use super::want::AfterFree;
 
 /// Idle streams of the caller are forgotten above this number of known streams.
@@ -54,7 +52,8 @@ impl State {
             // Memory that was never used, or not for long, is everybody's from now on.
             for space in [SpaceId::Large, SpaceId::Small] {
                 let classes: Vec<u32> = self
-                    .extents.space(space)
+                    .extents
+                    .space(space)
                     .into_iter()
                     .flat_map(Space::pending_streams)
                     .collect();
@@ -72,7 +71,7 @@ impl State {
             self.close_batches(front, Some(stream), &mut AfterFree::default());
         }
         self.flush_fronts_of(stream);
-        let busy = self.front_uses(stream) > 0;
+        let busy = self.streams.front_uses(stream) > 0;
         let slot = &mut self.streams[stream];
         if slot.live > 0 || busy {
             slot.open_uses = slot.open_uses.saturating_add(1);
@@ -107,7 +106,7 @@ impl State {
         self.flush_fronts_of(stream);
         let slot = &self.streams[stream];
         let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
-        if !drained || self.front_uses(stream) > 0 {
+        if !drained || self.streams.front_uses(stream) > 0 {
             let slot = &self.streams[stream];
             let fast = !self.closed && slot.named;
             self.set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));

@@ -1,16 +1,8 @@
 //! Completion: what markers say, and what that makes free for everybody.
 
-use std::sync::Arc;
-
-use crate::driver::Event;
-
 use super::bins::Entry;
-use super::probes::{Outcome, Poll};
 use super::records::{MIXED, SpaceId};
 use super::state::State;
-
-/// Large allocations to let pass before a marker that was not ready is asked again.
-pub(super) const BACKOFF: u32 = 8;
 
 impl State {
     /// Drops from all pieces what is complete now.
@@ -91,79 +83,6 @@ impl State {
         let (at, records) = self.extents.parts(space);
         at.retag(records, id, uses);
     }
-
-    /// The streams that are due to be asked for completed markers; `None` if there are none.
-    pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Option<Poll> {
-        if self.streams.all_seen() {
-            return None;
-        }
-        let mut due = std::mem::take(&mut self.streams.poll);
-        for (stream, slot) in self.streams.iter_mut() {
-            if slot.markers.is_empty() || !wanted(stream) {
-                continue;
-            }
-            if slot.backoff > 0 {
-                slot.backoff -= 1;
-                continue;
-            }
-            due.add(stream, slot);
-        }
-        if due.is_empty() {
-            self.streams.poll = due;
-            return None;
-        }
-        Some(due)
-    }
-
-    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
-    pub(crate) fn ask_again(&mut self) {
-        for (_, slot) in self.streams.iter_mut() {
-            slot.backoff = 0;
-        }
-    }
-
-    /// What asking a stream came to.
-    pub(crate) fn asked(&mut self, outcome: Outcome) {
-        if let Some(bound) = outcome.newest {
-            self.observed(outcome.stream, bound);
-        }
-        let slot = &mut self.streams[outcome.stream];
-        slot.stride = outcome.count.max(1) as u32;
-        if outcome.late {
-            slot.backoff = BACKOFF;
-            self.streams.was_late(outcome.stream);
-        }
-    }
-
-    /// A marker was seen complete.
-    pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
-        // Gone already if another marker's completion implied this one; what comes next in line says
-        // nothing yet.
-        let markers = &self.streams[stream].markers;
-        let row = markers
-            .get(markers.partition_point(|m| m.bound < bound))
-            .filter(|m| m.bound == bound)
-            .map(|m| Arc::clone(&m.row));
-        self.streams
-            .completed(stream, bound, row.as_deref().unwrap_or(&[]));
-        self.pool_spent();
-    }
-
-    /// Keeps the events that no marker needs any more for the next markers of the same context.
-    pub(crate) fn pool_spent(&mut self) {
-        for (context, event) in self.streams.spent.drain(..) {
-            self.streams.events.entry(context).or_default().push(event);
-        }
-    }
-
-    /// An event of a context for the next marker.
-    pub(crate) fn pooled_event(&mut self, context: u64) -> Option<Arc<Event>> {
-        let pool = self.streams.events.get_mut(&context)?;
-        // A wait or a question under way may still hold one.
-        let idle = |event: &mut Arc<Event>| Arc::get_mut(event).is_some();
-        let at = pool.iter_mut().rposition(idle)?;
-        Some(pool.swap_remove(at))
-    }
 }
 
 #[cfg(all(test, feature = "sim"))]
@@ -194,12 +113,12 @@ mod tests {
             Arc::clone(pool.first().ok_or("no event")?)
         };
         let mut others = Vec::new();
-        while let Some(event) = engine.lock().pooled_event(key) {
+        while let Some(event) = engine.lock().streams.pooled_event(key) {
             assert!(!Arc::ptr_eq(&held, &event));
             others.push(event);
         }
         drop(held);
-        assert!(engine.lock().pooled_event(key).is_some());
+        assert!(engine.lock().streams.pooled_event(key).is_some());
         Ok(())
     }
 }

@@ -1,8 +1,8 @@
 //! Blocks that lie inside one physical handle.
 
 use super::fit::Finder;
+use super::growth::Growth;
 use super::mapping::Openings;
-use super::plan::Growth;
 use super::records::SpaceId;
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::state::State;

@@ -188,3 +188,6 @@ pub(crate) const PUNCTUAL: u32 = 512;
 
 /// Each time that a stream is busy when somebody asks for its memory it is twice as many, up to this.
 pub(crate) const MOST_PUNCTUAL: u32 = 1 << 16;
+
+/// Large allocations to let pass before a marker that was not ready is asked again.
+pub(super) const BACKOFF: u32 = 8;

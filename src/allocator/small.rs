@@ -247,7 +247,7 @@ impl Engine {
 
     /// Covers what streams freed by markers, as far as that may be done here, and asks about them.
     fn cover<'a>(&'a self, state: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
-        let mut ours = state.kept_uncovered();
+        let mut ours = state.streams.kept_uncovered();
         ours.retain(|(stream, _)| streams.contains(stream));
         if ours.is_empty() {
             return Ok(state);
@@ -267,7 +267,7 @@ impl Engine {
     ) -> Result<(Guard<'a>, bool), Error> {
         let before = front.lock().pending_bytes();
         if close && state.close_batches(front, None, &mut AfterFree::default()) {
-            let ours = state.kept_uncovered();
+            let ours = state.streams.kept_uncovered();
             drop(state);
             state = self.cover_all(&ours)?;
         }
@@ -363,7 +363,7 @@ impl Engine {
             if !polled {
                 // Memory that other streams used may be free by now.
                 polled = true;
-                state.ask_again();
+                state.streams.ask_again();
                 (state, _) = self.reclaim(state, front, true)?;
                 let stream = front.lock().slot;
                 state = self.poll_for(state, stream)?;

@@ -12,15 +12,14 @@ use super::fit::{Finder, Run};
 use super::front::{KeepAlive, PageTable};
 use super::guarded::Guards;
 use super::physical::Physical;
-use super::records::{MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
+use super::records::{MIXED, Recorded, SPENT, SpaceId, State as Extent};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, classic_granules};
-use super::slot::Holder;
-use super::space::{Shard, Space};
+use super::space::Shard;
 use super::stats::Stats;
 use super::streams::Streams;
 use super::uses::{Use, Uses};
 use super::views::Views;
-use super::want::{AfterFree, PendingWait, Want};
+use super::want::{AfterFree, Want};
 
 /// Bytes of pieces that streams other than their own may still use.
 fn mixed_bytes(shards: &[Shard]) -> u64 {
@@ -217,41 +216,6 @@ impl State {
         self.claim(want.space, run.first, skip, granules)
     }
 
-    /// The waits after which a stream may use what the shards were. One wait brings everything that
-    /// its marker's stream followed, so the newest markers come first.
-    pub(crate) fn waits_for(&self, stream: u32, shards: &[Shard]) -> Vec<PendingWait> {
-        let mut needed: Vec<Use> = shards
-            .iter()
-            .flat_map(|s| s.uses.as_slice())
-            .filter(|u| !self.streams.ready(stream, u))
-            .copied()
-            .collect();
-        needed.sort_unstable_by_key(|u| {
-            std::cmp::Reverse(self.streams.marker(u).map_or(0, |m| m.order))
-        });
-        let mut waits: Vec<PendingWait> = Vec::new();
-        for u in needed {
-            let opened = |w: &PendingWait| {
-                (w.stream == u.stream && u.ticket <= w.bound)
-                    || w.row
-                        .get(u.stream as usize)
-                        .is_some_and(|known| u.ticket <= *known)
-            };
-            if waits.iter().any(opened) {
-                continue;
-            }
-            if let Some(marker) = self.streams.marker(&u) {
-                waits.push(PendingWait {
-                    stream: u.stream,
-                    bound: marker.bound,
-                    event: Arc::clone(&marker.event),
-                    row: Arc::clone(&marker.row),
-                });
-            }
-        }
-        waits
-    }
-
     /// Turns a taken extent into a live block of the user, and says which record it has.
     pub(crate) fn born(&mut self, mut id: u32, stream: u32, requested: u64) -> u32 {
         if self.extents.records[id].generation >= SPENT {
@@ -308,7 +272,7 @@ impl State {
         self.stats
             .freed(space != SpaceId::Large, bytes, requested, !shared);
         let mut after = AfterFree::default();
-        let own = self.ticket(owner, None);
+        let own = self.streams.ticket(owner, None);
         let uses = if shared {
             self.shared_uses(id, own)
         } else {
@@ -316,7 +280,7 @@ impl State {
         };
         for u in uses.as_slice() {
             self.streams[u.stream].live -= 1;
-            self.count_free(u, bytes, &mut after);
+            self.streams.count_free(u, bytes, &mut after);
         }
         let Some(uses) = self.unless_guarded(id, uses) else {
             return after;
@@ -342,37 +306,11 @@ impl State {
     /// The last uses of a block that other streams used, which is counted as free already.
     fn shared_uses(&mut self, id: u32, own: Use) -> Uses {
         let recorded = self.extents.records.cold_mut(id).take_recorded();
-        let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
+        let others = recorded
+            .iter()
+            .map(|r| self.streams.ticket(r.stream, r.ticket));
         let uses = Uses::collect(std::iter::once(own).chain(others).collect());
         self.note_mixed();
         uses
-    }
-
-    /// The use that a free now leaves on a stream.
-    #[inline]
-    pub(crate) fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
-        let slot = &self.streams[stream];
-        // A retired stream gets no more work, so its last marker covers everything.
-        let now = if matches!(slot.holder, Holder::Retired) {
-            slot.open - 1
-        } else {
-            slot.open
-        };
-        Use {
-            stream,
-            ticket: precise.unwrap_or(now).min(now),
-        }
-    }
-
-    #[inline]
-    pub(crate) fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
-        let slot = &self.streams[u.stream];
-        if u.ticket < slot.open {
-            return;
-        }
-        let key = slot.key;
-        if self.streams.count_use(u.stream, bytes) {
-            after.mark(u.stream, key);
-        }
     }
 }

@@ -3,9 +3,9 @@
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
+use super::growth::Growth;
 use super::mapping::Layout;
 use super::mapping::{Openings, ViewRun};
-use super::plan::Growth;
 use super::records::SpaceId;
 use super::seam::Stitch;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};

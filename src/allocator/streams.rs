@@ -8,10 +8,14 @@ use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream, process};
 
+use super::defaults::is_per_thread;
+use super::error::Error;
 use super::mix::Mixed;
-use super::probes::Poll;
-use super::slot::{BATCH_FREES, Batch, Holder, Marker, PUNCTUAL, Slot, StreamKey};
+use super::probes::{Outcome, Poll};
+use super::slot::{BACKOFF, BATCH_FREES, Batch, Holder, Marker, PUNCTUAL, Slot, StreamKey};
+use super::space::Shard;
 use super::uses::Use;
+use super::want::{AfterFree, PendingWait};
 
 /// As many again, at least, once more markers than this are not complete: a stream without work is done
 /// with the last of them within microseconds.
@@ -389,6 +393,177 @@ impl Streams {
             known[at] = known[at].max(ticket);
         }
         *mine = Arc::from(known);
+    }
+
+    /// Streams that we keep alive and whose frees no marker covers yet.
+    pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
+        let slots = self.iter();
+        slots
+            .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
+            .map(|(stream, slot)| (stream, slot.key))
+            .collect()
+    }
+
+    /// Everything that a stream's fronts know to be in use: live blocks, uses recorded on it, and
+    /// pages.
+    pub(crate) fn front_uses(&self, stream: u32) -> u64 {
+        let slot = &self[stream];
+        let mut recorded = 0;
+        let mut blocks = u64::from(slot.pages);
+        for front in &slot.fronts {
+            let inner = front.lock();
+            blocks += inner.accounts.blocks.current() + u64::from(inner.waiting);
+            recorded += inner.recorded;
+        }
+        blocks + u64::try_from(recorded).unwrap_or(0)
+    }
+
+    pub(crate) fn uncount_recorded(&mut self, stream: u32, count: i64) {
+        if let Some(front) = self[stream].fronts.first() {
+            front.lock().recorded -= count;
+        }
+    }
+
+    /// Why a stream that a call names is not known.
+    pub(crate) fn not_here(&self, raw: usize) -> Error {
+        let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
+        if is_per_thread(raw) && self.iter().any(|(_, slot)| same(slot)) {
+            return Error::OtherThread { stream: raw };
+        }
+        Error::UnknownStream { stream: raw }
+    }
+
+    /// The streams that are due to be asked for completed markers; `None` if there are none.
+    pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Option<Poll> {
+        if self.all_seen() {
+            return None;
+        }
+        let mut due = std::mem::take(&mut self.poll);
+        for (stream, slot) in self.iter_mut() {
+            if slot.markers.is_empty() || !wanted(stream) {
+                continue;
+            }
+            if slot.backoff > 0 {
+                slot.backoff -= 1;
+                continue;
+            }
+            due.add(stream, slot);
+        }
+        if due.is_empty() {
+            self.poll = due;
+            return None;
+        }
+        Some(due)
+    }
+
+    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
+    pub(crate) fn ask_again(&mut self) {
+        for (_, slot) in self.iter_mut() {
+            slot.backoff = 0;
+        }
+    }
+
+    /// What asking a stream came to.
+    pub(crate) fn asked(&mut self, outcome: Outcome) {
+        if let Some(bound) = outcome.newest {
+            self.observed(outcome.stream, bound);
+        }
+        let slot = &mut self[outcome.stream];
+        slot.stride = outcome.count.max(1) as u32;
+        if outcome.late {
+            slot.backoff = BACKOFF;
+            self.was_late(outcome.stream);
+        }
+    }
+
+    /// A marker was seen complete.
+    pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
+        // Gone already if another marker's completion implied this one; what comes next in line says
+        // nothing yet.
+        let markers = &self[stream].markers;
+        let row = markers
+            .get(markers.partition_point(|m| m.bound < bound))
+            .filter(|m| m.bound == bound)
+            .map(|m| Arc::clone(&m.row));
+        self.completed(stream, bound, row.as_deref().unwrap_or(&[]));
+        self.pool_spent();
+    }
+
+    /// Keeps the events that no marker needs any more for the next markers of the same context.
+    pub(crate) fn pool_spent(&mut self) {
+        for (context, event) in self.spent.drain(..) {
+            self.events.entry(context).or_default().push(event);
+        }
+    }
+
+    /// An event of a context for the next marker.
+    pub(crate) fn pooled_event(&mut self, context: u64) -> Option<Arc<Event>> {
+        let pool = self.events.get_mut(&context)?;
+        // A wait or a question under way may still hold one.
+        let idle = |event: &mut Arc<Event>| Arc::get_mut(event).is_some();
+        let at = pool.iter_mut().rposition(idle)?;
+        Some(pool.swap_remove(at))
+    }
+
+    /// The waits after which a stream may use what the shards were. One wait brings everything that
+    /// its marker's stream followed, so the newest markers come first.
+    pub(crate) fn waits_for(&self, stream: u32, shards: &[Shard]) -> Vec<PendingWait> {
+        let mut needed: Vec<Use> = shards
+            .iter()
+            .flat_map(|s| s.uses.as_slice())
+            .filter(|u| !self.ready(stream, u))
+            .copied()
+            .collect();
+        needed.sort_unstable_by_key(|u| std::cmp::Reverse(self.marker(u).map_or(0, |m| m.order)));
+        let mut waits: Vec<PendingWait> = Vec::new();
+        for u in needed {
+            let opened = |w: &PendingWait| {
+                (w.stream == u.stream && u.ticket <= w.bound)
+                    || w.row
+                        .get(u.stream as usize)
+                        .is_some_and(|known| u.ticket <= *known)
+            };
+            if waits.iter().any(opened) {
+                continue;
+            }
+            if let Some(marker) = self.marker(&u) {
+                waits.push(PendingWait {
+                    stream: u.stream,
+                    bound: marker.bound,
+                    event: Arc::clone(&marker.event),
+                    row: Arc::clone(&marker.row),
+                });
+            }
+        }
+        waits
+    }
+
+    /// The use that a free now leaves on a stream.
+    #[inline]
+    pub(crate) fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
+        let slot = &self[stream];
+        // A retired stream gets no more work, so its last marker covers everything.
+        let now = if matches!(slot.holder, Holder::Retired) {
+            slot.open - 1
+        } else {
+            slot.open
+        };
+        Use {
+            stream,
+            ticket: precise.unwrap_or(now).min(now),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
+        let slot = &self[u.stream];
+        if u.ticket < slot.open {
+            return;
+        }
+        let key = slot.key;
+        if self.count_use(u.stream, bytes) {
+            after.mark(u.stream, key);
+        }
     }
 }
 

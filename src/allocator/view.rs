@@ -122,7 +122,7 @@ impl State {
             .iter()
             .flat_map(|(_, shards)| shards.clone())
             .collect();
-        lent.waits = self.waits_for(stream, &shards);
+        lent.waits = self.streams.waits_for(stream, &shards);
         Some(lent)
     }
 
@@ -184,17 +184,6 @@ impl State {
         pieces
     }
 
-    /// Whether nobody can reach memory through a view any more.
-    pub(crate) fn view_over(&self, view: &View) -> bool {
-        view.blocks.is_empty()
-            && view.calls == 0
-            && view
-                .uses
-                .as_slice()
-                .iter()
-                .all(|u| self.streams.complete(u))
-    }
-
     /// Mappings in views.
     pub(crate) fn view_maps(&self) -> usize {
         self.views.map.values().map(|v| v.segs.len()).sum()
@@ -203,7 +192,7 @@ impl State {
     /// Takes an idle view out of the books, for unmapping. Its range stays claimed.
     pub(crate) fn take_view(&mut self, base: u64) -> Option<View> {
         let view = self.views.map.get(&base)?;
-        if !self.view_over(view) {
+        if !view.is_over(&self.streams) {
             return None;
         }
         // Its handles stay counted until it is unmapped: none of them may be released before.
@@ -233,7 +222,11 @@ impl State {
 
     /// Idle views, longest unused first, of which at least the handles count in `excess` goes.
     pub(crate) fn idle_views(&self, excess: usize) -> Vec<u64> {
-        let idle = self.views.map.iter().filter(|(_, v)| self.view_over(v));
+        let idle = self
+            .views
+            .map
+            .iter()
+            .filter(|(_, v)| v.is_over(&self.streams));
         let mut idle: BinaryHeap<_> = idle
             .map(|(base, v)| (Reverse((v.stamp, *base)), v.segs.len()))
             .collect();
@@ -254,7 +247,7 @@ impl State {
             .views
             .map
             .iter()
-            .filter(|(_, view)| self.view_over(view));
+            .filter(|(_, view)| view.is_over(&self.streams));
         let mut idle: Vec<(u64, u64, u64)> = idle
             .map(|(base, view)| (view.stamp, *base, u64::from(view.room) * GRANULE))
             .collect();
