@@ -2,9 +2,7 @@
 //!
 //! Nothing here reads a clock: work is counted in handles and requests.
 
-use super::records::SpaceId;
 use super::state::State;
-use super::want::Want;
 
 /// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
 /// larger handles, more willingness to wait.
@@ -57,14 +55,6 @@ impl State {
             }
         };
         self.peak_live.saturating_add(share.max(CAP_SLACK))
-    }
-
-    /// Counts a large request, which makes up for a part of a map.
-    pub(crate) fn large_request(&mut self, want: &Want) {
-        if want.space == SpaceId::Large {
-            self.physical.work = self.physical.work.saturating_sub(1);
-            self.physical.bursts.request();
-        }
     }
 
     /// Counts handles that a stitch mapped.
@@ -124,7 +114,7 @@ mod tests {
             state.spent(LEVEL_MAPS[level] as usize);
             assert_eq!(state.physical.level, level, "the budget is just spent");
             // As many requests make up for one map, so one more is still within it.
-            (0..REQUESTS_PER_MAP).for_each(|_| state.large_request(&want));
+            (0..REQUESTS_PER_MAP).for_each(|_| state.physical.large_request(&want));
             state.spent(1);
             assert_eq!(state.physical.level, level);
             state.spent(1);

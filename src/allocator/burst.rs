@@ -52,7 +52,7 @@ impl State {
         if maps <= MAPS {
             return layout;
         }
-        let cut = cut(want, &self.sources(&open.ranges));
+        let cut = cut(want, &self.physical.sources(&open.ranges));
         if cut.adds.is_empty() || !self.bounds_hold(cut.fresh) {
             self.physical.bursts.figures.unbounded += 1;
             return layout;

@@ -362,7 +362,7 @@ fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
     ];
     {
         let state = allocator.engine().lock();
-        let view = |block: &Block| state.view_around(block.ptr()).map(|(base, _)| base);
+        let view = |block: &Block| state.views.view_around(block.ptr()).map(|(base, _)| base);
         assert!(view(&one).is_some() && view(&one) == view(&other));
     }
     one.record_stream(&b)?;
@@ -498,7 +498,7 @@ fn another_record_is_what_parts_are_lent_to() -> Outcome {
     drop(block);
     let mut state = allocator.engine().lock();
     let mib = (MIB as u64 / GRANULE) as u32;
-    let (base, view) = state.view_around(life.ptr).ok_or("not in a view")?;
+    let (base, view) = state.views.view_around(life.ptr).ok_or("not in a view")?;
     let offset = ((life.ptr - base) / GRANULE) as u32;
     let parts = view.home_parts(offset, 9 * mib);
     let lent = state.lend(SpaceId::Large, 0, &parts).ok_or("not free")?;

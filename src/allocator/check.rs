@@ -198,7 +198,7 @@ impl State {
             if hot.state != Extent::Busy {
                 self.check_block(id, sums)?;
             }
-            let Some((base, view)) = self.view_around(hot.addr) else {
+            let Some((base, view)) = self.views.view_around(hot.addr) else {
                 return holds("a block away from home lies in a view", false);
             };
             let offset = ((hot.addr - base) / super::size::GRANULE) as u32;

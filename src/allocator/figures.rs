@@ -18,7 +18,7 @@ impl State {
             },
             level: self.physical.level as u32,
             views: self.views.map.len() as u64,
-            view_maps: self.view_maps() as u64,
+            view_maps: self.views.view_maps() as u64,
             view_bytes: view_granules * GRANULE,
             view_live: self.views.lent_bytes,
             guarded: self.guards.bytes(),

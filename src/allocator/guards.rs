@@ -132,7 +132,10 @@ impl State {
             let Some(end) = end.filter(|_| bytes > 0) else {
                 return Err(Error::InvalidRange { ptr, bytes });
             };
-            return Ok((Guarding::Small(run.ptr), self.home_segments(ptr, end)));
+            return Ok((
+                Guarding::Small(run.ptr),
+                self.physical.home_segments(ptr, end),
+            ));
         }
         let Some(id) = self.large_around(ptr) else {
             return Err(self.not_live(ptr));
@@ -143,7 +146,7 @@ impl State {
             return Err(Error::InvalidRange { ptr, bytes });
         };
         let segments = if self.extents.records.cold(id).home().is_empty() {
-            self.home_segments(ptr, end)
+            self.physical.home_segments(ptr, end)
         } else {
             self.view_segments(ptr, end)
         };
@@ -151,32 +154,15 @@ impl State {
     }
 
     fn not_live(&self, ptr: u64) -> Error {
-        if self.ours(ptr) {
+        if self.physical.ours(ptr) {
             Error::NotLive { ptr }
         } else {
             Error::NotOurs { ptr }
         }
     }
 
-    fn home_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
-        let first = self.physical.holdings.range(..=ptr).next_back();
-        let first = first.map_or(ptr, |(base, _)| *base);
-        let held = self.physical.holdings.range(first..end);
-        held.filter_map(|(base, holding)| {
-            let (from, to) = (ptr.max(*base), end.min(base + holding.bytes));
-            (from < to).then(|| PhysicalSegment {
-                address: from,
-                bytes: to - from,
-                handle: holding.handle,
-                offset: from - base,
-                handle_bytes: holding.bytes,
-            })
-        })
-        .collect()
-    }
-
     fn view_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
-        let Some((base, view)) = self.view_around(ptr) else {
+        let Some((base, view)) = self.views.view_around(ptr) else {
             return Vec::new();
         };
         let (mut segments, mut at) = (Vec::new(), base);

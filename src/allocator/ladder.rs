@@ -34,7 +34,7 @@ impl Engine {
         } else {
             state.extents.adopt_complete(want.space, want.stream);
         }
-        state.large_request(want);
+        state.physical.large_request(want);
         let mut climb = Climb::default();
         let mut void = 0;
         loop {

@@ -42,7 +42,7 @@ impl Engine {
     /// Creates, maps and opens handles behind each other from an address on; undoes everything if a
     /// call fails.
     pub(crate) fn map(&self, at: u64, sizes: &[u64]) -> Result<Vec<u64>, GrowthFailure> {
-        let stretches = self.lock().stretches(at, sizes.iter().sum());
+        let stretches = self.lock().physical.stretches(at, sizes.iter().sum());
         let entered = self.context.enter().map_err(GrowthFailure::clean)?;
         // Handles made so far: (address, bytes, handle, mapped).
         let mut made: Vec<(u64, u64, u64, bool)> = Vec::with_capacity(sizes.len());

@@ -131,7 +131,7 @@ impl State {
             waits,
             skip: opening.skip,
             addr,
-            sizes: self.tiles(addr, missing, size),
+            sizes: self.physical.tiles(addr, missing, size),
         })
     }
 
@@ -378,28 +378,8 @@ impl State {
     }
 }
 
-impl State {
-    /// Cuts a range of address space where one reservation ends and the next begins: no handle may
-    /// lie in two.
-    pub(crate) fn stretches(&self, addr: u64, bytes: u64) -> Vec<(u64, u64)> {
-        let (mut stretches, mut at) = (Vec::new(), addr);
-        for (base, _) in self.physical.spans.range(addr + 1..addr + bytes) {
-            stretches.push((at, base - at));
-            at = *base;
-        }
-        stretches.push((at, addr + bytes - at));
-        stretches
-    }
-
-    /// Sizes of the handles for a range.
-    pub(crate) fn tiles(&self, addr: u64, bytes: u64, size: u64) -> Vec<u64> {
-        let stretches = self.stretches(addr, bytes).into_iter();
-        stretches.flat_map(|(_, part)| tile(part, size)).collect()
-    }
-}
-
 /// Sizes of the handles for `bytes`: whole ones, then halves down to the granule.
-fn tile(bytes: u64, size: u64) -> Vec<u64> {
+pub(crate) fn tile(bytes: u64, size: u64) -> Vec<u64> {
     let (mut sizes, mut left, mut size) = (Vec::new(), bytes, size.max(PHYSICAL_GRANULE));
     while left > 0 {
         if size <= left {

@@ -215,7 +215,7 @@ impl Engine {
             Some(id) => interior(state.extents.records[id].addr),
             None => match state.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
-                None if state.ours(ptr) => Error::NotLive { ptr },
+                None if state.physical.ours(ptr) => Error::NotLive { ptr },
                 None => Error::NotOurs { ptr },
             },
         })
@@ -375,7 +375,7 @@ impl Engine {
         {
             let mut state = self.open()?;
             if state.large_around(ptr).is_none() && state.small_around(ptr).is_none() {
-                return Err(if state.ours(ptr) {
+                return Err(if state.physical.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
                     Error::NotOurs { ptr }
@@ -475,15 +475,6 @@ impl State {
         } else {
             SpaceId::Large
         }
-    }
-
-    /// Whether an address lies in memory that the allocator holds.
-    pub(crate) fn ours(&self, ptr: u64) -> bool {
-        self.physical
-            .holdings
-            .range(..=ptr)
-            .next_back()
-            .is_some_and(|(base, h)| ptr < base + h.bytes)
     }
 
     /// The stream of a block, if it may be asked whether it is capturing.

@@ -76,7 +76,7 @@ impl State {
             .carve_own(&mut self.extents.records, stream, want.granules)?
             .id;
         self.announce(want.requested);
-        self.large_request(&want);
+        self.physical.large_request(&want);
         self.stats.rungs.ready += 1;
         self.stats.hits += 1;
         let mut grant = self.granted(block, stream, want.requested, front);

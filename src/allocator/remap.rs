@@ -41,13 +41,13 @@ impl Engine {
         };
         if !lent.waits.is_empty() {
             // The view must not go while the waits are made.
-            state.hold_view(run.base, true);
+            state.views.hold_view(run.base, true);
             drop(state);
             let waits = std::mem::take(&mut lent.waits);
             let waited = self.queue_waits(want.stream, &waits);
             drop(waits);
             state = self.lock();
-            state.hold_view(run.base, false);
+            state.views.hold_view(run.base, false);
             if let Err(error) = waited {
                 state.give_home(want.space, lent);
                 return Err(error);
@@ -307,12 +307,5 @@ impl State {
             }
         }
         error
-    }
-
-    /// Keeps a view from going, or lets it go again.
-    fn hold_view(&mut self, base: u64, on: bool) {
-        if let Some(view) = self.views.map.get_mut(&base) {
-            view.calls = if on { view.calls + 1 } else { view.calls - 1 };
-        }
     }
 }

@@ -177,7 +177,7 @@ impl Engine {
         // Views were not searched again, but others may have freed memory meanwhile: a stitch behind an end
         // that is long enough by now would map nothing.
         if climb.just_cut
-            && let Some(run) = state.open_end(want, &open)
+            && let Some(run) = state.views.open_end(want, &open)
         {
             return Some(Step::View(run));
         }

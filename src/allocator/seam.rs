@@ -1,7 +1,7 @@
 //! A stitch under way: what it claims for its driver calls, and how the books end it.
 
 use super::mapping::Layout;
-use super::mapping::{Lent, Seg, View, push_part};
+use super::mapping::{Lent, Seg, View};
 use super::records::SpaceId;
 use super::size::GRANULE;
 use super::state::State;
@@ -124,7 +124,7 @@ impl State {
         layout: &Layout,
         site: &Site,
     ) -> Option<(Lent, Option<Fresh>)> {
-        let parts = self.homes(want, layout, site)?;
+        let parts = self.views.homes(want, layout, site)?;
         let lent = self.lend(SpaceId::Large, want.stream, &parts)?;
         if layout.fresh == 0 {
             return Some((lent, None));
@@ -136,32 +136,6 @@ impl State {
                 None
             }
         }
-    }
-
-    /// Where the block lies at home: in the suffix of the view, then in the handles that are added.
-    fn homes(&self, want: &Want, layout: &Layout, site: &Site) -> Option<Vec<(u64, u32)>> {
-        let mut parts: Vec<(u64, u32)> = Vec::new();
-        let mut left = want.granules;
-        if layout.back > 0 {
-            let granules = ((layout.back / GRANULE) as u32).min(left);
-            parts.extend(
-                self.views
-                    .map
-                    .get(&site.base)?
-                    .home_parts(site.offset, granules),
-            );
-            left -= granules;
-        }
-        let mut skip = layout.skip;
-        for (home, bytes) in &layout.adds {
-            let granules = (((bytes - skip) / GRANULE) as u32).min(left);
-            if granules > 0 {
-                push_part(&mut parts, (home + skip, granules));
-            }
-            left -= granules;
-            skip = 0;
-        }
-        Some(parts)
     }
 
     /// Claims a home for new memory, in handles of at least so many bytes: the lowest hole that takes
@@ -183,7 +157,7 @@ impl State {
             id,
             shards,
             addr,
-            sizes: self.tiles(addr, bytes, size),
+            sizes: self.physical.tiles(addr, bytes, size),
         })
     }
 
@@ -205,7 +179,7 @@ impl State {
             }
             parts.push(fresh.id);
         }
-        let segs = self.segs(&stitch.adds);
+        let segs = self.physical.segs(&stitch.adds);
         let site = stitch.site;
         self.end_site(&site, segs, false);
         self.view_block(site.base, site.offset, want.granules, parts)
@@ -234,7 +208,7 @@ impl State {
                 holding.views -= 1;
             }
         }
-        let kept = self.segs(kept);
+        let kept = self.physical.segs(kept);
         if let Some(fresh) = stitch.fresh {
             self.physical.planned -= fresh.bytes();
             self.restore(SpaceId::Large, fresh.id, fresh.shards);
@@ -266,16 +240,6 @@ impl State {
         held
     }
 
-    /// Held handles as parts of a view.
-    fn segs(&self, adds: &[(u64, u64, u64)]) -> Vec<Seg> {
-        let seg = |(home, bytes, _): &(u64, u64, u64)| Seg {
-            home: *home,
-            granules: (bytes / GRANULE) as u32,
-            handle: self.physical.holdings.get(home).map_or(0, |h| h.number),
-        };
-        adds.iter().map(seg).collect()
-    }
-
     /// The view of a stitch has what is mapped now, and others may use it; a dead one is only unmapped.
     fn end_site(&mut self, site: &Site, segs: Vec<Seg>, dead: bool) {
         if let Some(range) = site.range {
@@ -288,6 +252,6 @@ impl State {
             view.busy = false;
             view.dead |= dead;
         }
-        self.extend_view(site.base, segs);
+        self.views.extend_view(site.base, segs);
     }
 }

@@ -64,20 +64,21 @@ impl State {
             return None;
         }
         let need = u64::from(want.granules) * GRANULE;
-        let suffixes = self.best_suffixes(need, open);
+        let suffixes = self.views.best_suffixes(need, open);
         let lacks = need - suffixes.first().map_or(0, |(suffix, _)| *suffix);
         let worth = ((need - lacks * WORTH_PERCENT / 100).div_ceil(GRANULE) as u32).max(1);
         let mut best: Option<(u32, Cut)> = None;
-        self.views_with_runs(worth, &open.borders, |base, view| {
-            let least = best.map_or(worth, |(most, _)| most);
-            if self.may_cut(view)
-                && let Some((run, keep)) = view.best_cut(open, want.granules, least)
-                && best.is_none_or(|(most, cut)| run > most || base < cut.base)
-            {
-                best = Some((run, Cut { base, keep }));
-            }
-            best.map_or(worth, |(most, _)| most)
-        });
+        self.views
+            .views_with_runs(worth, &open.borders, |base, view| {
+                let least = best.map_or(worth, |(most, _)| most);
+                if self.may_cut(view)
+                    && let Some((run, keep)) = view.best_cut(open, want.granules, least)
+                    && best.is_none_or(|(most, cut)| run > most || base < cut.base)
+                {
+                    best = Some((run, Cut { base, keep }));
+                }
+                best.map_or(worth, |(most, _)| most)
+            });
         best.map(|(_, cut)| cut)
     }
 
@@ -122,7 +123,7 @@ impl State {
         self.views.segs_under_way -= gone.len();
         self.stats.rungs.shortened += u64::from(unmapped);
         if !unmapped {
-            self.extend_view(cut.base, gone);
+            self.views.extend_view(cut.base, gone);
             return;
         }
         for seg in gone {

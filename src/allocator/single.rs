@@ -79,7 +79,7 @@ impl State {
         let finder = self.finder(want.space, want.stream)?;
         let open = Openings::ranges(&finder, |id| usable(&finder, id));
         let mut best: Option<(u64, u64)> = None;
-        for source in self.sources(&open) {
+        for source in self.physical.sources(&open) {
             let (from, to) = source.open;
             let skip = want.skip(from);
             let needed = u64::from(skip + want.granules) * GRANULE;
@@ -100,7 +100,9 @@ impl State {
         let bytes = want.handle_bytes();
         let holes = self.extents.space(want.space)?.holes();
         holes.iter().find_map(|(addr, id)| {
-            let stretches = self.stretches(*addr, self.extents.records[*id].bytes());
+            let stretches = self
+                .physical
+                .stretches(*addr, self.extents.records[*id].bytes());
             let stretch = stretches.into_iter().find(|(_, len)| *len >= bytes);
             stretch.map(|(start, _)| (*id, ((start - addr) / GRANULE) as u32))
         })

@@ -12,8 +12,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::handles::Borders;
-use super::mapping::{Lent, Openings, Seg, View, ViewRun};
+use super::mapping::{Lent, Openings, View, ViewRun};
 use super::records::{SpaceId, State as Extent};
 use super::size::GRANULE;
 use super::space::Shard;
@@ -25,47 +24,24 @@ impl State {
     /// The smallest run over all views that holds a request, given what is open at home.
     pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;
-        self.views_with_runs(want.granules, &open.borders, |base, view| {
-            if view.dead || view.granules < want.granules {
-                return want.granules;
-            }
-            let found = view.tightest(base, &open.borders, want);
-            if let Some((offset, granules)) = found
-                && best.is_none_or(|b| (granules, base) < (b.granules, b.base))
-            {
-                best = Some(ViewRun {
-                    base,
-                    offset,
-                    granules,
-                });
-            }
-            want.granules
-        });
+        self.views
+            .views_with_runs(want.granules, &open.borders, |base, view| {
+                if view.dead || view.granules < want.granules {
+                    return want.granules;
+                }
+                let found = view.tightest(base, &open.borders, want);
+                if let Some((offset, granules)) = found
+                    && best.is_none_or(|b| (granules, base) < (b.granules, b.base))
+                {
+                    best = Some(ViewRun {
+                        base,
+                        offset,
+                        granules,
+                    });
+                }
+                want.granules
+            });
         best
-    }
-
-    /// Looks at the views that may have a run of so many granules, and says from when on only longer
-    /// ones are of interest.
-    pub(crate) fn views_with_runs(
-        &self,
-        granules: u32,
-        borders: &Borders,
-        mut look: impl FnMut(u64, &View) -> u32,
-    ) {
-        let seen = self
-            .views
-            .grid
-            .candidates(granules, borders.touch(), |base| {
-                self.views
-                    .map
-                    .get(&base)
-                    .map_or(granules, |view| look(base, view))
-            });
-        if !seen {
-            self.views.map.iter().for_each(|(base, view)| {
-                look(*base, view);
-            });
-        }
     }
 
     /// What is open at home for a request.
@@ -84,16 +60,6 @@ impl State {
         view.place = self.views.grid.enter(base, view.room);
         self.views.grid.extend(view.place, &view.segs, 0);
         self.views.map.insert(base, view);
-    }
-
-    /// Enters what was mapped into a view behind the handles that it has.
-    pub(crate) fn extend_view(&mut self, base: u64, segs: Vec<Seg>) {
-        if let Some(view) = self.views.map.get_mut(&base) {
-            let from = view.granules;
-            view.granules += segs.iter().map(|seg| seg.granules).sum::<u32>();
-            view.segs.extend(segs);
-            self.views.grid.extend(view.place, &view.segs, from);
-        }
     }
 
     /// Claims home memory, part by part; nothing is claimed if one part cannot be.
@@ -184,11 +150,6 @@ impl State {
         pieces
     }
 
-    /// Mappings in views.
-    pub(crate) fn view_maps(&self) -> usize {
-        self.views.map.values().map(|v| v.segs.len()).sum()
-    }
-
     /// Takes an idle view out of the books, for unmapping. Its range stays claimed.
     pub(crate) fn take_view(&mut self, base: u64) -> Option<View> {
         let view = self.views.map.get(&base)?;
@@ -261,11 +222,5 @@ impl State {
             })
             .map(|(_, base, _)| base)
             .collect()
-    }
-
-    /// The view around an address.
-    pub(crate) fn view_around(&self, addr: u64) -> Option<(u64, &View)> {
-        let (base, view) = self.views.map.range(..=addr).next_back()?;
-        (addr < base + u64::from(view.granules) * GRANULE).then_some((*base, view))
     }
 }
