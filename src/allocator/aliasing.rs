@@ -12,15 +12,10 @@ use super::answers::is_of_capture;
 use super::bench::{Bench, Finished, Unfinished, Work};
 use super::engine::Engine;
 use super::error::Error;
-use super::growth::Release;
-use super::mapping::Lent;
-use super::mapping::{Site, Stitch};
 use super::records::SpaceId;
 use super::report::SelfTest;
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 use super::slot::Holder;
-use super::state::State;
-use super::uses::Uses;
 use super::want::Want;
 
 /// How often to try to wait for the test's own work before its memory is given up.
@@ -300,38 +295,5 @@ impl Engine {
             return Err(error);
         }
         self.release(vec![release])
-    }
-}
-
-impl State {
-    /// Claims a home and a view for one new handle, if the limit and the address space allow it.
-    fn plan_test(&mut self, want: &Want) -> Option<Stitch> {
-        if self.room() < PHYSICAL_GRANULE {
-            return None;
-        }
-        let range = self.extents.take_range(want.granules)?;
-        let base = self.extents.records[range].addr;
-        let Some(fresh) = self.claim_fresh(want, PHYSICAL_GRANULE, 0) else {
-            self.extents.range_freed(range);
-            return None;
-        };
-        Some(Stitch {
-            site: Site {
-                base,
-                range: Some(range),
-                room: want.granules,
-                offset: 0,
-                at: base,
-            },
-            adds: Vec::new(),
-            lent: Lent::default(),
-            fresh: Some(fresh),
-        })
-    }
-
-    /// The test's block is free, and its handle claimed for release.
-    fn test_over(&mut self, block: u32, home: u64) -> Option<Release> {
-        self.view_block_freed(block, &Uses::None);
-        self.claim_holding(SpaceId::Large, home)
     }
 }

@@ -2,11 +2,9 @@
 //!
 //! Nothing here reads a clock: work is counted in handles and requests.
 
+use super::physical::LEVELS;
 use super::state::State;
 
-/// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
-/// larger handles, more willingness to wait.
-pub(crate) const LEVELS: usize = 6;
 /// Handles that may be mapped into views on each level,
 const LEVEL_MAPS: [u64; LEVELS] = [1500, 1500, 1500, 1500, 12_000, u64::MAX];
 /// less one for so many large requests.

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use super::budget::LEVELS;
 use super::fit::Run;
 use super::growth::{Growth, Release};
-use super::mapping::Stitch;
-use super::mapping::ViewRun;
+use super::mapping::{Stitch, ViewRun};
+use super::physical::LEVELS;
 use super::records::SpaceId;
-use super::shorten::Cut;
+use super::shorten_heap::Cut;
 use super::single::Place;
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
@@ -138,3 +137,11 @@ impl Step {
         )
     }
 }
+
+/// Requests below this many bytes leave handles whole near the limit, if they can. Larger ones would take
+/// from long runs what large requests find in one piece now. From simulation over recorded work.
+pub(crate) const SPARING_BELOW: u64 = 8 << 20;
+
+/// Views that stand idle go before there is more address space for views than so many times the
+/// device's memory.
+pub(crate) const VIEW_ADDRESSES: u64 = 8;

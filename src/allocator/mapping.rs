@@ -1,5 +1,7 @@
 //! Views: second layouts of physical memory.
 
+use crate::driver::DriverError;
+
 use super::fit::Finder;
 use super::handles::{BACK, Borders, Handles};
 use super::size::GRANULE;
@@ -283,4 +285,14 @@ impl Stitch {
     pub(crate) fn maps(&self) -> usize {
         self.adds.len() + self.fresh.as_ref().map_or(0, |f| f.sizes.len())
     }
+}
+
+/// How a stitch failed in the driver.
+pub(crate) enum Unmapped {
+    /// Undone: nothing is left of it.
+    Undone(DriverError),
+    /// New memory could not be made; what is left of that.
+    NotMade(super::growth::GrowthFailure),
+    /// Failed with this many mappings, and the handles of new memory, left in the view.
+    Stuck(DriverError, usize, Vec<u64>),
 }

@@ -187,3 +187,7 @@ impl Physical {
         })
     }
 }
+
+/// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
+/// larger handles, more willingness to wait.
+pub(crate) const LEVELS: usize = 6;

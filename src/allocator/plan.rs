@@ -1,8 +1,8 @@
 //! What to ask of the driver: growth and release, planned on the books before any call is made.
 
-use super::budget::LEVELS;
 use super::fit::Finder;
 use super::growth::{Growth, Opening, Release, fresh_uses};
+use super::physical::LEVELS;
 use super::records::{SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
 use super::state::State;
@@ -399,6 +399,7 @@ impl Keep {
 
 #[cfg(test)]
 mod tests {
+    use super::super::growth::tile;
     use super::*;
 
     #[test]

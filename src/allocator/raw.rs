@@ -2,30 +2,22 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::{Context, sys};
+use crate::driver::sys;
 
-use super::defaults::{is_per_thread, is_special};
+use super::defaults::is_special;
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::front;
 use super::front::{Front, Life, SMALL_ID, page_of};
 use super::grant::{Grant, Lifetime, Place};
 use super::naming::Named;
-use super::records::{Recorded, SpaceId, State as Extent};
+use super::raw_heap::Suspect;
+use super::records::{Recorded, SpaceId};
 use super::request::Request;
 use super::size::GRANULE;
-use super::slot::{Holder, StreamKey};
+use super::slot::StreamKey;
 use super::state::State;
 use super::want::{AfterFree, Want};
-
-/// A stream that may be capturing. One that we hold stays alive with this.
-pub(crate) struct Suspect {
-    key: StreamKey,
-    raw: usize,
-    /// A default stream is asked in its own context.
-    context: Context,
-    _holder: Holder,
-}
 
 /// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
 /// call announced is withdrawn if it fails, or if a hook of the user panics in it.
@@ -450,52 +442,5 @@ impl Engine {
             self.retire_slot(stream, named.key)?;
         }
         Ok(())
-    }
-}
-
-impl State {
-    /// Makes a taken extent a live block, and says what it is.
-    pub(crate) fn granted(
-        &mut self,
-        id: u32,
-        stream: u32,
-        requested: u64,
-        home: &'static Front,
-    ) -> Grant {
-        let id = self.born(id, stream, requested);
-        let hot = &self.extents.records[id];
-        let life = (id, hot.generation);
-        Grant::large(home, hot.addr, life, (hot.granules, requested))
-    }
-
-    /// The arena of a request that fronts do not serve.
-    pub(crate) fn space_of(&self, request: &Request) -> SpaceId {
-        if !self.packed && self.is_small(request.span_bytes()) {
-            SpaceId::Small
-        } else {
-            SpaceId::Large
-        }
-    }
-
-    /// The stream of a block, if it may be asked whether it is capturing.
-    pub(crate) fn capture_suspect(&self, stream: u32) -> Option<Suspect> {
-        let slot = &self.streams[stream];
-        // The per-thread handle would ask about the calling thread's stream.
-        let ask = !matches!(slot.holder, Holder::Retired) && !is_per_thread(slot.raw);
-        ask.then(|| Suspect {
-            key: slot.key,
-            raw: slot.raw,
-            context: slot.context.clone(),
-            _holder: slot.holder.clone(),
-        })
-    }
-
-    /// Whether a block with this identity is live.
-    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
-        let hot = self.extents.records.get(id);
-        if hot.is_some_and(|hot| hot.shelved) {
-            return self.is_live_on_shelf(id, generation);
-        }
-        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
     }
 }

@@ -2,27 +2,14 @@
 
 use crate::driver::DriverError;
 
-use super::budget::LEVELS;
-use super::climb::Climb;
+use super::climb::{Climb, VIEW_ADDRESSES};
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::mapping::Stitch;
-use super::mapping::ViewRun;
-use super::records::SpaceId;
-use super::rungs::VIEW_ADDRESSES;
+use super::mapping::{Stitch, Unmapped, ViewRun};
+use super::physical::LEVELS;
 use super::size::GRANULE;
 use super::state::State;
 use super::want::Want;
-
-/// How a stitch failed in the driver.
-pub(crate) enum Unmapped {
-    /// Undone: nothing is left of it.
-    Undone(DriverError),
-    /// New memory could not be made; what is left of that.
-    NotMade(super::memory::GrowthFailure),
-    /// Failed with this many mappings, and the handles of new memory, left in the view.
-    Stuck(DriverError, usize, Vec<u64>),
-}
 
 impl Engine {
     /// Takes a run in a view, after the waits that it needs.
@@ -284,28 +271,5 @@ impl Unmapped {
             Unmapped::Undone(error) | Unmapped::Stuck(error, ..) => *error,
             Unmapped::NotMade(failure) => failure.error,
         }
-    }
-}
-
-impl State {
-    /// Books what is left of a stitch that failed.
-    pub(crate) fn not_mapped(
-        &mut self,
-        want: &Want,
-        stitch: Stitch,
-        failed: Unmapped,
-    ) -> DriverError {
-        let error = failed.error();
-        match failed {
-            Unmapped::Undone(_) => self.not_stitched(want, stitch, 0, &[]),
-            Unmapped::NotMade(failure) => {
-                self.not_stitched(want, stitch, 0, &[]);
-                self.set_apart(SpaceId::Large, failure);
-            }
-            Unmapped::Stuck(_, mapped, handles) => {
-                self.not_stitched(want, stitch, mapped, &handles);
-            }
-        }
-        error
     }
 }

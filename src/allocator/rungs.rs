@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::climb::{Climb, Step, TOLERANCE_SLACK, TOLERANCES};
+use super::climb::{Climb, Step, TOLERANCE_SLACK, TOLERANCES, VIEW_ADDRESSES};
 use super::engine::Engine;
 use super::fit::Run;
 use super::mapping::{Openings, ViewRun};
@@ -14,26 +14,6 @@ use super::single::Next;
 use super::state::State;
 use super::stitch::STITCH_MIN;
 use super::want::Want;
-
-/// Requests below this many bytes leave handles whole near the limit, if they can. Larger ones would take
-/// from long runs what large requests find in one piece now. From simulation over recorded work.
-const SPARING_BELOW: u64 = 8 << 20;
-
-/// Views that stand idle go before there is more address space for views than so many times the
-/// device's memory.
-pub(crate) const VIEW_ADDRESSES: u64 = 8;
-
-impl State {
-    /// Whether a request should leave handles whole where it can: near the limit, where others must find
-    /// whole ones to stitch, if it is small. Not of a lone stream, whose requests are served without any
-    /// look at handles.
-    fn spares_handles(&self, want: &Want) -> bool {
-        want.space == SpaceId::Large
-            && u64::from(want.granules) * super::size::GRANULE < SPARING_BELOW
-            && self.streams.several()
-            && !self.bounds_hold(0)
-    }
-}
 
 impl Engine {
     pub(crate) fn next_step(&self, state: &mut State, want: &Want, climb: &mut Climb) -> Step {
