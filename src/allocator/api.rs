@@ -14,12 +14,12 @@ use super::invariant::CheckError;
 use super::naming::Named;
 use super::plan::Keep;
 use super::report::Trimmed;
+use super::report::{BlockInfo, SegmentInfo};
 use super::report::{Fragmentation, SelfTest};
 use super::request::Request;
 use super::size;
 use super::slot::StreamKey;
 use super::small::Missed;
-use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
 
 /// A caching allocator for the memory of one device.

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use super::bins::Entry;
 use super::lookup::Lookup;
 use super::records::{MIXED, NIL, Recorded, Records, SpaceId, State as Extent};
+use super::report::{BlockInfo, BlockState, SegmentInfo};
 use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, classic_granules, round_size};
-use super::snapshot::{BlockInfo, BlockState, SegmentInfo};
 use super::space::Space;
 use super::uses::{Use, Uses};
 

@@ -1,7 +1,5 @@
 //! Plans: what is to be taken from the driver, or given back to it.
 
-use crate::driver::DriverError;
-
 use super::records::SpaceId;
 use super::size::PHYSICAL_GRANULE;
 use super::space::{Shard, Space};
@@ -79,14 +77,4 @@ pub(crate) fn tile(bytes: u64, size: u64) -> Vec<u64> {
         }
     }
     sizes
-}
-
-/// A growth that failed, with what could not be undone.
-#[derive(Debug)]
-pub(crate) struct GrowthFailure {
-    pub error: DriverError,
-    /// Handles that are still mapped: (address, bytes, handle).
-    pub(crate) mapped: Vec<(u64, u64, u64)>,
-    /// Handles that are mapped nowhere and could not be released.
-    pub(crate) strays: Vec<(u64, u64)>,
 }

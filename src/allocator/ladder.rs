@@ -10,7 +10,7 @@ use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::figures::free_among;
 use super::growth::Growth;
-use super::growth::GrowthFailure;
+use super::memory_heap::GrowthFailure;
 use super::records::SpaceId;
 use super::report::GrowthReason;
 use super::space::Shard;

@@ -4,8 +4,9 @@ use crate::driver::{DriverError, Entered};
 
 use super::engine::Engine;
 use super::error::Error;
-use super::growth::{GrowthFailure, Release};
+use super::growth::Release;
 use super::memory_heap::GivenBack;
+use super::memory_heap::GrowthFailure;
 use super::records::SpaceId;
 use super::size::PHYSICAL_GRANULE;
 use super::state::State;

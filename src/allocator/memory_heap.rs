@@ -3,7 +3,7 @@
 use crate::driver::DriverError;
 
 use super::error::{OutOfMemory, PendingBytes, PinnedSegment};
-use super::growth::{Growth, GrowthFailure, Release};
+use super::growth::{Growth, Release};
 use super::handles::Stray;
 use super::records::{COMPLETE, SpaceId, State as Extent};
 use super::size::GRANULE;
@@ -280,3 +280,13 @@ pub(crate) const PINNED_NAMED: usize = 3;
 /// How the two calls went that give a handle back: the unmapping, and the release. The second counts
 /// only if the first is good.
 pub(crate) type GivenBack = (Result<(), DriverError>, Result<(), DriverError>);
+
+/// A growth that failed, with what could not be undone.
+#[derive(Debug)]
+pub(crate) struct GrowthFailure {
+    pub error: DriverError,
+    /// Handles that are still mapped: (address, bytes, handle).
+    pub(crate) mapped: Vec<(u64, u64, u64)>,
+    /// Handles that are mapped nowhere and could not be released.
+    pub(crate) strays: Vec<(u64, u64)>,
+}

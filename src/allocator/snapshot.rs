@@ -2,68 +2,9 @@
 
 use super::front::{Kind, Node, PAGE_GRAINS, Run};
 use super::records::{NIL, SpaceId, State as Extent};
+use super::report::{BlockInfo, BlockState, SegmentInfo};
 use super::size::GRANULE;
 use super::state::State;
-
-/// What a block in a snapshot is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BlockState {
-    /// Live.
-    Allocated,
-    /// Freed, while streams other than its own may still use it.
-    PendingFree,
-    /// Free, at least on its own stream.
-    Free,
-    /// In use at another address: part of a live block that lies in a view.
-    Lent,
-    /// Being mapped or given back.
-    Busy,
-}
-
-/// One block, live or free.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct BlockInfo {
-    /// Ordinal of the device; `None` from a [`Carver`](super::Carver), which knows of none.
-    pub device: Option<usize>,
-    /// First byte.
-    pub address: u64,
-    /// Bytes.
-    pub size: u64,
-    /// Bytes as asked for; 0 unless live.
-    pub requested: u64,
-    /// What it is.
-    pub state: BlockState,
-    /// The driver's id of the stream that owns the block or last did. `None` if no stream is known
-    /// to have touched the memory.
-    pub stream: Option<u64>,
-    /// Ids of the streams that may still touch it: recorded ones while it is live, unfinished ones
-    /// when it is free.
-    pub pending: Vec<u64>,
-    /// Whether it is of the small pool.
-    pub small: bool,
-    /// Whether it is a part of something larger: has a neighbour in its segment.
-    pub is_split: bool,
-}
-
-/// Memory from the driver with what stands in it: a segment, or an unbroken run of mapped handles.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct SegmentInfo {
-    /// First byte.
-    pub address: u64,
-    /// Bytes.
-    pub size: u64,
-    /// Whether it is of the small pool.
-    pub small: bool,
-    /// Whether it is made of handles mapped into an arena.
-    pub mapped: bool,
-    /// Whether it is a view: a second layout of bytes that are held elsewhere. Its size is not
-    /// held memory of its own.
-    pub view: bool,
-    /// What stands in it, by address and without gaps; of a view the live blocks alone.
-    pub blocks: Vec<BlockInfo>,
-}
 
 impl State {
     pub(crate) fn block_info(&self, id: u32) -> BlockInfo {
