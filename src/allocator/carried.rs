@@ -3,16 +3,16 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use super::front::PAGE_GRAINS;
-use super::grant::Lifetime;
-use super::records::{Records, SPENT, SpaceId, State};
 use super::size::GRANULE;
-use super::slot::{Holder, StreamKey};
-use super::streams::Streams;
-use super::uses::Use;
-use super::want::PAGE_GRANULES;
 use super::{Allocator, Config, Policy};
 use crate::Block;
+use crate::allocator::cache::front::PAGE_GRAINS;
+use crate::allocator::cache::grant::Lifetime;
+use crate::allocator::extent::record::{Records, SPENT, SpaceId, State};
+use crate::allocator::extent::uses::Use;
+use crate::allocator::extent::want::PAGE_GRANULES;
+use crate::allocator::stream::Streams;
+use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::{Context, Stream};
 use crate::sim::{Mode, SimConfig, Simulator};
 
@@ -271,7 +271,7 @@ fn what_a_front_noted_goes_into_the_books() -> Outcome {
     block.record_stream(&b)?;
     block.record_stream(&c)?;
     drop(block);
-    let uses = |state: &super::state::State| {
+    let uses = |state: &crate::allocator::heap::State| {
         let held = state
             .fronts
             .held_back
@@ -440,7 +440,7 @@ fn generations_of_large_blocks_do_not_come_again() -> Outcome {
 /// As above, of blocks that stay on a shelf while others come and go.
 #[test]
 fn generations_on_a_shelf_do_not_come_again() {
-    super::shelves::tests::crowded(|allocator, [a, b]| {
+    crate::allocator::engine::large_cache::tests::crowded(|allocator, [a, b]| {
         drop(allocator.allocate(3 * MIB, a).unwrap());
         allocator.snapshot();
         age_records(allocator, SPENT - 8);

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::carried::{Outcome, Rig};
-use super::leaving::Leaving;
-use super::slot::{Holder, StreamKey};
-use super::streams::Streams;
-use super::uses::Use;
-use super::want::PendingWait;
 use super::{Config, Policy};
 use crate::Block;
+use crate::allocator::engine::leaving::Leaving;
+use crate::allocator::extent::uses::Use;
+use crate::allocator::extent::want::PendingWait;
+use crate::allocator::stream::Streams;
+use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::{Context, Event, Stream};
 use crate::sim::Mode;
 

@@ -1,0 +1,296 @@
+//! A block of device memory that frees itself.
+
+use std::fmt;
+
+use crate::driver::{Stream, process, sys};
+
+use crate::allocator::cache::deferred::User;
+use crate::allocator::cache::front::Front;
+use crate::allocator::cache::front::{Freed, Held, Inner, Life, Node};
+use crate::allocator::cache::grant::{Grant, Lifetime, Place};
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::beside::Beside;
+use crate::allocator::error::Error;
+use crate::allocator::size;
+
+/// Device memory with one owner. Dropping it gives the memory back in the order of its stream:
+/// work queued before the drop may still use it.
+///
+/// `Send` and `Sync`: a block is an address with a lifetime, nothing in it is read or written on the
+/// host. It may outlive the [`Allocator`](crate::allocator::Allocator) handle it came from.
+pub struct Block {
+    /// With the front that is the block's home and keeps the allocator alive. A count of references
+    /// would be a word that all threads write.
+    place: Place,
+    requested: usize,
+}
+
+// SAFETY: an `Engine` is `Send` and `Sync`, and so is all the rest.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
+
+impl Block {
+    #[inline(always)]
+    pub(crate) fn new(engine: &Engine, grant: Grant, requested: usize) -> Self {
+        debug_assert!(std::ptr::eq(engine, grant.place.home().owner().cast()));
+        let rounded = size::round_size(requested);
+        debug_assert!(grant.place.wide() || rounded == Some(grant.bytes()));
+        Block {
+            place: grant.place,
+            requested,
+        }
+    }
+
+    /// The first byte's address, a multiple of 512.
+    pub fn ptr(&self) -> sys::CUdeviceptr {
+        self.place.ptr
+    }
+
+    /// Usable bytes: the request, rounded up.
+    pub fn size(&self) -> u64 {
+        match self.place.record() {
+            Some(id) if self.place.wide() => self
+                .engine()
+                .readable()
+                .map(|s| s.extents.records[id].bytes()),
+            _ => None,
+        }
+        .unwrap_or_else(|| (self.requested as u64).next_multiple_of(size::GRANULE))
+    }
+
+    /// Bytes as they were asked for.
+    pub fn requested(&self) -> usize {
+        self.requested
+    }
+
+    /// The number of the block's life: no two lives of blocks of this allocator have the same pair of id
+    /// and generation. A record of a large block, or a page of small ones, is not used again under its
+    /// number when it had its last generation, after 2^31 lives. Numbers of such pages come again after
+    /// 2^24 of them: after 2^55 lives of small blocks.
+    pub fn generation(&self) -> (u32, u32) {
+        (self.engine().id_of(&self.place), self.place.generation)
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        // SAFETY: the block is live, so its engine is not closed, and the front that is its home
+        // holds a reference to it.
+        unsafe { &*self.place.home().owner().cast::<Engine>() }
+    }
+
+    fn lifetime(&self) -> Lifetime {
+        Lifetime {
+            id: self.engine().id_of(&self.place),
+            generation: self.place.generation,
+            ptr: self.place.ptr,
+        }
+    }
+
+    /// Whether the block's own stream was retired, or is about to be, so that a free takes its last marker
+    /// for the end of all its work. If it is not, a last marker will come after everything that the stream was
+    /// given until now.
+    pub(crate) fn stream_retired(&self) -> bool {
+        let state = self.engine().lock();
+        let stream = match self.place.record() {
+            Some(id) => state.extents.records[id].stream,
+            None => self.place.home().lock().slot,
+        };
+        !state.streams[stream].named
+    }
+
+    /// The front that a small block comes from.
+    pub(crate) fn front(&self) -> Option<&'static Front> {
+        self.place.node().map(|_| self.place.home())
+    }
+
+    /// Frees a small block if its front can do it at once, as it cannot once the block's stream was
+    /// retired, and notes it beside the front in the same step.
+    ///
+    /// # Safety
+    /// If it returns something the block is gone: it must not be used, nor dropped.
+    #[inline(always)]
+    pub(crate) unsafe fn free_beside<N, R>(
+        &mut self,
+        side: &Beside<N>,
+        note: impl FnOnce(&mut N) -> R,
+    ) -> Option<R> {
+        let node = self.place.node()?;
+        if !side.is_beside(self.place.home()) || !process::is_quiet() {
+            return None;
+        }
+        let mut both = side.lock();
+        let life = Life::Generation(self.place.generation);
+        let freed = both.inner.free_at_once(node, life);
+        freed.then(|| note(both.notes()))
+    }
+
+    /// Says that another stream uses the block: after the drop it is reused only when everything
+    /// which that stream was given until the drop has completed.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`]; a lost context; driver errors.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
+        let engine = self.engine();
+        engine.record(self.place.ptr, &engine.named(stream)?, false)
+    }
+
+    /// Says that another stream used the block and will not again: reuse waits only for what that
+    /// stream was given so far.
+    ///
+    /// # Errors
+    /// As [`record_stream`](Self::record_stream).
+    pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
+        let engine = self.engine();
+        engine.record(self.place.ptr, &engine.named(stream)?, true)
+    }
+
+    /// Frees the block; unlike a drop it reports failures, and gives the block back with them.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`]; a lost context; driver errors.
+    pub fn free(self) -> Result<(), FreeError> {
+        match self.try_free() {
+            Ok(()) => {
+                std::mem::forget(self);
+                Ok(())
+            }
+            Err(error) => Err(FreeError { block: self, error }),
+        }
+    }
+
+    fn try_free(&self) -> Result<(), Error> {
+        let engine = self.engine();
+        engine.usable()?;
+        let place = &self.place;
+        match place.node() {
+            Some(node) => engine.free_small(place.home(), node, place.ptr, Some(place.generation)),
+            None if !engine.watchful() && self.free_large() => Ok(()),
+            None => engine.free_block(&self.lifetime()),
+        }
+    }
+
+    /// Frees a small block when its front cannot do it at once.
+    #[inline(never)]
+    fn drop_small(&self, mut inner: Held<'_, Inner>, node: Node) {
+        match inner.free_merged(node, self.place.generation) {
+            Some(false) => {}
+            Some(true) => self.finish_drop(inner, node, Freed::Page),
+            None => self.drop_with_care(inner, node),
+        }
+    }
+
+    #[inline(never)]
+    fn drop_with_care(&self, mut inner: Held<'_, Inner>, node: Node) {
+        let freed = inner.free(node, self.place.ptr, Some(self.place.generation));
+        if freed != Freed::Done {
+            self.finish_drop(inner, node, freed);
+        }
+    }
+
+    /// Does what a front left to do of a free.
+    #[cold]
+    #[inline(never)]
+    fn finish_drop(&self, inner: Held<'_, Inner>, node: Node, freed: Freed) {
+        // The front may be another allocator's as soon as it is unlocked.
+        let engine = self.engine();
+        // From here on only this keeps the engine, if the block was the last one.
+        let keep = inner.owner.clone();
+        drop(inner);
+        if keep.is_some() {
+            let (home, block) = (self.place.home(), (node, self.place.ptr));
+            engine.small_dropped(home, block, self.place.generation, freed);
+        }
+    }
+
+    /// Frees a large block onto the shelf of its front; false if the books have to.
+    fn free_large(&self) -> bool {
+        let id = self.place.shelved();
+        id.is_some_and(|id| {
+            let mut inner = self.place.home().lock();
+            inner.free_large(id, self.place.generation)
+        })
+    }
+
+    /// Frees a block that is not small. Blocks of fronts that serve keep the engine as well.
+    #[inline(always)]
+    fn drop_large(&self, id: u32) {
+        let engine = self.engine();
+        let done = if engine.unwatched() {
+            self.free_large() || engine.drop_large(id, self.place.generation)
+        } else {
+            !engine.watchful() && self.free_large()
+        };
+        if !done {
+            engine.drop_block(self.lifetime());
+        }
+    }
+
+    #[inline(never)]
+    fn drop_slowly(&self) {
+        if let Some(id) = self.place.record() {
+            return self.drop_large(id);
+        }
+        match self.place.node() {
+            Some(node) if process::is_quiet() => {
+                self.drop_with_care(self.place.home().lock(), node);
+            }
+            _ => self.engine().drop_block(self.lifetime()),
+        }
+    }
+
+    /// As a drop, but the block is freed when all of these have been recorded, or waited for: now or by a
+    /// later call.
+    #[cold]
+    pub(crate) fn drop_after(self, users: Vec<User>) {
+        let block = std::mem::ManuallyDrop::new(self);
+        // A call of another thread may free it as soon as it is deferred, and it may be the last.
+        let keep = block.engine().keep();
+        block.engine().drop_after(block.lifetime(), users);
+        drop(keep);
+    }
+
+    /// Gives up ownership: the memory stays allocated until
+    /// [`Allocator::free_raw`](crate::allocator::Allocator::free_raw) gets its address.
+    pub fn into_raw(self) -> sys::CUdeviceptr {
+        let ptr = self.place.ptr;
+        std::mem::forget(self);
+        ptr
+    }
+}
+
+impl Drop for Block {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(node) = self.place.node()
+            && process::is_quiet()
+            && let Some(mut inner) = self.place.home().try_lock()
+        {
+            if !inner.free_at_once(node, Life::Generation(self.place.generation)) {
+                self.drop_small(inner, node);
+            }
+            return;
+        }
+        self.drop_slowly();
+    }
+}
+
+impl fmt::Debug for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Block")
+            .field("ptr", &format_args!("{:#x}", self.place.ptr))
+            .field("size", &self.size())
+            .field("requested", &self.requested)
+            .finish()
+    }
+}
+
+/// A block that could not be freed, and why.
+#[derive(Debug, thiserror::Error)]
+#[error("the block at {:#x} could not be freed", block.ptr())]
+pub struct FreeError {
+    /// The block, still allocated.
+    pub block: Block,
+    /// The reason.
+    #[source]
+    pub error: Error,
+}

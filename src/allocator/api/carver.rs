@@ -1,0 +1,376 @@
+//! The carving core on its own: segments that somebody else provides, blocks cut out of them.
+
+use std::collections::HashMap;
+
+use crate::allocator::extent::index::Entry;
+use crate::allocator::extent::lookup::Lookup;
+use crate::allocator::extent::record::{MIXED, NIL, Recorded, Records, SpaceId, State as Extent};
+use crate::allocator::extent::space::Space;
+use crate::allocator::extent::uses::{Use, Uses};
+use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
+use crate::allocator::size::{CLASSIC_SMALL_LIMIT, GRANULE, classic_granules, round_size};
+
+/// A block as a [`Carver`] gives it: where it is, and its real size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Carved {
+    /// First byte.
+    pub address: u64,
+    /// Bytes, at least as many as asked for.
+    pub size: u64,
+}
+
+/// Why a [`Carver`] refused a call. Nothing has changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CarveError {
+    /// A request of more bytes than any device has.
+    #[error("{requested} bytes is not a valid size")]
+    InvalidSize {
+        /// Bytes asked for.
+        requested: u64,
+    },
+    /// A segment that is empty or wraps around, or that does not begin and end at multiples of
+    /// 512 bytes.
+    #[error("{size} bytes at {address:#x} are no segment")]
+    InvalidSegment {
+        /// First byte.
+        address: u64,
+        /// Bytes.
+        size: u64,
+    },
+    /// A segment that is smaller than the request it was to serve.
+    #[error("a segment of {size} bytes does not hold a request of {requested}")]
+    SegmentTooSmall {
+        /// Bytes of the segment.
+        size: u64,
+        /// Bytes asked for, rounded.
+        requested: u64,
+    },
+    /// A segment that shares bytes with one that is there already.
+    #[error("a segment at {address:#x} overlaps another")]
+    Overlap {
+        /// First byte of the refused segment.
+        address: u64,
+    },
+    /// No live block begins there: it never did, or it was returned already.
+    #[error("no live block at {address:#x}")]
+    NotLive {
+        /// The address.
+        address: u64,
+    },
+}
+
+/// Carves blocks out of segments that the caller provides, by the rules of the classic policy: the
+/// code that [`Allocator`](crate::allocator::Allocator) uses under [`Policy::Classic`](crate::allocator::Policy), without
+/// a driver. For memory that comes from elsewhere, and for trying the rules out.
+///
+/// Streams are numbers of the caller's choice. A block is found only by the stream that its memory
+/// belongs to. What other streams may still use after a return is told by [`record`](Self::record),
+/// stays out of circulation, and comes back by [`complete`](Self::complete).
+///
+/// `Send` and `Sync`; changes need `&mut self`. Touches no memory, and asks nothing of the
+/// addresses but that they are multiples of 512.
+///
+/// ```
+/// use cualloc::allocator::{Carver, size::classic_segment_size};
+/// let (stream, mut carver) = (7, Carver::new());
+/// assert_eq!(carver.find(stream, 1000)?, None);
+/// let bytes = classic_segment_size(1000).unwrap_or(0);
+/// let first = carver.insert(0x10_0000, bytes, stream, 1000)?;
+/// assert_eq!((first.address, first.size), (0x10_0000, 1024));
+/// let second = carver.find(stream, 1)?.ok_or("room is left")?;
+/// assert_eq!(second.address, first.address + 1024);
+/// carver.give_back(first.address)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Carver {
+    records: Records,
+    lookup: Lookup,
+    small: Space,
+    large: Space,
+    /// Names of the streams, and their places in that list.
+    streams: Vec<u64>,
+    slots: HashMap<u64, u32>,
+}
+
+impl Default for Carver {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// A request in granules, with its pool.
+struct Request {
+    space: SpaceId,
+    granules: u32,
+}
+
+impl Request {
+    fn new(bytes: usize) -> Result<Self, CarveError> {
+        let requested = bytes as u64;
+        let invalid = CarveError::InvalidSize { requested };
+        let rounded = round_size(bytes).ok_or(invalid)?;
+        Ok(Request {
+            space: if rounded <= CLASSIC_SMALL_LIMIT {
+                SpaceId::Small
+            } else {
+                SpaceId::Large
+            },
+            granules: u32::try_from(rounded / GRANULE).map_err(|_| invalid)?,
+        })
+    }
+}
+
+impl Carver {
+    /// A carver without memory.
+    pub fn new() -> Self {
+        Carver {
+            records: Records::default(),
+            lookup: Lookup::default(),
+            small: Space::new(SpaceId::Small, true),
+            large: Space::new(SpaceId::Large, true),
+            streams: Vec::new(),
+            slots: HashMap::new(),
+        }
+    }
+
+    /// Takes the smallest free block that holds `bytes`, of the request's pool and of the given
+    /// stream, the lowest address among equals, and splits it if the rest is worth it. `None` if
+    /// there is none: bring a segment by [`insert`](Self::insert). Zero bytes are taken as one.
+    ///
+    /// # Errors
+    /// [`CarveError::InvalidSize`].
+    pub fn find(&mut self, stream: u64, bytes: usize) -> Result<Option<Carved>, CarveError> {
+        let request = Request::new(bytes)?;
+        let slot = self.slot(stream);
+        let (space, _) = self.parts(request.space);
+        let Some(entry) = space
+            .index(slot)
+            .and_then(|own| own.best_fit(request.granules))
+        else {
+            return Ok(None);
+        };
+        Ok(Some(self.take(&request, slot, entry.id, bytes)))
+    }
+
+    /// Adds a segment of `size` bytes at `base` for a request of `bytes` and takes the request from
+    /// its front. The pool is the request's; the rest belongs to `stream`. Segments that touch are
+    /// never joined.
+    ///
+    /// # Errors
+    /// [`CarveError::InvalidSize`], [`CarveError::InvalidSegment`],
+    /// [`CarveError::SegmentTooSmall`], [`CarveError::Overlap`].
+    pub fn insert(
+        &mut self,
+        base: u64,
+        size: u64,
+        stream: u64,
+        bytes: usize,
+    ) -> Result<Carved, CarveError> {
+        let request = Request::new(bytes)?;
+        let invalid = CarveError::InvalidSegment {
+            address: base,
+            size,
+        };
+        let end = base.checked_add(size).ok_or(invalid)?;
+        let granules = u32::try_from(size / GRANULE).map_err(|_| invalid)?;
+        if size == 0 || !base.is_multiple_of(GRANULE) || !size.is_multiple_of(GRANULE) {
+            return Err(invalid);
+        }
+        if granules < request.granules {
+            return Err(CarveError::SegmentTooSmall {
+                size,
+                requested: u64::from(request.granules) * GRANULE,
+            });
+        }
+        let overlaps = [&self.small, &self.large].into_iter().any(|space| {
+            let before = space.regions().range(..end).next_back();
+            before.is_some_and(|(start, region)| start + region.bytes > base)
+        });
+        if overlaps {
+            return Err(CarveError::Overlap { address: base });
+        }
+        let slot = self.slot(stream);
+        let (space, records) = self.parts(request.space);
+        let id = space.add_region(records, base, granules, Uses::one(slot, 0));
+        records.cold_mut(id).owner = slot;
+        Ok(self.take(&request, slot, id, bytes))
+    }
+
+    /// Says that another stream uses the live block at `address`.
+    ///
+    /// # Errors
+    /// [`CarveError::NotLive`].
+    pub fn record(&mut self, address: u64, stream: u64) -> Result<(), CarveError> {
+        let id = self.live(address)?;
+        let slot = self.slot(stream);
+        if self.records[id].stream != slot {
+            let until_the_free = Recorded {
+                stream: slot,
+                ticket: None,
+            };
+            self.records.record(id, until_the_free);
+        }
+        Ok(())
+    }
+
+    /// Returns the live block at `address` and gives its place and size. Without recorded streams it
+    /// merges with free neighbours of its stream and can be found again; else it waits for
+    /// [`complete`](Self::complete).
+    ///
+    /// # Errors
+    /// [`CarveError::NotLive`].
+    pub fn give_back(&mut self, address: u64) -> Result<Carved, CarveError> {
+        let id = self.live(address)?;
+        self.lookup.remove(address);
+        let size = self.records[id].bytes();
+        let owner = self.records[id].stream;
+        let recorded = self.records.cold_mut(id).take_recorded();
+        let others = recorded.iter().map(|r| r.stream);
+        let uses = std::iter::once(owner).chain(others);
+        let uses = Uses::collect(uses.map(|stream| Use { stream, ticket: 0 }).collect());
+        let pool = self.records[id].space;
+        let (space, records) = self.parts(pool);
+        space.release(records, id, uses);
+        Ok(Carved { address, size })
+    }
+
+    /// Says that everything which a stream was given so far is complete: blocks that were returned
+    /// with that stream recorded wait for it no longer.
+    pub fn complete(&mut self, stream: u64) {
+        let slot = self.slot(stream);
+        for id in [SpaceId::Small, SpaceId::Large] {
+            let (space, records) = self.parts(id);
+            let mut waiting: Vec<_> = space
+                .index(MIXED)
+                .map(|index| index.iter().collect())
+                .unwrap_or_default();
+            waiting.sort_unstable_by_key(|e: &Entry| e.addr);
+            for entry in waiting {
+                let cold = records.cold(entry.id);
+                let owner = cold.owner;
+                let rest = cold.uses.without(|u| u.stream == slot && u.stream != owner);
+                if let Some(uses) = rest {
+                    space.retag(records, entry.id, uses);
+                }
+            }
+        }
+    }
+
+    /// Takes out the segments in which nothing is live or waits for another stream, and gives them
+    /// back as (base, bytes), by address.
+    pub fn remove_idle(&mut self) -> Vec<(u64, u64)> {
+        let mut idle = Vec::new();
+        for id in [SpaceId::Small, SpaceId::Large] {
+            let (space, records) = self.parts(id);
+            let regions: Vec<_> = space
+                .regions()
+                .iter()
+                .map(|(base, region)| (*base, region.bytes, region.first))
+                .collect();
+            for (base, bytes, first) in regions {
+                if records[first].stream != MIXED && space.remove_region(records, first) {
+                    idle.push((base, bytes));
+                }
+            }
+        }
+        for (base, bytes) in &idle {
+            self.lookup.forget(*base, *bytes);
+        }
+        idle.sort_unstable();
+        idle
+    }
+
+    /// All segments with their blocks, by address.
+    pub fn snapshot(&self) -> Vec<SegmentInfo> {
+        let mut segments = Vec::new();
+        for space in [&self.small, &self.large] {
+            for (base, region) in space.regions() {
+                let (mut blocks, mut at) = (Vec::new(), region.first);
+                while at != NIL {
+                    blocks.push(self.info(at));
+                    at = self.records[at].next;
+                }
+                segments.push(SegmentInfo {
+                    address: *base,
+                    size: region.bytes,
+                    small: space.id == SpaceId::Small,
+                    mapped: false,
+                    view: false,
+                    blocks,
+                });
+            }
+        }
+        segments.sort_by_key(|s| s.address);
+        segments
+    }
+
+    fn info(&self, id: u32) -> BlockInfo {
+        let (hot, cold) = (&self.records[id], self.records.cold(id));
+        let name = |slot: u32| self.streams[slot as usize];
+        let live = hot.state == Extent::Used;
+        let pending: Vec<u64> = if live {
+            cold.recorded().iter().map(|r| name(r.stream)).collect()
+        } else {
+            let others = cold
+                .uses
+                .as_slice()
+                .iter()
+                .filter(|u| u.stream != cold.owner);
+            others.map(|u| name(u.stream)).collect()
+        };
+        BlockInfo {
+            device: None,
+            address: hot.addr,
+            size: hot.bytes(),
+            requested: cold.requested,
+            state: match live {
+                true => BlockState::Allocated,
+                false if pending.is_empty() => BlockState::Free,
+                false => BlockState::PendingFree,
+            },
+            stream: Some(name(cold.owner)),
+            pending,
+            small: hot.space == SpaceId::Small,
+            is_split: hot.prev != NIL || hot.next != NIL,
+        }
+    }
+
+    fn parts(&mut self, space: SpaceId) -> (&mut Space, &mut Records) {
+        let space = match space {
+            SpaceId::Small => &mut self.small,
+            _ => &mut self.large,
+        };
+        (space, &mut self.records)
+    }
+
+    fn slot(&mut self, stream: u64) -> u32 {
+        *self.slots.entry(stream).or_insert_with(|| {
+            self.streams.push(stream);
+            self.streams.len() as u32 - 1
+        })
+    }
+
+    fn live(&self, address: u64) -> Result<u32, CarveError> {
+        let id = self.lookup.exact(address);
+        id.ok_or(CarveError::NotLive { address })
+    }
+
+    fn take(&mut self, request: &Request, slot: u32, id: u32, bytes: usize) -> Carved {
+        let small = request.space == SpaceId::Small;
+        let available = u64::from(self.records[id].granules);
+        let granules = classic_granules(small, available, request.granules);
+        let (space, records) = self.parts(request.space);
+        space.carve(records, id, granules);
+        records[id].stream = slot;
+        let cold = records.cold_mut(id);
+        (cold.requested, cold.owner) = (bytes as u64, slot);
+        let hot = self.records[id];
+        self.lookup.insert(hot.addr, id);
+        Carved {
+            address: hot.addr,
+            size: hot.bytes(),
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! Where a block lies physically, and guards that keep it there.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::driver::sys;
+
+use crate::allocator::api::Allocator;
+use crate::allocator::engine::{Engine, Shared};
+use crate::allocator::error::Error;
+use crate::allocator::extent::want::AfterFree;
+use crate::allocator::heap::guarded::Guarding;
+use crate::allocator::report::PhysicalSegment;
+
+/// Keeps a part of a block where it is, for somebody who uses its physical memory without the
+/// allocator's knowledge: another process after an export, a network card after a registration.
+///
+/// While a guard lives, the memory of its block is neither reused nor unmapped nor given back, and
+/// its address belongs to no other memory. The block itself may be freed: the free then takes effect
+/// with the last guard. A guard keeps its allocator open. Dropping it touches no memory and waits for
+/// nothing.
+///
+/// `Send` and `Sync`.
+pub struct RangeGuard {
+    engine: Shared,
+    block: Guarding,
+    address: sys::CUdeviceptr,
+    bytes: u64,
+    segments: Vec<PhysicalSegment>,
+}
+
+impl RangeGuard {
+    /// First byte of the guarded range.
+    pub fn ptr(&self) -> sys::CUdeviceptr {
+        self.address
+    }
+
+    /// Bytes of it.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Where it lies, by address.
+    pub fn segments(&self) -> &[PhysicalSegment] {
+        &self.segments
+    }
+}
+
+impl fmt::Debug for RangeGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RangeGuard")
+            .field("ptr", &format_args!("{:#x}", self.address))
+            .field("bytes", &self.bytes)
+            .field("segments", &self.segments)
+            .finish()
+    }
+}
+
+impl Drop for RangeGuard {
+    fn drop(&mut self) {
+        self.engine.unguard(self.block);
+    }
+}
+
+impl Allocator {
+    /// Where `bytes` bytes from `ptr` on, all of one live block, lie physically: by address, one
+    /// entry for each handle. It may change as soon as the block is freed; [`guard`](Self::guard)
+    /// keeps it.
+    ///
+    /// # Errors
+    /// [`Error::NotOurs`], [`Error::NotLive`]; [`Error::InvalidRange`] if the range is empty or
+    /// reaches beyond its block; [`Error::Closed`], a lost context.
+    pub fn segments_of(
+        &self,
+        ptr: sys::CUdeviceptr,
+        bytes: u64,
+    ) -> Result<Vec<PhysicalSegment>, Error> {
+        let mut state = self.engine().open()?;
+        Ok(state.segments(ptr, bytes)?.1)
+    }
+
+    /// [`segments_of`](Self::segments_of), kept as it is while the guard lives.
+    ///
+    /// # Errors
+    /// As [`segments_of`](Self::segments_of).
+    pub fn guard(&self, ptr: sys::CUdeviceptr, bytes: u64) -> Result<RangeGuard, Error> {
+        let mut state = self.engine().open()?;
+        let (block, segments) = state.segments(ptr, bytes)?;
+        if !state.guard(block) {
+            return Err(Error::NotLive { ptr });
+        }
+        Ok(RangeGuard {
+            engine: Arc::clone(self.shared()),
+            block,
+            address: ptr,
+            bytes,
+            segments,
+        })
+    }
+}
+
+impl Engine {
+    fn unguard(&self, block: Guarding) {
+        // In a child the lock may be held by a thread that does not exist there.
+        if self.usable().is_err() {
+            return;
+        }
+        let mut state = self.lock();
+        match block {
+            Guarding::Record(id) => state.unguard(id),
+            Guarding::Small(ptr) => state.unguard_small(ptr),
+        }
+        self.finish_free(state, &AfterFree::default());
+    }
+}

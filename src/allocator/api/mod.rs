@@ -1,0 +1,563 @@
+//! The allocator as its users see it.
+
+pub(crate) mod block;
+pub(crate) mod carver;
+pub(crate) mod guard;
+pub(crate) mod placement;
+pub(crate) mod raw;
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, process, sys};
+
+use crate::allocator::api::block::Block;
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::config::{Config, Policy};
+use crate::allocator::engine::naming::Named;
+use crate::allocator::engine::request::Request;
+use crate::allocator::engine::small::Missed;
+use crate::allocator::engine::{Engine, Shared};
+use crate::allocator::error::Error;
+use crate::allocator::extent::invariant::CheckError;
+use crate::allocator::heap::growth::Keep;
+use crate::allocator::report::Trimmed;
+use crate::allocator::report::{BlockInfo, SegmentInfo};
+use crate::allocator::report::{Fragmentation, SelfTest};
+use crate::allocator::size;
+use crate::allocator::stats::Stats;
+use crate::allocator::stream::slot::StreamKey;
+
+/// A caching allocator for the memory of one device.
+///
+/// Clones are handles to the same allocator. All methods may be called from any thread. The last
+/// handle or [`Block`] that goes closes the allocator; see [`close`](Self::close) for doing it with
+/// errors.
+///
+/// # Streams
+/// Memory belongs to the order of a stream: a freed block is reused on its own stream at once, and
+/// on another one only when its uses are complete or that stream waits for them. Streams are told
+/// apart by the driver's ids, so a new stream with the handle value of an old one is a new stream.
+///
+/// A stream that is passed as a [`Stream`] made by [`Stream::new`] is kept alive as long as the
+/// allocator needs it. A stream that is passed as a raw handle (or borrowed) stays the caller's, who
+/// must call [`retire_raw`](Self::retire_raw) (or [`retire`](Self::retire)) before destroying it.
+/// Until then its handle is used only in calls that name it or that free a block which was
+/// allocated or recorded on it. Memory freed on a stream that was destroyed without this is not
+/// lost, but other streams get it only after the whole context was synchronised.
+///
+/// # Default streams by their handles
+/// In a raw call null and 1 mean the legacy default stream of the *allocator's* context, and 2 the calling
+/// thread's own default stream in that context: whichever context is current, and where none is. They
+/// are the streams of [`Stream::legacy_default`] and [`Stream::per_thread_default`] with
+/// [`context`](Self::context). To the driver the same handles mean the streams of the context that is
+/// current, so a caller who has another one current passes a stream of it by its own handle; the default
+/// streams of another context have none: make a [`Stream`] of them, with their context. With
+/// [`Config::context_checks`] (on in debug builds) a special handle beside another current context is
+/// [`Error::WrongContext`].
+///
+/// # Forks
+/// In a forked child of the process every call that can fail is [`Error::ForkedChild`]. The others answer
+/// at once, as those of an allocator without memory, and change nothing: the books may be locked by a
+/// thread that the child does not have.
+pub struct Allocator {
+    pub(crate) engine: Shared,
+}
+
+impl Clone for Allocator {
+    fn clone(&self) -> Self {
+        self.engine.add_handle();
+        Allocator {
+            engine: Arc::clone(&self.engine),
+        }
+    }
+}
+
+impl Drop for Allocator {
+    fn drop(&mut self) {
+        self.engine.remove_handle();
+    }
+}
+
+impl Allocator {
+    /// An allocator on a device's primary context, with the settings of the environment variable
+    /// `CUALLOC_CONFIG`. Loads the driver on first use.
+    ///
+    /// # Errors
+    /// [`Error::DriverUnavailable`], [`Error::InvalidConfig`], and driver errors.
+    pub fn new(ordinal: usize) -> Result<Self, Error> {
+        let config = Config::from_env()?;
+        let driver = Driver::load()?;
+        let device = driver.device(ordinal)?;
+        Self::with_config(&Context::primary(&driver, device)?, config)
+    }
+
+    /// An allocator on a given context.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`], [`Error::NotSupported`] if the device cannot do what the settings
+    /// ask for, [`Error::Refused`] if it says that it can and does not, and driver errors.
+    pub fn with_config(context: &Context, config: Config) -> Result<Self, Error> {
+        Ok(Allocator {
+            engine: Engine::new(context, &config)?,
+        })
+    }
+
+    /// A number that tells this allocator from every other one of the process; starts at 1 and is
+    /// never used again.
+    pub fn id(&self) -> u64 {
+        self.engine.id
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.engine
+    }
+
+    /// The context that the memory belongs to.
+    pub fn context(&self) -> &Context {
+        &self.engine.context
+    }
+
+    /// What its physical memory is made like: whether handles can be exported, and registered with network
+    /// cards. Neither under the classic policy, or where the device refused such memory when it was tried.
+    pub fn memory_properties(&self) -> MemoryProperties {
+        self.engine.properties
+    }
+
+    /// The segment policy in effect: never [`Policy::Auto`].
+    pub fn policy(&self) -> Policy {
+        if self.engine.packed {
+            Policy::Packed
+        } else {
+            Policy::Classic
+        }
+    }
+
+    /// Tests whether the device keeps memory the same through two addresses, if views are allowed
+    /// and nobody has tested it in this process, and says what is known then. Else the test is made
+    /// before the first view is built. Takes a few milliseconds, 2 MiB and a stream of its own for
+    /// that time, and waits for its own work; loading its kernels may wait for everything in the context.
+    /// The test before the first view does without kernels unless all known streams stand idle.
+    ///
+    /// # Errors
+    /// Driver errors.
+    pub fn test_views(&self) -> Result<SelfTest, Error> {
+        self.engine.test_views()
+    }
+
+    /// Makes a stream on the allocator's context.
+    ///
+    /// # Errors
+    /// Driver errors.
+    pub fn create_stream(&self) -> Result<Stream, Error> {
+        self.engine.usable()?;
+        Stream::new(&self.engine.context).map_err(|e| self.engine.error(e))
+    }
+
+    // ---- allocation ------------------------------------------------------------------------
+
+    /// Allocates `bytes` (at least 1) for use on a stream.
+    ///
+    /// # Errors
+    /// [`Error::InvalidSize`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`],
+    /// [`Error::ForeignDriver`], [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
+    #[inline]
+    pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
+        let grant = match self.engine.allocate_at_once(stream.id_at_hand(), bytes) {
+            Ok(grant) => grant,
+            Err(missed) => self.allocate_missed(bytes, stream, missed)?,
+        };
+        Ok(Block::new(&self.engine, grant, bytes))
+    }
+
+    /// [`allocate`](Self::allocate) of what no front served at once. Apart from it, and with a result
+    /// of another type, so that the common case needs no copy in memory.
+    #[inline(never)]
+    fn allocate_missed(
+        &self,
+        bytes: usize,
+        stream: &Stream,
+        missed: Missed,
+    ) -> Result<Grant, Error> {
+        let key = stream.id_at_hand();
+        match self.engine.allocate_with_effort(key, bytes, missed) {
+            Some(grant) => Ok(grant),
+            None => self.allocate_in_books(bytes, stream),
+        }
+    }
+
+    /// Apart from what comes before it, which needs less of the stack.
+    #[inline(never)]
+    fn allocate_in_books(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
+        let request = Request::new(bytes, 1)?;
+        self.engine.same_driver(stream)?;
+        let named = match stream.known_id() {
+            Some(id) => Named {
+                key: StreamKey::Id(id),
+                raw: stream.raw(),
+                stream: Some(stream),
+            },
+            None => self.engine.named(stream)?,
+        };
+        self.engine.allocate_request_here(&named, &request)
+    }
+
+    /// [`allocate`](Self::allocate) at a multiple of `alignment` bytes, a power of two up to 2 MiB.
+    /// Every block is aligned to 512 bytes in any case.
+    ///
+    /// # Errors
+    /// [`Error::InvalidAlignment`], else as [`allocate`](Self::allocate).
+    pub fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Block, Error> {
+        let grant = self
+            .engine
+            .allocate(&self.engine.named(stream)?, bytes, alignment)?;
+        Ok(Block::new(&self.engine, grant, bytes))
+    }
+
+    /// Allocates only from memory at hand which the stream may use without a wait; `None` if there
+    /// is none. Never asks the driver for memory, never waits, and gives nothing back.
+    ///
+    /// Of the addresses `near` the first one at which the block fits is taken, so that a caller may
+    /// have the memory again that it freed last; if there is none, the best fit.
+    ///
+    /// # Errors
+    /// As [`allocate_aligned`](Self::allocate_aligned), except for want of memory.
+    pub fn allocate_at_hand(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        near: &[sys::CUdeviceptr],
+    ) -> Result<Option<Block>, Error> {
+        Ok(self.allocate_near(bytes, alignment, stream, near)?.0)
+    }
+
+    /// [`allocate_at_hand`](Self::allocate_at_hand) which also returns those of the addresses that lie
+    /// in free memory still.
+    pub(crate) fn allocate_near(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        near: &[sys::CUdeviceptr],
+    ) -> Result<(Option<Block>, Vec<u64>), Error> {
+        let named = self.engine.named(stream)?;
+        let (grant, free) = self
+            .engine
+            .allocate_at_hand(&named, bytes, alignment, near)?;
+        let block = grant.map(|grant| Block::new(&self.engine, grant, bytes));
+        Ok((block, free))
+    }
+
+    /// The allocator that a block came from.
+    pub(crate) fn of(block: &Block) -> Self {
+        let engine: *const Engine = block.engine();
+        // SAFETY: every engine lies in an `Arc`, and this one is alive while its block is.
+        let engine = unsafe {
+            Arc::increment_strong_count(engine);
+            Arc::from_raw(engine)
+        };
+        engine.add_handle();
+        {
+            let mut state = engine.lock();
+            if state.orphaned {
+                state.set_orphaned(false);
+            }
+        }
+        Allocator { engine }
+    }
+
+    // ---- streams ---------------------------------------------------------------------------
+
+    /// Tells the allocator that a stream gets no more work. Records its last marker, so that
+    /// everything freed on it can be shared when that has completed, and forgets its handle. Blocks
+    /// that are live on it stay valid and may be freed later.
+    ///
+    /// Buffers, columns and workspaces may go on all the same, also on other threads in the same moment: what
+    /// they give the stream from then on is a new stream's work to the allocator, and counted at their free.
+    /// Of a [`Block`] the allocator does not know what it is used for: `unsafe` code that gave the stream work
+    /// with it later records the stream once more ([`Block::record_stream`]) before the free.
+    ///
+    /// Never waits for work, unless another thread waits for a context that is not the allocator's and has the
+    /// stream. If it fails, everything is as it was.
+    ///
+    /// # Errors
+    /// [`Error::UnknownStream`], [`Error::Capturing`], driver errors; [`Error::OtherThread`] for the
+    /// per-thread default stream where only another thread's is known.
+    pub fn retire(&self, stream: &Stream) -> Result<(), Error> {
+        self.engine.retire(&self.engine.named(stream)?)
+    }
+
+    /// [`retire`](Self::retire) by handle: must come before the handle is destroyed.
+    ///
+    /// # Errors
+    /// As [`retire`](Self::retire), and [`Error::WrongContext`].
+    ///
+    /// # Safety
+    /// `stream` must be a live stream, or a special handle, which means a default stream of the allocator's
+    /// context ([`Allocator`]). No block that was allocated or recorded
+    /// on it is used on it by work submitted later. Once this has returned, the stream may be destroyed, and
+    /// so may its context if that is not the allocator's and no other stream of it is known here.
+    pub unsafe fn retire_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.retire(&named)
+    }
+
+    /// Records a marker on a stream now, so that what was freed on it so far can be trimmed or
+    /// shared when its work is done. Not needed for correctness.
+    ///
+    /// # Errors
+    /// [`Error::UnknownStream`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream, or a special handle, which means a default stream of the allocator's
+    /// context ([`Allocator`]).
+    pub unsafe fn mark_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.refuse_capture(&named)?;
+        let known = self.engine.known(&named)?;
+        self.engine.mark(known, named.key)
+    }
+
+    // ---- blocks ----------------------------------------------------------------------------
+
+    /// Whether a live block lies around `ptr`.
+    pub fn owns(&self, ptr: sys::CUdeviceptr) -> bool {
+        let Some(mut state) = self.engine.readable() else {
+            return false;
+        };
+        state.fronts.small_around(ptr).is_some() || state.large_around(ptr).is_some()
+    }
+
+    /// The live block around `ptr`: its base, size, stream and uses.
+    pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
+        let mut state = self.engine.readable()?;
+        if let Some((_, run, stream)) = state.fronts.small_around(ptr) {
+            return Some(state.run_info(stream, &run, &[]));
+        }
+        let id = state.large_around(ptr)?;
+        Some(state.block_info(id))
+    }
+
+    /// Usable bytes of the live block that starts at `ptr`.
+    pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
+        let mut state = self.engine.readable()?;
+        if let Some((_, run, _)) = state.fronts.small_around(ptr) {
+            return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
+        }
+        let id = state.large_around(ptr)?;
+        let hot = &state.extents.records[id];
+        (hot.addr == ptr).then(|| hot.bytes())
+    }
+
+    // ---- memory ----------------------------------------------------------------------------
+
+    /// Grows ahead, so that a block of `bytes` fits without a driver call. Classic policy: a
+    /// segment for such a request.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    pub fn reserve(&self, bytes: usize, stream: &Stream) -> Result<(), Error> {
+        self.allocate(bytes, stream).map(drop)
+    }
+
+    /// Gives memory that nobody uses back to the driver until at most `keep` bytes are held. Never
+    /// waits for the device itself: what is still in use is only counted. (The classic policy's segments
+    /// are freed by `cuMemFree`, which may wait for other work of their context.)
+    ///
+    /// What was freed on a raw stream can go only after a marker was seen complete: call
+    /// [`mark_raw`](Self::mark_raw) before the work ends, or [`synchronize`](Self::synchronize).
+    ///
+    /// # Errors
+    /// Driver errors: what could not be released stays in the books, and the next call tries again.
+    pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+        self.engine.trim(Keep::Held(keep))
+    }
+
+    /// [`trim`](Self::trim) to nothing.
+    ///
+    /// # Errors
+    /// As [`trim`](Self::trim).
+    pub fn empty_cache(&self) -> Result<Trimmed, Error> {
+        self.engine.trim(Keep::Held(0))
+    }
+
+    /// Gives memory that nobody uses back to the driver until at most `keep` bytes are held beside
+    /// the live blocks: what has been idle longest first (a run of free memory counts as idle since
+    /// its last part was freed), within one run from its end. Else as [`trim`](Self::trim).
+    ///
+    /// # Errors
+    /// As [`trim`](Self::trim).
+    pub fn trim_cached(&self, keep: u64) -> Result<Trimmed, Error> {
+        self.engine.trim(Keep::Cached(keep))
+    }
+
+    /// Waits until all work of the contexts involved is complete. All free memory can then be used
+    /// by every stream, or trimmed.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`] while a stream there is being captured; driver errors, among them those
+    /// of the work itself.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        drop(self.engine.open()?);
+        process::do_postponed();
+        self.engine.synchronise(true)
+    }
+
+    /// Sets or lifts the bound on bytes held from the driver. Memory above a lowered bound stays
+    /// until it is trimmed.
+    pub fn set_limit(&self, bytes: Option<u64>) {
+        if let Some(mut state) = self.engine.readable() {
+            state.physical.limit = bytes;
+        }
+    }
+
+    /// The bound on bytes held from the driver.
+    pub fn limit(&self) -> Option<u64> {
+        self.engine.readable()?.physical.limit
+    }
+
+    /// Adds a hook that is asked to free memory before a request fails, after everything that the
+    /// allocator itself can do without stopping the device. Replaces a hook of the same name;
+    /// whether one was replaced. Hooks run in order of registration and without any lock held.
+    pub fn add_relief_hook(
+        &self,
+        name: impl Into<String>,
+        hook: impl Fn(u64) -> u64 + Send + Sync + 'static,
+    ) -> bool {
+        self.engine.hooks.set(name.into(), Arc::new(hook))
+    }
+
+    /// Removes a hook; whether it existed.
+    pub fn remove_relief_hook(&self, name: &str) -> bool {
+        self.engine.hooks.remove(name)
+    }
+
+    /// Gives everything back to the driver and refuses further calls. Waits for the allocator's own
+    /// markers, and for the whole context where a raw stream left work without one. On an error the
+    /// allocator stays open and owns what could not be given back.
+    ///
+    /// Dropping the last handle does the same, as soon as no block is live; what a capture or the driver refuses
+    /// is done when a capture was ended through this crate, or by a later call of any allocator.
+    /// After a lost context, in a forked child and while the process exits nothing is touched.
+    ///
+    /// # Errors
+    /// [`Error::LiveBlocks`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors; [`Error::Capturing`]
+    /// if the context has to be waited for while a stream of it is being captured.
+    pub fn close(&self) -> Result<(), Error> {
+        process::do_postponed();
+        self.engine.close()
+    }
+
+    // ---- observation -----------------------------------------------------------------------
+
+    /// All figures, at one instant.
+    pub fn stats(&self) -> Stats {
+        let state = self.engine.readable();
+        state.map_or_else(Stats::default, |state| state.statistics())
+    }
+
+    /// How far the free memory could serve: a walk over all of it.
+    pub fn fragmentation(&self) -> Fragmentation {
+        let Some(mut state) = self.engine.readable() else {
+            return Fragmentation::default();
+        };
+        state.clear_shelves();
+        state.fragmentation()
+    }
+
+    /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
+    pub fn cached(&self) -> u64 {
+        let Some(mut state) = self.engine.readable() else {
+            return 0;
+        };
+        let (_, allocated) = state.live_totals();
+        state.stats.all.reserved.current.saturating_sub(allocated)
+    }
+
+    /// Calls of the driver so far, by name, as the function table counted them: those of everything
+    /// that uses the same [`Driver`].
+    pub fn driver_calls(&self) -> CallCounts {
+        self.engine.driver().calls()
+    }
+
+    /// Sets all peaks to the current values, at one instant.
+    pub fn reset_peaks(&self) {
+        if let Some(mut state) = self.engine.readable() {
+            state.reset_peaks();
+        }
+    }
+
+    /// All segments with their blocks, by address, at one instant.
+    pub fn snapshot(&self) -> Vec<SegmentInfo> {
+        self.stats_and_snapshot().1
+    }
+
+    /// [`stats`](Self::stats) and [`snapshot`](Self::snapshot) of the same instant.
+    pub fn stats_and_snapshot(&self) -> (Stats, Vec<SegmentInfo>) {
+        let Some(mut state) = self.engine.readable() else {
+            return Default::default();
+        };
+        state.clear_shelves();
+        (state.statistics(), state.snapshot())
+    }
+
+    /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
+    /// cost grows with the number of blocks. At any time and from any thread: what other threads have
+    /// under way is counted as that.
+    ///
+    /// # Errors
+    /// The first thing that does not agree. In a forked child there is nothing to look at, which is one.
+    pub fn check(&self) -> Result<(), CheckError> {
+        match self.engine.readable() {
+            Some(state) => state.check(),
+            None => {
+                crate::allocator::extent::invariant::holds("the books of a forked child", false)
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Allocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stats = self.stats();
+        f.debug_struct("Allocator")
+            .field("device", &self.engine.device.ordinal())
+            .field("policy", &self.policy())
+            .field("allocated", &stats.all.allocated.current)
+            .field("peak", &stats.all.allocated.peak)
+            .field("cached", &stats.cached())
+            .field("reserved", &stats.all.reserved.current)
+            .finish()
+    }
+}
+
+impl crate::allocator::heap::State {
+    fn statistics(&self) -> Stats {
+        let mut stats = self.stats;
+        stats.free = self.extents.free_bytes();
+        stats.free_blocks = self.extents.spaces().map(|s| s.piece_count() as u64).sum();
+        stats.largest_free = self
+            .extents
+            .spaces()
+            .map(|s| s.largest_piece())
+            .max()
+            .unwrap_or(0);
+        stats.nodes = self.extents.records.len() as u64;
+        stats.limit = self.physical.limit;
+        self.add_fronts(&mut stats);
+        stats.packing = self.packing();
+        stats
+    }
+}

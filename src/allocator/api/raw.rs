@@ -1,0 +1,141 @@
+//! Blocks by their addresses, on streams by their handles: for callers that keep both themselves.
+
+use crate::driver::{Stream, sys};
+
+use crate::allocator::api::Allocator;
+use crate::allocator::engine::defaults::is_special;
+use crate::allocator::engine::naming::Named;
+use crate::allocator::engine::request::Request;
+use crate::allocator::engine::small::Missed;
+use crate::allocator::error::Error;
+use crate::allocator::stream::slot::StreamKey;
+
+impl Allocator {
+    /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default
+    /// stream of the allocator's context, 2 the calling thread's own in that context, whichever context
+    /// is current.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate), and [`Error::WrongContext`].
+    ///
+    /// # Safety
+    /// `stream` must be a live stream or a special handle. Memory that was asked for by a special handle is
+    /// in the order of the allocator's context, not of one that the caller may have current (see
+    /// [`Allocator`]): work on another stream, the null stream of another context among them, needs
+    /// an order of its own and is recorded. The caller follows the contract for
+    /// raw streams that [`Allocator`] states: [`retire_raw`](Self::retire_raw) before it is
+    /// destroyed.
+    #[inline]
+    pub unsafe fn allocate_raw(
+        &self,
+        bytes: usize,
+        stream: sys::CUstream,
+    ) -> Result<sys::CUdeviceptr, Error> {
+        if is_special(stream) || !self.engine.unwatched() {
+            // SAFETY: the caller's contract.
+            return unsafe { self.allocate_raw_watched(bytes, stream) };
+        }
+        // SAFETY: the caller's contract.
+        match unsafe { self.engine.driver().stream_id(stream) } {
+            Ok(Some(key)) => match self.engine.allocate_at_once(key, bytes) {
+                Ok(grant) => Ok(grant.ptr()),
+                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
+            },
+            // SAFETY: the caller's contract.
+            Ok(None) => unsafe { self.allocate_raw_watched(bytes, stream) },
+            Err(error) => Err(self.engine.unnamed(stream, error)),
+        }
+    }
+
+    /// # Safety
+    /// As [`allocate_raw`](Self::allocate_raw).
+    #[inline(never)]
+    unsafe fn allocate_raw_watched(
+        &self,
+        bytes: usize,
+        stream: sys::CUstream,
+    ) -> Result<sys::CUdeviceptr, Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        Ok(self.engine.allocate(&named, bytes, 1)?.ptr())
+    }
+
+    #[inline(never)]
+    fn allocate_raw_missed(
+        &self,
+        bytes: usize,
+        (raw, key): (sys::CUstream, u64),
+        missed: Missed,
+    ) -> Result<sys::CUdeviceptr, Error> {
+        if let Some(grant) = self.engine.allocate_with_effort(key, bytes, missed) {
+            return Ok(grant.ptr());
+        }
+        let request = Request::new(bytes, 1)?;
+        let key = StreamKey::Id(key);
+        let stream = None;
+        let named = Named { key, raw, stream };
+        Ok(self.engine.allocate_request(&named, &request)?.ptr())
+    }
+
+    /// Frees a block by the address that [`allocate_raw`](Self::allocate_raw) or
+    /// [`Block::into_raw`](crate::allocator::Block::into_raw) gave.
+    ///
+    /// # Errors
+    /// [`Error::NotOurs`], [`Error::NotLive`] (also a second free), [`Error::InteriorPointer`],
+    /// [`Error::Capturing`], [`Error::Closed`], a lost context. In each of them nothing changes.
+    ///
+    /// # Safety
+    /// Nobody submits work that uses the block after this call, and the block has no other owner.
+    /// The block is freed in the order of the stream that it was allocated on, whichever context is
+    /// current. Its stream, and every stream recorded on it, is alive or was retired.
+    #[inline]
+    pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        self.engine.free_ptr(ptr)
+    }
+
+    /// Says that another stream uses the block around `ptr` (any address inside it): after its free
+    /// it is reused only when everything which that stream was given until the free has completed.
+    ///
+    /// # Errors
+    /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.
+    ///
+    /// # Safety
+    /// As [`allocate_raw`](Self::allocate_raw): a special handle means a default stream of the allocator's
+    /// context. Any other stream may be of another context or device.
+    pub unsafe fn record_stream_raw(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: sys::CUstream,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.record(ptr, &named, false)
+    }
+
+    /// Says that another stream used the block around `ptr` and will not again: reuse waits only for
+    /// what that stream was given so far.
+    ///
+    /// # Errors
+    /// As [`record_stream_raw`](Self::record_stream_raw).
+    ///
+    /// # Safety
+    /// As [`record_stream_raw`](Self::record_stream_raw), special handles included.
+    pub unsafe fn record_use_raw(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: sys::CUstream,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.record(ptr, &named, true)
+    }
+
+    /// [`Block::record_use`](crate::allocator::Block::record_use) for a block that somebody else owns, by its address.
+    pub(crate) fn record_use_at(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: &Stream,
+    ) -> Result<(), Error> {
+        self.engine.record(ptr, &self.engine.named(stream)?, true)
+    }
+}

@@ -1,0 +1,618 @@
+//! The small blocks of one front: runs of granules in pages, and recently freed runs at hand.
+//!
+//! Pure bookkeeping, in safe code, under the front's lock. A page is 128 granules; its runs lie
+//! without gaps. A free run is in the list of its exact length; one bit per length tells which lists
+//! hold anything, so that the best fit is found by counting zeros. Neighbours merge at once, except
+//! for the *quick* runs: the last ones that were freed, kept apart by length and handed out again as
+//! they are, the latest first.
+
+use super::account::rarely;
+use super::grain::{
+    Bits, FREE, GRAINS, Grain, Kind, LIVE, Live, NIL, Node, PAGE_GRAINS, Page, PageInfo, Taken,
+    Using,
+};
+use crate::allocator::size::GRANULE;
+
+/// Quick runs together are at most this part of the pages, or that many granules.
+const QUICK_SHARE: u32 = 8;
+const QUICK_LEAST: u32 = 4 * PAGE_GRAINS;
+/// Quick runs of one length are kept up to this many granules together.
+const QUICK_GRAINS: u32 = 512;
+/// They are many if they are more than this part of all pages.
+const QUICK_PART: u64 = 16;
+/// Pages that a front makes room for in its list of them at first.
+const PAGES: usize = 32;
+
+/// The quick runs of one length.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Quick {
+    pub head: u32,
+    /// How many more there may be.
+    pub left: u32,
+}
+
+/// A run that is free no more, and nobody's yet.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    node: Node,
+    bytes: u64,
+}
+
+impl Cut {
+    #[inline(always)]
+    fn new(node: Node, granules: u32) -> Self {
+        let bytes = u64::from(granules) * GRANULE;
+        Cut { node, bytes }
+    }
+}
+
+/// Lists of quick runs by length: as many as a byte has values, so that no length needs a check.
+pub(super) const LISTS: usize = 1 << 8;
+
+/// No quick runs.
+pub(super) const NO_QUICK: [Quick; LISTS] = {
+    let mut lists = [Quick { head: NIL, left: 0 }; LISTS];
+    let mut length = 1;
+    while length <= PAGE_GRAINS {
+        lists[length as usize].left = QUICK_GRAINS / length;
+        length += 1;
+    }
+    lists
+};
+
+/// See the module's text.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Heap {
+    #[expect(
+        clippy::vec_box,
+        reason = "pages are large, and stay where they are when there are more"
+    )]
+    pub(super) pages: Vec<Box<Page>>,
+    /// Granules that quick runs may still take, of
+    pub(super) quick_room: u32,
+    /// so many in all.
+    pub(super) cap: u32,
+    /// None are kept.
+    merges_all: bool,
+    /// Pages that are one free run.
+    pub(super) whole: u32,
+    /// Fewest of them since somebody last asked.
+    pub(super) idle: u32,
+    /// The stream's ticket for frees from now on.
+    pub(super) ticket: u64,
+    pub(super) pending_grains: u64,
+    /// Lists of free runs by length less one, and a bit for each that is not empty.
+    pub(super) filled: Bits,
+    pub(super) free: [u32; GRAINS],
+    pub(super) quick: [Quick; LISTS],
+    pub(super) vacant: Vec<u32>,
+    /// Pages whose generations are used up.
+    pub(super) worn: Vec<u32>,
+}
+
+impl Default for Heap {
+    fn default() -> Self {
+        Heap {
+            pages: Vec::new(),
+            quick_room: 0,
+            cap: 0,
+            merges_all: false,
+            whole: 0,
+            idle: 0,
+            ticket: 0,
+            pending_grains: 0,
+            filled: Bits::default(),
+            free: [NIL; GRAINS],
+            quick: NO_QUICK,
+            vacant: Vec::new(),
+            worn: Vec::new(),
+        }
+    }
+}
+
+impl Heap {
+    #[inline(always)]
+    pub(super) fn grain(&self, node: Node) -> &Grain {
+        &self.pages[node.page()].grains[node.place()]
+    }
+
+    #[inline(always)]
+    pub(super) fn grain_mut(&mut self, node: Node) -> &mut Grain {
+        &mut self.pages[node.page()].grains[node.place()]
+    }
+
+    // ---- blocks ----------------------------------------------------------------------------
+
+    /// Takes a quick run of just `granules` (1 to 128) for a block of which `requested` bytes were
+    /// asked for.
+    #[inline(always)]
+    pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
+        let quick = &mut self.quick[granules as usize % LISTS];
+        let node = Node(quick.head);
+        // There is no page for `NIL`.
+        let page = &mut **self.pages.get_mut(node.page())?;
+        quick.head = page.grains[node.place()].a;
+        quick.left += 1;
+        self.quick_room += granules;
+        Some(page.hand_out(node, requested))
+    }
+
+    /// Takes a run of `granules` (1 to 128) at a multiple of `align` granules.
+    pub(crate) fn take(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
+        if align > 1 {
+            return self.take_aligned(granules, align, requested);
+        }
+        let taken = self.take_anywhere(granules, requested);
+        taken.map(|(taken, _)| taken)
+    }
+
+    /// Takes a run of `granules`: a quick one of just so many, else the low end of the shortest free run
+    /// that is long enough. With its bytes, so that nobody need remember them.
+    #[inline(always)]
+    pub(crate) fn take_anywhere(&mut self, granules: u32, requested: u32) -> Option<(Taken, u64)> {
+        let quick = &mut self.quick[granules as usize % LISTS];
+        let node = Node(quick.head);
+        // There is no page for `NIL`.
+        let (page, cut) = if let Some(page) = self.pages.get_mut(node.page()) {
+            let page = &mut **page;
+            quick.head = page.grains[node.place()].a;
+            quick.left += 1;
+            self.quick_room += granules;
+            (page, Cut::new(node, granules))
+        } else {
+            rarely();
+            let found = self.filled.first_from(granules as usize - 1)?;
+            let cut = self.carve(found, granules);
+            (&mut *self.pages[cut.node.page()], cut)
+        };
+        Some((page.hand_out(cut.node, requested), cut.bytes))
+    }
+
+    fn take_aligned(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
+        let mut list = granules as usize - 1;
+        while let Some(found) = self.filled.first_from(list) {
+            let length = found as u32 + 1;
+            let mut at = self.free[found % GRAINS];
+            while at != NIL {
+                let node = Node(at);
+                let place = self.address(node) / GRANULE;
+                let skip = (place.next_multiple_of(u64::from(align)) - place) as u32;
+                if skip + granules <= length {
+                    self.cut(node, skip, granules);
+                    return Some(self.hand_out(Node(at + skip), requested));
+                }
+                at = self.grain(node).a;
+            }
+            list = found + 1;
+            if list >= GRAINS {
+                break;
+            }
+        }
+        None
+    }
+
+    /// Takes a run that begins at an address in a page, if enough is free from there on.
+    pub(crate) fn take_at(
+        &mut self,
+        page: u32,
+        ptr: u64,
+        granules: u32,
+        requested: u32,
+    ) -> Option<Taken> {
+        let run = self.around(page, ptr)?;
+        let skip = ((ptr - run.ptr) / GRANULE) as u32;
+        match run.kind {
+            Kind::Quick if skip == 0 && run.granules == granules => {
+                self.unquick(run.node, granules)
+            }
+            Kind::Free if skip + granules <= run.granules => self.cut(run.node, skip, granules),
+            _ => return None,
+        }
+        Some(self.hand_out(Node(run.node.0 + skip), requested))
+    }
+
+    /// Takes a run out of the quick ones.
+    pub(super) fn unquick(&mut self, node: Node, granules: u32) {
+        let length = granules as usize % LISTS;
+        let next = self.grain(node).a;
+        let mut at = self.quick[length].head;
+        if at == node.0 {
+            self.quick[length].head = next;
+        } else {
+            // Not many: a list is bounded in granules.
+            while at != NIL {
+                let grain = self.grain_mut(Node(at));
+                at = grain.a;
+                if at == node.0 {
+                    grain.a = next;
+                    break;
+                }
+            }
+        }
+        self.quick[length].left += 1;
+        self.quick_room += granules;
+    }
+
+    fn address(&self, node: Node) -> u64 {
+        self.pages[node.page()].info.base + node.place() as u64 * GRANULE
+    }
+
+    /// Whether an address of a page is free.
+    pub(crate) fn is_free(&self, page: u32, ptr: u64) -> bool {
+        let run = self.around(page, ptr);
+        run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
+    }
+
+    /// Makes a run that was cut out a live block.
+    fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
+        self.pages[node.page()].hand_out(node, requested)
+    }
+
+    /// The live block at a node, if its first byte is at `ptr`.
+    #[inline(always)]
+    pub(crate) fn live(&self, node: Node, ptr: u64) -> Option<Live> {
+        let page = self.pages.get(node.page())?;
+        let at = page.info.base + node.place() as u64 * GRANULE;
+        page.grains[node.place()].live().filter(|_| at == ptr)
+    }
+
+    /// The live block at a node, in this life of it.
+    #[inline(always)]
+    pub(crate) fn live_as(&self, node: Node, generation: u32) -> Option<Live> {
+        let page = self.pages.get(node.page())?;
+        let grain = &page.grains[node.place()];
+        debug_assert!(generation & LIVE != 0, "no link looks like it");
+        (grain.a == generation).then(|| grain.as_live())
+    }
+
+    /// Says which other streams use a live block.
+    pub(crate) fn set_using(&mut self, node: Node, using: Using) {
+        self.grain_mut(node).set_using(using);
+    }
+
+    /// Takes back a live block of `granules` that nobody else uses: kept as it is if there is room
+    /// for it at hand, else merged with what is free beside it.
+    pub(crate) fn put(&mut self, node: Node, granules: u32) {
+        if !self.put_quick(node, granules) {
+            self.put_merged(node);
+        }
+    }
+
+    /// Takes back a live block and keeps it as it is; false, and it is still live, if that would be
+    /// too much.
+    #[inline(always)]
+    pub(crate) fn put_quick(&mut self, node: Node, granules: u32) -> bool {
+        let quick = &mut self.quick[granules as usize % LISTS];
+        let (Some(page), Some(room)) = (
+            self.pages.get_mut(node.page()),
+            self.quick_room.checked_sub(granules),
+        ) else {
+            return false;
+        };
+        // Counted before it is sure: there is one more mostly.
+        let (left, none) = quick.left.overflowing_sub(1);
+        quick.left = left;
+        if none {
+            rarely();
+            quick.left = 0;
+            return false;
+        }
+        page.grains[node.place()].a = quick.head;
+        quick.head = node.0;
+        self.quick_room = room;
+        true
+    }
+
+    /// Takes back a live block that other streams may still use.
+    pub(crate) fn hold_back(&mut self, node: Node) {
+        let page = &mut self.pages[node.page()];
+        page.ticket = self.ticket;
+        let grain = &mut page.grains[node.place()];
+        grain.set_pending();
+        self.pending_grains += u64::from(grain.len);
+    }
+
+    /// The other streams are done with a block that was held back; or, not `over` yet, its own
+    /// stream has come to follow them. With `keep` it is kept as it is if there is room.
+    ///
+    /// What is kept counts as freed when it is merged, and is no longer what only others waited for.
+    pub(crate) fn let_go(&mut self, node: Node, over: bool, keep: bool) {
+        let grain = self.grain_mut(node);
+        grain.set_out();
+        let granules = u32::from(grain.len);
+        self.pending_grains -= u64::from(granules);
+        let worn = self.is_worn_at(node);
+        if keep && !worn && self.put_quick(node, granules) {
+            return;
+        }
+        if !over {
+            self.pages[node.page()].ticket = self.ticket;
+        }
+        if worn {
+            self.spend_run(node);
+        } else {
+            self.merge(node);
+        }
+    }
+
+    // ---- runs ------------------------------------------------------------------------------
+
+    /// Cuts the low end off the latest run of a list of free ones.
+    #[inline(never)]
+    fn carve(&mut self, found: usize, granules: u32) -> Cut {
+        let node = Node(self.free[found % GRAINS]);
+        let page = &mut *self.pages[node.page()];
+        let next = page.grains[node.place()].a;
+        page.shape(node, granules);
+        self.free[found % GRAINS] = next;
+        match self.find(Node(next)) {
+            Some(next) => next.b = NIL,
+            None => self.filled.clear(found),
+        }
+        let length = found as u32 + 1;
+        self.unlisted(length);
+        if length > granules {
+            self.list_here(Node(node.0 + granules), length - granules);
+        }
+        Cut::new(node, granules)
+    }
+
+    /// Takes `granules` out of a free run; what is left on either side stays free.
+    fn cut(&mut self, node: Node, skip: u32, granules: u32) {
+        let length = u32::from(self.grain(node).len);
+        self.unlist(node, length);
+        if skip > 0 {
+            self.list(node, skip);
+        }
+        let rest = length - skip - granules;
+        if rest > 0 {
+            self.list(Node(node.0 + skip + granules), rest);
+        }
+        let node = Node(node.0 + skip);
+        self.pages[node.page()].shape(node, granules);
+    }
+
+    /// Makes a range a free run of its list.
+    fn list(&mut self, node: Node, granules: u32) {
+        self.list_here(node, granules);
+    }
+
+    #[inline(always)]
+    fn list_here(&mut self, node: Node, granules: u32) {
+        let length = granules as usize - 1;
+        let head = std::mem::replace(&mut self.free[length % GRAINS], node.0);
+        let page = &mut *self.pages[node.page()];
+        page.grains[(node.place() + length) % GRAINS].back = granules as u8;
+        let grain = &mut page.grains[node.place()];
+        (grain.len, grain.c) = (granules as u8, FREE);
+        (grain.a, grain.b) = (head, NIL);
+        match self.find(Node(head)) {
+            Some(next) => next.b = node.0,
+            None => self.filled.set(length),
+        }
+        self.whole += u32::from(granules == PAGE_GRAINS);
+    }
+
+    #[inline]
+    pub(super) fn unlist(&mut self, node: Node, granules: u32) {
+        let grain = self.grain(node);
+        let (next, before) = (grain.a, grain.b);
+        let last = match self.find(Node(next)) {
+            Some(next) => {
+                next.b = before;
+                false
+            }
+            None => true,
+        };
+        match self.find(Node(before)) {
+            Some(before) => before.a = next,
+            None => {
+                let length = granules as usize - 1;
+                self.free[length % GRAINS] = next;
+                if last {
+                    self.filled.clear(length);
+                }
+            }
+        }
+        self.unlisted(granules);
+    }
+
+    /// The run of a link, unless that is `NIL`, for which there is no page.
+    #[inline(always)]
+    fn find(&mut self, node: Node) -> Option<&mut Grain> {
+        let page = self.pages.get_mut(node.page())?;
+        Some(&mut page.grains[node.place()])
+    }
+
+    /// Counts a run of `granules` that is no more in its list.
+    #[inline]
+    fn unlisted(&mut self, granules: u32) {
+        if granules == PAGE_GRAINS {
+            self.whole -= 1;
+            self.idle = self.idle.min(self.whole);
+        }
+    }
+
+    /// Takes back a live block together with the free runs beside it.
+    #[inline(never)]
+    pub(crate) fn put_merged(&mut self, node: Node) {
+        self.put_merged_here(node);
+    }
+
+    #[inline(always)]
+    pub(super) fn put_merged_here(&mut self, node: Node) {
+        self.merge_at(node, Some(self.ticket));
+    }
+
+    /// Makes a run free, together with the free runs beside it.
+    fn merge(&mut self, node: Node) {
+        self.merge_at(node, None);
+    }
+
+    /// [`merge`](Self::merge); with the ticket of a free that is newer than all others in the page.
+    #[inline(always)]
+    fn merge_at(&mut self, node: Node, ticket: Option<u64>) {
+        let page = &mut *self.pages[node.page()];
+        if let Some(ticket) = ticket {
+            page.ticket = ticket;
+        }
+        let place = node.place();
+        let grain = &mut page.grains[place];
+        let (mut start, mut length) = (node, u32::from(grain.len));
+        // Only where a run begins may a granule look like anything but free: an old pointer to the
+        // middle of a free run finds nothing live.
+        grain.set_free();
+        let end = place + length as usize;
+        let right = page.grains.get(end).filter(|grain| grain.is_free());
+        let right = right.map(|grain| (Node(node.0 + length), u32::from(grain.len)));
+        let left = place.checked_sub(1).map(|last| page.grains[last].back);
+        let left = left.map(u32::from).filter(|more| {
+            let place = place - *more as usize;
+            page.grains[place % GRAINS].is_free()
+        });
+        if let Some((right, more)) = right {
+            self.unlist(right, more);
+            length += more;
+        }
+        if let Some(more) = left {
+            start = Node(node.0 - more);
+            self.unlist(start, more);
+            length += more;
+        }
+        self.list_here(start, length);
+    }
+
+    /// Merges quick runs, the longest first, until one of `granules` is free, if they are a good part of
+    /// the pages; true if one is. Else another page is worth more: kept apart they serve the requests
+    /// to come at a fraction of the cost.
+    pub(crate) fn flush_for(&mut self, granules: u32) -> bool {
+        let many = u64::from(self.quick_granules()) * QUICK_PART
+            > self.page_count() as u64 * u64::from(PAGE_GRAINS);
+        let wanted = granules as usize - 1;
+        many && (1..=PAGE_GRAINS).rev().any(|length| {
+            self.flush_list(length);
+            self.filled.first_from(wanted).is_some()
+        })
+    }
+
+    /// Merges all quick runs; true if there were any.
+    pub(crate) fn flush_quick(&mut self) -> bool {
+        let any = self.quick_granules() > 0;
+        if any {
+            (1..=PAGE_GRAINS).for_each(|length| self.flush_list(length));
+        }
+        any
+    }
+
+    /// Merges the quick runs of one length.
+    fn flush_list(&mut self, length: u32) {
+        let at = length as usize % LISTS;
+        let none = NO_QUICK[at];
+        let quick = std::mem::replace(&mut self.quick[at], none);
+        self.quick_room += (none.left - quick.left) * length;
+        let mut at = quick.head;
+        while at != NIL {
+            let node = Node(at);
+            at = self.grain(node).a;
+            self.put_merged(node);
+        }
+    }
+
+    // ---- pages -----------------------------------------------------------------------------
+
+    /// Adds a page as one free run. Returns its place in the heap.
+    pub(crate) fn add_page(&mut self, info: PageInfo) -> u32 {
+        // Of its ticket: the stream may be using it still, or follow who is.
+        let page = Page::new(info, self.ticket);
+        let at = match self.vacant.pop() {
+            Some(at) => {
+                *self.pages[at as usize] = page;
+                at
+            }
+            None => {
+                if self.pages.capacity() == 0 {
+                    // Read all the time: the ends of so many words may have busy neighbours, no more.
+                    self.pages.reserve(PAGES);
+                }
+                self.pages.push(Box::new(page));
+                self.pages.len() as u32 - 1
+            }
+        };
+        self.list(Node::new(at, 0), PAGE_GRAINS);
+        self.set_cap();
+        at
+    }
+
+    /// Takes out a page that is one free run, if more than `keep` are, with the ticket of the newest
+    /// free in it.
+    pub(crate) fn remove_page(&mut self, keep: u32) -> Option<(PageInfo, u64)> {
+        if let Some(worn) = self.remove_worn() {
+            return Some(worn);
+        }
+        if self.whole <= keep {
+            return None;
+        }
+        let node = Node(self.free[GRAINS - 1]);
+        self.unlist(node, PAGE_GRAINS);
+        let page = &mut self.pages[node.page()];
+        page.present = false;
+        let gone = (page.info, page.ticket);
+        self.vacant.push(node.page() as u32);
+        self.set_cap();
+        Some(gone)
+    }
+
+    /// Frees from now on get this ticket.
+    pub(crate) fn set_ticket(&mut self, ticket: u64) {
+        self.ticket = ticket;
+    }
+
+    /// Pages that are one free run.
+    pub(crate) fn whole_pages(&self) -> u32 {
+        self.whole
+    }
+
+    /// Pages of those that are one free run, or were in the meantime used, since this was last asked.
+    pub(crate) fn take_needed_pages(&mut self) -> u32 {
+        self.whole - std::mem::replace(&mut self.idle, self.whole)
+    }
+
+    /// Pages in all.
+    pub(crate) fn page_count(&self) -> usize {
+        self.pages.len() - self.vacant.len()
+    }
+
+    /// Bounds what quick runs may hold together, after pages came or went.
+    pub(super) fn set_cap(&mut self) {
+        let granules = self.page_count() as u32 * PAGE_GRAINS;
+        let cap = match self.merges_all {
+            true => 0,
+            false => (granules / QUICK_SHARE).max(QUICK_LEAST),
+        };
+        if self.quick_granules() > cap {
+            self.flush_quick();
+        }
+        self.quick_room = cap - self.quick_granules();
+        self.cap = cap;
+    }
+
+    /// Whether any quick runs are kept from now on: where none are, no live block is taken back by
+    /// [`put_quick`](Self::put_quick).
+    pub(crate) fn keep_quick(&mut self, keep: bool) {
+        if self.merges_all == keep {
+            self.merges_all = !keep;
+            self.set_cap();
+        }
+    }
+
+    /// Granules in quick runs.
+    pub(crate) fn quick_granules(&self) -> u32 {
+        self.cap - self.quick_room
+    }
+
+    /// Granules of freed blocks that other streams may still use.
+    pub(crate) fn pending_granules(&self) -> u64 {
+        self.pending_grains
+    }
+}

@@ -1,0 +1,514 @@
+//! Fronts: what an allocation of up to 64 KiB meets first, and mostly nothing else.
+//!
+//! A front belongs to one stream and has pages of its own; a stream has one, and more when threads
+//! meet at its lock, up to one per thread of execution. Everything about a small block (its run, its
+//! generation, the statistics, the streams recorded on it) is under the lock of the front that owns
+//! its page, so that two streams, or two fronts of one, share no word that either writes. What a
+//! front cannot do alone (pages, markers, peaks) its callers do with the books outside.
+//!
+//! Lock order: the books, then fronts by rank. A front is never waited for with a higher one held.
+
+mod account;
+mod again;
+mod batch;
+pub(crate) mod cache;
+mod grain;
+mod heap;
+#[cfg(all(loom, test))]
+mod interleavings;
+mod pages;
+mod room;
+mod shelf;
+#[cfg(all(test, not(loom)))]
+mod tests;
+mod walk;
+mod worn;
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::sync::lock::AtomicPtr;
+pub(crate) use crate::sync::lock::{Held, Lock, pause};
+pub(crate) use account::{Accounts, QUANTITIES};
+pub(crate) use batch::{Batch, Returned};
+pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
+pub(crate) use heap::Heap;
+pub(crate) use pages::{PageTable, SMALL_ID, page_of};
+pub(crate) use shelf::{Amounts, Shelf, Shelved};
+
+use crate::allocator::size::GRANULE;
+use account::anew;
+use std::sync::atomic::Ordering;
+
+/// No allocator: every call needs the books.
+const CLOSED: u64 = u64::MAX;
+/// No allocator: the next allocation looks for worn pages first.
+const USED_UP: u64 = u64::MAX - 1;
+/// Most fronts of a stream.
+pub(crate) const MOST_FRONTS: usize = 16;
+/// Wholly free pages that a front keeps when it hands some back: this part of its pages, between so
+/// many and so many. Of those that it did not need lately no memory is added for others.
+const SPARE_PART: usize = 4;
+const SPARE_LEAST: usize = 8;
+const SPARE_PAGES: usize = 16;
+/// It hands none back before there are more than so many times that: a front whose need goes up and
+/// down would give and ask all the time.
+const SPARE_EXCESS: u32 = 2;
+/// Times that threads met at a front's lock before its stream gets another front.
+const CONTENTIONS: u32 = 32;
+
+/// What keeps an allocator: fronts with live blocks hold it, and know nothing else of it.
+pub(crate) trait KeepAlive: std::fmt::Debug + Send + Sync {}
+
+#[cfg(test)]
+impl KeepAlive for () {}
+
+/// No allocator.
+#[cfg(all(test, not(loom)))]
+pub(crate) fn nobody() -> std::sync::Weak<dyn KeepAlive> {
+    std::sync::Weak::<()>::new()
+}
+
+/// One front. Never freed: a front that nobody needs waits for its next stream.
+///
+/// On cache lines of its own, and the first of them is all that other fronts touch when they ask for
+/// room.
+#[derive(Debug)]
+#[repr(C, align(128))]
+pub(crate) struct Front {
+    lock: Lock<Inner>,
+    /// Place in the order of locks.
+    pub(crate) rank: u32,
+    /// The allocator while the front has a stream.
+    owner: AtomicPtr<()>,
+}
+
+/// Fronts that wait for a stream.
+#[derive(Debug)]
+pub(crate) struct FrontPool {
+    waiting: Mutex<Vec<&'static Front>>,
+    made: std::sync::atomic::AtomicU32,
+}
+
+impl FrontPool {
+    pub(crate) const fn new() -> Self {
+        FrontPool {
+            waiting: Mutex::new(Vec::new()),
+            made: std::sync::atomic::AtomicU32::new(0),
+        }
+    }
+
+    /// A front without a stream.
+    pub(crate) fn take(&self) -> &'static Front {
+        let waiting = self
+            .waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop();
+        waiting.unwrap_or_else(|| {
+            let rank = self.made.fetch_add(1, Ordering::Relaxed);
+            Box::leak(Box::new(Front::new(rank)))
+        })
+    }
+
+    /// Takes back a front whose stream is gone: it has no pages, and nothing live.
+    pub(crate) fn give_back(&self, front: &'static Front) {
+        let former = std::mem::take(&mut *front.lock());
+        self.waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(front);
+        // The last user of an allocator may go with it: outside the locks.
+        drop(former);
+    }
+}
+
+/// What a front is to its stream.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Inner {
+    /// The number of the allocator as long as calls may go on without a look at the books, and
+    open: u64,
+    /// the stream's number in it: who may come in then.
+    pub key: u64,
+    pub accounts: Accounts,
+    pub heap: Heap,
+    /// Number of the allocator, 0 for none.
+    pub allocator: u64,
+    /// The stream's slot.
+    pub slot: u32,
+    /// Large blocks.
+    pub shelf: Shelf,
+    /// The allocator, as long as it is open or blocks of this front are live.
+    pub owner: Option<Arc<dyn KeepAlive>>,
+    pub batches: Vec<Batch>,
+    /// Batches that wait for their streams outside,
+    pub waiting: u32,
+    /// and those that do no more.
+    pub returned: Vec<Returned>,
+    /// Small blocks of other streams on which this stream is recorded, live or in a batch that is
+    /// open, as far as this front counts them: only the sum over a stream's fronts means something.
+    pub recorded: i64,
+    /// Most bytes that were held back at once.
+    pub pending_peak: u64,
+    contentions: u32,
+    /// Requests that find nothing to let pass before the other streams are asked again, and how many
+    /// that were the last time.
+    skips: u32,
+    patience: u32,
+    /// Blocks handed out when the room was last shared out, and the last sharing before which there
+    /// were more.
+    shared_at: u64,
+    busy_at: u64,
+    /// Blocks handed out when it was last asked what the front did not need.
+    asked_at: u64,
+    /// Fronts that were busy then, this one among them if it was, by rank: who may have room, and where
+    /// in the row to ask next.
+    others: Option<Others>,
+    turn: u32,
+}
+
+/// Fronts, by rank.
+pub(crate) type Others = Arc<[&'static Front]>;
+
+impl Default for Inner {
+    fn default() -> Self {
+        let mut accounts = Accounts::default();
+        accounts.blocks.allow(worn::LIVES);
+        Inner {
+            owner: None,
+            allocator: 0,
+            key: 0,
+            slot: 0,
+            open: CLOSED,
+            heap: Heap::default(),
+            shelf: Shelf::default(),
+            accounts,
+            batches: Vec::new(),
+            waiting: 0,
+            returned: Vec::new(),
+            recorded: 0,
+            pending_peak: 0,
+            contentions: 0,
+            skips: 0,
+            patience: 0,
+            shared_at: 0,
+            busy_at: 0,
+            asked_at: 0,
+            others: None,
+            turn: 0,
+        }
+    }
+}
+
+/// A stream by its number in an allocator, by its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub allocator: u64,
+    pub key: u64,
+}
+
+/// A small request in numbers that fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Small {
+    pub granules: u32,
+    /// Alignment in granules.
+    pub align: u32,
+    pub requested: u32,
+}
+
+impl Small {
+    #[inline(always)]
+    pub(crate) fn bytes(self) -> u64 {
+        u64::from(self.granules) * GRANULE
+    }
+
+    /// Granules of a run in which it surely fits.
+    pub(crate) fn span(self) -> u32 {
+        self.granules + self.align.max(1) - 1
+    }
+}
+
+/// How a request to a front ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Allocated {
+    Taken(Taken),
+    /// No run is long enough.
+    NoRun,
+    /// It could be a new peak.
+    NoRoom,
+    /// The front is another stream's by now, or its stream needs a closer look.
+    Stranger,
+}
+
+/// Which life of a block is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Life {
+    /// The one with this generation, which has an owner.
+    Generation(u32),
+    /// The present one of the block that begins at an address.
+    At(u64),
+}
+
+/// How a free ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Freed {
+    Done,
+    /// Done, and there is a page to hand back.
+    Page,
+    /// Done, and the batch for this stream is full.
+    Full(u32),
+    /// Nothing is done yet: it needs the books.
+    Books,
+    /// There is no such block.
+    NotLive,
+}
+
+impl Front {
+    #[inline]
+    pub(crate) fn lock(&self) -> Held<'_, Inner> {
+        self.lock.lock()
+    }
+
+    /// The front, if nobody is at it.
+    #[inline(always)]
+    pub(crate) fn try_lock(&self) -> Option<Held<'_, Inner>> {
+        self.lock.try_lock()
+    }
+
+    fn new(rank: u32) -> Self {
+        Front {
+            lock: Lock::new(Inner::default()),
+            rank,
+            owner: AtomicPtr::new(std::ptr::null_mut()),
+        }
+    }
+
+    /// The allocator from now on.
+    pub(crate) fn set_owner(&self, owner: &Arc<dyn KeepAlive>) {
+        let owner = Arc::as_ptr(owner).cast_mut().cast();
+        self.owner.store(owner, Ordering::Release);
+    }
+
+    /// The allocator that was set last. Alive as long as a block has this front as its home.
+    #[inline]
+    pub(crate) fn owner(&self) -> *const () {
+        self.owner.load(Ordering::Acquire)
+    }
+}
+
+impl Inner {
+    /// Lets the front work without a look at the books, or stops it.
+    pub(crate) fn set_fast(&mut self, fast: bool) {
+        self.open = match fast {
+            true if self.accounts.blocks.is_used_up() => USED_UP,
+            true => self.allocator,
+            false => CLOSED,
+        };
+        self.heap.keep_quick(fast);
+    }
+
+    /// Threads met here: whether the stream should get another front, because they keep doing so.
+    pub(crate) fn crowded(&mut self) -> bool {
+        self.contentions += 1;
+        let crowded = self.contentions >= CONTENTIONS;
+        if crowded {
+            self.contentions = 0;
+        }
+        crowded
+    }
+
+    /// Whether allocations and frees may go on without a look at the books.
+    #[inline(always)]
+    pub(crate) fn is_fast(&self) -> bool {
+        self.open != CLOSED
+    }
+
+    /// Takes an unaligned request if nothing stands in the way, and a run of just its length is at
+    /// hand.
+    #[inline(always)]
+    pub(crate) fn take_at_once(&mut self, owner: Owner, request: Small) -> Option<Taken> {
+        if !self.serves(owner) {
+            return None;
+        }
+        let bytes = request.bytes();
+        if !self.accounts.allocated.fits(bytes) {
+            return None;
+        }
+        let taken = self.heap.take_quick(request.granules, request.requested)?;
+        self.account(bytes, request.requested);
+        Some(taken)
+    }
+
+    /// Takes an unaligned request if nothing stands in the way, and any free run is long enough.
+    #[inline(always)]
+    pub(crate) fn take_anywhere(&mut self, owner: Owner, request: Small) -> Option<Taken> {
+        let bytes = request.bytes();
+        if !self.serves(owner) || !self.accounts.allocated.fits(bytes) {
+            return None;
+        }
+        let (granules, requested) = (request.granules, request.requested);
+        let (taken, bytes) = self.heap.take_anywhere(granules, requested)?;
+        self.account(bytes, requested);
+        Some(taken)
+    }
+
+    /// Takes a request.
+    pub(crate) fn take(&mut self, request: Small) -> Allocated {
+        let bytes = request.bytes();
+        if !self.accounts.allocated.fits(bytes) {
+            return Allocated::NoRoom;
+        }
+        let (granules, align) = (request.granules, request.align);
+        let Some(taken) = self.heap.take(granules, align, request.requested) else {
+            return Allocated::NoRun;
+        };
+        self.account(bytes, request.requested);
+        Allocated::Taken(taken)
+    }
+
+    /// Adds a block to the sums.
+    #[inline(always)]
+    fn account(&mut self, bytes: u64, requested: u32) {
+        if self.accounts.add(bytes, u64::from(requested)) {
+            let inner = anew(self);
+            if inner.open != CLOSED {
+                inner.open = USED_UP;
+            }
+        }
+    }
+
+    /// Takes a request at an address of a page, if it is free there.
+    pub(crate) fn take_at(&mut self, page: u32, ptr: u64, request: Small) -> Allocated {
+        let bytes = request.bytes();
+        let aligned = ptr.is_multiple_of(u64::from(request.align.max(1)) * GRANULE);
+        if !aligned {
+            return Allocated::NoRun;
+        }
+        if !self.accounts.allocated.fits(bytes) {
+            return Allocated::NoRoom;
+        }
+        match self
+            .heap
+            .take_at(page, ptr, request.granules, request.requested)
+        {
+            Some(taken) => {
+                self.account(bytes, request.requested);
+                Allocated::Taken(taken)
+            }
+            None => Allocated::NoRun,
+        }
+    }
+
+    /// Takes a request whatever it does to the peak, which is the caller's to look at.
+    pub(crate) fn take_beyond(&mut self, request: Small) -> Allocated {
+        self.accounts.allocated.extend(request.bytes());
+        self.take(request)
+    }
+
+    /// Whether calls for a stream may go on here without a look at the books.
+    #[inline(always)]
+    pub(crate) fn serves(&self, owner: Owner) -> bool {
+        self.open == owner.allocator && self.key == owner.key
+    }
+
+    /// The live block that begins at an address.
+    pub(crate) fn live(&self, node: Node, ptr: u64, generation: Option<u32>) -> Option<Live> {
+        let live = self.heap.live(node, ptr)?;
+        generation
+            .is_none_or(|g| g == live.generation)
+            .then_some(live)
+    }
+
+    /// Frees a block if nothing stands in the way; with a generation only that life of it.
+    #[inline(always)]
+    pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
+        let live = match life {
+            // The page of a block that somebody owns cannot have gone.
+            Life::Generation(generation) => self.heap.live_as(node, generation),
+            Life::At(ptr) => self.heap.live(node, ptr),
+        };
+        let Some(live) = live else {
+            return false;
+        };
+        // A front that was stopped keeps no quick runs: its blocks come no further than this.
+        if live.using != Using::NONE || !self.heap.put_quick(node, live.granules) {
+            return false;
+        }
+        debug_assert!(self.is_fast(), "else there is no room for quick runs");
+        self.account_free(live);
+        true
+    }
+
+    /// Frees a block in this life of it that [`free_at_once`](Self::free_at_once) did not, if that was for
+    /// want of room to keep its run as it is: merges it. Whether there is a page to hand back then; `None`,
+    /// with nothing done, if more stands in the way.
+    #[inline(always)]
+    pub(crate) fn free_merged(&mut self, node: Node, generation: u32) -> Option<bool> {
+        let live = self.heap.live_as(node, generation)?;
+        if live.using != Using::NONE || !self.is_fast() {
+            return None;
+        }
+        self.account_free(live);
+        self.heap.put_merged_here(node);
+        Some(self.pages_to_keep().is_some())
+    }
+
+    /// Takes a large block back onto the shelf. False if the books have to free it.
+    #[inline]
+    pub(crate) fn free_large(&mut self, id: u32, generation: u32) -> bool {
+        self.is_fast() && self.shelf.put(id, Some(generation)) == Some(true)
+    }
+
+    /// Frees a block that begins at an address; with a generation only that life of it.
+    pub(crate) fn free(&mut self, node: Node, ptr: u64, generation: Option<u32>) -> Freed {
+        let Some(live) = self.live(node, ptr, generation) else {
+            return Freed::NotLive;
+        };
+        if !self.is_fast() || live.using != Using::NONE {
+            return self.free_shared(node, live);
+        }
+        self.account_free(live);
+        self.heap.put(node, live.granules);
+        match self.pages_to_keep() {
+            Some(_) => Freed::Page,
+            None => Freed::Done,
+        }
+    }
+
+    /// How many wholly free pages to keep, if there are so many that some should be handed back.
+    pub(crate) fn pages_to_keep(&self) -> Option<u32> {
+        let whole = self.heap.whole_pages();
+        if whole <= SPARE_EXCESS * SPARE_LEAST as u32 {
+            return None;
+        }
+        let pages = self.heap.page_count() / SPARE_PART;
+        let keep = pages.clamp(SPARE_LEAST, SPARE_PAGES) as u32;
+        (whole > SPARE_EXCESS * keep).then_some(keep)
+    }
+
+    /// Takes a block out of the sums.
+    #[inline(always)]
+    pub(crate) fn account_free(&mut self, live: Live) {
+        let bytes = u64::from(live.granules) * GRANULE;
+        self.accounts.sub(bytes, u64::from(live.requested));
+    }
+
+    /// Whether the front handed nothing out, also from its shelf, since this was last asked.
+    pub(crate) fn take_quiet(&mut self) -> bool {
+        let total = self.accounts.blocks.total() + self.shelf.reused().blocks;
+        std::mem::replace(&mut self.asked_at, total) == total
+    }
+
+    /// Whether the front handed anything out lately. `now` is the number of the sharing.
+    pub(crate) fn busy(&mut self, now: u64) -> bool {
+        let total = self.accounts.blocks.total();
+        if total != self.shared_at {
+            self.shared_at = total;
+            self.busy_at = now;
+        }
+        now - self.busy_at <= EPOCH
+    }
+}
+
+/// Sharings after which a front that hands nothing out gets no room.
+const EPOCH: u64 = 16;

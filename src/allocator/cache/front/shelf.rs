@@ -1,0 +1,278 @@
+//! Large blocks that a front may hand out and take back without the books.
+//!
+//! To the books a block on a shelf is in use, whether somebody holds it or not. The shelf knows
+//! better: it keeps the last few large blocks of its front, and one that was freed here is handed out
+//! again to the next request of the same length on the same stream, which needs no order and no
+//! search.
+//!
+//! What lies here free is not merged with its neighbours, and must not change where other blocks go. So
+//! the next request that the shelf cannot serve sends everything back, and a block is only here while
+//! nothing else happened in the books since it was handed out: the best fit for the next request of its
+//! length is then the place where it lies. Only where threads meet at the lock of the books, so that
+//! their order is chance anyway, do blocks stay beside other work.
+
+use crate::allocator::extent::invariant::{CheckError, holds, same};
+use crate::allocator::extent::record::{NIL, SPENT};
+
+/// Blocks on a shelf at most.
+const PLACES: usize = 64;
+
+/// A block on a shelf.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Shelved {
+    pub id: u32,
+    /// Of its present life, or of its last one.
+    pub generation: u32,
+    pub ptr: u64,
+    pub granules: u32,
+    /// Bytes as the books count them for it: no life of it on the shelf asks for more.
+    pub counted: u64,
+    /// Bytes that its present life asked for; 0 if it is free.
+    pub requested: u64,
+    /// How often it was handed out again here.
+    pub reuses: u32,
+}
+
+impl Shelved {
+    pub(crate) fn is_live(&self) -> bool {
+        self.requested > 0
+    }
+
+    fn bytes(&self) -> u64 {
+        u64::from(self.granules) * crate::allocator::size::GRANULE
+    }
+}
+
+/// Bytes of blocks, bytes as asked for, and blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Amounts {
+    pub bytes: u64,
+    pub requested: u64,
+    pub blocks: u64,
+}
+
+impl std::ops::AddAssign for Amounts {
+    fn add_assign(&mut self, other: Amounts) {
+        self.bytes += other.bytes;
+        self.requested += other.requested;
+        self.blocks += other.blocks;
+    }
+}
+
+/// The large blocks that a front keeps.
+#[derive(Debug)]
+pub(crate) struct Shelf {
+    /// Lengths of the free ones; 0 elsewhere. Apart from the rest, as every request reads all of them.
+    free: [u32; PLACES],
+    /// Numbers of the blocks; [`NIL`] where a place is empty.
+    ids: [u32; PLACES],
+    blocks: [Shelved; PLACES],
+    /// When each was last allocated or freed here.
+    touched: [u32; PLACES],
+    now: u32,
+    /// Blocks here, free ones among them.
+    count: u32,
+    /// What the books count and nobody holds.
+    held: Amounts,
+    /// What was ever handed out again.
+    reused: Amounts,
+}
+
+impl Default for Shelf {
+    fn default() -> Self {
+        Shelf {
+            free: [0; PLACES],
+            ids: [NIL; PLACES],
+            blocks: [Shelved::default(); PLACES],
+            touched: [0; PLACES],
+            now: 0,
+            count: 0,
+            held: Amounts::default(),
+            reused: Amounts::default(),
+        }
+    }
+}
+
+impl Shelf {
+    /// Hands out a free block of exactly this length.
+    #[inline]
+    pub(crate) fn take(&mut self, granules: u32, requested: u64) -> Option<Shelved> {
+        if self.held.blocks == 0 {
+            return None;
+        }
+        self.take_any(granules, requested)
+    }
+
+    #[inline(never)]
+    fn take_any(&mut self, granules: u32, requested: u64) -> Option<Shelved> {
+        let at = position(&self.free, granules)?;
+        let block = &mut self.blocks[at];
+        // One that has no other life after this goes back to the books.
+        if granules == 0 || requested > block.counted || block.generation >= SPENT - 1 {
+            return None;
+        }
+        block.requested = requested;
+        block.reuses = block.reuses.saturating_add(1);
+        // Odd while it is live, as at each birth in the books.
+        block.generation += 2;
+        let block = *block;
+        self.free[at] = 0;
+        self.touch(at);
+        self.held.bytes -= block.bytes();
+        self.held.requested -= requested;
+        self.held.blocks -= 1;
+        self.reused += Amounts {
+            bytes: block.bytes(),
+            requested,
+            blocks: 1,
+        };
+        Some(block)
+    }
+
+    /// Takes a live block back, with a generation only that life of it. `None` if the block is not
+    /// here; whether it was live.
+    pub(crate) fn put(&mut self, id: u32, generation: Option<u32>) -> Option<bool> {
+        let at = self.place(id)?;
+        let block = &mut self.blocks[at];
+        if !block.is_live() || generation.is_some_and(|g| g != block.generation) {
+            return Some(false);
+        }
+        let requested = std::mem::take(&mut block.requested);
+        let (bytes, granules) = (block.bytes(), block.granules);
+        self.free[at] = granules;
+        self.touch(at);
+        self.held += Amounts {
+            bytes,
+            requested,
+            blocks: 1,
+        };
+        Some(true)
+    }
+
+    /// Puts a live block here. Gives back the one that has to go for it.
+    pub(crate) fn add(&mut self, block: Shelved) -> Option<Shelved> {
+        let vacant = position(&self.ids, NIL);
+        let at = vacant.or_else(|| self.least_wanted())?;
+        let gone = self.clear(at);
+        self.count += 1;
+        self.ids[at] = block.id;
+        self.blocks[at] = block;
+        self.touch(at);
+        gone
+    }
+
+    /// Where the free block lies, else the live one, that was touched longest ago.
+    fn least_wanted(&self) -> Option<usize> {
+        let worth = |at: &usize| {
+            let age = self.now.wrapping_sub(self.touched[*at]);
+            (self.free[*at] == 0, u32::MAX - age)
+        };
+        (0..PLACES).min_by_key(worth)
+    }
+
+    /// The block, if it is here.
+    pub(crate) fn find(&self, id: u32) -> Option<&Shelved> {
+        let at = self.place(id)?;
+        Some(&self.blocks[at])
+    }
+
+    /// Takes a block off the shelf.
+    pub(crate) fn remove(&mut self, id: u32) -> Option<Shelved> {
+        let at = self.place(id)?;
+        self.clear(at)
+    }
+
+    /// Takes a free block off the shelf.
+    pub(crate) fn remove_idle(&mut self) -> Option<Shelved> {
+        if self.held.blocks == 0 {
+            return None;
+        }
+        let at = self.free.iter().position(|free| *free != 0)?;
+        self.clear(at)
+    }
+
+    /// Takes any block off the shelf.
+    pub(crate) fn remove_any(&mut self) -> Option<Shelved> {
+        if self.count == 0 {
+            return None;
+        }
+        let at = self.ids.iter().position(|id| *id != NIL)?;
+        self.clear(at)
+    }
+
+    /// All blocks here.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = &Shelved> {
+        let known = self.ids.iter().zip(&self.blocks);
+        known.filter(|(id, _)| **id != NIL).map(|(_, block)| block)
+    }
+
+    /// What the books count and nobody holds.
+    pub(crate) fn held(&self) -> Amounts {
+        self.held
+    }
+
+    /// What was ever handed out again.
+    pub(crate) fn reused(&self) -> Amounts {
+        self.reused
+    }
+
+    /// The sums are those of the blocks.
+    pub(crate) fn check(&self) -> Result<(), CheckError> {
+        let (mut held, mut count) = (Amounts::default(), 0);
+        for at in 0..PLACES {
+            let block = &self.blocks[at];
+            if self.ids[at] == NIL {
+                same("an empty place on a shelf", 0, u64::from(self.free[at]))?;
+                continue;
+            }
+            count += 1;
+            let free = if block.is_live() { 0 } else { block.granules };
+            same("a block at hand", u64::from(free), u64::from(self.free[at]))?;
+            held.requested += block.counted - block.requested;
+            if !block.is_live() {
+                held.bytes += block.bytes();
+                held.blocks += 1;
+            }
+        }
+        same("blocks on a shelf", count, u64::from(self.count))?;
+        holds("sums of a shelf", held == self.held)
+    }
+
+    #[inline]
+    fn place(&self, id: u32) -> Option<usize> {
+        if self.count == 0 {
+            return None;
+        }
+        position(&self.ids, id)
+    }
+
+    fn touch(&mut self, at: usize) {
+        self.now = self.now.wrapping_add(1);
+        self.touched[at] = self.now;
+    }
+
+    fn clear(&mut self, at: usize) -> Option<Shelved> {
+        if self.ids[at] == NIL {
+            return None;
+        }
+        let block = self.blocks[at];
+        self.count -= 1;
+        self.ids[at] = NIL;
+        self.free[at] = 0;
+        self.held.requested -= block.counted - block.requested;
+        if !block.is_live() {
+            self.held.bytes -= block.bytes();
+            self.held.blocks -= 1;
+        }
+        Some(block)
+    }
+}
+
+/// Where a number stands first. In groups, which processors compare at once.
+fn position(numbers: &[u32; PLACES], wanted: u32) -> Option<usize> {
+    const GROUP: usize = 8;
+    let hit = |group: &[u32]| group.iter().fold(false, |hit, one| hit | (*one == wanted));
+    let group = numbers.chunks_exact(GROUP).position(hit)?;
+    let within = &numbers[group * GROUP..][..GROUP];
+    Some(group * GROUP + within.iter().position(|one| *one == wanted)?)
+}

@@ -1,0 +1,139 @@
+//! Walks over a heap: what lies where, and whether all of it agrees.
+
+use super::grain::{GRAINS, Kind, NIL, Node, PAGE_GRAINS, PageInfo, Run};
+use super::heap::{Heap, NO_QUICK};
+use crate::allocator::size::GRANULE;
+
+impl Heap {
+    /// Pages with their places in the heap.
+    pub(crate) fn pages(&self) -> impl Iterator<Item = (u32, PageInfo)> + '_ {
+        (0u32..)
+            .zip(&self.pages)
+            .filter(|(_, page)| page.present)
+            .map(|(at, page)| (at, page.info))
+    }
+
+    /// The runs of a page, from its first byte on.
+    pub(crate) fn runs(&self, page: u32) -> impl Iterator<Item = Run> + '_ {
+        let mut place = 0;
+        std::iter::from_fn(move || {
+            let held = self.pages.get(page as usize).filter(|p| p.present)?;
+            if place >= PAGE_GRAINS {
+                return None;
+            }
+            let grain = held.grains.get(place as usize)?;
+            let node = Node::new(page, place);
+            let ptr = held.info.base + u64::from(place) * GRANULE;
+            // A length of zero would never end; the check reports it.
+            place += u32::from(grain.len).max(1);
+            Some(Run {
+                node,
+                ptr,
+                granules: u32::from(grain.len),
+                kind: grain.kind(),
+                live: self.live(node, ptr),
+            })
+        })
+    }
+
+    /// The run around an address in a page.
+    pub(crate) fn around(&self, page: u32, ptr: u64) -> Option<Run> {
+        self.runs(page)
+            .find(|run| ptr >= run.ptr && ptr < run.ptr + u64::from(run.granules) * GRANULE)
+    }
+
+    /// Compares the lists with what stands in the pages. The first thing that does not agree.
+    pub(crate) fn check(&self) -> Result<(), &'static str> {
+        let mut counts = [[0u64; GRAINS]; 2];
+        let (mut whole, mut pending, mut spent) = (0, 0, false);
+        for (at, page) in (0u32..).zip(&self.pages).filter(|(_, page)| page.present) {
+            let mut end = 0;
+            let mut before = None;
+            for run in self.runs(at) {
+                let (place, length) = (run.node.place() as u32, run.granules);
+                if place != end || length == 0 || place + length > PAGE_GRAINS {
+                    return Err("runs of a page lie side by side");
+                }
+                end = place + length;
+                let inner = &page.grains[place as usize + 1..end as usize];
+                if inner.iter().any(|grain| grain.kind() != Kind::Free) {
+                    return Err("only the first granule of a run says what it is");
+                }
+                let last = &page.grains[end as usize - 1];
+                if u32::from(last.back) != length {
+                    return Err("a run's length stands at both of its ends");
+                }
+                match run.kind {
+                    Kind::Free => {
+                        if before == Some(Kind::Free) {
+                            return Err("free runs that touch are one");
+                        }
+                        counts[0][length as usize - 1] += 1;
+                        whole += u32::from(length == PAGE_GRAINS);
+                    }
+                    Kind::Quick => counts[1][length as usize - 1] += 1,
+                    Kind::Pending => pending += u64::from(length),
+                    Kind::Used => {}
+                    Kind::Spent => spent |= !self.worn.contains(&at),
+                }
+                before = Some(run.kind);
+            }
+            if end != PAGE_GRAINS {
+                return Err("runs fill their page");
+            }
+        }
+        let quick: [u32; GRAINS] = std::array::from_fn(|at| self.quick[at + 1].head);
+        for (lists, kind, counts) in [
+            (&self.free, Kind::Free, &counts[0]),
+            (&quick, Kind::Quick, &counts[1]),
+        ] {
+            for (length, head) in lists.iter().enumerate() {
+                let (mut at, mut count) = (*head, 0);
+                while at != NIL {
+                    let node = Node(at);
+                    let grain = self.grain(node);
+                    if grain.kind() != kind || usize::from(grain.len) != length + 1 {
+                        return Err("a listed run is what its list says");
+                    }
+                    (at, count) = (grain.a, count + 1);
+                    if count > counts[length] {
+                        break;
+                    }
+                }
+                if count != counts[length] {
+                    return Err("every run is in the list of its length");
+                }
+                if kind == Kind::Free && self.filled.has(length) != (count > 0) {
+                    return Err("the bits say which lists hold runs");
+                }
+                let left = u64::from(self.quick[length + 1].left);
+                if kind == Kind::Quick && left + count != u64::from(NO_QUICK[length + 1].left) {
+                    return Err("quick runs are counted");
+                }
+            }
+        }
+        let sum = |counts: &[u64; GRAINS]| -> u64 {
+            counts
+                .iter()
+                .zip(1u64..)
+                .map(|(count, length)| count * length)
+                .sum()
+        };
+        if sum(&counts[1]) != u64::from(self.quick_granules())
+            || pending != self.pending_grains
+            || whole != self.whole
+        {
+            return Err("granules are counted");
+        }
+        if spent {
+            return Err("runs are spent in worn pages alone");
+        }
+        if self.idle > self.whole {
+            return Err("pages that are one free run were idle at most");
+        }
+        if self.quick_room > self.cap {
+            return Err("quick runs stay below their cap");
+        }
+        Ok(())
+    }
+}

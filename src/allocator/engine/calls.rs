@@ -1,0 +1,446 @@
+//! Allocation, free and recording by handle and by pointer: what every front end stands on.
+
+use std::sync::atomic::Ordering;
+
+use crate::driver::sys;
+
+use crate::allocator::cache::front;
+use crate::allocator::cache::front::{Front, Life, SMALL_ID, page_of};
+use crate::allocator::cache::grant::{Grant, Lifetime, Place};
+use crate::allocator::engine::defaults::is_special;
+use crate::allocator::engine::naming::Named;
+use crate::allocator::engine::request::Request;
+use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::error::Error;
+use crate::allocator::extent::record::{Recorded, SpaceId};
+use crate::allocator::extent::want::{AfterFree, Want};
+use crate::allocator::heap::State;
+use crate::allocator::heap::blocks::Suspect;
+use crate::allocator::size::GRANULE;
+use crate::allocator::stream::slot::StreamKey;
+
+/// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
+/// call announced is withdrawn if it fails, or if a hook of the user panics in it.
+pub(crate) struct Call<'a> {
+    engine: &'a Engine,
+    stream: u32,
+    peak: (u64, u64),
+}
+
+impl<'a> Call<'a> {
+    pub(crate) fn begin(
+        engine: &'a Engine,
+        state: &mut State,
+        stream: u32,
+        requested: u64,
+    ) -> Self {
+        state.streams[stream].calls += 1;
+        let peak = state.announce(requested);
+        Call {
+            engine,
+            stream,
+            peak,
+        }
+    }
+
+    /// The call got its block.
+    pub(crate) fn end(self, state: &mut State) {
+        state.streams[self.stream].calls -= 1;
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        let mut state = self.engine.lock();
+        state.streams[self.stream].calls -= 1;
+        state.withdraw(self.peak);
+    }
+}
+
+impl Engine {
+    /// Allocates on a stream.
+    #[inline]
+    pub(crate) fn allocate(
+        &self,
+        named: &Named<'_>,
+        bytes: usize,
+        alignment: usize,
+    ) -> Result<Grant, Error> {
+        let request = Request::new(bytes, alignment)?;
+        if alignment as u64 <= GRANULE
+            && let StreamKey::Id(key) = named.key
+        {
+            match self.allocate_at_once(key, bytes) {
+                Ok(grant) => return Ok(grant),
+                Err(missed) => {
+                    if let Some(grant) = self.allocate_with_effort(key, bytes, missed) {
+                        return Ok(grant);
+                    }
+                }
+            }
+        }
+        self.allocate_request(named, &request)
+    }
+
+    /// The number of a block among all that the allocator can have.
+    pub(crate) fn id_of(&self, place: &Place) -> u32 {
+        let id = place.record().or_else(|| self.pages.id(place.ptr));
+        debug_assert!(id.is_some(), "the page of a live block is known");
+        id.unwrap_or(SMALL_ID)
+    }
+
+    /// [`allocate`](Self::allocate) of a request with wishes, with a look at the books.
+    #[inline(never)]
+    pub(crate) fn allocate_request(
+        &self,
+        named: &Named<'_>,
+        request: &Request,
+    ) -> Result<Grant, Error> {
+        self.allocate_request_here(named, request)
+    }
+
+    #[inline(always)]
+    pub(crate) fn allocate_request_here(
+        &self,
+        named: &Named<'_>,
+        request: &Request,
+    ) -> Result<Grant, Error> {
+        if !self.unwatched() {
+            self.usable()?;
+        }
+        self.refuse_capture(named)?;
+        if self.deferred.load(Ordering::Relaxed) {
+            self.free_deferred();
+        }
+        let mut state = self.lock();
+        if state.closed {
+            return Err(Error::Closed);
+        }
+        if !state.contended
+            && let Some(grant) = state.take_ready(self, named.key, request)
+        {
+            return Ok(grant);
+        }
+        self.allocate_in_order(state, named, request)
+    }
+
+    /// Goes on where more is to be done than to take memory that is ready. Apart from that, which needs less
+    /// of the stack.
+    #[inline(never)]
+    fn allocate_in_order<'a>(
+        &'a self,
+        state: Guard<'a>,
+        named: &Named<'_>,
+        request: &Request,
+    ) -> Result<Grant, Error> {
+        let (mut state, stream) = self.slot(state, named)?;
+        self.same_device(&state, stream)?;
+        if state.closed {
+            return Err(Error::Closed);
+        }
+        let front = state.front_of(stream, front::cache::thread_number());
+        let call = Call::begin(self, &mut state, stream, request.requested);
+        let (mut state, grant) = match self.small_request(request) {
+            Some(small) => match self.obtain_small(state, (named.key, stream), front, small) {
+                // At a limit memory of the other arena is better than none.
+                Err(Error::OutOfMemory(refusal)) => self
+                    .left_over(&request.want(SpaceId::Large, stream), front)
+                    .ok_or(Error::OutOfMemory(refusal))?,
+                obtained => obtained?,
+            },
+            None => self.allocate_large(state, (named.key, stream), front, request)?,
+        };
+        call.end(&mut state);
+        self.repay(state, stream, grant.bytes());
+        Ok(grant)
+    }
+
+    /// Room for a small request in the arena of large ones, when no page could be had for it.
+    fn left_over(&self, want: &Want, front: &'static Front) -> Option<(Guard<'_>, Grant)> {
+        let mut state = self.lock();
+        let run = state.finder(want.space, want.stream)?.ready_run(want)?;
+        let id = state.take(want, run)?;
+        // It did not run out after all.
+        state.stats.ooms -= 1;
+        let grant = state.granted(id, want.stream, want.requested, front);
+        Some((state, grant))
+    }
+
+    fn allocate_large<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        (key, stream): (StreamKey, u32),
+        front: &'static Front,
+        request: &Request,
+    ) -> Result<(Guard<'a>, Grant), Error> {
+        if let StreamKey::Id(key) = key {
+            front::cache::remember(key, front);
+        }
+        let want = request.want(state.space_of(request), stream);
+        if self.packed {
+            let contended = state.contended;
+            state.pass_by_shelf(front, contended);
+        }
+        let state = self.mark_due(state, stream);
+        let (mut state, id, missed) = self.obtain(state, &want)?;
+        if missed {
+            state.stats.misses += 1;
+        } else {
+            state.stats.hits += 1;
+        }
+        let mut grant = state.granted(id, stream, request.requested, front);
+        if self.packed {
+            let id = grant.place.record().unwrap_or(id);
+            grant.set_shelved(state.shelve(id, front, request.is_plain()));
+        }
+        Ok((state, grant))
+    }
+
+    /// The live large block that starts at a pointer.
+    fn live(&self, state: &mut State, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
+        if let Some(id) = state.extents.lookup.exact(ptr) {
+            return Ok(id);
+        }
+        let interior = |base| Error::InteriorPointer { ptr, base };
+        Err(match state.large_around(ptr) {
+            Some(id) => interior(state.extents.records[id].addr),
+            None => match state.fronts.small_around(ptr) {
+                Some((_, run, _)) => interior(run.ptr),
+                None if state.physical.ours(ptr) => Error::NotLive { ptr },
+                None => Error::NotOurs { ptr },
+            },
+        })
+    }
+
+    /// Frees the block that starts at a pointer.
+    #[inline]
+    pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        if self.unwatched()
+            && let Some((front, node)) = self.small_at(ptr)
+            && let Some(mut inner) = front.try_lock()
+            && inner.free_at_once(node, Life::At(ptr))
+        {
+            return Ok(());
+        }
+        self.free_with_care(ptr)
+    }
+
+    #[inline(never)]
+    fn free_with_care(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        self.usable()?;
+        if let Some((front, node)) = self.small_at(ptr) {
+            return self.free_small(front, node, ptr, None);
+        }
+        self.free_large(ptr)
+    }
+
+    #[inline(never)]
+    fn free_large(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        let mut state = self.open()?;
+        let id = self.live(&mut state, ptr)?;
+        self.free_record(state, (id, None), ptr)
+    }
+
+    /// Frees the large block of a record; with a generation only that life of it.
+    fn free_record<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        (id, generation): (u32, Option<u32>),
+        ptr: sys::CUdeviceptr,
+    ) -> Result<(), Error> {
+        if !self.watchful()
+            && let Some(freed) = state.free_on_shelf(id, generation)
+        {
+            return if freed {
+                Ok(())
+            } else {
+                Err(Error::NotLive { ptr })
+            };
+        }
+        state.unshelve(id);
+        let generation = generation.unwrap_or(state.extents.records[id].generation);
+        let block = (id, generation);
+        if !state.is_live(block) {
+            return Err(Error::NotLive { ptr });
+        }
+        let stream = state.extents.records[id].stream;
+        if self.watchful()
+            && let Some(suspect) = state.capture_suspect(stream)
+        {
+            drop(state);
+            self.refuse_if_capturing(&suspect)?;
+            // It may be the last to hold its stream, which is destroyed outside the lock.
+            drop(suspect);
+            state = self.open()?;
+            if !state.is_live(block) {
+                return Err(Error::NotLive { ptr });
+            }
+        }
+        let after = state.free(id);
+        self.finish_free(state, &after);
+        Ok(())
+    }
+
+    /// Whether a block's life, by its identity, is going on.
+    pub(crate) fn is_live(&self, block: &Lifetime) -> bool {
+        if block.id & SMALL_ID == 0 {
+            return self.lock().is_live((block.id, block.generation));
+        }
+        self.small_at(block.ptr).is_some_and(|(front, node)| {
+            let inner = front.lock();
+            inner.heap.is_numbered(node, page_of(block.id))
+                && inner
+                    .live(node, block.ptr, Some(block.generation))
+                    .is_some()
+        })
+    }
+
+    /// Frees a block by its identity.
+    pub(crate) fn free_block(&self, block: &Lifetime) -> Result<(), Error> {
+        let ptr = block.ptr;
+        if block.id & SMALL_ID != 0 {
+            self.usable()?;
+            let (front, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
+            // A page that came again has another number, and its generations begin anew.
+            if !front.lock().heap.is_numbered(node, page_of(block.id)) {
+                return Err(Error::NotLive { ptr });
+            }
+            return self.free_small(front, node, ptr, Some(block.generation));
+        }
+        let state = self.open()?;
+        self.free_record(state, (block.id, Some(block.generation)), ptr)
+    }
+
+    /// What a free leaves to do without the lock: markers, and the end of an allocator whose last
+    /// block it was.
+    pub(crate) fn finish_free(&self, state: Guard<'_>, after: &AfterFree) {
+        if after.is_empty() && !state.orphaned {
+            return;
+        }
+        // Without the block nothing may keep the engine but this.
+        let keep = self.keep();
+        let orphaned = state.orphaned;
+        drop(state);
+        self.mark_all(after.streams());
+        if orphaned {
+            self.abandon();
+        }
+        drop(keep);
+    }
+
+    pub(crate) fn refuse_if_capturing(&self, suspect: &Suspect) -> Result<(), Error> {
+        let named = Named {
+            key: suspect.key,
+            raw: std::ptr::with_exposed_provenance_mut(suspect.raw),
+            stream: None,
+        };
+        if is_special(named.raw) {
+            return self.refuse_special_capture(&named, &suspect.context);
+        }
+        self.refuse_capture(&named)
+    }
+
+    /// Records a use of a block on another stream: everything that stream is given until the free,
+    /// or with `now` only what it was given so far.
+    #[inline]
+    pub(crate) fn record(
+        &self,
+        ptr: sys::CUdeviceptr,
+        named: &Named<'_>,
+        now: bool,
+    ) -> Result<(), Error> {
+        self.usable()?;
+        if !now && let Some(done) = self.record_at_once(ptr, named.key) {
+            return done;
+        }
+        self.record_in_books(ptr, named, now)
+    }
+
+    #[inline(never)]
+    fn record_in_books(
+        &self,
+        ptr: sys::CUdeviceptr,
+        named: &Named<'_>,
+        now: bool,
+    ) -> Result<(), Error> {
+        {
+            let mut state = self.open()?;
+            if state.large_around(ptr).is_none() && state.fronts.small_around(ptr).is_none() {
+                return Err(if state.physical.ours(ptr) {
+                    Error::NotLive { ptr }
+                } else {
+                    Error::NotOurs { ptr }
+                });
+            }
+        }
+        self.refuse_capture(named)?;
+        let (mut state, stream) = self.slot(self.open()?, named)?;
+        let front = state.front_of(stream, front::cache::thread_number());
+        if let StreamKey::Id(key) = named.key {
+            front::cache::remember(key, front);
+        }
+        let block = state.large_around(ptr);
+        let owner = match block {
+            Some(id) => Some(state.extents.records[id].stream),
+            None => state.fronts.small_around(ptr).map(|(_, _, owner)| owner),
+        };
+        let Some(owner) = owner else {
+            return Err(Error::NotLive { ptr });
+        };
+        let now = now && owner != stream;
+        // Covered by the marker below: frees after it get a later ticket.
+        let ticket = now.then(|| {
+            let slot = &mut state.streams[stream];
+            slot.open_uses = slot.open_uses.saturating_add(1);
+            slot.open
+        });
+        if now {
+            // What may fail comes first: a use of which the caller hears that it failed is not recorded.
+            drop(state);
+            self.mark(stream, named.key)?;
+            state = self.open()?;
+            let slot = &state.streams[stream];
+            if !slot.in_use || slot.key != named.key {
+                // Only a stream of which everything is complete is forgotten.
+                return Ok(());
+            }
+        }
+        match state.large_around(ptr) {
+            Some(id) => state.record(id, stream, ticket),
+            None => {
+                if !state.record_small(ptr, Recorded { stream, ticket }) {
+                    return Err(Error::NotLive { ptr });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The slot of a stream that is known, or why it is not.
+    pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
+        let state = self.open()?;
+        let known = state.streams.find(named.key);
+        known.ok_or_else(|| state.streams.not_here(named.raw as usize))
+    }
+
+    /// All slots of a stream that is known: more than one where others retired it while it went on.
+    fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
+        let state = self.open()?;
+        let slots = state.streams.all_of(named.key);
+        if slots.is_empty() {
+            return Err(state.streams.not_here(named.raw as usize));
+        }
+        Ok(slots)
+    }
+
+    /// Records the last marker of a stream whose owner is about to destroy it.
+    pub(crate) fn retire(&self, named: &Named<'_>) -> Result<(), Error> {
+        let slots = self.known_all(named)?;
+        self.refuse_capture(named)?;
+        for stream in slots {
+            self.retire_slot(stream, named.key)?;
+        }
+        Ok(())
+    }
+}

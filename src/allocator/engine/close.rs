@@ -1,0 +1,187 @@
+//! Giving memory back, and the end.
+
+use crate::driver::{StreamKind, process};
+
+use crate::allocator::engine::Engine;
+use crate::allocator::error::Error;
+use crate::allocator::extent::record::SpaceId;
+use crate::allocator::heap::growth::Keep;
+use crate::allocator::report::Trimmed;
+use crate::allocator::stream::slot::{Holder, StreamKey};
+
+impl Engine {
+    /// Gives unused memory back until no more than `keep` is left. Never waits, unless to close others that
+    /// a capture kept from it.
+    pub(crate) fn trim(&self, keep: Keep) -> Result<Trimmed, Error> {
+        process::do_postponed();
+        self.free_deferred();
+        let ours: Vec<(u32, StreamKey)> = {
+            let mut state = self.open()?;
+            state.flush_fronts();
+            state.streams.kept_uncovered()
+        };
+        drop(self.cover_all(&ours)?);
+        let retried = self.retry_strays();
+        let finished = self.finish_tests(false)?;
+        let mut state = self.lock();
+        state.streams.ask_again();
+        let mut state = self.poll(state)?;
+        state.settle();
+        // What was held back for streams that are done by now.
+        state.flush_fronts();
+        let (_, allocated) = state.live_totals();
+        let all = &state.stats.all;
+        let idle = if keep.held(allocated) < all.reserved.current {
+            state.idle_views(usize::MAX)
+        } else {
+            Vec::new()
+        };
+        drop(state);
+        let evicted = self.evict(&idle);
+        let mut state = self.lock();
+        let (plan, pending) = state.plan_trim(keep);
+        state.physical.level = 0;
+        state.physical.work = 0;
+        state.peak_live = state.requested_now();
+        drop(state);
+        let released = self.release(plan)?;
+        evicted?;
+        Ok(Trimmed {
+            released: finished.released + released + retried?,
+            pending,
+        })
+    }
+
+    /// Waits for the allocator's markers, gives everything back, and refuses further calls. After
+    /// an error the allocator is open again and owns what could not be given back.
+    pub(crate) fn close(&self) -> Result<(), Error> {
+        self.free_deferred();
+        {
+            let mut state = self.open()?;
+            if state.guards.count() > 0 {
+                return Err(Error::Guarded {
+                    guards: state.guards.count(),
+                    bytes: state.guards.bytes(),
+                });
+            }
+            // An allocation under way is as good as a block.
+            let calls: u64 = state
+                .streams
+                .iter()
+                .map(|(_, slot)| u64::from(slot.calls))
+                .sum();
+            state.settle_shelves();
+            let (blocks, bytes) = state.shut(calls);
+            if blocks > 0 {
+                return Err(Error::LiveBlocks { blocks, bytes });
+            }
+            state.closed = true;
+        }
+        let result = self.give_everything_back();
+        let mut state = self.lock();
+        state.closed = result.is_ok();
+        if result.is_err() {
+            state.open_fronts();
+        }
+        if state.closed {
+            let streams: Vec<u32> = state.streams.iter().map(|(stream, _)| stream).collect();
+            for stream in streams {
+                state.drop_fronts(stream);
+            }
+            let foreign = state.streams.take_foreign();
+            // Handles are destroyed outside the lock.
+            let events = std::mem::take(&mut state.streams.events);
+            drop(state);
+            drop(events);
+            // From here on the streams may be destroyed.
+            foreign.into_iter().for_each(Holder::let_go);
+        }
+        result
+    }
+
+    fn give_everything_back(&self) -> Result<(), Error> {
+        // A page that is handed back may still be in use by its stream, and one that other streams
+        // used can be handed back only when they are done.
+        self.lock().flush_fronts();
+        loop {
+            self.settle_all()?;
+            let mut state = self.lock();
+            state.settle();
+            if !state.flush_fronts() && state.streams.iter().all(|(_, slot)| slot.covered()) {
+                break;
+            }
+        }
+        self.finish_tests(true)?;
+        let idle = self.lock().idle_views(usize::MAX);
+        self.evict(&idle)?;
+        let retried = self.retry_strays();
+        let (plan, _) = self.lock().plan_trim(Keep::Held(0));
+        self.release(plan)?;
+        retried?;
+        self.return_spans()
+    }
+
+    /// Waits until every free is complete: by markers where they can be had, else by the context.
+    fn settle_all(&self) -> Result<(), Error> {
+        let ours: Vec<(u32, StreamKey)> = {
+            let state = self.lock();
+            let slots = state.streams.iter();
+            slots
+                .filter(|(_, slot)| match &slot.holder {
+                    Holder::Kept(stream) => {
+                        stream.kind() != StreamKind::PerThreadDefault && !slot.covered()
+                    }
+                    _ => false,
+                })
+                .map(|(stream, slot)| (stream, slot.key))
+                .collect()
+        };
+        drop(self.cover_all(&ours)?);
+        loop {
+            let oldest = {
+                let state = self.lock();
+                let fronts = state.streams.iter().filter_map(|(stream, slot)| {
+                    slot.newest()
+                        .map(|m| (stream, m.bound, std::sync::Arc::clone(&m.event)))
+                });
+                fronts.min_by_key(|(stream, _, _)| *stream)
+            };
+            let Some((stream, bound, event)) = oldest else {
+                break;
+            };
+            self.host_wait(stream, bound, event)?;
+        }
+        let uncovered = self.lock().streams.iter().any(|(_, slot)| !slot.covered());
+        if uncovered {
+            self.synchronise(true)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn return_spans(&self) -> Result<(), Error> {
+        let spans = {
+            let mut state = self.lock();
+            let held = state.stats.all.reserved.current;
+            if held > 0 || !state.views.map.is_empty() {
+                return Err(Error::StillHeld { bytes: held });
+            }
+            for space in [SpaceId::Large, SpaceId::Small, SpaceId::Views] {
+                let (at, records) = state.extents.parts(space);
+                let firsts: Vec<u32> = at.regions().values().map(|r| r.first).collect();
+                for id in firsts {
+                    at.remove_region(records, id);
+                }
+            }
+            std::mem::take(&mut state.physical.spans)
+        };
+        for (base, bytes) in spans {
+            self.addresses.give_back(base, bytes);
+        }
+        if !self.addresses.is_idle() {
+            return Ok(());
+        }
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        self.addresses.settle(&entered).map_err(|e| self.error(e))
+    }
+}

@@ -1,0 +1,151 @@
+//! The books' side of the shelves: which large blocks lie on them, and how they come back.
+//!
+//! The books do not see what a front does with the blocks on its shelf. Whoever wants to know more
+//! of a large block than its place takes it off first, and whoever needs memory that is not ready
+//! takes everything off that nobody holds.
+
+use crate::allocator::cache::front::cache;
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::size::GRANULE;
+use crate::allocator::stream::slot::Holder;
+
+impl Engine {
+    /// Allocates a large block from the shelf of the front that the thread used last for the stream.
+    #[inline(never)]
+    pub(crate) fn allocate_shelved(&self, key: u64, bytes: usize) -> Option<Grant> {
+        let granules = u32::try_from((bytes as u64).div_ceil(GRANULE)).ok()?;
+        let front = cache::find(key)?;
+        let mut inner = front.lock();
+        if !inner.serves(self.owner(key)) {
+            return None;
+        }
+        let block = inner.shelf.take(granules, bytes as u64)?;
+        drop(inner);
+        let (life, size) = ((block.id, block.generation), (granules, bytes as u64));
+        let mut grant = Grant::large(front, block.ptr, life, size);
+        grant.set_shelved(true);
+        Some(grant)
+    }
+
+    /// Records the markers that are due for what came off the shelves, in a call that names a stream. Of
+    /// other streams only on those that we keep alive: since a block was freed to a shelf its stream may have
+    /// been destroyed, and its handle be another's by now. Its next marker covers that free, too.
+    pub(crate) fn mark_due<'a>(&'a self, mut state: Guard<'a>, named: u32) -> Guard<'a> {
+        if state.fronts.due.is_empty() {
+            return state;
+        }
+        let mut due = std::mem::take(&mut state.fronts.due);
+        due.retain(|(stream, _)| {
+            *stream == named || matches!(state.streams[*stream].holder, Holder::Kept(_))
+        });
+        drop(state);
+        self.mark_all(due);
+        self.lock()
+    }
+}
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+pub(crate) mod tests {
+    use crate::allocator::{Allocator, Config};
+    use crate::driver::{Context, Stream};
+    use crate::sim::{SimConfig, Simulator};
+    use crate::{Block, Policy};
+
+    const MIB: usize = 1 << 20;
+
+    /// An allocator at whose books threads met a moment ago, and two streams.
+    pub(crate) fn crowded(test: impl FnOnce(&Allocator, [&Stream; 2])) {
+        let simulator = Simulator::new(SimConfig::default()).unwrap();
+        let driver = simulator.driver().unwrap();
+        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let config = Config::new().policy(Policy::Packed);
+        let allocator = Allocator::with_config(&context, config).unwrap();
+        let streams = [0, 1].map(|_| Stream::new(&context).unwrap());
+        // Both are known from here on.
+        for stream in &streams {
+            drop(allocator.allocate(1, stream).unwrap());
+        }
+        allocator.engine().lock().fronts.crowd = u32::MAX;
+        test(&allocator, streams.each_ref());
+        allocator.check().unwrap();
+        allocator.close().unwrap();
+    }
+
+    /// Blocks side by side, of which the second one lies on a shelf.
+    fn row(allocator: &Allocator, stream: &Stream) -> [Block; 3] {
+        drop(allocator.allocate(64 * MIB, stream).unwrap());
+        // Whichever stream comes: nothing has to wait.
+        allocator.synchronize().unwrap();
+        let [left, middle, right] =
+            [2, 3, 2].map(|mib| allocator.allocate(mib * MIB, stream).unwrap());
+        let at = middle.ptr();
+        drop(middle);
+        let middle = allocator.allocate(3 * MIB, stream).unwrap();
+        assert_eq!(middle.ptr(), at);
+        [left, middle, right]
+    }
+
+    fn on_shelves(allocator: &Allocator) -> u64 {
+        allocator.engine().lock().fronts.held_on_shelves().blocks
+    }
+
+    #[test]
+    fn blocks_stay_beside_other_work_until_the_crowd_is_gone() {
+        crowded(|allocator, [a, b]| {
+            let [left, middle, right] = row(allocator, a);
+            let at = middle.ptr();
+            let other = allocator.allocate(MIB, b).unwrap();
+            drop((middle, right, other));
+            assert_eq!(on_shelves(allocator), 3);
+            let middle = allocator.allocate(3 * MIB, a).unwrap();
+            assert_eq!(middle.ptr(), at);
+            drop(middle);
+            allocator.engine().lock().fronts.crowd = 1;
+            let whole = allocator.allocate(5 * MIB, b).unwrap();
+            assert_eq!(on_shelves(allocator), 0);
+            drop((left, whole));
+        });
+    }
+
+    #[test]
+    fn memory_on_shelves_comes_before_more_memory() {
+        crowded(|allocator, [a, b]| {
+            let [left, middle, right] = row(allocator, a);
+            // No free piece is long enough, and what is live is far from a peak.
+            let rest = [2, 1, 2, 52].map(|mib| Some(allocator.allocate(mib * MIB, a).unwrap()));
+            let [hole, wall, gap, rest] = rest;
+            drop((hole, gap, middle));
+            allocator.synchronize().unwrap();
+            // Takes everything off the shelves.
+            allocator.snapshot();
+            let middle = allocator.allocate(3 * MIB, a).unwrap();
+            let reserved = allocator.stats().all.reserved.current;
+            drop(middle);
+            assert!(on_shelves(allocator) > 0);
+            let other = allocator.allocate(3 * MIB, b).unwrap();
+            assert_eq!(allocator.stats().all.reserved.current, reserved);
+            assert_eq!(on_shelves(allocator), 0);
+            drop((left, right, wall, rest, other));
+        });
+    }
+
+    #[test]
+    fn s1_19_what_lies_on_a_shelf_is_no_part_of_a_peak() {
+        crowded(|allocator, [a, b]| {
+            let [left, middle, right] = row(allocator, a);
+            let other = allocator.allocate(MIB, b).unwrap();
+            drop(other);
+            allocator.reset_peaks();
+            let peak = allocator.stats().all.allocated.peak;
+            drop(middle);
+            assert_eq!(on_shelves(allocator), 1);
+            let other = allocator.allocate(3 * MIB, b).unwrap();
+            assert_eq!(allocator.stats().all.allocated.peak, peak);
+            assert_eq!(allocator.stats().large.allocated.peak, peak);
+            let more = allocator.allocate(MIB, b).unwrap();
+            assert_eq!(allocator.stats().all.allocated.peak, peak + MIB as u64);
+            drop((left, right, other, more));
+        });
+    }
+}

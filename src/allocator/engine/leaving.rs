@@ -1,0 +1,412 @@
+//! How a stream leaves: what is made of its markers and its slot, and of a context that is not ours.
+//!
+//! From the moment on that the last marker is about to be recorded nobody finds the slot by the stream's
+//! name. Whoever owns memory of the stream and gave it work looks for the name before the free
+//! ([`Block::stream_retired`](crate::allocator::Block::stream_retired)). If it is there, the last marker is yet to
+//! come, after that work. If it is not, the work is another slot's, and recorded there.
+
+use std::sync::Arc;
+
+use crate::driver::sys::CUresult;
+use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
+
+use crate::allocator::cache::front::pause;
+use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::error::Error;
+use crate::allocator::heap::State;
+use crate::allocator::stream::Streams;
+use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, Slot, StreamKey};
+
+impl Streams {
+    /// The stream is known by its name again, unless another slot is by now. Whether it is.
+    pub(crate) fn name_again(&mut self, stream: u32) -> bool {
+        let key = self[stream].key;
+        let known = *self.by_key.entry(key).or_insert(stream);
+        self[stream].named = known == stream;
+        known == stream
+    }
+
+    /// The slots of a stream whose last marker is not recorded: the one that it is known by, and those that
+    /// were to be retired.
+    pub(crate) fn all_of(&self, key: StreamKey) -> Vec<u32> {
+        let slots = self.iter();
+        let own = slots
+            .filter(|(_, slot)| slot.key == key && !matches!(slot.holder, Holder::Retired))
+            .map(|(stream, _)| stream);
+        own.collect()
+    }
+
+    /// Whether somebody beside the books may hold a stream that they keep.
+    pub(crate) fn is_held_elsewhere(&self, stream: &Stream) -> bool {
+        let kept =
+            |slot: &Slot| matches!(&slot.holder, Holder::Kept(kept) if kept.is_clone_of(stream));
+        if stream.holders() == 1 {
+            return false;
+        }
+        // Two slots are one stream's only after a retirement that failed.
+        let left = self.iter().any(|(_, slot)| !slot.named && kept(slot));
+        let ours = || self.iter().filter(|(_, slot)| kept(slot)).count();
+        !left || stream.holders() > ours()
+    }
+
+    /// Takes the markers of a stream that are events of a context.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn take_markers_of(&mut self, stream: u32, context: u64) -> Vec<Arc<Event>> {
+        let slot = &mut self.slots[stream as usize];
+        let mut gone = Vec::new();
+        slot.markers.retain(|marker| {
+            let other = marker.event.context().key() != context;
+            if !other {
+                gone.push(Arc::clone(&marker.event));
+            }
+            other
+        });
+        self.unseen -= gone.len();
+        gone
+    }
+
+    /// Another event stands for the newest marker of a stream from here on, and so for all before it. Gives
+    /// back the events that did.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn replace_markers(&mut self, stream: u32, event: Arc<Event>) -> Vec<Arc<Event>> {
+        let slot = &mut self.slots[stream as usize];
+        let Some(last) = slot.markers.pop_back() else {
+            return vec![event];
+        };
+        let older = slot.markers.drain(..).map(|marker| marker.event);
+        let mut gone: Vec<_> = older.collect();
+        self.unseen -= gone.len();
+        gone.push(last.event);
+        slot.markers.push_back(Marker { event, ..last });
+        gone
+    }
+
+    /// Takes a marker away that stands for nothing: what it covered waits for another one. It is destroyed
+    /// outside the lock. The last one of a stream that is retired stays, as no other can be recorded: if it
+    /// is only the question that went wrong, the next one is answered.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn void(&mut self, stream: u32, bound: u64) -> Option<Marker> {
+        let slot = &mut self.slots[stream as usize];
+        let at = slot.markers.partition_point(|m| m.bound < bound);
+        let last = at + 1 == slot.markers.len();
+        let marker = slot.markers.get_mut(at).filter(|m| m.bound == bound)?;
+        if last && matches!(slot.holder, Holder::Retired) {
+            marker.doubtful = true;
+            slot.backoff = BACKOFF;
+            return None;
+        }
+        let marker = slot.markers.remove(at);
+        self.unseen -= 1;
+        if !slot.covered() && !matches!(slot.holder, Holder::Retired) {
+            self.not_covered(stream);
+        }
+        marker
+    }
+
+    /// Nothing came of a batch that was closed: the next marker is due as soon as it would have been. Its
+    /// ticket is gone, as frees may have had the one after it by now.
+    pub(crate) fn reopen_batch(&mut self, batch: &Batch) {
+        let slot = &mut self.slots[batch.stream as usize];
+        let retired = !slot.in_use || matches!(slot.holder, Holder::Retired);
+        let covered = slot.markers.back().is_some_and(|m| m.bound >= batch.bound);
+        if retired || covered || batch.bound <= slot.completed {
+            return;
+        }
+        slot.open_uses = slot.open_uses.saturating_add(batch.uses);
+        slot.open_bytes += batch.bytes;
+        self.list_full(batch.stream);
+    }
+}
+
+/// A retirement under way. What it did to the name of the stream is undone if it fails.
+pub(crate) struct Leaving<'a> {
+    engine: &'a Engine,
+    stream: u32,
+    key: StreamKey,
+    over: bool,
+}
+
+impl<'a> Leaving<'a> {
+    /// The last marker of the stream is about to be recorded.
+    pub(crate) fn begin(
+        engine: &'a Engine,
+        state: &mut State,
+        stream: u32,
+        key: StreamKey,
+    ) -> Leaving<'a> {
+        state.streams[stream].leaving += 1;
+        state.streams.forget_key(stream);
+        engine.count_retirement();
+        state.set_fast(stream, false);
+        state.prepare_last_marker(stream);
+        Leaving {
+            engine,
+            stream,
+            key,
+            over: false,
+        }
+    }
+
+    /// The slot is no stream's that gets work any more.
+    pub(crate) fn end(mut self) {
+        self.over = true;
+    }
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        if self.over {
+            return;
+        }
+        let mut state = self.engine.lock();
+        let slot = &mut state.streams[self.stream];
+        if !slot.in_use || slot.key != self.key || matches!(slot.holder, Holder::Retired) {
+            return;
+        }
+        slot.leaving -= 1;
+        if slot.leaving == 0 && state.streams.name_again(self.stream) {
+            let known = matches!(self.key, StreamKey::Id(_));
+            let open = !state.closed && !state.orphaned;
+            state.set_fast(self.stream, known && open);
+        }
+    }
+}
+
+impl Engine {
+    /// Sees to it that the last marker of a stream of another context is an event of ours: that context may
+    /// be destroyed once the stream is retired, and its events with it. Whether that is so and the marker
+    /// still covers everything.
+    pub(crate) fn bring_home<'a>(
+        &'a self,
+        state: Guard<'a>,
+        stream: u32,
+    ) -> Result<(Guard<'a>, bool), Error> {
+        let slot = &state.streams[stream];
+        let own = self.context.key();
+        if slot.context.key() == own || !matches!(slot.holder, Holder::Foreign(_)) {
+            return Ok((state, true));
+        }
+        let Some(last) = slot.markers.back().cloned() else {
+            return Ok((state, true));
+        };
+        if last.event.context().key() == own {
+            return Ok((state, true));
+        }
+        let key = slot.key;
+        drop(state);
+        let event = self.follow(&last.event)?;
+        let bound = last.bound;
+        // Its event may have been found void meanwhile: then it is destroyed here, so not under the lock.
+        drop(last);
+        let mut state = self.lock();
+        let slot = &state.streams[stream];
+        let newest = slot.in_use && slot.key == key && slot.covered();
+        let same = slot.markers.back().is_some_and(|m| m.bound == bound);
+        let gone = if newest && same {
+            state.streams.replace_markers(stream, event)
+        } else {
+            vec![event]
+        };
+        let done = newest && (same || state.streams[stream].markers.is_empty());
+        for event in gone {
+            let context = event.context().key();
+            state.streams.events.entry(context).or_default().push(event);
+        }
+        Ok((state, done))
+    }
+
+    /// An event of our own context behind one of another.
+    fn follow(&self, event: &Event) -> Result<Arc<Event>, Error> {
+        let follower = Stream::new(&self.context).map_err(|e| self.error(e))?;
+        let own = {
+            let entered = self.context.enter().map_err(|e| self.error(e))?;
+            Arc::new(entered.create_event().map_err(|e| self.error(e))?)
+        };
+        follower.wait_event(event).map_err(|e| self.error(e))?;
+        follower.record(&own).map_err(|e| self.error(e))?;
+        // The stream is destroyed, which lets what it was given run on.
+        Ok(own)
+    }
+
+    /// Destroys what is left of another context's events, after the retirement of a stream there: those of
+    /// its markers, and the pool if no other stream needs it.
+    pub(crate) fn let_go_of_context(&self, stream: u32, context: &Context) {
+        let (own, key) = (self.context.key(), context.key());
+        if key == own {
+            return;
+        }
+        let mut events = {
+            let mut state = self.lock();
+            // Another thread may have recorded one on the way to the last. But another stream may be there.
+            let mut events = match &state.streams[stream].context {
+                other if other.key() == key => Vec::new(),
+                _ => state.streams.take_markers_of(stream, key),
+            };
+            if !state.streams.iter().any(|(_, s)| s.context.key() == key) {
+                events.extend(state.streams.events.remove(&key).into_iter().flatten());
+            }
+            events
+        };
+        // Who asks one of them a question, or has queued a wait for it, is done in a moment. The books do not
+        // hand them out any more.
+        for event in &mut events {
+            let mut round = 0;
+            while Arc::get_mut(event).is_none() {
+                pause(round);
+                round += 1;
+            }
+        }
+    }
+
+    /// Whether an error says no more than that another context than ours is gone, though a stream of it was
+    /// not retired.
+    pub(crate) fn is_gone(&self, context: &Context, error: &DriverError) -> bool {
+        context.key() != self.context.key()
+            && matches!(
+                error.code(),
+                CUresult::CUDA_ERROR_INVALID_CONTEXT
+                    | CUresult::CUDA_ERROR_INVALID_HANDLE
+                    | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            )
+    }
+
+    /// What a call came to that was made in a context. That another one than ours is gone is no loss of ours.
+    pub(crate) fn error_in(&self, context: &Context, error: DriverError) -> Error {
+        if error.code() != CUresult::CUDA_ERROR_INVALID_HANDLE && self.is_gone(context, &error) {
+            self.context_gone(context);
+            return Error::Driver(error);
+        }
+        self.error(error)
+    }
+
+    /// Our context, and those of all streams that may have work, as far as they are not gone. Whoever retires
+    /// a stream of another one, to destroy that, waits until what comes with them is dropped.
+    pub(crate) fn contexts(&self) -> Result<(Vec<Context>, Vec<Holder>), Error> {
+        let mut contexts = vec![self.context.clone()];
+        let mut touched = Vec::new();
+        for (_, slot) in self.lock().streams.iter() {
+            if slot.context.key() == self.context.key() {
+                continue;
+            }
+            if let Holder::Foreign(_) = &slot.holder {
+                touched.push(slot.holder.clone());
+            }
+            if !contexts.iter().any(|c| c.key() == slot.context.key()) {
+                contexts.push(slot.context.clone());
+            }
+        }
+        let mut alive = Vec::with_capacity(contexts.len());
+        for context in contexts {
+            match context.enter().map(drop) {
+                Err(error) if self.is_gone(&context, &error) => self.context_gone(&context),
+                entered => {
+                    entered.map_err(|e| self.error(e))?;
+                    alive.push(context);
+                }
+            }
+        }
+        Ok((alive, touched))
+    }
+
+    /// Another context is gone, with all that it had.
+    pub(crate) fn context_gone(&self, context: &Context) {
+        log::warn!(
+            "a context on device {} is gone, but its streams were not retired",
+            context.device().ordinal()
+        );
+        self.lock().context_gone(context.key(), &self.context);
+    }
+
+    /// Lets go of streams that only we still hold: records their last marker and drops them.
+    pub(crate) fn prune(&self) {
+        let alone: Vec<(u32, StreamKey)> = {
+            let state = self.lock();
+            let kept = state
+                .streams
+                .iter()
+                .filter_map(|(at, slot)| match &slot.holder {
+                    Holder::Kept(stream)
+                        if stream.kind() == StreamKind::Owned
+                            && !state.streams.is_held_elsewhere(stream) =>
+                    {
+                        Some((at, slot.key))
+                    }
+                    _ => None,
+                });
+            kept.collect()
+        };
+        for (stream, key) in alone {
+            if let Err(error) = self.retire_slot(stream, key) {
+                self.log_marker_failure(&error);
+            }
+        }
+    }
+
+    /// Records the last marker of a stream and forgets its handle.
+    ///
+    /// The key tells whether the slot is still that stream's: without the lock another thread may
+    /// have retired it, and a new stream moved in.
+    pub(crate) fn retire_slot(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
+        let gone = |state: &State| {
+            let slot = &state.streams[stream];
+            !slot.in_use || slot.key != key || matches!(slot.holder, Holder::Retired)
+        };
+        let leaving = {
+            let mut state = self.lock();
+            if gone(&state) {
+                return Ok(());
+            }
+            Leaving::begin(self, &mut state, stream, key)
+        };
+        let mut state;
+        let mut rounds = 0;
+        loop {
+            self.mark(stream, key)?;
+            state = self.lock();
+            if gone(&state) {
+                break;
+            }
+            if state.streams[stream].covered() {
+                let home;
+                (state, home) = self.bring_home(state, stream)?;
+                if home || gone(&state) {
+                    break;
+                }
+            }
+            let slot = &state.streams[stream];
+            // Somebody freed on the stream meanwhile, or captures it.
+            rounds += 1;
+            if rounds == RETIREMENTS {
+                return Err(Error::Capturing { stream: slot.raw });
+            }
+            drop(state);
+        }
+        if gone(&state) {
+            return Ok(());
+        }
+        let slot = &mut state.streams[stream];
+        let former = std::mem::replace(&mut slot.holder, Holder::Retired);
+        let before = slot.former.take();
+        let context = match former {
+            // Of theirs nothing is left but the marker, which is ours.
+            Holder::Foreign(_) => Some(std::mem::replace(&mut slot.context, self.context.clone())),
+            _ => None,
+        };
+        leaving.end();
+        state.flush_fronts_of(stream);
+        state.recycle(stream);
+        drop(state);
+        // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
+        // destroyed if nobody else holds it: a driver call, so outside the lock.
+        former.let_go();
+        before.into_iter().for_each(Holder::let_go);
+        if let Some(context) = context {
+            self.let_go_of_context(stream, &context);
+        }
+        Ok(())
+    }
+}
+
+/// How often the last marker of a stream is recorded anew because others go on freeing what was used on
+/// it, before it is taken for one that captures: no marker is recorded there.
+pub(crate) const RETIREMENTS: u32 = 64;

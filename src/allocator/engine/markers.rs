@@ -1,0 +1,564 @@
+//! Markers: recording, polling, waiting. The only driver calls that follow from frees.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::driver::sys::CUstream;
+use crate::driver::{Context, Event, Stream, process};
+
+use crate::allocator::engine::defaults::is_per_thread;
+use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::error::Error;
+use crate::allocator::extent::want::PendingWait;
+use crate::allocator::heap::State;
+use crate::allocator::stream::answers::{is_capture_refusal, is_of_capture, is_void_event};
+use crate::allocator::stream::poll::{Answer, Poll};
+use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
+
+impl Engine {
+    /// Records a marker on a stream, if it is one on which that may be done here and now.
+    ///
+    /// The key tells whether the slot is still that stream's: whoever names it has let go of the lock
+    /// since, and another stream may have moved in, whose handle this call may not touch.
+    pub(crate) fn mark(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
+        self.cover_batch(stream, key, false)
+    }
+
+    /// [`mark`](Self::mark) of a stream that we keep alive, unless it is idle: then everything that was
+    /// freed on it is complete, which is as good.
+    pub(crate) fn mark_unless_idle(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
+        self.cover_batch(stream, key, true)
+    }
+
+    fn cover_batch(&self, stream: u32, key: StreamKey, ask: bool) -> Result<(), Error> {
+        let (batch, raw, context, holder) = {
+            let mut state = self.lock();
+            let slot = &state.streams[stream];
+            let other = !slot.in_use || slot.key != key;
+            if other || matches!(slot.holder, Holder::Retired) || slot.covered() {
+                return Ok(());
+            }
+            let (raw, context) = (slot.raw, slot.context.clone());
+            // Another thread may retire the stream while its marker is recorded.
+            let holder = slot.holder.clone();
+            // The bound is taken before the event is recorded, and frees from here on get a later
+            // ticket: so the event covers every ticket up to the bound, and no other.
+            let batch = state.streams.close_batch(stream);
+            (batch, raw, context, holder)
+        };
+        // Nothing is recorded into somebody's graph; the next marker covers this batch.
+        let covered = self.may_mark(raw, &context, key).and_then(|may| {
+            match &holder {
+                _ if !may => Ok(false),
+                // Who captures now and then may begin to while we ask, and would suffer.
+                Holder::Kept(asked)
+                    if ask && !self.watchful() && self.sees_idle(asked, key, &batch)? =>
+                {
+                    Ok(true)
+                }
+                _ => self.record_batch(batch, raw, &context),
+            }
+        });
+        drop(holder);
+        let waits_on = match covered {
+            Ok(true) => false,
+            // What a capture kept from its marker gets one as soon as that has ended.
+            Ok(false) => ask || !is_per_thread(raw),
+            Err(_) => ask,
+        };
+        if waits_on {
+            let mut state = self.lock();
+            let slot = &state.streams[stream];
+            // Who retired the stream meanwhile has covered it, and nobody marks it any more.
+            if slot.in_use && slot.key == key && !matches!(slot.holder, Holder::Retired) {
+                state.streams.not_covered(stream);
+            }
+        }
+        covered.map(drop)
+    }
+
+    /// Whether a marker may be recorded on a stream now and by this thread: not into somebody's graph, and
+    /// not on the stream of another thread.
+    fn may_mark(&self, raw: usize, context: &Context, key: StreamKey) -> Result<bool, Error> {
+        let stream = std::ptr::with_exposed_provenance_mut(raw);
+        let current = context.make_current();
+        let _current = current.map_err(|e| self.error_in(context, e))?;
+        // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
+        // of it, before which its owner may not destroy it.
+        if unsafe { self.captures_now(stream) }? {
+            return Ok(false);
+        }
+        if !is_per_thread(raw) {
+            return Ok(true);
+        }
+        match Stream::per_thread_default(context).and_then(|own| own.id()) {
+            Ok(own) => Ok(StreamKey::Id(own) == key),
+            Err(error) if is_of_capture(error.code()) => Ok(false),
+            Err(error) => Err(self.error(error)),
+        }
+    }
+
+    /// Whether a stream is being captured, or the legacy stream stands behind one that is.
+    ///
+    /// # Safety
+    /// The stream is alive, or special with its context current.
+    unsafe fn captures_now(&self, stream: CUstream) -> Result<bool, Error> {
+        // SAFETY: the caller's contract.
+        match unsafe { self.driver().is_capturing(stream) } {
+            Ok(capturing) => Ok(capturing),
+            Err(error) if is_of_capture(error.code()) => Ok(true),
+            Err(error) => Err(self.error(error)),
+        }
+    }
+
+    /// Whether a stream is idle. Then everything freed on it up to the batch is complete, for everybody
+    /// from the same moment on.
+    fn sees_idle(&self, stream: &Stream, key: StreamKey, batch: &Batch) -> Result<bool, Error> {
+        let idle = stream.is_complete();
+        let mut state = self.lock();
+        state.stats.queries += 1;
+        let idle = match idle {
+            // It captures since it was asked: so will the record below say.
+            Err(error) if is_of_capture(error.code()) => {
+                process::captures_streams();
+                return Ok(false);
+            }
+            idle => idle.map_err(|e| self.error(e))?,
+        };
+        let slot = &mut state.streams[batch.stream];
+        if slot.key == key {
+            slot.was_idle(idle);
+        }
+        if idle {
+            state.streams.batch_complete(batch);
+            state.streams.pool_spent();
+            state.settle_advanced();
+        }
+        Ok(idle)
+    }
+
+    /// Records the marker of a batch. False if the stream captures by now, and the event may be part of a
+    /// graph: such a marker would stand for nothing.
+    fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<bool, Error> {
+        let current = context.make_current();
+        let current = current.map_err(|e| self.error_in(context, e))?;
+        let pooled = self.lock().streams.pooled_event(context.key());
+        let event = match pooled {
+            Some(event) => event,
+            None => {
+                let entered = context.enter().map_err(|e| self.error(e))?;
+                Arc::new(entered.create_event().map_err(|e| self.error(e))?)
+            }
+        };
+        let stream = std::ptr::with_exposed_provenance_mut(raw);
+        // SAFETY: the stream is alive, as in `may_mark`; the event is of the stream's context and in no
+        // marker.
+        let recorded = unsafe { current.record(&event, stream) };
+        let captured = match &recorded {
+            // Another thread may have begun a capture since the question.
+            // SAFETY: as above; the context of a special handle is current.
+            Ok(()) => unsafe { self.captures_now(stream) },
+            Err(error) if is_of_capture(error.code()) => {
+                process::captures_streams();
+                Ok(true)
+            }
+            Err(_) => Ok(false),
+        };
+        drop(current);
+        let mut state = self.lock();
+        match recorded {
+            _ if !matches!(captured, Ok(false)) => {
+                state.stats.failed_markers += 1;
+                drop(state);
+                // No other marker gets what a graph may know.
+                drop(event);
+                captured.map(|_| false)
+            }
+            Ok(()) => {
+                state.stats.markers += 1;
+                let unneeded = state.streams.publish(batch, event);
+                let pool = state.streams.events.entry(context.key()).or_default();
+                pool.extend(unneeded);
+                Ok(true)
+            }
+            Err(error) => {
+                state.stats.failed_markers += 1;
+                state
+                    .streams
+                    .events
+                    .entry(context.key())
+                    .or_default()
+                    .push(event);
+                Err(self.error(error))
+            }
+        }
+    }
+
+    /// Records the markers that a free left to record. A failure costs nothing but time: the next
+    /// marker covers the batch.
+    pub(crate) fn mark_all(&self, streams: impl IntoIterator<Item = (u32, StreamKey)>) {
+        for (stream, key) in streams {
+            if let Err(error) = self.mark(stream, key) {
+                self.log_marker_failure(&error);
+            }
+        }
+    }
+
+    /// Sees to the full batches that wait for somebody to ask for them, of the streams that are wanted.
+    pub(crate) fn mark_full<'a>(
+        &'a self,
+        state: Guard<'a>,
+        wanted: impl Fn(u32) -> bool,
+    ) -> Result<Guard<'a>, Error> {
+        let full = state.streams.full().iter().copied();
+        let mut due = full.filter(|stream| wanted(*stream)).peekable();
+        if due.peek().is_none() {
+            return Ok(state);
+        }
+        let due: Vec<_> = due.map(|s| (s, state.streams[s].key)).collect();
+        drop(state);
+        self.cover_all(&due)
+    }
+
+    /// [`mark_unless_idle`](Self::mark_unless_idle) of each. A failure costs nothing but time, as in
+    /// [`mark_all`](Self::mark_all), unless the context is lost.
+    pub(crate) fn cover_all(&self, streams: &[(u32, StreamKey)]) -> Result<Guard<'_>, Error> {
+        for (stream, key) in streams {
+            match self.mark_unless_idle(*stream, *key) {
+                Ok(()) => {}
+                Err(lost @ Error::ContextLost(_)) => return Err(lost),
+                Err(error) => self.log_marker_failure(&error),
+            }
+        }
+        Ok(self.lock())
+    }
+
+    /// Finds out what other streams are done with, for a request of a stream. Its own memory it may
+    /// have at once; near the limit it is asked all the same, since complete memory fits in more ways.
+    pub(crate) fn poll_for<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: u32,
+    ) -> Result<Guard<'a>, Error> {
+        let near = !state.bounds_hold(0);
+        let mut again = false;
+        loop {
+            state = self.mark_full(state, |other| near || other != stream)?;
+            let failed = state.stats.failed_markers;
+            state = self.poll(state)?;
+            if again || state.stats.failed_markers == failed {
+                return Ok(state);
+            }
+            // What had fallen into a capture gets its new marker at once, where that may be done.
+            again = true;
+        }
+    }
+
+    /// Finds out which markers of each stream are complete.
+    pub(crate) fn poll<'a>(&'a self, state: Guard<'a>) -> Result<Guard<'a>, Error> {
+        self.poll_some(state, |_| true)
+    }
+
+    /// [`poll`](Self::poll) of the streams that are wanted.
+    pub(crate) fn poll_some<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        wanted: impl Fn(u32) -> bool,
+    ) -> Result<Guard<'a>, Error> {
+        loop {
+            let Some(mut due) = state.streams.due_markers(&wanted) else {
+                return Ok(state);
+            };
+            drop(state);
+            let mut queries = 0;
+            let asked = self.ask(&mut due, &mut queries);
+            due.let_go();
+            state = self.lock();
+            state.stats.queries += queries;
+            let mut progress = false;
+            for outcome in due.outcomes() {
+                progress |= outcome.newest.is_some();
+                state.streams.asked(outcome);
+            }
+            let void = due.take_void();
+            // What comes after one that stands for nothing was not asked.
+            let goes_on = due.goes_on() || !void.is_empty();
+            due.clear();
+            state.streams.poll = due;
+            if progress {
+                state.settle_advanced();
+            }
+            if !void.is_empty() {
+                state = self.drop_void(state, &void);
+            }
+            asked?;
+            if !goes_on {
+                return Ok(state);
+            }
+        }
+    }
+
+    fn ask(&self, due: &mut Poll, queries: &mut u64) -> Result<(), Error> {
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        let mut gone: Vec<Context> = Vec::new();
+        let asked = due.ask(|event| {
+            let context = event.context();
+            if gone.iter().any(|c| c.key() == context.key()) {
+                return Ok(Answer::Late);
+            }
+            *queries += 1;
+            match entered.query(event) {
+                Ok(true) => Ok(Answer::Complete),
+                Ok(false) => Ok(Answer::Late),
+                Err(error) if is_void_event(error.code()) => Ok(Answer::Void),
+                Err(error) if self.is_gone(context, &error) => {
+                    gone.push(context.clone());
+                    Ok(Answer::Late)
+                }
+                Err(error) => Err(self.error(error)),
+            }
+        });
+        for context in gone {
+            self.context_gone(&context);
+        }
+        asked
+    }
+
+    /// Takes markers away that stand for nothing, each by its stream and bound: their events fell into a
+    /// capture that began between the question and the record. What they covered gets a new marker.
+    fn drop_void<'a>(&'a self, mut state: Guard<'a>, void: &[(u32, u64)]) -> Guard<'a> {
+        process::captures_streams();
+        let mut gone = Vec::new();
+        for (stream, bound) in void {
+            if let Some(marker) = state.streams.void(*stream, *bound) {
+                state.stats.failed_markers += 1;
+                gone.push(marker);
+            }
+        }
+        drop(state);
+        // Their events are destroyed, if nobody else asks them just now.
+        drop(gone);
+        self.lock()
+    }
+
+    /// Queues waits on a stream.
+    pub(crate) fn queue_waits(&self, stream: u32, waits: &[PendingWait]) -> Result<(), Error> {
+        if waits.is_empty() {
+            return Ok(());
+        }
+        let (raw, context) = {
+            let state = self.lock();
+            (
+                state.streams[stream].raw,
+                state.streams[stream].context.clone(),
+            )
+        };
+        let handle = std::ptr::with_exposed_provenance_mut(raw);
+        let current = context.make_current().map_err(|e| self.error(e))?;
+        for wait in waits {
+            // SAFETY: the stream is the one that the call under way names; the event is recorded
+            // and kept alive by the wait.
+            let queued = unsafe { current.stream_wait(handle, &wait.event) };
+            // A wait that is part of a graph, or was refused because of one, orders nothing.
+            let doubtful = queued
+                .as_ref()
+                .map_or_else(|e| is_void_event(e.code()), |()| true);
+            if doubtful {
+                // SAFETY: as above; the context of a special handle is current.
+                let captures = unsafe { self.captures_now(handle) }?;
+                if captures {
+                    return Err(Error::Capturing { stream: raw });
+                }
+            }
+            if let Err(error) = queued {
+                let of = wait.event.context();
+                if is_void_event(error.code()) {
+                    drop(self.drop_void(self.lock(), &[(wait.stream, wait.bound)]));
+                } else if self.is_gone(of, &error) && of.key() != context.key() {
+                    self.context_gone(of);
+                    return Err(Error::Driver(error));
+                }
+                return Err(self.error(error));
+            }
+            let mut state = self.lock();
+            state.stats.stream_waits += 1;
+            state
+                .streams
+                .ordered(stream, wait.stream, wait.bound, &wait.row);
+        }
+        Ok(())
+    }
+
+    /// Waits on the host for one marker.
+    pub(crate) fn host_wait(
+        &self,
+        stream: u32,
+        bound: u64,
+        event: Arc<Event>,
+    ) -> Result<(), Error> {
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        let waited = entered.wait(&event);
+        if let Err(error) = &waited
+            && self.is_gone(event.context(), error)
+        {
+            self.context_gone(event.context());
+            return Ok(());
+        }
+        drop(event);
+        let mut state = self.lock();
+        match waited {
+            Ok(()) => {}
+            Err(error) if is_void_event(error.code()) => {
+                drop(self.drop_void(state, &[(stream, bound)]));
+                return Ok(());
+            }
+            Err(error) => {
+                drop(state);
+                return Err(self.error(error));
+            }
+        }
+        state.streams.observed(stream, bound);
+        state.settle();
+        Ok(())
+    }
+
+    /// Refuses while a stream of one of the contexts is being captured, as far as can be known: the
+    /// streams that we keep alive are asked, the legacy stream answers for all blocking streams of
+    /// its context, and of the caller's own streams it counts what was found when one was asked last.
+    /// That can be out of date, and nobody may ask a stream that its owner may have destroyed. So with
+    /// `once` it is told once, and the next time the driver has to say it.
+    pub(crate) fn refuse_captures(&self, contexts: &[Context], once: bool) -> Result<(), Error> {
+        let (kept, found) = {
+            let state = self.lock();
+            let kept: Vec<Stream> = state.streams.kept().cloned().collect();
+            (kept, self.found_capturing(&state))
+        };
+        let told = self.told.load(Ordering::Relaxed);
+        if let Some((stream, _)) = found.iter().find(|(_, number)| *number > told || !once) {
+            if once {
+                let newest = found.iter().map(|(_, number)| *number).max();
+                self.told.fetch_max(newest.unwrap_or(0), Ordering::Relaxed);
+            }
+            return Err(Error::Capturing { stream: *stream });
+        }
+        for stream in kept {
+            self.refuse_capture(&self.named(&stream)?)?;
+        }
+        for context in contexts {
+            let entered = context.enter().map_err(|e| self.error(e))?;
+            let legacy = std::ptr::null_mut();
+            // SAFETY: the null handle is valid while a context is current.
+            match unsafe { entered.driver().is_capturing(legacy) } {
+                Ok(false) => {}
+                Ok(true) => return Err(Error::Capturing { stream: 0 }),
+                Err(error) if is_capture_refusal(error.code()) => {
+                    return Err(Error::Capturing { stream: 0 });
+                }
+                Err(error) => return Err(self.error(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// The caller's streams that were capturing when they were asked last, with the numbers of the findings.
+    fn found_capturing(&self, state: &State) -> Vec<(usize, u64)> {
+        let mut found = self.driver().found_capturing();
+        found.retain(|(stream, _)| {
+            let mut slots = state.streams.iter();
+            slots.any(|(_, s)| s.raw == *stream && matches!(s.holder, Holder::Foreign(_)))
+        });
+        found
+    }
+
+    /// Waits until everything that was submitted to the streams' contexts so far is complete; an
+    /// error, with nothing changed, while something captures there, because that would suffer. `once` as
+    /// for [`refuse_captures`](Self::refuse_captures).
+    pub(crate) fn synchronise(&self, once: bool) -> Result<(), Error> {
+        // Nobody may destroy one of them meanwhile.
+        let (contexts, touched) = self.contexts()?;
+        self.refuse_captures(&contexts, once)?;
+        let refuted = self.found_capturing(&self.lock());
+        let mut retired = Vec::new();
+        let bounds: Vec<Batch> = {
+            let mut state = self.lock();
+            let streams = state.streams.iter();
+            // Only what is waited for below: a stream of yet another context may have come since.
+            let waited =
+                streams.filter(|(_, slot)| contexts.iter().any(|c| c.key() == slot.context.key()));
+            let mut working: Vec<u32> = Vec::new();
+            for (stream, slot) in waited {
+                if matches!(slot.holder, Holder::Retired) {
+                    // What it was given is under tickets before the open one, also what is freed later.
+                    retired.push((stream, slot.open - 1));
+                } else {
+                    working.push(stream);
+                }
+            }
+            let batches = working.iter().map(|s| state.streams.close_batch(*s));
+            batches.collect()
+        };
+        let waited = contexts.iter().try_for_each(|context| {
+            match context.enter().and_then(|entered| entered.synchronize()) {
+                Ok(()) => Ok(()),
+                Err(error) if is_capture_refusal(error.code()) => {
+                    Err(Error::Capturing { stream: 0 })
+                }
+                Err(error) if self.is_gone(context, &error) => {
+                    self.context_gone(context);
+                    Ok(())
+                }
+                Err(error) => Err(self.error(error)),
+            }
+        });
+        drop(touched);
+        let mut state = self.lock();
+        if let Err(error) = waited {
+            for batch in &bounds {
+                state.streams.reopen_batch(batch);
+            }
+            return Err(error);
+        }
+        let bounds = bounds.iter().map(|batch| (batch.stream, batch.bound));
+        for (stream, bound) in bounds.chain(retired) {
+            state.streams.completed(stream, bound, &[]);
+        }
+        state.streams.pool_spent();
+        state.settle();
+        drop(state);
+        // The driver waits for no context in which something captures.
+        for (_, number) in refuted {
+            self.driver().not_capturing(number);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::allocator::{Allocator, Config};
+    use crate::sim::{SimConfig, Simulator};
+
+    /// R25: between the moment that a slot was named and its marker, another stream may have got it.
+    #[test]
+    fn r25_a_slot_that_is_another_streams_by_now_gets_no_marker()
+    -> Result<(), Box<dyn std::error::Error>> {
+        let simulator = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+        let driver = simulator.driver()?;
+        let context = Context::primary(&driver, driver.device(0)?)?;
+        let allocator = Allocator::with_config(&context, Config::new())?;
+        let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
+        for stream in [&a, &b] {
+            drop(allocator.allocate(512 << 10, stream)?);
+        }
+        let engine = allocator.engine();
+        let (key_a, key_b) = (StreamKey::Id(a.id()?), StreamKey::Id(b.id()?));
+        let slot = engine.lock().streams.find(key_a).ok_or("no slot")?;
+        let markers = allocator.stats().markers;
+        engine.mark(slot, key_b)?;
+        assert_eq!(allocator.stats().markers, markers);
+        engine.mark(slot, key_a)?;
+        assert_eq!(allocator.stats().markers, markers + 1);
+        Ok(())
+    }
+}

@@ -1,0 +1,332 @@
+//! The allocator's inside: one lock around the books, driver calls outside it.
+
+pub(crate) mod bench;
+pub(crate) mod beside;
+pub(crate) mod calls;
+pub(crate) mod close;
+pub(crate) mod commit;
+pub(crate) mod defaults;
+pub(crate) mod dropped;
+pub(crate) mod hooks;
+pub(crate) mod identity;
+pub(crate) mod large_cache;
+pub(crate) mod leaving;
+pub(crate) mod markers;
+pub(crate) mod naming;
+pub(crate) mod near;
+pub(crate) mod orphans;
+pub(crate) mod request;
+pub(crate) mod self_test;
+pub(crate) mod single_stream;
+pub(crate) mod small;
+pub(crate) mod trial;
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use crate::driver::{Context, Device, Driver, DriverError, MemoryProperties, process};
+
+use crate::allocator::cache::front::{Held, KeepAlive, Lock, PageTable};
+use crate::allocator::config::{Config, Limit, Policy};
+use crate::allocator::engine::defaults::Defaults;
+use crate::allocator::engine::hooks::Hooks;
+use crate::allocator::error::Error;
+use crate::allocator::heap::State;
+use crate::allocator::physical::address::Addresses;
+
+/// Marker failures are logged this often at most: the first, then at every power of two.
+#[derive(Debug, Default)]
+pub(crate) struct RareLog(AtomicU64);
+
+impl RareLog {
+    /// Whether this occurrence should be logged, and the how-manieth it is.
+    pub(crate) fn due(&self) -> Option<u64> {
+        // A logger has locks, too.
+        if process::is_forked_child() {
+            return None;
+        }
+        let count = self.0.fetch_add(1, Ordering::Relaxed) + 1;
+        count.is_power_of_two().then_some(count)
+    }
+}
+
+/// On cache lines of its own: around it lies what every call reads.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Apart<T>(T);
+
+#[derive(Debug)]
+pub(crate) struct Engine {
+    /// Tells this allocator from every other one of the process; starts at 1.
+    pub id: u64,
+    /// Itself, for what has to outlive the call that it is in.
+    me: Weak<Engine>,
+    pub context: Context,
+    pub device: Device,
+    pub packed: bool,
+    /// Whether memory may be used through second layouts, as far as the settings say,
+    pub views: bool,
+    /// whether the device is tested before that,
+    pub self_test: bool,
+    /// and whether it failed.
+    pub views_failed: AtomicBool,
+    pub properties: MemoryProperties,
+    /// Devices that may access the memory: its own first.
+    pub access: Vec<Device>,
+    pub total_memory: u64,
+    /// Address space of the device.
+    pub addresses: Arc<Addresses>,
+    pub hooks: Hooks,
+    pub log: RareLog,
+    /// Which front has which page.
+    pub pages: Arc<PageTable>,
+    /// Blocks on shelves, held by somebody or not: where there are none, no front is asked for one.
+    pub on_shelves: Arc<AtomicU32>,
+    /// Allocators that stand for this one.
+    handles: AtomicUsize,
+    /// Streams whose retirement was begun.
+    retirements: AtomicU64,
+    /// Every call asks whether its stream is captured, also where nothing else needs the driver.
+    ask_captures: bool,
+    /// Default streams, as raw calls name them.
+    pub defaults: Defaults,
+    state: Apart<Lock<State>>,
+    lost: OnceLock<DriverError>,
+    /// The allocator's id as long as fronts serve here and the context is not lost, then 0.
+    at_once: AtomicU64,
+    /// Blocks wait in the books to be freed by a call that may.
+    pub deferred: AtomicBool,
+    /// It is known that the allocator outlives its handles for a capture's sake.
+    pub waits: AtomicBool,
+    /// The number of the newest finding of a capture for which a wait for everything was refused.
+    pub told: AtomicU64,
+}
+
+impl KeepAlive for Engine {}
+
+pub(crate) type Guard<'a> = Held<'a, State>;
+
+impl Engine {
+    pub(crate) fn new(context: &Context, config: &Config) -> Result<Shared, Error> {
+        config.validate()?;
+        let (driver, device) = (context.driver(), context.device());
+        let mapped = match config.policy {
+            Policy::Classic => None,
+            Policy::Auto | Policy::Packed => trial::memory_of(context, config.policy)?,
+        };
+        let packed = mapped.is_some();
+        if !packed && !config.peers.is_empty() {
+            return Err(Error::NotSupported {
+                what: "peer access without virtual memory management",
+            });
+        }
+        let mut access = vec![device];
+        for ordinal in &config.peers {
+            let peer = driver.device(*ordinal)?;
+            if peer == device {
+                continue;
+            }
+            if !driver.can_access_peer(peer, device)? {
+                return Err(Error::NotSupported {
+                    what: "access from a peer device",
+                });
+            }
+            access.push(peer);
+        }
+        let total_memory = driver.total_memory(device)?;
+        let limit = config.limit.map(|limit| match limit {
+            Limit::Bytes(bytes) => bytes,
+            Limit::Fraction(share) => (total_memory as f64 * share) as u64,
+        });
+        let properties = mapped.unwrap_or(MemoryProperties::plain(device));
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let pages = Arc::new(PageTable::new());
+        let engine = Arc::new_cyclic(|me| {
+            let mut state = State::new(
+                (me.clone() as Weak<dyn KeepAlive>, id),
+                Arc::clone(&pages),
+                device.ordinal(),
+                packed,
+                limit,
+                config.tuning(),
+            );
+            state.streams.watchful = config.capture_checks;
+            Engine {
+                id,
+                me: me.clone(),
+                context: context.clone(),
+                device,
+                packed,
+                views: packed && config.views,
+                self_test: config.self_test,
+                views_failed: AtomicBool::new(false),
+                properties,
+                access,
+                total_memory,
+                addresses: Addresses::of(driver, device, total_memory),
+                hooks: Hooks::default(),
+                log: RareLog::default(),
+                handles: AtomicUsize::new(1),
+                retirements: AtomicU64::new(0),
+                ask_captures: config.capture_checks,
+                defaults: Defaults::new(config.context_checks),
+                on_shelves: Arc::clone(&state.fronts.on_shelves),
+                state: Apart(Lock::new(state)),
+                pages,
+                lost: OnceLock::new(),
+                at_once: AtomicU64::new(if packed && !config.capture_checks {
+                    id
+                } else {
+                    0
+                }),
+                deferred: AtomicBool::new(false),
+                waits: AtomicBool::new(false),
+                told: AtomicU64::new(0),
+            }
+        });
+        process::do_postponed();
+        engine.recall_aliasing();
+        Ok(engine)
+    }
+
+    /// Itself, unless it is going.
+    pub(crate) fn keep(&self) -> Option<Shared> {
+        self.me.upgrade()
+    }
+
+    /// How many streams were about to be retired so far.
+    #[inline]
+    pub(crate) fn retirements(&self) -> u64 {
+        self.retirements.load(Ordering::Acquire)
+    }
+
+    /// One more.
+    pub(crate) fn count_retirement(&self) {
+        self.retirements.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Another [`Allocator`](crate::allocator::Allocator) stands for this engine.
+    pub(crate) fn add_handle(&self) {
+        self.handles.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// One less; the last one closes the engine, or leaves that to the last block.
+    pub(crate) fn remove_handle(&self) {
+        if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
+            process::do_postponed();
+            self.abandon();
+        }
+    }
+
+    /// Nobody can ask for memory any more: gives everything back, now or when the last block goes.
+    pub(crate) fn abandon(&self) {
+        if self.usable().is_err() || self.handles.load(Ordering::Acquire) > 0 {
+            return;
+        }
+        {
+            let mut state = self.lock();
+            if state.closed {
+                return;
+            }
+            state.set_orphaned(true);
+        }
+        // With the last of them it ends, or is told that it cannot.
+        self.free_deferred();
+        if self.outlives_capture() {
+            return;
+        }
+        match self.close() {
+            Ok(()) | Err(Error::Guarded { .. } | Error::Closed) => {}
+            // The last block, or one of those that come before it, may be one of a stream that captures.
+            Err(Error::LiveBlocks { .. }) if self.deferred.load(Ordering::Relaxed) => {
+                self.outlive_capture();
+            }
+            Err(Error::LiveBlocks { .. }) => {}
+            Err(Error::Capturing { .. }) => self.outlive_capture(),
+            // What the driver refused this once it may do when it is asked again.
+            Err(error) => self.outlive_refusal(&error),
+        }
+    }
+
+    /// Whether fronts may serve a call without a look at anything else.
+    #[inline(always)]
+    pub(crate) fn unwatched(&self) -> bool {
+        self.at_once_id() != 0 && process::is_quiet()
+    }
+
+    /// The id by which threads find their fronts; 0, which finds none, where more is to be looked at.
+    #[inline(always)]
+    pub(crate) fn at_once_id(&self) -> u64 {
+        self.at_once.load(Ordering::Relaxed)
+    }
+
+    /// Whether a call has to look at more than its front: the process forked or ends, or somebody
+    /// captures streams.
+    #[inline]
+    pub(crate) fn watchful(&self) -> bool {
+        !process::is_quiet() || self.ask_captures
+    }
+
+    #[inline]
+    pub(crate) fn driver(&self) -> &Driver {
+        self.context.driver()
+    }
+
+    /// The books. They are consistent whenever the lock is free, also after a panic elsewhere: no
+    /// foreign code runs under the lock.
+    pub(crate) fn lock(&self) -> Guard<'_> {
+        self.state.0.lock()
+    }
+
+    /// The books, for calls that cannot say [`Error::ForkedChild`]: none in a child, where the lock may be
+    /// held by a thread that does not exist there.
+    pub(crate) fn readable(&self) -> Option<Guard<'_>> {
+        (!process::is_forked_child()).then(|| self.lock())
+    }
+
+    /// Turns a driver's error into ours, and remembers a lost context.
+    pub(crate) fn error(&self, error: DriverError) -> Error {
+        if error.is_fatal() {
+            self.at_once.store(0, Ordering::Relaxed);
+            return Error::ContextLost(*self.lost.get_or_init(|| error));
+        }
+        Error::Driver(error)
+    }
+
+    /// Whether calls make sense at all.
+    pub(crate) fn usable(&self) -> Result<(), Error> {
+        if self.driver().is_forked_child() {
+            return Err(Error::ForkedChild);
+        }
+        if self.driver().is_exiting() {
+            return Err(Error::Exiting);
+        }
+        match self.lost.get() {
+            Some(error) => Err(Error::ContextLost(*error)),
+            None => Ok(()),
+        }
+    }
+
+    /// The books, if the allocator is open and usable.
+    pub(crate) fn open(&self) -> Result<Guard<'_>, Error> {
+        self.usable()?;
+        let state = self.lock();
+        if state.closed {
+            Err(Error::Closed)
+        } else {
+            Ok(state)
+        }
+    }
+
+    // ---- streams ---------------------------------------------------------------------------
+
+    pub(crate) fn log_marker_failure(&self, error: &dyn std::error::Error) {
+        if let Some(count) = self.log.due() {
+            log::warn!("a marker could not be recorded ({count} times so far): {error}");
+        }
+    }
+}
+
+/// The shared inside of an allocator and its blocks.
+pub(crate) type Shared = Arc<Engine>;

@@ -1,0 +1,110 @@
+//! Allocators that nobody can name any more, and that a capture or a refusal of the driver keeps from giving
+//! their memory back.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use crate::driver::process;
+use crate::sync::held::{Locked, locked};
+
+use crate::allocator::engine::{Engine, Shared};
+use crate::allocator::error::Error;
+
+/// Each is closed by a later call that may find the capture ended, or the driver willing: when a capture is ended through this
+/// crate, and when any allocator of the process is made, trimmed, synchronised, closed or dropped.
+static ORPHANS: Mutex<Orphans> = Mutex::new(Orphans {
+    waiting: Vec::new(),
+    tries: 0,
+    asked: 0,
+});
+
+struct Orphans {
+    waiting: Vec<Shared>,
+    /// Threads that try to close some, which are not among those that wait meanwhile.
+    tries: usize,
+    /// How often somebody asked to have it tried.
+    asked: u64,
+}
+
+fn orphans() -> Locked<'static, Orphans> {
+    locked(&ORPHANS)
+}
+
+impl Engine {
+    /// Keeps an engine that has no handle left until it can be closed. Whether it was not kept yet.
+    fn wait_for_others(&self) -> bool {
+        let Some(engine) = self.keep() else {
+            return false;
+        };
+        let mut orphans = orphans();
+        let mut waiting = orphans.waiting.iter();
+        if waiting.any(|other| Arc::ptr_eq(other, &engine)) {
+            return false;
+        }
+        orphans.waiting.push(engine);
+        process::postpone(close_orphans);
+        true
+    }
+
+    /// Keeps an engine that has no handle left because its end went wrong, unless it can never go well.
+    pub(crate) fn outlive_refusal(&self, error: &Error) {
+        if self.usable().is_err() {
+            log::warn!(
+                "an allocator on device {} leaks its memory: {error}",
+                self.device.ordinal()
+            );
+            return;
+        }
+        if self.wait_for_others()
+            && let Some(count) = self.log.due()
+        {
+            log::warn!(
+                "an allocator on device {} without a handle could not be closed, a later call tries again \
+                 ({count} such events): {error}",
+                self.device.ordinal()
+            );
+        }
+    }
+
+    /// Keeps an engine that has no handle left until it can be closed.
+    pub(crate) fn outlive_capture(&self) {
+        if self.wait_for_others() && !self.waits.swap(true, Ordering::Relaxed) {
+            log::warn!(
+                "an allocator on device {} without a handle holds its memory until the end of a capture \
+                 is noticed",
+                self.device.ordinal()
+            );
+        }
+    }
+
+    /// Whether a later call tries again to close it.
+    pub(crate) fn outlives_capture(&self) -> bool {
+        let orphans = orphans();
+        let mut waiting = orphans.waiting.iter();
+        waiting.any(|other| std::ptr::eq(&**other, self))
+    }
+}
+
+/// Tries to close them all; those that cannot be closed yet wait on.
+fn close_orphans() {
+    let mut state = orphans();
+    state.asked += 1;
+    // Where another thread has them in hand it sees that it is to try again.
+    while !state.waiting.is_empty() {
+        let asked = state.asked;
+        let tried = std::mem::take(&mut state.waiting);
+        state.tries += 1;
+        drop(state);
+        for engine in tried {
+            engine.abandon();
+        }
+        state = orphans();
+        state.tries -= 1;
+        if state.asked == asked {
+            break;
+        }
+    }
+    if state.waiting.is_empty() && state.tries == 0 {
+        process::nothing_postponed();
+    }
+}

@@ -1,0 +1,82 @@
+//! Requests, their numbers checked once.
+
+use crate::allocator::cache::front::{PAGE_GRAINS, Small};
+use crate::allocator::error::Error;
+use crate::allocator::extent::record::SpaceId;
+use crate::allocator::extent::want::Want;
+use crate::allocator::size::{GRANULE, MAX_ALIGNMENT, round_size};
+
+/// A request whose numbers are in order.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Request {
+    pub requested: u64,
+    granules: u32,
+    align: u32,
+    /// See [`Placement`](crate::allocator::Placement).
+    pub single: bool,
+    pub views: bool,
+}
+
+impl Request {
+    pub(crate) fn new(bytes: usize, alignment: usize) -> Result<Self, Error> {
+        if bytes == 0 {
+            return Err(Error::InvalidSize { requested: 0 });
+        }
+        let Some(rounded) = round_size(bytes) else {
+            return Err(Error::InvalidSize {
+                requested: bytes as u64,
+            });
+        };
+        if !alignment.is_power_of_two() || alignment as u64 > MAX_ALIGNMENT {
+            return Err(Error::InvalidAlignment {
+                alignment: alignment as u64,
+            });
+        }
+        let granules = |bytes: u64| u32::try_from(bytes / GRANULE).unwrap_or(u32::MAX);
+        Ok(Request {
+            requested: bytes as u64,
+            granules: granules(rounded),
+            align: granules((alignment as u64).max(GRANULE)),
+            single: false,
+            views: true,
+        })
+    }
+
+    /// Whether the block may lie anywhere.
+    #[inline]
+    pub(crate) fn is_plain(&self) -> bool {
+        self.align == 1 && !self.single && self.views
+    }
+
+    /// Granules of a run in which the request surely fits.
+    fn span(&self) -> u32 {
+        self.granules + self.align - 1
+    }
+
+    /// Bytes of such a run.
+    pub(crate) fn span_bytes(&self) -> u64 {
+        u64::from(self.span()) * GRANULE
+    }
+
+    /// The request to a front, if it is one for fronts.
+    #[inline]
+    pub(crate) fn small(&self) -> Option<Small> {
+        (self.span() <= PAGE_GRAINS).then_some(Small {
+            granules: self.granules,
+            align: self.align,
+            requested: self.requested as u32,
+        })
+    }
+
+    pub(crate) fn want(&self, space: SpaceId, stream: u32) -> Want {
+        Want {
+            space,
+            stream,
+            granules: self.granules,
+            align: self.align,
+            requested: self.requested,
+            single: self.single,
+            views: self.views,
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! Whether the device keeps memory the same through two addresses: a test before the first view.
+//!
+//! CUDA promises it from the completion of the writing operation on. The test does what a program
+//! does with a block that lay at another address before: it writes through one mapping, and reads
+//! through the other in stream order, after the reading side has been read before.
+
+use std::sync::atomic::Ordering;
+
+use crate::driver::{DriverError, Stream, StreamKind, WORD_KERNELS};
+
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::bench::{Bench, Finished, Unfinished, Work};
+use crate::allocator::error::Error;
+use crate::allocator::extent::record::SpaceId;
+use crate::allocator::extent::want::Want;
+use crate::allocator::report::SelfTest;
+use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+use crate::allocator::stream::answers::is_of_capture;
+use crate::allocator::stream::slot::Holder;
+
+/// How often to try to wait for the test's own work before its memory is given up.
+const WAITS: usize = 4;
+
+impl Engine {
+    /// Whether views may be used, as far as is known.
+    pub(crate) fn views_allowed(&self) -> bool {
+        self.views && !self.views_failed.load(Ordering::Relaxed)
+    }
+
+    /// What an earlier allocator of the process found out, if that counts here.
+    pub(crate) fn recall_aliasing(&self) {
+        if !self.views {
+            return;
+        }
+        if !self.self_test {
+            self.lock().views.self_test = SelfTest::Off;
+        } else if let Some(good) = self.driver().aliasing(self.device) {
+            self.aliasing_known(good);
+        }
+    }
+
+    fn aliasing_known(&self, good: bool) {
+        self.views_failed.store(!good, Ordering::Relaxed);
+        self.lock().views.self_test = if good {
+            SelfTest::Passed
+        } else {
+            SelfTest::Failed
+        };
+    }
+
+    /// Tests the device now, if it was not tested before and the settings allow a test; says what is
+    /// known then.
+    pub(crate) fn test_views(&self) -> Result<SelfTest, Error> {
+        self.usable()?;
+        if self.views && self.lock().views.self_test == SelfTest::NotRun {
+            drop(self.open()?);
+            self.reserve_for_test()?;
+            self.aliasing_verdict(true)?;
+        }
+        Ok(self.lock().views.self_test)
+    }
+
+    /// Whether nothing runs on any stream that is known.
+    fn is_quiet(&self) -> Result<bool, Error> {
+        let holders: Vec<Holder> = {
+            let state = self.lock();
+            state
+                .streams
+                .iter()
+                .map(|(_, s)| s.holder.clone())
+                .collect()
+        };
+        for holder in holders {
+            let idle = match holder {
+                Holder::Kept(stream) if stream.kind() != StreamKind::PerThreadDefault => {
+                    match stream.is_complete() {
+                        // It captures since it was asked.
+                        Err(error) if is_of_capture(error.code()) => false,
+                        idle => idle.map_err(|e| self.error(e))?,
+                    }
+                }
+                Holder::Retired => true,
+                _ => false,
+            };
+            if !idle {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether a stitch may go on, or what failed.
+    pub(crate) fn may_stitch(&self) -> Result<bool, Error> {
+        match self.aliasing_verdict(false) {
+            Ok(usable) => Ok(usable),
+            // For the test; growth may still find some.
+            Err(Error::Driver(error)) if error.is_out_of_memory() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether a stitch may go on: tests the device if nobody has. A few milliseconds, once for a
+    /// device and a process. Without memory for the test the stitch goes on untested, and the next
+    /// one asks again; while something captures nothing is stitched.
+    fn aliasing_verdict(&self, asked: bool) -> Result<bool, Error> {
+        if !self.self_test {
+            return Ok(true);
+        }
+        let known = self.lock().views.self_test;
+        if known != SelfTest::NotRun {
+            return Ok(known != SelfTest::Failed);
+        }
+        match self.refuse_captures(std::slice::from_ref(&self.context), false) {
+            Ok(()) => {}
+            Err(Error::Capturing { .. }) => return Ok(false),
+            Err(error) => return Err(error),
+        }
+        if !self.finish_tests(false)?.is_over {
+            return Ok(false);
+        }
+        let with_kernels = asked || self.is_quiet()?;
+        let Some(good) = self.test_aliasing(with_kernels)? else {
+            return Ok(true);
+        };
+        self.driver().set_aliasing(self.device, good);
+        if !good {
+            log::warn!(
+                "device {} does not keep memory the same through two addresses: views are not used",
+                self.device.ordinal()
+            );
+        }
+        self.aliasing_known(good);
+        Ok(good)
+    }
+
+    /// Sees to addresses for the test's memory.
+    fn reserve_for_test(&self) -> Result<(), Error> {
+        for space in [SpaceId::Large, SpaceId::Views] {
+            if !self.lock().extents.has_addresses(space) {
+                self.reserve_span(space, PHYSICAL_GRANULE)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the test on memory of its own. `None` if there is no memory for it.
+    fn test_aliasing(&self, with_kernels: bool) -> Result<Option<bool>, Error> {
+        let want = Want {
+            space: SpaceId::Large,
+            // The memory is no stream's before and after.
+            stream: 0,
+            granules: (PHYSICAL_GRANULE / GRANULE) as u32,
+            align: 1,
+            requested: PHYSICAL_GRANULE,
+            single: true,
+            views: true,
+        };
+        self.reserve_for_test()?;
+        let Some(stitch) = self.lock().plan_test(&want) else {
+            return Ok(None);
+        };
+        let sides = [stitch.fresh.as_ref().map_or(0, |f| f.addr), stitch.site.at];
+        match self.map_stitch(&stitch) {
+            Ok(handles) => {
+                let block = {
+                    let mut state = self.lock();
+                    state.stitched(&want, stitch, &handles)
+                };
+                let result = self.try_both_sides(sides, with_kernels);
+                match result {
+                    Ok(done) => {
+                        self.end_test(block, sides)?;
+                        done.map(Some).map_err(|e| self.error(e))
+                    }
+                    // Its work may still be under way.
+                    Err((error, work)) => {
+                        let memory = Some((block, sides));
+                        let unfinished = Unfinished { work, memory };
+                        self.lock().unfinished.push(unfinished);
+                        Err(self.error(error))
+                    }
+                }
+            }
+            Err(failed) => {
+                let mut state = self.lock();
+                let error = state.not_mapped(&want, stitch, failed);
+                drop(state);
+                if error.is_out_of_memory() {
+                    return Ok(None);
+                }
+                Err(self.error(error))
+            }
+        }
+    }
+
+    /// The test proper, on a stream of its own. The outer error: it could not be waited for.
+    fn try_both_sides(
+        &self,
+        sides: [u64; 2],
+        with_kernels: bool,
+    ) -> Result<Result<bool, DriverError>, (DriverError, Work)> {
+        let stream = match Stream::new(&self.context) {
+            Ok(stream) => stream,
+            Err(error) => return Ok(Err(error)),
+        };
+        let entered = match self.context.enter() {
+            Ok(entered) => entered,
+            Err(error) => return Ok(Err(error)),
+        };
+        // Loading may wait for everything that runs in the context, which this thread may have to
+        // end. A device that cannot load them is tested without kernels as well.
+        let load = || {
+            let module = entered.load_module(WORD_KERNELS)?;
+            Ok::<_, DriverError>((
+                module.function(c"cualloc_fill")?,
+                module.function(c"cualloc_check")?,
+            ))
+        };
+        let kernels = match with_kernels.then(load) {
+            Some(Ok(kernels)) => Some(kernels),
+            Some(Err(error)) if error.is_fatal() => return Ok(Err(error)),
+            _ => None,
+        };
+        let bench = Bench {
+            entered: &entered,
+            stream: stream.raw(),
+            sides,
+            kernels: kernels.as_ref(),
+        };
+        let result = bench.run();
+        let mut done = stream.synchronize();
+        for _ in 1..WAITS {
+            match done {
+                Err(error) if !error.is_fatal() => done = stream.synchronize(),
+                _ => break,
+            }
+        }
+        match done {
+            Ok(()) => Ok(result),
+            Err(error) => Err((error, Work { stream, kernels })),
+        }
+    }
+
+    /// Gives the memory of tests back that could not be waited for, as far as their work is over; with `wait`
+    /// waits until it is, and gives back everything.
+    pub(crate) fn finish_tests(&self, wait: bool) -> Result<Finished, Error> {
+        let unfinished = std::mem::take(&mut self.lock().unfinished);
+        let (mut finished, mut failed) = (Finished::default(), None);
+        let mut left = Vec::new();
+        for mut test in unfinished {
+            if let Some((block, sides)) = test.memory {
+                let stream = &test.work.stream;
+                let over = if wait {
+                    stream.synchronize().map(|()| true)
+                } else {
+                    stream.is_complete()
+                };
+                let ended = match over {
+                    Ok(true) => {
+                        test.memory = None;
+                        self.end_test(block, sides)
+                    }
+                    Ok(false) => Ok(0),
+                    Err(error) if wait || error.is_fatal() => Err(self.error(error)),
+                    Err(_) => Ok(0),
+                };
+                match ended {
+                    Ok(released) => finished.released += released,
+                    Err(error) => failed = failed.or(Some(error)),
+                }
+            }
+            if test.memory.is_some() || (test.work.kernels.is_some() && !wait) {
+                left.push(test);
+            }
+        }
+        finished.is_over = left.iter().all(|test| test.memory.is_none());
+        if !left.is_empty() {
+            self.lock().unfinished.append(&mut left);
+        }
+        failed.map_or(Ok(finished), Err)
+    }
+
+    /// Unmaps and releases the memory of a test whose work is over.
+    fn end_test(&self, block: u32, sides: [u64; 2]) -> Result<u64, Error> {
+        let release = self.lock().test_over(block, sides[0]);
+        let evicted = self.evict(&[sides[1]]);
+        let Some(release) = release else {
+            return evicted.map(|()| 0);
+        };
+        if let Err(error) = evicted {
+            // Still mapped in the view: free memory, with an idle view over it.
+            let mut state = self.lock();
+            state.restore(release.space, release.id, release.shards);
+            drop(state);
+            return Err(error);
+        }
+        self.release(vec![release])
+    }
+}

@@ -1,0 +1,250 @@
+//! Whether a device has the virtual memory that it advertises: one handle is created, mapped, opened and
+//! written before the first allocator is made.
+//!
+//! Some drivers say that they support it and then refuse one of the calls, for any memory or for memory that
+//! can be exported. Every request would fail there.
+
+use crate::driver::sys::{CUdeviceptr, CUmemGenericAllocationHandle};
+use crate::driver::{Context, Device, DriverError, Entered, MemoryProperties, Stream, Trials};
+
+use crate::allocator::config::Policy;
+use crate::allocator::error::Error;
+use crate::allocator::size::PHYSICAL_GRANULE;
+
+/// What is tried: the smallest handle that allocators make.
+const BYTES: usize = PHYSICAL_GRANULE as usize;
+
+/// With so much memory free a refusal for want of memory is a refusal.
+const PLENTY: u64 = 32 * PHYSICAL_GRANULE;
+
+/// What is missing where it is not there or refused.
+const WHAT: &str = "virtual memory management";
+
+/// What a trial came to.
+enum Outcome {
+    /// Memory with these properties can be used.
+    Usable(MemoryProperties),
+    /// Nothing can be said: the device is full.
+    Unknown(MemoryProperties),
+    Refused(DriverError),
+}
+
+/// What the physical memory of an allocator is made like; `None` if it has to do without.
+pub(crate) fn memory_of(
+    context: &Context,
+    policy: Policy,
+) -> Result<Option<MemoryProperties>, Error> {
+    let (driver, device) = (context.driver(), context.device());
+    if !driver.supports_vmm(device)? {
+        return match policy {
+            Policy::Packed => Err(Error::NotSupported { what: WHAT }),
+            _ => Ok(None),
+        };
+    }
+    let wished = MemoryProperties::for_device(driver, device)?;
+    let trials = driver.trials();
+    if trials.passed(device) {
+        return Ok(Some(wished));
+    }
+    match outcome(context, wished, trials).map_err(failed)? {
+        Outcome::Usable(properties) | Outcome::Unknown(properties) => Ok(Some(properties)),
+        Outcome::Refused(source) if policy == Policy::Packed => {
+            Err(Error::Refused { what: WHAT, source })
+        }
+        Outcome::Refused(error) => {
+            if trials.first_refusal(device) {
+                log::warn!(
+                    "device {} refuses the virtual memory that it advertises, the classic policy is used: \
+                     {error}",
+                    device.ordinal()
+                );
+            }
+            Ok(None)
+        }
+    }
+}
+
+fn failed(error: DriverError) -> Error {
+    if error.is_fatal() {
+        Error::ContextLost(error)
+    } else {
+        Error::Driver(error)
+    }
+}
+
+/// Tries the properties that are wished for, then with less. Only what went well is remembered: a fault that
+/// passes costs the allocator that met it something, and not the process.
+fn outcome(
+    context: &Context,
+    wished: MemoryProperties,
+    trials: &Trials,
+) -> Result<Outcome, DriverError> {
+    let device = context.device();
+    let mut attempts = vec![wished];
+    for less in [
+        MemoryProperties {
+            gpu_direct_rdma: false,
+            ..wished
+        },
+        MemoryProperties::plain(device),
+    ] {
+        if !attempts.contains(&less) {
+            attempts.push(less);
+        }
+    }
+    let entered = context.enter()?;
+    let stream = match Stream::new(context) {
+        Ok(stream) => stream,
+        Err(error) if error.is_fatal() => return Err(error),
+        // No word about memory.
+        Err(_) => return Ok(Outcome::Unknown(wished)),
+    };
+    let mut refusal = None;
+    for properties in attempts {
+        let Failure { error, leaks } = match try_memory(&entered, &stream, &properties) {
+            Ok(()) => {
+                match refusal {
+                    None => trials.pass(device),
+                    Some(error) => say_reduced(trials, device, &properties, error),
+                }
+                return Ok(Outcome::Usable(properties));
+            }
+            Err(failure) => failure,
+        };
+        if error.is_fatal() {
+            return Err(error);
+        }
+        if leaks {
+            log::warn!(
+                "device {} does not take back {BYTES} bytes on which virtual memory was tried: {error}",
+                device.ordinal()
+            );
+            return Ok(Outcome::Refused(error));
+        }
+        if error.is_out_of_memory() && !has_plenty(&entered) {
+            return Ok(Outcome::Unknown(wished));
+        }
+        refusal = Some(error);
+    }
+    Ok(refusal.map_or(Outcome::Unknown(wished), Outcome::Refused))
+}
+
+fn say_reduced(trials: &Trials, device: Device, properties: &MemoryProperties, error: DriverError) {
+    if !trials.first_refusal(device) {
+        return;
+    }
+    let without = if *properties == MemoryProperties::plain(device) {
+        "neither exported nor registered with network cards"
+    } else {
+        "not registered with network cards"
+    };
+    log::warn!(
+        "device {} refuses memory as it advertises it, so that of allocators can be {without}: {error}",
+        device.ordinal()
+    );
+}
+
+/// Whether the device has so much memory that a small handle cannot be refused for want of it.
+fn has_plenty(entered: &Entered<'_>) -> bool {
+    entered.mem_info().is_ok_and(|info| info.free >= PLENTY)
+}
+
+/// Runs a call that gives something back, and again if it failed.
+fn insist(mut call: impl FnMut() -> Result<(), DriverError>) -> Result<(), Failure> {
+    match call() {
+        Err(error) if !error.is_fatal() => call().map_err(Failure::leaking),
+        done => done.map_err(Failure::leaking),
+    }
+}
+
+/// Why a trial failed.
+struct Failure {
+    error: DriverError,
+    /// Something of it could not be given back.
+    leaks: bool,
+}
+
+impl Failure {
+    fn clean(error: DriverError) -> Self {
+        let leaks = false;
+        Failure { error, leaks }
+    }
+
+    fn leaking(error: DriverError) -> Self {
+        let leaks = true;
+        Failure { error, leaks }
+    }
+}
+
+/// The first thing that failed, and whether anything of both leaks.
+fn both(one: Result<(), Failure>, other: Result<(), Failure>) -> Result<(), Failure> {
+    match (one, other) {
+        (Err(one), Err(other)) => Err(Failure {
+            error: if other.error.is_fatal() {
+                other.error
+            } else {
+                one.error
+            },
+            leaks: one.leaks || other.leaks,
+        }),
+        (one, other) => one.and(other),
+    }
+}
+
+/// Creates, maps, opens and writes a handle, and gives everything back. Waits for its own fill alone. None of
+/// the calls is forbidden by a capture of others.
+fn try_memory(
+    entered: &Entered<'_>,
+    stream: &Stream,
+    properties: &MemoryProperties,
+) -> Result<(), Failure> {
+    let at = entered
+        .address_reserve(BYTES, BYTES, 0)
+        .map_err(Failure::clean)?;
+    let (done, mapped) = match entered.mem_create(BYTES, properties) {
+        Err(error) => (Err(Failure::clean(error)), false),
+        Ok(handle) => {
+            let (done, mapped) = try_mapping(entered, stream, at, handle);
+            // SAFETY: made above, and not used any more; where it is still mapped the memory stays.
+            let released = insist(|| unsafe { entered.mem_release(handle) });
+            (both(done, released), mapped)
+        }
+    };
+    if mapped {
+        return done;
+    }
+    // SAFETY: reserved above; nothing is mapped there, and nobody knows the address.
+    both(done, insist(|| unsafe { entered.address_free(at, BYTES) }))
+}
+
+/// Maps, opens and writes a handle at an address, and unmaps it. Also says whether it is mapped still.
+fn try_mapping(
+    entered: &Entered<'_>,
+    stream: &Stream,
+    at: CUdeviceptr,
+    handle: CUmemGenericAllocationHandle,
+) -> (Result<(), Failure>, bool) {
+    // SAFETY: the range is reserved for this and holds nothing; the handle is that large.
+    if let Err(error) = unsafe { entered.mem_map(at, BYTES, handle) } {
+        return (Err(Failure::clean(error)), false);
+    }
+    let device = entered.context().device();
+    // SAFETY: mapped above.
+    let opened = unsafe { entered.set_access(at, BYTES, &[device]) };
+    let written = opened.and_then(|()| {
+        // SAFETY: the range is mapped and open, and the stream alive.
+        unsafe { entered.memset_d8(at, 0xa5, BYTES, stream.raw()) }
+    });
+    let done = match written {
+        Err(error) => Err(Failure::clean(error)),
+        Ok(()) => match insist(|| stream.synchronize()) {
+            Ok(()) => Ok(()),
+            // The fill may be under way.
+            Err(failure) => return (Err(failure), true),
+        },
+    };
+    // SAFETY: mapped above; the only work that used it is complete.
+    let unmapped = insist(|| unsafe { entered.mem_unmap(at, BYTES) });
+    let mapped = unmapped.is_err();
+    (both(done, unmapped), mapped)
+}

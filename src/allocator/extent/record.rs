@@ -1,0 +1,357 @@
+//! Block records: 32 bytes that every operation touches, and what only some need beside them.
+//!
+//! A record describes one extent of address space: a block in use, a free piece, a range that a
+//! driver call is working on, or a range without memory. Ids are 32 bits.
+
+use crate::allocator::extent::uses::Uses;
+
+/// No record.
+pub(crate) const NIL: u32 = u32::MAX;
+
+/// In [`Hot::stream`] of a free piece: nobody uses it any more.
+pub(crate) const COMPLETE: u32 = u32::MAX;
+/// In [`Hot::stream`] of a free piece: pending on several streams.
+pub(crate) const MIXED: u32 = u32::MAX - 1;
+
+/// Generation of a record that can have no other life: it is even, and the life after it would be the last
+/// number there is. Such a record is never used again, so no pair of id and generation comes twice.
+pub(crate) const SPENT: u32 = u32::MAX - 1;
+
+/// What an extent is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum State {
+    /// The record describes nothing and waits to be used again.
+    #[default]
+    Vacant,
+    /// A block that somebody holds.
+    Used,
+    /// Free memory.
+    Free,
+    /// Taken out of circulation while a driver call maps or releases it.
+    Busy,
+    /// Address space without memory.
+    Unmapped,
+    /// Part of a block that lies in a view: nobody can have it at its home address.
+    Lent,
+    /// Memory that a failed roll-back left in an unknown state: never handed out, retried by trim.
+    Quarantined,
+}
+
+/// Which collection of extents a record belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub(crate) enum SpaceId {
+    /// Requests above the small limit.
+    #[default]
+    Large,
+    /// Classic: the small pool. Packed: the arena that hands out pages.
+    Small,
+    /// Packed: address space for views. Its free extents are addresses without memory.
+    Views,
+}
+
+/// The part of a record that every operation reads.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Hot {
+    /// First byte.
+    pub addr: u64,
+    /// Size in granules.
+    pub granules: u32,
+    /// Odd while a block is live; one more at each allocation and at each free, up to [`SPENT`].
+    pub generation: u32,
+    /// The extent that ends where this one begins, or [`NIL`].
+    pub prev: u32,
+    /// The extent that begins where this one ends, or [`NIL`].
+    pub next: u32,
+    /// Used: the stream it was allocated on. Free: the one stream it is pending on, [`COMPLETE`] or
+    /// [`MIXED`].
+    pub stream: u32,
+    pub state: State,
+    pub space: SpaceId,
+    /// Used: its front says whether somebody holds it, and in which life.
+    pub shelved: bool,
+}
+
+const _: () = assert!(size_of::<Hot>() == 32);
+
+impl Hot {
+    pub(crate) fn end(&self) -> u64 {
+        self.addr + self.bytes()
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.granules) * crate::allocator::size::GRANULE
+    }
+
+    pub(crate) fn is_free(&self) -> bool {
+        self.state == State::Free
+    }
+
+    /// Makes it another extent. Its generation goes on.
+    #[inline(always)]
+    pub(crate) fn renew(&mut self, new: Hot) {
+        let generation = self.generation;
+        *self = Hot { generation, ..new };
+    }
+}
+
+/// The part of a record that only allocation and free, statistics and diagnostics need: a line of the
+/// processor's cache.
+#[derive(Debug, Clone, Default)]
+#[repr(align(64))]
+pub(crate) struct Cold {
+    /// Bytes as asked for, before any rounding; 0 unless used.
+    pub requested: u64,
+    /// Free: until when which streams may still touch it.
+    pub uses: Uses,
+    /// Free: the stream of the block that the memory last was.
+    pub owner: u32,
+    /// Free: how many frees there had been when the last byte of it was freed.
+    pub freed: u64,
+    /// Lent: the block.
+    pub lent_to: u32,
+    /// Made when there is anything to note in it, and kept until the record is given back.
+    rare: Option<Box<Rare>>,
+}
+
+const _: () = assert!(size_of::<Cold>() == 64);
+
+/// What few blocks ever have.
+#[derive(Debug, Clone, Default)]
+struct Rare {
+    /// Used: other streams that were recorded on the block.
+    recorded: Vec<Recorded>,
+    /// Used, in a view: the home extents that it was lent, in the order of the view.
+    home: Vec<u32>,
+}
+
+impl Cold {
+    /// Makes it what a new one is. Word by word: little of it is ever set.
+    #[inline(always)]
+    fn clear(&mut self) {
+        // All of them: what is left out would live on in the record's next life.
+        let Cold {
+            requested,
+            uses,
+            owner,
+            freed,
+            lent_to,
+            rare,
+        } = self;
+        debug_assert!(rare.is_none(), "put aside before");
+        *requested = 0;
+        *uses = Uses::None;
+        (*owner, *freed, *lent_to) = (0, 0, 0);
+    }
+
+    /// Used: other streams that were recorded on the block.
+    pub(crate) fn recorded(&self) -> &[Recorded] {
+        self.rare.as_ref().map_or(&[], |rare| &rare.recorded)
+    }
+
+    /// Takes out what was recorded.
+    pub(crate) fn take_recorded(&mut self) -> Vec<Recorded> {
+        let rare = self.rare.as_mut();
+        rare.map_or_else(Vec::new, |rare| std::mem::take(&mut rare.recorded))
+    }
+
+    /// Used, in a view: the home extents that it was lent, in the order of the view.
+    pub(crate) fn home(&self) -> &[u32] {
+        self.rare.as_ref().map_or(&[], |rare| &rare.home)
+    }
+
+    pub(crate) fn take_home(&mut self) -> Vec<u32> {
+        let rare = self.rare.as_mut();
+        rare.map_or_else(Vec::new, |rare| std::mem::take(&mut rare.home))
+    }
+
+    /// Whether the block lies at its home and only its own stream used it.
+    #[inline(always)]
+    pub(crate) fn is_plain(&self) -> bool {
+        match &self.rare {
+            None => true,
+            Some(rare) => rare.recorded.is_empty() && rare.home.is_empty(),
+        }
+    }
+}
+
+/// A use of a live block on a stream other than its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Recorded {
+    pub stream: u32,
+    /// The ticket that covers the use, or `None`: whatever the stream was given until the free.
+    pub ticket: Option<u64>,
+}
+
+/// Adds a use to those of a live block; true if its stream is new among them.
+pub(crate) fn add_recorded(recorded: &mut Vec<Recorded>, new: Recorded) -> bool {
+    match recorded.iter_mut().find(|r| r.stream == new.stream) {
+        Some(known) => {
+            // "Until the free" covers every earlier ticket.
+            known.ticket = match (known.ticket, new.ticket) {
+                (Some(a), Some(b)) => Some(a.max(b)),
+                _ => None,
+            };
+            false
+        }
+        None => {
+            recorded.push(new);
+            true
+        }
+    }
+}
+
+/// Records that there is room for from the start.
+const FIRST: usize = 1 << 12;
+
+/// All records of an allocator. The arrays move when they grow, as records are only ever reached by their
+/// ids: one index leads to each, without a table of parts between.
+#[derive(Debug, Default)]
+pub(crate) struct Records {
+    hot: Vec<Hot>,
+    /// As long as `hot`.
+    cold: Vec<Cold>,
+    vacant: Vec<u32>,
+    /// Records that describe nothing any more.
+    spent: usize,
+    /// Empty ones, for the next that need one.
+    #[expect(clippy::vec_box, reason = "they go in and out as boxes")]
+    spare: Vec<Box<Rare>>,
+}
+
+impl Records {
+    /// Takes a vacant record. Its generation goes on from its former life.
+    pub(crate) fn make(&mut self, space: SpaceId, state: State, addr: u64, granules: u32) -> u32 {
+        let id = self.vacant_id();
+        self[id].renew(Hot {
+            addr,
+            granules,
+            generation: 0,
+            prev: NIL,
+            next: NIL,
+            stream: COMPLETE,
+            state,
+            space,
+            shelved: false,
+        });
+        id
+    }
+
+    /// A vacant record, whose [`Cold`] is a new one's.
+    #[inline(always)]
+    pub(crate) fn vacant_id(&mut self) -> u32 {
+        match self.vacant.pop() {
+            Some(id) => id,
+            None => self.new_id(),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn new_id(&mut self) -> u32 {
+        if self.hot.is_empty() {
+            self.hot.reserve(FIRST);
+            self.cold.reserve(FIRST);
+        }
+        self.hot.push(Hot::default());
+        self.cold.push(Cold::default());
+        self.hot.len() as u32 - 1
+    }
+
+    /// Gives a record back.
+    #[inline(always)]
+    pub(crate) fn retire(&mut self, id: u32) {
+        let hot = &mut self[id];
+        hot.state = State::Vacant;
+        // A handle to the dead record must never look live.
+        hot.generation = (hot.generation + 1) & !1;
+        let cold = &mut self.cold[id as usize];
+        if let Some(rare) = cold.rare.take() {
+            self.put_aside(rare);
+        }
+        self.cold_mut(id).clear();
+        if self[id].generation < SPENT {
+            self.vacant.push(id);
+        } else {
+            self.spent += 1;
+        }
+    }
+
+    /// Moves what a record describes into another one; the first is not used again. Its neighbours, and
+    /// whoever else knows it, are to be told.
+    #[cold]
+    pub(crate) fn replace(&mut self, id: u32) -> u32 {
+        let new = self.vacant_id();
+        let old = self[id];
+        self[new].renew(old);
+        self.cold.swap(id as usize, new as usize);
+        self[id].state = State::Vacant;
+        self.spent += 1;
+        new
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn put_aside(&mut self, mut rare: Box<Rare>) {
+        rare.recorded.clear();
+        rare.home.clear();
+        self.spare.push(rare);
+    }
+
+    fn rare(&mut self, id: u32) -> &mut Rare {
+        let rare = &mut self.cold[id as usize].rare;
+        rare.get_or_insert_with(|| self.spare.pop().unwrap_or_default())
+    }
+
+    /// Adds a use to those of a live block. `None` as its ticket: whatever that stream is given until
+    /// the free. True if the stream is new among them.
+    pub(crate) fn record(&mut self, id: u32, new: Recorded) -> bool {
+        add_recorded(&mut self.rare(id).recorded, new)
+    }
+
+    /// Notes the home extents that a block in a view was lent, in the order of the view.
+    pub(crate) fn set_home(&mut self, id: u32, parts: Vec<u32>) {
+        self.rare(id).home = parts;
+    }
+
+    /// The record, if the id was ever handed out.
+    pub(crate) fn get(&self, id: u32) -> Option<&Hot> {
+        self.hot.get(id as usize)
+    }
+
+    #[inline]
+    pub(crate) fn cold(&self, id: u32) -> &Cold {
+        &self.cold[id as usize]
+    }
+
+    #[inline]
+    pub(crate) fn cold_mut(&mut self, id: u32) -> &mut Cold {
+        &mut self.cold[id as usize]
+    }
+
+    /// Records that describe something.
+    pub(crate) fn len(&self) -> usize {
+        self.hot.len() - self.vacant.len() - self.spent
+    }
+
+    /// Every record that describes something.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Hot)> {
+        (0..)
+            .zip(&self.hot)
+            .filter(|(_, hot)| hot.state != State::Vacant)
+    }
+}
+
+impl std::ops::Index<u32> for Records {
+    type Output = Hot;
+    #[inline]
+    fn index(&self, id: u32) -> &Hot {
+        &self.hot[id as usize]
+    }
+}
+
+impl std::ops::IndexMut<u32> for Records {
+    #[inline]
+    fn index_mut(&mut self, id: u32) -> &mut Hot {
+        &mut self.hot[id as usize]
+    }
+}

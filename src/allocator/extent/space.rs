@@ -1,0 +1,563 @@
+//! A collection of extents in address order: carving, coalescing, mapping state.
+//!
+//! Pure bookkeeping without driver calls. Each region (a reserved range, a segment or a page) is a
+//! gapless list of extents. Free extents are *pieces*; each piece keeps its own last uses and is
+//! found through the index of its class:
+//!
+//! * complete: nobody uses the bytes any more;
+//! * pending on one stream: that stream may have them at once, others after its ticket;
+//! * mixed: pending on several streams.
+//!
+//! Pieces that are pending differently never become one piece before they are complete: merged, a
+//! finished piece would wait for the newest use of its neighbour, again and again, and a busy
+//! program would never see it free.
+
+use std::collections::BTreeMap;
+
+use crate::allocator::extent::index::{Entry, FreeIndex};
+use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, Records, SpaceId, State};
+use crate::allocator::extent::uses::Uses;
+use crate::allocator::size::GRANULE;
+
+/// A part of a claimed range as it was before, for putting things back.
+#[derive(Debug, Clone)]
+pub(crate) struct Shard {
+    pub granules: u32,
+    pub uses: Uses,
+    /// The stream of the block that the part last was,
+    pub owner: u32,
+    /// and how many frees there had been when it was freed.
+    pub freed: u64,
+    /// False: the part had no memory.
+    pub mapped: bool,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(crate) struct Space {
+    pub(crate) id: SpaceId,
+    /// Pieces pending on the same stream become one piece with the newer ticket. Right where memory
+    /// never changes streams before it is complete, or while only one stream exists.
+    pub(crate) merge_own: bool,
+    complete: FreeIndex,
+    mixed: FreeIndex,
+    pub(crate) pending: Vec<FreeIndex>,
+    /// Free pieces of all classes.
+    pub(crate) count: usize,
+    /// Base address to (bytes, first extent). The first extent's id is stable: splits and merges
+    /// keep the id on the left.
+    regions: BTreeMap<u64, Region>,
+    /// Extents without memory, by address.
+    holes: BTreeMap<u64, u32>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Region {
+    pub bytes: u64,
+    pub first: u32,
+}
+
+pub(crate) fn class_of(uses: &Uses) -> u32 {
+    match uses.as_slice() {
+        [] => COMPLETE,
+        [only] => only.stream,
+        _ => MIXED,
+    }
+}
+
+impl Space {
+    pub(crate) fn new(id: SpaceId, merge_own: bool) -> Self {
+        Space {
+            id,
+            merge_own,
+            complete: FreeIndex::default(),
+            mixed: FreeIndex::default(),
+            pending: Vec::new(),
+            count: 0,
+            regions: BTreeMap::new(),
+            holes: BTreeMap::new(),
+        }
+    }
+
+    /// The index of a class, if it ever had a piece.
+    pub(crate) fn index(&self, class: u32) -> Option<&FreeIndex> {
+        match class {
+            COMPLETE => Some(&self.complete),
+            MIXED => Some(&self.mixed),
+            stream => self.pending.get(stream as usize),
+        }
+    }
+
+    fn index_mut(&mut self, class: u32) -> &mut FreeIndex {
+        match class {
+            COMPLETE => &mut self.complete,
+            MIXED => &mut self.mixed,
+            stream => {
+                let at = stream as usize;
+                if at >= self.pending.len() {
+                    self.pending.resize_with(at + 1, FreeIndex::default);
+                }
+                &mut self.pending[at]
+            }
+        }
+    }
+
+    /// Gives up what the index of a stream's pieces keeps, if it has none.
+    pub(crate) fn forget_stream(&mut self, stream: u32) {
+        if let Some(index) = self.pending.get_mut(stream as usize) {
+            index.shrink();
+        }
+    }
+
+    /// The indexes of pieces that somebody may still use: each stream, then several.
+    pub(crate) fn pending(&self) -> impl Iterator<Item = &FreeIndex> {
+        let all = self.pending.iter().chain([&self.mixed]);
+        all.filter(|index| !index.is_empty())
+    }
+
+    /// Streams that have pieces pending on them alone.
+    pub(crate) fn pending_streams(&self) -> impl Iterator<Item = u32> + '_ {
+        (0u32..)
+            .zip(&self.pending)
+            .filter(|(_, index)| !index.is_empty())
+            .map(|(stream, _)| stream)
+    }
+
+    /// Number of free pieces.
+    pub(crate) fn piece_count(&self) -> usize {
+        self.count
+    }
+
+    /// Every free piece, class by class.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = Entry> + '_ {
+        self.complete
+            .iter()
+            .chain(self.mixed.iter())
+            .chain(self.pending.iter().flat_map(FreeIndex::iter))
+    }
+
+    pub(crate) fn regions(&self) -> &BTreeMap<u64, Region> {
+        &self.regions
+    }
+
+    pub(crate) fn holes(&self) -> &BTreeMap<u64, u32> {
+        &self.holes
+    }
+
+    /// Free bytes, whatever they are pending on.
+    pub(crate) fn free_bytes(&self) -> u64 {
+        let granules = self.complete.granules()
+            + self.mixed.granules()
+            + self.pending.iter().map(FreeIndex::granules).sum::<u64>();
+        granules * GRANULE
+    }
+
+    /// The largest free piece in bytes.
+    pub(crate) fn largest_piece(&self) -> u64 {
+        [&self.complete, &self.mixed]
+            .into_iter()
+            .chain(&self.pending)
+            .filter_map(FreeIndex::largest)
+            .map(|e| u64::from(e.granules) * GRANULE)
+            .max()
+            .unwrap_or(0)
+    }
+
+    /// The class of a free piece, and what its index says of it.
+    #[inline]
+    pub(crate) fn entry(records: &Records, id: u32) -> (u32, Entry) {
+        let hot = &records[id];
+        let entry = Entry {
+            granules: hot.granules,
+            addr: hot.addr,
+            id,
+        };
+        (hot.stream, entry)
+    }
+
+    #[inline]
+    fn enlist(&mut self, records: &Records, id: u32) {
+        let (class, entry) = Self::entry(records, id);
+        self.index_mut(class).insert(entry);
+        self.count += 1;
+    }
+
+    #[inline]
+    fn delist(&mut self, records: &Records, id: u32) {
+        let (class, entry) = Self::entry(records, id);
+        let found = self.index_mut(class).remove(&entry);
+        debug_assert!(found, "a free piece is in the index of its class");
+        self.count -= 1;
+    }
+
+    /// Adds a region as one free piece with the given uses.
+    pub(crate) fn add_region(
+        &mut self,
+        records: &mut Records,
+        base: u64,
+        granules: u32,
+        uses: Uses,
+    ) -> u32 {
+        let id = self.new_region(records, base, granules, State::Free);
+        records[id].stream = class_of(&uses);
+        records.cold_mut(id).uses = uses;
+        self.enlist(records, id);
+        id
+    }
+
+    /// Adds a region without memory. A region that begins where another one ends extends it.
+    pub(crate) fn add_hole(&mut self, records: &mut Records, base: u64, granules: u32) {
+        let id = self.new_region(records, base, granules, State::Unmapped);
+        self.holes.insert(base, id);
+        if self.join(records, base) {
+            self.merge_hole(records, id);
+        }
+    }
+
+    /// Adds a region as one piece that nobody uses; `grown`: it extends the one that ends at its base.
+    pub(crate) fn add_range(
+        &mut self,
+        records: &mut Records,
+        base: u64,
+        granules: u32,
+        grown: bool,
+    ) {
+        let id = self.add_region(records, base, granules, Uses::None);
+        if grown && self.join(records, base) {
+            self.delist(records, id);
+            self.coalesce(records, id);
+        }
+    }
+
+    /// Makes a region one with the region that ends at its base, if there is one.
+    fn join(&mut self, records: &mut Records, base: u64) -> bool {
+        let before = self.regions.range(..base).next_back();
+        let Some((before, first)) = before
+            .filter(|(start, region)| *start + region.bytes == base)
+            .map(|(start, region)| (*start, region.first))
+        else {
+            return false;
+        };
+        let Some(joined) = self.regions.remove(&base) else {
+            return false;
+        };
+        let mut last = first;
+        while records[last].next != NIL {
+            last = records[last].next;
+        }
+        records[last].next = joined.first;
+        records[joined.first].prev = last;
+        if let Some(region) = self.regions.get_mut(&before) {
+            region.bytes += joined.bytes;
+        }
+        true
+    }
+
+    fn new_region(&mut self, records: &mut Records, base: u64, granules: u32, state: State) -> u32 {
+        let id = records.make(self.id, state, base, granules);
+        self.regions.insert(
+            base,
+            Region {
+                bytes: u64::from(granules) * GRANULE,
+                first: id,
+            },
+        );
+        id
+    }
+
+    /// Another record describes the first extent of the region at `base` now.
+    #[cold]
+    pub(crate) fn renumber_first(&mut self, base: u64, old: u32, new: u32) {
+        if let Some(region) = self.regions.get_mut(&base)
+            && region.first == old
+        {
+            region.first = new;
+        }
+    }
+
+    /// Takes out a region that is one extent; false if it is not.
+    pub(crate) fn remove_region(&mut self, records: &mut Records, id: u32) -> bool {
+        let hot = records[id];
+        if hot.prev != NIL || hot.next != NIL || hot.state == State::Used {
+            return false;
+        }
+        match hot.state {
+            State::Free => self.delist(records, id),
+            State::Unmapped => {
+                self.holes.remove(&hot.addr);
+            }
+            _ => {}
+        }
+        self.regions.remove(&hot.addr);
+        records.retire(id);
+        true
+    }
+
+    /// Cuts an extent that is in no index; the right part gets a record of its own.
+    fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
+        let cold = records.cold(id);
+        let (uses, owner, freed) = (cold.uses.clone(), cold.owner, cold.freed);
+        let state = records[id].state;
+        let right = self.part(records, id, left, state);
+        let cold = records.cold_mut(right);
+        (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
+        right
+    }
+
+    /// Makes the right part of an extent one of its own, in its place in the row and in the given state.
+    #[inline]
+    fn part(&self, records: &mut Records, id: u32, left: u32, state: State) -> u32 {
+        let hot = &mut records[id];
+        let (next, stream, addr) = (hot.next, hot.stream, hot.addr);
+        let more = hot.granules - left;
+        hot.granules = left;
+        let right = records.make(self.id, state, addr + u64::from(left) * GRANULE, more);
+        let hot = &mut records[right];
+        (hot.prev, hot.next, hot.stream) = (id, next, stream);
+        if next != NIL {
+            records[next].prev = right;
+        }
+        records[id].next = right;
+        right
+    }
+
+    /// Lets a free piece swallow the one on its right; both are in no index.
+    fn merge_next(&mut self, records: &mut Records, id: u32) {
+        let next = records[id].next;
+        let uses = records.cold(id).uses.union(&records.cold(next).uses);
+        self.absorb_next(records, id);
+        records.cold_mut(id).uses = uses;
+    }
+
+    /// Lets an extent swallow its right neighbour; both are in no index.
+    fn absorb_next(&mut self, records: &mut Records, id: u32) {
+        let next = records[id].next;
+        let swallowed = records[next];
+        let freed = records.cold(next).freed.max(records.cold(id).freed);
+        records.cold_mut(id).freed = freed;
+        records[id].granules += swallowed.granules;
+        records[id].next = swallowed.next;
+        if swallowed.next != NIL {
+            records[swallowed.next].prev = id;
+        }
+        records.retire(next);
+    }
+
+    fn mergeable(&self, records: &Records, left: u32, right: u32) -> bool {
+        let (l, r) = (&records[left], &records[right]);
+        if !(l.is_free() && r.is_free() && l.stream == r.stream) {
+            return false;
+        }
+        match l.stream {
+            COMPLETE => true,
+            MIXED => false,
+            _ => self.merge_own || records.cold(left).uses == records.cold(right).uses,
+        }
+    }
+
+    /// Merges a free piece that is in no index with its neighbours and enlists the result.
+    fn coalesce(&mut self, records: &mut Records, mut id: u32) -> u32 {
+        let prev = records[id].prev;
+        if prev != NIL && self.mergeable(records, prev, id) {
+            self.delist(records, prev);
+            self.merge_next(records, prev);
+            id = prev;
+        }
+        let next = records[id].next;
+        if next != NIL && self.mergeable(records, id, next) {
+            self.delist(records, next);
+            self.merge_next(records, id);
+        }
+        self.enlist(records, id);
+        id
+    }
+
+    fn merge_hole(&mut self, records: &mut Records, mut id: u32) {
+        let prev = records[id].prev;
+        if prev != NIL && records[prev].state == State::Unmapped {
+            self.holes.remove(&records[id].addr);
+            self.absorb_next(records, prev);
+            id = prev;
+        }
+        let next = records[id].next;
+        if next != NIL && records[next].state == State::Unmapped {
+            self.holes.remove(&records[next].addr);
+            self.absorb_next(records, id);
+        }
+    }
+
+    /// Takes `granules` out of consecutive free or unmapped extents, beginning `skip` granules into
+    /// `first`, and makes them one extent in the given state. What stood there is written to
+    /// `shards`. Returns the extent; `None`, with nothing changed, if the range is not all free or
+    /// unmapped.
+    pub(crate) fn claim(
+        &mut self,
+        records: &mut Records,
+        first: u32,
+        skip: u32,
+        granules: u32,
+        state: State,
+        shards: &mut Vec<Shard>,
+    ) -> Option<u32> {
+        let (mut reach, mut at) = (0u64, first);
+        while reach < u64::from(skip) + u64::from(granules) {
+            if at == NIL || !matches!(records[at].state, State::Free | State::Unmapped) {
+                return None;
+            }
+            reach += u64::from(records[at].granules);
+            at = records[at].next;
+        }
+        let (mut id, mut skip) = (first, skip);
+        while skip >= records[id].granules {
+            // The aligned start may lie beyond the run's first pieces.
+            skip -= records[id].granules;
+            id = records[id].next;
+        }
+        self.unlist(records, id);
+        if skip > 0 {
+            let right = self.split(records, id, skip);
+            self.relist(records, id);
+            id = right;
+        }
+        let head = id;
+        let mut left = granules;
+        loop {
+            if records[id].granules > left {
+                let rest = self.split(records, id, left);
+                self.relist(records, rest);
+            }
+            left -= records[id].granules;
+            let (granules, mapped) = (records[id].granules, records[id].state == State::Free);
+            let cold = records.cold_mut(id);
+            shards.push(Shard {
+                granules,
+                uses: std::mem::take(&mut cold.uses),
+                owner: cold.owner,
+                freed: cold.freed,
+                mapped,
+            });
+            if left == 0 {
+                break;
+            }
+            id = records[id].next;
+            self.unlist(records, id);
+        }
+        while records[head].granules < granules {
+            self.absorb_next(records, head);
+        }
+        records[head].state = state;
+        records[head].stream = COMPLETE;
+        Some(head)
+    }
+
+    fn unlist(&mut self, records: &Records, id: u32) {
+        if records[id].is_free() {
+            self.delist(records, id);
+        } else {
+            self.holes.remove(&records[id].addr);
+        }
+    }
+
+    fn relist(&mut self, records: &Records, id: u32) {
+        if records[id].is_free() {
+            self.enlist(records, id);
+        } else {
+            self.holes.insert(records[id].addr, id);
+        }
+    }
+
+    /// Takes `granules` from the front of one free piece: the common case of [`claim`](Self::claim).
+    pub(crate) fn carve(&mut self, records: &mut Records, id: u32, granules: u32) {
+        self.delist(records, id);
+        let cold = records.cold_mut(id);
+        let (uses, owner, freed) = (std::mem::take(&mut cold.uses), cold.owner, cold.freed);
+        let hot = &mut records[id];
+        hot.state = State::Used;
+        if hot.granules > granules {
+            let rest = self.part(records, id, granules, State::Free);
+            let cold = records.cold_mut(rest);
+            (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
+            self.enlist(records, rest);
+        }
+    }
+
+    /// Cuts a claimed extent in two claimed ones; returns the right one.
+    pub(crate) fn cut(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
+        self.split(records, id, left)
+    }
+
+    /// Puts back what [`claim`](Self::claim) took.
+    pub(crate) fn restore(&mut self, records: &mut Records, id: u32, shards: Vec<Shard>) {
+        let mut parts = vec![id];
+        let mut at = id;
+        for shard in &shards[..shards.len().saturating_sub(1)] {
+            at = self.split(records, at, shard.granules);
+            parts.push(at);
+        }
+        // Set every part first, so that merging never swallows one that is still to be set.
+        for (part, shard) in parts.iter().zip(&shards) {
+            records[*part].state = if shard.mapped {
+                State::Busy
+            } else {
+                State::Unmapped
+            };
+            let cold = records.cold_mut(*part);
+            (cold.owner, cold.freed) = (shard.owner, shard.freed);
+        }
+        for (part, shard) in parts.into_iter().zip(shards) {
+            if shard.mapped {
+                self.release(records, part, shard.uses);
+            } else {
+                self.unmapped(records, part);
+            }
+        }
+    }
+
+    /// Makes a claimed extent or a block a free piece with the given uses and merges it with its
+    /// neighbours; returns the piece it became part of.
+    pub(crate) fn release(&mut self, records: &mut Records, id: u32, uses: Uses) -> u32 {
+        let hot = &mut records[id];
+        hot.state = State::Free;
+        hot.stream = class_of(&uses);
+        let cold = records.cold_mut(id);
+        cold.uses = uses;
+        cold.requested = 0;
+        drop(cold.take_recorded());
+        self.coalesce(records, id)
+    }
+
+    /// Makes a claimed extent a hole.
+    pub(crate) fn unmapped(&mut self, records: &mut Records, id: u32) {
+        records[id].state = State::Unmapped;
+        records[id].stream = COMPLETE;
+        self.holes.insert(records[id].addr, id);
+        self.merge_hole(records, id);
+    }
+
+    /// Gives a free piece other uses, and merges it where that now fits.
+    pub(crate) fn retag(&mut self, records: &mut Records, id: u32, uses: Uses) -> u32 {
+        self.delist(records, id);
+        records[id].stream = class_of(&uses);
+        records.cold_mut(id).uses = uses;
+        self.coalesce(records, id)
+    }
+
+    /// Merges again what may merge under a changed [`merge_own`](Self::merge_own).
+    pub(crate) fn recoalesce(&mut self, records: &mut Records, class: u32) {
+        let Some(index) = self.index(class) else {
+            return;
+        };
+        let mut pieces: Vec<Entry> = index.iter().collect();
+        pieces.sort_unstable_by_key(|e| e.addr);
+        for entry in pieces {
+            // A piece that an earlier step swallowed is no longer what the entry says.
+            if records
+                .get(entry.id)
+                .is_some_and(|h| h.is_free() && h.addr == entry.addr && h.stream == class)
+            {
+                self.delist(records, entry.id);
+                self.coalesce(records, entry.id);
+            }
+        }
+    }
+}

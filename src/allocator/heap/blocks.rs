@@ -1,0 +1,67 @@
+//! The metadata's side of `raw`.
+
+use crate::driver::Context;
+
+use crate::allocator::cache::front::Front;
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::engine::defaults::is_per_thread;
+use crate::allocator::engine::request::Request;
+use crate::allocator::extent::record::{SpaceId, State as Extent};
+use crate::allocator::heap::State;
+use crate::allocator::stream::slot::{Holder, StreamKey};
+
+impl State {
+    /// Makes a taken extent a live block, and says what it is.
+    pub(crate) fn granted(
+        &mut self,
+        id: u32,
+        stream: u32,
+        requested: u64,
+        home: &'static Front,
+    ) -> Grant {
+        let id = self.born(id, stream, requested);
+        let hot = &self.extents.records[id];
+        let life = (id, hot.generation);
+        Grant::large(home, hot.addr, life, (hot.granules, requested))
+    }
+
+    /// The arena of a request that fronts do not serve.
+    pub(crate) fn space_of(&self, request: &Request) -> SpaceId {
+        if !self.packed && self.is_small(request.span_bytes()) {
+            SpaceId::Small
+        } else {
+            SpaceId::Large
+        }
+    }
+
+    /// The stream of a block, if it may be asked whether it is capturing.
+    pub(crate) fn capture_suspect(&self, stream: u32) -> Option<Suspect> {
+        let slot = &self.streams[stream];
+        // The per-thread handle would ask about the calling thread's stream.
+        let ask = !matches!(slot.holder, Holder::Retired) && !is_per_thread(slot.raw);
+        ask.then(|| Suspect {
+            key: slot.key,
+            raw: slot.raw,
+            context: slot.context.clone(),
+            _holder: slot.holder.clone(),
+        })
+    }
+
+    /// Whether a block with this identity is live.
+    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
+        let hot = self.extents.records.get(id);
+        if hot.is_some_and(|hot| hot.shelved) {
+            return self.is_live_on_shelf(id, generation);
+        }
+        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
+    }
+}
+
+/// A stream that may be capturing. One that we hold stays alive with this.
+pub(crate) struct Suspect {
+    pub(crate) key: StreamKey,
+    pub(crate) raw: usize,
+    /// A default stream is asked in its own context.
+    pub(crate) context: Context,
+    pub(crate) _holder: Holder,
+}

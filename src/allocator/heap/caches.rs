@@ -1,0 +1,424 @@
+//! The books' side of the fronts: who has which, their pages, their sums, and what they hold back.
+//!
+//! Everything here runs under the lock of the books and takes those of fronts below it.
+
+use crate::allocator::cache::HeldBack;
+use crate::allocator::cache::front::{
+    Batch, Front, FrontPool, MOST_FRONTS, Node, Returned, Run, Using,
+};
+use crate::allocator::error::Error;
+use crate::allocator::extent::record::{Recorded, SpaceId, State as Extent};
+use crate::allocator::extent::uses::{Use, Uses};
+use crate::allocator::extent::want::{AfterFree, PAGE_GRANULES};
+use crate::allocator::heap::State;
+use crate::allocator::size::{GRANULE, PAGE};
+use crate::allocator::stream::slot::{Holder, StreamKey};
+
+static POOL: FrontPool = FrontPool::new();
+
+impl State {
+    // ---- fronts and their streams --------------------------------------------------------------
+
+    /// The front of a stream that the calling thread should use. Makes the first one.
+    pub(crate) fn front_of(&mut self, stream: u32, thread: usize) -> &'static Front {
+        let known = &self.streams[stream].fronts;
+        match known.len() {
+            0 => self.add_front(stream),
+            count => known[thread % count],
+        }
+    }
+
+    fn add_front(&mut self, stream: u32) -> &'static Front {
+        let front = POOL.take();
+        {
+            let slot = &self.streams[stream];
+            let mut inner = front.lock();
+            inner.owner = self.fronts.owner.upgrade();
+            if let Some(owner) = &inner.owner {
+                front.set_owner(owner);
+            }
+            inner.allocator = self.fronts.id;
+            inner.key = slot.key.number();
+            inner.slot = stream;
+            inner.heap.set_ticket(slot.open);
+            inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
+        }
+        self.streams[stream].fronts.push(front);
+        let at = self.fronts.all.partition_point(|f| f.rank < front.rank);
+        self.fronts.all.insert(at, front);
+        front
+    }
+
+    /// Threads keep meeting at a front: gives its stream twice as many.
+    pub(crate) fn split_front(&mut self, stream: u32, key: StreamKey) {
+        let slot = &self.streams[stream];
+        if !slot.in_use || slot.key != key || !self.packed {
+            return;
+        }
+        let most = self.fronts.threads.min(MOST_FRONTS);
+        let count = slot.fronts.len();
+        for _ in count..(2 * count).min(most) {
+            self.add_front(stream);
+        }
+    }
+
+    /// Lets the fronts of a stream work without a look at the books, or stops them.
+    pub(crate) fn set_fast(&mut self, stream: u32, fast: bool) {
+        for front in &self.streams[stream].fronts {
+            front.lock().set_fast(fast);
+        }
+    }
+
+    /// Lets the fronts of all streams that get more work go on without a look at the books.
+    pub(crate) fn open_fronts(&mut self) {
+        let open = !self.closed && !self.orphaned;
+        let streams: Vec<(u32, bool)> = self
+            .streams
+            .iter()
+            .map(|(stream, slot)| {
+                let known = matches!(slot.key, StreamKey::Id(_));
+                (stream, known && slot.named)
+            })
+            .collect();
+        for (stream, working) in streams {
+            self.set_fast(stream, open && working);
+        }
+    }
+
+    /// Nobody can allocate any more, or somebody can again.
+    pub(crate) fn set_orphaned(&mut self, orphaned: bool) {
+        self.orphaned = orphaned;
+        self.open_fronts();
+        if orphaned {
+            // Every free comes to the books from here on: the last one closes them.
+            self.settle_shelves();
+        }
+    }
+
+    /// Gives the fronts of a stream back; nothing is live or held back in them.
+    pub(crate) fn drop_fronts(&mut self, stream: u32) {
+        let fronts = std::mem::take(&mut self.streams[stream].fronts);
+        self.fold_peaks();
+        for front in &fronts {
+            let inner = front.lock();
+            self.fronts.limit -= inner.accounts.allocated.limit();
+            for (gone, total) in self.fronts.gone.iter_mut().zip(inner.accounts.totals()) {
+                *gone += total;
+            }
+            self.fronts.reused += inner.shelf.reused();
+            self.fronts.pending_peak += inner.pending_peak;
+        }
+        self.fronts
+            .all
+            .retain(|front| !fronts.iter().any(|gone| std::ptr::eq(*gone, *front)));
+        for front in fronts {
+            POOL.give_back(front);
+        }
+    }
+
+    // ---- pages ---------------------------------------------------------------------------------
+
+    /// Gives a claimed page of the small arena to a front.
+    pub(crate) fn page_taken(&mut self, id: u32, front: &'static Front) -> Result<(), Error> {
+        let base = self.extents.records[id].addr;
+        let Some(info) = self.fronts.table.info(base) else {
+            // Behind its own stream, which has waited for whoever else used it.
+            let stream = front.lock().slot;
+            let last = self.streams.ticket(stream, None);
+            let slot = &mut self.streams[stream];
+            slot.open_uses = slot.open_uses.saturating_add(1);
+            let (small, records) = self.extents.parts(SpaceId::Small);
+            records.cold_mut(id).owner = stream;
+            small.release(records, id, Uses::One(last));
+            return Err(Error::NotSupported {
+                what: "device addresses of more than 49 bits",
+            });
+        };
+        let mut inner = front.lock();
+        let stream = inner.slot;
+        let hot = &mut self.extents.records[id];
+        hot.state = Extent::Used;
+        hot.stream = stream;
+        self.fronts.page_ids.insert(base, id);
+        self.streams[stream].pages += 1;
+        let page = inner.heap.add_page(info);
+        self.fronts.table.set(base, front, page);
+        Ok(())
+    }
+
+    /// Hands back the wholly free pages of a front, but for so many.
+    pub(crate) fn return_pages(
+        &mut self,
+        front: &'static Front,
+        keep: u32,
+        after: &mut AfterFree,
+    ) -> bool {
+        let (mut inner, mut any) = (front.lock(), false);
+        let stream = inner.slot;
+        while let Some((info, ticket)) = inner.heap.remove_page(keep) {
+            self.fronts.table.clear(info);
+            any = true;
+            let u = self.streams.ticket(stream, Some(ticket));
+            self.streams[stream].pages -= 1;
+            if let Some(id) = self.fronts.page_ids.remove(&info.base) {
+                self.extents.records.cold_mut(id).freed = self.frees;
+                self.extents.records.cold_mut(id).owner = stream;
+                let (small, records) = self.extents.parts(SpaceId::Small);
+                small.release(records, id, Uses::One(u));
+                if self.streams.complete(&u) && !self.extents.small.merge_own {
+                    self.settle_class(SpaceId::Small, stream);
+                }
+            }
+            self.streams.count_free(&u, PAGE, after);
+        }
+        any
+    }
+
+    /// Hands back wholly free pages of a front if they are many; of a retired stream, all.
+    pub(crate) fn return_surplus(&mut self, front: &'static Front, after: &mut AfterFree) {
+        let keep = {
+            let mut inner = front.lock();
+            match self.streams[inner.slot].holder {
+                Holder::Retired => {
+                    inner.take_back(false);
+                    inner.heap.flush_quick();
+                    Some(0)
+                }
+                _ => inner.pages_to_keep(),
+            }
+        };
+        if let Some(keep) = keep {
+            self.return_pages(front, keep, after);
+        }
+    }
+
+    /// Hands back what one stream's fronts hold and do not need; true if there was anything.
+    pub(crate) fn flush_fronts_of(&mut self, stream: u32) -> bool {
+        let fronts = self.streams[stream].fronts.clone();
+        let flush = |any, front| self.flush_front(front) | any;
+        fronts.into_iter().fold(false, flush)
+    }
+
+    fn flush_front(&mut self, front: &'static Front) -> bool {
+        self.close_batches(front, None, &mut AfterFree::default());
+        let settled = self.settle_shelf(front);
+        {
+            let mut inner = front.lock();
+            inner.take_back(false);
+            inner.heap.flush_quick();
+        }
+        settled | self.return_pages(front, 0, &mut AfterFree::default())
+    }
+
+    /// Hands back what fronts did not need since this was last done: pages, and of a front that handed
+    /// nothing out all that it has. What was returned to a busy front it merges itself when it next lacks
+    /// a run. Returns the streams that gave anything.
+    pub(crate) fn flush_idle(&mut self) -> Vec<u32> {
+        let mut givers = Vec::new();
+        for front in self.fronts.all.clone() {
+            let (stream, quiet, needed) = {
+                let mut inner = front.lock();
+                (
+                    inner.slot,
+                    inner.take_quiet(),
+                    inner.heap.take_needed_pages(),
+                )
+            };
+            let gave = match quiet {
+                true => self.flush_front(front),
+                false => self.return_pages(front, needed, &mut AfterFree::default()),
+            };
+            if gave {
+                givers.push(stream);
+            }
+        }
+        givers
+    }
+
+    /// Hands back what all fronts hold and do not need; true if there was anything.
+    pub(crate) fn flush_fronts(&mut self) -> bool {
+        let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
+        streams
+            .into_iter()
+            .fold(false, |any, stream| self.flush_fronts_of(stream) | any)
+    }
+
+    // ---- blocks that other streams used --------------------------------------------------------
+
+    /// Adds a use by another stream to the live small block around an address, in the books. False if
+    /// there is none.
+    pub(crate) fn record_small(&mut self, ptr: u64, new: Recorded) -> bool {
+        match self.fronts.small_around(ptr) {
+            Some((_, _, owner)) if owner == new.stream => true,
+            Some((front, run, _)) => self.note_in_books(front, &run, Some(new)),
+            None => false,
+        }
+    }
+
+    /// Moves what is noted on a live small block into the books, so that its free comes there, and
+    /// adds a use. False if the block is gone.
+    pub(crate) fn note_in_books(
+        &mut self,
+        front: &'static Front,
+        run: &Run,
+        new: Option<Recorded>,
+    ) -> bool {
+        let using = {
+            let mut inner = front.lock();
+            let Some(live) = inner.live(run.node, run.ptr, None) else {
+                return false;
+            };
+            // In one step with reading it: another thread may be noting a use of its own there.
+            inner.heap.set_using(run.node, Using::MANY);
+            live.using
+        };
+        let mut known = self.recorded_uses(run.ptr, using);
+        if let Some(new) = new {
+            crate::allocator::extent::record::add_recorded(&mut known, new);
+        }
+        for one in &known {
+            self.streams[one.stream].live += 1;
+        }
+        self.fronts.recorded.insert(run.ptr, known);
+        true
+    }
+
+    /// Takes the uses of a live small block out of where they are noted.
+    fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
+        if let Some(stream) = using.slot() {
+            self.streams.uncount_recorded(stream, 1);
+            return vec![Recorded {
+                stream,
+                ticket: None,
+            }];
+        }
+        let known = self.fronts.recorded.remove(&ptr).unwrap_or_default();
+        for one in &known {
+            self.streams[one.stream].live -= 1;
+        }
+        known
+    }
+
+    /// Closes the open batches of a front, or those of one other stream in it.
+    pub(crate) fn close_batches(
+        &mut self,
+        front: &'static Front,
+        stream: Option<u32>,
+        after: &mut AfterFree,
+    ) -> bool {
+        let (owner, batches) = {
+            let mut inner = front.lock();
+            (inner.slot, inner.close_batches(stream))
+        };
+        let any = !batches.is_empty();
+        for batch in batches {
+            self.batch_closed(front, owner, batch, after);
+        }
+        any
+    }
+
+    /// Takes over a batch: from here on its blocks have a ticket of the stream that used them.
+    fn batch_closed(
+        &mut self,
+        front: &'static Front,
+        owner: u32,
+        batch: Batch,
+        after: &mut AfterFree,
+    ) {
+        let u = self.streams.ticket(batch.stream, None);
+        self.streams
+            .uncount_recorded(batch.stream, batch.nodes.len() as i64);
+        self.streams.count_free(&u, batch.bytes, after);
+        self.fronts.held_back.push(HeldBack {
+            front,
+            owner,
+            uses: Uses::One(u),
+            nodes: batch.nodes,
+            bytes: batch.bytes,
+        });
+    }
+
+    /// Frees a live small block that its front cannot free alone.
+    pub(crate) fn free_small(
+        &mut self,
+        front: &'static Front,
+        block: (Node, u64),
+        generation: Option<u32>,
+        after: &mut AfterFree,
+    ) -> bool {
+        let (node, ptr) = block;
+        let (live, owner) = {
+            let mut inner = front.lock();
+            let Some(live) = inner.live(node, ptr, generation) else {
+                return false;
+            };
+            inner.account_free(live);
+            if live.using == Using::NONE {
+                inner.heap.put(node, live.granules);
+            } else {
+                inner.hold_back(node);
+                inner.waiting += 1;
+            }
+            (live, inner.slot)
+        };
+        if live.using != Using::NONE {
+            let bytes = u64::from(live.granules) * GRANULE;
+            let recorded = self.recorded_uses(ptr, live.using);
+            let uses: Vec<Use> = recorded
+                .iter()
+                .map(|r| self.streams.ticket(r.stream, r.ticket))
+                .collect();
+            for u in &uses {
+                self.streams.count_free(u, bytes, after);
+            }
+            let held = HeldBack {
+                front,
+                owner,
+                uses: Uses::collect(uses),
+                nodes: vec![node],
+                bytes,
+            };
+            let held = self.unless_guarded_small(ptr, held);
+            self.fronts.held_back.extend(held);
+            self.settle_held_back();
+        }
+        self.return_surplus(front, after);
+        true
+    }
+
+    /// Gives back to their fronts the blocks whose other streams are done, or are followed by the
+    /// blocks' own; true if there were any. The fronts merge what came in batches, when they next lack
+    /// a run: it takes longer than everything else here.
+    pub(crate) fn settle_held_back(&mut self) -> bool {
+        let streams = &self.streams;
+        let over = |held: &mut HeldBack| {
+            let mut uses = held.uses.as_slice().iter();
+            uses.all(|u| streams.ready(held.owner, u))
+        };
+        let done: Vec<HeldBack> = self.fronts.held_back.extract_if(.., over).collect();
+        let any = !done.is_empty();
+        for held in done {
+            let mut uses = held.uses.as_slice().iter();
+            let over = uses.all(|u| self.streams.complete(u));
+            let batch = held.nodes.len() > 1;
+            {
+                let mut inner = held.front.lock();
+                inner.returned.push(Returned {
+                    nodes: held.nodes,
+                    bytes: held.bytes,
+                    over,
+                });
+                inner.waiting -= 1;
+                if !batch {
+                    inner.take_back(false);
+                }
+            }
+            if !batch || matches!(self.streams[held.owner].holder, Holder::Retired) {
+                self.return_surplus(held.front, &mut AfterFree::default());
+            }
+        }
+        any
+    }
+}
+
+const _: () = assert!(PAGE_GRANULES == crate::allocator::cache::front::PAGE_GRAINS);

@@ -1,0 +1,529 @@
+//! The invariants, written as one walk over everything.
+//!
+//! 1. Each region is a gapless list of extents, linked both ways; no two free neighbours could be
+//!    one; holes never touch.
+//! 2. Each free piece is in the index of its class and nowhere else; each hole in the hole list.
+//! 3. Each byte held from the driver lies in one extent that is not a hole, and the other way round.
+//! 4. Each page belongs to one stream and is one region of that stream's blocks.
+//! 5. Each live block is found by its address, has an odd generation, and is counted once on each
+//!    stream that it was allocated or recorded on.
+//! 6. Tickets are not above the open one; markers are in order.
+//! 7. Each block in a view has its bytes lent at home; each handle knows how many views map it, and is
+//!    found by its addresses; the grid has all handles of all views, and nothing else.
+//! 8. Every counter equals what the walk finds.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::allocator::cache::front::{Kind, Node};
+use crate::allocator::extent::invariant::{CheckError, holds, same};
+use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
+use crate::allocator::extent::space::{Space, class_of};
+use crate::allocator::heap::State;
+use crate::allocator::size::{PAGE, PHYSICAL_GRANULE};
+use crate::allocator::view::mapping::push_part;
+
+/// What the walk adds up.
+#[derive(Default)]
+pub(crate) struct Sums {
+    records: u64,
+    /// Per pool, small first.
+    live: [u64; 2],
+    allocated: [u64; 2],
+    requested: [u64; 2],
+    mixed: [u64; 2],
+    /// Blocks per stream.
+    on_stream: HashMap<u32, u64>,
+    /// Mapped ranges, merged.
+    mapped: BTreeMap<u64, u64>,
+    pages: u64,
+    /// Bytes lent to blocks in views.
+    lent: u64,
+}
+
+impl State {
+    pub(crate) fn check(&self) -> Result<(), CheckError> {
+        let mut sums = Sums::default();
+        for space in self.extents.spaces() {
+            self.check_space(space, &mut sums)?;
+        }
+        self.check_space(&self.extents.views, &mut sums)?;
+        self.check_views(&mut sums)?;
+        same(
+            "records in use",
+            sums.records,
+            self.extents.records.len() as u64,
+        )?;
+        same(
+            "block starts known",
+            sums.live[0] + sums.live[1],
+            self.extents.lookup.len() as u64,
+        )?;
+        same("pages known", sums.pages, self.fronts.page_ids.len() as u64)?;
+        self.check_fronts(&sums)?;
+        self.check_held(&sums)?;
+        self.check_streams(&sums)?;
+        self.check_counters(&sums)
+    }
+
+    fn check_space(&self, space: &Space, sums: &mut Sums) -> Result<(), CheckError> {
+        let (mut pieces, mut holes) = (0, 0);
+        for (base, region) in space.regions() {
+            let (mut at, mut prev, mut end) = (region.first, NIL, *base);
+            while at != NIL {
+                let hot = &self.extents.records[at];
+                let cold = self.extents.records.cold(at);
+                sums.records += 1;
+                same("an extent begins where the one before ends", end, hot.addr)?;
+                same(
+                    "links agree in both directions",
+                    u64::from(prev),
+                    u64::from(hot.prev),
+                )?;
+                holds("an extent has a size", hot.granules > 0)?;
+                holds("an extent knows its space", hot.space == space.id)?;
+                let neighbour = (prev != NIL).then(|| &self.extents.records[prev]);
+                match hot.state {
+                    Extent::Free => {
+                        pieces += 1;
+                        same(
+                            "the class follows from the uses",
+                            u64::from(class_of(&cold.uses)),
+                            u64::from(hot.stream),
+                        )?;
+                        let entry = crate::allocator::extent::index::Entry {
+                            granules: hot.granules,
+                            addr: hot.addr,
+                            id: at,
+                        };
+                        let index = space.index(hot.stream);
+                        let found = index.and_then(|i| {
+                            i.iter_from(hot.granules).take_while(|e| *e <= entry).last()
+                        });
+                        holds(
+                            "a free piece is in the index of its class",
+                            found == Some(entry),
+                        )?;
+                        if let Some(n) = neighbour.filter(|n| n.is_free() && n.stream == hot.stream)
+                        {
+                            let equal = self.extents.records.cold(prev).uses == cold.uses;
+                            let one = match n.stream {
+                                COMPLETE => true,
+                                MIXED => false,
+                                _ => space.merge_own || equal,
+                            };
+                            holds("neighbours that could be one piece are", !one)?;
+                        }
+                        if hot.stream == MIXED {
+                            sums.mixed[usize::from(space.id == SpaceId::Large)] += hot.bytes();
+                        }
+                        for u in cold.uses.as_slice() {
+                            holds(
+                                "no ticket is above the open one",
+                                u.ticket <= self.streams[u.stream].open,
+                            )?;
+                        }
+                    }
+                    Extent::Unmapped => {
+                        holes += 1;
+                        same(
+                            "a hole is listed",
+                            u64::from(at),
+                            u64::from(space.holes().get(&hot.addr).copied().unwrap_or(NIL)),
+                        )?;
+                        holds(
+                            "holes that touch are one",
+                            neighbour.is_none_or(|n| n.state != Extent::Unmapped),
+                        )?;
+                    }
+                    Extent::Used => self.check_used(space, at, sums)?,
+                    Extent::Lent => sums.lent += hot.bytes(),
+                    Extent::Busy | Extent::Quarantined => {}
+                    Extent::Vacant => holds("a linked record is in use", false)?,
+                }
+                if hot.state != Extent::Unmapped && space.id != SpaceId::Views {
+                    sums.mapped.insert(hot.addr, hot.bytes());
+                }
+                end = hot.end();
+                prev = at;
+                at = hot.next;
+            }
+            same("a region is covered to its end", base + region.bytes, end)?;
+        }
+        same("free pieces counted", pieces, space.piece_count() as u64)?;
+        same("free pieces indexed", pieces, space.pieces().count() as u64)?;
+        same("holes listed", holes, space.holes().len() as u64)
+    }
+
+    fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
+        let hot = &self.extents.records[id];
+        if self.packed && space.id == SpaceId::Small {
+            sums.pages += 1;
+            same("a page has its size", PAGE, hot.bytes())?;
+            same(
+                "a page is known by its address",
+                u64::from(id),
+                u64::from(self.fronts.page_ids.get(&hot.addr).copied().unwrap_or(NIL)),
+            )?;
+            let owner = self.fronts.table.find(hot.addr);
+            return same(
+                "a page is in a front of its stream",
+                u64::from(hot.stream),
+                owner.map_or(u64::MAX, |(front, _)| u64::from(front.lock().slot)),
+            );
+        }
+        if space.id == SpaceId::Views {
+            let known = self.views.map.get(&hot.addr).map_or(NIL, |view| view.range);
+            return same(
+                "a range in use is a view's",
+                u64::from(id),
+                u64::from(known),
+            );
+        }
+        self.check_block(id, sums)
+    }
+
+    /// Views, and the blocks in them.
+    fn check_views(&self, sums: &mut Sums) -> Result<(), CheckError> {
+        let mut maps: HashMap<u64, u32> = HashMap::new();
+        let mut live: HashMap<u64, Vec<(u32, u32)>> = HashMap::new();
+        let (mut lent, mut viewed) = (0, 0);
+        for (id, hot) in self.extents.records.iter() {
+            let parts = self.extents.records.cold(id).home();
+            if parts.is_empty() {
+                continue;
+            }
+            sums.records += 1;
+            viewed += hot.bytes();
+            // One that is not handed out yet, or that a guard keeps, is nobody's block.
+            if hot.state != Extent::Busy {
+                self.check_block(id, sums)?;
+            }
+            let Some((base, view)) = self.views.view_around(hot.addr) else {
+                return holds("a block away from home lies in a view", false);
+            };
+            let offset = ((hot.addr - base) / crate::allocator::size::GRANULE) as u32;
+            let place = (offset, offset + hot.granules);
+            live.entry(base).or_default().push(place);
+            let homes = view.home_parts(offset, hot.granules);
+            let mut found: Vec<(u64, u32)> = Vec::new();
+            for part in parts {
+                let home = &self.extents.records[*part];
+                holds("a part is lent", home.state == Extent::Lent)?;
+                same(
+                    "a part is lent to its block",
+                    u64::from(id),
+                    u64::from(self.extents.records.cold(*part).lent_to),
+                )?;
+                lent += home.bytes();
+                push_part(&mut found, (home.addr, home.granules));
+            }
+            holds("the parts are where the view says", found == homes)?;
+        }
+        same("lent bytes are in blocks", sums.lent, lent)?;
+        same("bytes in views", viewed, self.views.lent_bytes)?;
+        for (base, view) in &self.views.map {
+            let held = view
+                .segs
+                .iter()
+                .map(|seg| u64::from(seg.granules))
+                .sum::<u64>();
+            same(
+                "a view is as long as its handles",
+                held,
+                u64::from(view.granules),
+            )?;
+            holds("a view stays in its range", view.granules <= view.room)?;
+            let mut found = live.remove(base).unwrap_or_default();
+            let mut known = view.blocks.clone();
+            found.sort_unstable();
+            known.sort_unstable();
+            holds("a view knows where its blocks lie", found == known)?;
+            for seg in &view.segs {
+                let bytes = self.physical.holdings.get(&seg.home).map_or(0, |h| h.bytes);
+                same(
+                    "a view knows its handles by number",
+                    u64::from(
+                        self.physical
+                            .holdings
+                            .get(&seg.home)
+                            .map_or(0, |h| h.number),
+                    ),
+                    u64::from(seg.handle),
+                )?;
+                same(
+                    "a view maps held handles",
+                    u64::from(seg.granules) * crate::allocator::size::GRANULE,
+                    bytes,
+                )?;
+                *maps.entry(seg.home).or_default() += 1;
+            }
+        }
+        let places = self.views.map.iter();
+        self.views
+            .grid
+            .check(places.map(|(base, v)| (v.place, *base, v.room, &v.segs[..])))?;
+        let (mut numbered, mut under_way) = (0, 0);
+        for (home, holding) in &self.physical.holdings {
+            if holding.number != 0 {
+                numbered += 1;
+                for page in (0..holding.bytes).step_by(PHYSICAL_GRANULE as usize) {
+                    same(
+                        "a handle is found by its addresses",
+                        u64::from(holding.number),
+                        u64::from(self.physical.handles.at(home + page)),
+                    )?;
+                }
+                let handle = self.physical.handles.get(holding.number);
+                same("a handle has its home", *home, handle.home)?;
+                same("a handle has its size", home + holding.bytes, handle.end())?;
+            }
+            let counted = maps.get(home).copied().unwrap_or(0);
+            holds("a handle knows of all its views", counted <= holding.views)?;
+            under_way += (holding.views - counted) as usize;
+        }
+        same(
+            "mappings that calls make or take away",
+            self.views.segs_under_way as u64,
+            under_way as u64,
+        )?;
+        same(
+            "handles by number",
+            numbered,
+            self.physical.handles.len() as u64,
+        )
+    }
+
+    /// Driver-held memory and mapped extents are the same bytes.
+    fn check_held(&self, sums: &Sums) -> Result<(), CheckError> {
+        let mapped: u64 = sums.mapped.values().sum();
+        let held: u64 = self.physical.holdings.values().map(|h| h.bytes).sum();
+        let strays: u64 = self.physical.strays.iter().map(|s| s.bytes).sum();
+        // What a growth is mapping right now stands in a claimed extent but is not held yet.
+        same(
+            "mapped extents are held from the driver",
+            held + self.physical.planned * u64::from(self.packed),
+            mapped,
+        )?;
+        same(
+            "reserved bytes",
+            held + strays,
+            self.stats.all.reserved.current,
+        )?;
+        same(
+            "segments",
+            (self.physical.holdings.len() + self.physical.strays.len()) as u64,
+            self.stats.all.segments.current,
+        )?;
+        for (addr, holding) in &self.physical.holdings {
+            let (mut at, end) = (*addr, addr + holding.bytes);
+            while at < end {
+                let around = sums
+                    .mapped
+                    .range(..=at)
+                    .next_back()
+                    .filter(|(base, bytes)| at < *base + *bytes);
+                let Some((base, bytes)) = around else {
+                    return holds("held memory lies in an extent", false);
+                };
+                at = base + bytes;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fronts, their pages, and what they hold back.
+    fn check_fronts(&self, sums: &Sums) -> Result<(), CheckError> {
+        let (mut pages, mut fronts) = (0, 0);
+        let mut waiting: HashMap<u32, u64> = HashMap::new();
+        let mut held_back: HashMap<(u32, Node), u64> = HashMap::new();
+        for held in self.fronts.held_back.iter().chain(self.guards.held_back()) {
+            *waiting.entry(held.front.rank).or_default() += 1;
+            for node in &held.nodes {
+                *held_back.entry((held.front.rank, *node)).or_default() += 1;
+            }
+        }
+        for (stream, slot) in self.streams.iter() {
+            let mut own = 0;
+            for front in &slot.fronts {
+                let inner = front.lock();
+                fronts += 1;
+                own += inner.heap.page_count() as u64;
+                same("a front knows its stream", stream.into(), inner.slot.into())?;
+                same(
+                    "a front knows its allocator",
+                    self.fronts.id,
+                    inner.allocator,
+                )?;
+                if let Err(what) = inner.heap.check() {
+                    return holds(what, false);
+                }
+                let mut live = [0; 3];
+                let batches = inner.batches.iter().map(|batch| &batch.nodes);
+                let returned = inner.returned.iter().map(|returned| &returned.nodes);
+                for node in batches.chain(returned).flatten() {
+                    *held_back.entry((front.rank, *node)).or_default() += 1;
+                }
+                for (page, info) in inner.heap.pages() {
+                    let found = self
+                        .fronts
+                        .table
+                        .find(info.base)
+                        .map(|(f, at)| (f.rank, at));
+                    holds(
+                        "a page is found by its address",
+                        found == Some((front.rank, page)),
+                    )?;
+                    for run in inner
+                        .heap
+                        .runs(page)
+                        .filter(|run| run.kind == Kind::Pending)
+                    {
+                        let times = held_back.remove(&(front.rank, run.node)).unwrap_or(0);
+                        same("a run that waits is held back once", 1, times)?;
+                    }
+                    for block in inner.heap.runs(page).filter_map(|run| run.live) {
+                        let bytes = u64::from(block.granules) * crate::allocator::size::GRANULE;
+                        live[0] += bytes;
+                        live[1] += u64::from(block.requested);
+                        live[2] += 1;
+                    }
+                }
+                for (count, live) in inner.accounts.current().into_iter().zip(live) {
+                    same("a front counts what is live in it", live, count)?;
+                }
+                same(
+                    "batches that wait are known to their front",
+                    waiting.get(&front.rank).copied().unwrap_or(0),
+                    inner.waiting.into(),
+                )?;
+            }
+            same("pages of a stream", own, slot.pages.into())?;
+            pages += own;
+        }
+        holds("what is held back waits in a page", held_back.is_empty())?;
+        same(
+            "every front has a stream",
+            fronts,
+            self.fronts.all().len() as u64,
+        )?;
+        same("every page has a front", sums.pages, pages)
+    }
+
+    fn check_streams(&self, sums: &Sums) -> Result<(), CheckError> {
+        for (stream, slot) in self.streams.iter() {
+            same(
+                "live blocks of a stream",
+                sums.on_stream.get(&stream).copied().unwrap_or(0) + self.fronts.small_uses(stream),
+                slot.live,
+            )?;
+            holds(
+                "nothing is complete that is still open",
+                slot.completed < slot.open,
+            )?;
+            let mut last = slot.completed;
+            for marker in &slot.markers {
+                holds(
+                    "markers are in order and ahead of what is complete",
+                    marker.bound > last && marker.bound < slot.open,
+                )?;
+                last = marker.bound;
+            }
+        }
+        same(
+            "streams",
+            self.streams.iter().count() as u64,
+            self.streams.len() as u64,
+        )
+    }
+
+    fn check_counters(&self, sums: &Sums) -> Result<(), CheckError> {
+        let stats = &self.stats;
+        for (pool, at) in [(&stats.small, 0), (&stats.large, 1)] {
+            same("allocations", sums.live[at], pool.allocations.current)?;
+            same(
+                "allocated bytes",
+                sums.allocated[at],
+                pool.allocated.current,
+            )?;
+            same(
+                "requested bytes",
+                sums.requested[at],
+                pool.requested.current,
+            )?;
+            same(
+                "active bytes",
+                sums.allocated[at] + sums.mixed[at],
+                pool.active.current,
+            )?;
+        }
+        self.check_limits()?;
+        self.check_shelves()?;
+        for (all, small, large) in [
+            (
+                stats.all.allocations,
+                stats.small.allocations,
+                stats.large.allocations,
+            ),
+            (
+                stats.all.segments,
+                stats.small.segments,
+                stats.large.segments,
+            ),
+            (
+                stats.all.allocated,
+                stats.small.allocated,
+                stats.large.allocated,
+            ),
+            (
+                stats.all.requested,
+                stats.small.requested,
+                stats.large.requested,
+            ),
+            (stats.all.active, stats.small.active, stats.large.active),
+            (
+                stats.all.reserved,
+                stats.small.reserved,
+                stats.large.reserved,
+            ),
+        ] {
+            same(
+                "both pools together",
+                small.current + large.current,
+                all.current,
+            )?;
+            same(
+                "added less taken is what is there",
+                all.total_allocated - all.total_freed,
+                all.current,
+            )?;
+            holds("a peak is not below the present", all.peak >= all.current)?;
+        }
+        Ok(())
+    }
+
+    /// A live block of the user.
+    pub(crate) fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
+        let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
+        let large = usize::from(hot.space == SpaceId::Large);
+        sums.live[large] += 1;
+        sums.allocated[large] += hot.bytes();
+        sums.requested[large] += cold.requested;
+        *sums.on_stream.entry(hot.stream).or_default() += 1;
+        for recorded in cold.recorded() {
+            *sums.on_stream.entry(recorded.stream).or_default() += 1;
+        }
+        same(
+            "a live block is found by its address",
+            u64::from(id),
+            u64::from(self.extents.lookup.exact(hot.addr).unwrap_or(NIL)),
+        )?;
+        holds(
+            "a live block has an odd generation",
+            hot.generation % 2 == 1,
+        )?;
+        holds(
+            "a request fits its block",
+            cold.requested > 0 && cold.requested <= hot.bytes(),
+        )
+    }
+}

@@ -1,0 +1,266 @@
+//! The metadata's side of `shorten`.
+
+use crate::allocator::extent::want::Want;
+use crate::allocator::heap::State;
+use crate::allocator::physical::LEVELS;
+use crate::allocator::size::GRANULE;
+use crate::allocator::view::mapping::{Openings, Seg, View};
+
+impl State {
+    /// The view to cut before a stitch, if the request would lack fewer bytes then.
+    pub(crate) fn plan_cut(&self, want: &Want, open: &Openings) -> Option<Cut> {
+        if self.physical.level + 1 < LEVELS || want.align > 1 {
+            return None;
+        }
+        let need = u64::from(want.granules) * GRANULE;
+        let suffixes = self.views.best_suffixes(need, open);
+        let lacks = need - suffixes.first().map_or(0, |(suffix, _)| *suffix);
+        let worth = ((need - lacks * WORTH_PERCENT / 100).div_ceil(GRANULE) as u32).max(1);
+        let mut best: Option<(u32, Cut)> = None;
+        self.views
+            .views_with_runs(worth, &open.borders, |base, view| {
+                let least = best.map_or(worth, |(most, _)| most);
+                if self.may_cut(view)
+                    && let Some((run, keep)) = view.best_cut(open, want.granules, least)
+                    && best.is_none_or(|(most, cut)| run > most || base < cut.base)
+                {
+                    best = Some((run, Cut { base, keep }));
+                }
+                best.map_or(worth, |(most, _)| most)
+            });
+        best.map(|(_, cut)| cut)
+    }
+
+    /// Whether mappings of a view may go in which no block lies.
+    pub(crate) fn may_cut(&self, view: &View) -> bool {
+        let over = |u| self.streams.complete(u);
+        // Whoever else holds it may be about to have a block in it.
+        !view.dead && !view.busy && view.calls == 0 && view.uses.as_slice().iter().all(over)
+    }
+
+    /// Takes the handles behind a cut out of a view; it keeps the address space. Returns them with
+    /// the address at which they are mapped.
+    pub(crate) fn cut_view(&mut self, cut: Cut) -> Option<(u64, Vec<Seg>)> {
+        let view = self.views.map.get(&cut.base)?;
+        let left: u32 = view
+            .segs
+            .iter()
+            .take(cut.keep)
+            .map(|seg| seg.granules)
+            .sum();
+        // Another thread may have cut it there, or before, since this was planned.
+        if !self.may_cut(view) || view.held() > left || view.segs.len() <= cut.keep {
+            return None;
+        }
+        let view = self.views.map.get_mut(&cut.base)?;
+        let gone = view.segs.split_off(cut.keep);
+        view.granules = left;
+        // Nobody may extend it, or let it go, before its end is unmapped.
+        view.busy = true;
+        view.calls += 1;
+        self.views.grid.shorten(view.place, view.room, left);
+        self.views.segs_under_way += gone.len();
+        Some((cut.base + u64::from(left) * GRANULE, gone))
+    }
+
+    /// The end of a view is unmapped, or stays.
+    pub(crate) fn cut_done(&mut self, cut: Cut, gone: Vec<Seg>, unmapped: bool) {
+        if let Some(view) = self.views.map.get_mut(&cut.base) {
+            view.busy = false;
+            view.calls -= 1;
+        }
+        self.views.segs_under_way -= gone.len();
+        self.stats.rungs.shortened += u64::from(unmapped);
+        if !unmapped {
+            self.views.extend_view(cut.base, gone);
+            return;
+        }
+        for seg in gone {
+            if let Some(holding) = self.physical.holdings.get_mut(&seg.home) {
+                holding.views -= 1;
+            }
+        }
+    }
+}
+
+impl View {
+    /// Granules from the base on which have to stay for the blocks in it.
+    pub(crate) fn held(&self) -> u32 {
+        self.blocks.iter().map(|(_, end)| *end).max().unwrap_or(0)
+    }
+
+    /// The longest open run of at least some granules behind which the view may be cut and can be
+    /// continued for a request of so many: its length, at most the request's, and how many handles
+    /// stay.
+    pub(crate) fn best_cut(&self, open: &Openings, need: u32, least: u32) -> Option<(u32, usize)> {
+        let held = self.held();
+        let (mut offset, mut run) = (0, 0u32);
+        let mut best: Option<(u32, usize)> = None;
+        for (at, seg) in self.segs.iter().enumerate() {
+            let (front, back) = open.borders.of(seg.handle);
+            run = if front == seg.granules {
+                run + front
+            } else {
+                back
+            };
+            offset += seg.granules;
+            let length = run.min(need);
+            if length > best.map_or(least - 1, |(most, _)| most)
+                && offset >= held
+                && at + 1 < self.segs.len()
+                && self.room - offset >= need - length
+            {
+                best = Some((length, at + 1));
+            }
+        }
+        best
+    }
+}
+
+/// A cut is worth it if the request lacks so much less then.
+pub(crate) const WORTH_PERCENT: u64 = 95;
+
+/// A view, and how many of its handles stay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Cut {
+    pub base: u64,
+    pub keep: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::allocator::Config;
+    use crate::allocator::cache::front::PageTable;
+    use crate::allocator::extent::handle::Borders;
+    use crate::allocator::extent::record::{SpaceId, State as Extent};
+    use std::sync::Arc;
+
+    const HANDLE: u64 = 16 << 20;
+    const GRANULES: u32 = (HANDLE / GRANULE) as u32;
+
+    /// Books on the last level with views of handles that are open (`true`) or not, each with room for
+    /// many more.
+    fn books(views: &[(u64, &[bool])]) -> (State, Openings) {
+        let tuning = Config::new().tuning();
+        let table = Arc::new(PageTable::new());
+        let mut state = State::new(
+            (crate::allocator::cache::front::nobody(), 0),
+            table,
+            0,
+            true,
+            None,
+            tuning,
+        );
+        state.physical.level = LEVELS - 1;
+        let (mut ranges, mut home) = (Vec::new(), HANDLE);
+        for (base, open) in views {
+            let mut segs = Vec::new();
+            for open in *open {
+                let handle = state.physical.handles.add(home, GRANULES);
+                segs.push(Seg {
+                    home,
+                    granules: GRANULES,
+                    handle,
+                });
+                if *open {
+                    ranges.push((home, home + HANDLE));
+                }
+                home += 2 * HANDLE;
+            }
+            let room = 256 * GRANULES;
+            let range = state
+                .extents
+                .records
+                .make(SpaceId::Views, Extent::Busy, *base, room);
+            let view = View::new(range, room, segs);
+            state.put_view(*base, view);
+        }
+        let open = Openings {
+            borders: Borders::new(&state.physical.handles, &ranges),
+            ranges,
+            more: false,
+        };
+        (state, open)
+    }
+
+    fn want(handles: u32) -> Want {
+        Want {
+            space: SpaceId::Large,
+            stream: 0,
+            granules: handles * GRANULES,
+            align: 1,
+            requested: u64::from(handles) * HANDLE,
+            single: false,
+            views: true,
+        }
+    }
+
+    const SHORT: &[bool] = &[true, true, true, true, true, false, false];
+    const LONG: &[bool] = &[false, true, true, true, true, true, true, false];
+    const BUSY: &[bool] = &[true, true, true, true, true, true, true, true, false];
+
+    /// Among views of which the grid is asked, and in either order of their addresses.
+    #[test]
+    fn the_longest_run_is_continued() {
+        for (base, keep) in [(1 << 40, 7), (3 << 40, 7)] {
+            let other = 2 << 40;
+            let (state, open) = books(&[(other, SHORT), (base, LONG)]);
+            let cut = state.plan_cut(&want(20), &open);
+            assert_eq!(cut, Some(Cut { base, keep }));
+        }
+        // Of equal ones, the one with the lowest address.
+        let (state, open) = books(&[(4 << 40, LONG), (2 << 40, SHORT), (3 << 40, LONG)]);
+        let base = 3 << 40;
+        assert_eq!(
+            state.plan_cut(&want(20), &open),
+            Some(Cut { base, keep: 7 })
+        );
+        let (mut state, open) = books(&[(1 << 40, LONG), (2 << 40, BUSY)]);
+        let busy = |state: &mut State, busy| {
+            let view = state.views.map.get_mut(&(2 << 40));
+            view.into_iter().for_each(|view| view.busy = busy);
+            state.plan_cut(&want(20), &open).map(|cut| cut.base)
+        };
+        assert_eq!(busy(&mut state, true), Some(1 << 40));
+        assert_eq!(busy(&mut state, false), Some(2 << 40));
+    }
+
+    /// Two threads may plan the same cut one after the other.
+    #[test]
+    fn a_view_that_was_cut_meanwhile_is_left_alone() {
+        let (mut state, open) = books(&[(1 << 40, LONG)]);
+        let cut = state.plan_cut(&want(20), &open).unwrap();
+        let (_, gone) = state.cut_view(cut).unwrap();
+        assert!(state.cut_view(cut).is_none(), "its end is being unmapped");
+        state.cut_done(cut, gone, true);
+        assert!(state.cut_view(cut).is_none(), "it has no such end");
+        assert!(
+            state
+                .views
+                .map
+                .values()
+                .all(|view| !view.busy && view.calls == 0)
+        );
+        assert_eq!(state.views.segs_under_way, 0);
+    }
+
+    /// An open end serves as well as a run that is hardly longer.
+    #[test]
+    fn a_cut_saves_a_twentieth_or_is_not_made() {
+        let mut end = [true; 8];
+        end[0] = false;
+        for (open_end, cut) in [(5, true), (6, false), (7, false)] {
+            let (state, open) = books(&[(1 << 40, LONG), (2 << 40, &end[..=open_end])]);
+            assert_eq!(
+                state.plan_cut(&want(20), &open).is_some(),
+                cut,
+                "{open_end}"
+            );
+        }
+        // Six handles are a twentieth of 120.
+        let (state, open) = books(&[(1 << 40, LONG)]);
+        assert!(state.plan_cut(&want(120), &open).is_some());
+        assert_eq!(state.plan_cut(&want(121), &open), None);
+    }
+}

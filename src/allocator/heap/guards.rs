@@ -1,0 +1,178 @@
+//! The metadata's side of `guards`.
+
+use crate::allocator::cache::HeldBack;
+use crate::allocator::error::Error;
+use crate::allocator::extent::record::{SpaceId, State as Extent};
+use crate::allocator::extent::uses::Uses;
+use crate::allocator::heap::State;
+use crate::allocator::heap::guarded::Guarding;
+use crate::allocator::report::PhysicalSegment;
+use crate::allocator::size::GRANULE;
+
+impl State {
+    /// The live block around a range, and where the range lies.
+    pub(crate) fn segments(
+        &mut self,
+        ptr: u64,
+        bytes: u64,
+    ) -> Result<(Guarding, Vec<PhysicalSegment>), Error> {
+        if let Some((_, run, _)) = self.fronts.small_around(ptr) {
+            let last = run.ptr + u64::from(run.granules) * GRANULE;
+            let end = ptr.checked_add(bytes).filter(|end| *end <= last);
+            let Some(end) = end.filter(|_| bytes > 0) else {
+                return Err(Error::InvalidRange { ptr, bytes });
+            };
+            return Ok((
+                Guarding::Small(run.ptr),
+                self.physical.home_segments(ptr, end),
+            ));
+        }
+        let Some(id) = self.large_around(ptr) else {
+            return Err(self.not_live(ptr));
+        };
+        let hot = &self.extents.records[id];
+        let end = ptr.checked_add(bytes).filter(|end| *end <= hot.end());
+        let Some(end) = end.filter(|_| bytes > 0) else {
+            return Err(Error::InvalidRange { ptr, bytes });
+        };
+        let segments = if self.extents.records.cold(id).home().is_empty() {
+            self.physical.home_segments(ptr, end)
+        } else {
+            self.view_segments(ptr, end)
+        };
+        Ok((Guarding::Record(id), segments))
+    }
+
+    pub(crate) fn not_live(&self, ptr: u64) -> Error {
+        if self.physical.ours(ptr) {
+            Error::NotLive { ptr }
+        } else {
+            Error::NotOurs { ptr }
+        }
+    }
+
+    pub(crate) fn view_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
+        let Some((base, view)) = self.views.view_around(ptr) else {
+            return Vec::new();
+        };
+        let (mut segments, mut at) = (Vec::new(), base);
+        for seg in &view.segs {
+            let bytes = u64::from(seg.granules) * GRANULE;
+            let (from, to) = (ptr.max(at), end.min(at + bytes));
+            if from < to {
+                segments.push(PhysicalSegment {
+                    address: from,
+                    bytes: to - from,
+                    handle: self.physical.holdings.get(&seg.home).and_then(|h| h.handle),
+                    offset: from - at,
+                    handle_bytes: bytes,
+                });
+            }
+            at += bytes;
+        }
+        segments
+    }
+
+    /// False if the block has been freed in its front meanwhile.
+    pub(crate) fn guard(&mut self, block: Guarding) -> bool {
+        let ptr = match block {
+            Guarding::Record(id) => {
+                self.guards.blocks.entry(id).or_default().guards += 1;
+                return true;
+            }
+            Guarding::Small(ptr) => ptr,
+        };
+        // Its free comes to the books from here on.
+        let noted = self
+            .fronts
+            .small_around(ptr)
+            .is_some_and(|(front, run, _)| self.note_in_books(front, &run, None));
+        if noted {
+            self.guards.small.entry(ptr).or_default().guards += 1;
+        }
+        noted
+    }
+
+    /// A small block was freed: if a guard keeps its memory, that waits. Gives it back if none does.
+    pub(crate) fn unless_guarded_small(&mut self, ptr: u64, held: HeldBack) -> Option<HeldBack> {
+        let Some(guarded) = self.guards.small.get_mut(&ptr) else {
+            return Some(held);
+        };
+        self.guards.bytes += held.bytes;
+        guarded.freed = Some(held);
+        None
+    }
+
+    /// As [`unguard`](Self::unguard).
+    pub(crate) fn unguard_small(&mut self, ptr: u64) {
+        let Some(guarded) = self.guards.small.get_mut(&ptr) else {
+            return;
+        };
+        guarded.guards -= 1;
+        if guarded.guards > 0 {
+            return;
+        }
+        let freed = self.guards.small.remove(&ptr).and_then(|g| g.freed);
+        if let Some(held) = freed {
+            self.guards.bytes -= held.bytes;
+            self.fronts.held_back.push(held);
+            self.settle_held_back();
+        }
+    }
+
+    /// A block is being freed, and is nobody's any more: if a guard keeps its memory, that waits.
+    /// Gives the uses back if none does.
+    pub(crate) fn unless_guarded(&mut self, id: u32, uses: Uses) -> Option<Uses> {
+        let Some(guarded) = self.guards.blocks.get_mut(&id) else {
+            return Some(uses);
+        };
+        let hot = &mut self.extents.records[id];
+        hot.state = Extent::Busy;
+        let bytes = hot.bytes();
+        self.guards.bytes += bytes;
+        let space = self.extents.records[id].space;
+        if matches!(uses, Uses::Many(_)) {
+            // Counted among what other streams use again when it is free.
+            self.stats
+                .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
+        }
+        // The slot of its stream stays that stream's.
+        let owner = self.extents.records.cold(id).owner;
+        self.streams[owner].calls += 1;
+        guarded.freed = Some(uses);
+        None
+    }
+
+    /// A guard is gone; with the last one goes a block that was freed meanwhile.
+    pub(crate) fn unguard(&mut self, id: u32) {
+        let Some(guarded) = self.guards.blocks.get_mut(&id) else {
+            return;
+        };
+        guarded.guards -= 1;
+        if guarded.guards > 0 {
+            return;
+        }
+        let freed = self.guards.blocks.remove(&id).and_then(|g| g.freed);
+        let Some(uses) = freed else { return };
+        let bytes = self.extents.records[id].bytes();
+        self.guards.bytes -= bytes;
+        let (space, owner) = (
+            self.extents.records[id].space,
+            self.extents.records.cold(id).owner,
+        );
+        self.streams[owner].calls -= 1;
+        let shared = matches!(uses, Uses::Many(_));
+        if shared {
+            self.mixed_added(space, bytes);
+        }
+        if !self.extents.records.cold(id).home().is_empty() {
+            for piece in self.view_block_freed(id, &uses) {
+                self.settle_piece(SpaceId::Large, piece);
+            }
+            return;
+        }
+        let (at, records) = self.extents.parts(space);
+        let piece = at.release(records, id, uses);
+        self.settle_piece(space, piece);
+    }
+}

@@ -1,0 +1,31 @@
+//! The metadata's side of `remap`.
+
+use crate::driver::DriverError;
+
+use crate::allocator::extent::record::SpaceId;
+use crate::allocator::extent::want::Want;
+use crate::allocator::heap::State;
+use crate::allocator::view::mapping::{Stitch, Unmapped};
+
+impl State {
+    /// Books what is left of a stitch that failed.
+    pub(crate) fn not_mapped(
+        &mut self,
+        want: &Want,
+        stitch: Stitch,
+        failed: Unmapped,
+    ) -> DriverError {
+        let error = failed.error();
+        match failed {
+            Unmapped::Undone(_) => self.not_stitched(want, stitch, 0, &[]),
+            Unmapped::NotMade(failure) => {
+                self.not_stitched(want, stitch, 0, &[]);
+                self.set_apart(SpaceId::Large, failure);
+            }
+            Unmapped::Stuck(_, mapped, handles) => {
+                self.not_stitched(want, stitch, mapped, &handles);
+            }
+        }
+        error
+    }
+}

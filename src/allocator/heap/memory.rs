@@ -1,0 +1,294 @@
+//! The metadata's side of `memory`.
+
+use crate::driver::DriverError;
+
+use crate::allocator::error::{OutOfMemory, PendingBytes, PinnedSegment};
+use crate::allocator::extent::handle::Stray;
+use crate::allocator::extent::plan::{Growth, Release};
+use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
+use crate::allocator::extent::uses::Uses;
+use crate::allocator::heap::State;
+use crate::allocator::size::GRANULE;
+
+impl State {
+    /// Enters address space that was leased for an arena; `grown`: it lengthens the lease before it.
+    pub(crate) fn add_addresses(&mut self, space: SpaceId, base: u64, bytes: u64, grown: bool) {
+        match self.physical.spans.range_mut(..base).next_back() {
+            Some((_, span)) if grown => *span += bytes,
+            _ => {
+                self.physical.spans.insert(base, bytes);
+            }
+        }
+        let (at, records) = self.extents.parts(space);
+        let granules = (bytes / GRANULE) as u32;
+        if space == SpaceId::Views {
+            // No view may lie in two reservations.
+            at.add_range(records, base, granules, grown);
+        } else {
+            at.add_hole(records, base, granules);
+        }
+    }
+
+    /// A growth failed: the books as before, and what could not be undone set apart.
+    pub(crate) fn growth_failed(&mut self, growth: Growth, failure: GrowthFailure) {
+        let space = growth.space;
+        self.not_grown(growth);
+        self.set_apart(space, failure);
+    }
+
+    /// Enters what could not be undone into the books. The homes of it are holes.
+    pub(crate) fn set_apart(&mut self, space: SpaceId, failure: GrowthFailure) {
+        for (handle, bytes) in failure.strays {
+            self.count_held(bytes, space);
+            self.physical.strays.push(Stray {
+                handle,
+                bytes,
+                space,
+                busy: false,
+            });
+        }
+        for (addr, bytes, handle) in failure.mapped {
+            // The range is a hole again; take it out of circulation with its handle.
+            let hole = self.extents.space(space).and_then(|s| {
+                s.holes()
+                    .range(..=addr)
+                    .next_back()
+                    .map(|(base, id)| (*base, *id))
+            });
+            let Some((base, hole)) = hole else { continue };
+            let skip = ((addr - base) / GRANULE) as u32;
+            if let Some((id, _)) = self.claim(space, hole, skip, (bytes / GRANULE) as u32) {
+                self.extents.records[id].state = Extent::Quarantined;
+                self.hold(addr, bytes, Some(handle), space);
+            }
+        }
+    }
+
+    pub(crate) fn count_held(&mut self, bytes: u64, space: SpaceId) {
+        self.stats.on_pool(space == SpaceId::Small, |pool| {
+            pool.reserved.add(bytes);
+            pool.segments.add(1);
+        });
+    }
+
+    /// Books what became of a mapped handle that was to be given back. One that is still mapped goes
+    /// where `still_mapped` puts it; one that is unmapped and could not be released is a stray.
+    /// Returns the bytes that are the driver's again, and what failed.
+    pub(crate) fn given_back(
+        &mut self,
+        release: Release,
+        (unmapped, freed): GivenBack,
+        still_mapped: impl FnOnce(&mut State, Release),
+    ) -> (u64, Option<DriverError>) {
+        if let Err(error) = unmapped {
+            still_mapped(self, release);
+            return (0, Some(error));
+        }
+        self.gone(&release);
+        match (freed, release.handle) {
+            (Err(error), Some(handle)) => {
+                self.physical.strays.push(Stray {
+                    handle,
+                    bytes: release.bytes,
+                    space: release.space,
+                    busy: false,
+                });
+                (0, Some(error))
+            }
+            _ => {
+                self.unhold(release.bytes, release.space);
+                (release.bytes, None)
+            }
+        }
+    }
+
+    /// A handle that could not be unmapped is free memory again.
+    pub(crate) fn give_home_again(&mut self, release: Release) {
+        self.restore(release.space, release.id, release.shards);
+    }
+
+    /// Takes a segment into the books again that the driver would not free.
+    pub(crate) fn readmit(&mut self, release: Release) {
+        let Ok(granules) = u32::try_from(release.bytes / GRANULE) else {
+            return;
+        };
+        self.hold(release.addr, release.bytes, None, release.space);
+        let (space, records) = self.extents.parts(release.space);
+        let id = space.add_region(records, release.addr, granules, Uses::None);
+        let busy = space.claim(records, id, 0, granules, Extent::Busy, &mut Vec::new());
+        if let Some(id) = busy {
+            self.restore(release.space, id, release.shards);
+        }
+    }
+
+    /// Whether an earlier failure left memory behind that nobody can use.
+    pub(crate) fn has_leftovers(&self) -> bool {
+        let quarantined = |(_, hot): (u32, &crate::allocator::extent::record::Hot)| {
+            hot.state == Extent::Quarantined
+        };
+        !self.physical.strays.is_empty() || self.extents.records.iter().any(quarantined)
+    }
+
+    /// What an earlier failure left behind, claimed so that nobody else tries at the same time.
+    pub(crate) fn claim_leftovers(&mut self) -> (Vec<Stray>, Vec<Release>) {
+        let quarantined = self.quarantined();
+        for release in &quarantined {
+            self.extents.records[release.id].state = Extent::Busy;
+        }
+        let idle = self.physical.strays.iter_mut().filter(|stray| !stray.busy);
+        let claim = |stray: &mut Stray| {
+            stray.busy = true;
+            *stray
+        };
+        (idle.map(claim).collect(), quarantined)
+    }
+
+    /// A stray was released, or stays one.
+    pub(crate) fn stray_tried(&mut self, stray: &Stray, released: bool) {
+        let same = |other: &Stray| other.busy && other.handle == stray.handle;
+        let Some(at) = self.physical.strays.iter().position(same) else {
+            return;
+        };
+        if released {
+            self.physical.strays.remove(at);
+            self.unhold(stray.bytes, stray.space);
+        } else {
+            self.physical.strays[at].busy = false;
+        }
+    }
+
+    /// Quarantined ranges as releases.
+    pub(crate) fn quarantined(&self) -> Vec<Release> {
+        let ranges = self
+            .extents
+            .records
+            .iter()
+            .filter(|(_, hot)| hot.state == Extent::Quarantined);
+        ranges
+            .filter_map(|(id, hot)| {
+                let holding = self.physical.holdings.get(&hot.addr)?;
+                Some(Release {
+                    space: holding.space,
+                    id,
+                    shards: Vec::new(),
+                    addr: hot.addr,
+                    bytes: holding.bytes,
+                    handle: holding.handle,
+                })
+            })
+            .collect()
+    }
+
+    /// What an out-of-memory error reports of the books.
+    pub(crate) fn picture(&mut self, requested: u64) -> OutOfMemory {
+        let (_, allocated) = self.live_totals();
+        OutOfMemory {
+            requested,
+            limit: self.physical.limit,
+            reserved: self.stats.all.reserved.current,
+            allocated,
+            cached: self.stats.all.reserved.current.saturating_sub(allocated),
+            largest_free: self
+                .extents
+                .spaces()
+                .map(|s| s.largest_piece())
+                .max()
+                .unwrap_or(0),
+            largest_run: self.extents.largest_run(),
+            in_views: self.views.lent_bytes,
+            guarded: self.guards.bytes(),
+            pending: self.pending_bytes(),
+            pinned: self.pinned(),
+            ..OutOfMemory::default()
+        }
+    }
+
+    /// Free bytes that wait for each stream, most first.
+    pub(crate) fn pending_bytes(&self) -> Vec<PendingBytes> {
+        let mut by_stream: Vec<PendingBytes> = Vec::new();
+        let mut slots: Vec<u32> = Vec::new();
+        for entry in self.extents.spaces().flat_map(|s| s.pieces()) {
+            if self.extents.records[entry.id].stream == COMPLETE {
+                continue;
+            }
+            let bytes = u64::from(entry.granules) * GRANULE;
+            for u in self.extents.records.cold(entry.id).uses.as_slice() {
+                if self.streams.complete(u) {
+                    continue;
+                }
+                let at = slots
+                    .iter()
+                    .position(|s| *s == u.stream)
+                    .unwrap_or_else(|| {
+                        slots.push(u.stream);
+                        let stream_id = self.streams[u.stream].key.number();
+                        by_stream.push(PendingBytes {
+                            stream_id,
+                            bytes: 0,
+                            unmarked: 0,
+                        });
+                        by_stream.len() - 1
+                    });
+                by_stream[at].bytes += bytes;
+                if self.streams.marker(u).is_none() {
+                    by_stream[at].unmarked += bytes;
+                }
+            }
+        }
+        by_stream.sort_by_key(|p| std::cmp::Reverse(p.bytes));
+        by_stream
+    }
+
+    /// Where few live bytes hold the most memory.
+    pub(crate) fn pinned(&self) -> Vec<PinnedSegment> {
+        let mut live: std::collections::BTreeMap<u64, PinnedSegment> =
+            std::collections::BTreeMap::new();
+        for (_, hot) in self.extents.records.iter() {
+            if hot.state != Extent::Used {
+                continue;
+            }
+            let (mut addr, end) = (hot.addr, hot.end());
+            while addr < end {
+                let Some((base, holding)) = self.physical.holdings.range(..=addr).next_back()
+                else {
+                    break;
+                };
+                let top = base + holding.bytes;
+                if top <= addr {
+                    break;
+                }
+                let entry = live.entry(*base).or_insert(PinnedSegment {
+                    address: *base,
+                    bytes: holding.bytes,
+                    live: 0,
+                    block: hot.addr,
+                });
+                entry.live += end.min(top) - addr;
+                entry.block = entry.block.min(hot.addr);
+                addr = top;
+            }
+        }
+        let mut pinned: Vec<PinnedSegment> =
+            live.into_values().filter(|p| p.live < p.bytes).collect();
+        pinned.sort_by_key(|p| std::cmp::Reverse(p.bytes - p.live));
+        pinned.truncate(PINNED_NAMED);
+        pinned
+    }
+}
+
+/// How many pinned segments an out-of-memory error names.
+pub(crate) const PINNED_NAMED: usize = 3;
+
+/// How the two calls went that give a handle back: the unmapping, and the release. The second counts
+/// only if the first is good.
+pub(crate) type GivenBack = (Result<(), DriverError>, Result<(), DriverError>);
+
+/// A growth that failed, with what could not be undone.
+#[derive(Debug)]
+pub(crate) struct GrowthFailure {
+    pub error: DriverError,
+    /// Handles that are still mapped: (address, bytes, handle).
+    pub(crate) mapped: Vec<(u64, u64, u64)>,
+    /// Handles that are mapped nowhere and could not be released.
+    pub(crate) strays: Vec<(u64, u64)>,
+}

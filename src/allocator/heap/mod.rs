@@ -1,0 +1,344 @@
+//! Everything that one lock guards: extents, streams, statistics. No driver calls here.
+
+pub(crate) mod blocks;
+pub(crate) mod budget;
+pub(crate) mod bursts;
+pub(crate) mod caches;
+pub(crate) mod check;
+pub(crate) mod complete;
+pub(crate) mod cut;
+pub(crate) mod figures;
+pub(crate) mod growth;
+pub(crate) mod guarded;
+pub(crate) mod guards;
+pub(crate) mod large_cache;
+pub(crate) mod leaving;
+pub(crate) mod map;
+pub(crate) mod memory;
+pub(crate) mod near;
+pub(crate) mod one_handle;
+pub(crate) mod peaks;
+pub(crate) mod registry;
+pub(crate) mod segment;
+pub(crate) mod self_test;
+pub(crate) mod single_stream;
+pub(crate) mod snapshot;
+pub(crate) mod spare;
+pub(crate) mod stitch;
+pub(crate) mod transaction;
+pub(crate) mod views;
+
+use std::sync::{Arc, Weak};
+
+use crate::allocator::cache::Fronts;
+use crate::allocator::cache::deferred::Deferred;
+use crate::allocator::cache::front::{KeepAlive, PageTable};
+use crate::allocator::config::Tuning;
+use crate::allocator::engine::bench::Unfinished;
+use crate::allocator::extent::Extents;
+use crate::allocator::extent::index::Entry;
+use crate::allocator::extent::record::{MIXED, Recorded, SPENT, SpaceId, State as Extent};
+use crate::allocator::extent::space::Shard;
+use crate::allocator::extent::uses::{Use, Uses};
+use crate::allocator::extent::want::{AfterFree, Want};
+use crate::allocator::heap::guarded::Guards;
+use crate::allocator::physical::Physical;
+use crate::allocator::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, classic_granules};
+use crate::allocator::stats::Stats;
+use crate::allocator::stream::Streams;
+use crate::allocator::stream::finder::{Finder, Run};
+use crate::allocator::view::Views;
+
+/// Bytes of pieces that streams other than their own may still use.
+fn mixed_bytes(shards: &[Shard]) -> u64 {
+    let mixed = shards.iter().filter(|s| matches!(s.uses, Uses::Many(_)));
+    mixed.map(|s| u64::from(s.granules) * GRANULE).sum()
+}
+
+/// What one lock guards.
+#[derive(Debug)]
+pub(crate) struct State {
+    /// Ordinal of the device.
+    pub device: usize,
+    pub packed: bool,
+    pub extents: Extents,
+    pub physical: Physical,
+    pub views: Views,
+    pub streams: Streams,
+    pub fronts: Fronts,
+    /// Blocks that guards keep.
+    pub guards: Guards,
+    pub stats: Stats,
+    /// Memory for pieces that are settled.
+    pub pieces: Vec<Entry>,
+    /// Most bytes of large freed blocks that other streams could still use, at once.
+    pub mixed_peak: u64,
+    /// Peak of live requested bytes since the last trim.
+    pub peak_live: u64,
+    /// Blocks that could not be freed when they were dropped: freed by the next call that may.
+    pub deferred: Vec<Deferred>,
+    /// Tests of views that could not be waited for.
+    pub unfinished: Vec<Unfinished>,
+    /// Frees so far: the time by which idle memory is told apart.
+    pub frees: u64,
+    pub closed: bool,
+    /// No allocator stands for the books any more: the last block that goes closes them.
+    pub orphaned: bool,
+}
+
+impl State {
+    pub(crate) fn new(
+        owner: (Weak<dyn KeepAlive>, u64),
+        table: Arc<PageTable>,
+        device: usize,
+        packed: bool,
+        limit: Option<u64>,
+        tuning: Tuning,
+    ) -> Self {
+        State {
+            device,
+            packed,
+            extents: Extents::default(),
+            physical: Physical::new(limit, tuning),
+            views: Views::default(),
+            streams: Streams::default(),
+            fronts: Fronts::new(owner, table),
+            guards: Guards::default(),
+            stats: Stats::default(),
+            pieces: Vec::new(),
+            mixed_peak: 0,
+            peak_live: 0,
+            deferred: Vec::new(),
+            unfinished: Vec::new(),
+            frees: 0,
+            closed: false,
+            orphaned: false,
+        }
+    }
+
+    /// The pool of a rounded request.
+    pub(crate) fn is_small(&self, rounded: u64) -> bool {
+        rounded
+            <= if self.packed {
+                PACKED_SMALL_LIMIT
+            } else {
+                CLASSIC_SMALL_LIMIT
+            }
+    }
+
+    /// The eye of one stream on one space.
+    pub(crate) fn finder(&self, space: SpaceId, stream: u32) -> Option<Finder<'_>> {
+        let space = self.extents.space(space)?;
+        Some(Finder {
+            records: &self.extents.records,
+            streams: &self.streams,
+            space,
+            stream,
+        })
+    }
+
+    /// Bytes that may still be taken from the driver.
+    pub(crate) fn room(&self) -> u64 {
+        let held = self.stats.all.reserved.current + self.physical.planned;
+        let bound = self
+            .physical
+            .limit
+            .unwrap_or(u64::MAX)
+            .min(self.physical.full_at.unwrap_or(u64::MAX));
+        bound.saturating_sub(held)
+    }
+
+    // ---- blocks ----------------------------------------------------------------------------
+
+    /// Counts a request in the peak that the soft cap follows. Returns the peak before and with it.
+    pub(crate) fn announce(&mut self, requested: u64) -> (u64, u64) {
+        let before = self.peak_live;
+        if self.requested_now() + requested > before {
+            // What nobody holds is no peak.
+            self.settle_shelves();
+        }
+        self.peak_live = before.max(self.requested_now() + requested);
+        (before, self.peak_live)
+    }
+
+    /// Requested bytes of live blocks; of small ones as of the last look.
+    pub(crate) fn requested_now(&self) -> u64 {
+        self.stats.all.requested.current + self.fronts.requested
+    }
+
+    /// A request failed: it does not raise the peak, unless others have raised it since.
+    pub(crate) fn withdraw(&mut self, (before, with): (u64, u64)) {
+        if self.peak_live == with {
+            self.peak_live = before.max(self.requested_now());
+        }
+    }
+
+    /// Takes a request from a ready run.
+    pub(crate) fn take(&mut self, want: &Want, run: Run) -> Option<u32> {
+        let skip = want.skip(run.addr);
+        let granules = self.granules_of(want, run.granules - u64::from(skip));
+        let (space, records) = self.extents.parts(want.space);
+        let first = records[run.first];
+        if skip == 0 && first.granules >= granules && first.stream != MIXED {
+            space.carve(records, run.first, granules);
+            return Some(run.first);
+        }
+        self.claim(want.space, run.first, skip, granules)
+            .map(|(id, _)| id)
+    }
+
+    /// Takes a range of free pieces and holes out of circulation.
+    pub(crate) fn claim(
+        &mut self,
+        space: SpaceId,
+        first: u32,
+        skip: u32,
+        granules: u32,
+    ) -> Option<(u32, Vec<Shard>)> {
+        let mut shards = Vec::new();
+        let (at, records) = self.extents.parts(space);
+        let id = at.claim(records, first, skip, granules, Extent::Busy, &mut shards)?;
+        let bytes = mixed_bytes(&shards);
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
+        Some((id, shards))
+    }
+
+    /// Puts back what [`claim`](Self::claim) took.
+    pub(crate) fn restore(&mut self, space: SpaceId, id: u32, shards: Vec<Shard>) {
+        let bytes = mixed_bytes(&shards);
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.put_back(bytes));
+        self.note_mixed();
+        let (at, records) = self.extents.parts(space);
+        at.restore(records, id, shards);
+    }
+
+    /// Counts freed bytes that several streams may still use.
+    pub(crate) fn mixed_added(&mut self, space: SpaceId, bytes: u64) {
+        self.stats
+            .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
+        self.note_mixed();
+    }
+
+    fn note_mixed(&mut self) {
+        let all = &self.stats.all;
+        let mixed = all.active.current.saturating_sub(all.allocated.current);
+        self.mixed_peak = self.mixed_peak.max(mixed);
+    }
+
+    /// Granules that a request gets out of an extent: classic does not split everything.
+    pub(crate) fn granules_of(&self, want: &Want, available: u64) -> u32 {
+        if self.packed {
+            want.granules
+        } else {
+            classic_granules(want.space == SpaceId::Small, available, want.granules)
+        }
+    }
+
+    /// Claims a request's part of a run of which some pieces need a wait. Returns it and what stood
+    /// there.
+    pub(crate) fn claim_run(&mut self, want: &Want, run: Run) -> Option<(u32, Vec<Shard>)> {
+        let skip = want.skip(run.addr);
+        let granules = self.granules_of(want, run.granules - u64::from(skip));
+        self.claim(want.space, run.first, skip, granules)
+    }
+
+    /// Turns a taken extent into a live block of the user, and says which record it has.
+    pub(crate) fn born(&mut self, mut id: u32, stream: u32, requested: u64) -> u32 {
+        if self.extents.records[id].generation >= SPENT {
+            id = self.extents.renumber(id);
+        }
+        let hot = &mut self.extents.records[id];
+        hot.state = Extent::Used;
+        hot.stream = stream;
+        hot.generation = hot.generation.wrapping_add(1) | 1;
+        let (addr, bytes) = (hot.addr, hot.bytes());
+        let small = hot.space != SpaceId::Large;
+        let cold = self.extents.records.cold_mut(id);
+        cold.requested = requested;
+        cold.owner = stream;
+        self.extents.lookup.insert(addr, id);
+        self.streams[stream].live += 1;
+        let within = self.make_sure_of_peaks(bytes, requested);
+        if within && !small {
+            self.stats.born_below(bytes, requested);
+        } else {
+            self.stats.born(small, bytes, requested);
+        }
+        self.large_counted(within);
+        id
+    }
+
+    /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is
+    /// given until the free.
+    pub(crate) fn record(&mut self, id: u32, stream: u32, ticket: Option<u64>) {
+        if self.extents.records[id].stream == stream {
+            return;
+        }
+        if self.extents.records.record(id, Recorded { stream, ticket }) {
+            self.streams[stream].live += 1;
+        }
+    }
+
+    /// Frees a live block.
+    pub(crate) fn free(&mut self, id: u32) -> AfterFree {
+        self.unshelve_loose();
+        let hot = &mut self.extents.records[id];
+        let (addr, granules, bytes, owner) = (hot.addr, hot.granules, hot.bytes(), hot.stream);
+        let space = hot.space;
+        hot.generation = hot.generation.wrapping_add(1);
+        self.frees += 1;
+        let cold = self.extents.records.cold_mut(id);
+        cold.freed = self.frees;
+        let (requested, in_view) = (cold.requested, !cold.home().is_empty());
+        let shared = !cold.recorded().is_empty();
+        self.extents.lookup.remove(addr);
+        if self.packed {
+            self.fronts.habits.freed(id, granules);
+        }
+        self.stats
+            .freed(space != SpaceId::Large, bytes, requested, !shared);
+        let mut after = AfterFree::default();
+        let own = self.streams.ticket(owner, None);
+        let uses = if shared {
+            self.shared_uses(id, own)
+        } else {
+            Uses::One(own)
+        };
+        for u in uses.as_slice() {
+            self.streams[u.stream].live -= 1;
+            self.streams.count_free(u, bytes, &mut after);
+        }
+        let Some(uses) = self.unless_guarded(id, uses) else {
+            return after;
+        };
+        if in_view {
+            for piece in self.view_block_freed(id, &uses) {
+                if shared {
+                    self.settle_piece(SpaceId::Large, piece);
+                }
+            }
+            return after;
+        }
+        let over = uses.as_slice().iter().all(|u| self.streams.complete(u));
+        let (at, records) = self.extents.parts(space);
+        let piece = at.release(records, id, uses);
+        if shared || (over && space == SpaceId::Large) {
+            // A recorded use may be over already, and so is everything of a retired stream.
+            self.settle_piece(space, piece);
+        }
+        after
+    }
+
+    /// The last uses of a block that other streams used, which is counted as free already.
+    fn shared_uses(&mut self, id: u32, own: Use) -> Uses {
+        let recorded = self.extents.records.cold_mut(id).take_recorded();
+        let others = recorded
+            .iter()
+            .map(|r| self.streams.ticket(r.stream, r.ticket));
+        let uses = Uses::collect(std::iter::once(own).chain(others).collect());
+        self.note_mixed();
+        uses
+    }
+}

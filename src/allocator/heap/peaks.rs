@@ -1,0 +1,325 @@
+//! Sums and peaks over all fronts and the books together.
+
+use std::sync::Arc;
+
+use crate::allocator::cache::front::{
+    Allocated, Amounts, Front, Owner, QUANTITIES, Shelved, Small,
+};
+use crate::allocator::cache::{Locked, SmallTotals, totals};
+use crate::allocator::extent::invariant::{CheckError, holds, same};
+use crate::allocator::heap::State;
+use crate::allocator::size::GRANULE;
+use crate::allocator::stats::{Counter, PoolStats, Stats};
+
+/// The counters of the quantities that fronts count, in their order.
+fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
+    [
+        &mut pool.allocated,
+        &mut pool.requested,
+        &mut pool.allocations,
+    ]
+}
+
+impl State {
+    /// Takes a small request that may be a new peak; with an owner only if the front still serves it
+    /// without a look at the books.
+    pub(crate) fn take_at_peak(
+        &mut self,
+        front: &'static Front,
+        request: Small,
+        owner: Option<Owner>,
+    ) -> Allocated {
+        let mut locked = self.fronts.lock_fronts();
+        let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
+        let outcome = match at.and_then(|at| locked.get_mut(at)) {
+            Some(inner) if owner.is_none_or(|owner| inner.serves(owner)) => {
+                inner.take_beyond(request)
+            }
+            _ => return Allocated::Stranger,
+        };
+        self.settle_peaks(locked);
+        outcome
+    }
+
+    /// A large block is about to be counted: if it may be a peak, nothing that nobody holds is counted
+    /// along with it. Whether it surely is none.
+    #[inline]
+    pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) -> bool {
+        let all = &self.stats.all.allocated;
+        let more = [bytes, requested, 1];
+        let within = all.current + self.fronts.limit + bytes <= all.peak && {
+            let mut large = counters(&mut self.stats.large).into_iter().zip(more);
+            large.all(|(counter, more)| counter.current + more <= counter.peak)
+        };
+        if !within {
+            self.settle_shelves();
+        }
+        within
+    }
+
+    /// A large block was counted: raises the peaks of everything together if it is one.
+    #[inline]
+    pub(crate) fn large_counted(&mut self, within: bool) {
+        let all = &self.stats.all;
+        let now = [all.requested.current, all.allocations.current];
+        for (high, now) in self.fronts.high.iter_mut().zip(now) {
+            *high = now.max(*high);
+        }
+        if within || self.fronts.all.is_empty() {
+            return;
+        }
+        if all.allocated.current + self.fronts.limit > all.allocated.peak {
+            self.settle_peaks(self.fronts.lock_fronts());
+        }
+    }
+
+    /// With all fronts locked: raises the peaks to what is there, and shares the room below them
+    /// out among the fronts that are busy.
+    ///
+    /// What nobody holds on the shelves leaves them: it is no part of the peak, and none of it may be
+    /// handed out again without a look at the peak.
+    fn settle_peaks(&mut self, mut locked: Vec<Locked<'_>>) {
+        let small = small_bytes(&locked);
+        let held = held(&locked);
+        let idle: Vec<Shelved> = locked
+            .iter_mut()
+            .flat_map(|inner| std::iter::from_fn(|| inner.shelf.remove_idle()))
+            .collect();
+        self.fold(&mut locked);
+        self.fronts.sharings += 1;
+        let now = self.fronts.sharings;
+        let busy: Vec<bool> = locked.iter_mut().map(|inner| inner.busy(now)).collect();
+        let sharers = busy.iter().filter(|busy| **busy).count().max(1) as u64;
+        let (pool, all) = (
+            &mut self.stats.small.allocated,
+            &mut self.stats.all.allocated,
+        );
+        let large = all.current - held[0];
+        let sum = large + small;
+        pool.peak = pool.peak.max(small);
+        all.peak = all.peak.max(sum);
+        let mut room = (pool.peak - small).min(all.peak - sum);
+        if large > 0 {
+            // The rest is for the next large block.
+            room /= 2;
+        }
+        self.fronts.limit = 0;
+        for (inner, busy) in locked.iter_mut().zip(&busy) {
+            let room = if *busy { room / sharers } else { 0 };
+            inner.accounts.allocated.set_room(room);
+            self.fronts.limit += inner.accounts.allocated.limit();
+        }
+        let row: Arc<[&'static Front]> = (self.fronts.all.iter().zip(&busy))
+            .filter(|(_, busy)| **busy)
+            .map(|(front, _)| *front)
+            .collect();
+        for inner in &mut locked {
+            inner.set_others(&row);
+        }
+        drop(locked);
+        for block in idle {
+            self.off_shelf(block);
+        }
+    }
+
+    /// Takes the fronts' own peaks into those of all together, and begins them anew.
+    fn fold(&mut self, locked: &mut [Locked<'_>]) {
+        let (small, all) = self.bounds(locked);
+        for (pool, bounds) in [(&mut self.stats.small, small), (&mut self.stats.all, all)] {
+            [pool.requested.peak, pool.allocations.peak] = bounds;
+        }
+        let all = &self.stats.all;
+        self.fronts.high = [all.requested.current, all.allocations.current];
+        self.fronts.requested = 0;
+        for inner in locked {
+            let accounts = &mut inner.accounts;
+            accounts.requested.reset_peak();
+            accounts.blocks.reset_peak();
+            self.fronts.requested += accounts.requested.current();
+        }
+    }
+
+    /// [`fold`](Self::fold) before fronts go.
+    pub(crate) fn fold_peaks(&mut self) {
+        let mut locked = self.fronts.lock_fronts();
+        self.fold(&mut locked);
+    }
+
+    /// What requested bytes and numbers of blocks were never above, of small ones and of all: the
+    /// largest sum of peaks between two times at which all fronts began anew.
+    fn bounds(&self, locked: &[Locked<'_>]) -> ([u64; 2], [u64; 2]) {
+        let mut own = [0; 2];
+        for inner in locked {
+            own[0] += inner.accounts.requested.peak();
+            own[1] += inner.accounts.blocks.peak();
+        }
+        let past = |pool: &PoolStats| [pool.requested.peak, pool.allocations.peak];
+        let (mut small, mut all) = (past(&self.stats.small), past(&self.stats.all));
+        for at in 0..2 {
+            small[at] = small[at].max(own[at]);
+            all[at] = all[at].max(own[at] + self.fronts.high[at]);
+        }
+        (small, all)
+    }
+
+    /// Adds what the fronts count to a copy of the books' own figures, at one instant.
+    pub(crate) fn add_fronts(&self, stats: &mut Stats) {
+        let locked = self.fronts.lock_fronts();
+        let mut totals = self.fronts.gone;
+        let (mut pending, mut quick, mut free) = (0, 0, 0);
+        let mut pending_peak = self.fronts.pending_peak;
+        for inner in &locked {
+            for (total, own) in totals.iter_mut().zip(inner.accounts.totals()) {
+                *total += own;
+            }
+            pending += inner.pending_bytes();
+            pending_peak += inner.pending_peak;
+            quick += u64::from(inner.heap.quick_granules()) * GRANULE;
+            free += inner.free_bytes();
+        }
+        let current = self::totals(&locked);
+        let (small, all) = self.bounds(&locked);
+        for (pool, [requested, blocks]) in [(&mut stats.all, all), (&mut stats.small, small)] {
+            // No block has more requested bytes than bytes, nor less than a granule.
+            pool.requested.peak = requested.min(pool.allocated.peak);
+            pool.allocations.peak = blocks.min(pool.allocated.peak / GRANULE);
+            for (at, counter) in counters(pool).into_iter().enumerate() {
+                counter.current += current[at];
+                counter.total_allocated += totals[at];
+                counter.total_freed += totals[at] - current[at];
+            }
+            let active = &mut pool.active;
+            active.current += current[0] + pending;
+            active.total_allocated += totals[0];
+            active.total_freed += totals[0] - current[0] - pending;
+            let bound = pool.allocated.peak + pending_peak + self.mixed_peak;
+            active.peak = if locked.is_empty() {
+                active.peak
+            } else {
+                bound.max(active.current)
+            };
+        }
+        let held = held(&locked);
+        let mut reused = self.fronts.reused;
+        for inner in &locked {
+            reused += inner.shelf.reused();
+        }
+        let reused = [reused.bytes, reused.requested, reused.blocks];
+        for pool in [&mut stats.all, &mut stats.large] {
+            for ((counter, held), reused) in counters(pool).into_iter().zip(held).zip(reused) {
+                counter.current -= held;
+                counter.total_allocated += reused;
+                counter.total_freed += reused + held;
+            }
+            let active = &mut pool.active;
+            active.current -= held[0];
+            active.total_allocated += reused[0];
+            active.total_freed += reused[0] + held[0];
+        }
+        free += held[0];
+        stats.hits += reused[2];
+        stats.hits += totals[2] - self.fronts.misses.min(totals[2]);
+        stats.front_bytes = quick + held[0];
+        stats.free += free + pending;
+        stats.fronts = locked.len() as u64;
+    }
+
+    /// Sets the peaks to what is there.
+    pub(crate) fn reset_peaks(&mut self) {
+        self.settle_shelves();
+        let mut locked = self.fronts.lock_fronts();
+        self.stats.reset_peaks();
+        self.mixed_peak = self.stats.all.active.current - self.stats.all.allocated.current;
+        self.fronts.pending_peak = 0;
+        for inner in &mut locked {
+            inner.pending_peak = inner.pending_bytes();
+            inner.accounts.requested.reset_peak();
+            inner.accounts.blocks.reset_peak();
+        }
+        let all = &self.stats.all;
+        self.fronts.high = [all.requested.current, all.allocations.current];
+        self.settle_peaks(locked);
+    }
+
+    /// What the fronts may count to never passes a peak.
+    pub(crate) fn check_limits(&self) -> Result<(), CheckError> {
+        let locked = self.fronts.lock_fronts();
+        let limits = locked.iter().map(|inner| inner.accounts.allocated.limit());
+        let limit = limits.sum();
+        same("limits of fronts are known", limit, self.fronts.limit)?;
+        let (all, small) = (&self.stats.all.allocated, &self.stats.small.allocated);
+        holds(
+            "fronts stay below the peak",
+            limit <= small.peak && all.current + limit <= all.peak,
+        )
+    }
+
+    /// Stops the fronts if no block is live and no call under way. Else says how many there are,
+    /// and how many bytes.
+    pub(crate) fn shut(&mut self, calls: u64) -> (u64, u64) {
+        let mut locked = self.fronts.lock_fronts();
+        let small = totals(&locked);
+        let all = &self.stats.all;
+        let blocks = all.allocations.current + small[2] + calls;
+        if blocks == 0 {
+            for inner in &mut locked {
+                inner.set_fast(false);
+            }
+        }
+        (blocks, all.allocated.current + small[0])
+    }
+
+    /// Live blocks and their bytes, small ones included.
+    pub(crate) fn live_totals(&mut self) -> (u64, u64) {
+        let small = self.fronts.small_totals();
+        let held = self.fronts.held_on_shelves();
+        let all = &self.stats.all;
+        (
+            all.allocations.current + small[2] - held.blocks,
+            all.allocated.current + small[0] - held.bytes,
+        )
+    }
+}
+
+/// What the books count for large blocks that nobody holds.
+fn held(locked: &[Locked<'_>]) -> SmallTotals {
+    let mut held = Amounts::default();
+    for inner in locked {
+        held += inner.shelf.held();
+    }
+    [held.bytes, held.requested, held.blocks]
+}
+
+fn small_bytes(locked: &[Locked<'_>]) -> u64 {
+    let bytes = locked
+        .iter()
+        .map(|inner| inner.accounts.allocated.current());
+    bytes.sum()
+}
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod tests {
+    use crate::allocator::engine::large_cache::tests::crowded;
+
+    /// Threads free blocks onto shelves while another one settles the peaks, and take them again.
+    #[test]
+    fn s1_19_a_block_of_a_shelf_is_not_above_the_peak() {
+        crowded(|allocator, [a, _]| {
+            const BYTES: usize = 3 << 20;
+            drop(allocator.allocate(BYTES, a).unwrap());
+            {
+                let mut state = allocator.engine().lock();
+                assert_eq!(state.fronts.held_on_shelves().blocks, 1);
+                state.stats.all.allocated.peak = 0;
+                let locked = state.fronts.lock_fronts();
+                state.settle_peaks(locked);
+                assert_eq!(state.stats.all.allocated.peak, 0);
+            }
+            allocator.check().unwrap();
+            let block = allocator.allocate(BYTES, a).unwrap();
+            let all = allocator.stats().all.allocated;
+            assert_eq!((all.current, all.peak), (BYTES as u64, BYTES as u64));
+            drop(block);
+        });
+    }
+}

@@ -1,0 +1,107 @@
+//! The metadata's side of `ready`.
+
+use crate::allocator::cache::front::cache;
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::request::Request;
+use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
+use crate::allocator::extent::uses::Use;
+use crate::allocator::heap::State;
+use crate::allocator::stream::slot::{Holder, StreamKey};
+
+impl State {
+    /// Takes a large request out of the stream's own free memory. `None`, with nothing changed that
+    /// the ladder would not change, if something else is to be done for it.
+    pub(crate) fn take_ready(
+        &mut self,
+        engine: &Engine,
+        key: StreamKey,
+        request: &Request,
+    ) -> Option<Grant> {
+        let StreamKey::Id(id) = key else {
+            return None;
+        };
+        let plain = self.packed && request.is_plain() && request.small().is_none();
+        let alone = !self.streams.several() && self.fronts.due.is_empty();
+        let calm = self.fronts.crowd == 0 && !self.physical.bursts.debt;
+        if !(plain && alone && calm) {
+            return None;
+        }
+        let stream = self.streams.find_again(key)?;
+        let slot = &mut self.streams[stream];
+        let front = *slot.fronts.first()?;
+        if slot.fronts.len() > 1 || slot.context.device() != engine.device {
+            return None;
+        }
+        self.unshelve_loose();
+        if !self.extents.large.merge_own {
+            return None;
+        }
+        self.extents.adopt_complete(SpaceId::Large, stream);
+        let want = request.want(SpaceId::Large, stream);
+        let block = self
+            .extents
+            .large
+            .carve_own(&mut self.extents.records, stream, want.granules)?
+            .id;
+        self.announce(want.requested);
+        self.physical.large_request(&want);
+        self.stats.rungs.ready += 1;
+        self.stats.hits += 1;
+        let mut grant = self.granted(block, stream, want.requested, front);
+        let block = grant.place.record().unwrap_or(block);
+        grant.set_shelved(self.shelve(block, front, true));
+        cache::remember(id, front);
+        Some(grant)
+    }
+
+    /// [`free`](Self::free) of a block that only its own stream used, while that is alone. False, with
+    /// nothing changed, if more is to be thought of.
+    pub(crate) fn free_alone(&mut self, id: u32, generation: u32) -> bool {
+        if self.streams.several()
+            || !self.extents.large.merge_own
+            || self.guards.any()
+            || !self.packed
+        {
+            return false;
+        }
+        let Some(hot) = self.extents.records.get(id) else {
+            return false;
+        };
+        let Hot {
+            addr,
+            granules,
+            stream,
+            ..
+        } = *hot;
+        let live = hot.generation == generation && hot.state == Extent::Used && !hot.shelved;
+        let (cold, bytes) = (self.extents.records.cold(id), hot.bytes());
+        let plain = hot.space == SpaceId::Large && cold.is_plain();
+        if !live || !plain {
+            return false;
+        }
+        let requested = cold.requested;
+        let slot = &self.streams[stream];
+        if matches!(slot.holder, Holder::Retired) {
+            return false;
+        }
+        let ticket = slot.open;
+        // From here on it is freed. What leaves a shelf for that may lie beside it.
+        self.unshelve_loose();
+        let slot = &mut self.streams[stream];
+        slot.live -= 1;
+        slot.open_uses = slot.open_uses.saturating_add(1);
+        slot.open_bytes += bytes;
+        self.frees += 1;
+        self.extents.records[id].generation = generation.wrapping_add(1);
+        self.extents.lookup.remove(addr);
+        self.fronts.habits.freed(id, granules);
+        self.stats.freed(false, bytes, requested, true);
+        let last = Use { stream, ticket };
+        let freed = self.frees;
+        self.extents
+            .large
+            .release_own(&mut self.extents.records, id, last, freed);
+        true
+    }
+}

@@ -1,0 +1,185 @@
+//! What stands where, for diagnosis.
+
+use crate::allocator::cache::front::{Kind, Node, PAGE_GRAINS, Run};
+use crate::allocator::extent::record::{NIL, SpaceId, State as Extent};
+use crate::allocator::heap::State;
+use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
+use crate::allocator::size::GRANULE;
+
+impl State {
+    pub(crate) fn block_info(&self, id: u32) -> BlockInfo {
+        let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
+        let number = |stream: u32| self.streams[stream].key.number();
+        let live = hot.state == Extent::Used;
+        let pending: Vec<u64> = if live {
+            cold.recorded().iter().map(|r| number(r.stream)).collect()
+        } else {
+            let open = cold
+                .uses
+                .as_slice()
+                .iter()
+                .filter(|u| !self.streams.complete(u));
+            open.map(|u| number(u.stream)).collect()
+        };
+        let shared = cold
+            .uses
+            .as_slice()
+            .iter()
+            .any(|u| u.stream != cold.owner && !self.streams.complete(u));
+        BlockInfo {
+            device: Some(self.device),
+            address: hot.addr,
+            size: hot.bytes(),
+            requested: cold.requested,
+            state: match hot.state {
+                Extent::Used => BlockState::Allocated,
+                Extent::Free if shared => BlockState::PendingFree,
+                Extent::Free => BlockState::Free,
+                Extent::Lent => BlockState::Lent,
+                _ => BlockState::Busy,
+            },
+            stream: match hot.state {
+                Extent::Used => Some(number(hot.stream)),
+                _ => cold
+                    .uses
+                    .as_slice()
+                    .iter()
+                    .find(|u| u.stream == cold.owner)
+                    .map(|u| number(u.stream)),
+            },
+            pending,
+            small: hot.space != SpaceId::Large,
+            is_split: hot.prev != NIL || hot.next != NIL,
+        }
+    }
+
+    pub(crate) fn snapshot(&self) -> Vec<SegmentInfo> {
+        let mut segments: Vec<SegmentInfo> = Vec::new();
+        for space in [&self.extents.large, &self.extents.small] {
+            for region in space.regions().values() {
+                let mut open = false;
+                let mut at = region.first;
+                while at != NIL {
+                    let hot = &self.extents.records[at];
+                    if hot.state == Extent::Unmapped {
+                        open = false;
+                    } else {
+                        let mut blocks = Vec::new();
+                        self.blocks_of(space.id, at, &mut blocks);
+                        match segments.last_mut() {
+                            Some(segment) if open => {
+                                segment.size += hot.bytes();
+                                segment.blocks.extend(blocks);
+                            }
+                            _ => segments.push(SegmentInfo {
+                                address: hot.addr,
+                                size: hot.bytes(),
+                                small: space.id != SpaceId::Large,
+                                mapped: self.packed,
+                                view: false,
+                                blocks,
+                            }),
+                        }
+                        open = true;
+                    }
+                    at = hot.next;
+                }
+            }
+        }
+        segments.extend(
+            self.views
+                .map
+                .iter()
+                .filter(|(_, v)| !v.blocks.is_empty())
+                .map(|(base, view)| SegmentInfo {
+                    address: *base,
+                    size: u64::from(view.granules) * crate::allocator::size::GRANULE,
+                    small: false,
+                    mapped: true,
+                    view: true,
+                    blocks: Vec::new(),
+                }),
+        );
+        segments.sort_by_key(|s| s.address);
+        for (id, _) in self
+            .extents
+            .records
+            .iter()
+            .filter(|(id, _)| !self.extents.records.cold(*id).home().is_empty())
+        {
+            let info = self.block_info(id);
+            let after = segments.partition_point(|s| s.address <= info.address);
+            if let Some(segment) = after.checked_sub(1).and_then(|at| segments.get_mut(at)) {
+                segment.blocks.push(info);
+            }
+        }
+        for segment in segments.iter_mut().filter(|s| s.view) {
+            segment.blocks.sort_by_key(|b| b.address);
+        }
+        segments
+    }
+
+    /// A page stands for the blocks that were carved from it.
+    fn blocks_of(&self, space: SpaceId, id: u32, blocks: &mut Vec<BlockInfo>) {
+        let hot = &self.extents.records[id];
+        let page = (self.packed && space == SpaceId::Small && hot.state == Extent::Used)
+            .then(|| self.fronts.table.find(hot.addr))
+            .flatten();
+        let Some((front, page)) = page else {
+            return blocks.push(self.block_info(id));
+        };
+        let here = |node: &&Node| node.page() == page as usize;
+        let mut pending: Vec<(Node, u32)> = Vec::new();
+        let runs = {
+            let inner = front.lock();
+            for batch in &inner.batches {
+                let nodes = batch.nodes.iter().filter(here);
+                pending.extend(nodes.map(|node| (*node, batch.stream)));
+            }
+            inner.runs(page)
+        };
+        let held = self.fronts.held_back.iter();
+        for held in held.filter(|held| std::ptr::eq(held.front, front)) {
+            let open = held.uses.as_slice().iter();
+            let open = open.filter(|u| !self.streams.complete(u));
+            let nodes = held.nodes.iter().filter(here);
+            pending.extend(open.flat_map(|u| nodes.clone().map(|node| (*node, u.stream))));
+        }
+        for run in runs {
+            let streams = pending.iter().filter(|(node, _)| *node == run.node);
+            let streams: Vec<u32> = streams.map(|(_, stream)| *stream).collect();
+            blocks.push(self.run_info(hot.stream, &run, &streams));
+        }
+    }
+
+    /// What a run in a page of a stream is; `pending` are the streams that a freed one waits for.
+    pub(crate) fn run_info(&self, stream: u32, run: &Run, pending: &[u32]) -> BlockInfo {
+        let number = |stream: u32| self.streams[stream].key.number();
+        let recorded: Vec<u32> = match run.live.map(|live| live.using) {
+            Some(using) => match using.slot() {
+                Some(slot) => vec![slot],
+                None => {
+                    let known = self.fronts.recorded.get(&run.ptr);
+                    known.into_iter().flatten().map(|r| r.stream).collect()
+                }
+            },
+            None => pending.to_vec(),
+        };
+        let size = u64::from(run.granules) * GRANULE;
+        BlockInfo {
+            device: Some(self.device),
+            address: run.ptr,
+            size,
+            requested: run.live.map_or(0, |live| live.requested.into()),
+            state: match run.kind {
+                Kind::Used => BlockState::Allocated,
+                Kind::Pending => BlockState::PendingFree,
+                Kind::Free | Kind::Quick | Kind::Spent => BlockState::Free,
+            },
+            stream: Some(number(stream)),
+            pending: recorded.into_iter().map(number).collect(),
+            small: true,
+            is_split: run.granules < PAGE_GRAINS,
+        }
+    }
+}

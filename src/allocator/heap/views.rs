@@ -1,0 +1,226 @@
+//! Views: a second layout of memory that is held already.
+//!
+//! A view is a range of address space in which handles are mapped a second time, back to back, in an
+//! order of its own; their home mappings stay. Memory that is free but scattered at home may be one
+//! run in a view. A block may lie at any offset of a view, over any bytes that are contiguous there
+//! and free at home, and several blocks may share a view. While a block lies in a view, its bytes
+//! are *lent* at home: nobody can have them there.
+//!
+//! Views are kept when their blocks are freed, so that work which repeats finds its layout again
+//! without a driver call.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::allocator::extent::record::{SpaceId, State as Extent};
+use crate::allocator::extent::space::Shard;
+use crate::allocator::extent::uses::Uses;
+use crate::allocator::extent::want::Want;
+use crate::allocator::heap::State;
+use crate::allocator::size::GRANULE;
+use crate::allocator::view::mapping::{Lent, Openings, View, ViewRun};
+
+impl State {
+    /// The smallest run over all views that holds a request, given what is open at home.
+    pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
+        let mut best: Option<ViewRun> = None;
+        self.views
+            .views_with_runs(want.granules, &open.borders, |base, view| {
+                if view.dead || view.granules < want.granules {
+                    return want.granules;
+                }
+                let found = view.tightest(base, &open.borders, want);
+                if let Some((offset, granules)) = found
+                    && best.is_none_or(|b| (granules, base) < (b.granules, b.base))
+                {
+                    best = Some(ViewRun {
+                        base,
+                        offset,
+                        granules,
+                    });
+                }
+                want.granules
+            });
+        best
+    }
+
+    /// What is open at home for a request.
+    pub(crate) fn openings(&self, want: &Want, reachable: bool) -> Option<Openings> {
+        let finder = self.finder(want.space, want.stream)?;
+        Some(Openings::collect(
+            &self.physical.handles,
+            &finder,
+            reachable,
+        ))
+    }
+
+    /// Enters a view.
+    pub(crate) fn put_view(&mut self, base: u64, mut view: View) {
+        self.extents.records[view.range].state = Extent::Used;
+        view.place = self.views.grid.enter(base, view.room);
+        self.views.grid.extend(view.place, &view.segs, 0);
+        self.views.map.insert(base, view);
+    }
+
+    /// Claims home memory, part by part; nothing is claimed if one part cannot be.
+    pub(crate) fn lend(
+        &mut self,
+        space: SpaceId,
+        stream: u32,
+        parts: &[(u64, u32)],
+    ) -> Option<Lent> {
+        let mut lent = Lent::default();
+        for (addr, granules) in parts {
+            let piece = self.extents.piece_at(space, *addr);
+            let claimed = piece.and_then(|(id, start)| {
+                self.claim(space, id, ((addr - start) / GRANULE) as u32, *granules)
+            });
+            match claimed {
+                Some((id, shards)) => lent.parts.push((id, shards)),
+                None => {
+                    self.give_home(space, lent);
+                    return None;
+                }
+            }
+        }
+        let shards: Vec<Shard> = lent
+            .parts
+            .iter()
+            .flat_map(|(_, shards)| shards.clone())
+            .collect();
+        lent.waits = self.streams.waits_for(stream, &shards);
+        Some(lent)
+    }
+
+    /// Puts a claim back.
+    pub(crate) fn give_home(&mut self, space: SpaceId, lent: Lent) {
+        for (id, shards) in lent.parts {
+            self.restore(space, id, shards);
+        }
+    }
+
+    /// Makes a block over lent memory: claimed, until it is [born](Self::born).
+    pub(crate) fn view_block(
+        &mut self,
+        base: u64,
+        offset: u32,
+        granules: u32,
+        parts: Vec<u32>,
+    ) -> u32 {
+        self.views.clock += 1;
+        let clock = self.views.clock;
+        if let Some(view) = self.views.map.get_mut(&base) {
+            view.blocks.push((offset, offset + granules));
+            view.stamp = clock;
+        }
+        self.views.lent_bytes += u64::from(granules) * GRANULE;
+        let addr = base + u64::from(offset) * GRANULE;
+        let id = self
+            .extents
+            .records
+            .make(SpaceId::Large, Extent::Busy, addr, granules);
+        for part in &parts {
+            self.extents.records[*part].state = Extent::Lent;
+            self.extents.records.cold_mut(*part).lent_to = id;
+        }
+        self.extents.records.set_home(id, parts);
+        id
+    }
+
+    /// Gives the memory of a block in a view back to its home pieces.
+    pub(crate) fn view_block_freed(&mut self, id: u32, uses: &Uses) -> Vec<u32> {
+        let addr = self.extents.records[id].addr;
+        self.views.lent_bytes -= self.extents.records[id].bytes();
+        let owner = self.extents.records.cold(id).owner;
+        let parts = self.extents.records.cold_mut(id).take_home();
+        if let Some((base, view)) = self.views.map.range_mut(..=addr).next_back() {
+            let offset = ((addr - base) / GRANULE) as u32;
+            view.blocks.retain(|(start, _)| *start != offset);
+            view.uses = view.uses.union(uses);
+        }
+        self.extents.records.retire(id);
+        let frees = self.frees;
+        let mut pieces = Vec::with_capacity(parts.len());
+        for part in parts {
+            let (space, records) = self.extents.parts(SpaceId::Large);
+            records.cold_mut(part).owner = owner;
+            records.cold_mut(part).freed = frees;
+            pieces.push(space.release(records, part, uses.clone()));
+        }
+        pieces
+    }
+
+    /// Takes an idle view out of the books, for unmapping. Its range stays claimed.
+    pub(crate) fn take_view(&mut self, base: u64) -> Option<View> {
+        let view = self.views.map.get(&base)?;
+        if !view.is_over(&self.streams) {
+            return None;
+        }
+        // Its handles stay counted until it is unmapped: none of them may be released before.
+        let view = self.views.map.remove(&base)?;
+        self.views.grid.leave(view.place, view.room);
+        self.extents.records[view.range].state = Extent::Busy;
+        self.views.segs_under_way += view.segs.len();
+        Some(view)
+    }
+
+    /// A view was unmapped: its handles and its range are free of it.
+    pub(crate) fn view_gone(&mut self, view: &View) {
+        self.views.segs_under_way -= view.segs.len();
+        for seg in &view.segs {
+            if let Some(holding) = self.physical.holdings.get_mut(&seg.home) {
+                holding.views -= 1;
+            }
+        }
+        self.extents.range_freed(view.range);
+    }
+
+    /// A view that could not be unmapped is as before.
+    pub(crate) fn view_stays(&mut self, base: u64, view: View) {
+        self.views.segs_under_way -= view.segs.len();
+        self.put_view(base, view);
+    }
+
+    /// Idle views, longest unused first, of which at least the handles count in `excess` goes.
+    pub(crate) fn idle_views(&self, excess: usize) -> Vec<u64> {
+        let idle = self
+            .views
+            .map
+            .iter()
+            .filter(|(_, v)| v.is_over(&self.streams));
+        let mut idle: BinaryHeap<_> = idle
+            .map(|(base, v)| (Reverse((v.stamp, *base)), v.segs.len()))
+            .collect();
+        let (mut going, mut bases) = (0, Vec::new());
+        while going < excess
+            && let Some((Reverse((_, base)), segs)) = idle.pop()
+        {
+            going += segs;
+            bases.push(base);
+        }
+        bases
+    }
+
+    /// Idle views, longest unused first, of which the address space comes to at least `bytes` if there
+    /// are enough.
+    pub(crate) fn idle_addresses(&self, bytes: u64) -> Vec<u64> {
+        let idle = self
+            .views
+            .map
+            .iter()
+            .filter(|(_, view)| view.is_over(&self.streams));
+        let mut idle: Vec<(u64, u64, u64)> = idle
+            .map(|(base, view)| (view.stamp, *base, u64::from(view.room) * GRANULE))
+            .collect();
+        idle.sort_unstable();
+        let mut found = 0;
+        idle.into_iter()
+            .take_while(|(_, _, room)| {
+                let more = found < bytes;
+                found += room;
+                more
+            })
+            .map(|(_, base, _)| base)
+            .collect()
+    }
+}

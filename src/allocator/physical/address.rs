@@ -1,0 +1,279 @@
+//! Address space of a device, shared by its allocators.
+//!
+//! Address space is reserved from the driver in long stretches, about twice the device's memory, and
+//! leased to arenas piece by piece. A lease is made far from others, so that it can grow in place;
+//! what a closed allocator gives back is leased again. When the last lease has ended, all goes back
+//! to the driver.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::driver::{Device, Driver, DriverError, Entered};
+use crate::sync::held::{Locked, locked};
+
+use crate::allocator::size::PHYSICAL_GRANULE;
+
+/// A reservation is so many times as long as the device's memory.
+const MEMORY_TIMES: u64 = 2;
+
+/// See the module's text.
+#[derive(Debug)]
+pub(crate) struct Addresses {
+    /// Keeps the driver's table, by which the space is found, from being another's.
+    driver: Driver,
+    device: Device,
+    /// Bytes of a usual reservation.
+    usual: u64,
+    /// Not held in calls of the driver: a reservation is no part of it while it is being made or given back.
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// Base to bytes.
+    reservations: BTreeMap<u64, u64>,
+    /// Free ranges by their base; none goes over the border of a reservation.
+    free: BTreeMap<u64, u64>,
+    /// Bytes leased.
+    leased: u64,
+}
+
+impl Addresses {
+    /// The address space of a driver's device.
+    pub(crate) fn of(driver: &Driver, device: Device, memory: u64) -> Arc<Self> {
+        static ALL: Mutex<Vec<Weak<Addresses>>> = Mutex::new(Vec::new());
+        let mut all = locked(&ALL);
+        all.retain(|known| known.strong_count() > 0);
+        let known = all.iter().filter_map(Weak::upgrade);
+        let mut same = known.filter(|a| a.device == device && a.driver.same_table(driver));
+        if let Some(addresses) = same.next() {
+            return addresses;
+        }
+        let addresses = Arc::new(Addresses {
+            driver: driver.clone(),
+            device,
+            usual: (memory.max(PHYSICAL_GRANULE) * MEMORY_TIMES).next_multiple_of(PHYSICAL_GRANULE),
+            inner: Mutex::default(),
+        });
+        all.push(Arc::downgrade(&addresses));
+        addresses
+    }
+
+    fn lock(&self) -> Locked<'_, Inner> {
+        locked(&self.inner)
+    }
+
+    /// Leases `bytes` at `end`, where another lease ends, if they are free.
+    pub(crate) fn extend(&self, end: u64, bytes: u64) -> bool {
+        let mut inner = self.lock();
+        !inner.reservations.contains_key(&end) && inner.cut(end, end, bytes)
+    }
+
+    /// Leases `bytes` somewhere; their base.
+    pub(crate) fn lease(&self, entered: &Entered<'_>, bytes: u64) -> Result<u64, DriverError> {
+        let known = self.lock().lease(bytes);
+        if let Some(base) = known {
+            return Ok(base);
+        }
+        let align = PHYSICAL_GRANULE as usize;
+        let mut got = self.usual.max(bytes);
+        let mut made = entered.address_reserve(got as usize, align, 0);
+        if made.is_err_and(|e| !e.is_fatal()) && bytes < got {
+            // Address space is short: take what is needed.
+            got = bytes;
+            made = entered.address_reserve(got as usize, align, 0);
+        }
+        let mut inner = self.lock();
+        let base = match made {
+            Ok(base) => base,
+            // Another thread may have been given what there was.
+            Err(error) => return inner.lease(bytes).ok_or(error),
+        };
+        inner.reserved(base, got);
+        // It cannot fail: the range was just made for it.
+        inner.cut(base, base, bytes);
+        Ok(base)
+    }
+
+    /// Ends a lease.
+    pub(crate) fn give_back(&self, base: u64, bytes: u64) {
+        self.lock().give(base, bytes);
+    }
+
+    /// Whether something is reserved and nothing leased.
+    pub(crate) fn is_idle(&self) -> bool {
+        let inner = self.lock();
+        inner.leased == 0 && !inner.reservations.is_empty()
+    }
+
+    /// Gives everything back to the driver if nothing is leased. What cannot be freed stays, to be
+    /// leased again; the first error is returned.
+    pub(crate) fn settle(&self, entered: &Entered<'_>) -> Result<(), DriverError> {
+        let reservations = self.lock().take_idle();
+        let mut first = Ok(());
+        for (base, bytes) in reservations {
+            // SAFETY: reserved here with this base and size; nothing is leased, so nothing is mapped
+            // in it, and whoever leased it was done with its addresses.
+            if let Err(error) = unsafe { entered.address_free(base, bytes as usize) } {
+                self.lock().reserved(base, bytes);
+                first = first.and(Err(error));
+            }
+        }
+        first
+    }
+}
+
+impl Inner {
+    /// A reservation was made, or could not be given back.
+    fn reserved(&mut self, base: u64, bytes: u64) {
+        self.reservations.insert(base, bytes);
+        self.free.insert(base, bytes);
+    }
+
+    /// Takes all reservations out if nothing is leased: nobody gets anything of them from here on.
+    fn take_idle(&mut self) -> BTreeMap<u64, u64> {
+        if self.leased > 0 {
+            return BTreeMap::new();
+        }
+        self.free.clear();
+        std::mem::take(&mut self.reservations)
+    }
+
+    /// Takes `at..at + bytes` out of the free range that begins at `start`.
+    fn cut(&mut self, start: u64, at: u64, bytes: u64) -> bool {
+        let Some(free) = self.free.get(&start).copied() else {
+            return false;
+        };
+        if at + bytes > start + free {
+            return false;
+        }
+        self.free.remove(&start);
+        if at > start {
+            self.free.insert(start, at - start);
+        }
+        if at + bytes < start + free {
+            self.free.insert(at + bytes, start + free - at - bytes);
+        }
+        self.leased += bytes;
+        true
+    }
+
+    /// A range in the longest free one: at its start if a reservation begins there, else in its
+    /// middle, so that neither this lease nor the one before it has a neighbour.
+    fn lease(&mut self, bytes: u64) -> Option<u64> {
+        let (start, free) = self
+            .free
+            .iter()
+            .map(|(base, free)| (*base, *free))
+            .max_by_key(|(base, free)| (*free, *base))
+            .filter(|(_, free)| *free >= bytes)?;
+        let at = if self.reservations.contains_key(&start) {
+            start
+        } else {
+            let middle = start + free / 2 / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
+            middle.min(start + free - bytes)
+        };
+        self.cut(start, at, bytes).then_some(at)
+    }
+
+    fn give(&mut self, mut base: u64, mut bytes: u64) {
+        self.leased -= bytes;
+        let before = self.free.range(..base).next_back();
+        if let Some((start, free)) = before.map(|(s, f)| (*s, *f))
+            && start + free == base
+            && !self.reservations.contains_key(&base)
+        {
+            self.free.remove(&start);
+            (base, bytes) = (start, free + bytes);
+        }
+        let end = base + bytes;
+        if !self.reservations.contains_key(&end)
+            && let Some(free) = self.free.remove(&end)
+        {
+            bytes += free;
+        }
+        self.free.insert(base, bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn with_reservations(bases: &[u64]) -> Inner {
+        let mut inner = Inner::default();
+        for base in bases {
+            inner.reservations.insert(*base, 64 * GIB);
+            inner.free.insert(*base, 64 * GIB);
+        }
+        inner
+    }
+
+    #[test]
+    fn leases_lie_apart_and_what_is_given_back_is_one_again() {
+        let mut inner = with_reservations(&[64 * GIB]);
+        let bases: Vec<u64> = (0..4).filter_map(|_| inner.lease(GIB)).collect();
+        assert_eq!(bases.len(), 4);
+        for (at, base) in bases.iter().enumerate() {
+            assert!(
+                inner.cut(base + GIB, base + GIB, 6 * GIB),
+                "lease {at} grows in place"
+            );
+        }
+        assert_eq!(inner.leased, 28 * GIB);
+        assert_eq!(inner.lease(60 * GIB), None);
+        for base in bases {
+            inner.give(base, 7 * GIB);
+        }
+        assert_eq!(inner.leased, 0);
+        assert_eq!(inner.free, BTreeMap::from([(64 * GIB, 64 * GIB)]));
+    }
+
+    #[test]
+    fn ranges_of_two_reservations_never_become_one() {
+        let mut inner = with_reservations(&[64 * GIB, 128 * GIB]);
+        assert_eq!(inner.lease(65 * GIB), None);
+        let both = [inner.lease(64 * GIB), inner.lease(64 * GIB)];
+        assert_eq!(both, [Some(128 * GIB), Some(64 * GIB)]);
+        assert!(!inner.cut(192 * GIB, 192 * GIB, GIB));
+        inner.give(64 * GIB, 64 * GIB);
+        inner.give(128 * GIB, 64 * GIB);
+        assert_eq!(inner.free.len(), 2);
+    }
+
+    #[cfg(all(feature = "sim", debug_assertions, not(loom)))]
+    #[test]
+    fn the_driver_is_not_called_under_the_lock() {
+        use crate::sim::{FailPlan, SimConfig, Simulator};
+        let sim = Simulator::new(SimConfig::with_devices(1, GIB)).unwrap();
+        let driver = sim.driver().unwrap();
+        let device = driver.device(0).unwrap();
+        let context = crate::driver::Context::primary(&driver, device).unwrap();
+        let entered = context.enter().unwrap();
+        let addresses = Addresses::of(&driver, device, GIB);
+        let lend = || {
+            let base = addresses.lease(&entered, PHYSICAL_GRANULE).unwrap();
+            addresses.give_back(base, PHYSICAL_GRANULE);
+            base
+        };
+        lend();
+        addresses.settle(&entered).unwrap();
+        assert_eq!(sim.reports(), []);
+        assert_eq!(sim.leaks().reservations, 0);
+        // What fails keeps and loses nothing.
+        let code = crate::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        for name in ["cuMemAddressReserve", "cuMemAddressFree"] {
+            sim.fail(FailPlan::call(name, code).unwrap());
+        }
+        let base = lend();
+        assert!(addresses.settle(&entered).is_err());
+        assert!(addresses.is_idle(), "it is kept");
+        assert_eq!(lend(), base);
+        addresses.settle(&entered).unwrap();
+        assert!(!addresses.is_idle());
+        assert_eq!(sim.reports(), []);
+        assert_eq!(sim.leaks().reservations, 0);
+    }
+}

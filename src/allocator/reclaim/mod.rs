@@ -1,0 +1,8 @@
+//! TODO reclaim
+
+pub(crate) mod choice;
+pub(crate) mod climb;
+pub(crate) mod cut;
+pub(crate) mod map;
+pub(crate) mod repay;
+pub(crate) mod steps;

@@ -1,0 +1,588 @@
+//! Streams as the allocator knows them: tickets, markers, and who follows whom.
+//!
+//! Tickets of a slot only rise, also when a later stream takes the slot over, so that nothing that
+//! is known about an old ticket can be mistaken for knowledge about a new one.
+
+pub(crate) mod answers;
+pub(crate) mod finder;
+pub(crate) mod poll;
+pub(crate) mod slot;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use crate::driver::{Context, Event, Stream, process};
+
+use crate::allocator::engine::defaults::is_per_thread;
+use crate::allocator::error::Error;
+use crate::allocator::extent::hash::Mixed;
+use crate::allocator::extent::space::Shard;
+use crate::allocator::extent::uses::Use;
+use crate::allocator::extent::want::{AfterFree, PendingWait};
+use crate::allocator::stream::poll::{Outcome, Poll};
+use crate::allocator::stream::slot::{
+    BACKOFF, BATCH_FREES, Batch, Holder, Marker, PUNCTUAL, Slot, StreamKey,
+};
+
+/// As many again, at least, once more markers than this are not complete: a stream without work is done
+/// with the last of them within microseconds.
+const FEW_MARKERS: usize = 8;
+
+/// All streams of an allocator.
+#[derive(Debug, Default)]
+pub(crate) struct Streams {
+    pub(crate) slots: Vec<Slot>,
+    pub(crate) by_key: HashMap<StreamKey, u32, Mixed>,
+    vacant: Vec<u32>,
+    in_use: usize,
+    orders: u64,
+    /// Streams of which more is complete than when this was last taken.
+    advanced: Vec<u32>,
+    /// The slot that was last found.
+    latest: u32,
+    /// Streams of which a batch is full, and waits for somebody else to ask for its marker.
+    full: Vec<u32>,
+    /// No batch waits: somebody may capture streams from the start.
+    pub watchful: bool,
+    /// Markers that were not seen complete.
+    pub(crate) unseen: usize,
+    /// Contexts of streams whose places others have now. Who lets go of the last one calls the driver, so
+    /// not under the books' lock.
+    pub former: Vec<Context>,
+    /// Events that no marker needs any more, each with its context: on the way to their pool.
+    pub spent: Vec<(u64, Arc<Event>)>,
+    /// Events that may be recorded again, by context.
+    pub events: HashMap<u64, Vec<Arc<Event>>, Mixed>,
+    /// Memory for rounds of questions.
+    pub poll: Poll,
+}
+
+impl Streams {
+    pub(crate) fn find(&self, key: StreamKey) -> Option<u32> {
+        self.by_key.get(&key).copied()
+    }
+
+    /// [`find`](Self::find), mostly without a search.
+    #[inline]
+    pub(crate) fn find_again(&mut self, key: StreamKey) -> Option<u32> {
+        let slot = self.slots.get(self.latest as usize);
+        if !slot.is_some_and(|slot| slot.is_called(key)) {
+            self.latest = self.find(key)?;
+        }
+        Some(self.latest)
+    }
+
+    /// More than one stream may hold or ask for memory.
+    pub(crate) fn several(&self) -> bool {
+        self.in_use > 1
+    }
+
+    /// Whether a marker was not seen complete yet.
+    pub(crate) fn in_flight(&self) -> bool {
+        self.several() && self.unseen > 0
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.in_use
+    }
+
+    pub(crate) fn add(
+        &mut self,
+        key: StreamKey,
+        raw: usize,
+        context: Context,
+        holder: Holder,
+    ) -> u32 {
+        self.in_use += 1;
+        let at = self.vacant.pop();
+        let (open, completed) = at.map_or((1, 0), |at| {
+            let old = &self.slots[at as usize];
+            (old.open, old.open - 1)
+        });
+        let slot = Slot {
+            key,
+            raw,
+            context,
+            holder,
+            former: None,
+            in_use: true,
+            named: true,
+            leaving: 0,
+            live: 0,
+            calls: 0,
+            fronts: Vec::new(),
+            pages: 0,
+            open,
+            completed,
+            row: Arc::default(),
+            markers: VecDeque::new(),
+            open_uses: 0,
+            open_bytes: 0,
+            backoff: 0,
+            stride: 1,
+            punctual: PUNCTUAL,
+            patience: PUNCTUAL,
+            listed: false,
+        };
+        let at = match at {
+            Some(at) => {
+                let old = std::mem::replace(&mut self.slots[at as usize], slot);
+                self.former.push(old.context);
+                at
+            }
+            None => {
+                self.slots.push(slot);
+                self.slots.len() as u32 - 1
+            }
+        };
+        self.by_key.insert(key, at);
+        if self.in_use == 2 {
+            // Nobody else was there to ask for what the first one freed.
+            for stream in self.slots() {
+                self.list_full(stream);
+            }
+        }
+        at
+    }
+
+    /// The stream's handle is gone: a new stream may appear under the same handle.
+    pub(crate) fn forget_key(&mut self, stream: u32) {
+        let slot = &mut self[stream];
+        slot.named = false;
+        let key = slot.key;
+        if self.by_key.get(&key) == Some(&stream) {
+            self.by_key.remove(&key);
+        }
+    }
+
+    /// Gives the slot back if nothing refers to the stream any more.
+    pub(crate) fn recycle(&mut self, stream: u32) -> bool {
+        let slot = &mut self.slots[stream as usize];
+        if !slot.in_use || !slot.drained() {
+            return false;
+        }
+        slot.in_use = false;
+        self.unseen -= slot.markers.len();
+        slot.markers.clear();
+        slot.row = Arc::default();
+        self.unlist(stream);
+        self.forget_key(stream);
+        self.vacant.push(stream);
+        self.in_use -= 1;
+        true
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
+        (0u32..).zip(&self.slots).filter(|(_, s)| s.in_use)
+    }
+
+    /// The streams that we keep alive.
+    pub(crate) fn kept(&self) -> impl Iterator<Item = &Stream> {
+        self.iter().filter_map(|(_, slot)| match &slot.holder {
+            Holder::Kept(stream) => Some(stream),
+            _ => None,
+        })
+    }
+
+    /// The holders of all streams of the caller's, none of which is touched from here on.
+    pub(crate) fn take_foreign(&mut self) -> Vec<Holder> {
+        let slots = self.iter_mut().map(|(_, slot)| &mut slot.holder);
+        let foreign = slots.filter(|holder| matches!(holder, Holder::Foreign(_)));
+        let mut taken: Vec<Holder> = foreign
+            .map(|holder| std::mem::replace(holder, Holder::Retired))
+            .collect();
+        taken.extend(self.iter_mut().filter_map(|(_, slot)| slot.former.take()));
+        taken
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut Slot)> {
+        (0u32..).zip(&mut self.slots).filter(|(_, s)| s.in_use)
+    }
+
+    /// Streams of which more is complete than when this was last asked, ascending.
+    pub(crate) fn take_advanced(&mut self) -> Vec<u32> {
+        let mut advanced = std::mem::take(&mut self.advanced);
+        advanced.sort_unstable();
+        advanced
+    }
+
+    /// Gives back what [`take_advanced`](Self::take_advanced) gave, for its memory.
+    pub(crate) fn put_advanced(&mut self, mut advanced: Vec<u32>) {
+        if self.advanced.is_empty() {
+            advanced.clear();
+            self.advanced = advanced;
+        }
+    }
+
+    /// The numbers of all slots, whether in use or not.
+    pub(crate) fn slots(&self) -> std::ops::Range<u32> {
+        0..self.slots.len() as u32
+    }
+
+    /// Complete as observed by the host.
+    pub(crate) fn complete(&self, u: &Use) -> bool {
+        u.ticket <= self.slots[u.stream as usize].completed
+    }
+
+    /// Usable by a stream without a wait.
+    pub(crate) fn ready(&self, stream: u32, u: &Use) -> bool {
+        u.stream == stream
+            || self.complete(u)
+            || self[stream]
+                .row
+                .get(u.stream as usize)
+                .is_some_and(|known| u.ticket <= *known)
+    }
+
+    /// The oldest marker that covers a use, if it may be waited for.
+    pub(crate) fn marker(&self, u: &Use) -> Option<&Marker> {
+        let markers = &self.slots[u.stream as usize].markers;
+        let marker = markers.get(markers.partition_point(|m| m.bound < u.ticket));
+        marker.filter(|marker| !marker.doubtful)
+    }
+
+    /// Whether a marker covers a use.
+    #[inline]
+    pub(crate) fn is_covered(&self, u: &Use) -> bool {
+        let newest = self.slots[u.stream as usize].newest();
+        newest.is_some_and(|marker| marker.bound >= u.ticket)
+    }
+
+    /// Closes the open batch of a stream: frees from now on get a later ticket, so a marker that is
+    /// recorded after this covers everything up to the bound.
+    pub(crate) fn close_batch(&mut self, stream: u32) -> Batch {
+        let slot = &mut self.slots[stream as usize];
+        let bound = slot.open;
+        slot.open += 1;
+        // Before any event is recorded for the batch.
+        for front in &slot.fronts {
+            front.lock().heap.set_ticket(slot.open);
+        }
+        let uses = std::mem::take(&mut slot.open_uses);
+        let bytes = std::mem::take(&mut slot.open_bytes);
+        slot.punctual = slot.punctual.saturating_sub(1);
+        if slot.listed {
+            self.unlist(stream);
+        }
+        let slot = &self.slots[stream as usize];
+        Batch {
+            stream,
+            bound,
+            row: Arc::clone(&slot.row),
+            uses,
+            bytes,
+        }
+    }
+
+    /// A marker was recorded after the batch had been closed. Gives the event back if nobody needs
+    /// it any more.
+    #[must_use = "an event must not be destroyed under the lock"]
+    pub(crate) fn publish(&mut self, batch: Batch, event: Arc<Event>) -> Option<Arc<Event>> {
+        self.orders += 1;
+        let slot = &mut self.slots[batch.stream as usize];
+        if batch.bound <= slot.completed {
+            return Some(event);
+        }
+        let marker = Marker {
+            bound: batch.bound,
+            event,
+            order: self.orders,
+            row: batch.row,
+            doubtful: false,
+        };
+        let at = slot.markers.partition_point(|m| m.bound < marker.bound);
+        slot.markers.insert(at, marker);
+        self.unseen += 1;
+        None
+    }
+
+    /// The host saw a marker complete: so are all tickets up to its bound, and all that the stream
+    /// followed when it was recorded. The events that are no longer needed are
+    /// [spent](Self::spent).
+    pub(crate) fn completed(&mut self, stream: u32, bound: u64, row: &[u64]) {
+        let own = (stream as usize, bound);
+        for (other, ticket) in row.iter().copied().enumerate().chain([own]) {
+            let Some(slot) = self.slots.get_mut(other) else {
+                continue;
+            };
+            if ticket <= slot.completed {
+                continue;
+            }
+            slot.completed = ticket;
+            if !self.advanced.contains(&(other as u32)) {
+                self.advanced.push(other as u32);
+            }
+            while slot.markers.front().is_some_and(|m| m.bound <= ticket) {
+                let marker = slot.markers.pop_front();
+                self.unseen -= 1;
+                let spent = marker.map(|m| (m.event.context().key(), m.event));
+                self.spent.extend(spent);
+            }
+            slot.backoff = 0;
+        }
+    }
+
+    /// The host saw a stream idle after the batch had been closed.
+    pub(crate) fn batch_complete(&mut self, batch: &Batch) {
+        self.completed(batch.stream, batch.bound, &batch.row);
+    }
+
+    /// Whether every marker was seen complete.
+    pub(crate) fn all_seen(&self) -> bool {
+        self.unseen == 0
+    }
+
+    /// Counts a use under the open ticket of a stream. Whether the batch is to get its marker now.
+    #[inline]
+    pub(crate) fn count_use(&mut self, stream: u32, bytes: u64) -> bool {
+        let several = self.several();
+        let slot = &mut self.slots[stream as usize];
+        slot.open_uses = slot.open_uses.saturating_add(1);
+        slot.open_bytes += bytes;
+        if !several || !slot.is_full() {
+            return false;
+        }
+        let waits = slot.punctual == 0 && matches!(slot.holder, Holder::Kept(_));
+        // Where streams are captured a free is the owner's call, and a question is not.
+        if waits && !self.watchful && process::is_quiet() {
+            self.list_full(stream);
+            return false;
+        }
+        true
+    }
+
+    /// A batch that was closed to be covered is not: it waits on.
+    pub(crate) fn not_covered(&mut self, stream: u32) {
+        let slot = &mut self.slots[stream as usize];
+        slot.open_uses = slot.open_uses.max(BATCH_FREES);
+        self.list_full(stream);
+    }
+
+    /// A marker of the stream was not complete when it was asked.
+    pub(crate) fn was_late(&mut self, stream: u32) {
+        let slot = &mut self.slots[stream as usize];
+        if slot.markers.len() > FEW_MARKERS {
+            slot.punctual = slot.punctual.max(slot.patience);
+        }
+    }
+
+    pub(crate) fn list_full(&mut self, stream: u32) {
+        let slot = &mut self.slots[stream as usize];
+        let kept = slot.in_use && matches!(slot.holder, Holder::Kept(_));
+        if kept && !slot.listed && slot.is_full() {
+            slot.listed = true;
+            self.full.push(stream);
+        }
+    }
+
+    fn unlist(&mut self, stream: u32) {
+        self.slots[stream as usize].listed = false;
+        self.full.retain(|listed| *listed != stream);
+    }
+
+    /// The streams whose full batches wait for somebody to ask for their marker.
+    pub(crate) fn full(&self) -> &[u32] {
+        &self.full
+    }
+
+    /// A wait of one stream for a marker of another was queued.
+    pub(crate) fn ordered(&mut self, stream: u32, other: u32, bound: u64, row: &[u64]) {
+        let mine = &mut self.slots[stream as usize].row;
+        let mut known = mine.to_vec();
+        let own = (other as usize, bound);
+        for (at, ticket) in row.iter().copied().enumerate().chain([own]) {
+            if at == stream as usize {
+                continue;
+            }
+            if at >= known.len() {
+                known.resize(at + 1, 0);
+            }
+            known[at] = known[at].max(ticket);
+        }
+        *mine = Arc::from(known);
+    }
+
+    /// Streams that we keep alive and whose frees no marker covers yet.
+    pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
+        let slots = self.iter();
+        slots
+            .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
+            .map(|(stream, slot)| (stream, slot.key))
+            .collect()
+    }
+
+    /// Everything that a stream's fronts know to be in use: live blocks, uses recorded on it, and
+    /// pages.
+    pub(crate) fn front_uses(&self, stream: u32) -> u64 {
+        let slot = &self[stream];
+        let mut recorded = 0;
+        let mut blocks = u64::from(slot.pages);
+        for front in &slot.fronts {
+            let inner = front.lock();
+            blocks += inner.accounts.blocks.current() + u64::from(inner.waiting);
+            recorded += inner.recorded;
+        }
+        blocks + u64::try_from(recorded).unwrap_or(0)
+    }
+
+    pub(crate) fn uncount_recorded(&mut self, stream: u32, count: i64) {
+        if let Some(front) = self[stream].fronts.first() {
+            front.lock().recorded -= count;
+        }
+    }
+
+    /// Why a stream that a call names is not known.
+    pub(crate) fn not_here(&self, raw: usize) -> Error {
+        let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
+        if is_per_thread(raw) && self.iter().any(|(_, slot)| same(slot)) {
+            return Error::OtherThread { stream: raw };
+        }
+        Error::UnknownStream { stream: raw }
+    }
+
+    /// The streams that are due to be asked for completed markers; `None` if there are none.
+    pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Option<Poll> {
+        if self.all_seen() {
+            return None;
+        }
+        let mut due = std::mem::take(&mut self.poll);
+        for (stream, slot) in self.iter_mut() {
+            if slot.markers.is_empty() || !wanted(stream) {
+                continue;
+            }
+            if slot.backoff > 0 {
+                slot.backoff -= 1;
+                continue;
+            }
+            due.add(stream, slot);
+        }
+        if due.is_empty() {
+            self.poll = due;
+            return None;
+        }
+        Some(due)
+    }
+
+    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
+    pub(crate) fn ask_again(&mut self) {
+        for (_, slot) in self.iter_mut() {
+            slot.backoff = 0;
+        }
+    }
+
+    /// What asking a stream came to.
+    pub(crate) fn asked(&mut self, outcome: Outcome) {
+        if let Some(bound) = outcome.newest {
+            self.observed(outcome.stream, bound);
+        }
+        let slot = &mut self[outcome.stream];
+        slot.stride = outcome.count.max(1) as u32;
+        if outcome.late {
+            slot.backoff = BACKOFF;
+            self.was_late(outcome.stream);
+        }
+    }
+
+    /// A marker was seen complete.
+    pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
+        // Gone already if another marker's completion implied this one; what comes next in line says
+        // nothing yet.
+        let markers = &self[stream].markers;
+        let row = markers
+            .get(markers.partition_point(|m| m.bound < bound))
+            .filter(|m| m.bound == bound)
+            .map(|m| Arc::clone(&m.row));
+        self.completed(stream, bound, row.as_deref().unwrap_or(&[]));
+        self.pool_spent();
+    }
+
+    /// Keeps the events that no marker needs any more for the next markers of the same context.
+    pub(crate) fn pool_spent(&mut self) {
+        for (context, event) in self.spent.drain(..) {
+            self.events.entry(context).or_default().push(event);
+        }
+    }
+
+    /// An event of a context for the next marker.
+    pub(crate) fn pooled_event(&mut self, context: u64) -> Option<Arc<Event>> {
+        let pool = self.events.get_mut(&context)?;
+        // A wait or a question under way may still hold one.
+        let idle = |event: &mut Arc<Event>| Arc::get_mut(event).is_some();
+        let at = pool.iter_mut().rposition(idle)?;
+        Some(pool.swap_remove(at))
+    }
+
+    /// The waits after which a stream may use what the shards were. One wait brings everything that
+    /// its marker's stream followed, so the newest markers come first.
+    pub(crate) fn waits_for(&self, stream: u32, shards: &[Shard]) -> Vec<PendingWait> {
+        let mut needed: Vec<Use> = shards
+            .iter()
+            .flat_map(|s| s.uses.as_slice())
+            .filter(|u| !self.ready(stream, u))
+            .copied()
+            .collect();
+        needed.sort_unstable_by_key(|u| std::cmp::Reverse(self.marker(u).map_or(0, |m| m.order)));
+        let mut waits: Vec<PendingWait> = Vec::new();
+        for u in needed {
+            let opened = |w: &PendingWait| {
+                (w.stream == u.stream && u.ticket <= w.bound)
+                    || w.row
+                        .get(u.stream as usize)
+                        .is_some_and(|known| u.ticket <= *known)
+            };
+            if waits.iter().any(opened) {
+                continue;
+            }
+            if let Some(marker) = self.marker(&u) {
+                waits.push(PendingWait {
+                    stream: u.stream,
+                    bound: marker.bound,
+                    event: Arc::clone(&marker.event),
+                    row: Arc::clone(&marker.row),
+                });
+            }
+        }
+        waits
+    }
+
+    /// The use that a free now leaves on a stream.
+    #[inline]
+    pub(crate) fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
+        let slot = &self[stream];
+        // A retired stream gets no more work, so its last marker covers everything.
+        let now = if matches!(slot.holder, Holder::Retired) {
+            slot.open - 1
+        } else {
+            slot.open
+        };
+        Use {
+            stream,
+            ticket: precise.unwrap_or(now).min(now),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
+        let slot = &self[u.stream];
+        if u.ticket < slot.open {
+            return;
+        }
+        let key = slot.key;
+        if self.count_use(u.stream, bytes) {
+            after.mark(u.stream, key);
+        }
+    }
+}
+
+impl std::ops::Index<u32> for Streams {
+    type Output = Slot;
+    fn index(&self, stream: u32) -> &Slot {
+        &self.slots[stream as usize]
+    }
+}
+
+impl std::ops::IndexMut<u32> for Streams {
+    fn index_mut(&mut self, stream: u32) -> &mut Slot {
+        &mut self.slots[stream as usize]
+    }
+}

@@ -1,0 +1,84 @@
+//! New layouts of views over physical memory.
+
+use crate::allocator::extent::want::Want;
+use crate::allocator::physical::Physical;
+use crate::allocator::size::GRANULE;
+use crate::allocator::view::mapping::{Layout, Seg};
+use crate::allocator::view::sources::{Source, Sources};
+
+impl Physical {
+    /// The handles of the large arena that are open, as far as they are, by address.
+    pub(crate) fn sources(&self, open: &[(u64, u64)]) -> Vec<Source> {
+        let mut sources = Vec::new();
+        for (start, end) in open.iter().copied() {
+            let mut from = start;
+            while from < end {
+                let number = self.handles.at(from);
+                if number == 0 {
+                    break;
+                }
+                let handle = self.handles.get(number);
+                let to = end.min(handle.end());
+                sources.push(Source {
+                    home: handle.home,
+                    bytes: handle.end() - handle.home,
+                    open: (from, to),
+                    number,
+                });
+                from = to;
+            }
+        }
+        sources
+    }
+
+    pub(crate) fn new_layout(
+        &self,
+        want: &Want,
+        sources: &Sources,
+        head: Option<&[Source]>,
+    ) -> Option<Layout> {
+        let need = u64::from(want.granules) * GRANULE;
+        let head = head.filter(|run| run[0].open.1 - run[0].open.0 < need);
+        let run = head.unwrap_or_default();
+        let mut used = self.handles.marks();
+        let (skip, first, left) = match run.first() {
+            Some(tail) if !tail.whole() => {
+                used.set(tail.number);
+                let skip = tail.open.0 - tail.home;
+                (
+                    skip,
+                    vec![(tail.home, tail.bytes)],
+                    need - (tail.bytes - skip),
+                )
+            }
+            _ => (0, Vec::new(), need),
+        };
+        let lead = &run[first.len()..];
+        let choice = sources.gather(lead, left, &used);
+        let mut adds = first;
+        adds.extend(choice.adds);
+        if adds.is_empty() {
+            // All of it would be new: that is a growth.
+            return None;
+        }
+        Some(Layout {
+            base: None,
+            back: 0,
+            skip,
+            adds,
+            fresh: choice.missing,
+            lacking: choice.lacking,
+            fresh_handle: 0,
+        })
+    }
+
+    /// Held handles as parts of a view.
+    pub(crate) fn segs(&self, adds: &[(u64, u64, u64)]) -> Vec<Seg> {
+        let seg = |(home, bytes, _): &(u64, u64, u64)| Seg {
+            home: *home,
+            granules: (bytes / GRANULE) as u32,
+            handle: self.holdings.get(home).map_or(0, |h| h.number),
+        };
+        adds.iter().map(seg).collect()
+    }
+}

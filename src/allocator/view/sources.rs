@@ -1,0 +1,436 @@
+//! The handles that a stitch may use, and which of them it takes.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::allocator::extent::handle::Marks;
+use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+
+/// From this many handles on (or always, where fewest are asked for), taking the largest first is tried
+/// as well,
+const MANY_HANDLES: usize = 24;
+/// and taken if it needs this many tenths fewer (or as few).
+const FEWER_TENTHS: usize = 13;
+
+/// One handle that a stitch may use, as far as it is open.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Source {
+    pub home: u64,
+    pub bytes: u64,
+    /// First open byte and end of the open part.
+    pub open: (u64, u64),
+    /// The handle's number.
+    pub number: u32,
+}
+
+impl Source {
+    fn end(&self) -> u64 {
+        self.home + self.bytes
+    }
+
+    pub(crate) fn whole(&self) -> bool {
+        self.open == (self.home, self.end())
+    }
+
+    /// Open bytes from the handle's start on.
+    fn prefix(&self) -> u64 {
+        if self.open.0 == self.home {
+            self.open.1 - self.home
+        } else {
+            0
+        }
+    }
+}
+
+/// Whole handles next to each other: the longest is the greatest, of equals the one with the lowest
+/// address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Row {
+    bytes: u64,
+    home: Reverse<u64>,
+    /// Which sources they are.
+    first: usize,
+    end: usize,
+}
+
+/// All of them.
+#[derive(Debug)]
+pub(crate) struct Sources {
+    /// By address.
+    all: Vec<Source>,
+    /// The longest first.
+    rows: Vec<Row>,
+    /// Which ones are whole, the largest first.
+    by_size: Vec<usize>,
+    /// Bytes of the first so many of these.
+    sums: Vec<u64>,
+    /// Bytes of the smallest whole one.
+    smallest: u64,
+    /// Granules of each that are open from its start on.
+    fronts: Vec<u32>,
+    /// The most of them, in bytes.
+    front: u64,
+    /// Few handles count more than that neighbours stay together.
+    fewest: bool,
+}
+
+/// Numbers from 0 on in the order of what `size` says of them, equal ones by number; none of those for
+/// which it says nothing. Sorting plain words is several times faster than sorting what they stand for.
+fn ordered<T>(all: &[T], size: impl Fn(&T) -> Option<u32>) -> impl Iterator<Item = usize> {
+    let sizes = (0u32..).zip(all);
+    let key = |(at, item)| Some(u64::from(size(item)?) << 32 | u64::from(at));
+    let mut keys: Vec<u64> = sizes.filter_map(key).collect();
+    keys.sort_unstable();
+    keys.into_iter().map(|key| key as u32 as usize)
+}
+
+fn granules(bytes: u64) -> u32 {
+    (bytes / GRANULE) as u32
+}
+
+impl Sources {
+    /// From a list by address; `fewest`: few handles count more than that neighbours stay together.
+    pub(crate) fn new(all: Vec<Source>, fewest: bool) -> Self {
+        let rows = rows_in(&all, 0, all.len(), |_| true);
+        let longest = |row: &Row| Some(!granules(row.bytes));
+        let rows = ordered(&rows, longest).map(|at| rows[at]).collect();
+        let largest = |s: &Source| s.whole().then(|| !granules(s.bytes));
+        let by_size: Vec<usize> = ordered(&all, largest).collect();
+        let mut sum = 0;
+        let sums = by_size.iter().map(|at| {
+            sum += all[*at].bytes;
+            sum
+        });
+        let fronts: Vec<u32> = all.iter().map(|s| granules(s.prefix())).collect();
+        let front = fronts.iter().max().copied().unwrap_or(0);
+        Sources {
+            sums: sums.collect(),
+            smallest: by_size.last().map_or(u64::MAX, |at| all[*at].bytes),
+            front: u64::from(front) * GRANULE,
+            fewest,
+            fronts,
+            all,
+            rows,
+            by_size,
+        }
+    }
+
+    /// No choice for so many bytes takes fewer handles.
+    pub(crate) fn fewest(&self, need: u64) -> usize {
+        match need.checked_sub(self.front) {
+            None | Some(0) => usize::from(need > 0),
+            Some(rest) => self.sums.partition_point(|sum| *sum < rest) + 2,
+        }
+    }
+
+    /// The run with the most bytes in an open tail of one handle and the whole handles behind it; of
+    /// whole handles alone if the tail may not be used.
+    pub(crate) fn best_head(&self, aligned: bool) -> Option<&[Source]> {
+        let mut best: Option<(u64, usize, usize)> = None;
+        let mut at = 0;
+        while at < self.all.len() {
+            let first = at;
+            let head = &self.all[first];
+            at += 1;
+            if !(head.whole() || (!aligned && head.open.0 > head.home && head.open.1 == head.end()))
+            {
+                continue;
+            }
+            while let Some(next) = self.all.get(at)
+                && next.whole()
+                && next.home == self.all[at - 1].end()
+            {
+                at += 1;
+            }
+            let bytes = self.all[at - 1].open.1 - head.open.0;
+            if best.is_none_or(|(most, ..)| bytes > most) {
+                best = Some((bytes, first, at));
+            }
+        }
+        best.map(|(_, first, end)| &self.all[first..end])
+    }
+
+    /// The handle with the longest open tail, which goes up to its end.
+    pub(crate) fn longest_tail(&self) -> Option<&[Source]> {
+        let tail = |s: &Source| match s.open.1 == s.end() && !s.whole() {
+            true => s.end() - s.open.0,
+            false => 0,
+        };
+        let longest = (0..self.all.len())
+            .rev()
+            .max_by_key(|at| tail(&self.all[*at]))?;
+        (tail(&self.all[longest]) > 0).then(|| &self.all[longest..=longest])
+    }
+
+    /// Chooses handles for `need` bytes: those of `lead` first, then rows of whole ones by length, and
+    /// as the last one the smallest open front that is enough. Handles that are `used` have their place
+    /// already.
+    pub(crate) fn gather(&self, lead: &[Source], need: u64, used: &Marks) -> Choice {
+        let mut by_rows = self.filling(lead, need, used);
+        self.fill_rows(&mut by_rows, used);
+        let by_rows = self.finish(by_rows);
+        if by_rows.adds.len() <= MANY_HANDLES && !self.fewest {
+            return by_rows;
+        }
+        let mut by_size = self.filling(lead, need, used);
+        for at in &self.by_size {
+            if by_size.left < self.smallest {
+                break;
+            }
+            by_size.offer(&self.all[*at]);
+        }
+        let by_size = self.finish(by_size);
+        let tenths = if self.fewest { 10 } else { FEWER_TENTHS };
+        if by_size.missing <= by_rows.missing
+            && by_size.adds.len() * tenths <= by_rows.adds.len() * 10
+        {
+            by_size
+        } else {
+            by_rows
+        }
+    }
+
+    fn filling(&self, lead: &[Source], need: u64, used: &Marks) -> Filling {
+        let mut filling = Filling {
+            adds: Vec::new(),
+            left: need,
+            taken: used.clone(),
+        };
+        lead.iter().for_each(|source| filling.offer(source));
+        filling
+    }
+
+    /// Offers rows, the longest first. A row of which some handles are used falls into shorter ones.
+    fn fill_rows(&self, filling: &mut Filling, used: &Marks) {
+        let mut parts: BinaryHeap<Row> = BinaryHeap::new();
+        let mut rows = self.rows.iter().copied().peekable();
+        while filling.left >= self.smallest {
+            let part = parts.peek().copied();
+            let row = match rows.peek().copied() {
+                Some(row) if part.is_none_or(|part| row > part) => {
+                    rows.next();
+                    let open = |at: usize| !used.has(self.all[at].number);
+                    if !(row.first..row.end).all(open) {
+                        parts.extend(rows_in(&self.all, row.first, row.end, open));
+                        continue;
+                    }
+                    row
+                }
+                _ => match parts.pop() {
+                    Some(part) => part,
+                    None => return,
+                },
+            };
+            for source in &self.all[row.first..row.end] {
+                filling.offer(source);
+            }
+        }
+    }
+
+    /// The smallest open front of at least so many granules in a handle without a place, the lowest
+    /// among equals.
+    fn last(&self, mut least: u32, taken: &Marks) -> Option<&Source> {
+        loop {
+            // Over plain numbers, without a branch: this is most of the work.
+            let enough = |front: &u32| if *front < least { u32::MAX } else { *front };
+            let front = self.fronts.iter().map(enough).min()?;
+            if front == u32::MAX {
+                return None;
+            }
+            let fronts = self.all.iter().zip(&self.fronts);
+            let mut equal = fronts.filter(|(_, bytes)| **bytes == front);
+            if let Some((source, _)) = equal.find(|(source, _)| !taken.has(source.number)) {
+                return Some(source);
+            }
+            least = front + 1;
+        }
+    }
+
+    /// Adds the last handle.
+    fn finish(&self, mut filling: Filling) -> Choice {
+        let Filling { left, taken, .. } = &filling;
+        let mut front = 0;
+        if *left > 0 {
+            if let Some(last) = self.last(granules(left.next_multiple_of(GRANULE)), taken) {
+                filling.adds.push((last.home, last.bytes));
+                filling.left = 0;
+            } else {
+                let open = self.all.iter().filter(|s| !taken.has(s.number));
+                front = open.map(Source::prefix).max().unwrap_or(0);
+            }
+        }
+        Choice {
+            adds: filling.adds,
+            missing: filling.left.next_multiple_of(PHYSICAL_GRANULE),
+            lacking: (filling.left.saturating_sub(front)).next_multiple_of(PHYSICAL_GRANULE),
+        }
+    }
+}
+
+/// Handles for a request.
+#[derive(Debug)]
+pub(crate) struct Choice {
+    /// Home and bytes of each.
+    pub adds: Vec<(u64, u64)>,
+    /// Bytes that are missing behind them, in whole granules;
+    pub missing: u64,
+    /// and how many it would take to lack none, had they been made before: an open front can then be the
+    /// last part.
+    pub lacking: u64,
+}
+
+/// A choice under way.
+struct Filling {
+    adds: Vec<(u64, u64)>,
+    left: u64,
+    taken: Marks,
+}
+
+impl Filling {
+    /// Takes a handle if it is needed whole, and has no place yet.
+    fn offer(&mut self, source: &Source) {
+        if source.bytes <= self.left && !self.taken.has(source.number) {
+            self.taken.set(source.number);
+            self.adds.push((source.home, source.bytes));
+            self.left -= source.bytes;
+        }
+    }
+}
+
+/// Rows of whole sources in a part of the list, as far as they may be used.
+fn rows_in(all: &[Source], first: usize, end: usize, open: impl Fn(usize) -> bool) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::new();
+    for (at, source) in all.iter().enumerate().take(end).skip(first) {
+        if !source.whole() || !open(at) {
+            continue;
+        }
+        match rows.last_mut() {
+            Some(row) if row.end == at && all[at - 1].end() == source.home => {
+                row.bytes += source.bytes;
+                row.end += 1;
+            }
+            _ => rows.push(Row {
+                bytes: source.bytes,
+                home: Reverse(source.home),
+                first: at,
+                end: at + 1,
+            }),
+        }
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::allocator::extent::handle::Handles;
+
+    const MIB: u64 = 1 << 20;
+    const HANDLE: u64 = 8 * MIB;
+
+    /// Handles of 8 MiB in a row, each open from its start on for so many MiB.
+    fn open_fronts(handles: &mut Handles, fronts: &[u64]) -> Sources {
+        let each = (0..).zip(fronts).map(|(at, mib)| Source {
+            home: at * HANDLE,
+            bytes: HANDLE,
+            open: (at * HANDLE, at * HANDLE + mib * MIB),
+            number: handles.add(at * HANDLE, granules(HANDLE)),
+        });
+        Sources::new(each.collect(), false)
+    }
+
+    /// Two rows of small handles, and large ones of which each is as long as a row.
+    #[test]
+    fn the_largest_come_first_where_few_count() {
+        let order = |fewest: bool| {
+            let mut handles = Handles::default();
+            let (mut all, mut home) = (Vec::new(), 0);
+            for mib in [4, 4, 4, 0, 8, 0, 4, 4, 0, 8] {
+                let bytes = mib.max(1) * MIB;
+                if mib > 0 {
+                    let number = handles.add(home, granules(bytes));
+                    all.push(Source {
+                        home,
+                        bytes,
+                        open: (home, home + bytes),
+                        number,
+                    });
+                }
+                home += bytes;
+            }
+            let sources = Sources::new(all, fewest);
+            let choice = sources.gather(&[], 16 * MIB, &handles.marks());
+            let sizes: Vec<u64> = choice.adds.iter().map(|(_, bytes)| bytes / MIB).collect();
+            sizes
+        };
+        assert_eq!(order(false), [4, 4, 4, 4]);
+        assert_eq!(order(true), [8, 8]);
+    }
+
+    #[test]
+    fn the_last_handle_is_the_smallest_that_is_enough() {
+        let mut handles = Handles::default();
+        let sources = open_fronts(&mut handles, &[7, 3, 5, 3, 0]);
+        let mut taken = handles.marks();
+        let mut last = |least: u64, take: bool| {
+            let found = sources.last(granules(least), &taken).copied();
+            if let Some(source) = found.filter(|_| take) {
+                taken.set(source.number);
+            }
+            found.map(|source| source.home / HANDLE)
+        };
+        assert_eq!(last(3 * MIB, false), Some(1), "the lowest among equals");
+        assert_eq!(last(3 * MIB + GRANULE, false), Some(2));
+        assert_eq!(last(7 * MIB + GRANULE, false), None);
+        let all: Vec<_> = (0..5).map(|_| last(2 * MIB, true)).collect();
+        assert_eq!(all, [Some(1), Some(3), Some(2), Some(0), None]);
+    }
+
+    /// What an open front serves need not be made.
+    #[test]
+    fn an_open_front_lessens_what_is_lacking() {
+        let mut handles = Handles::default();
+        let sources = open_fronts(&mut handles, &[8, 1, 7, 8, 0]);
+        let none = handles.marks();
+        let lacks = |mib: u64| {
+            let choice = sources.gather(&[], mib * MIB, &none);
+            (choice.missing / MIB, choice.lacking / MIB)
+        };
+        assert_eq!(lacks(23), (0, 0));
+        assert_eq!(lacks(24), (8, 2));
+        assert_eq!(lacks(26), (10, 4));
+        assert!(sources.longest_tail().is_none());
+    }
+
+    #[test]
+    fn the_longest_tail_is_the_lowest_among_equals() {
+        let mut handles = Handles::default();
+        let tails = [3, 5, 8, 5, 0].into_iter().zip(0..);
+        let each = tails.map(|(mib, at)| Source {
+            home: at * HANDLE,
+            bytes: HANDLE,
+            open: ((at + 1) * HANDLE - mib * MIB, (at + 1) * HANDLE),
+            number: handles.add(at * HANDLE, granules(HANDLE)),
+        });
+        let sources = Sources::new(each.collect(), false);
+        let found: Vec<u64> = sources
+            .longest_tail()
+            .iter()
+            .flat_map(|s| s.iter().map(|s| s.home / HANDLE))
+            .collect();
+        assert_eq!(found, [1], "a whole handle is no tail");
+    }
+
+    #[test]
+    fn rows_go_by_length_and_equal_ones_by_address() {
+        let mut handles = Handles::default();
+        // Whole are: one handle, three in a row, one, three.
+        let sources = open_fronts(&mut handles, &[8, 1, 8, 8, 8, 1, 8, 1, 8, 8, 8]);
+        let none = handles.marks();
+        let choice = sources.gather(&[], 8 * HANDLE, &none);
+        let order: Vec<u64> = choice.adds.iter().map(|(home, _)| home / HANDLE).collect();
+        assert_eq!((order, choice.missing), (vec![2, 3, 4, 8, 9, 10, 0, 6], 0));
+        assert_eq!(sources.fewest(8 * HANDLE), 8);
+        assert_eq!(sources.fewest(HANDLE), 1);
+    }
+}
