@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::driver::process;
 
 use super::clock::{Clock, SystemClock, Wakeup};
+use super::foreign::guarded;
 
 /// Settings of a [`Watchdog`].
 #[derive(Clone)]
@@ -96,7 +97,7 @@ impl Shared {
             if self.state().stopped {
                 return;
             }
-            let free = super::guarded("a watchdog's probe", &probe).flatten();
+            let free = guarded("a watchdog's probe", &probe).flatten();
             {
                 let mut state = self.state();
                 state.paused = !state.stopped && free.is_some_and(|f| f < self.config.threshold);
