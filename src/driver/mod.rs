@@ -11,20 +11,24 @@
 //! `CUDA_ERROR_NOT_INITIALIZED` and drops do nothing; drops also do nothing while the process
 //! exits and after the driver has reported a fatal error.
 
+mod about;
 mod capture;
 mod context;
 mod counts;
 mod device;
 mod error;
 mod event;
+mod found;
 mod load;
 mod memory;
 mod module;
 mod owed;
 mod pool;
 pub(crate) mod process;
+mod registry;
 mod share;
 mod stream;
+mod symbols;
 mod table;
 mod trials;
 mod vmm;
@@ -41,7 +45,8 @@ pub use module::{Function, Module};
 pub use pool::{MemoryPool, PoolProperties};
 pub(crate) use stream::NO_ID;
 pub use stream::{Stream, StreamKind};
-pub use table::{Driver, Feature, Symbol};
+pub use symbols::{Feature, Symbol};
+pub use table::Driver;
 pub(crate) use trials::Trials;
 pub use vmm::MemoryProperties;
 
