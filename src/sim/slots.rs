@@ -1,14 +1,11 @@
 //! The places of the simulators that live in this process, and the way from a C call to one of them.
 
-use super::hooks::{self, Hooks};
+use super::call::Call;
+use super::hooks::{self, Hooks, SLOT_COUNT};
 use super::state::State;
-use super::table::Call;
 use crate::driver::sys::CUresult;
 use std::fmt::{Debug, Write};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-
-/// How many simulators can live at a time; a further one waits until one is dropped.
-pub(super) const SLOT_COUNT: usize = 32;
 
 type Place = Mutex<Option<Box<State>>>;
 
