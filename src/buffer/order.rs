@@ -262,7 +262,7 @@ impl Memory {
     /// The block, ready to be freed.
     pub(super) fn into_block(self) -> Result<Block, (Memory, BufferError)> {
         if process::is_forked_child() {
-            return Err((self, crate::Error::ForkedChild.into()));
+            return Err((self, crate::allocator::Error::ForkedChild.into()));
         }
         if let Err(error) = self.settle() {
             return Err((self, error));

@@ -88,7 +88,7 @@ impl<T: DeviceCopy> PooledBuffer<T> {
         if process::is_forked_child() {
             return Err(Box::new(PooledFreeError {
                 buffer: self,
-                error: crate::Error::ForkedChild.into(),
+                error: crate::allocator::Error::ForkedChild.into(),
             }));
         }
         let (buffer, mut pool) = self.into_parts();

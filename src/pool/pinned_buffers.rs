@@ -151,7 +151,7 @@ impl State {
 impl Inner {
     pub(super) fn usable(&self) -> Result<(), PoolError> {
         if process::is_forked_child() {
-            return Err(crate::Error::ForkedChild.into());
+            return Err(crate::allocator::Error::ForkedChild.into());
         }
         Ok(())
     }
