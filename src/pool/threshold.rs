@@ -229,7 +229,7 @@ impl fmt::Debug for ThresholdPool {
 }
 
 /// A [`ThresholdPool`] that has its allocator, as a
-/// [`MemoryResource`](crate::resource::MemoryResource). The threshold is honoured as with buffers.
+/// [`MemoryResource`]. The threshold is honoured as with buffers.
 /// Shares memory and figures with the pool; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct OpenThresholdPool {

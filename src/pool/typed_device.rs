@@ -16,7 +16,7 @@ use super::notes::Sought;
 use super::places::{Cache, Wish};
 
 /// A [`TypedPool`](super::TypedPool) on one device, as a
-/// [`MemoryResource`](crate::resource::MemoryResource): bytes come from what the stream returned last with
+/// [`MemoryResource`]: bytes come from what the stream returned last with
 /// the same size, else from the best fit at hand, else from wherever the allocator finds them. Shares
 /// memory and figures with the pool; cheap to clone.
 #[derive(Clone)]

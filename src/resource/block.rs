@@ -103,7 +103,7 @@ impl BlockIdentity {
     /// The address of a byte range, if it lies inside the block.
     ///
     /// # Errors
-    /// [`ResourceError::OutOfBounds`](super::ResourceError::OutOfBounds).
+    /// [`ResourceError::OutOfBounds`].
     pub fn range(
         &self,
         offset: usize,

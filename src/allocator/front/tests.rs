@@ -3,7 +3,7 @@
 use super::grain::PageInfo;
 use super::heap::Heap;
 use super::worn::WORN;
-use super::{Allocated, GRANULE, Inner, Life, Owner, Small, Using};
+use super::{Allocated, Inner, Life, Owner, Small, Using};
 
 const PAGE: u64 = 64 << 10;
 
