@@ -11,11 +11,11 @@
 //! `CUDA_ERROR_NOT_INITIALIZED` and drops do nothing; drops also do nothing while the process
 //! exits and after the driver has reported a fatal error.
 
-mod about;
 mod capture;
 mod context;
 mod counts;
 mod device;
+mod device_info;
 mod error;
 mod event;
 mod found;
