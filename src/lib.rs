@@ -13,11 +13,11 @@ pub mod allocator;
 pub mod buffer;
 pub mod column;
 pub mod driver;
-mod held;
 pub mod pool;
 pub mod resource;
 #[cfg(feature = "sim")]
 pub mod sim;
+mod sync;
 pub mod trace;
 
 pub use allocator::{Allocator, Block, Config, Error, Policy, Stats};

@@ -135,141 +135,72 @@ fn s5_50_dlpack_import_checks() {
     let stream = rig.stream();
     let plain = Plain::new(&rig.context, 4096);
     let good = Seen::floats(plain.ptr, 16);
+    let place = |device_type, device_id| Seen {
+        device_type,
+        device_id,
+        ..good
+    };
+    let shape = |ndim, rows, stride| Seen {
+        ndim,
+        rows,
+        stride,
+        ..good
+    };
+    let element = |code: u8, bits: u8, lanes: u16| {
+        let seen = Seen {
+            code: code.into(),
+            bits: bits.into(),
+            lanes: lanes.into(),
+            ..good
+        };
+        (seen, Invalid::ElementType { code, bits, lanes })
+    };
+    let at = |data, byte_offset| Seen {
+        data,
+        byte_offset,
+        ..good
+    };
+    let device = |actual| Invalid::Device {
+        expected: 0,
+        actual,
+    };
+    let misaligned = Invalid::Alignment {
+        address: plain.ptr + 2,
+        alignment: 4,
+    };
+    let wraps = Invalid::Overflow {
+        address: u64::MAX - 7,
+        bytes: 16,
+    };
+    let (huge, far) = (i64::MAX / 4 + 1, u64::MAX - 3);
+    let end = Seen {
+        data: u64::MAX - 7,
+        rows: 4,
+        ..good
+    };
     let cases = [
-        (
-            Seen {
-                device_type: 1,
-                ..good
-            },
-            Invalid::DeviceType { device_type: 1 },
-        ),
-        (
-            Seen {
-                device_type: 13,
-                ..good
-            },
-            Invalid::DeviceType { device_type: 13 },
-        ),
-        (
-            Seen {
-                device_id: 1,
-                ..good
-            },
-            Invalid::Device {
-                expected: 0,
-                actual: 1,
-            },
-        ),
-        (
-            Seen {
-                device_id: -1,
-                ..good
-            },
-            Invalid::Device {
-                expected: 0,
-                actual: -1,
-            },
-        ),
-        (Seen { ndim: 0, ..good }, Invalid::Dimensions { ndim: 0 }),
-        (Seen { ndim: 2, ..good }, Invalid::Dimensions { ndim: 2 }),
-        (Seen { ndim: -1, ..good }, Invalid::Dimensions { ndim: -1 }),
-        (Seen { rows: -1, ..good }, Invalid::Rows { rows: -1 }),
-        (
-            Seen {
-                rows: i64::MAX,
-                ..good
-            },
-            Invalid::Rows { rows: i64::MAX },
-        ),
-        (
-            Seen {
-                rows: i64::MAX / 4 + 1,
-                ..good
-            },
-            Invalid::Rows {
-                rows: i64::MAX / 4 + 1,
-            },
-        ),
-        (Seen { stride: 2, ..good }, Invalid::Stride { stride: 2 }),
-        (Seen { stride: -1, ..good }, Invalid::Stride { stride: -1 }),
-        (
-            Seen { lanes: 2, ..good },
-            Invalid::ElementType {
-                code: 2,
-                bits: 32,
-                lanes: 2,
-            },
-        ),
-        (
-            Seen { lanes: 0, ..good },
-            Invalid::ElementType {
-                code: 2,
-                bits: 32,
-                lanes: 0,
-            },
-        ),
-        (
-            Seen { bits: 16, ..good },
-            Invalid::ElementType {
-                code: 2,
-                bits: 16,
-                lanes: 1,
-            },
-        ),
-        (
-            Seen { code: 5, ..good },
-            Invalid::ElementType {
-                code: 5,
-                bits: 32,
-                lanes: 1,
-            },
-        ),
-        (
-            Seen { code: 6, ..good },
-            Invalid::ElementType {
-                code: 6,
-                bits: 32,
-                lanes: 1,
-            },
-        ),
-        (
-            Seen {
-                byte_offset: 2,
-                ..good
-            },
-            Invalid::Offset { offset: 2 },
-        ),
-        (
-            Seen {
-                byte_offset: u64::MAX - 3,
-                ..good
-            },
-            Invalid::Offset {
-                offset: u64::MAX - 3,
-            },
-        ),
-        (
-            Seen {
-                data: plain.ptr + 2,
-                ..good
-            },
-            Invalid::Alignment {
-                address: plain.ptr + 2,
-                alignment: 4,
-            },
-        ),
-        (
-            Seen {
-                data: u64::MAX - 7,
-                rows: 4,
-                ..good
-            },
-            Invalid::Overflow {
-                address: u64::MAX - 7,
-                bytes: 16,
-            },
-        ),
-        (Seen { data: 0, ..good }, Invalid::NoData { rows: 16 }),
+        (place(1, 0), Invalid::DeviceType { device_type: 1 }),
+        (place(13, 0), Invalid::DeviceType { device_type: 13 }),
+        (place(2, 1), device(1)),
+        (place(2, -1), device(-1)),
+        (shape(0, 16, 1), Invalid::Dimensions { ndim: 0 }),
+        (shape(2, 16, 1), Invalid::Dimensions { ndim: 2 }),
+        (shape(-1, 16, 1), Invalid::Dimensions { ndim: -1 }),
+        (shape(1, -1, 1), Invalid::Rows { rows: -1 }),
+        (shape(1, i64::MAX, 1), Invalid::Rows { rows: i64::MAX }),
+        (shape(1, huge, 1), Invalid::Rows { rows: huge }),
+        (shape(1, 16, 2), Invalid::Stride { stride: 2 }),
+        (shape(1, 16, -1), Invalid::Stride { stride: -1 }),
+        element(2, 32, 2),
+        element(2, 32, 0),
+        element(2, 16, 1),
+        element(5, 32, 1),
+        element(6, 32, 1),
+        (at(plain.ptr, 2), Invalid::Offset { offset: 2 }),
+        (at(plain.ptr, far), Invalid::Offset { offset: far }),
+        (at(plain.ptr + 2, 0), misaligned),
+        (end, wraps),
+        (at(0, 0), Invalid::NoData { rows: 16 }),
     ];
     let calls = rig.driver.calls().total();
     for (seen, expected) in cases {
@@ -434,12 +365,13 @@ fn s5_65_consumer_stream_waits_for_the_producer() {
             };
             // Queued, not waited for: the host is here while our stream stands still.
             assert!(!ours.is_complete().unwrap());
-            let seen = Column::from_dlpack(tensor.unwrap(), &theirs, Producer::Ordered).unwrap();
-            rig.stamp(seen.ptr(), 64, 6, &theirs);
+            // By its address alone: a column made of it would be ordered all the same.
+            rig.stamp(column.ptr(), 64, 6, &theirs);
             assert!(!theirs.is_complete().unwrap());
             hold.release();
-            assert_eq!(rig.mismatches(seen.ptr(), 64, 6, &theirs), 0);
-            assert_eq!(rig.mismatches(seen.ptr() + 64, 16384 - 64, 5, &theirs), 0);
+            assert_eq!(rig.mismatches(column.ptr(), 64, 6, &theirs), 0);
+            assert_eq!(rig.mismatches(column.ptr() + 64, 16384 - 64, 5, &theirs), 0);
+            drop(tensor.unwrap());
         }
         rig.close(&allocator);
     });

@@ -2,6 +2,7 @@
 """No circles: files of `src` that import each other, and rooms that know rooms above them.
 
     python3 tests/layers.py               the check, against tests/layers.allow
+    python3 tests/layers.py --shrink      takes off the list what is in no circle any more, then checks
     python3 tests/layers.py --arrows      every arrow between files, with the names that make it
     python3 tests/layers.py --self-test   what must be found is planted in copies, and found
 
@@ -448,7 +449,9 @@ def judge(root):
         for other, names in sorted(arrows[file].items()):
             here, there = room_of(file, rooms), room_of(other, rooms)
             if here is None or there is None:
-                wrong.append(f"{file if here is None else other} is in no room of {ALLOW}")
+                homeless = f"{file if here is None else other} is in no room of {ALLOW}"
+                if homeless not in wrong:
+                    wrong.append(homeless)
             elif here != there:
                 taken[here].add(there)
                 if there not in rooms[here]:
@@ -457,6 +460,17 @@ def judge(root):
         for other in sorted(knows - taken[room]):
             wrong.append(f"{room} does not know {other} any more: take it off {ALLOW}")
     return wrong
+
+
+def shrink(root):
+    """Takes off the list the files that are in no circle any more."""
+    in_circles = set().union(*circles(Tree(root).arrows()))
+    with open(os.path.join(root, ALLOW), encoding="utf-8") as opened:
+        lines = [line for line in opened if not line.startswith(" ") or line.strip() in in_circles]
+    heads = zip(lines, lines[1:] + [""])
+    lines = [line for line, after in heads if line.strip() != "circle" or after.startswith(" ")]
+    with open(os.path.join(root, ALLOW), "w", encoding="utf-8") as opened:
+        opened.write("".join(lines))
 
 
 def self_test():
@@ -544,10 +558,13 @@ def planted_in_copy(root):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arrows", action="store_true")
+    parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--self-test", action="store_true")
     options = parser.parse_args()
     if options.self_test:
         return 1 if self_test() else 0
+    if options.shrink:
+        shrink(ROOT)
     if options.arrows:
         for file, others in sorted(Tree(ROOT).arrows().items()):
             for other, names in sorted(others.items()):

@@ -6,9 +6,10 @@
 //! to the driver.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use crate::driver::{Device, Driver, DriverError, Entered};
+use crate::sync::held::{Locked, locked};
 
 use super::size::PHYSICAL_GRANULE;
 
@@ -23,8 +24,7 @@ pub(crate) struct Addresses {
     device: Device,
     /// Bytes of a usual reservation.
     usual: u64,
-    /// Also held across the driver's calls here: they are rare, and nothing waits for anything else
-    /// in them.
+    /// Not held in calls of the driver: a reservation is no part of it while it is being made or given back.
     inner: Mutex<Inner>,
 }
 
@@ -42,7 +42,7 @@ impl Addresses {
     /// The address space of a driver's device.
     pub(crate) fn of(driver: &Driver, device: Device, memory: u64) -> Arc<Self> {
         static ALL: Mutex<Vec<Weak<Addresses>>> = Mutex::new(Vec::new());
-        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = locked(&ALL);
         all.retain(|known| known.strong_count() > 0);
         let known = all.iter().filter_map(Weak::upgrade);
         let mut same = known.filter(|a| a.device == device && a.driver.same_table(driver));
@@ -59,8 +59,8 @@ impl Addresses {
         addresses
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Locked<'_, Inner> {
+        locked(&self.inner)
     }
 
     /// Leases `bytes` at `end`, where another lease ends, if they are free.
@@ -71,8 +71,8 @@ impl Addresses {
 
     /// Leases `bytes` somewhere; their base.
     pub(crate) fn lease(&self, entered: &Entered<'_>, bytes: u64) -> Result<u64, DriverError> {
-        let mut inner = self.lock();
-        if let Some(base) = inner.lease(bytes) {
+        let known = self.lock().lease(bytes);
+        if let Some(base) = known {
             return Ok(base);
         }
         let align = PHYSICAL_GRANULE as usize;
@@ -83,9 +83,13 @@ impl Addresses {
             got = bytes;
             made = entered.address_reserve(got as usize, align, 0);
         }
-        let base = made?;
-        inner.reservations.insert(base, got);
-        inner.free.insert(base, got);
+        let mut inner = self.lock();
+        let base = match made {
+            Ok(base) => base,
+            // Another thread may have been given what there was.
+            Err(error) => return inner.lease(bytes).ok_or(error),
+        };
+        inner.reserved(base, got);
         // It cannot fail: the range was just made for it.
         inner.cut(base, base, bytes);
         Ok(base)
@@ -105,23 +109,14 @@ impl Addresses {
     /// Gives everything back to the driver if nothing is leased. What cannot be freed stays, to be
     /// leased again; the first error is returned.
     pub(crate) fn settle(&self, entered: &Entered<'_>) -> Result<(), DriverError> {
-        let mut inner = self.lock();
-        if inner.leased > 0 {
-            return Ok(());
-        }
+        let reservations = self.lock().take_idle();
         let mut first = Ok(());
-        let reservations = std::mem::take(&mut inner.reservations);
         for (base, bytes) in reservations {
             // SAFETY: reserved here with this base and size; nothing is leased, so nothing is mapped
             // in it, and whoever leased it was done with its addresses.
-            match unsafe { entered.address_free(base, bytes as usize) } {
-                Ok(()) => {
-                    inner.free.remove(&base);
-                }
-                Err(error) => {
-                    inner.reservations.insert(base, bytes);
-                    first = first.and(Err(error));
-                }
+            if let Err(error) = unsafe { entered.address_free(base, bytes as usize) } {
+                self.lock().reserved(base, bytes);
+                first = first.and(Err(error));
             }
         }
         first
@@ -129,6 +124,21 @@ impl Addresses {
 }
 
 impl Inner {
+    /// A reservation was made, or could not be given back.
+    fn reserved(&mut self, base: u64, bytes: u64) {
+        self.reservations.insert(base, bytes);
+        self.free.insert(base, bytes);
+    }
+
+    /// Takes all reservations out if nothing is leased: nobody gets anything of them from here on.
+    fn take_idle(&mut self) -> BTreeMap<u64, u64> {
+        if self.leased > 0 {
+            return BTreeMap::new();
+        }
+        self.free.clear();
+        std::mem::take(&mut self.reservations)
+    }
+
     /// Takes `at..at + bytes` out of the free range that begins at `start`.
     fn cut(&mut self, start: u64, at: u64, bytes: u64) -> bool {
         let Some(free) = self.free.get(&start).copied() else {
@@ -231,5 +241,39 @@ mod tests {
         inner.give(64 * GIB, 64 * GIB);
         inner.give(128 * GIB, 64 * GIB);
         assert_eq!(inner.free.len(), 2);
+    }
+
+    #[cfg(all(feature = "sim", debug_assertions, not(loom)))]
+    #[test]
+    fn the_driver_is_not_called_under_the_lock() {
+        use crate::sim::{FailPlan, SimConfig, Simulator};
+        let sim = Simulator::new(SimConfig::with_devices(1, GIB)).unwrap();
+        let driver = sim.driver().unwrap();
+        let device = driver.device(0).unwrap();
+        let context = crate::driver::Context::primary(&driver, device).unwrap();
+        let entered = context.enter().unwrap();
+        let addresses = Addresses::of(&driver, device, GIB);
+        let lend = || {
+            let base = addresses.lease(&entered, PHYSICAL_GRANULE).unwrap();
+            addresses.give_back(base, PHYSICAL_GRANULE);
+            base
+        };
+        lend();
+        addresses.settle(&entered).unwrap();
+        assert_eq!(sim.reports(), []);
+        assert_eq!(sim.leaks().reservations, 0);
+        // What fails keeps and loses nothing.
+        let code = crate::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        for name in ["cuMemAddressReserve", "cuMemAddressFree"] {
+            sim.fail(FailPlan::call(name, code).unwrap());
+        }
+        let base = lend();
+        assert!(addresses.settle(&entered).is_err());
+        assert!(addresses.is_idle(), "it is kept");
+        assert_eq!(lend(), base);
+        addresses.settle(&entered).unwrap();
+        assert!(!addresses.is_idle());
+        assert_eq!(sim.reports(), []);
+        assert_eq!(sim.leaks().reservations, 0);
     }
 }

@@ -4,169 +4,27 @@
 //! does with a block that lay at another address before: it writes through one mapping, and reads
 //! through the other in stream order, after the reading side has been read before.
 
-use std::ffi::c_void;
 use std::sync::atomic::Ordering;
 
-use crate::driver::{DriverError, Entered, Function, Stream, StreamKind, WORD_KERNELS, sys};
+use crate::driver::{DriverError, Stream, StreamKind, WORD_KERNELS};
 
+use super::answers::is_of_capture;
+use super::bench::{Bench, Finished, Unfinished, Work};
 use super::engine::Engine;
 use super::error::Error;
-use super::figures::SelfTest;
-use super::markers::is_of_capture;
-use super::plan::Release;
+use super::growth::Release;
+use super::mapping::Lent;
 use super::records::SpaceId;
+use super::report::SelfTest;
 use super::seam::{Site, Stitch};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
-use super::state::{State, Want};
-use super::streams::Holder;
+use super::slot::Holder;
+use super::state::State;
 use super::uses::Uses;
-use super::view::Lent;
+use super::want::Want;
 
-/// Words that are written and read: more than the first-level caches of a few multiprocessors hold.
-const WORDS: usize = 128 << 10;
-/// Where a kernel counts wrong words, from the start of the memory: behind the words.
-const COUNT_AT: u64 = PHYSICAL_GRANULE / 2;
-/// How often everything is done.
-const ROUNDS: u32 = 3;
-/// Threads of a block of threads, and blocks, of the kernels.
-const THREADS: u32 = 256;
-const BLOCKS: u32 = 64;
 /// How often to try to wait for the test's own work before its memory is given up.
 const WAITS: usize = 4;
-
-/// What the work of a test needs until it is over.
-#[derive(Debug)]
-struct Work {
-    stream: Stream,
-    /// Unloading them may wait for other work.
-    kernels: Option<(Function, Function)>,
-}
-
-/// A test that could not be waited for.
-#[derive(Debug)]
-pub(crate) struct Unfinished {
-    work: Work,
-    /// Its block and both addresses, until they are given back.
-    memory: Option<(u32, [u64; 2])>,
-}
-
-/// What came of tests that could not be waited for.
-#[derive(Debug, Default)]
-pub(crate) struct Finished {
-    /// Bytes given back.
-    pub released: u64,
-    /// None of them holds memory any more.
-    pub is_over: bool,
-}
-
-/// Kernels and the addresses that they work on.
-struct Bench<'a> {
-    entered: &'a Entered<'a>,
-    stream: sys::CUstream,
-    /// Both addresses of the memory.
-    sides: [u64; 2],
-    kernels: Option<&'a (Function, Function)>,
-}
-
-impl Bench<'_> {
-    /// Whether every word that was written through one side was read through the other.
-    fn run(&self) -> Result<bool, DriverError> {
-        let all = (PHYSICAL_GRANULE / 4) as usize;
-        // SAFETY: the memory is the test's, and that large.
-        unsafe { self.entered.memset_d32(self.sides[0], 0, all, self.stream) }?;
-        let mut good = true;
-        let mut word = 0x5eed_0000;
-        for _ in 0..ROUNDS {
-            for (write, read) in [(0, 1), (1, 0)] {
-                word += 1;
-                let (write, read) = (self.sides[write], self.sides[read]);
-                good &= self.copies(write, read, word)?;
-                good &= self.moves(write, read, word ^ 0xffff)?;
-                if let Some((fill, check)) = self.kernels {
-                    good &= self.launches(fill, check, write, read, word)?;
-                }
-            }
-        }
-        Ok(good)
-    }
-
-    fn read(&self, from: u64, words: usize) -> Result<Vec<u32>, DriverError> {
-        // SAFETY: the memory is the test's, and has as many words; the stream is alive.
-        unsafe { self.entered.read_words(from, words, self.stream) }
-    }
-
-    fn copies(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
-        self.read(read, WORDS)?;
-        // SAFETY: the memory is the test's, and has as many words.
-        unsafe { self.entered.memset_d32(write, word, WORDS, self.stream) }?;
-        Ok(self.read(read, WORDS)?.iter().all(|found| *found == word))
-    }
-
-    fn moves(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
-        let half = WORDS / 2;
-        // SAFETY: the memory is the test's; the halves do not overlap.
-        unsafe {
-            self.entered.memset_d32(write, word, half, self.stream)?;
-            let behind = read + half as u64 * 4;
-            self.entered
-                .copy_device_to_device(behind, read, half * 4, self.stream)?;
-        }
-        Ok(self.read(write, WORDS)?.iter().all(|found| *found == word))
-    }
-
-    fn launches(
-        &self,
-        fill: &Function,
-        check: &Function,
-        write: u64,
-        read: u64,
-        seed: u32,
-    ) -> Result<bool, DriverError> {
-        let count = self.sides[0] + COUNT_AT;
-        let ignored = count + 4;
-        // SAFETY: two words of the test's memory behind the words under test.
-        unsafe { self.entered.memset_d32(count, 0, 2, self.stream) }?;
-        // Brings the old words into the caches on the reading side.
-        self.check(check, read, seed, ignored)?;
-        let (mut ptr, mut words, mut first) = (write, WORDS as u64, seed);
-        let mut parameters = [
-            (&raw mut ptr).cast::<c_void>(),
-            (&raw mut words).cast(),
-            (&raw mut first).cast(),
-        ];
-        self.launch(fill, &mut parameters)?;
-        self.check(check, read, seed, count)?;
-        let wrong = self.read(count, 1)?;
-        Ok(wrong == [0])
-    }
-
-    fn check(
-        &self,
-        check: &Function,
-        mut ptr: u64,
-        mut seed: u32,
-        mut count: u64,
-    ) -> Result<(), DriverError> {
-        let mut words = WORDS as u64;
-        let mut parameters = [
-            (&raw mut ptr).cast::<c_void>(),
-            (&raw mut words).cast(),
-            (&raw mut seed).cast(),
-            (&raw mut count).cast(),
-        ];
-        self.launch(check, &mut parameters)
-    }
-
-    fn launch(&self, kernel: &Function, parameters: &mut [*mut c_void]) -> Result<(), DriverError> {
-        let (grid, block) = ([BLOCKS, 1, 1], [THREADS, 1, 1]);
-        // SAFETY: the parameters are those that the kernels' text declares; the memory is the
-        // test's; the module is loaded until the stream was waited for.
-        unsafe {
-            self.entered
-                .launch(kernel, grid, block, 0, self.stream, parameters)
-        }
-    }
-}
 
 impl Engine {
     /// Whether views may be used, as far as is known.
@@ -180,7 +38,7 @@ impl Engine {
             return;
         }
         if !self.self_test {
-            self.lock().self_test = SelfTest::Off;
+            self.lock().views.self_test = SelfTest::Off;
         } else if let Some(good) = self.driver().aliasing(self.device) {
             self.aliasing_known(good);
         }
@@ -188,7 +46,7 @@ impl Engine {
 
     fn aliasing_known(&self, good: bool) {
         self.views_failed.store(!good, Ordering::Relaxed);
-        self.lock().self_test = if good {
+        self.lock().views.self_test = if good {
             SelfTest::Passed
         } else {
             SelfTest::Failed
@@ -199,12 +57,12 @@ impl Engine {
     /// known then.
     pub(crate) fn test_views(&self) -> Result<SelfTest, Error> {
         self.usable()?;
-        if self.views && self.lock().self_test == SelfTest::NotRun {
+        if self.views && self.lock().views.self_test == SelfTest::NotRun {
             drop(self.open()?);
             self.reserve_for_test()?;
             self.aliasing_verdict(true)?;
         }
-        Ok(self.lock().self_test)
+        Ok(self.lock().views.self_test)
     }
 
     /// Whether nothing runs on any stream that is known.
@@ -253,7 +111,7 @@ impl Engine {
         if !self.self_test {
             return Ok(true);
         }
-        let known = self.lock().self_test;
+        let known = self.lock().views.self_test;
         if known != SelfTest::NotRun {
             return Ok(known != SelfTest::Failed);
         }
@@ -283,7 +141,7 @@ impl Engine {
     /// Sees to addresses for the test's memory.
     fn reserve_for_test(&self) -> Result<(), Error> {
         for space in [SpaceId::Large, SpaceId::Views] {
-            if !self.lock().has_addresses(space) {
+            if !self.lock().extents.has_addresses(space) {
                 self.reserve_span(space, PHYSICAL_GRANULE)?;
             }
         }
@@ -446,23 +304,15 @@ impl Engine {
 }
 
 impl State {
-    /// Whether an arena has addresses for the test's memory.
-    fn has_addresses(&self, space: SpaceId) -> bool {
-        match space {
-            SpaceId::Views => self.view_space.largest_piece() >= PHYSICAL_GRANULE,
-            _ => !self.large.holes().is_empty(),
-        }
-    }
-
     /// Claims a home and a view for one new handle, if the limit and the address space allow it.
     fn plan_test(&mut self, want: &Want) -> Option<Stitch> {
         if self.room() < PHYSICAL_GRANULE {
             return None;
         }
-        let range = self.take_range(want.granules)?;
-        let base = self.records[range].addr;
+        let range = self.extents.take_range(want.granules)?;
+        let base = self.extents.records[range].addr;
         let Some(fresh) = self.claim_fresh(want, PHYSICAL_GRANULE, 0) else {
-            self.range_freed(range);
+            self.extents.range_freed(range);
             return None;
         };
         Some(Stitch {

@@ -6,19 +6,21 @@ use std::sync::Arc;
 use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, process, sys};
 
 use super::block::Block;
-use super::check::CheckError;
 use super::config::{Config, Policy};
-use super::engine::{Engine, Named, Shared};
+use super::engine::{Engine, Shared};
 use super::error::Error;
-use super::figures::{Fragmentation, SelfTest};
 use super::grant::Grant;
-use super::life::{Keep, Trimmed};
+use super::invariant::CheckError;
+use super::naming::Named;
+use super::plan::Keep;
+use super::report::Trimmed;
+use super::report::{Fragmentation, SelfTest};
 use super::request::Request;
 use super::size;
+use super::slot::StreamKey;
 use super::small::Missed;
 use super::snapshot::{BlockInfo, SegmentInfo};
 use super::stats::Stats;
-use super::streams::StreamKey;
 
 /// A caching allocator for the memory of one device.
 ///
@@ -349,7 +351,7 @@ impl Allocator {
             return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
         }
         let id = state.large_around(ptr)?;
-        let hot = &state.records[id];
+        let hot = &state.extents.records[id];
         (hot.addr == ptr).then(|| hot.bytes())
     }
 
@@ -411,13 +413,13 @@ impl Allocator {
     /// until it is trimmed.
     pub fn set_limit(&self, bytes: Option<u64>) {
         if let Some(mut state) = self.engine.readable() {
-            state.limit = bytes;
+            state.physical.limit = bytes;
         }
     }
 
     /// The bound on bytes held from the driver.
     pub fn limit(&self) -> Option<u64> {
-        self.engine.readable()?.limit
+        self.engine.readable()?.physical.limit
     }
 
     /// Adds a hook that is asked to free memory before a request fails, after everything that the
@@ -514,7 +516,7 @@ impl Allocator {
     pub fn check(&self) -> Result<(), CheckError> {
         match self.engine.readable() {
             Some(state) => state.check(),
-            None => super::check::holds("the books of a forked child", false),
+            None => super::invariant::holds("the books of a forked child", false),
         }
     }
 }
@@ -536,18 +538,18 @@ impl fmt::Debug for Allocator {
 impl super::state::State {
     fn statistics(&self) -> Stats {
         let mut stats = self.stats;
-        stats.free = self.free_bytes();
-        stats.free_blocks = self.spaces().map(|s| s.piece_count() as u64).sum();
-        stats.largest_free = self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0);
-        stats.nodes = self.records.len() as u64;
-        stats.limit = self.limit;
+        stats.free = self.extents.free_bytes();
+        stats.free_blocks = self.extents.spaces().map(|s| s.piece_count() as u64).sum();
+        stats.largest_free = self
+            .extents
+            .spaces()
+            .map(|s| s.largest_piece())
+            .max()
+            .unwrap_or(0);
+        stats.nodes = self.extents.records.len() as u64;
+        stats.limit = self.physical.limit;
         self.add_fronts(&mut stats);
         stats.packing = self.packing();
         stats
-    }
-
-    /// Free bytes in all spaces. Pages are in use in the small arena and carved by their fronts.
-    pub(crate) fn free_bytes(&self) -> u64 {
-        self.spaces().map(|s| s.free_bytes()).sum()
     }
 }

@@ -2,18 +2,19 @@
 //!
 //! Nothing here grows, waits or gives back, so the caller learns whether its request is a hit.
 
-use super::engine::{Engine, Guard, Named};
+use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::fit::Run;
+use super::front::Front;
 use super::front::cache;
-use super::fronts::EngineFront;
 use super::grant::Grant;
+use super::naming::Named;
 use super::raw::Call;
-use super::records::{NIL, SpaceId, State as Extent};
 use super::request::Request;
 use super::size::GRANULE;
-use super::state::{State, Want};
-use super::streams::StreamKey;
+use super::slot::StreamKey;
+use super::state::State;
+use super::want::Want;
 
 impl Engine {
     /// Allocates from memory that the stream may use without a wait: at the first of the addresses
@@ -66,7 +67,7 @@ impl Engine {
     fn take_on<'a>(
         &'a self,
         mut state: Guard<'a>,
-        front: &'static EngineFront,
+        front: &'static Front,
         request: &Request,
         near: &[u64],
     ) -> Result<(Guard<'a>, Option<Grant>, Vec<u64>), Error> {
@@ -78,7 +79,7 @@ impl Engine {
         let mut found = state.take_near(&want, near);
         if found.is_none() && (!near.is_empty() || state.best(&want).is_none()) {
             // Memory that other streams used may be free by now.
-            state.ask_again();
+            state.streams.ask_again();
             state = self.poll_for(state, stream)?;
             found = state.take_near(&want, near);
         }
@@ -89,7 +90,7 @@ impl Engine {
             (state, found) = self.take_in_view(state, &want, run)?;
         }
         let free = near.iter().copied();
-        let free = free.filter(|addr| state.piece_around(space, *addr).is_some());
+        let free = free.filter(|addr| state.extents.piece_around(space, *addr).is_some());
         let free = free.collect();
         let Some(id) = found else {
             return Ok((state, None, free));
@@ -110,7 +111,7 @@ impl State {
 
     fn best(&mut self, want: &Want) -> Option<Run> {
         if !self.streams.several() {
-            self.adopt_complete(want.space, want.stream);
+            self.extents.adopt_complete(want.space, want.stream);
         }
         self.finder(want.space, want.stream)?.ready_run(want)
     }
@@ -127,11 +128,11 @@ impl State {
         if !addr.is_multiple_of(u64::from(want.align) * GRANULE) {
             return None;
         }
-        let first = self.piece_around(want.space, addr)?;
+        let first = self.extents.piece_around(want.space, addr)?;
         if !self.finder(want.space, want.stream)?.ready(first) {
             return None;
         }
-        let hot = self.records[first];
+        let hot = self.extents.records[first];
         let skip = ((addr - hot.addr) / GRANULE) as u32;
         let left = hot.granules - skip;
         if left < want.granules {
@@ -148,22 +149,5 @@ impl State {
         let granules = self.granules_of(want, u64::from(left));
         let (id, _) = self.claim(want.space, first, skip, granules)?;
         Some(id)
-    }
-
-    /// The free piece around an address.
-    pub(crate) fn piece_around(&self, space: SpaceId, addr: u64) -> Option<u32> {
-        let (base, region) = self.space(space)?.regions().range(..=addr).next_back()?;
-        if addr >= base + region.bytes {
-            return None;
-        }
-        // From the live block below, it is a few steps: free pieces are merged.
-        let mut at = match self.lookup.at_or_below(addr) {
-            Some(id) if self.records[id].addr >= *base && self.records[id].space == space => id,
-            _ => region.first,
-        };
-        while at != NIL && self.records[at].end() <= addr {
-            at = self.records[at].next;
-        }
-        (at != NIL && self.records[at].state == Extent::Free).then_some(at)
     }
 }

@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 
 use super::engine::Engine;
 use super::error::Error;
+use super::front::Front;
 use super::front::{Held, Inner, cache};
-use super::fronts::EngineFront;
 use super::grant::Grant;
 use super::request::Request;
 use super::small::unaligned;
@@ -18,7 +18,7 @@ use crate::driver::Stream;
 
 /// Notes under the lock of one front.
 pub(crate) struct Beside<N> {
-    front: &'static EngineFront,
+    front: &'static Front,
     notes: UnsafeCell<N>,
 }
 
@@ -27,7 +27,7 @@ unsafe impl<N: Send> Sync for Beside<N> {}
 
 /// A front and the notes beside it, while they are this thread's.
 pub(super) struct Both<'a, N> {
-    pub(super) inner: Held<'a, Inner<Engine>>,
+    pub(super) inner: Held<'a, Inner>,
     notes: &'a UnsafeCell<N>,
 }
 
@@ -56,7 +56,7 @@ impl<N> Beside<N> {
     }
 
     #[inline]
-    pub(super) fn is_beside(&self, front: &'static EngineFront) -> bool {
+    pub(super) fn is_beside(&self, front: &'static Front) -> bool {
         std::ptr::eq(self.front, front)
     }
 }
@@ -92,13 +92,13 @@ fn place(rank: u32) -> (usize, usize) {
 impl<N: Default> Sides<N> {
     /// What is noted beside a front, if anything ever was.
     #[inline(always)]
-    pub(crate) fn find(&self, front: &'static EngineFront) -> Option<&Beside<N>> {
+    pub(crate) fn find(&self, front: &'static Front) -> Option<&Beside<N>> {
         let (row, column) = place(front.rank);
         self.rows.get(row)?.get()?.get(column)?.get()
     }
 
     /// Notes beside a front, made if there are none yet.
-    pub(crate) fn of(&self, front: &'static EngineFront) -> &Beside<N> {
+    pub(crate) fn of(&self, front: &'static Front) -> &Beside<N> {
         let (row, column) = place(front.rank);
         let columns =
             self.rows[row].get_or_init(|| (0..FIRST << row).map(|_| OnceLock::new()).collect());
@@ -145,7 +145,7 @@ impl Engine {
 
     /// The front that the calling thread should use for a stream. `None` if small blocks do not come
     /// from fronts.
-    pub(crate) fn front_for(&self, stream: &Stream) -> Result<Option<&'static EngineFront>, Error> {
+    pub(crate) fn front_for(&self, stream: &Stream) -> Result<Option<&'static Front>, Error> {
         if !self.packed {
             return Ok(None);
         }
@@ -175,7 +175,7 @@ impl Engine {
     }
 
     /// The front that a small block at an address comes from.
-    pub(crate) fn front_at(&self, ptr: u64) -> Option<&'static EngineFront> {
+    pub(crate) fn front_at(&self, ptr: u64) -> Option<&'static Front> {
         self.small_at(ptr).map(|(front, _)| front)
     }
 }

@@ -8,8 +8,8 @@ use super::beside::Beside;
 use super::deferred::User;
 use super::engine::Engine;
 use super::error::Error;
+use super::front::Front;
 use super::front::{Freed, Held, Inner, Life, Node};
-use super::fronts::EngineFront;
 use super::grant::{Grant, Lifetime, Place};
 use super::size;
 
@@ -33,7 +33,7 @@ unsafe impl Sync for Block {}
 impl Block {
     #[inline(always)]
     pub(crate) fn new(engine: &Engine, grant: Grant, requested: usize) -> Self {
-        debug_assert!(std::ptr::eq(engine, grant.place.home().engine()));
+        debug_assert!(std::ptr::eq(engine, grant.place.home().owner().cast()));
         let rounded = size::round_size(requested);
         debug_assert!(grant.place.wide() || rounded == Some(grant.bytes()));
         Block {
@@ -50,9 +50,10 @@ impl Block {
     /// Usable bytes: the request, rounded up.
     pub fn size(&self) -> u64 {
         match self.place.record() {
-            Some(id) if self.place.wide() => {
-                self.engine().readable().map(|s| s.records[id].bytes())
-            }
+            Some(id) if self.place.wide() => self
+                .engine()
+                .readable()
+                .map(|s| s.extents.records[id].bytes()),
             _ => None,
         }
         .unwrap_or_else(|| (self.requested as u64).next_multiple_of(size::GRANULE))
@@ -74,7 +75,7 @@ impl Block {
     pub(crate) fn engine(&self) -> &Engine {
         // SAFETY: the block is live, so its engine is not closed, and the front that is its home
         // holds a reference to it.
-        unsafe { &*self.place.home().engine() }
+        unsafe { &*self.place.home().owner().cast::<Engine>() }
     }
 
     fn lifetime(&self) -> Lifetime {
@@ -91,14 +92,14 @@ impl Block {
     pub(crate) fn stream_retired(&self) -> bool {
         let state = self.engine().lock();
         let stream = match self.place.record() {
-            Some(id) => state.records[id].stream,
+            Some(id) => state.extents.records[id].stream,
             None => self.place.home().lock().slot,
         };
         !state.streams[stream].named
     }
 
     /// The front that a small block comes from.
-    pub(crate) fn front(&self) -> Option<&'static EngineFront> {
+    pub(crate) fn front(&self) -> Option<&'static Front> {
         self.place.node().map(|_| self.place.home())
     }
 
@@ -170,7 +171,7 @@ impl Block {
 
     /// Frees a small block when its front cannot do it at once.
     #[inline(never)]
-    fn drop_small(&self, mut inner: Held<'_, Inner<Engine>>, node: Node) {
+    fn drop_small(&self, mut inner: Held<'_, Inner>, node: Node) {
         match inner.free_merged(node, self.place.generation) {
             Some(false) => {}
             Some(true) => self.finish_drop(inner, node, Freed::Page),
@@ -179,7 +180,7 @@ impl Block {
     }
 
     #[inline(never)]
-    fn drop_with_care(&self, mut inner: Held<'_, Inner<Engine>>, node: Node) {
+    fn drop_with_care(&self, mut inner: Held<'_, Inner>, node: Node) {
         let freed = inner.free(node, self.place.ptr, Some(self.place.generation));
         if freed != Freed::Done {
             self.finish_drop(inner, node, freed);
@@ -189,11 +190,13 @@ impl Block {
     /// Does what a front left to do of a free.
     #[cold]
     #[inline(never)]
-    fn finish_drop(&self, inner: Held<'_, Inner<Engine>>, node: Node, freed: Freed) {
+    fn finish_drop(&self, inner: Held<'_, Inner>, node: Node, freed: Freed) {
+        // The front may be another allocator's as soon as it is unlocked.
+        let engine = self.engine();
         // From here on only this keeps the engine, if the block was the last one.
-        let engine = inner.owner.clone();
+        let keep = inner.owner.clone();
         drop(inner);
-        if let Some(engine) = engine {
+        if keep.is_some() {
             let (home, block) = (self.place.home(), (node, self.place.ptr));
             engine.small_dropped(home, block, self.place.generation, freed);
         }
@@ -241,7 +244,7 @@ impl Block {
     pub(crate) fn drop_after(self, users: Vec<User>) {
         let block = std::mem::ManuallyDrop::new(self);
         // A call of another thread may free it as soon as it is deferred, and it may be the last.
-        let keep = block.engine().lock().engine.upgrade();
+        let keep = block.engine().keep();
         block.engine().drop_after(block.lifetime(), users);
         drop(keep);
     }

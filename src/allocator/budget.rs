@@ -2,8 +2,7 @@
 //!
 //! Nothing here reads a clock: work is counted in handles and requests.
 
-use super::records::SpaceId;
-use super::state::{State, Want};
+use super::state::State;
 
 /// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
 /// larger handles, more willingness to wait.
@@ -44,46 +43,44 @@ impl State {
     /// Whether layouts will hardly come back, so that few mappings now count more than a layout that can
     /// be used again.
     pub(crate) fn restless(&self) -> bool {
-        is_restless(self.level, self.streams.in_flight())
+        is_restless(self.physical.level, self.streams.in_flight())
     }
 
     /// Bytes that growth should not pass while anything else helps.
     pub(crate) fn soft_cap(&self) -> u64 {
-        let share = match self.tuning.slack {
+        let share = match self.physical.tuning.slack {
             Some(share) => (self.peak_live as f64 * share) as u64,
-            None => self.peak_live / 100 * cap_share(self.level, self.streams.in_flight()) / 10,
+            None => {
+                self.peak_live / 100 * cap_share(self.physical.level, self.streams.in_flight()) / 10
+            }
         };
         self.peak_live.saturating_add(share.max(CAP_SLACK))
     }
 
-    /// Counts a large request, which makes up for a part of a map.
-    pub(crate) fn large_request(&mut self, want: &Want) {
-        if want.space == SpaceId::Large {
-            self.work = self.work.saturating_sub(1);
-            self.bursts.request();
-        }
-    }
-
     /// Counts handles that a stitch mapped.
     pub(crate) fn spent(&mut self, maps: usize) {
-        self.bursts.mapped(maps);
-        let weight = match self.level < LAST_STEP && self.streams.in_flight() {
+        self.physical.bursts.mapped(maps);
+        let weight = match self.physical.level < LAST_STEP && self.streams.in_flight() {
             true => IN_FLIGHT,
             false => 1,
         };
-        self.work += maps as u64 * REQUESTS_PER_MAP * weight;
-        let budget = self.tuning.budget.unwrap_or(LEVEL_MAPS[self.level]);
-        let spent = self.work / REQUESTS_PER_MAP > budget;
-        if spent && self.level + 1 < LEVELS {
-            self.level += 1;
-            self.work = 0;
+        self.physical.work += maps as u64 * REQUESTS_PER_MAP * weight;
+        let budget = self
+            .physical
+            .tuning
+            .budget
+            .unwrap_or(LEVEL_MAPS[self.physical.level]);
+        let spent = self.physical.work / REQUESTS_PER_MAP > budget;
+        if spent && self.physical.level + 1 < LEVELS {
+            self.physical.level += 1;
+            self.physical.work = 0;
         }
     }
 
     /// Bytes below the soft cap.
     pub(crate) fn soft_room(&self) -> u64 {
         self.soft_cap()
-            .saturating_sub(self.stats.all.reserved.current + self.planned)
+            .saturating_sub(self.stats.all.reserved.current + self.physical.planned)
     }
 }
 
@@ -93,7 +90,7 @@ mod tests {
 
     #[test]
     fn stitching_beyond_the_budget_raises_the_level() {
-        let nobody = (std::sync::Weak::new(), 0);
+        let nobody = (crate::allocator::front::nobody(), 0);
         let table = std::sync::Arc::new(crate::allocator::front::PageTable::new());
         let tuning = crate::allocator::Config::new().tuning();
         let mut state = State::new(nobody, table, 0, true, None, tuning);
@@ -113,17 +110,20 @@ mod tests {
         };
         let levels = [(100, 30), (200, 60), (300, 60), (400, 60), (500, 60)];
         for (level, expected) in levels.into_iter().enumerate() {
-            assert_eq!((state.level, figures(&state)), (level, expected));
+            assert_eq!((state.physical.level, figures(&state)), (level, expected));
             state.spent(LEVEL_MAPS[level] as usize);
-            assert_eq!(state.level, level, "the budget is just spent");
+            assert_eq!(state.physical.level, level, "the budget is just spent");
             // As many requests make up for one map, so one more is still within it.
-            (0..REQUESTS_PER_MAP).for_each(|_| state.large_request(&want));
+            (0..REQUESTS_PER_MAP).for_each(|_| state.physical.large_request(&want));
             state.spent(1);
-            assert_eq!(state.level, level);
+            assert_eq!(state.physical.level, level);
             state.spent(1);
         }
         state.spent(1 << 40);
-        assert_eq!((state.level, figures(&state)), (LEVELS - 1, (680, 120)));
+        assert_eq!(
+            (state.physical.level, figures(&state)),
+            (LEVELS - 1, (680, 120))
+        );
     }
 
     #[test]

@@ -8,22 +8,18 @@
 //! in handles.
 
 use super::engine::{Engine, Guard};
-use super::plan::Release;
+use super::growth::Release;
+use super::mapping::{Layout, Openings};
 use super::records::SpaceId;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT, PHYSICAL_GRANULE};
 use super::sources::Source;
-use super::state::{State, Want};
-use super::stitch::Layout;
-use super::view::Openings;
+use super::state::State;
+use super::want::Want;
 
 /// Handles that any allocation may map: 2 ms at the 20 us that mapping one costs on an H200.
 const MAPS: usize = 100;
 /// Handles that an allocation with a token may map: 6 ms.
 const BURST_MAPS: usize = 300;
-/// Tokens at the start,
-const TOKENS: u64 = 16;
-/// and large requests that earn another one: 10,000 allocations and frees.
-const REQUESTS_PER_TOKEN: u64 = 5000;
 /// Handles that are mapped where the bound cuts a stitch,
 const CUT_MAPS: usize = 90;
 /// and handles that are created beside them.
@@ -38,61 +34,12 @@ const CREATED_MAX: u64 = 32 << 20;
 /// of recorded work rose by 1.5 points.
 const NEAR_PART: u64 = 2;
 
-/// How often one allocation had to map many handles, and what became of it (numbers, since the
-/// start).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct Bursts {
-    /// The most handles that one allocation mapped into a view.
-    pub largest: u64,
-    /// Allocations that mapped more than 100 handles for a token. There are 16 tokens at the start,
-    /// and one more for every 5000 large requests.
-    pub spent: u64,
-    /// Allocations that mapped the 90 largest handles and created the rest.
-    pub cut: u64,
-    /// Allocations that mapped more than 100 handles because the limit was near.
-    pub unbounded: u64,
-    /// Handles given back in later allocations, because what was created was beyond the soft cap.
-    pub repaid: u64,
-    /// Bytes of them.
-    pub repaid_bytes: u64,
-}
-
-/// The account of one allocator.
-#[derive(Debug, Default)]
-pub(crate) struct Account {
-    figures: Bursts,
-    /// Large requests so far.
-    requests: u64,
-    /// More was created than the soft cap allows, and is to be given back.
-    pub(crate) debt: bool,
-}
-
-impl Account {
-    pub(crate) fn request(&mut self) {
-        self.requests += 1;
-    }
-
-    fn tokens(&self) -> u64 {
-        let earned = TOKENS + self.requests / REQUESTS_PER_TOKEN;
-        earned.saturating_sub(self.figures.spent)
-    }
-
-    pub(crate) fn mapped(&mut self, maps: usize) {
-        self.figures.largest = self.figures.largest.max(maps as u64);
-    }
-
-    pub(crate) fn figures(&self) -> Bursts {
-        self.figures
-    }
-}
-
 impl State {
     /// Whether so many bytes more leave the bounds in force.
     pub(crate) fn bounds_hold(&self, more: u64) -> bool {
-        let limit = self.limit.unwrap_or(u64::MAX);
-        let bound = limit.min(self.full_at.unwrap_or(u64::MAX));
-        let held = self.stats.all.reserved.current + self.planned;
+        let limit = self.physical.limit.unwrap_or(u64::MAX);
+        let bound = limit.min(self.physical.full_at.unwrap_or(u64::MAX));
+        let held = self.stats.all.reserved.current + self.physical.planned;
         held.saturating_add(more) <= bound / NEAR_PART
     }
 
@@ -105,28 +52,28 @@ impl State {
         if maps <= MAPS {
             return layout;
         }
-        let cut = cut(want, &self.sources(&open.ranges));
+        let cut = cut(want, &self.physical.sources(&open.ranges));
         if cut.adds.is_empty() || !self.bounds_hold(cut.fresh) {
-            self.bursts.figures.unbounded += 1;
+            self.physical.bursts.figures.unbounded += 1;
             return layout;
         }
-        if maps <= BURST_MAPS && self.bursts.tokens() > 0 {
-            self.bursts.figures.spent += 1;
+        if maps <= BURST_MAPS && self.physical.bursts.tokens() > 0 {
+            self.physical.bursts.figures.spent += 1;
             return layout;
         }
-        self.bursts.figures.cut += 1;
-        let held = self.stats.all.reserved.current + self.planned;
-        self.bursts.debt |= held + cut.fresh > self.soft_cap();
+        self.physical.bursts.figures.cut += 1;
+        let held = self.stats.all.reserved.current + self.physical.planned;
+        self.physical.bursts.debt |= held + cut.fresh > self.soft_cap();
         cut
     }
 
     /// Claims free handles that go back because an allocation created more than the soft cap allows:
     /// the smallest first, and only such as nobody can touch.
     fn plan_repayment(&mut self) -> Vec<Release> {
-        let held = self.stats.all.reserved.current + self.planned;
+        let held = self.stats.all.reserved.current + self.physical.planned;
         let mut excess = held.saturating_sub(self.soft_cap());
         if excess == 0 {
-            self.bursts.debt = false;
+            self.physical.bursts.debt = false;
             return Vec::new();
         }
         if !self.bounds_hold(0) {
@@ -176,7 +123,7 @@ impl Engine {
     /// After an allocation of so many bytes: gives a part back of what an earlier one created beyond
     /// the soft cap. Never waits; what cannot go now goes with a later allocation.
     pub(crate) fn repay(&self, state: Guard<'_>, stream: u32, bytes: u64) {
-        if !state.bursts.debt || bytes <= PACKED_SMALL_LIMIT {
+        if !state.physical.bursts.debt || bytes <= PACKED_SMALL_LIMIT {
             return;
         }
         let mut state = match self.poll_for(state, stream) {
@@ -187,7 +134,8 @@ impl Engine {
         let handles = plan.len() as u64;
         let slot = &state.streams[stream];
         // What one stream alone frees is never marked otherwise.
-        let mark = (handles == 0 && state.bursts.debt && !slot.covered()).then_some(slot.key);
+        let mark =
+            (handles == 0 && state.physical.bursts.debt && !slot.covered()).then_some(slot.key);
         drop(state);
         if let Some(key) = mark {
             return self.mark_all([(stream, key)]);
@@ -198,8 +146,8 @@ impl Engine {
         match self.release(plan) {
             Ok(released) => {
                 let mut state = self.lock();
-                state.bursts.figures.repaid += handles;
-                state.bursts.figures.repaid_bytes += released;
+                state.physical.bursts.figures.repaid += handles;
+                state.physical.bursts.figures.repaid_bytes += released;
             }
             Err(error) => log::debug!("less was repaid than planned: {error}"),
         }

@@ -7,9 +7,10 @@ use super::front::PAGE_GRAINS;
 use super::grant::Lifetime;
 use super::records::{Records, SPENT, SpaceId, State};
 use super::size::GRANULE;
-use super::state::PAGE_GRANULES;
-use super::streams::{Holder, StreamKey, Streams};
+use super::slot::{Holder, StreamKey};
+use super::streams::Streams;
 use super::uses::Use;
+use super::want::PAGE_GRANULES;
 use super::{Allocator, Config, Policy};
 use crate::Block;
 use crate::driver::{Context, Stream};
@@ -77,10 +78,10 @@ fn lifetime(block: &Block) -> Lifetime {
 /// Gives all free records so many generations.
 fn age_records(allocator: &Allocator, generation: u32) {
     let mut state = allocator.engine().lock();
-    let free: Vec<u32> = state.records.iter().map(|(id, _)| id).collect();
+    let free: Vec<u32> = state.extents.records.iter().map(|(id, _)| id).collect();
     for id in free {
-        if state.records[id].is_free() {
-            state.records[id].generation = generation;
+        if state.extents.records[id].is_free() {
+            state.extents.records[id].generation = generation;
         }
     }
 }
@@ -185,10 +186,11 @@ fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
     let picture = || {
         let state = allocator.engine().lock();
         let mut pieces: Vec<_> = state
+            .extents
             .large
             .pieces()
             .map(|piece| {
-                let cold = state.records.cold(piece.id);
+                let cold = state.extents.records.cold(piece.id);
                 let uses = cold.uses.as_slice().to_vec();
                 (piece.addr, piece.granules, uses, cold.owner, cold.freed)
             })
@@ -201,6 +203,7 @@ fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
     {
         let mut state = allocator.engine().lock();
         let piece = state
+            .extents
             .piece_around(SpaceId::Large, first)
             .ok_or("no piece")?;
         let mib = (MIB as u64 / GRANULE) as u32;
@@ -359,7 +362,7 @@ fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
     ];
     {
         let state = allocator.engine().lock();
-        let view = |block: &Block| state.view_around(block.ptr()).map(|(base, _)| base);
+        let view = |block: &Block| state.views.view_around(block.ptr()).map(|(base, _)| base);
         assert!(view(&one).is_some() && view(&one) == view(&other));
     }
     one.record_stream(&b)?;
@@ -369,7 +372,7 @@ fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
     drop(other);
     rig.sim.complete_stream(a.id()?, usize::MAX);
     allocator.trim(0)?;
-    assert_eq!(allocator.engine().lock().views.len(), 1);
+    assert_eq!(allocator.engine().lock().views.map.len(), 1);
     drop(kept);
     rig.end()
 }
@@ -472,16 +475,43 @@ fn another_record_is_known_to_all_neighbours() -> Outcome {
     let blocks = blocks?;
     allocator.check()?;
     for block in &blocks {
-        assert_eq!(
-            allocator.block_of(block.ptr()).map(|found| found.address),
-            Some(block.ptr())
-        );
+        let found = allocator.block_of(block.ptr());
+        assert_eq!(found.map(|found| found.address), Some(block.ptr()));
         assert!(block.generation().1 < SPENT);
     }
     drop(blocks);
     allocator.check()?;
     drop(parts);
     allocator.check()?;
+    rig.end()
+}
+
+/// The parts of a block in a view are lent to the record that the block gets.
+#[test]
+fn another_record_is_what_parts_are_lent_to() -> Outcome {
+    let rig = Rig::new(viewing(2))?;
+    let [a] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let kept = scattered(&rig, &a, &[&a; 2], false)?;
+    let block = allocator.allocate(9 * MIB, &a)?;
+    let mut life = lifetime(&block);
+    drop(block);
+    let mut state = allocator.engine().lock();
+    let mib = (MIB as u64 / GRANULE) as u32;
+    let (base, view) = state.views.view_around(life.ptr).ok_or("not in a view")?;
+    let offset = ((life.ptr - base) / GRANULE) as u32;
+    let parts = view.home_parts(offset, 9 * mib);
+    let lent = state.lend(SpaceId::Large, 0, &parts).ok_or("not free")?;
+    let parts = lent.parts.into_iter().map(|(id, _)| id).collect();
+    let id = state.view_block(base, offset, 9 * mib, parts);
+    state.extents.records[id].generation = SPENT;
+    life.id = state.born(id, 0, 9 << 20);
+    life.generation = state.extents.records[life.id].generation;
+    drop(state);
+    assert_ne!(life.id, id);
+    allocator.check()?;
+    allocator.engine().free_block(&life)?;
+    drop(kept);
     rig.end()
 }
 

@@ -15,44 +15,16 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::front::{Kind, Node};
+use super::invariant::{CheckError, holds, same};
+use super::mapping::push_part;
 use super::records::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
 use super::size::{PAGE, PHYSICAL_GRANULE};
 use super::space::{Space, class_of};
 use super::state::State;
-use super::view::push_part;
-
-/// Something in the books does not agree.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("inconsistent books: {what} (expected {expected}, found {found})")]
-#[non_exhaustive]
-pub struct CheckError {
-    /// What was compared.
-    pub what: &'static str,
-    /// What the walk says.
-    pub expected: u64,
-    /// What the books say.
-    pub found: u64,
-}
-
-pub(crate) fn same(what: &'static str, expected: u64, found: u64) -> Result<(), CheckError> {
-    if expected == found {
-        Ok(())
-    } else {
-        Err(CheckError {
-            what,
-            expected,
-            found,
-        })
-    }
-}
-
-pub(crate) fn holds(what: &'static str, condition: bool) -> Result<(), CheckError> {
-    same(what, 1, u64::from(condition))
-}
 
 /// What the walk adds up.
 #[derive(Default)]
-struct Sums {
+pub(crate) struct Sums {
     records: u64,
     /// Per pool, small first.
     live: [u64; 2],
@@ -71,18 +43,22 @@ struct Sums {
 impl State {
     pub(crate) fn check(&self) -> Result<(), CheckError> {
         let mut sums = Sums::default();
-        for space in self.spaces() {
+        for space in self.extents.spaces() {
             self.check_space(space, &mut sums)?;
         }
-        self.check_space(&self.view_space, &mut sums)?;
+        self.check_space(&self.extents.views, &mut sums)?;
         self.check_views(&mut sums)?;
-        same("records in use", sums.records, self.records.len() as u64)?;
+        same(
+            "records in use",
+            sums.records,
+            self.extents.records.len() as u64,
+        )?;
         same(
             "block starts known",
             sums.live[0] + sums.live[1],
-            self.lookup.len() as u64,
+            self.extents.lookup.len() as u64,
         )?;
-        same("pages known", sums.pages, self.page_ids.len() as u64)?;
+        same("pages known", sums.pages, self.fronts.page_ids.len() as u64)?;
         self.check_fronts(&sums)?;
         self.check_held(&sums)?;
         self.check_streams(&sums)?;
@@ -94,8 +70,8 @@ impl State {
         for (base, region) in space.regions() {
             let (mut at, mut prev, mut end) = (region.first, NIL, *base);
             while at != NIL {
-                let hot = &self.records[at];
-                let cold = self.records.cold(at);
+                let hot = &self.extents.records[at];
+                let cold = self.extents.records.cold(at);
                 sums.records += 1;
                 same("an extent begins where the one before ends", end, hot.addr)?;
                 same(
@@ -105,7 +81,7 @@ impl State {
                 )?;
                 holds("an extent has a size", hot.granules > 0)?;
                 holds("an extent knows its space", hot.space == space.id)?;
-                let neighbour = (prev != NIL).then(|| &self.records[prev]);
+                let neighbour = (prev != NIL).then(|| &self.extents.records[prev]);
                 match hot.state {
                     Extent::Free => {
                         pieces += 1;
@@ -129,7 +105,7 @@ impl State {
                         )?;
                         if let Some(n) = neighbour.filter(|n| n.is_free() && n.stream == hot.stream)
                         {
-                            let equal = self.records.cold(prev).uses == cold.uses;
+                            let equal = self.extents.records.cold(prev).uses == cold.uses;
                             let one = match n.stream {
                                 COMPLETE => true,
                                 MIXED => false,
@@ -179,16 +155,16 @@ impl State {
     }
 
     fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
-        let hot = &self.records[id];
+        let hot = &self.extents.records[id];
         if self.packed && space.id == SpaceId::Small {
             sums.pages += 1;
             same("a page has its size", PAGE, hot.bytes())?;
             same(
                 "a page is known by its address",
                 u64::from(id),
-                u64::from(self.page_ids.get(&hot.addr).copied().unwrap_or(NIL)),
+                u64::from(self.fronts.page_ids.get(&hot.addr).copied().unwrap_or(NIL)),
             )?;
-            let owner = self.table.find(hot.addr);
+            let owner = self.fronts.table.find(hot.addr);
             return same(
                 "a page is in a front of its stream",
                 u64::from(hot.stream),
@@ -196,7 +172,7 @@ impl State {
             );
         }
         if space.id == SpaceId::Views {
-            let known = self.views.get(&hot.addr).map_or(NIL, |view| view.range);
+            let known = self.views.map.get(&hot.addr).map_or(NIL, |view| view.range);
             return same(
                 "a range in use is a view's",
                 u64::from(id),
@@ -206,39 +182,13 @@ impl State {
         self.check_block(id, sums)
     }
 
-    /// A live block of the user.
-    fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
-        let (hot, cold) = (&self.records[id], self.records.cold(id));
-        let large = usize::from(hot.space == SpaceId::Large);
-        sums.live[large] += 1;
-        sums.allocated[large] += hot.bytes();
-        sums.requested[large] += cold.requested;
-        *sums.on_stream.entry(hot.stream).or_default() += 1;
-        for recorded in cold.recorded() {
-            *sums.on_stream.entry(recorded.stream).or_default() += 1;
-        }
-        same(
-            "a live block is found by its address",
-            u64::from(id),
-            u64::from(self.lookup.exact(hot.addr).unwrap_or(NIL)),
-        )?;
-        holds(
-            "a live block has an odd generation",
-            hot.generation % 2 == 1,
-        )?;
-        holds(
-            "a request fits its block",
-            cold.requested > 0 && cold.requested <= hot.bytes(),
-        )
-    }
-
     /// Views, and the blocks in them.
     fn check_views(&self, sums: &mut Sums) -> Result<(), CheckError> {
         let mut maps: HashMap<u64, u32> = HashMap::new();
         let mut live: HashMap<u64, Vec<(u32, u32)>> = HashMap::new();
         let (mut lent, mut viewed) = (0, 0);
-        for (id, hot) in self.records.iter() {
-            let parts = self.records.cold(id).home();
+        for (id, hot) in self.extents.records.iter() {
+            let parts = self.extents.records.cold(id).home();
             if parts.is_empty() {
                 continue;
             }
@@ -248,7 +198,7 @@ impl State {
             if hot.state != Extent::Busy {
                 self.check_block(id, sums)?;
             }
-            let Some((base, view)) = self.view_around(hot.addr) else {
+            let Some((base, view)) = self.views.view_around(hot.addr) else {
                 return holds("a block away from home lies in a view", false);
             };
             let offset = ((hot.addr - base) / super::size::GRANULE) as u32;
@@ -257,12 +207,12 @@ impl State {
             let homes = view.home_parts(offset, hot.granules);
             let mut found: Vec<(u64, u32)> = Vec::new();
             for part in parts {
-                let home = &self.records[*part];
+                let home = &self.extents.records[*part];
                 holds("a part is lent", home.state == Extent::Lent)?;
                 same(
                     "a part is lent to its block",
                     u64::from(id),
-                    u64::from(self.records.cold(*part).lent_to),
+                    u64::from(self.extents.records.cold(*part).lent_to),
                 )?;
                 lent += home.bytes();
                 push_part(&mut found, (home.addr, home.granules));
@@ -270,8 +220,8 @@ impl State {
             holds("the parts are where the view says", found == homes)?;
         }
         same("lent bytes are in blocks", sums.lent, lent)?;
-        same("bytes in views", viewed, self.lent_bytes)?;
-        for (base, view) in &self.views {
+        same("bytes in views", viewed, self.views.lent_bytes)?;
+        for (base, view) in &self.views.map {
             let held = view
                 .segs
                 .iter()
@@ -289,10 +239,15 @@ impl State {
             known.sort_unstable();
             holds("a view knows where its blocks lie", found == known)?;
             for seg in &view.segs {
-                let bytes = self.holdings.get(&seg.home).map_or(0, |h| h.bytes);
+                let bytes = self.physical.holdings.get(&seg.home).map_or(0, |h| h.bytes);
                 same(
                     "a view knows its handles by number",
-                    u64::from(self.holdings.get(&seg.home).map_or(0, |h| h.number)),
+                    u64::from(
+                        self.physical
+                            .holdings
+                            .get(&seg.home)
+                            .map_or(0, |h| h.number),
+                    ),
                     u64::from(seg.handle),
                 )?;
                 same(
@@ -303,21 +258,22 @@ impl State {
                 *maps.entry(seg.home).or_default() += 1;
             }
         }
-        let places = self.views.iter();
-        self.grid
+        let places = self.views.map.iter();
+        self.views
+            .grid
             .check(places.map(|(base, v)| (v.place, *base, v.room, &v.segs[..])))?;
         let (mut numbered, mut under_way) = (0, 0);
-        for (home, holding) in &self.holdings {
+        for (home, holding) in &self.physical.holdings {
             if holding.number != 0 {
                 numbered += 1;
                 for page in (0..holding.bytes).step_by(PHYSICAL_GRANULE as usize) {
                     same(
                         "a handle is found by its addresses",
                         u64::from(holding.number),
-                        u64::from(self.handles.at(home + page)),
+                        u64::from(self.physical.handles.at(home + page)),
                     )?;
                 }
-                let handle = self.handles.get(holding.number);
+                let handle = self.physical.handles.get(holding.number);
                 same("a handle has its home", *home, handle.home)?;
                 same("a handle has its size", home + holding.bytes, handle.end())?;
             }
@@ -327,21 +283,25 @@ impl State {
         }
         same(
             "mappings that calls make or take away",
-            self.segs_under_way as u64,
+            self.views.segs_under_way as u64,
             under_way as u64,
         )?;
-        same("handles by number", numbered, self.handles.len() as u64)
+        same(
+            "handles by number",
+            numbered,
+            self.physical.handles.len() as u64,
+        )
     }
 
     /// Driver-held memory and mapped extents are the same bytes.
     fn check_held(&self, sums: &Sums) -> Result<(), CheckError> {
         let mapped: u64 = sums.mapped.values().sum();
-        let held: u64 = self.holdings.values().map(|h| h.bytes).sum();
-        let strays: u64 = self.strays.iter().map(|s| s.bytes).sum();
+        let held: u64 = self.physical.holdings.values().map(|h| h.bytes).sum();
+        let strays: u64 = self.physical.strays.iter().map(|s| s.bytes).sum();
         // What a growth is mapping right now stands in a claimed extent but is not held yet.
         same(
             "mapped extents are held from the driver",
-            held + self.planned * u64::from(self.packed),
+            held + self.physical.planned * u64::from(self.packed),
             mapped,
         )?;
         same(
@@ -351,10 +311,10 @@ impl State {
         )?;
         same(
             "segments",
-            (self.holdings.len() + self.strays.len()) as u64,
+            (self.physical.holdings.len() + self.physical.strays.len()) as u64,
             self.stats.all.segments.current,
         )?;
-        for (addr, holding) in &self.holdings {
+        for (addr, holding) in &self.physical.holdings {
             let (mut at, end) = (*addr, addr + holding.bytes);
             while at < end {
                 let around = sums
@@ -389,7 +349,11 @@ impl State {
                 fronts += 1;
                 own += inner.heap.page_count() as u64;
                 same("a front knows its stream", stream.into(), inner.slot.into())?;
-                same("a front knows its allocator", self.id, inner.allocator)?;
+                same(
+                    "a front knows its allocator",
+                    self.fronts.id,
+                    inner.allocator,
+                )?;
                 if let Err(what) = inner.heap.check() {
                     return holds(what, false);
                 }
@@ -400,7 +364,11 @@ impl State {
                     *held_back.entry((front.rank, *node)).or_default() += 1;
                 }
                 for (page, info) in inner.heap.pages() {
-                    let found = self.table.find(info.base).map(|(f, at)| (f.rank, at));
+                    let found = self
+                        .fronts
+                        .table
+                        .find(info.base)
+                        .map(|(f, at)| (f.rank, at));
                     holds(
                         "a page is found by its address",
                         found == Some((front.rank, page)),
@@ -537,5 +505,31 @@ impl State {
             holds("a peak is not below the present", all.peak >= all.current)?;
         }
         Ok(())
+    }
+
+    /// A live block of the user.
+    pub(crate) fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
+        let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
+        let large = usize::from(hot.space == SpaceId::Large);
+        sums.live[large] += 1;
+        sums.allocated[large] += hot.bytes();
+        sums.requested[large] += cold.requested;
+        *sums.on_stream.entry(hot.stream).or_default() += 1;
+        for recorded in cold.recorded() {
+            *sums.on_stream.entry(recorded.stream).or_default() += 1;
+        }
+        same(
+            "a live block is found by its address",
+            u64::from(id),
+            u64::from(self.extents.lookup.exact(hot.addr).unwrap_or(NIL)),
+        )?;
+        holds(
+            "a live block has an odd generation",
+            hot.generation % 2 == 1,
+        )?;
+        holds(
+            "a request fits its block",
+            cold.requested > 0 && cold.requested <= hot.bytes(),
+        )
     }
 }

@@ -6,19 +6,15 @@
 
 use std::sync::OnceLock;
 
-use crate::driver::{Stream, sys};
-
-use super::engine::{Engine, is_per_thread};
-use super::error::Error;
-use super::streams::StreamKey;
+use crate::driver::sys;
 
 /// What an allocator knows about the default streams of its context.
 #[derive(Debug)]
 pub(crate) struct Defaults {
     /// Another current context is an error.
-    checked: bool,
+    pub checked: bool,
     /// Id of the legacy stream, once it was asked: it lives as long as its context.
-    legacy: OnceLock<u64>,
+    pub legacy: OnceLock<u64>,
 }
 
 impl Defaults {
@@ -30,39 +26,13 @@ impl Defaults {
     }
 }
 
-impl Engine {
-    /// Names the default stream of the allocator's context that a special handle stands for, whichever context
-    /// is current, or none. The same name as that of a [`Stream`] made of the handle and this context.
-    pub(crate) fn special_key(&self, raw: sys::CUstream) -> Result<StreamKey, Error> {
-        if self.defaults.checked {
-            self.refuse_other_context(raw)?;
-        }
-        let shared = !is_per_thread(raw as usize);
-        if shared && let Some(id) = self.defaults.legacy.get() {
-            return Ok(StreamKey::Id(*id));
-        }
-        // SAFETY: special handles are always valid.
-        let stream = unsafe { Stream::from_raw(&self.context, raw) };
-        let id = stream
-            .and_then(|stream| stream.id())
-            .map_err(|e| self.unnamed(raw, e))?;
-        if shared {
-            self.defaults.legacy.get_or_init(|| id);
-        }
-        Ok(StreamKey::Id(id))
-    }
+/// The null, legacy and per-thread handles.
+#[inline]
+pub(crate) fn is_special(raw: sys::CUstream) -> bool {
+    (raw as usize) <= 2
+}
 
-    /// Who has another context current and passes a special handle means that context's stream, most likely.
-    #[inline(never)]
-    fn refuse_other_context(&self, raw: sys::CUstream) -> Result<(), Error> {
-        let current = self.driver().current_raw().map_err(|e| self.error(e))?;
-        if current.is_null() || current == self.context.raw() {
-            return Ok(());
-        }
-        Err(Error::WrongContext {
-            stream: raw as usize,
-            current: current as usize,
-            expected: self.context.raw() as usize,
-        })
-    }
+/// Whether the handle means a different stream on each thread.
+pub(crate) fn is_per_thread(raw: usize) -> bool {
+    raw == 2
 }

@@ -11,8 +11,8 @@ use super::handles::Handles;
 use super::records::{COMPLETE, MIXED, NIL, Records};
 use super::size::GRANULE;
 use super::space::Space;
-use super::state::Want;
 use super::streams::Streams;
+use super::want::Want;
 
 /// Runs of each class that are looked at for one that spares whole handles.
 const SPARING_RUNS: usize = 16;

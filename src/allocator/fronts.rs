@@ -2,83 +2,23 @@
 //!
 //! Everything here runs under the lock of the books and takes those of fronts below it.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
-
-use super::engine::Engine;
+use super::caches::HeldBack;
 use super::error::Error;
-use super::front::{
-    Amounts, Batch, Front, FrontPool, MOST_FRONTS, Node, QUANTITIES, Returned, Run, Using,
-};
-use super::habits::Habits;
+use super::front::{Batch, Front, FrontPool, MOST_FRONTS, Node, Returned, Run, Using};
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::size::{GRANULE, PAGE};
-use super::state::{AfterFree, PAGE_GRANULES, State};
-use super::streams::{Holder, StreamKey};
+use super::slot::{Holder, StreamKey};
+use super::state::State;
 use super::uses::{Use, Uses};
+use super::want::{AfterFree, PAGE_GRANULES};
 
-pub(crate) type EngineFront = Front<Engine>;
-
-static POOL: FrontPool<Engine> = FrontPool::new();
-
-/// Small blocks that were freed while other streams may still use them.
-#[derive(Debug)]
-pub(crate) struct HeldBack {
-    pub front: &'static EngineFront,
-    /// Slot of the stream whose front it is.
-    pub owner: u32,
-    pub uses: Uses,
-    pub nodes: Vec<Node>,
-    pub bytes: u64,
-}
-
-/// What the books know of all fronts together.
-#[derive(Debug, Default)]
-pub(crate) struct Fronts {
-    /// By rank.
-    pub(super) all: Vec<&'static EngineFront>,
-    /// What the fronts may count to together.
-    pub(super) limit: u64,
-    /// Most requested bytes and most blocks among those that are not small, since the fronts' own peaks
-    /// were last reset.
-    pub(super) high: [u64; 2],
-    /// Requested bytes of small blocks as of the last look.
-    pub requested: u64,
-    pub(super) sharings: u64,
-    pub held_back: Vec<HeldBack>,
-    pub habits: Habits,
-    /// Large requests until shelves keep to the order of the books again: threads met at their lock.
-    pub crowd: u32,
-    /// Blocks on shelves, held by somebody or not, for those who do not hold the lock of the books, under
-    /// which it changes.
-    pub(crate) on_shelves: Arc<AtomicU32>,
-    /// The block on a shelf that must leave it when anything else happens in the books.
-    pub loose: Option<u32>,
-    /// Streams whose markers are due for what came off the shelves.
-    pub due: Vec<(u32, StreamKey)>,
-    /// Uses of live small blocks that their fronts cannot note themselves, by address.
-    pub recorded: std::collections::HashMap<u64, Vec<Recorded>>,
-    /// Small requests that did not find room in their front at once.
-    pub misses: u64,
-    /// Of fronts that are gone: everything ever added.
-    pub(super) gone: [u64; QUANTITIES],
-    /// and everything that was handed out from their shelves again.
-    pub(super) reused: Amounts,
-    pub(super) pending_peak: u64,
-}
-
-impl Fronts {
-    /// Every front, by rank.
-    pub(crate) fn all(&self) -> &[&'static EngineFront] {
-        &self.all
-    }
-}
+static POOL: FrontPool = FrontPool::new();
 
 impl State {
     // ---- fronts and their streams --------------------------------------------------------------
 
     /// The front of a stream that the calling thread should use. Makes the first one.
-    pub(crate) fn front_of(&mut self, stream: u32, thread: usize) -> &'static EngineFront {
+    pub(crate) fn front_of(&mut self, stream: u32, thread: usize) -> &'static Front {
         let known = &self.streams[stream].fronts;
         match known.len() {
             0 => self.add_front(stream),
@@ -86,16 +26,16 @@ impl State {
         }
     }
 
-    fn add_front(&mut self, stream: u32) -> &'static EngineFront {
+    fn add_front(&mut self, stream: u32) -> &'static Front {
         let front = POOL.take();
         {
             let slot = &self.streams[stream];
             let mut inner = front.lock();
-            inner.owner = self.engine.upgrade();
-            if let Some(engine) = &inner.owner {
-                front.set_engine(engine);
+            inner.owner = self.fronts.owner.upgrade();
+            if let Some(owner) = &inner.owner {
+                front.set_owner(owner);
             }
-            inner.allocator = self.id;
+            inner.allocator = self.fronts.id;
             inner.key = slot.key.number();
             inner.slot = stream;
             inner.heap.set_ticket(slot.open);
@@ -113,7 +53,7 @@ impl State {
         if !slot.in_use || slot.key != key || !self.packed {
             return;
         }
-        let most = self.threads.min(MOST_FRONTS);
+        let most = self.fronts.threads.min(MOST_FRONTS);
         let count = slot.fronts.len();
         for _ in count..(2 * count).min(most) {
             self.add_front(stream);
@@ -153,15 +93,6 @@ impl State {
         }
     }
 
-    /// Streams that we keep alive and whose frees no marker covers yet.
-    pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
-        let slots = self.streams.iter();
-        slots
-            .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
-            .map(|(stream, slot)| (stream, slot.key))
-            .collect()
-    }
-
     /// Gives the fronts of a stream back; nothing is live or held back in them.
     pub(crate) fn drop_fronts(&mut self, stream: u32) {
         let fronts = std::mem::take(&mut self.streams[stream].fronts);
@@ -183,32 +114,18 @@ impl State {
         }
     }
 
-    /// Everything that a stream's fronts know to be in use: live blocks, uses recorded on it, and
-    /// pages.
-    pub(crate) fn front_uses(&self, stream: u32) -> u64 {
-        let slot = &self.streams[stream];
-        let mut recorded = 0;
-        let mut blocks = u64::from(slot.pages);
-        for front in &slot.fronts {
-            let inner = front.lock();
-            blocks += inner.accounts.blocks.current() + u64::from(inner.waiting);
-            recorded += inner.recorded;
-        }
-        blocks + u64::try_from(recorded).unwrap_or(0)
-    }
-
     // ---- pages ---------------------------------------------------------------------------------
 
     /// Gives a claimed page of the small arena to a front.
-    pub(crate) fn page_taken(&mut self, id: u32, front: &'static EngineFront) -> Result<(), Error> {
-        let base = self.records[id].addr;
-        let Some(info) = self.table.info(base) else {
+    pub(crate) fn page_taken(&mut self, id: u32, front: &'static Front) -> Result<(), Error> {
+        let base = self.extents.records[id].addr;
+        let Some(info) = self.fronts.table.info(base) else {
             // Behind its own stream, which has waited for whoever else used it.
             let stream = front.lock().slot;
-            let last = self.ticket(stream, None);
+            let last = self.streams.ticket(stream, None);
             let slot = &mut self.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
-            let (small, records) = self.parts(SpaceId::Small);
+            let (small, records) = self.extents.parts(SpaceId::Small);
             records.cold_mut(id).owner = stream;
             small.release(records, id, Uses::One(last));
             return Err(Error::NotSupported {
@@ -217,46 +134,46 @@ impl State {
         };
         let mut inner = front.lock();
         let stream = inner.slot;
-        let hot = &mut self.records[id];
+        let hot = &mut self.extents.records[id];
         hot.state = Extent::Used;
         hot.stream = stream;
-        self.page_ids.insert(base, id);
+        self.fronts.page_ids.insert(base, id);
         self.streams[stream].pages += 1;
         let page = inner.heap.add_page(info);
-        self.table.set(base, front, page);
+        self.fronts.table.set(base, front, page);
         Ok(())
     }
 
     /// Hands back the wholly free pages of a front, but for so many.
     pub(crate) fn return_pages(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         keep: u32,
         after: &mut AfterFree,
     ) -> bool {
         let (mut inner, mut any) = (front.lock(), false);
         let stream = inner.slot;
         while let Some((info, ticket)) = inner.heap.remove_page(keep) {
-            self.table.clear(info);
+            self.fronts.table.clear(info);
             any = true;
-            let u = self.ticket(stream, Some(ticket));
+            let u = self.streams.ticket(stream, Some(ticket));
             self.streams[stream].pages -= 1;
-            if let Some(id) = self.page_ids.remove(&info.base) {
-                self.records.cold_mut(id).freed = self.frees;
-                self.records.cold_mut(id).owner = stream;
-                let (small, records) = self.parts(SpaceId::Small);
+            if let Some(id) = self.fronts.page_ids.remove(&info.base) {
+                self.extents.records.cold_mut(id).freed = self.frees;
+                self.extents.records.cold_mut(id).owner = stream;
+                let (small, records) = self.extents.parts(SpaceId::Small);
                 small.release(records, id, Uses::One(u));
-                if self.streams.complete(&u) && !self.small.merge_own {
+                if self.streams.complete(&u) && !self.extents.small.merge_own {
                     self.settle_class(SpaceId::Small, stream);
                 }
             }
-            self.count_free(&u, PAGE, after);
+            self.streams.count_free(&u, PAGE, after);
         }
         any
     }
 
     /// Hands back wholly free pages of a front if they are many; of a retired stream, all.
-    pub(crate) fn return_surplus(&mut self, front: &'static EngineFront, after: &mut AfterFree) {
+    pub(crate) fn return_surplus(&mut self, front: &'static Front, after: &mut AfterFree) {
         let keep = {
             let mut inner = front.lock();
             match self.streams[inner.slot].holder {
@@ -280,7 +197,7 @@ impl State {
         fronts.into_iter().fold(false, flush)
     }
 
-    fn flush_front(&mut self, front: &'static EngineFront) -> bool {
+    fn flush_front(&mut self, front: &'static Front) -> bool {
         self.close_batches(front, None, &mut AfterFree::default());
         let settled = self.settle_shelf(front);
         {
@@ -337,10 +254,10 @@ impl State {
     }
 
     /// The live small block around an address, with its front and the slot of its stream.
-    pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static EngineFront, Run, u32)> {
-        let (front, page) = self.table.find(ptr)?;
+    pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static Front, Run, u32)> {
+        let (front, page) = self.fronts.table.find(ptr)?;
         let inner = front.lock();
-        if inner.allocator != self.id {
+        if inner.allocator != self.fronts.id {
             return None;
         }
         let run = inner.heap.around(page, ptr)?;
@@ -352,7 +269,7 @@ impl State {
     /// adds a use. False if the block is gone.
     pub(crate) fn note_in_books(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         run: &Run,
         new: Option<Recorded>,
     ) -> bool {
@@ -379,7 +296,7 @@ impl State {
     /// Takes the uses of a live small block out of where they are noted.
     fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
         if let Some(stream) = using.slot() {
-            self.uncount_recorded(stream, 1);
+            self.streams.uncount_recorded(stream, 1);
             return vec![Recorded {
                 stream,
                 ticket: None,
@@ -392,16 +309,10 @@ impl State {
         known
     }
 
-    fn uncount_recorded(&mut self, stream: u32, count: i64) {
-        if let Some(front) = self.streams[stream].fronts.first() {
-            front.lock().recorded -= count;
-        }
-    }
-
     /// Closes the open batches of a front, or those of one other stream in it.
     pub(crate) fn close_batches(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         stream: Option<u32>,
         after: &mut AfterFree,
     ) -> bool {
@@ -419,14 +330,15 @@ impl State {
     /// Takes over a batch: from here on its blocks have a ticket of the stream that used them.
     fn batch_closed(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         owner: u32,
         batch: Batch,
         after: &mut AfterFree,
     ) {
-        let u = self.ticket(batch.stream, None);
-        self.uncount_recorded(batch.stream, batch.nodes.len() as i64);
-        self.count_free(&u, batch.bytes, after);
+        let u = self.streams.ticket(batch.stream, None);
+        self.streams
+            .uncount_recorded(batch.stream, batch.nodes.len() as i64);
+        self.streams.count_free(&u, batch.bytes, after);
         self.fronts.held_back.push(HeldBack {
             front,
             owner,
@@ -439,7 +351,7 @@ impl State {
     /// Frees a live small block that its front cannot free alone.
     pub(crate) fn free_small(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         block: (Node, u64),
         generation: Option<u32>,
         after: &mut AfterFree,
@@ -464,10 +376,10 @@ impl State {
             let recorded = self.recorded_uses(ptr, live.using);
             let uses: Vec<Use> = recorded
                 .iter()
-                .map(|r| self.ticket(r.stream, r.ticket))
+                .map(|r| self.streams.ticket(r.stream, r.ticket))
                 .collect();
             for u in &uses {
-                self.count_free(u, bytes, after);
+                self.streams.count_free(u, bytes, after);
             }
             let held = HeldBack {
                 front,
@@ -485,7 +397,7 @@ impl State {
     }
 
     /// The streams for which blocks of a front are held back.
-    pub(crate) fn held_back_for(&self, front: &'static EngineFront) -> Vec<u32> {
+    pub(crate) fn held_back_for(&self, front: &'static Front) -> Vec<u32> {
         let held = self.fronts.held_back.iter();
         let own = held.filter(|held| std::ptr::eq(held.front, front));
         own.flat_map(|held| held.uses.as_slice())

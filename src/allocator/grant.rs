@@ -2,8 +2,8 @@
 
 use crate::driver::sys;
 
+use super::front::Front;
 use super::front::{Node, Taken};
-use super::fronts::EngineFront;
 use super::size::GRANULE;
 
 /// A live block as it was handed out.
@@ -17,7 +17,7 @@ pub(crate) struct Grant {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
     /// The front of its stream that keeps the allocator alive for it, and
-    home: &'static EngineFront,
+    home: &'static Front,
     pub ptr: sys::CUdeviceptr,
     /// where a small block lies in there, or `RECORD` and the number of a record, with `WIDE` if it has
     /// more bytes than its request rounded up, and `SHELF` if it was put on a shelf.
@@ -33,7 +33,7 @@ const FLAGS: u32 = RECORD | WIDE | SHELF;
 
 impl Grant {
     #[inline(always)]
-    pub(crate) fn small(home: &'static EngineFront, taken: Taken, granules: u32) -> Self {
+    pub(crate) fn small(home: &'static Front, taken: Taken, granules: u32) -> Self {
         let place = Place {
             home,
             ptr: taken.ptr,
@@ -46,7 +46,7 @@ impl Grant {
     /// A block with a record: its number and generation, the granules that it has and the bytes that were
     /// asked for.
     pub(crate) fn large(
-        home: &'static EngineFront,
+        home: &'static Front,
         ptr: u64,
         (id, generation): (u32, u32),
         (granules, requested): (u32, u64),
@@ -80,7 +80,7 @@ impl Grant {
 impl Place {
     /// The front that keeps the allocator alive.
     #[inline(always)]
-    pub(crate) fn home(&self) -> &'static EngineFront {
+    pub(crate) fn home(&self) -> &'static Front {
         self.home
     }
 

@@ -7,10 +7,10 @@
 //!
 //! What is stored depends on the layouts alone: nothing is to be done when memory is taken or freed.
 
-use super::check::{CheckError, holds};
 use super::handles::WHOLE;
+use super::invariant::{CheckError, holds};
+use super::mapping::Seg;
 use super::size::GRANULE;
-use super::view::Seg;
 
 /// Grids: one per pitch, from the finest on, each twice as wide as the one before.
 const GRIDS: usize = 5;

@@ -1,36 +1,21 @@
 //! Where a block lies physically, and guards that keep it there.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::driver::sys;
 
 use super::api::Allocator;
+use super::caches::HeldBack;
 use super::engine::{Engine, Shared};
 use super::error::Error;
-use super::fronts::HeldBack;
+use super::guarded::Guarding;
 use super::records::{SpaceId, State as Extent};
+use super::report::PhysicalSegment;
 use super::size::GRANULE;
-use super::state::{AfterFree, State};
+use super::state::State;
 use super::uses::Uses;
-
-/// A part of a block that lies in one piece of memory from the driver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct PhysicalSegment {
-    /// Address of its first byte, within the block.
-    pub address: sys::CUdeviceptr,
-    /// Bytes.
-    pub bytes: u64,
-    /// The physical handle, as `cuMemCreate` gave it; `None` under the classic policy, where the
-    /// memory is a segment of `cuMemAlloc`.
-    pub handle: Option<sys::CUmemGenericAllocationHandle>,
-    /// Where it begins in the handle or segment, in bytes.
-    pub offset: u64,
-    /// Bytes of the whole handle or segment: exporting or registering shows all of them.
-    pub handle_bytes: u64,
-}
+use super::want::AfterFree;
 
 /// Keeps a part of a block where it is, for somebody who uses its physical memory without the
 /// allocator's knowledge: another process after an export, a network card after a registration.
@@ -119,64 +104,6 @@ impl Allocator {
     }
 }
 
-/// What a guard is about.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Guarding {
-    /// The record of a block.
-    Record(u32),
-    /// The address of a block that fronts gave.
-    Small(u64),
-}
-
-/// Guarded blocks by their records, which stay theirs while a guard lives, or by their addresses.
-#[derive(Debug, Default)]
-pub(crate) struct Guards {
-    blocks: HashMap<u32, Guarded>,
-    small: HashMap<u64, GuardedSmall>,
-    /// Bytes of freed blocks.
-    bytes: u64,
-}
-
-#[derive(Debug, Default)]
-struct Guarded {
-    guards: u64,
-    /// The last uses of a block that was freed meanwhile.
-    freed: Option<Uses>,
-}
-
-#[derive(Debug, Default)]
-struct GuardedSmall {
-    guards: u64,
-    /// The block, if it was freed meanwhile.
-    freed: Option<HeldBack>,
-}
-
-impl Guards {
-    /// Whether any large block is guarded.
-    #[inline]
-    pub(crate) fn any(&self) -> bool {
-        !self.blocks.is_empty()
-    }
-
-    /// Bytes of freed blocks that wait for their guards.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Small blocks that were freed and wait for their guards.
-    pub(crate) fn held_back(&self) -> impl Iterator<Item = &HeldBack> {
-        self.small
-            .values()
-            .filter_map(|guarded| guarded.freed.as_ref())
-    }
-
-    /// Guards that live.
-    pub(crate) fn count(&self) -> u64 {
-        let small: u64 = self.small.values().map(|g| g.guards).sum();
-        small + self.blocks.values().map(|g| g.guards).sum::<u64>()
-    }
-}
-
 impl Engine {
     fn unguard(&self, block: Guarding) {
         // In a child the lock may be held by a thread that does not exist there.
@@ -205,18 +132,21 @@ impl State {
             let Some(end) = end.filter(|_| bytes > 0) else {
                 return Err(Error::InvalidRange { ptr, bytes });
             };
-            return Ok((Guarding::Small(run.ptr), self.home_segments(ptr, end)));
+            return Ok((
+                Guarding::Small(run.ptr),
+                self.physical.home_segments(ptr, end),
+            ));
         }
         let Some(id) = self.large_around(ptr) else {
             return Err(self.not_live(ptr));
         };
-        let hot = &self.records[id];
+        let hot = &self.extents.records[id];
         let end = ptr.checked_add(bytes).filter(|end| *end <= hot.end());
         let Some(end) = end.filter(|_| bytes > 0) else {
             return Err(Error::InvalidRange { ptr, bytes });
         };
-        let segments = if self.records.cold(id).home().is_empty() {
-            self.home_segments(ptr, end)
+        let segments = if self.extents.records.cold(id).home().is_empty() {
+            self.physical.home_segments(ptr, end)
         } else {
             self.view_segments(ptr, end)
         };
@@ -224,32 +154,15 @@ impl State {
     }
 
     fn not_live(&self, ptr: u64) -> Error {
-        if self.ours(ptr) {
+        if self.physical.ours(ptr) {
             Error::NotLive { ptr }
         } else {
             Error::NotOurs { ptr }
         }
     }
 
-    fn home_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
-        let first = self.holdings.range(..=ptr).next_back();
-        let first = first.map_or(ptr, |(base, _)| *base);
-        let held = self.holdings.range(first..end);
-        held.filter_map(|(base, holding)| {
-            let (from, to) = (ptr.max(*base), end.min(base + holding.bytes));
-            (from < to).then(|| PhysicalSegment {
-                address: from,
-                bytes: to - from,
-                handle: holding.handle,
-                offset: from - base,
-                handle_bytes: holding.bytes,
-            })
-        })
-        .collect()
-    }
-
     fn view_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
-        let Some((base, view)) = self.view_around(ptr) else {
+        let Some((base, view)) = self.views.view_around(ptr) else {
             return Vec::new();
         };
         let (mut segments, mut at) = (Vec::new(), base);
@@ -260,7 +173,7 @@ impl State {
                 segments.push(PhysicalSegment {
                     address: from,
                     bytes: to - from,
-                    handle: self.holdings.get(&seg.home).and_then(|h| h.handle),
+                    handle: self.physical.holdings.get(&seg.home).and_then(|h| h.handle),
                     offset: from - at,
                     handle_bytes: bytes,
                 });
@@ -322,18 +235,18 @@ impl State {
         let Some(guarded) = self.guards.blocks.get_mut(&id) else {
             return Some(uses);
         };
-        let hot = &mut self.records[id];
+        let hot = &mut self.extents.records[id];
         hot.state = Extent::Busy;
         let bytes = hot.bytes();
         self.guards.bytes += bytes;
-        let space = self.records[id].space;
+        let space = self.extents.records[id].space;
         if matches!(uses, Uses::Many(_)) {
             // Counted among what other streams use again when it is free.
             self.stats
                 .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
         }
         // The slot of its stream stays that stream's.
-        let owner = self.records.cold(id).owner;
+        let owner = self.extents.records.cold(id).owner;
         self.streams[owner].calls += 1;
         guarded.freed = Some(uses);
         None
@@ -350,21 +263,24 @@ impl State {
         }
         let freed = self.guards.blocks.remove(&id).and_then(|g| g.freed);
         let Some(uses) = freed else { return };
-        let bytes = self.records[id].bytes();
+        let bytes = self.extents.records[id].bytes();
         self.guards.bytes -= bytes;
-        let (space, owner) = (self.records[id].space, self.records.cold(id).owner);
+        let (space, owner) = (
+            self.extents.records[id].space,
+            self.extents.records.cold(id).owner,
+        );
         self.streams[owner].calls -= 1;
         let shared = matches!(uses, Uses::Many(_));
         if shared {
             self.mixed_added(space, bytes);
         }
-        if !self.records.cold(id).home().is_empty() {
+        if !self.extents.records.cold(id).home().is_empty() {
             for piece in self.view_block_freed(id, &uses) {
                 self.settle_piece(SpaceId::Large, piece);
             }
             return;
         }
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         let piece = at.release(records, id, uses);
         self.settle_piece(space, piece);
     }

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 
+use super::records::SpaceId;
 use super::size::{GRANULE, PHYSICAL_GRANULE};
 
 /// Addresses are looked up in leaves of so many physical granules.
@@ -209,6 +210,29 @@ impl Borders {
     pub(crate) fn touch(&self) -> &[u8] {
         &self.touch
     }
+}
+
+/// Memory held from the driver: a segment, or a physical handle at its home address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Holding {
+    pub bytes: u64,
+    /// The physical handle; `None` for a plain segment.
+    pub handle: Option<u64>,
+    pub space: SpaceId,
+    /// Views that map the handle.
+    pub views: u32,
+    /// The handle's number in [`State::handles`]; 0 if it has none.
+    pub number: u32,
+}
+
+/// A physical handle that is mapped nowhere but could not be released yet.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stray {
+    pub handle: u64,
+    pub bytes: u64,
+    pub space: SpaceId,
+    /// Being released.
+    pub busy: bool,
 }
 
 #[cfg(test)]

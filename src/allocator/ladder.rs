@@ -4,17 +4,19 @@
 //! the climb begins again at the first. Driver calls happen without the lock; what they work on is
 //! claimed before, so that nobody else can touch it, and put back if they fail.
 
+use super::answers::is_void_wait;
+use super::climb::{Climb, Step};
 use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::figures::{GrowthReason, free_among};
+use super::figures::free_among;
 use super::fit::Run;
-use super::markers::is_void_wait;
+use super::growth::Growth;
 use super::memory::GrowthFailure;
-use super::plan::Growth;
 use super::records::SpaceId;
-use super::rungs::{Climb, Step};
+use super::report::GrowthReason;
 use super::space::Shard;
-use super::state::{State, Want};
+use super::state::State;
+use super::want::Want;
 
 /// So many markers that stand for nothing may stand in the way of a request.
 const VOID_WAITS: u32 = 16;
@@ -30,9 +32,9 @@ impl Engine {
         if state.streams.several() {
             state = self.poll_for(state, want.stream)?;
         } else {
-            state.adopt_complete(want.space, want.stream);
+            state.extents.adopt_complete(want.space, want.stream);
         }
-        state.large_request(want);
+        state.physical.large_request(want);
         let mut climb = Climb::default();
         let mut void = 0;
         loop {
@@ -113,7 +115,7 @@ impl Engine {
                 self.apart(state, || self.mark_unless_idle(want.stream, key))?
             }
             Step::AskAgain => {
-                state.full_at = None;
+                state.physical.full_at = None;
                 state
             }
             Step::HostWait(stream, bound, event) => {
@@ -126,7 +128,7 @@ impl Engine {
                 hook(bytes);
                 state = self.lock();
                 // What it freed may be the driver's again, without having been ours.
-                state.full_at = None;
+                state.physical.full_at = None;
                 state
             }
             Step::Synchronise => {
@@ -141,7 +143,7 @@ impl Engine {
                 state.stats.misses += 1;
                 state.stats.ooms += 1;
                 // The next request asks the driver anew: others may have freed meanwhile.
-                state.full_at = None;
+                state.physical.full_at = None;
                 return Err(self.out_of_memory(state, want, climb.refusal.or(climb.failure)));
             }
         };
@@ -169,7 +171,7 @@ impl Engine {
         let Some((id, shards)) = claimed else {
             return Ok((state, None));
         };
-        let waits = state.waits_for(want.stream, &shards);
+        let waits = state.streams.waits_for(want.stream, &shards);
         if waits.is_empty() {
             return Ok((state, Some(id)));
         }
@@ -340,7 +342,7 @@ impl Engine {
             .err()
             .map_or(0, |error| self.driver_free(*error));
         let mut state = self.lock();
-        state.planned -= bytes;
+        state.physical.planned -= bytes;
         match made {
             Ok(addr) => {
                 let id = state.segment(want, addr, bytes);
@@ -377,7 +379,8 @@ impl Engine {
             return Err(self.error(error));
         }
         state.stats.retries += 1;
-        state.full_at = Some(state.stats.all.reserved.current + state.planned + free);
+        state.physical.full_at =
+            Some(state.stats.all.reserved.current + state.physical.planned + free);
         climb.refusal = Some(error);
         Ok(())
     }
@@ -390,7 +393,7 @@ impl State {
         if bytes > self.room() {
             return None;
         }
-        self.planned += bytes;
+        self.physical.planned += bytes;
         Some(Growth {
             space: want.space,
             id: super::records::NIL,
@@ -406,7 +409,7 @@ impl State {
     fn segment(&mut self, want: &Want, addr: u64, bytes: u64) -> Option<u32> {
         let granules = u32::try_from(bytes / super::size::GRANULE).ok()?;
         self.hold(addr, bytes, None, want.space);
-        let (space, records) = self.parts(want.space);
+        let (space, records) = self.extents.parts(want.space);
         let uses = super::uses::Uses::one(want.stream, 0);
         let first = space.add_region(records, addr, granules, uses);
         records.cold_mut(first).owner = want.stream;

@@ -8,14 +8,16 @@
 use std::sync::Arc;
 
 use crate::driver::sys::CUresult;
-use crate::driver::{Context, DriverError, Event, Stream};
+use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
 
 use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::front::pause;
-use super::settle::BACKOFF;
-use super::state::{AfterFree, State};
-use super::streams::{Batch, Holder, Marker, Slot, StreamKey, Streams};
+use super::slot::BACKOFF;
+use super::slot::{Batch, Holder, Marker, Slot, StreamKey};
+use super::state::State;
+use super::streams::Streams;
+use super::want::AfterFree;
 
 impl Streams {
     /// The stream is known by its name again, unless another slot is by now. Whether it is.
@@ -210,7 +212,7 @@ impl Engine {
         let done = newest && (same || state.streams[stream].markers.is_empty());
         for event in gone {
             let context = event.context().key();
-            state.events.entry(context).or_default().push(event);
+            state.streams.events.entry(context).or_default().push(event);
         }
         Ok((state, done))
     }
@@ -243,7 +245,7 @@ impl Engine {
                 _ => state.streams.take_markers_of(stream, key),
             };
             if !state.streams.iter().any(|(_, s)| s.context.key() == key) {
-                events.extend(state.events.remove(&key).into_iter().flatten());
+                events.extend(state.streams.events.remove(&key).into_iter().flatten());
             }
             events
         };
@@ -316,6 +318,95 @@ impl Engine {
         );
         self.lock().context_gone(context.key(), &self.context);
     }
+
+    /// Lets go of streams that only we still hold: records their last marker and drops them.
+    pub(crate) fn prune(&self) {
+        let alone: Vec<(u32, StreamKey)> = {
+            let state = self.lock();
+            let kept = state
+                .streams
+                .iter()
+                .filter_map(|(at, slot)| match &slot.holder {
+                    Holder::Kept(stream)
+                        if stream.kind() == StreamKind::Owned
+                            && !state.streams.is_held_elsewhere(stream) =>
+                    {
+                        Some((at, slot.key))
+                    }
+                    _ => None,
+                });
+            kept.collect()
+        };
+        for (stream, key) in alone {
+            if let Err(error) = self.retire_slot(stream, key) {
+                self.log_marker_failure(&error);
+            }
+        }
+    }
+
+    /// Records the last marker of a stream and forgets its handle.
+    ///
+    /// The key tells whether the slot is still that stream's: without the lock another thread may
+    /// have retired it, and a new stream moved in.
+    pub(crate) fn retire_slot(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
+        let gone = |state: &State| {
+            let slot = &state.streams[stream];
+            !slot.in_use || slot.key != key || matches!(slot.holder, Holder::Retired)
+        };
+        let leaving = {
+            let mut state = self.lock();
+            if gone(&state) {
+                return Ok(());
+            }
+            Leaving::begin(self, &mut state, stream, key)
+        };
+        let mut state;
+        let mut rounds = 0;
+        loop {
+            self.mark(stream, key)?;
+            state = self.lock();
+            if gone(&state) {
+                break;
+            }
+            if state.streams[stream].covered() {
+                let home;
+                (state, home) = self.bring_home(state, stream)?;
+                if home || gone(&state) {
+                    break;
+                }
+            }
+            let slot = &state.streams[stream];
+            // Somebody freed on the stream meanwhile, or captures it.
+            rounds += 1;
+            if rounds == RETIREMENTS {
+                return Err(Error::Capturing { stream: slot.raw });
+            }
+            drop(state);
+        }
+        if gone(&state) {
+            return Ok(());
+        }
+        let slot = &mut state.streams[stream];
+        let former = std::mem::replace(&mut slot.holder, Holder::Retired);
+        let before = slot.former.take();
+        let context = match former {
+            // Of theirs nothing is left but the marker, which is ours.
+            Holder::Foreign(_) => Some(std::mem::replace(&mut slot.context, self.context.clone())),
+            _ => None,
+        };
+        leaving.end();
+        state.flush_fronts_of(stream);
+        state.recycle(stream);
+        drop(state);
+        // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
+        // destroyed if nobody else holds it: a driver call, so outside the lock.
+        former.let_go();
+        before.into_iter().for_each(Holder::let_go);
+        if let Some(context) = context {
+            self.let_go_of_context(stream, &context);
+        }
+        Ok(())
+    }
 }
 
 impl State {
@@ -327,7 +418,7 @@ impl State {
             .filter(|(_, slot)| slot.context.key() == key)
             .map(|(stream, _)| stream)
             .collect();
-        let mut events = self.events.remove(&key).unwrap_or_default();
+        let mut events = self.streams.events.remove(&key).unwrap_or_default();
         for stream in gone {
             self.streams.forget_key(stream);
             self.set_fast(stream, false);
@@ -348,3 +439,7 @@ impl State {
         events.into_iter().for_each(std::mem::forget);
     }
 }
+
+/// How often the last marker of a stream is recorded anew because others go on freeing what was used on
+/// it, before it is taken for one that captures: no marker is recorded there.
+pub(crate) const RETIREMENTS: u32 = 64;

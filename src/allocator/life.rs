@@ -4,36 +4,10 @@ use crate::driver::{StreamKind, process};
 
 use super::engine::Engine;
 use super::error::Error;
+use super::plan::Keep;
 use super::records::SpaceId;
-use super::streams::{Holder, StreamKey};
-
-/// What a trim did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Trimmed {
-    /// Bytes given back to the driver.
-    pub released: u64,
-    /// Bytes that could go once work that is still pending has completed.
-    pub pending: u64,
-}
-
-/// What a trim leaves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Keep {
-    /// This many bytes held from the driver.
-    Held(u64),
-    /// This many bytes beside the live blocks.
-    Cached(u64),
-}
-
-impl Keep {
-    /// Bytes held then, with so many in live blocks.
-    pub(crate) fn held(self, allocated: u64) -> u64 {
-        match self {
-            Keep::Held(bytes) => bytes,
-            Keep::Cached(bytes) => bytes.saturating_add(allocated),
-        }
-    }
-}
+use super::report::Trimmed;
+use super::slot::{Holder, StreamKey};
 
 impl Engine {
     /// Gives unused memory back until no more than `keep` is left. Never waits, unless to close others that
@@ -44,13 +18,13 @@ impl Engine {
         let ours: Vec<(u32, StreamKey)> = {
             let mut state = self.open()?;
             state.flush_fronts();
-            state.kept_uncovered()
+            state.streams.kept_uncovered()
         };
         drop(self.cover_all(&ours)?);
         let retried = self.retry_strays();
         let finished = self.finish_tests(false)?;
         let mut state = self.lock();
-        state.ask_again();
+        state.streams.ask_again();
         let mut state = self.poll(state)?;
         state.settle();
         // What was held back for streams that are done by now.
@@ -66,8 +40,8 @@ impl Engine {
         let evicted = self.evict(&idle);
         let mut state = self.lock();
         let (plan, pending) = state.plan_trim(keep);
-        state.level = 0;
-        state.work = 0;
+        state.physical.level = 0;
+        state.physical.work = 0;
         state.peak_live = state.requested_now();
         drop(state);
         let released = self.release(plan)?;
@@ -116,7 +90,7 @@ impl Engine {
             }
             let foreign = state.streams.take_foreign();
             // Handles are destroyed outside the lock.
-            let events = std::mem::take(&mut state.events);
+            let events = std::mem::take(&mut state.streams.events);
             drop(state);
             drop(events);
             // From here on the streams may be destroyed.
@@ -189,17 +163,17 @@ impl Engine {
         let spans = {
             let mut state = self.lock();
             let held = state.stats.all.reserved.current;
-            if held > 0 || !state.views.is_empty() {
+            if held > 0 || !state.views.map.is_empty() {
                 return Err(Error::StillHeld { bytes: held });
             }
             for space in [SpaceId::Large, SpaceId::Small, SpaceId::Views] {
-                let (at, records) = state.parts(space);
+                let (at, records) = state.extents.parts(space);
                 let firsts: Vec<u32> = at.regions().values().map(|r| r.first).collect();
                 for id in firsts {
                     at.remove_region(records, id);
                 }
             }
-            std::mem::take(&mut state.spans)
+            std::mem::take(&mut state.physical.spans)
         };
         for (base, bytes) in spans {
             self.addresses.give_back(base, bytes);

@@ -3,14 +3,17 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::driver::sys::{CUresult, CUstream};
-use crate::driver::{Context, DriverError, Event, Stream, process};
+use crate::driver::sys::CUstream;
+use crate::driver::{Context, Event, Stream, process};
 
-use super::engine::{Engine, Guard, is_per_thread};
+use super::answers::{is_capture_refusal, is_of_capture, is_void_event};
+use super::defaults::is_per_thread;
+use super::engine::{Engine, Guard};
 use super::error::Error;
 use super::probes::{Answer, Poll};
-use super::state::{PendingWait, State};
-use super::streams::{Batch, Holder, StreamKey};
+use super::slot::{Batch, Holder, StreamKey};
+use super::state::State;
+use super::want::PendingWait;
 
 impl Engine {
     /// Records a marker on a stream, if it is one on which that may be done here and now.
@@ -128,7 +131,7 @@ impl Engine {
         }
         if idle {
             state.streams.batch_complete(batch);
-            state.pool_spent();
+            state.streams.pool_spent();
             state.settle_advanced();
         }
         Ok(idle)
@@ -139,7 +142,7 @@ impl Engine {
     fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<bool, Error> {
         let current = context.make_current();
         let current = current.map_err(|e| self.error_in(context, e))?;
-        let pooled = self.lock().pooled_event(context.key());
+        let pooled = self.lock().streams.pooled_event(context.key());
         let event = match pooled {
             Some(event) => event,
             None => {
@@ -174,13 +177,18 @@ impl Engine {
             Ok(()) => {
                 state.stats.markers += 1;
                 let unneeded = state.streams.publish(batch, event);
-                let pool = state.events.entry(context.key()).or_default();
+                let pool = state.streams.events.entry(context.key()).or_default();
                 pool.extend(unneeded);
                 Ok(true)
             }
             Err(error) => {
                 state.stats.failed_markers += 1;
-                state.events.entry(context.key()).or_default().push(event);
+                state
+                    .streams
+                    .events
+                    .entry(context.key())
+                    .or_default()
+                    .push(event);
                 Err(self.error(error))
             }
         }
@@ -258,7 +266,7 @@ impl Engine {
         wanted: impl Fn(u32) -> bool,
     ) -> Result<Guard<'a>, Error> {
         loop {
-            let Some(mut due) = state.due_markers(&wanted) else {
+            let Some(mut due) = state.streams.due_markers(&wanted) else {
                 return Ok(state);
             };
             drop(state);
@@ -270,13 +278,13 @@ impl Engine {
             let mut progress = false;
             for outcome in due.outcomes() {
                 progress |= outcome.newest.is_some();
-                state.asked(outcome);
+                state.streams.asked(outcome);
             }
             let void = due.take_void();
             // What comes after one that stands for nothing was not asked.
             let goes_on = due.goes_on() || !void.is_empty();
             due.clear();
-            state.poll = due;
+            state.streams.poll = due;
             if progress {
                 state.settle_advanced();
             }
@@ -409,7 +417,7 @@ impl Engine {
                 return Err(self.error(error));
             }
         }
-        state.observed(stream, bound);
+        state.streams.observed(stream, bound);
         state.settle();
         Ok(())
     }
@@ -514,7 +522,7 @@ impl Engine {
         for (stream, bound) in bounds.chain(retired) {
             state.streams.completed(stream, bound, &[]);
         }
-        state.pool_spent();
+        state.streams.pool_spent();
         state.settle();
         drop(state);
         // The driver waits for no context in which something captures.
@@ -523,37 +531,6 @@ impl Engine {
         }
         Ok(())
     }
-}
-
-/// Whether the driver's answer is about a capture, of the stream or of what the event was recorded in.
-pub(crate) fn is_of_capture(code: CUresult) -> bool {
-    use CUresult as Code;
-    [
-        Code::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-        Code::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
-        Code::CUDA_ERROR_STREAM_CAPTURE_MERGE,
-        Code::CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
-        Code::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
-        Code::CUDA_ERROR_CAPTURED_EVENT,
-    ]
-    .contains(&code)
-}
-
-/// Whether a question or a wait was answered so because the event was recorded in a capture: one under
-/// way, or one that has ended, after which drivers call such an event an invalid value.
-fn is_void_event(code: CUresult) -> bool {
-    is_of_capture(code) || code == CUresult::CUDA_ERROR_INVALID_VALUE
-}
-
-/// Whether a wait was refused because of the marker, which is [gone](Engine::queue_waits) by now.
-pub(crate) fn is_void_wait(error: &DriverError) -> bool {
-    error.call() == "cuStreamWaitEvent" && is_void_event(error.code())
-}
-
-/// Whether the driver refused a call because a stream somewhere is being captured.
-pub(crate) fn is_capture_refusal(code: CUresult) -> bool {
-    code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-        || code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 }
 
 #[cfg(all(test, feature = "sim"))]

@@ -4,11 +4,13 @@ use crate::driver::{DriverError, Entered};
 
 use super::engine::Engine;
 use super::error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
-use super::plan::{Growth, Release};
+use super::growth::{Growth, Release};
+use super::handles::Stray;
 use super::records::{COMPLETE, SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE};
-use super::state::{State, Stray, Want};
+use super::state::State;
 use super::uses::Uses;
+use super::want::Want;
 
 /// Address space that an arena leases first; then as much again as it has, while that is less than
 /// the device's memory.
@@ -40,7 +42,7 @@ impl Engine {
     /// Creates, maps and opens handles behind each other from an address on; undoes everything if a
     /// call fails.
     pub(crate) fn map(&self, at: u64, sizes: &[u64]) -> Result<Vec<u64>, GrowthFailure> {
-        let stretches = self.lock().stretches(at, sizes.iter().sum());
+        let stretches = self.lock().physical.stretches(at, sizes.iter().sum());
         let entered = self.context.enter().map_err(GrowthFailure::clean)?;
         // Handles made so far: (address, bytes, handle, mapped).
         let mut made: Vec<(u64, u64, u64, bool)> = Vec::with_capacity(sizes.len());
@@ -98,7 +100,7 @@ impl Engine {
     /// Leases address space for an arena: as much as it has already, behind its last if that is free.
     pub(crate) fn reserve_span(&self, space: SpaceId, at_least: u64) -> Result<(), Error> {
         let at_least = at_least.next_multiple_of(PHYSICAL_GRANULE);
-        let (end, held) = self.lock().addresses_of(space);
+        let (end, held) = self.lock().extents.addresses_of(space);
         let usual = held
             .clamp(FIRST_LEASE, self.total_memory.max(FIRST_LEASE))
             .max(at_least)
@@ -181,11 +183,11 @@ impl Engine {
             let mut state = self.lock();
             state.gone(&release);
             state.unhold(bytes, release.space);
-            state.planned += bytes;
+            state.physical.planned += bytes;
         }
         let (freed, _) = give_back(entered, &release);
         let mut state = self.lock();
-        state.planned -= bytes;
+        state.physical.planned -= bytes;
         if let Err(error) = freed {
             state.readmit(release);
             return Err(error);
@@ -220,7 +222,9 @@ impl Engine {
                 Ok(entered) => give_back(entered, &release),
                 Err(error) => (Err(*error), Ok(())),
             };
-            match self.lock().given_back(release, done, State::quarantine) {
+            match self.lock().given_back(release, done, |state, release| {
+                state.extents.quarantine(release);
+            }) {
                 (bytes, None) => released += bytes,
                 (_, failed) => first = first.or(failed),
             }
@@ -311,23 +315,15 @@ fn undo(
 }
 
 impl State {
-    /// Where the last address space of an arena ends, and how much it has.
-    fn addresses_of(&self, space: SpaceId) -> (Option<u64>, u64) {
-        let regions = self.space(space).into_iter().flat_map(|s| s.regions());
-        regions.fold((None, 0), |(_, held), (base, region)| {
-            (Some(base + region.bytes), held + region.bytes)
-        })
-    }
-
     /// Enters address space that was leased for an arena; `grown`: it lengthens the lease before it.
     fn add_addresses(&mut self, space: SpaceId, base: u64, bytes: u64, grown: bool) {
-        match self.spans.range_mut(..base).next_back() {
+        match self.physical.spans.range_mut(..base).next_back() {
             Some((_, span)) if grown => *span += bytes,
             _ => {
-                self.spans.insert(base, bytes);
+                self.physical.spans.insert(base, bytes);
             }
         }
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         let granules = (bytes / GRANULE) as u32;
         if space == SpaceId::Views {
             // No view may lie in two reservations.
@@ -348,7 +344,7 @@ impl State {
     pub(crate) fn set_apart(&mut self, space: SpaceId, failure: GrowthFailure) {
         for (handle, bytes) in failure.strays {
             self.count_held(bytes, space);
-            self.strays.push(Stray {
+            self.physical.strays.push(Stray {
                 handle,
                 bytes,
                 space,
@@ -357,7 +353,7 @@ impl State {
         }
         for (addr, bytes, handle) in failure.mapped {
             // The range is a hole again; take it out of circulation with its handle.
-            let hole = self.space(space).and_then(|s| {
+            let hole = self.extents.space(space).and_then(|s| {
                 s.holes()
                     .range(..=addr)
                     .next_back()
@@ -366,7 +362,7 @@ impl State {
             let Some((base, hole)) = hole else { continue };
             let skip = ((addr - base) / GRANULE) as u32;
             if let Some((id, _)) = self.claim(space, hole, skip, (bytes / GRANULE) as u32) {
-                self.records[id].state = Extent::Quarantined;
+                self.extents.records[id].state = Extent::Quarantined;
                 self.hold(addr, bytes, Some(handle), space);
             }
         }
@@ -395,7 +391,7 @@ impl State {
         self.gone(&release);
         match (freed, release.handle) {
             (Err(error), Some(handle)) => {
-                self.strays.push(Stray {
+                self.physical.strays.push(Stray {
                     handle,
                     bytes: release.bytes,
                     space: release.space,
@@ -415,18 +411,13 @@ impl State {
         self.restore(release.space, release.id, release.shards);
     }
 
-    /// A handle that could not be unmapped stays apart.
-    fn quarantine(&mut self, release: Release) {
-        self.records[release.id].state = Extent::Quarantined;
-    }
-
     /// Takes a segment into the books again that the driver would not free.
     fn readmit(&mut self, release: Release) {
         let Ok(granules) = u32::try_from(release.bytes / GRANULE) else {
             return;
         };
         self.hold(release.addr, release.bytes, None, release.space);
-        let (space, records) = self.parts(release.space);
+        let (space, records) = self.extents.parts(release.space);
         let id = space.add_region(records, release.addr, granules, Uses::None);
         let busy = space.claim(records, id, 0, granules, Extent::Busy, &mut Vec::new());
         if let Some(id) = busy {
@@ -437,16 +428,16 @@ impl State {
     /// Whether an earlier failure left memory behind that nobody can use.
     pub(crate) fn has_leftovers(&self) -> bool {
         let quarantined = |(_, hot): (u32, &super::records::Hot)| hot.state == Extent::Quarantined;
-        !self.strays.is_empty() || self.records.iter().any(quarantined)
+        !self.physical.strays.is_empty() || self.extents.records.iter().any(quarantined)
     }
 
     /// What an earlier failure left behind, claimed so that nobody else tries at the same time.
     fn claim_leftovers(&mut self) -> (Vec<Stray>, Vec<Release>) {
         let quarantined = self.quarantined();
         for release in &quarantined {
-            self.records[release.id].state = Extent::Busy;
+            self.extents.records[release.id].state = Extent::Busy;
         }
-        let idle = self.strays.iter_mut().filter(|stray| !stray.busy);
+        let idle = self.physical.strays.iter_mut().filter(|stray| !stray.busy);
         let claim = |stray: &mut Stray| {
             stray.busy = true;
             *stray
@@ -457,26 +448,27 @@ impl State {
     /// A stray was released, or stays one.
     fn stray_tried(&mut self, stray: &Stray, released: bool) {
         let same = |other: &Stray| other.busy && other.handle == stray.handle;
-        let Some(at) = self.strays.iter().position(same) else {
+        let Some(at) = self.physical.strays.iter().position(same) else {
             return;
         };
         if released {
-            self.strays.remove(at);
+            self.physical.strays.remove(at);
             self.unhold(stray.bytes, stray.space);
         } else {
-            self.strays[at].busy = false;
+            self.physical.strays[at].busy = false;
         }
     }
 
     /// Quarantined ranges as releases.
     fn quarantined(&self) -> Vec<Release> {
         let ranges = self
+            .extents
             .records
             .iter()
             .filter(|(_, hot)| hot.state == Extent::Quarantined);
         ranges
             .filter_map(|(id, hot)| {
-                let holding = self.holdings.get(&hot.addr)?;
+                let holding = self.physical.holdings.get(&hot.addr)?;
                 Some(Release {
                     space: holding.space,
                     id,
@@ -494,13 +486,18 @@ impl State {
         let (_, allocated) = self.live_totals();
         OutOfMemory {
             requested,
-            limit: self.limit,
+            limit: self.physical.limit,
             reserved: self.stats.all.reserved.current,
             allocated,
             cached: self.stats.all.reserved.current.saturating_sub(allocated),
-            largest_free: self.spaces().map(|s| s.largest_piece()).max().unwrap_or(0),
-            largest_run: self.largest_run(),
-            in_views: self.lent_bytes,
+            largest_free: self
+                .extents
+                .spaces()
+                .map(|s| s.largest_piece())
+                .max()
+                .unwrap_or(0),
+            largest_run: self.extents.largest_run(),
+            in_views: self.views.lent_bytes,
             guarded: self.guards.bytes(),
             pending: self.pending_bytes(),
             pinned: self.pinned(),
@@ -512,12 +509,12 @@ impl State {
     pub(crate) fn pending_bytes(&self) -> Vec<PendingBytes> {
         let mut by_stream: Vec<PendingBytes> = Vec::new();
         let mut slots: Vec<u32> = Vec::new();
-        for entry in self.spaces().flat_map(|s| s.pieces()) {
-            if self.records[entry.id].stream == COMPLETE {
+        for entry in self.extents.spaces().flat_map(|s| s.pieces()) {
+            if self.extents.records[entry.id].stream == COMPLETE {
                 continue;
             }
             let bytes = u64::from(entry.granules) * GRANULE;
-            for u in self.records.cold(entry.id).uses.as_slice() {
+            for u in self.extents.records.cold(entry.id).uses.as_slice() {
                 if self.streams.complete(u) {
                     continue;
                 }
@@ -548,13 +545,14 @@ impl State {
     fn pinned(&self) -> Vec<PinnedSegment> {
         let mut live: std::collections::BTreeMap<u64, PinnedSegment> =
             std::collections::BTreeMap::new();
-        for (_, hot) in self.records.iter() {
+        for (_, hot) in self.extents.records.iter() {
             if hot.state != Extent::Used {
                 continue;
             }
             let (mut addr, end) = (hot.addr, hot.end());
             while addr < end {
-                let Some((base, holding)) = self.holdings.range(..=addr).next_back() else {
+                let Some((base, holding)) = self.physical.holdings.range(..=addr).next_back()
+                else {
                     break;
                 };
                 let top = base + holding.bytes;

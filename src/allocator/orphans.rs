@@ -2,9 +2,10 @@
 //! their memory back.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
+use crate::sync::held::{Locked, locked};
 
 use super::engine::{Engine, Shared};
 use super::error::Error;
@@ -25,15 +26,14 @@ struct Orphans {
     asked: u64,
 }
 
-fn orphans() -> MutexGuard<'static, Orphans> {
-    ORPHANS.lock().unwrap_or_else(PoisonError::into_inner)
+fn orphans() -> Locked<'static, Orphans> {
+    locked(&ORPHANS)
 }
 
 impl Engine {
     /// Keeps an engine that has no handle left until it can be closed. Whether it was not kept yet.
     fn wait_for_others(&self) -> bool {
-        let engine = self.lock().engine.upgrade();
-        let Some(engine) = engine else {
+        let Some(engine) = self.keep() else {
             return false;
         };
         let mut orphans = orphans();

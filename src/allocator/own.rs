@@ -136,3 +136,41 @@ impl Space {
         });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::carried::{Outcome, Rig};
+    use super::super::records::SpaceId;
+    use super::super::uses::Uses;
+    use super::super::{Config, Policy};
+    use crate::Block;
+
+    /// S1.6: where other pieces are free than the stream's own, the best fit may be one of those.
+    #[test]
+    fn s1_6_nothing_is_carved_beside_pieces_of_others() -> Outcome {
+        let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
+        let [stream] = rig.streams()?;
+        let allocator = &rig.allocator;
+        drop(allocator.allocate(24 << 20, &stream)?);
+        let row: Result<Vec<Block>, _> = (0..4)
+            .map(|_| allocator.allocate(6 << 20, &stream))
+            .collect();
+        let mut row = row?;
+        let (early, late) = (row.remove(2), row.remove(0));
+        let ptr = early.ptr();
+        drop((early, late));
+        // Nothing lies on a shelf after it.
+        allocator.snapshot();
+        let mut state = allocator.engine().lock();
+        let piece = state
+            .extents
+            .piece_around(SpaceId::Large, ptr)
+            .ok_or("in use")?;
+        let (space, records) = state.extents.parts(SpaceId::Large);
+        space.retag(records, piece, Uses::None);
+        assert!(space.carve_own(records, 0, 1).is_none(), "one is all's");
+        drop(state);
+        drop(row);
+        rig.end()
+    }
+}

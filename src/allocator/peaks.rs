@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use super::check::{CheckError, holds, same};
-use super::engine::Engine;
+use super::front::Front;
 use super::front::{Allocated, Amounts, Held, Inner, Owner, QUANTITIES, Shelved, Small};
-use super::fronts::EngineFront;
+use super::invariant::{CheckError, holds, same};
 use super::size::GRANULE;
 use super::state::State;
 use super::stats::{Counter, PoolStats, Stats};
 
-type Locked<'a> = Held<'a, Inner<Engine>>;
+type Locked<'a> = Held<'a, Inner>;
 
 /// The counters of the quantities that fronts count, in their order.
 fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
@@ -33,7 +32,7 @@ impl State {
     /// without a look at the books.
     pub(crate) fn take_at_peak(
         &mut self,
-        front: &'static EngineFront,
+        front: &'static Front,
         request: Small,
         owner: Option<Owner>,
     ) -> Allocated {
@@ -117,7 +116,7 @@ impl State {
             inner.accounts.allocated.set_room(room);
             self.fronts.limit += inner.accounts.allocated.limit();
         }
-        let row: Arc<[&'static EngineFront]> = (self.fronts.all.iter().zip(&busy))
+        let row: Arc<[&'static Front]> = (self.fronts.all.iter().zip(&busy))
             .filter(|(_, busy)| **busy)
             .map(|(front, _)| *front)
             .collect();

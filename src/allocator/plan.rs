@@ -1,14 +1,13 @@
 //! What to ask of the driver: growth and release, planned on the books before any call is made.
 
-use super::bins::Entry;
 use super::budget::LEVELS;
 use super::fit::Finder;
-use super::life::Keep;
+use super::growth::{Growth, Opening, Release, fresh_uses};
 use super::records::{SpaceId, State as Extent};
 use super::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
-use super::space::{Shard, Space};
-use super::state::{PendingWait, State, Want};
+use super::state::State;
 use super::uses::Uses;
+use super::want::Want;
 
 /// A new handle is at least this part of the request that it is made for, by level. Most memory is made
 /// on the levels between, and what is large there is pinned by a small part for ever: with an eighth from
@@ -20,56 +19,6 @@ const POOL_HANDLES: u64 = 1024;
 const POOL_HANDLE_MAX: u64 = 32 << 20;
 /// Near a hard limit handles are at most this part of it.
 const SCARCE_PART: u64 = 2048;
-
-/// How a request that found no memory gets some.
-#[derive(Debug)]
-pub(crate) struct Growth {
-    pub space: SpaceId,
-    /// The claimed extent: free memory before and behind a hole, and the part of the hole between.
-    pub id: u32,
-    pub shards: Vec<Shard>,
-    /// Waits that the free memory in it needs.
-    pub waits: Vec<PendingWait>,
-    /// Granules of the extent before the block itself.
-    pub skip: u32,
-    /// First byte to map.
-    pub addr: u64,
-    /// Sizes of the handles to make, in address order.
-    pub sizes: Vec<u64>,
-}
-
-impl Growth {
-    pub(crate) fn bytes(&self) -> u64 {
-        self.sizes.iter().sum()
-    }
-}
-
-/// Memory to give back.
-#[derive(Debug)]
-pub(crate) struct Release {
-    pub space: SpaceId,
-    pub id: u32,
-    pub shards: Vec<Shard>,
-    pub addr: u64,
-    pub bytes: u64,
-    pub handle: Option<u64>,
-}
-
-/// What a request could grow into.
-#[derive(Debug, Clone, Copy)]
-struct Opening {
-    /// The first extent of the claimed range.
-    first: u32,
-    /// Granules from the range's start to the block, for its alignment.
-    skip: u32,
-    /// Granules of usable memory before the hole.
-    before: u64,
-    hole: u32,
-    /// Granules of the hole that are mapped.
-    mapped: u64,
-    /// Granules of usable memory behind the hole that the block needs.
-    behind: u64,
-}
 
 const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 
@@ -85,9 +34,10 @@ impl State {
             share *= 2;
         }
         let request = u64::from(want.granules) * GRANULE;
-        let part = request / HANDLE_PARTS[self.level] / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
-        let size = self.tuning.handle.unwrap_or(share.max(part));
-        match self.limit {
+        let part =
+            request / HANDLE_PARTS[self.physical.level] / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
+        let size = self.physical.tuning.handle.unwrap_or(share.max(part));
+        match self.physical.limit {
             Some(limit) if held + missing > limit / 2 => {
                 let scarce = limit / SCARCE_PART / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
                 size.min(scarce.max(PHYSICAL_GRANULE))
@@ -102,9 +52,9 @@ impl State {
         let usable = |id: u32| usable(&finder, id);
         let mut best: Option<Opening> = None;
         for hole in finder.space.holes().values().copied() {
-            let room = u64::from(self.records[hole].granules);
+            let room = u64::from(self.extents.records[hole].granules);
             let (first, before) = finder.usable_before(hole, usable);
-            let skip = want.skip(self.records[first].addr);
+            let skip = want.skip(self.extents.records[first].addr);
             let needed = u64::from(skip + want.granules).saturating_sub(before);
             let mapped = needed.next_multiple_of(PHYSICAL_GRANULES);
             let opening = if mapped <= room {
@@ -137,16 +87,6 @@ impl State {
         best
     }
 
-    /// Whether all of a request could be made new in one hole.
-    pub(crate) fn has_hole(&self, want: &Want) -> bool {
-        let holes = self
-            .space(want.space)
-            .into_iter()
-            .flat_map(|s| s.holes().values());
-        let mut sizes = holes.map(|id| self.records[*id].granules);
-        sizes.any(|granules| granules >= want.span())
-    }
-
     /// Bytes that a growth for this request would add at least, if there is address space for it.
     pub(crate) fn missing(&self, want: &Want) -> Option<u64> {
         if !self.packed {
@@ -174,16 +114,16 @@ impl State {
             return None;
         }
         let size = self.handle_size(want, missing);
-        let addr = self.records[opening.hole].addr;
+        let addr = self.extents.records[opening.hole].addr;
         let granules = opening.before + opening.mapped + opening.behind;
         let (id, shards) =
             self.claim(want.space, opening.first, 0, u32::try_from(granules).ok()?)?;
         let waits = if pending {
-            self.waits_for(want.stream, &shards)
+            self.streams.waits_for(want.stream, &shards)
         } else {
             Vec::new()
         };
-        self.planned += missing;
+        self.physical.planned += missing;
         Some(Growth {
             space: want.space,
             id,
@@ -191,14 +131,14 @@ impl State {
             waits,
             skip: opening.skip,
             addr,
-            sizes: self.tiles(addr, missing, size),
+            sizes: self.physical.tiles(addr, missing, size),
         })
     }
 
     /// Memory that can be given back now: whole handles or segments in free memory that `over` says
     /// nobody uses. By address.
     pub(crate) fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
-        let Some(at) = self.space(space) else {
+        let Some(at) = self.extents.space(space) else {
             return Vec::new();
         };
         let mut pieces: Vec<_> = at
@@ -217,6 +157,7 @@ impl State {
                 }
             }
             let inside = self
+                .physical
                 .holdings
                 .range(start..end)
                 .filter(|(addr, h)| *addr + h.bytes <= end && h.views == 0);
@@ -228,7 +169,7 @@ impl State {
     /// Whether nobody can touch a free piece any more, as the host has seen. So under the classic policy
     /// as well: that `cuMemFree` waits for the work of its context is nowhere promised.
     pub(crate) fn over(&self, id: u32) -> bool {
-        let uses = self.records.cold(id).uses.as_slice();
+        let uses = self.extents.records.cold(id).uses.as_slice();
         uses.iter().all(|u| self.streams.complete(u))
     }
 
@@ -238,8 +179,8 @@ impl State {
     /// then.
     pub(crate) fn plan_release(&mut self, arenas: &[SpaceId], missing: u64) -> Vec<Release> {
         let excess = missing.saturating_sub(self.room());
-        let held = self.stats.all.reserved.current + self.planned;
-        let certain = match self.limit {
+        let held = self.stats.all.reserved.current + self.physical.planned;
+        let certain = match self.physical.limit {
             Some(limit) => missing.saturating_sub(limit.saturating_sub(held)),
             None => 0,
         };
@@ -294,7 +235,9 @@ impl State {
         plan.sort_unstable_by_key(|(_, addr, _)| std::cmp::Reverse(*addr));
         if matches!(keep, Keep::Cached(_)) {
             // Idle longest first; the order from the top stays within one run of free memory.
-            plan.sort_by_cached_key(|(space, addr, bytes)| self.freed_at(*space, *addr, *bytes));
+            plan.sort_by_cached_key(|(space, addr, bytes)| {
+                self.extents.freed_at(*space, *addr, *bytes)
+            });
         }
         for (space, addr, bytes) in plan {
             if excess == 0 {
@@ -308,22 +251,11 @@ impl State {
         (releases, (later - now).min(excess))
     }
 
-    /// How many frees there had been when the last byte of a free range was freed.
-    fn freed_at(&self, space: SpaceId, addr: u64, bytes: u64) -> u64 {
-        let overlaps =
-            |e: &Entry| e.addr < addr + bytes && addr < e.addr + u64::from(e.granules) * GRANULE;
-        let pieces = self.space(space).into_iter().flat_map(|s| s.pieces());
-        let freed = pieces
-            .filter(overlaps)
-            .map(|e| self.records.cold(e.id).freed);
-        freed.max().unwrap_or(0)
-    }
-
     pub(crate) fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
-        let holding = *self.holdings.get(&addr)?;
+        let holding = *self.physical.holdings.get(&addr)?;
         // The piece that the holding begins in.
-        let first = self.piece_around(space, addr)?;
-        let skip = ((addr - self.records[first].addr) / GRANULE) as u32;
+        let first = self.extents.piece_around(space, addr)?;
+        let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
         let (id, shards) = self.claim(space, first, skip, (holding.bytes / GRANULE) as u32)?;
         Some(Release {
             space,
@@ -342,21 +274,21 @@ impl State {
         self.hold_all(growth, handles);
         let mut id = growth.id;
         if growth.skip > 0 {
-            let (space, records) = self.parts(growth.space);
+            let (space, records) = self.extents.parts(growth.space);
             let right = space.cut(records, id, growth.skip);
             // It may have been free memory that the stream was using a moment ago.
             let slot = &mut self.streams[want.stream];
             let uses = Uses::one(want.stream, slot.open);
             slot.open_uses = slot.open_uses.saturating_add(1);
-            let (space, records) = self.parts(growth.space);
+            let (space, records) = self.extents.parts(growth.space);
             records.cold_mut(id).owner = want.stream;
             space.release(records, id, uses);
             id = right;
         }
-        if self.records[id].granules > want.granules {
-            let (space, records) = self.parts(growth.space);
+        if self.extents.records[id].granules > want.granules {
+            let (space, records) = self.extents.parts(growth.space);
             let rest = space.cut(records, id, want.granules);
-            self.put_fresh(growth.space, rest, want.stream);
+            self.extents.put_fresh(growth.space, rest, want.stream);
         }
         id
     }
@@ -368,20 +300,20 @@ impl State {
             self.hold(addr, *bytes, Some(*handle), growth.space);
             addr += bytes;
         }
-        self.planned -= growth.bytes();
+        self.physical.planned -= growth.bytes();
     }
 
     /// A growth succeeded that only adds free memory.
     pub(crate) fn supplied(&mut self, want: &Want, growth: &Growth, handles: &[u64]) {
         self.hold_all(growth, handles);
-        self.put_fresh(growth.space, growth.id, want.stream);
+        self.extents.put_fresh(growth.space, growth.id, want.stream);
     }
 
     /// A growth succeeded, and a wait that its block needs did not: what it brought is free memory, and
     /// what was free beside it is what it was, the gap before the block as well.
     pub(crate) fn ungrown(&mut self, want: &Want, mut growth: Growth, handles: &[u64]) {
         self.hold_all(&growth, handles);
-        let (at, _) = self.parts(growth.space);
+        let (at, _) = self.extents.parts(growth.space);
         let fresh = fresh_uses(at, want.stream);
         for shard in growth.shards.iter_mut().filter(|shard| !shard.mapped) {
             (shard.mapped, shard.owner) = (true, want.stream);
@@ -390,30 +322,23 @@ impl State {
         self.restore(growth.space, growth.id, growth.shards);
     }
 
-    /// Makes memory that nobody has used yet free. Where only one stream is known it merges with
-    /// that stream's own.
-    pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
-        let (at, records) = self.parts(space);
-        let uses = fresh_uses(at, stream);
-        records.cold_mut(id).owner = stream;
-        at.release(records, id, uses);
-    }
-
     /// A growth failed: everything as before.
     pub(crate) fn not_grown(&mut self, growth: Growth) {
-        self.planned -= growth.bytes();
+        self.physical.planned -= growth.bytes();
         self.restore(growth.space, growth.id, growth.shards);
     }
 
     /// Enters memory into the books.
     pub(crate) fn hold(&mut self, addr: u64, bytes: u64, handle: Option<u64>, space: SpaceId) {
         let number = match handle {
-            Some(_) if space == SpaceId::Large => self.handles.add(addr, (bytes / GRANULE) as u32),
+            Some(_) if space == SpaceId::Large => {
+                self.physical.handles.add(addr, (bytes / GRANULE) as u32)
+            }
             _ => 0,
         };
-        self.holdings.insert(
+        self.physical.holdings.insert(
             addr,
-            super::state::Holding {
+            super::handles::Holding {
                 bytes,
                 handle,
                 space,
@@ -429,7 +354,7 @@ impl State {
 
     /// Takes memory out of the books.
     pub(crate) fn unhold(&mut self, bytes: u64, space: SpaceId) {
-        self.full_at = None;
+        self.physical.full_at = None;
         self.stats.on_pool(space == SpaceId::Small, |pool| {
             pool.reserved.sub(bytes);
             pool.segments.sub(1);
@@ -438,12 +363,12 @@ impl State {
 
     /// Memory was unmapped, or a segment freed.
     pub(crate) fn gone(&mut self, release: &Release) {
-        self.holdings.remove(&release.addr);
+        self.physical.holdings.remove(&release.addr);
         if release.space == SpaceId::Large {
-            self.handles.remove(release.addr);
+            self.physical.handles.remove(release.addr);
         }
-        self.lookup.forget(release.addr, release.bytes);
-        let (space, records) = self.parts(release.space);
+        self.extents.lookup.forget(release.addr, release.bytes);
+        let (space, records) = self.extents.parts(release.space);
         if release.handle.is_some() {
             space.unmapped(records, release.id);
         } else {
@@ -453,37 +378,8 @@ impl State {
     }
 }
 
-impl State {
-    /// Cuts a range of address space where one reservation ends and the next begins: no handle may
-    /// lie in two.
-    pub(crate) fn stretches(&self, addr: u64, bytes: u64) -> Vec<(u64, u64)> {
-        let (mut stretches, mut at) = (Vec::new(), addr);
-        for (base, _) in self.spans.range(addr + 1..addr + bytes) {
-            stretches.push((at, base - at));
-            at = *base;
-        }
-        stretches.push((at, addr + bytes - at));
-        stretches
-    }
-
-    /// Sizes of the handles for a range.
-    pub(crate) fn tiles(&self, addr: u64, bytes: u64, size: u64) -> Vec<u64> {
-        let stretches = self.stretches(addr, bytes).into_iter();
-        stretches.flat_map(|(_, part)| tile(part, size)).collect()
-    }
-}
-
-/// The uses of memory that nobody has used yet.
-fn fresh_uses(space: &Space, stream: u32) -> Uses {
-    if space.merge_own {
-        Uses::one(stream, 0)
-    } else {
-        Uses::None
-    }
-}
-
 /// Sizes of the handles for `bytes`: whole ones, then halves down to the granule.
-fn tile(bytes: u64, size: u64) -> Vec<u64> {
+pub(crate) fn tile(bytes: u64, size: u64) -> Vec<u64> {
     let (mut sizes, mut left, mut size) = (Vec::new(), bytes, size.max(PHYSICAL_GRANULE));
     while left > 0 {
         if size <= left {
@@ -494,6 +390,25 @@ fn tile(bytes: u64, size: u64) -> Vec<u64> {
         }
     }
     sizes
+}
+
+/// What a trim leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keep {
+    /// This many bytes held from the driver.
+    Held(u64),
+    /// This many bytes beside the live blocks.
+    Cached(u64),
+}
+
+impl Keep {
+    /// Bytes held then, with so many in live blocks.
+    pub(crate) fn held(self, allocated: u64) -> u64 {
+        match self {
+            Keep::Held(bytes) => bytes,
+            Keep::Cached(bytes) => bytes.saturating_add(allocated),
+        }
+    }
 }
 
 #[cfg(test)]

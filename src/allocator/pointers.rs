@@ -3,11 +3,12 @@
 use crate::driver::{Stream, sys};
 
 use super::api::Allocator;
-use super::engine::{Named, is_special};
+use super::defaults::is_special;
 use super::error::Error;
+use super::naming::Named;
 use super::request::Request;
+use super::slot::StreamKey;
 use super::small::Missed;
-use super::streams::StreamKey;
 
 impl Allocator {
     /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default

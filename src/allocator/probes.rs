@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::driver::Event;
 
-use super::streams::Slot;
+use super::slot::Slot;
 
 /// Markers to look at, as many times those that were complete the last time.
 const LOOK_AHEAD: usize = 4;

@@ -4,16 +4,19 @@ use std::sync::atomic::Ordering;
 
 use crate::driver::{Context, sys};
 
-use super::engine::{Engine, Guard, Named, is_per_thread, is_special};
+use super::defaults::{is_per_thread, is_special};
+use super::engine::{Engine, Guard};
 use super::error::Error;
-use super::front::{self, Life, SMALL_ID, page_of};
-use super::fronts::EngineFront;
+use super::front;
+use super::front::{Front, Life, SMALL_ID, page_of};
 use super::grant::{Grant, Lifetime, Place};
+use super::naming::Named;
 use super::records::{Recorded, SpaceId, State as Extent};
 use super::request::Request;
 use super::size::GRANULE;
-use super::state::{AfterFree, State, Want};
-use super::streams::{Holder, Slot, StreamKey};
+use super::slot::{Holder, StreamKey};
+use super::state::State;
+use super::want::{AfterFree, Want};
 
 /// A stream that may be capturing. One that we hold stays alive with this.
 pub(crate) struct Suspect {
@@ -162,7 +165,7 @@ impl Engine {
     }
 
     /// Room for a small request in the arena of large ones, when no page could be had for it.
-    fn left_over(&self, want: &Want, front: &'static EngineFront) -> Option<(Guard<'_>, Grant)> {
+    fn left_over(&self, want: &Want, front: &'static Front) -> Option<(Guard<'_>, Grant)> {
         let mut state = self.lock();
         let run = state.finder(want.space, want.stream)?.ready_run(want)?;
         let id = state.take(want, run)?;
@@ -176,7 +179,7 @@ impl Engine {
         &'a self,
         mut state: Guard<'a>,
         (key, stream): (StreamKey, u32),
-        front: &'static EngineFront,
+        front: &'static Front,
         request: &Request,
     ) -> Result<(Guard<'a>, Grant), Error> {
         if let StreamKey::Id(key) = key {
@@ -204,15 +207,15 @@ impl Engine {
 
     /// The live large block that starts at a pointer.
     fn live(&self, state: &mut State, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
-        if let Some(id) = state.lookup.exact(ptr) {
+        if let Some(id) = state.extents.lookup.exact(ptr) {
             return Ok(id);
         }
         let interior = |base| Error::InteriorPointer { ptr, base };
         Err(match state.large_around(ptr) {
-            Some(id) => interior(state.records[id].addr),
+            Some(id) => interior(state.extents.records[id].addr),
             None => match state.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
-                None if state.ours(ptr) => Error::NotLive { ptr },
+                None if state.physical.ours(ptr) => Error::NotLive { ptr },
                 None => Error::NotOurs { ptr },
             },
         })
@@ -264,12 +267,12 @@ impl Engine {
             };
         }
         state.unshelve(id);
-        let generation = generation.unwrap_or(state.records[id].generation);
+        let generation = generation.unwrap_or(state.extents.records[id].generation);
         let block = (id, generation);
         if !state.is_live(block) {
             return Err(Error::NotLive { ptr });
         }
-        let stream = state.records[id].stream;
+        let stream = state.extents.records[id].stream;
         if self.watchful()
             && let Some(suspect) = state.capture_suspect(stream)
         {
@@ -317,32 +320,6 @@ impl Engine {
         self.free_record(state, (block.id, Some(block.generation)), ptr)
     }
 
-    /// Frees a block whose owner went out of scope: what cannot be done now is done later.
-    pub(crate) fn drop_block(&self, block: Lifetime) {
-        // In a child, after a loss or at exit there is nothing to give back to, and in a child the
-        // lock may be held by a thread that does not exist there.
-        if self.usable().is_err() {
-            return;
-        }
-        match self.free_block(&block) {
-            Ok(()) => {}
-            Err(Error::Capturing { .. }) => self.defer(block, Vec::new()),
-            // In a child, after a loss or at exit there is nothing to give back to.
-            Err(
-                Error::ForkedChild | Error::Exiting | Error::ContextLost(_) | Error::NotLive { .. },
-            ) => {}
-            Err(error) => {
-                self.defer(block, Vec::new());
-                if let Some(count) = self.log.due() {
-                    log::warn!(
-                        "a dropped block is freed later, now it could not be ({count} such \
-                         events): {error}"
-                    );
-                }
-            }
-        }
-    }
-
     /// What a free leaves to do without the lock: markers, and the end of an allocator whose last
     /// block it was.
     pub(crate) fn finish_free(&self, state: Guard<'_>, after: &AfterFree) {
@@ -350,7 +327,7 @@ impl Engine {
             return;
         }
         // Without the block nothing may keep the engine but this.
-        let keep = state.engine.upgrade();
+        let keep = self.keep();
         let orphaned = state.orphaned;
         drop(state);
         self.mark_all(after.streams());
@@ -398,7 +375,7 @@ impl Engine {
         {
             let mut state = self.open()?;
             if state.large_around(ptr).is_none() && state.small_around(ptr).is_none() {
-                return Err(if state.ours(ptr) {
+                return Err(if state.physical.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
                     Error::NotOurs { ptr }
@@ -413,7 +390,7 @@ impl Engine {
         }
         let block = state.large_around(ptr);
         let owner = match block {
-            Some(id) => Some(state.records[id].stream),
+            Some(id) => Some(state.extents.records[id].stream),
             None => state.small_around(ptr).map(|(_, _, owner)| owner),
         };
         let Some(owner) = owner else {
@@ -452,7 +429,7 @@ impl Engine {
     pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
         let state = self.open()?;
         let known = state.streams.find(named.key);
-        known.ok_or_else(|| state.not_here(named.raw as usize))
+        known.ok_or_else(|| state.streams.not_here(named.raw as usize))
     }
 
     /// All slots of a stream that is known: more than one where others retired it while it went on.
@@ -460,7 +437,7 @@ impl Engine {
         let state = self.open()?;
         let slots = state.streams.all_of(named.key);
         if slots.is_empty() {
-            return Err(state.not_here(named.raw as usize));
+            return Err(state.streams.not_here(named.raw as usize));
         }
         Ok(slots)
     }
@@ -477,25 +454,16 @@ impl Engine {
 }
 
 impl State {
-    /// Whether a block with this identity is live.
-    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
-        let hot = self.records.get(id);
-        if hot.is_some_and(|hot| hot.shelved) {
-            return self.is_live_on_shelf(id, generation);
-        }
-        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
-    }
-
     /// Makes a taken extent a live block, and says what it is.
     pub(crate) fn granted(
         &mut self,
         id: u32,
         stream: u32,
         requested: u64,
-        home: &'static EngineFront,
+        home: &'static Front,
     ) -> Grant {
         let id = self.born(id, stream, requested);
-        let hot = &self.records[id];
+        let hot = &self.extents.records[id];
         let life = (id, hot.generation);
         Grant::large(home, hot.addr, life, (hot.granules, requested))
     }
@@ -509,23 +477,6 @@ impl State {
         }
     }
 
-    /// Whether an address lies in memory that the allocator holds.
-    pub(crate) fn ours(&self, ptr: u64) -> bool {
-        self.holdings
-            .range(..=ptr)
-            .next_back()
-            .is_some_and(|(base, h)| ptr < base + h.bytes)
-    }
-
-    /// Why a stream that a call names is not known.
-    fn not_here(&self, raw: usize) -> Error {
-        let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
-        if is_per_thread(raw) && self.streams.iter().any(|(_, slot)| same(slot)) {
-            return Error::OtherThread { stream: raw };
-        }
-        Error::UnknownStream { stream: raw }
-    }
-
     /// The stream of a block, if it may be asked whether it is capturing.
     pub(crate) fn capture_suspect(&self, stream: u32) -> Option<Suspect> {
         let slot = &self.streams[stream];
@@ -537,5 +488,14 @@ impl State {
             context: slot.context.clone(),
             _holder: slot.holder.clone(),
         })
+    }
+
+    /// Whether a block with this identity is live.
+    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
+        let hot = self.extents.records.get(id);
+        if hot.is_some_and(|hot| hot.shelved) {
+            return self.is_live_on_shelf(id, generation);
+        }
+        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
     }
 }

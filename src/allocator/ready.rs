@@ -9,8 +9,8 @@ use super::front::cache;
 use super::grant::Grant;
 use super::records::{Hot, SpaceId, State as Extent};
 use super::request::Request;
+use super::slot::{Holder, StreamKey};
 use super::state::State;
-use super::streams::{Holder, StreamKey};
 use super::uses::Use;
 
 impl Engine {
@@ -31,7 +31,7 @@ impl Engine {
     /// Goes on where others are to be thought of.
     #[inline(never)]
     fn drop_among(&self, mut state: Guard<'_>, id: u32, generation: u32) -> bool {
-        if !state.is_live((id, generation)) || state.records[id].shelved {
+        if !state.is_live((id, generation)) || state.extents.records[id].shelved {
             return false;
         }
         let after = state.free(id);
@@ -54,7 +54,7 @@ impl State {
         };
         let plain = self.packed && request.is_plain() && request.small().is_none();
         let alone = !self.streams.several() && self.fronts.due.is_empty();
-        let calm = self.fronts.crowd == 0 && !self.bursts.debt;
+        let calm = self.fronts.crowd == 0 && !self.physical.bursts.debt;
         if !(plain && alone && calm) {
             return None;
         }
@@ -65,17 +65,18 @@ impl State {
             return None;
         }
         self.unshelve_loose();
-        if !self.large.merge_own {
+        if !self.extents.large.merge_own {
             return None;
         }
-        self.adopt_complete(SpaceId::Large, stream);
+        self.extents.adopt_complete(SpaceId::Large, stream);
         let want = request.want(SpaceId::Large, stream);
         let block = self
+            .extents
             .large
-            .carve_own(&mut self.records, stream, want.granules)?
+            .carve_own(&mut self.extents.records, stream, want.granules)?
             .id;
         self.announce(want.requested);
-        self.large_request(&want);
+        self.physical.large_request(&want);
         self.stats.rungs.ready += 1;
         self.stats.hits += 1;
         let mut grant = self.granted(block, stream, want.requested, front);
@@ -88,10 +89,14 @@ impl State {
     /// [`free`](Self::free) of a block that only its own stream used, while that is alone. False, with
     /// nothing changed, if more is to be thought of.
     fn free_alone(&mut self, id: u32, generation: u32) -> bool {
-        if self.streams.several() || !self.large.merge_own || self.guards.any() || !self.packed {
+        if self.streams.several()
+            || !self.extents.large.merge_own
+            || self.guards.any()
+            || !self.packed
+        {
             return false;
         }
-        let Some(hot) = self.records.get(id) else {
+        let Some(hot) = self.extents.records.get(id) else {
             return false;
         };
         let Hot {
@@ -101,7 +106,7 @@ impl State {
             ..
         } = *hot;
         let live = hot.generation == generation && hot.state == Extent::Used && !hot.shelved;
-        let (cold, bytes) = (self.records.cold(id), hot.bytes());
+        let (cold, bytes) = (self.extents.records.cold(id), hot.bytes());
         let plain = hot.space == SpaceId::Large && cold.is_plain();
         if !live || !plain {
             return false;
@@ -119,13 +124,15 @@ impl State {
         slot.open_uses = slot.open_uses.saturating_add(1);
         slot.open_bytes += bytes;
         self.frees += 1;
-        self.records[id].generation = generation.wrapping_add(1);
-        self.lookup.remove(addr);
+        self.extents.records[id].generation = generation.wrapping_add(1);
+        self.extents.lookup.remove(addr);
         self.fronts.habits.freed(id, granules);
         self.stats.freed(false, bytes, requested, true);
         let last = Use { stream, ticket };
         let freed = self.frees;
-        self.large.release_own(&mut self.records, id, last, freed);
+        self.extents
+            .large
+            .release_own(&mut self.extents.records, id, last, freed);
         true
     }
 }

@@ -3,7 +3,6 @@
 //! A record describes one extent of address space: a block in use, a free piece, a range that a
 //! driver call is working on, or a range without memory. Ids are 32 bits.
 
-use super::fronts::EngineFront;
 use super::uses::Uses;
 
 /// No record.
@@ -110,8 +109,6 @@ pub(crate) struct Cold {
     pub freed: u64,
     /// Lent: the block.
     pub lent_to: u32,
-    /// Used: the front on whose shelf it lies.
-    pub front: Option<&'static EngineFront>,
     /// Made when there is anything to note in it, and kept until the record is given back.
     rare: Option<Box<Rare>>,
 }
@@ -138,14 +135,12 @@ impl Cold {
             owner,
             freed,
             lent_to,
-            front,
             rare,
         } = self;
         debug_assert!(rare.is_none(), "put aside before");
         *requested = 0;
         *uses = Uses::None;
         (*owner, *freed, *lent_to) = (0, 0, 0);
-        *front = None;
     }
 
     /// Used: other streams that were recorded on the block.

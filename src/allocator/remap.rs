@@ -3,14 +3,16 @@
 use crate::driver::DriverError;
 
 use super::budget::LEVELS;
+use super::climb::Climb;
 use super::engine::{Engine, Guard};
 use super::error::Error;
+use super::mapping::ViewRun;
 use super::records::SpaceId;
-use super::rungs::{Climb, VIEW_ADDRESSES};
+use super::rungs::VIEW_ADDRESSES;
 use super::seam::Stitch;
 use super::size::GRANULE;
-use super::state::{State, Want};
-use super::view::ViewRun;
+use super::state::State;
+use super::want::Want;
 
 /// How a stitch failed in the driver.
 pub(crate) enum Unmapped {
@@ -30,7 +32,7 @@ impl Engine {
         want: &Want,
         run: ViewRun,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let Some(view) = state.views.get(&run.base) else {
+        let Some(view) = state.views.map.get(&run.base) else {
             return Ok((state, None));
         };
         let parts = view.home_parts(run.offset, want.granules);
@@ -39,13 +41,13 @@ impl Engine {
         };
         if !lent.waits.is_empty() {
             // The view must not go while the waits are made.
-            state.hold_view(run.base, true);
+            state.views.hold_view(run.base, true);
             drop(state);
             let waits = std::mem::take(&mut lent.waits);
             let waited = self.queue_waits(want.stream, &waits);
             drop(waits);
             state = self.lock();
-            state.hold_view(run.base, false);
+            state.views.hold_view(run.base, false);
             if let Err(error) = waited {
                 state.give_home(want.space, lent);
                 return Err(error);
@@ -135,8 +137,8 @@ impl Engine {
     fn asks_about_views(&self, state: &State) -> bool {
         let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
         let wanted = state.excess_view_maps() > 0
-            || state.view_addresses() > most
-            || state.level + 1 == LEVELS;
+            || state.extents.view_addresses() > most
+            || state.physical.level + 1 == LEVELS;
         wanted && !state.streams.several()
     }
 
@@ -260,7 +262,7 @@ impl Engine {
             let mut state = self.lock();
             match unmapped {
                 Ok(()) => {
-                    state.lookup.forget(*base, bytes);
+                    state.extents.lookup.forget(*base, bytes);
                     state.view_gone(&view);
                 }
                 Err(error) => {
@@ -305,12 +307,5 @@ impl State {
             }
         }
         error
-    }
-
-    /// Keeps a view from going, or lets it go again.
-    fn hold_view(&mut self, base: u64, on: bool) {
-        if let Some(view) = self.views.get_mut(&base) {
-            view.calls = if on { view.calls + 1 } else { view.calls - 1 };
-        }
     }
 }

@@ -4,7 +4,7 @@ use super::error::Error;
 use super::front::{PAGE_GRAINS, Small};
 use super::records::SpaceId;
 use super::size::{GRANULE, MAX_ALIGNMENT, round_size};
-use super::state::Want;
+use super::want::Want;
 
 /// A request whose numbers are in order.
 #[derive(Debug, Clone, Copy)]

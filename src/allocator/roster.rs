@@ -3,12 +3,11 @@
 
 use crate::driver::Context;
 
-use super::bins::FreeIndex;
-use super::records::{COMPLETE, SpaceId};
+use super::records::SpaceId;
+use super::slot::{Holder, StreamKey};
 use super::space::Space;
-use super::state::{AfterFree, State};
-use super::streams::{Holder, StreamKey};
-use super::uses::Uses;
+use super::state::State;
+use super::want::AfterFree;
 
 /// Idle streams of the caller are forgotten above this number of known streams.
 const MANY_STREAMS: usize = 64;
@@ -38,7 +37,7 @@ impl State {
         }
         let single = !self.streams.several();
         for space in [SpaceId::Large, SpaceId::Small] {
-            let (space, records) = self.parts(space);
+            let (space, records) = self.extents.parts(space);
             if space.merge_own != single {
                 space.merge_own = single;
                 if single {
@@ -53,6 +52,7 @@ impl State {
             // Memory that was never used, or not for long, is everybody's from now on.
             for space in [SpaceId::Large, SpaceId::Small] {
                 let classes: Vec<u32> = self
+                    .extents
                     .space(space)
                     .into_iter()
                     .flat_map(Space::pending_streams)
@@ -64,18 +64,6 @@ impl State {
         }
     }
 
-    /// While one stream exists, complete memory is as good as its own, and merges with it.
-    #[inline]
-    pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
-        let (space, records) = self.parts(space);
-        if !space.merge_own || space.index(COMPLETE).is_none_or(FreeIndex::is_empty) {
-            return;
-        }
-        while let Some(entry) = space.index(COMPLETE).and_then(|i| i.largest()) {
-            space.retag(records, entry.id, Uses::one(stream, 0));
-        }
-    }
-
     /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
     /// what was freed inside its pages, which no batch counts.
     pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
@@ -83,7 +71,7 @@ impl State {
             self.close_batches(front, Some(stream), &mut AfterFree::default());
         }
         self.flush_fronts_of(stream);
-        let busy = self.front_uses(stream) > 0;
+        let busy = self.streams.front_uses(stream) > 0;
         let slot = &mut self.streams[stream];
         if slot.live > 0 || busy {
             slot.open_uses = slot.open_uses.saturating_add(1);
@@ -118,7 +106,7 @@ impl State {
         self.flush_fronts_of(stream);
         let slot = &self.streams[stream];
         let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
-        if !drained || self.front_uses(stream) > 0 {
+        if !drained || self.streams.front_uses(stream) > 0 {
             let slot = &self.streams[stream];
             let fast = !self.closed && slot.named;
             self.set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
@@ -126,20 +114,9 @@ impl State {
         }
         self.streams[stream].holder = Holder::Retired;
         self.drop_fronts(stream);
-        self.release_class(stream);
+        self.extents.release_class(stream);
         if self.streams.recycle(stream) {
             self.streams_changed();
-        }
-    }
-
-    /// Everything that was tagged with a drained stream is complete.
-    fn release_class(&mut self, stream: u32) {
-        for space in [SpaceId::Large, SpaceId::Small] {
-            let (space, records) = self.parts(space);
-            while let Some(entry) = space.index(stream).and_then(|i| i.largest()) {
-                space.retag(records, entry.id, Uses::None);
-            }
-            space.forget_stream(stream);
         }
     }
 }

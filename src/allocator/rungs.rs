@@ -5,23 +5,15 @@
 
 use std::sync::Arc;
 
-use super::budget::LEVELS;
+use super::climb::{Climb, Step, TOLERANCE_SLACK, TOLERANCES};
 use super::engine::Engine;
 use super::fit::Run;
-use super::plan::{Growth, Release};
+use super::mapping::{Openings, ViewRun};
 use super::records::SpaceId;
-use super::seam::Stitch;
-use super::shorten::Cut;
-use super::single::{Next, Place};
-use super::state::{State, Want};
+use super::single::Next;
+use super::state::State;
 use super::stitch::STITCH_MIN;
-use super::view::{Openings, ViewRun};
-
-/// A ready extent is passed over for one that needs a wait if it is longer than this many times the
-/// other (plus a page), by level of the stitching budget. The longer one is what the request would take:
-/// where it leaves handles whole that is not the best fit, and such a piece waits sooner.
-const TOLERANCES: [u64; LEVELS] = [16, 8, 2, 1, 0, 0];
-const TOLERANCE_SLACK: u64 = super::size::PAGE / super::size::GRANULE;
+use super::want::Want;
 
 /// Requests below this many bytes leave handles whole near the limit, if they can. Larger ones would take
 /// from long runs what large requests find in one piece now. From simulation over recorded work.
@@ -30,127 +22,6 @@ const SPARING_BELOW: u64 = 8 << 20;
 /// Views that stand idle go before there is more address space for views than so many times the
 /// device's memory.
 pub(crate) const VIEW_ADDRESSES: u64 = 8;
-
-/// What a climb has done already.
-#[derive(Default)]
-pub(crate) struct Climb {
-    /// Shelves hold nothing back.
-    pub settled: bool,
-    pub flushed: bool,
-    pub retried: bool,
-    pub evicted: bool,
-    /// A stitch was refused; no other is tried until there may be more memory for it.
-    pub unstitched: bool,
-    /// A view was cut short for the request,
-    pub shortened: bool,
-    /// in the last step. What was cut served the request no better before, as far as this thread knows.
-    pub just_cut: bool,
-    /// Memory was made for a stitch.
-    pub supplied: bool,
-    pub marked: bool,
-    pub asked_again: bool,
-    /// No more address space can be had; what there is may do.
-    pub cramped: bool,
-    pub hooks: Option<std::vec::IntoIter<Arc<super::hooks::ReliefHook>>>,
-    pub synchronised: bool,
-    pub missed: bool,
-    /// The driver's last refusal.
-    pub refusal: Option<crate::driver::DriverError>,
-    /// A failure that another rung might have made up for.
-    pub failure: Option<crate::driver::DriverError>,
-}
-
-impl Climb {
-    /// Notes a step that is about to be taken.
-    pub(crate) fn note(&mut self, step: &Step) {
-        self.missed |= step.is_miss();
-        self.just_cut = matches!(step, Step::Shorten(_));
-        match step {
-            Step::Settle => self.settled = true,
-            Step::Flush => self.flushed = true,
-            Step::Retry => self.retried = true,
-            Step::Evict(_) => self.evicted = true,
-            Step::Shorten(_) => self.shortened = true,
-            Step::Supply(_) => self.supplied = true,
-            // What the driver had no memory for it may have now.
-            Step::Release(_) => self.unstitched = false,
-            Step::Mark => {
-                self.marked = true;
-                // The stream may be idle: then what it freed is complete at once.
-                self.look_again();
-            }
-            Step::AskAgain => self.asked_again = true,
-            Step::HostWait(..) => self.look_again(),
-            Step::Hook(..) => {
-                self.look_again();
-                // What a hook frees may itself be marked.
-                self.marked = false;
-            }
-            Step::Synchronise => {
-                self.synchronised = true;
-                self.look_again();
-            }
-            _ => {}
-        }
-    }
-
-    /// Memory becomes complete: pages may be whole then, views idle, and handles free to stitch.
-    fn look_again(&mut self) {
-        self.settled = false;
-        self.flushed = false;
-        self.evicted = false;
-        self.unstitched = false;
-    }
-}
-
-/// The next rung.
-pub(crate) enum Step {
-    Take(Run),
-    Wait(Run),
-    Place(Place),
-    View(ViewRun),
-    Stitch(Box<Stitch>),
-    Evict(Vec<u64>),
-    /// Cuts a view short for a stitch.
-    Shorten(Cut),
-    /// Lets idle views go for their addresses.
-    MakeWay(Vec<u64>),
-    Reserve(SpaceId, u64),
-    Grow(Growth),
-    /// Makes memory that a stitch lacks, as free memory.
-    Supply(Growth),
-    Flush,
-    /// Takes off the shelves what nobody holds.
-    Settle,
-    /// Tries again to release what an earlier failure left behind.
-    Retry,
-    Release(Vec<Release>),
-    Mark,
-    /// Memory that the driver refused earlier may be there now.
-    AskAgain,
-    HostWait(u32, u64, Arc<crate::driver::Event>),
-    Hook(Arc<super::hooks::ReliefHook>, u64),
-    Synchronise,
-    Fail,
-}
-
-impl Step {
-    /// Whether a request that comes to this is not served by what was ready.
-    fn is_miss(&self) -> bool {
-        use Step::{Fail, Grow, Hook, HostWait, Release, Stitch, Supply, Synchronise};
-        matches!(
-            self,
-            Stitch(_)
-                | Grow(_)
-                | Supply(_)
-                | Release(_)
-                | HostWait(..)
-                | Hook(..)
-                | Synchronise
-                | Fail
-        )
-    }
-}
 
 impl State {
     /// Whether a request should leave handles whole where it can: near the limit, where others must find
@@ -185,7 +56,7 @@ impl Engine {
         }
         let mut open = None;
         if self.packed {
-            if state.missing(want).is_none() || (!climb.cramped && !state.has_hole(want)) {
+            if state.missing(want).is_none() || (!climb.cramped && !state.extents.has_hole(want)) {
                 return Step::Reserve(want.space, u64::from(want.span()) * super::size::GRANULE);
             }
             if self.stitches(want)
@@ -231,10 +102,11 @@ impl Engine {
         let finder = state.finder(want.space, want.stream)?;
         let mut ready = finder.ready_run(want)?;
         if self.packed && state.spares_handles(want) {
-            ready = finder.sparing_run(want, ready, &state.handles);
+            ready = finder.sparing_run(want, ready, &state.physical.handles);
         }
-        let loose =
-            |tight: u64| ready.granules > (1 + TOLERANCES[state.level]) * tight + TOLERANCE_SLACK;
+        let loose = |tight: u64| {
+            ready.granules > (1 + TOLERANCES[state.physical.level]) * tight + TOLERANCE_SLACK
+        };
         // No run is tighter than the request itself.
         if self.packed
             && state.streams.several()
@@ -275,7 +147,7 @@ impl Engine {
         want: &Want,
         open: &mut Option<Openings>,
     ) -> Option<Step> {
-        if state.views.is_empty() {
+        if state.views.map.is_empty() {
             return None;
         }
         let open = open.insert(state.openings(want, false)?);
@@ -284,7 +156,7 @@ impl Engine {
 
     /// A place in a view that the stream may use without a wait.
     pub(crate) fn view_at_hand(&self, state: &State, want: &Want) -> Option<ViewRun> {
-        if !self.views_for(want) || state.views.is_empty() {
+        if !self.views_for(want) || state.views.map.is_empty() {
             return None;
         }
         state.find_in_views(want, &state.openings(want, false)?)
@@ -305,7 +177,7 @@ impl Engine {
         // Views were not searched again, but others may have freed memory meanwhile: a stitch behind an end
         // that is long enough by now would map nothing.
         if climb.just_cut
-            && let Some(run) = state.open_end(want, &open)
+            && let Some(run) = state.views.open_end(want, &open)
         {
             return Some(Step::View(run));
         }
@@ -320,7 +192,7 @@ impl Engine {
         }
         if let Some(bytes) = state.view_room_missing(want) {
             let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
-            if state.view_addresses().saturating_add(bytes) > most {
+            if state.extents.view_addresses().saturating_add(bytes) > most {
                 let idle = state.idle_addresses(bytes);
                 if !idle.is_empty() {
                     return Some(Step::MakeWay(idle));
@@ -399,7 +271,7 @@ impl Engine {
         if !climb.marked && !state.streams[want.stream].covered() {
             return Step::Mark;
         }
-        if !climb.asked_again && climb.refusal.is_none() && state.full_at.is_some() {
+        if !climb.asked_again && climb.refusal.is_none() && state.physical.full_at.is_some() {
             return Step::AskAgain;
         }
         let oldest = state

@@ -1,10 +1,11 @@
 //! A stitch under way: what it claims for its driver calls, and how the books end it.
 
+use super::mapping::Layout;
+use super::mapping::{Lent, Seg, View};
 use super::records::SpaceId;
 use super::size::GRANULE;
-use super::state::{State, Want};
-use super::stitch::Layout;
-use super::view::{Lent, Seg, View, push_part};
+use super::state::State;
+use super::want::Want;
 
 /// A stitch that is claimed and waits for its driver calls.
 #[derive(Debug)]
@@ -61,23 +62,25 @@ impl State {
         let claimed = self.claim_memory(want, &layout, &site);
         let Some((lent, fresh)) = claimed else {
             if let Some(range) = site.range {
-                self.range_freed(range);
+                self.extents.range_freed(range);
             }
             return None;
         };
         let adds: Vec<_> = layout
             .adds
             .iter()
-            .filter_map(|(home, bytes)| Some((*home, *bytes, self.holdings.get(home)?.handle?)))
+            .filter_map(|(home, bytes)| {
+                Some((*home, *bytes, self.physical.holdings.get(home)?.handle?))
+            })
             .collect();
         // Nobody may take the handles away, or extend the same view, meanwhile.
-        self.segs_under_way += adds.len();
+        self.views.segs_under_way += adds.len();
         for (home, _, _) in &adds {
-            if let Some(holding) = self.holdings.get_mut(home) {
+            if let Some(holding) = self.physical.holdings.get_mut(home) {
                 holding.views += 1;
             }
         }
-        if let Some(view) = self.views.get_mut(&site.base) {
+        if let Some(view) = self.views.map.get_mut(&site.base) {
             view.calls += 1;
             view.busy = true;
         }
@@ -93,14 +96,14 @@ impl State {
     fn site(&mut self, want: &Want, layout: &Layout) -> Option<Site> {
         let (base, range, room, filled) = match layout.base {
             Some(base) => {
-                let view = self.views.get(&base)?;
+                let view = self.views.map.get(&base)?;
                 (base, None, view.room, view.granules)
             }
             None => {
                 let added = layout.adds.iter().map(|(_, bytes)| bytes).sum::<u64>();
                 let room = self.view_room(want, added + layout.fresh);
-                let range = self.take_range(room)?;
-                (self.records[range].addr, Some(range), room, 0)
+                let range = self.extents.take_range(room)?;
+                (self.extents.records[range].addr, Some(range), room, 0)
             }
         };
         let at = base + u64::from(filled) * GRANULE;
@@ -121,7 +124,7 @@ impl State {
         layout: &Layout,
         site: &Site,
     ) -> Option<(Lent, Option<Fresh>)> {
-        let parts = self.homes(want, layout, site)?;
+        let parts = self.views.homes(want, layout, site)?;
         let lent = self.lend(SpaceId::Large, want.stream, &parts)?;
         if layout.fresh == 0 {
             return Some((lent, None));
@@ -135,69 +138,48 @@ impl State {
         }
     }
 
-    /// Where the block lies at home: in the suffix of the view, then in the handles that are added.
-    fn homes(&self, want: &Want, layout: &Layout, site: &Site) -> Option<Vec<(u64, u32)>> {
-        let mut parts: Vec<(u64, u32)> = Vec::new();
-        let mut left = want.granules;
-        if layout.back > 0 {
-            let granules = ((layout.back / GRANULE) as u32).min(left);
-            parts.extend(
-                self.views
-                    .get(&site.base)?
-                    .home_parts(site.offset, granules),
-            );
-            left -= granules;
-        }
-        let mut skip = layout.skip;
-        for (home, bytes) in &layout.adds {
-            let granules = (((bytes - skip) / GRANULE) as u32).min(left);
-            if granules > 0 {
-                push_part(&mut parts, (home + skip, granules));
-            }
-            left -= granules;
-            skip = 0;
-        }
-        Some(parts)
-    }
-
     /// Claims a home for new memory, in handles of at least so many bytes: the lowest hole that takes
     /// it.
     pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64, least: u64) -> Option<Fresh> {
         let granules = (bytes / GRANULE) as u32;
         let hole = self
+            .extents
             .large
             .holes()
             .values()
             .copied()
-            .find(|id| self.records[*id].granules >= granules)?;
-        let addr = self.records[hole].addr;
+            .find(|id| self.extents.records[*id].granules >= granules)?;
+        let addr = self.extents.records[hole].addr;
         let (id, shards) = self.claim(SpaceId::Large, hole, 0, granules)?;
-        self.planned += bytes;
+        self.physical.planned += bytes;
         let size = self.handle_size(want, bytes).max(least);
         Some(Fresh {
             id,
             shards,
             addr,
-            sizes: self.tiles(addr, bytes, size),
+            sizes: self.physical.tiles(addr, bytes, size),
         })
     }
 
     /// The driver did what a stitch needs: enters the view into the books, and returns the block.
     pub(crate) fn stitched(&mut self, want: &Want, mut stitch: Stitch, handles: &[u64]) -> u32 {
-        self.segs_under_way -= stitch.adds.len();
+        self.views.segs_under_way -= stitch.adds.len();
         let mut parts: Vec<u32> = stitch.lent.parts.iter().map(|(id, _)| *id).collect();
         if let Some(fresh) = stitch.fresh {
             stitch.adds.extend(self.hold_fresh(&fresh, handles));
-            let taken: u32 = parts.iter().map(|id| self.records[*id].granules).sum();
+            let taken: u32 = parts
+                .iter()
+                .map(|id| self.extents.records[*id].granules)
+                .sum();
             let needed = want.granules - taken;
-            if needed < self.records[fresh.id].granules {
-                let (space, records) = self.parts(SpaceId::Large);
+            if needed < self.extents.records[fresh.id].granules {
+                let (space, records) = self.extents.parts(SpaceId::Large);
                 let rest = space.cut(records, fresh.id, needed);
-                self.put_fresh(SpaceId::Large, rest, want.stream);
+                self.extents.put_fresh(SpaceId::Large, rest, want.stream);
             }
             parts.push(fresh.id);
         }
-        let segs = self.segs(&stitch.adds);
+        let segs = self.physical.segs(&stitch.adds);
         let site = stitch.site;
         self.end_site(&site, segs, false);
         self.view_block(site.base, site.offset, want.granules, parts)
@@ -213,27 +195,27 @@ impl State {
         still_mapped: usize,
         fresh: &[u64],
     ) {
-        self.segs_under_way -= stitch.adds.len();
+        self.views.segs_under_way -= stitch.adds.len();
         if !fresh.is_empty()
             && let Some(new) = stitch.fresh.take()
         {
             stitch.adds.extend(self.hold_fresh(&new, fresh));
-            self.put_fresh(SpaceId::Large, new.id, want.stream);
+            self.extents.put_fresh(SpaceId::Large, new.id, want.stream);
         }
         let (kept, undone) = stitch.adds.split_at(still_mapped.min(stitch.adds.len()));
         for (home, _, _) in undone {
-            if let Some(holding) = self.holdings.get_mut(home) {
+            if let Some(holding) = self.physical.holdings.get_mut(home) {
                 holding.views -= 1;
             }
         }
-        let kept = self.segs(kept);
+        let kept = self.physical.segs(kept);
         if let Some(fresh) = stitch.fresh {
-            self.planned -= fresh.bytes();
+            self.physical.planned -= fresh.bytes();
             self.restore(SpaceId::Large, fresh.id, fresh.shards);
         }
         self.give_home(SpaceId::Large, stitch.lent);
         match stitch.site.range {
-            Some(range) if kept.is_empty() => self.range_freed(range),
+            Some(range) if kept.is_empty() => self.extents.range_freed(range),
             _ => {
                 let dead = !kept.is_empty();
                 self.end_site(&stitch.site, kept, dead);
@@ -244,28 +226,18 @@ impl State {
     /// Enters the handles of new memory, each with the view that it is mapped in. Returns them as a
     /// stitch adds them.
     fn hold_fresh(&mut self, fresh: &Fresh, handles: &[u64]) -> Vec<(u64, u64, u64)> {
-        self.planned -= fresh.bytes();
+        self.physical.planned -= fresh.bytes();
         let mut home = fresh.addr;
         let mut held = Vec::with_capacity(handles.len());
         for (bytes, handle) in fresh.sizes.iter().zip(handles) {
             self.hold(home, *bytes, Some(*handle), SpaceId::Large);
-            if let Some(holding) = self.holdings.get_mut(&home) {
+            if let Some(holding) = self.physical.holdings.get_mut(&home) {
                 holding.views += 1;
             }
             held.push((home, *bytes, *handle));
             home += bytes;
         }
         held
-    }
-
-    /// Held handles as parts of a view.
-    fn segs(&self, adds: &[(u64, u64, u64)]) -> Vec<Seg> {
-        let seg = |(home, bytes, _): &(u64, u64, u64)| Seg {
-            home: *home,
-            granules: (bytes / GRANULE) as u32,
-            handle: self.holdings.get(home).map_or(0, |h| h.number),
-        };
-        adds.iter().map(seg).collect()
     }
 
     /// The view of a stitch has what is mapped now, and others may use it; a dead one is only unmapped.
@@ -275,11 +247,11 @@ impl State {
             view.dead = dead;
             return self.put_view(site.base, view);
         }
-        if let Some(view) = self.views.get_mut(&site.base) {
+        if let Some(view) = self.views.map.get_mut(&site.base) {
             view.calls -= 1;
             view.busy = false;
             view.dead |= dead;
         }
-        self.extend_view(site.base, segs);
+        self.views.extend_view(site.base, segs);
     }
 }

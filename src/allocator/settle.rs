@@ -1,16 +1,8 @@
 //! Completion: what markers say, and what that makes free for everybody.
 
-use std::sync::Arc;
-
-use crate::driver::Event;
-
 use super::bins::Entry;
-use super::probes::{Outcome, Poll};
 use super::records::{MIXED, SpaceId};
 use super::state::State;
-
-/// Large allocations to let pass before a marker that was not ready is asked again.
-pub(super) const BACKOFF: u32 = 8;
 
 impl State {
     /// Drops from all pieces what is complete now.
@@ -32,7 +24,7 @@ impl State {
     fn settle_streams(&mut self, classes: Option<&[u32]>) {
         for id in [SpaceId::Large, SpaceId::Small] {
             self.settle_class(id, MIXED);
-            if self.space(id).is_none_or(|space| space.merge_own) {
+            if self.extents.space(id).is_none_or(|space| space.merge_own) {
                 continue;
             }
             match classes {
@@ -58,12 +50,12 @@ impl State {
 
     pub(crate) fn settle_class(&mut self, space: SpaceId, class: u32) {
         let mut pieces = std::mem::take(&mut self.pieces);
-        let index = self.space(space).and_then(|s| s.index(class));
+        let index = self.extents.space(space).and_then(|s| s.index(class));
         pieces.extend(index.into_iter().flat_map(|index| index.iter()));
         // By address, so that equal states settle equally.
         pieces.sort_unstable_by_key(|e: &Entry| e.addr);
         for entry in pieces.drain(..) {
-            let hot = &self.records[entry.id];
+            let hot = &self.extents.records[entry.id];
             if hot.is_free() && hot.addr == entry.addr && hot.stream == class {
                 self.settle_piece(space, entry.id);
             }
@@ -72,10 +64,10 @@ impl State {
     }
 
     pub(crate) fn settle_piece(&mut self, space: SpaceId, id: u32) {
-        let cold = self.records.cold(id);
-        let (owner, was_mixed) = (cold.owner, self.records[id].stream == MIXED);
+        let cold = self.extents.records.cold(id);
+        let (owner, was_mixed) = (cold.owner, self.extents.records[id].stream == MIXED);
         // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
-        let keep_owner = self.space(space).is_some_and(|s| s.merge_own);
+        let keep_owner = self.extents.space(space).is_some_and(|s| s.merge_own);
         let streams = &self.streams;
         let Some(uses) = cold
             .uses
@@ -84,85 +76,12 @@ impl State {
             return;
         };
         if was_mixed && uses.as_slice().len() <= 1 {
-            let bytes = self.records[id].bytes();
+            let bytes = self.extents.records[id].bytes();
             self.stats
                 .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
         }
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         at.retag(records, id, uses);
-    }
-
-    /// The streams that are due to be asked for completed markers; `None` if there are none.
-    pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Option<Poll> {
-        if self.streams.all_seen() {
-            return None;
-        }
-        let mut due = std::mem::take(&mut self.poll);
-        for (stream, slot) in self.streams.iter_mut() {
-            if slot.markers.is_empty() || !wanted(stream) {
-                continue;
-            }
-            if slot.backoff > 0 {
-                slot.backoff -= 1;
-                continue;
-            }
-            due.add(stream, slot);
-        }
-        if due.is_empty() {
-            self.poll = due;
-            return None;
-        }
-        Some(due)
-    }
-
-    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
-    pub(crate) fn ask_again(&mut self) {
-        for (_, slot) in self.streams.iter_mut() {
-            slot.backoff = 0;
-        }
-    }
-
-    /// What asking a stream came to.
-    pub(crate) fn asked(&mut self, outcome: Outcome) {
-        if let Some(bound) = outcome.newest {
-            self.observed(outcome.stream, bound);
-        }
-        let slot = &mut self.streams[outcome.stream];
-        slot.stride = outcome.count.max(1) as u32;
-        if outcome.late {
-            slot.backoff = BACKOFF;
-            self.streams.was_late(outcome.stream);
-        }
-    }
-
-    /// A marker was seen complete.
-    pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
-        // Gone already if another marker's completion implied this one; what comes next in line says
-        // nothing yet.
-        let markers = &self.streams[stream].markers;
-        let row = markers
-            .get(markers.partition_point(|m| m.bound < bound))
-            .filter(|m| m.bound == bound)
-            .map(|m| Arc::clone(&m.row));
-        self.streams
-            .completed(stream, bound, row.as_deref().unwrap_or(&[]));
-        self.pool_spent();
-    }
-
-    /// Keeps the events that no marker needs any more for the next markers of the same context.
-    pub(crate) fn pool_spent(&mut self) {
-        for (context, event) in self.streams.spent.drain(..) {
-            self.events.entry(context).or_default().push(event);
-        }
-    }
-
-    /// An event of a context for the next marker.
-    pub(crate) fn pooled_event(&mut self, context: u64) -> Option<Arc<Event>> {
-        let pool = self.events.get_mut(&context)?;
-        // A wait or a question under way may still hold one.
-        let idle = |event: &mut Arc<Event>| Arc::get_mut(event).is_some();
-        let at = pool.iter_mut().rposition(idle)?;
-        Some(pool.swap_remove(at))
     }
 }
 
@@ -190,16 +109,16 @@ mod tests {
         let key = context.key();
         let held: Arc<_> = {
             let state = engine.lock();
-            let pool = state.events.get(&key).ok_or("no pool")?;
+            let pool = state.streams.events.get(&key).ok_or("no pool")?;
             Arc::clone(pool.first().ok_or("no event")?)
         };
         let mut others = Vec::new();
-        while let Some(event) = engine.lock().pooled_event(key) {
+        while let Some(event) = engine.lock().streams.pooled_event(key) {
             assert!(!Arc::ptr_eq(&held, &event));
             others.push(event);
         }
         drop(held);
-        assert!(engine.lock().pooled_event(key).is_some());
+        assert!(engine.lock().streams.pooled_event(key).is_some());
         Ok(())
     }
 }

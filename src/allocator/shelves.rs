@@ -6,15 +6,15 @@
 
 use std::sync::atomic::Ordering;
 
-use super::check::{CheckError, holds, same};
 use super::engine::{Engine, Guard};
+use super::front::Front;
 use super::front::{Amounts, Shelved, cache};
-use super::fronts::EngineFront;
 use super::grant::Grant;
+use super::invariant::{CheckError, holds, same};
 use super::records::State as Extent;
 use super::size::GRANULE;
+use super::slot::Holder;
 use super::state::State;
-use super::streams::Holder;
 
 /// Large requests in the books after which nobody waits for them any more, if nobody did meanwhile.
 const CROWD: u32 = 256;
@@ -58,15 +58,15 @@ impl State {
     /// A block was handed out by the books: puts it on the shelf of its front if that may be of use. Not
     /// one for which a request had wishes: another one would get a place elsewhere. Whether it is there.
     #[inline]
-    pub(crate) fn shelve(&mut self, id: u32, front: &'static EngineFront, plain: bool) -> bool {
-        let granules = self.records[id].granules;
+    pub(crate) fn shelve(&mut self, id: u32, front: &'static Front, plain: bool) -> bool {
+        let granules = self.extents.records[id].granules;
         let again = self.fronts.habits.allocated(id, granules);
         plain && (again || self.fronts.crowd > 0) && self.put_on_shelf(id, front)
     }
 
     #[inline(never)]
-    fn put_on_shelf(&mut self, id: u32, front: &'static EngineFront) -> bool {
-        let (hot, cold) = (self.records[id], self.records.cold(id));
+    fn put_on_shelf(&mut self, id: u32, front: &'static Front) -> bool {
+        let (hot, cold) = (self.extents.records[id], self.extents.records.cold(id));
         if !cold.home().is_empty() {
             return false;
         }
@@ -95,8 +95,8 @@ impl State {
         if self.fronts.crowd == 0 {
             self.fronts.loose = Some(id);
         }
-        self.records[id].shelved = true;
-        self.records.cold_mut(id).front = Some(front);
+        self.extents.records[id].shelved = true;
+        self.fronts.shelved.insert(id, front);
         self.fronts.on_shelves.fetch_add(1, Ordering::Relaxed);
         if let Some(gone) = gone {
             self.off_shelf(gone);
@@ -106,10 +106,10 @@ impl State {
 
     /// Makes the books right about a block that was taken off its shelf.
     pub(crate) fn off_shelf(&mut self, block: Shelved) {
-        self.records.cold_mut(block.id).front = None;
+        self.fronts.shelved.remove(&block.id);
         self.fronts.on_shelves.fetch_sub(1, Ordering::Relaxed);
         self.fronts.habits.was_shelved(block.granules, block.reuses);
-        let hot = &mut self.records[block.id];
+        let hot = &mut self.extents.records[block.id];
         hot.shelved = false;
         hot.generation = block.generation;
         if !block.is_live() {
@@ -118,9 +118,9 @@ impl State {
             return;
         }
         let less = block.counted - block.requested;
-        let cold = self.records.cold_mut(block.id);
+        let cold = self.extents.records.cold_mut(block.id);
         cold.requested = block.requested;
-        let small = self.records[block.id].space != super::records::SpaceId::Large;
+        let small = self.extents.records[block.id].space != super::records::SpaceId::Large;
         self.stats.on_pool(small, |pool| pool.requested.sub(less));
     }
 
@@ -136,11 +136,11 @@ impl State {
     }
 
     /// The front on whose shelf a block lies.
-    pub(crate) fn shelf_of(&self, id: u32) -> Option<&'static EngineFront> {
-        if !self.records[id].shelved {
+    pub(crate) fn shelf_of(&self, id: u32) -> Option<&'static Front> {
+        if !self.extents.records[id].shelved {
             return None;
         }
-        self.records.cold(id).front
+        self.fronts.shelved.get(&id).copied()
     }
 
     /// Frees a block that lies on a shelf, with a generation only that life of it, and leaves it there.
@@ -165,12 +165,12 @@ impl State {
 
     /// The live large block around an address, off its shelf.
     pub(crate) fn large_around(&mut self, ptr: u64) -> Option<u32> {
-        let id = self.lookup.at_or_below(ptr)?;
-        if ptr >= self.records[id].end() {
+        let id = self.extents.lookup.at_or_below(ptr)?;
+        if ptr >= self.extents.records[id].end() {
             return None;
         }
         self.unshelve(id);
-        (self.lookup.exact(self.records[id].addr) == Some(id)).then_some(id)
+        (self.extents.lookup.exact(self.extents.records[id].addr) == Some(id)).then_some(id)
     }
 
     /// Frees what nobody holds on the shelves of one stream.
@@ -182,7 +182,7 @@ impl State {
 
     /// A large request that the shelf of its front could not serve: what nobody holds there goes back,
     /// so that the request finds what it would find without shelves.
-    pub(crate) fn pass_by_shelf(&mut self, front: &'static EngineFront, contended: bool) {
+    pub(crate) fn pass_by_shelf(&mut self, front: &'static Front, contended: bool) {
         self.unshelve_loose();
         if self.fronts.crowd > 0 {
             self.settle_shelf(front);
@@ -215,7 +215,7 @@ impl State {
     }
 
     /// Frees what nobody holds on one shelf; true if there was anything.
-    pub(crate) fn settle_shelf(&mut self, front: &'static EngineFront) -> bool {
+    pub(crate) fn settle_shelf(&mut self, front: &'static Front) -> bool {
         let mut any = false;
         loop {
             let block = front.lock().shelf.remove_idle();
@@ -254,8 +254,12 @@ impl State {
                     "without a crowd there is one block on a shelf at most",
                     loose || self.fronts.crowd > 0,
                 )?;
-                let (hot, cold) = (&self.records[block.id], self.records.cold(block.id));
-                let here = cold.front.is_some_and(|known| std::ptr::eq(known, *front));
+                let (hot, cold) = (
+                    &self.extents.records[block.id],
+                    self.extents.records.cold(block.id),
+                );
+                let here = self.fronts.shelved.get(&block.id);
+                let here = here.is_some_and(|known| std::ptr::eq(*known, *front));
                 holds("a block on a shelf is known there", hot.shelved && here)?;
                 holds(
                     "a block on a shelf is in use for the books",
@@ -278,7 +282,12 @@ impl State {
                 )?;
             }
         }
-        let marked = self.records.iter().filter(|(_, hot)| hot.shelved).count() as u64;
+        let marked = self
+            .extents
+            .records
+            .iter()
+            .filter(|(_, hot)| hot.shelved)
+            .count() as u64;
         let on_shelves = self.fronts.on_shelves.load(Ordering::Relaxed);
         same(
             "blocks on shelves, as told to all",

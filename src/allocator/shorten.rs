@@ -8,9 +8,10 @@
 use super::budget::LEVELS;
 use super::engine::Engine;
 use super::error::Error;
+use super::mapping::{Openings, Seg, View};
 use super::size::GRANULE;
-use super::state::{State, Want};
-use super::view::{Openings, Seg, View};
+use super::state::State;
+use super::want::Want;
 
 /// A cut is worth it if the request lacks so much less then.
 const WORTH_PERCENT: u64 = 95;
@@ -59,24 +60,25 @@ impl View {
 impl State {
     /// The view to cut before a stitch, if the request would lack fewer bytes then.
     pub(crate) fn plan_cut(&self, want: &Want, open: &Openings) -> Option<Cut> {
-        if self.level + 1 < LEVELS || want.align > 1 {
+        if self.physical.level + 1 < LEVELS || want.align > 1 {
             return None;
         }
         let need = u64::from(want.granules) * GRANULE;
-        let suffixes = self.best_suffixes(need, open);
+        let suffixes = self.views.best_suffixes(need, open);
         let lacks = need - suffixes.first().map_or(0, |(suffix, _)| *suffix);
         let worth = ((need - lacks * WORTH_PERCENT / 100).div_ceil(GRANULE) as u32).max(1);
         let mut best: Option<(u32, Cut)> = None;
-        self.views_with_runs(worth, &open.borders, |base, view| {
-            let least = best.map_or(worth, |(most, _)| most);
-            if self.may_cut(view)
-                && let Some((run, keep)) = view.best_cut(open, want.granules, least)
-                && best.is_none_or(|(most, cut)| run > most || base < cut.base)
-            {
-                best = Some((run, Cut { base, keep }));
-            }
-            best.map_or(worth, |(most, _)| most)
-        });
+        self.views
+            .views_with_runs(worth, &open.borders, |base, view| {
+                let least = best.map_or(worth, |(most, _)| most);
+                if self.may_cut(view)
+                    && let Some((run, keep)) = view.best_cut(open, want.granules, least)
+                    && best.is_none_or(|(most, cut)| run > most || base < cut.base)
+                {
+                    best = Some((run, Cut { base, keep }));
+                }
+                best.map_or(worth, |(most, _)| most)
+            });
         best.map(|(_, cut)| cut)
     }
 
@@ -90,7 +92,7 @@ impl State {
     /// Takes the handles behind a cut out of a view; it keeps the address space. Returns them with
     /// the address at which they are mapped.
     fn cut_view(&mut self, cut: Cut) -> Option<(u64, Vec<Seg>)> {
-        let view = self.views.get(&cut.base)?;
+        let view = self.views.map.get(&cut.base)?;
         let left: u32 = view
             .segs
             .iter()
@@ -101,31 +103,31 @@ impl State {
         if !self.may_cut(view) || view.held() > left || view.segs.len() <= cut.keep {
             return None;
         }
-        let view = self.views.get_mut(&cut.base)?;
+        let view = self.views.map.get_mut(&cut.base)?;
         let gone = view.segs.split_off(cut.keep);
         view.granules = left;
         // Nobody may extend it, or let it go, before its end is unmapped.
         view.busy = true;
         view.calls += 1;
-        self.grid.shorten(view.place, view.room, left);
-        self.segs_under_way += gone.len();
+        self.views.grid.shorten(view.place, view.room, left);
+        self.views.segs_under_way += gone.len();
         Some((cut.base + u64::from(left) * GRANULE, gone))
     }
 
     /// The end of a view is unmapped, or stays.
     fn cut_done(&mut self, cut: Cut, gone: Vec<Seg>, unmapped: bool) {
-        if let Some(view) = self.views.get_mut(&cut.base) {
+        if let Some(view) = self.views.map.get_mut(&cut.base) {
             view.busy = false;
             view.calls -= 1;
         }
-        self.segs_under_way -= gone.len();
+        self.views.segs_under_way -= gone.len();
         self.stats.rungs.shortened += u64::from(unmapped);
         if !unmapped {
-            self.extend_view(cut.base, gone);
+            self.views.extend_view(cut.base, gone);
             return;
         }
         for seg in gone {
-            if let Some(holding) = self.holdings.get_mut(&seg.home) {
+            if let Some(holding) = self.physical.holdings.get_mut(&seg.home) {
                 holding.views -= 1;
             }
         }
@@ -147,7 +149,7 @@ impl Engine {
         });
         let mut state = self.lock();
         if unmapped.is_ok() {
-            state.lookup.forget(at, bytes);
+            state.extents.lookup.forget(at, bytes);
         }
         state.cut_done(cut, gone, unmapped.is_ok());
         drop(state);
@@ -162,7 +164,7 @@ mod tests {
     use crate::allocator::front::PageTable;
     use crate::allocator::handles::Borders;
     use crate::allocator::records::{SpaceId, State as Extent};
-    use std::sync::{Arc, Weak};
+    use std::sync::Arc;
 
     const HANDLE: u64 = 16 << 20;
     const GRANULES: u32 = (HANDLE / GRANULE) as u32;
@@ -172,13 +174,20 @@ mod tests {
     fn books(views: &[(u64, &[bool])]) -> (State, Openings) {
         let tuning = Config::new().tuning();
         let table = Arc::new(PageTable::new());
-        let mut state = State::new((Weak::new(), 0), table, 0, true, None, tuning);
-        state.level = LEVELS - 1;
+        let mut state = State::new(
+            (crate::allocator::front::nobody(), 0),
+            table,
+            0,
+            true,
+            None,
+            tuning,
+        );
+        state.physical.level = LEVELS - 1;
         let (mut ranges, mut home) = (Vec::new(), HANDLE);
         for (base, open) in views {
             let mut segs = Vec::new();
             for open in *open {
-                let handle = state.handles.add(home, GRANULES);
+                let handle = state.physical.handles.add(home, GRANULES);
                 segs.push(Seg {
                     home,
                     granules: GRANULES,
@@ -191,13 +200,14 @@ mod tests {
             }
             let room = 256 * GRANULES;
             let range = state
+                .extents
                 .records
                 .make(SpaceId::Views, Extent::Busy, *base, room);
             let view = View::new(range, room, segs);
             state.put_view(*base, view);
         }
         let open = Openings {
-            borders: Borders::new(&state.handles, &ranges),
+            borders: Borders::new(&state.physical.handles, &ranges),
             ranges,
             more: false,
         };
@@ -238,7 +248,7 @@ mod tests {
         );
         let (mut state, open) = books(&[(1 << 40, LONG), (2 << 40, BUSY)]);
         let busy = |state: &mut State, busy| {
-            let view = state.views.get_mut(&(2 << 40));
+            let view = state.views.map.get_mut(&(2 << 40));
             view.into_iter().for_each(|view| view.busy = busy);
             state.plan_cut(&want(20), &open).map(|cut| cut.base)
         };
@@ -258,10 +268,11 @@ mod tests {
         assert!(
             state
                 .views
+                .map
                 .values()
                 .all(|view| !view.busy && view.calls == 0)
         );
-        assert_eq!(state.segs_under_way, 0);
+        assert_eq!(state.views.segs_under_way, 0);
     }
 
     /// An open end serves as well as a run that is hardly longer.

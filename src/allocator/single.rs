@@ -1,11 +1,12 @@
 //! Blocks that lie inside one physical handle.
 
 use super::fit::Finder;
-use super::plan::Growth;
+use super::growth::Growth;
+use super::mapping::Openings;
 use super::records::SpaceId;
 use super::size::{GRANULE, PHYSICAL_GRANULE};
-use super::state::{State, Want};
-use super::view::Openings;
+use super::state::State;
+use super::want::Want;
 
 /// A place inside free memory: the piece that it begins in, and how many granules into it.
 #[derive(Debug, Clone, Copy)]
@@ -78,7 +79,7 @@ impl State {
         let finder = self.finder(want.space, want.stream)?;
         let open = Openings::ranges(&finder, |id| usable(&finder, id));
         let mut best: Option<(u64, u64)> = None;
-        for source in self.sources(&open) {
+        for source in self.physical.sources(&open) {
             let (from, to) = source.open;
             let skip = want.skip(from);
             let needed = u64::from(skip + want.granules) * GRANULE;
@@ -88,7 +89,7 @@ impl State {
         }
         let (_, from) = best?;
         let addr = from + u64::from(want.skip(from)) * GRANULE;
-        let (first, start) = self.piece_at(want.space, addr)?;
+        let (first, start) = self.extents.piece_at(want.space, addr)?;
         let skip = ((addr - start) / GRANULE) as u32;
         Some(Place { first, skip })
     }
@@ -97,9 +98,11 @@ impl State {
     /// and how many granules into the hole it begins.
     pub(crate) fn hole_for_handle(&self, want: &Want) -> Option<(u32, u32)> {
         let bytes = want.handle_bytes();
-        let holes = self.space(want.space)?.holes();
+        let holes = self.extents.space(want.space)?.holes();
         holes.iter().find_map(|(addr, id)| {
-            let stretches = self.stretches(*addr, self.records[*id].bytes());
+            let stretches = self
+                .physical
+                .stretches(*addr, self.extents.records[*id].bytes());
             let stretch = stretches.into_iter().find(|(_, len)| *len >= bytes);
             stretch.map(|(start, _)| (*id, ((start - addr) / GRANULE) as u32))
         })
@@ -107,12 +110,12 @@ impl State {
 
     fn one_handle(&mut self, want: &Want, hole: u32, skip: u32) -> Next {
         let bytes = want.handle_bytes();
-        let addr = self.records[hole].addr + u64::from(skip) * GRANULE;
+        let addr = self.extents.records[hole].addr + u64::from(skip) * GRANULE;
         let granules = (bytes / GRANULE) as u32;
         let Some((id, shards)) = self.claim(want.space, hole, skip, granules) else {
             return Next::MakeRoom;
         };
-        self.planned += bytes;
+        self.physical.planned += bytes;
         Next::Grow(Growth {
             space: want.space,
             id,

@@ -6,20 +6,20 @@ use crate::driver::process;
 
 use super::engine::{Engine, Guard};
 use super::error::Error;
+use super::front::Front;
 use super::front::{Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRAINS, Small, Using, cache};
-use super::fronts::EngineFront;
 use super::grant::Grant;
 use super::records::SpaceId;
 use super::request::Request;
 use super::size::{GRANULE, PACKED_SMALL_LIMIT};
-use super::state::{AfterFree, PAGE_GRANULES, Want};
-use super::streams::StreamKey;
+use super::slot::StreamKey;
+use super::want::{AfterFree, PAGE_GRANULES, Want};
 
 /// A request that no front served at once: the front that was tried, still locked if nobody else was
 /// at it.
-pub(crate) struct Missed(Option<(&'static EngineFront, Option<Locked>)>);
+pub(crate) struct Missed(Option<(&'static Front, Option<Locked>)>);
 
-type Locked = Held<'static, Inner<Engine>>;
+type Locked = Held<'static, Inner>;
 
 /// Rounds of getting room until the books are asked.
 const ROUNDS: u32 = 4;
@@ -142,7 +142,7 @@ impl Engine {
 
     /// Threads keep meeting at a front: its stream gets more of them, and this thread chooses anew.
     #[cold]
-    pub(super) fn crowded(&self, key: u64, front: &'static EngineFront) {
+    pub(super) fn crowded(&self, key: u64, front: &'static Front) {
         cache::forget(key);
         let mut state = self.lock();
         let (stream, own) = {
@@ -159,7 +159,7 @@ impl Engine {
         &'a self,
         mut state: Guard<'a>,
         (key, stream): (StreamKey, u32),
-        front: &'static EngineFront,
+        front: &'static Front,
         request: Small,
     ) -> Result<(Guard<'a>, Grant), Error> {
         if let StreamKey::Id(key) = key {
@@ -206,7 +206,7 @@ impl Engine {
         &'a self,
         state: Guard<'a>,
         stream: u32,
-        front: &'static EngineFront,
+        front: &'static Front,
         request: Small,
     ) -> Result<(Guard<'a>, bool), Error> {
         let page = Want {
@@ -247,7 +247,7 @@ impl Engine {
 
     /// Covers what streams freed by markers, as far as that may be done here, and asks about them.
     fn cover<'a>(&'a self, state: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
-        let mut ours = state.kept_uncovered();
+        let mut ours = state.streams.kept_uncovered();
         ours.retain(|(stream, _)| streams.contains(stream));
         if ours.is_empty() {
             return Ok(state);
@@ -262,12 +262,12 @@ impl Engine {
     fn reclaim<'a>(
         &'a self,
         mut state: Guard<'a>,
-        front: &'static EngineFront,
+        front: &'static Front,
         close: bool,
     ) -> Result<(Guard<'a>, bool), Error> {
         let before = front.lock().pending_bytes();
         if close && state.close_batches(front, None, &mut AfterFree::default()) {
-            let ours = state.kept_uncovered();
+            let ours = state.streams.kept_uncovered();
             drop(state);
             state = self.cover_all(&ours)?;
         }
@@ -313,8 +313,8 @@ impl Engine {
 
     fn take_near(
         &self,
-        front: &'static EngineFront,
-        inner: &mut Inner<Engine>,
+        front: &'static Front,
+        inner: &mut Inner,
         request: Small,
         near: &[u64],
     ) -> Allocated {
@@ -336,7 +336,7 @@ impl Engine {
     pub(crate) fn take_small<'a>(
         &'a self,
         mut state: Guard<'a>,
-        front: &'static EngineFront,
+        front: &'static Front,
         request: Small,
         near: &[u64],
     ) -> Result<(Guard<'a>, Option<Grant>), Error> {
@@ -363,7 +363,7 @@ impl Engine {
             if !polled {
                 // Memory that other streams used may be free by now.
                 polled = true;
-                state.ask_again();
+                state.streams.ask_again();
                 (state, _) = self.reclaim(state, front, true)?;
                 let stream = front.lock().slot;
                 state = self.poll_for(state, stream)?;
@@ -399,7 +399,7 @@ impl Engine {
 
     /// The front and the place of a small block that begins at an address, if one does.
     #[inline]
-    pub(crate) fn small_at(&self, ptr: u64) -> Option<(&'static EngineFront, Node)> {
+    pub(crate) fn small_at(&self, ptr: u64) -> Option<(&'static Front, Node)> {
         if !ptr.is_multiple_of(GRANULE) {
             return None;
         }
@@ -414,7 +414,7 @@ impl Engine {
     #[inline]
     pub(crate) fn free_small(
         &self,
-        front: &'static EngineFront,
+        front: &'static Front,
         node: Node,
         ptr: u64,
         generation: Option<u32>,
@@ -433,7 +433,7 @@ impl Engine {
     #[inline(never)]
     pub(crate) fn small_freed(
         &self,
-        front: &'static EngineFront,
+        front: &'static Front,
         block: (Node, u64),
         generation: Option<u32>,
         freed: Freed,
@@ -477,7 +477,7 @@ impl Engine {
     #[cold]
     pub(crate) fn small_dropped(
         &self,
-        front: &'static EngineFront,
+        front: &'static Front,
         block: (Node, u64),
         generation: u32,
         freed: Freed,
@@ -492,7 +492,7 @@ impl Engine {
     #[cold]
     fn refuse_captured_free(
         &self,
-        front: &'static EngineFront,
+        front: &'static Front,
         (node, ptr): (Node, u64),
         generation: Option<u32>,
     ) -> Result<(), Error> {

@@ -67,7 +67,7 @@ pub struct SegmentInfo {
 
 impl State {
     pub(crate) fn block_info(&self, id: u32) -> BlockInfo {
-        let (hot, cold) = (&self.records[id], self.records.cold(id));
+        let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
         let number = |stream: u32| self.streams[stream].key.number();
         let live = hot.state == Extent::Used;
         let pending: Vec<u64> = if live {
@@ -114,12 +114,12 @@ impl State {
 
     pub(crate) fn snapshot(&self) -> Vec<SegmentInfo> {
         let mut segments: Vec<SegmentInfo> = Vec::new();
-        for space in [&self.large, &self.small] {
+        for space in [&self.extents.large, &self.extents.small] {
             for region in space.regions().values() {
                 let mut open = false;
                 let mut at = region.first;
                 while at != NIL {
-                    let hot = &self.records[at];
+                    let hot = &self.extents.records[at];
                     if hot.state == Extent::Unmapped {
                         open = false;
                     } else {
@@ -145,21 +145,26 @@ impl State {
                 }
             }
         }
-        segments.extend(self.views.iter().filter(|(_, v)| !v.blocks.is_empty()).map(
-            |(base, view)| SegmentInfo {
-                address: *base,
-                size: u64::from(view.granules) * super::size::GRANULE,
-                small: false,
-                mapped: true,
-                view: true,
-                blocks: Vec::new(),
-            },
-        ));
+        segments.extend(
+            self.views
+                .map
+                .iter()
+                .filter(|(_, v)| !v.blocks.is_empty())
+                .map(|(base, view)| SegmentInfo {
+                    address: *base,
+                    size: u64::from(view.granules) * super::size::GRANULE,
+                    small: false,
+                    mapped: true,
+                    view: true,
+                    blocks: Vec::new(),
+                }),
+        );
         segments.sort_by_key(|s| s.address);
         for (id, _) in self
+            .extents
             .records
             .iter()
-            .filter(|(id, _)| !self.records.cold(*id).home().is_empty())
+            .filter(|(id, _)| !self.extents.records.cold(*id).home().is_empty())
         {
             let info = self.block_info(id);
             let after = segments.partition_point(|s| s.address <= info.address);
@@ -175,9 +180,9 @@ impl State {
 
     /// A page stands for the blocks that were carved from it.
     fn blocks_of(&self, space: SpaceId, id: u32, blocks: &mut Vec<BlockInfo>) {
-        let hot = &self.records[id];
+        let hot = &self.extents.records[id];
         let page = (self.packed && space == SpaceId::Small && hot.state == Extent::Used)
-            .then(|| self.table.find(hot.addr))
+            .then(|| self.fronts.table.find(hot.addr))
             .flatten();
         let Some((front, page)) = page else {
             return blocks.push(self.block_info(id));

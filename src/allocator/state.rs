@@ -1,124 +1,25 @@
 //! Everything that one lock guards: extents, streams, statistics. No driver calls here.
 
-use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 
-use crate::driver::Event;
-
-use super::aliasing::Unfinished;
+use super::bench::Unfinished;
 use super::bins::Entry;
-use super::burst::Account;
+use super::caches::Fronts;
 use super::config::Tuning;
 use super::deferred::Deferred;
-use super::engine::Engine;
-use super::figures::{GrowthInfo, SelfTest};
+use super::extents::Extents;
 use super::fit::{Finder, Run};
-use super::front::PageTable;
-use super::fronts::Fronts;
-use super::grid::Grid;
-use super::guards::Guards;
-use super::handles::Handles;
-use super::lookup::Lookup;
-use super::mix::Mixed;
-use super::probes::Poll;
-use super::records::{MIXED, NIL, Recorded, Records, SPENT, SpaceId, State as Extent};
-use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, PAGE, classic_granules};
-use super::space::{Shard, Space};
+use super::front::{KeepAlive, PageTable};
+use super::guarded::Guards;
+use super::physical::Physical;
+use super::records::{MIXED, Recorded, SPENT, SpaceId, State as Extent};
+use super::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, classic_granules};
+use super::space::Shard;
 use super::stats::Stats;
-use super::streams::{Holder, StreamKey, Streams};
+use super::streams::Streams;
 use super::uses::{Use, Uses};
-use super::view::View;
-
-/// Granules of a page.
-pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
-
-/// Memory held from the driver: a segment, or a physical handle at its home address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Holding {
-    pub bytes: u64,
-    /// The physical handle; `None` for a plain segment.
-    pub handle: Option<u64>,
-    pub space: SpaceId,
-    /// Views that map the handle.
-    pub views: u32,
-    /// The handle's number in [`State::handles`]; 0 if it has none.
-    pub number: u32,
-}
-
-/// A physical handle that is mapped nowhere but could not be released yet.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Stray {
-    pub handle: u64,
-    pub bytes: u64,
-    pub space: SpaceId,
-    /// Being released.
-    pub busy: bool,
-}
-
-/// What a caller asks of an arena.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Want {
-    pub space: SpaceId,
-    pub stream: u32,
-    pub granules: u32,
-    /// Alignment in granules.
-    pub align: u32,
-    /// Bytes as the user asked for.
-    pub requested: u64,
-    /// The block lies inside one physical handle.
-    pub single: bool,
-    /// The block may lie in a view.
-    pub views: bool,
-}
-
-impl Want {
-    /// Granules of a run in which the request surely fits, whatever the run's address.
-    pub(crate) fn span(&self) -> u32 {
-        self.granules + self.align - 1
-    }
-
-    /// Granules between the start of a run and the first aligned address in it.
-    pub(crate) fn skip(&self, addr: u64) -> u32 {
-        let align = u64::from(self.align) * GRANULE;
-        ((addr.next_multiple_of(align) - addr) / GRANULE) as u32
-    }
-}
-
-/// A wait that has to be queued before a taken block may be used.
-#[derive(Debug)]
-pub(crate) struct PendingWait {
-    pub stream: u32,
-    pub bound: u64,
-    pub event: Arc<Event>,
-    pub row: Arc<[u64]>,
-}
-
-/// What a free left to do outside the lock.
-#[derive(Debug, Default)]
-pub(crate) struct AfterFree {
-    /// Streams whose batch is full: mostly none or one.
-    full: Option<(u32, StreamKey)>,
-    more: Vec<(u32, StreamKey)>,
-}
-
-impl AfterFree {
-    /// A stream is to be marked.
-    pub(crate) fn mark(&mut self, stream: u32, key: StreamKey) {
-        match self.full {
-            None => self.full = Some((stream, key)),
-            Some(_) => self.more.push((stream, key)),
-        }
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.full.is_none()
-    }
-
-    /// The streams to be marked.
-    pub(crate) fn streams(&self) -> impl Iterator<Item = (u32, StreamKey)> + '_ {
-        self.full.iter().chain(&self.more).copied()
-    }
-}
+use super::views::Views;
+use super::want::{AfterFree, Want};
 
 /// Bytes of pieces that streams other than their own may still use.
 fn mixed_bytes(shards: &[Shard]) -> u64 {
@@ -126,70 +27,24 @@ fn mixed_bytes(shards: &[Shard]) -> u64 {
     mixed.map(|s| u64::from(s.granules) * GRANULE).sum()
 }
 
-/// See the module's text.
+/// What one lock guards.
 #[derive(Debug)]
 pub(crate) struct State {
     /// Ordinal of the device.
     pub device: usize,
     pub packed: bool,
-    pub records: Records,
-    pub lookup: Lookup,
-    pub large: Space,
-    pub small: Space,
-    /// The allocator that the books are of, for the fronts that keep it alive.
-    pub engine: Weak<Engine>,
-    pub id: u64,
-    /// Threads that can run at once.
-    pub threads: usize,
-    /// Which front has which page.
-    pub table: Arc<PageTable<Engine>>,
-    pub fronts: Fronts,
-    /// Packed: page address to its record in the small arena.
-    pub page_ids: HashMap<u64, u32, Mixed>,
+    pub extents: Extents,
+    pub physical: Physical,
+    pub views: Views,
     pub streams: Streams,
-    /// Events that may be recorded again, by context.
-    pub events: HashMap<u64, Vec<Arc<Event>>, Mixed>,
-    /// Memory for rounds of questions, and for pieces that are settled.
-    pub poll: Poll,
-    pub pieces: Vec<Entry>,
-    pub holdings: BTreeMap<u64, Holding>,
-    /// The handles of the large arena by number.
-    pub handles: Handles,
-    pub strays: Vec<Stray>,
-    /// Packed: views by their base address, and the address space for them.
-    pub views: BTreeMap<u64, View>,
-    pub view_space: Space,
-    /// Mappings in views that calls under way make or take away: counted at their handles.
-    pub segs_under_way: usize,
-    /// Where to look in views.
-    pub grid: Grid,
-    /// Blocks in views so far: the order in which views were used.
-    pub clock: u64,
-    /// Level of the stitching budget, and what was spent on it.
-    pub level: usize,
-    pub work: u64,
-    /// What the configuration says of cap, budget and handles.
-    pub tuning: Tuning,
-    /// Allocations that map very many handles, and what they owe.
-    pub bursts: Account,
+    pub fronts: Fronts,
     /// Blocks that guards keep.
     pub guards: Guards,
-    /// Bytes of blocks in views.
-    pub lent_bytes: u64,
-    /// Why memory was last added.
-    pub last_growth: Option<GrowthInfo>,
-    pub self_test: SelfTest,
-    /// Reserved address ranges: base to bytes.
-    pub spans: BTreeMap<u64, u64>,
     pub stats: Stats,
+    /// Memory for pieces that are settled.
+    pub pieces: Vec<Entry>,
     /// Most bytes of large freed blocks that other streams could still use, at once.
     pub mixed_peak: u64,
-    pub limit: Option<u64>,
-    /// The driver refused to hold more than this; lifted when something is released, and before a
-    /// request fails or waits for it.
-    pub full_at: Option<u64>,
-    /// Bytes that growth under way will add.
-    pub planned: u64,
     /// Peak of live requested bytes since the last trim.
     pub peak_live: u64,
     /// Blocks that could not be freed when they were dropped: freed by the next call that may.
@@ -205,8 +60,8 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn new(
-        (engine, id): (Weak<Engine>, u64),
-        table: Arc<PageTable<Engine>>,
+        owner: (Weak<dyn KeepAlive>, u64),
+        table: Arc<PageTable>,
         device: usize,
         packed: bool,
         limit: Option<u64>,
@@ -215,42 +70,15 @@ impl State {
         State {
             device,
             packed,
-            records: Records::default(),
-            lookup: Lookup::default(),
-            large: Space::new(SpaceId::Large, true),
-            small: Space::new(SpaceId::Small, true),
-            engine,
-            id,
-            threads: std::thread::available_parallelism().map_or(1, usize::from),
-            table,
-            fronts: Fronts::default(),
-            page_ids: HashMap::default(),
+            extents: Extents::default(),
+            physical: Physical::new(limit, tuning),
+            views: Views::default(),
             streams: Streams::default(),
-            events: HashMap::default(),
-            poll: Poll::default(),
-            pieces: Vec::new(),
-            holdings: BTreeMap::new(),
-            handles: Handles::default(),
-            strays: Vec::new(),
-            views: BTreeMap::new(),
-            segs_under_way: 0,
-            grid: Grid::default(),
-            view_space: Space::new(SpaceId::Views, true),
-            clock: 0,
-            level: 0,
-            work: 0,
-            tuning,
-            bursts: Account::default(),
+            fronts: Fronts::new(owner, table),
             guards: Guards::default(),
-            lent_bytes: 0,
-            last_growth: None,
-            self_test: SelfTest::NotRun,
-            spans: BTreeMap::new(),
             stats: Stats::default(),
+            pieces: Vec::new(),
             mixed_peak: 0,
-            limit,
-            full_at: None,
-            planned: 0,
             peak_live: 0,
             deferred: Vec::new(),
             unfinished: Vec::new(),
@@ -270,33 +98,11 @@ impl State {
             }
     }
 
-    /// A space with what its operations need beside it.
-    pub(crate) fn parts(&mut self, space: SpaceId) -> (&mut Space, &mut Records) {
-        let space = match space {
-            SpaceId::Large => &mut self.large,
-            SpaceId::Small => &mut self.small,
-            SpaceId::Views => &mut self.view_space,
-        };
-        (space, &mut self.records)
-    }
-
-    pub(crate) fn space(&self, space: SpaceId) -> Option<&Space> {
-        match space {
-            SpaceId::Large => Some(&self.large),
-            SpaceId::Small => Some(&self.small),
-            SpaceId::Views => Some(&self.view_space),
-        }
-    }
-
-    pub(crate) fn spaces(&self) -> impl Iterator<Item = &Space> {
-        [&self.large, &self.small].into_iter()
-    }
-
     /// The eye of one stream on one space.
     pub(crate) fn finder(&self, space: SpaceId, stream: u32) -> Option<Finder<'_>> {
-        let space = self.space(space)?;
+        let space = self.extents.space(space)?;
         Some(Finder {
-            records: &self.records,
+            records: &self.extents.records,
             streams: &self.streams,
             space,
             stream,
@@ -305,11 +111,12 @@ impl State {
 
     /// Bytes that may still be taken from the driver.
     pub(crate) fn room(&self) -> u64 {
-        let held = self.stats.all.reserved.current + self.planned;
+        let held = self.stats.all.reserved.current + self.physical.planned;
         let bound = self
+            .physical
             .limit
             .unwrap_or(u64::MAX)
-            .min(self.full_at.unwrap_or(u64::MAX));
+            .min(self.physical.full_at.unwrap_or(u64::MAX));
         bound.saturating_sub(held)
     }
 
@@ -342,7 +149,7 @@ impl State {
     pub(crate) fn take(&mut self, want: &Want, run: Run) -> Option<u32> {
         let skip = want.skip(run.addr);
         let granules = self.granules_of(want, run.granules - u64::from(skip));
-        let (space, records) = self.parts(want.space);
+        let (space, records) = self.extents.parts(want.space);
         let first = records[run.first];
         if skip == 0 && first.granules >= granules && first.stream != MIXED {
             space.carve(records, run.first, granules);
@@ -361,7 +168,7 @@ impl State {
         granules: u32,
     ) -> Option<(u32, Vec<Shard>)> {
         let mut shards = Vec::new();
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         let id = at.claim(records, first, skip, granules, Extent::Busy, &mut shards)?;
         let bytes = mixed_bytes(&shards);
         self.stats
@@ -375,7 +182,7 @@ impl State {
         self.stats
             .on_pool(space != SpaceId::Large, |pool| pool.active.put_back(bytes));
         self.note_mixed();
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         at.restore(records, id, shards);
     }
 
@@ -409,56 +216,21 @@ impl State {
         self.claim(want.space, run.first, skip, granules)
     }
 
-    /// The waits after which a stream may use what the shards were. One wait brings everything that
-    /// its marker's stream followed, so the newest markers come first.
-    pub(crate) fn waits_for(&self, stream: u32, shards: &[Shard]) -> Vec<PendingWait> {
-        let mut needed: Vec<Use> = shards
-            .iter()
-            .flat_map(|s| s.uses.as_slice())
-            .filter(|u| !self.streams.ready(stream, u))
-            .copied()
-            .collect();
-        needed.sort_unstable_by_key(|u| {
-            std::cmp::Reverse(self.streams.marker(u).map_or(0, |m| m.order))
-        });
-        let mut waits: Vec<PendingWait> = Vec::new();
-        for u in needed {
-            let opened = |w: &PendingWait| {
-                (w.stream == u.stream && u.ticket <= w.bound)
-                    || w.row
-                        .get(u.stream as usize)
-                        .is_some_and(|known| u.ticket <= *known)
-            };
-            if waits.iter().any(opened) {
-                continue;
-            }
-            if let Some(marker) = self.streams.marker(&u) {
-                waits.push(PendingWait {
-                    stream: u.stream,
-                    bound: marker.bound,
-                    event: Arc::clone(&marker.event),
-                    row: Arc::clone(&marker.row),
-                });
-            }
-        }
-        waits
-    }
-
     /// Turns a taken extent into a live block of the user, and says which record it has.
     pub(crate) fn born(&mut self, mut id: u32, stream: u32, requested: u64) -> u32 {
-        if self.records[id].generation >= SPENT {
-            id = self.renumber(id);
+        if self.extents.records[id].generation >= SPENT {
+            id = self.extents.renumber(id);
         }
-        let hot = &mut self.records[id];
+        let hot = &mut self.extents.records[id];
         hot.state = Extent::Used;
         hot.stream = stream;
         hot.generation = hot.generation.wrapping_add(1) | 1;
         let (addr, bytes) = (hot.addr, hot.bytes());
         let small = hot.space != SpaceId::Large;
-        let cold = self.records.cold_mut(id);
+        let cold = self.extents.records.cold_mut(id);
         cold.requested = requested;
         cold.owner = stream;
-        self.lookup.insert(addr, id);
+        self.extents.lookup.insert(addr, id);
         self.streams[stream].live += 1;
         let within = self.make_sure_of_peaks(bytes, requested);
         if within && !small {
@@ -470,37 +242,13 @@ impl State {
         id
     }
 
-    /// Describes a claimed extent, of which no block is live, by another record.
-    #[cold]
-    #[inline(never)]
-    fn renumber(&mut self, id: u32) -> u32 {
-        let new = self.records.replace(id);
-        let hot = self.records[new];
-        for (at, forward) in [(hot.prev, true), (hot.next, false)] {
-            if at != NIL {
-                let beside = &mut self.records[at];
-                *(if forward {
-                    &mut beside.next
-                } else {
-                    &mut beside.prev
-                }) = new;
-            }
-        }
-        for part in self.records.cold(new).home().to_vec() {
-            self.records.cold_mut(part).lent_to = new;
-        }
-        let (space, _) = self.parts(hot.space);
-        space.renumber_first(hot.addr, id, new);
-        new
-    }
-
     /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is
     /// given until the free.
     pub(crate) fn record(&mut self, id: u32, stream: u32, ticket: Option<u64>) {
-        if self.records[id].stream == stream {
+        if self.extents.records[id].stream == stream {
             return;
         }
-        if self.records.record(id, Recorded { stream, ticket }) {
+        if self.extents.records.record(id, Recorded { stream, ticket }) {
             self.streams[stream].live += 1;
         }
     }
@@ -508,23 +256,23 @@ impl State {
     /// Frees a live block.
     pub(crate) fn free(&mut self, id: u32) -> AfterFree {
         self.unshelve_loose();
-        let hot = &mut self.records[id];
+        let hot = &mut self.extents.records[id];
         let (addr, granules, bytes, owner) = (hot.addr, hot.granules, hot.bytes(), hot.stream);
         let space = hot.space;
         hot.generation = hot.generation.wrapping_add(1);
         self.frees += 1;
-        let cold = self.records.cold_mut(id);
+        let cold = self.extents.records.cold_mut(id);
         cold.freed = self.frees;
         let (requested, in_view) = (cold.requested, !cold.home().is_empty());
         let shared = !cold.recorded().is_empty();
-        self.lookup.remove(addr);
+        self.extents.lookup.remove(addr);
         if self.packed {
             self.fronts.habits.freed(id, granules);
         }
         self.stats
             .freed(space != SpaceId::Large, bytes, requested, !shared);
         let mut after = AfterFree::default();
-        let own = self.ticket(owner, None);
+        let own = self.streams.ticket(owner, None);
         let uses = if shared {
             self.shared_uses(id, own)
         } else {
@@ -532,7 +280,7 @@ impl State {
         };
         for u in uses.as_slice() {
             self.streams[u.stream].live -= 1;
-            self.count_free(u, bytes, &mut after);
+            self.streams.count_free(u, bytes, &mut after);
         }
         let Some(uses) = self.unless_guarded(id, uses) else {
             return after;
@@ -546,7 +294,7 @@ impl State {
             return after;
         }
         let over = uses.as_slice().iter().all(|u| self.streams.complete(u));
-        let (at, records) = self.parts(space);
+        let (at, records) = self.extents.parts(space);
         let piece = at.release(records, id, uses);
         if shared || (over && space == SpaceId::Large) {
             // A recorded use may be over already, and so is everything of a retired stream.
@@ -557,38 +305,12 @@ impl State {
 
     /// The last uses of a block that other streams used, which is counted as free already.
     fn shared_uses(&mut self, id: u32, own: Use) -> Uses {
-        let recorded = self.records.cold_mut(id).take_recorded();
-        let others = recorded.iter().map(|r| self.ticket(r.stream, r.ticket));
+        let recorded = self.extents.records.cold_mut(id).take_recorded();
+        let others = recorded
+            .iter()
+            .map(|r| self.streams.ticket(r.stream, r.ticket));
         let uses = Uses::collect(std::iter::once(own).chain(others).collect());
         self.note_mixed();
         uses
-    }
-
-    /// The use that a free now leaves on a stream.
-    #[inline]
-    pub(crate) fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
-        let slot = &self.streams[stream];
-        // A retired stream gets no more work, so its last marker covers everything.
-        let now = if matches!(slot.holder, Holder::Retired) {
-            slot.open - 1
-        } else {
-            slot.open
-        };
-        Use {
-            stream,
-            ticket: precise.unwrap_or(now).min(now),
-        }
-    }
-
-    #[inline]
-    pub(crate) fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
-        let slot = &self.streams[u.stream];
-        if u.ticket < slot.open {
-            return;
-        }
-        let key = slot.key;
-        if self.streams.count_use(u.stream, bytes) {
-            after.mark(u.stream, key);
-        }
     }
 }

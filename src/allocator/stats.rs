@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::figures::Packing;
+use super::report::Packing;
 
 /// A quantity over time. Bytes or numbers, as the field that holds it says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

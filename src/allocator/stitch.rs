@@ -3,18 +3,20 @@
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
-use super::plan::Growth;
+use super::growth::Growth;
+use super::mapping::Layout;
+use super::mapping::Openings;
 use super::records::SpaceId;
 use super::seam::Stitch;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
-use super::sources::{Source, Sources};
-use super::state::{State, Want};
-use super::view::{Openings, ViewRun};
+use super::sources::Sources;
+use super::state::State;
+use super::want::Want;
 
 /// Requests below this many bytes are not stitched while growing is allowed.
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
 /// Views that are tried for an extension.
-const EXTENSIONS: usize = 6;
+pub(crate) const EXTENSIONS: usize = 6;
 /// Address space of a view, as a multiple of its first request,
 const VIEW_ROOM: u64 = 4;
 /// less where layouts hardly come back, so that more views begin anew with what is free then,
@@ -25,38 +27,17 @@ const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
 const VIEW_MAPS_MIN: usize = 32_768;
 const VIEW_MAPS_PER_HANDLE: usize = 32;
 
-/// A layout that would hold the request.
-#[derive(Debug, Clone)]
-pub(crate) struct Layout {
-    /// The view to extend, or none for a new one.
-    pub base: Option<u64>,
-    /// Bytes between the end of the view's handles and the block's start: of an extended view the
-    /// open suffix (counted backwards), of a new one what its first handle has before its open part.
-    pub back: u64,
-    pub skip: u64,
-    pub adds: Vec<(u64, u64)>,
-    /// Bytes to create behind them,
-    pub fresh: u64,
-    /// or, if they are made before, so few.
-    pub lacking: u64,
-    /// They are created in handles of this many bytes at least.
-    pub fresh_handle: u64,
-}
-
-impl Layout {
-    fn cost(&self) -> (u64, usize) {
-        (self.fresh, self.adds.len())
-    }
-}
-
 impl State {
     /// The layout for a request that needs the least new memory, then the fewest handles, given what
     /// is open at home.
     fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = Sources::new(self.sources(&open.ranges), self.restless());
+        let sources = Sources::new(self.physical.sources(&open.ranges), self.restless());
         let extended = self.extended_layouts(want, open, &sources).into_iter();
         extended
-            .chain(self.new_layout(want, &sources, sources.best_head(want.align > 1)))
+            .chain(
+                self.physical
+                    .new_layout(want, &sources, sources.best_head(want.align > 1)),
+            )
             .min_by_key(Layout::cost)
     }
 
@@ -94,12 +75,15 @@ impl State {
     /// The layout that needs the least new memory if that is made before: between an open tail, as long
     /// as there is one, and an open front.
     fn leanest_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = Sources::new(self.sources(&open.ranges), self.restless());
+        let sources = Sources::new(self.physical.sources(&open.ranges), self.restless());
         let tail = sources.longest_tail().filter(|_| want.align == 1);
-        let with_tail = tail.and_then(|tail| self.new_layout(want, &sources, Some(tail)));
+        let with_tail = tail.and_then(|tail| self.physical.new_layout(want, &sources, Some(tail)));
         let extended = self.extended_layouts(want, open, &sources).into_iter();
-        let others =
-            extended.chain(self.new_layout(want, &sources, sources.best_head(want.align > 1)));
+        let others = extended.chain(self.physical.new_layout(
+            want,
+            &sources,
+            sources.best_head(want.align > 1),
+        ));
         others
             .chain(with_tail)
             .min_by_key(|layout| (layout.lacking, layout.adds.len()))
@@ -125,108 +109,12 @@ impl State {
         })
     }
 
-    /// The handles of the large arena that are open, as far as they are, by address.
-    pub(crate) fn sources(&self, open: &[(u64, u64)]) -> Vec<Source> {
-        let mut sources = Vec::new();
-        for (start, end) in open.iter().copied() {
-            let mut from = start;
-            while from < end {
-                let number = self.handles.at(from);
-                if number == 0 {
-                    break;
-                }
-                let handle = self.handles.get(number);
-                let to = end.min(handle.end());
-                sources.push(Source {
-                    home: handle.home,
-                    bytes: handle.end() - handle.home,
-                    open: (from, to),
-                    number,
-                });
-                from = to;
-            }
-        }
-        sources
-    }
-
-    fn new_layout(
-        &self,
-        want: &Want,
-        sources: &Sources,
-        head: Option<&[Source]>,
-    ) -> Option<Layout> {
-        let need = u64::from(want.granules) * GRANULE;
-        let head = head.filter(|run| run[0].open.1 - run[0].open.0 < need);
-        let run = head.unwrap_or_default();
-        let mut used = self.handles.marks();
-        let (skip, first, left) = match run.first() {
-            Some(tail) if !tail.whole() => {
-                used.set(tail.number);
-                let skip = tail.open.0 - tail.home;
-                (
-                    skip,
-                    vec![(tail.home, tail.bytes)],
-                    need - (tail.bytes - skip),
-                )
-            }
-            _ => (0, Vec::new(), need),
-        };
-        let lead = &run[first.len()..];
-        let choice = sources.gather(lead, left, &used);
-        let mut adds = first;
-        adds.extend(choice.adds);
-        if adds.is_empty() {
-            // All of it would be new: that is a growth.
-            return None;
-        }
-        Some(Layout {
-            base: None,
-            back: 0,
-            skip,
-            adds,
-            fresh: choice.missing,
-            lacking: choice.lacking,
-            fresh_handle: 0,
-        })
-    }
-
-    /// The views with the longest open suffix, the lowest among equals: what of it a request needs, and
-    /// the view's base.
-    pub(crate) fn best_suffixes(&self, need: u64, open: &Openings) -> Vec<(u64, u64)> {
-        let views = self.views.iter();
-        let room = views.filter(|(_, view)| !view.dead && !view.busy && view.granules < view.room);
-        let mut best: Vec<(u64, u64)> = Vec::with_capacity(EXTENSIONS + 1);
-        for (base, view) in room {
-            let suffix = view.open_suffix(&open.borders).min(need);
-            let last = best.last().filter(|_| best.len() == EXTENSIONS);
-            if last.is_none_or(|(least, _)| suffix > *least) {
-                // Equal ones stay in the order of their addresses.
-                let at = best.partition_point(|(more, _)| *more >= suffix);
-                best.insert(at, (suffix, *base));
-                best.truncate(EXTENSIONS);
-            }
-        }
-        best
-    }
-
-    /// A run at the end of a view that holds a request by itself.
-    pub(crate) fn open_end(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
-        let need = u64::from(want.granules) * GRANULE;
-        let (suffix, base) = self.best_suffixes(need, open).first().copied()?;
-        let offset = self.views.get(&base)?.granules.checked_sub(want.granules)?;
-        (suffix == need && want.align == 1).then_some(ViewRun {
-            base,
-            offset,
-            granules: want.granules,
-        })
-    }
-
     /// Extensions of the views with the longest open suffix.
     fn extended_layouts(&self, want: &Want, open: &Openings, sources: &Sources) -> Vec<Layout> {
         let need = u64::from(want.granules) * GRANULE;
         let mut layouts: Vec<Layout> = Vec::new();
-        for (suffix, base) in self.best_suffixes(need, open) {
-            let Some(view) = self.views.get(&base) else {
+        for (suffix, base) in self.views.best_suffixes(need, open) {
+            let Some(view) = self.views.map.get(&base) else {
                 continue;
             };
             let end = base + u64::from(view.granules) * GRANULE;
@@ -242,7 +130,7 @@ impl State {
             if layouts.iter().any(|layout| layout.cost() <= least) {
                 continue;
             }
-            let mut used = self.handles.marks();
+            let mut used = self.physical.handles.marks();
             view.segs.iter().for_each(|seg| used.set(seg.handle));
             let choice = sources.gather(&[], need - back, &used);
             let (adds, fresh) = (choice.adds, choice.missing);
@@ -264,8 +152,8 @@ impl State {
 
     /// How many mappings in views are above the bound.
     pub(crate) fn excess_view_maps(&self) -> usize {
-        let bound = VIEW_MAPS_MIN.max(VIEW_MAPS_PER_HANDLE * self.holdings.len());
-        self.view_maps().saturating_sub(bound)
+        let bound = VIEW_MAPS_MIN.max(VIEW_MAPS_PER_HANDLE * self.physical.holdings.len());
+        self.views.view_maps().saturating_sub(bound)
     }
 
     /// Granules of address space for a new view that begins with a request and must take `at_least`
@@ -278,11 +166,11 @@ impl State {
     /// Address space that must be at hand before a new view for a request can be planned, if it is
     /// not.
     pub(crate) fn view_room_missing(&self, want: &Want) -> Option<u64> {
-        let handle = u64::from(self.handles.largest()) * GRANULE;
+        let handle = u64::from(self.physical.handles.largest()) * GRANULE;
         let handle = handle.max(PHYSICAL_GRANULE);
         let need = u64::from(want.granules) * GRANULE;
         let bytes = u64::from(self.view_room(want, need + 2 * handle)) * GRANULE;
-        let fits = self.view_space.largest_piece() >= bytes;
+        let fits = self.extents.views.largest_piece() >= bytes;
         (!fits).then_some(bytes)
     }
 }

@@ -8,192 +8,18 @@ use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream, process};
 
-use super::front::pause;
-use super::fronts::EngineFront;
+use super::defaults::is_per_thread;
+use super::error::Error;
 use super::mix::Mixed;
+use super::probes::{Outcome, Poll};
+use super::slot::{BACKOFF, BATCH_FREES, Batch, Holder, Marker, PUNCTUAL, Slot, StreamKey};
+use super::space::Shard;
 use super::uses::Use;
+use super::want::{AfterFree, PendingWait};
 
-/// Frees after which a batch is full while several streams are active, and
-const BATCH_FREES: u32 = 32;
-/// bytes after which it is.
-const BATCH_BYTES: u64 = 1 << 20;
-/// Batches of a stream that get their marker as soon as they are full, at first and when it works
-/// behind: where work is late it matters when its marker was recorded.
-const PUNCTUAL: u32 = 512;
-/// Each time that a stream is busy when somebody asks for its memory it is twice as many, up to this.
-const MOST_PUNCTUAL: u32 = 1 << 16;
 /// As many again, at least, once more markers than this are not complete: a stream without work is done
 /// with the last of them within microseconds.
 const FEW_MARKERS: usize = 8;
-
-/// An event recorded on a stream after everything freed under tickets up to the bound.
-#[derive(Debug, Clone)]
-pub(crate) struct Marker {
-    pub bound: u64,
-    pub event: Arc<Event>,
-    /// Order of publication over all streams.
-    pub order: u64,
-    /// What the stream was known to follow when the event was recorded.
-    pub row: Arc<[u64]>,
-    /// A question was answered as if it stood for nothing, and there will be no other one: nobody waits for
-    /// it, but it is asked again.
-    pub doubtful: bool,
-}
-
-/// A closed batch of frees, waiting for its marker.
-#[derive(Debug)]
-pub(crate) struct Batch {
-    pub stream: u32,
-    pub bound: u64,
-    /// What the stream followed when the batch was closed: taken before the event is recorded, so
-    /// that a wait queued in between is not credited to the marker.
-    row: Arc<[u64]>,
-    /// What was under its ticket.
-    pub(super) uses: u32,
-    pub(super) bytes: u64,
-}
-
-/// How a stream is known across calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum StreamKey {
-    /// The driver's id: never reused while the program runs.
-    Id(u64),
-    /// The handle, where the driver has no ids.
-    Handle(usize),
-}
-
-impl StreamKey {
-    /// The number that stands for the stream in reports.
-    pub(crate) fn number(self) -> u64 {
-        match self {
-            StreamKey::Id(id) => id,
-            StreamKey::Handle(handle) => handle as u64,
-        }
-    }
-}
-
-/// What the allocator may do with a stream's handle.
-#[derive(Debug, Clone)]
-pub(crate) enum Holder {
-    /// We keep the stream alive, so a marker may be recorded at any time.
-    Kept(Stream),
-    /// The caller's: touched only inside calls that name the stream or free its blocks. Who touches it
-    /// beside the books' lock holds a copy of the token meanwhile.
-    Foreign(Arc<()>),
-    /// No calls any more: the last marker is recorded.
-    Retired,
-}
-
-impl Holder {
-    pub(crate) fn foreign() -> Holder {
-        Holder::Foreign(Arc::new(()))
-    }
-
-    /// Whether a call that is under way touches a stream of the caller's. Copies are made under the books'
-    /// lock alone.
-    pub(crate) fn is_touched(&self) -> bool {
-        matches!(self, Holder::Foreign(token) if Arc::strong_count(token) > 1)
-    }
-
-    /// Waits until nobody touches a stream of the caller's any more. No copies are made of this holder now.
-    pub(crate) fn let_go(self) {
-        let Holder::Foreign(mut token) = self else {
-            return;
-        };
-        let mut round = 0;
-        // Behind what those did who held one.
-        while Arc::get_mut(&mut token).is_none() {
-            pause(round);
-            round += 1;
-        }
-    }
-}
-
-/// One stream.
-#[derive(Debug)]
-pub(crate) struct Slot {
-    pub key: StreamKey,
-    pub raw: usize,
-    pub context: Context,
-    pub holder: Holder,
-    /// The token of a stream that was the caller's before it was kept: who touched it then may do so still.
-    pub former: Option<Holder>,
-    pub in_use: bool,
-    /// Calls that name the stream find it here. Not from the moment on that its last marker is about to be
-    /// recorded: what it is given later is another stream's to the books.
-    pub named: bool,
-    /// Retirements under way.
-    pub leaving: u32,
-    /// Live blocks allocated on the stream or recorded on it, as far as fronts do not count them.
-    pub live: u64,
-    /// Calls under way that name the stream.
-    pub calls: u32,
-    /// Where its small blocks come from, and the pages that are there.
-    pub fronts: Vec<&'static EngineFront>,
-    pub pages: u32,
-    /// The ticket of the next free.
-    pub open: u64,
-    /// Tickets up to here are complete as observed by the host.
-    pub completed: u64,
-    /// Per other stream: the newest ticket that this stream is known to follow.
-    pub row: Arc<[u64]>,
-    pub markers: VecDeque<Marker>,
-    /// Uses (frees, mostly) and bytes under the open ticket.
-    pub open_uses: u32,
-    pub open_bytes: u64,
-    /// Allocations to let pass before markers are asked again.
-    pub backoff: u32,
-    /// How many markers were found complete when they were last asked.
-    pub stride: u32,
-    /// So many batches get their marker as soon as they are full. After that those of a stream that we
-    /// keep alive wait until somebody else asks for memory. A stream that is idle then needs none.
-    punctual: u32,
-    /// How many that will be once it was found busy.
-    patience: u32,
-    /// Among the [`full`](Streams::full) ones.
-    listed: bool,
-}
-
-impl Slot {
-    /// Everything freed on the stream is covered by a marker or complete.
-    pub(crate) fn covered(&self) -> bool {
-        let bound = self
-            .newest()
-            .map_or(self.completed, |m| m.bound.max(self.completed));
-        bound + 1 >= self.open && self.open_uses == 0
-    }
-
-    /// The newest marker that may be waited for.
-    pub(crate) fn newest(&self) -> Option<&Marker> {
-        self.markers.iter().rfind(|marker| !marker.doubtful)
-    }
-
-    /// Whether the stream was idle when somebody asked for its memory.
-    pub(crate) fn was_idle(&mut self, idle: bool) {
-        if idle {
-            self.patience = PUNCTUAL;
-        } else {
-            self.patience = (2 * self.patience).min(MOST_PUNCTUAL);
-            self.punctual = self.patience;
-        }
-    }
-
-    /// Whether the open batch is worth a marker.
-    #[inline]
-    fn is_full(&self) -> bool {
-        self.open_uses >= BATCH_FREES || self.open_bytes >= BATCH_BYTES
-    }
-
-    /// Whether it is what a stream of this name is known by.
-    #[inline]
-    fn is_called(&self, key: StreamKey) -> bool {
-        self.in_use && self.named && self.key == key
-    }
-
-    fn drained(&self) -> bool {
-        matches!(self.holder, Holder::Retired) && self.live == 0 && self.completed + 1 >= self.open
-    }
-}
 
 /// All streams of an allocator.
 #[derive(Debug, Default)]
@@ -218,6 +44,10 @@ pub(crate) struct Streams {
     pub former: Vec<Context>,
     /// Events that no marker needs any more, each with its context: on the way to their pool.
     pub spent: Vec<(u64, Arc<Event>)>,
+    /// Events that may be recorded again, by context.
+    pub events: HashMap<u64, Vec<Arc<Event>>, Mixed>,
+    /// Memory for rounds of questions.
+    pub poll: Poll,
 }
 
 impl Streams {
@@ -563,6 +393,177 @@ impl Streams {
             known[at] = known[at].max(ticket);
         }
         *mine = Arc::from(known);
+    }
+
+    /// Streams that we keep alive and whose frees no marker covers yet.
+    pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
+        let slots = self.iter();
+        slots
+            .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
+            .map(|(stream, slot)| (stream, slot.key))
+            .collect()
+    }
+
+    /// Everything that a stream's fronts know to be in use: live blocks, uses recorded on it, and
+    /// pages.
+    pub(crate) fn front_uses(&self, stream: u32) -> u64 {
+        let slot = &self[stream];
+        let mut recorded = 0;
+        let mut blocks = u64::from(slot.pages);
+        for front in &slot.fronts {
+            let inner = front.lock();
+            blocks += inner.accounts.blocks.current() + u64::from(inner.waiting);
+            recorded += inner.recorded;
+        }
+        blocks + u64::try_from(recorded).unwrap_or(0)
+    }
+
+    pub(crate) fn uncount_recorded(&mut self, stream: u32, count: i64) {
+        if let Some(front) = self[stream].fronts.first() {
+            front.lock().recorded -= count;
+        }
+    }
+
+    /// Why a stream that a call names is not known.
+    pub(crate) fn not_here(&self, raw: usize) -> Error {
+        let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
+        if is_per_thread(raw) && self.iter().any(|(_, slot)| same(slot)) {
+            return Error::OtherThread { stream: raw };
+        }
+        Error::UnknownStream { stream: raw }
+    }
+
+    /// The streams that are due to be asked for completed markers; `None` if there are none.
+    pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Option<Poll> {
+        if self.all_seen() {
+            return None;
+        }
+        let mut due = std::mem::take(&mut self.poll);
+        for (stream, slot) in self.iter_mut() {
+            if slot.markers.is_empty() || !wanted(stream) {
+                continue;
+            }
+            if slot.backoff > 0 {
+                slot.backoff -= 1;
+                continue;
+            }
+            due.add(stream, slot);
+        }
+        if due.is_empty() {
+            self.poll = due;
+            return None;
+        }
+        Some(due)
+    }
+
+    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
+    pub(crate) fn ask_again(&mut self) {
+        for (_, slot) in self.iter_mut() {
+            slot.backoff = 0;
+        }
+    }
+
+    /// What asking a stream came to.
+    pub(crate) fn asked(&mut self, outcome: Outcome) {
+        if let Some(bound) = outcome.newest {
+            self.observed(outcome.stream, bound);
+        }
+        let slot = &mut self[outcome.stream];
+        slot.stride = outcome.count.max(1) as u32;
+        if outcome.late {
+            slot.backoff = BACKOFF;
+            self.was_late(outcome.stream);
+        }
+    }
+
+    /// A marker was seen complete.
+    pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
+        // Gone already if another marker's completion implied this one; what comes next in line says
+        // nothing yet.
+        let markers = &self[stream].markers;
+        let row = markers
+            .get(markers.partition_point(|m| m.bound < bound))
+            .filter(|m| m.bound == bound)
+            .map(|m| Arc::clone(&m.row));
+        self.completed(stream, bound, row.as_deref().unwrap_or(&[]));
+        self.pool_spent();
+    }
+
+    /// Keeps the events that no marker needs any more for the next markers of the same context.
+    pub(crate) fn pool_spent(&mut self) {
+        for (context, event) in self.spent.drain(..) {
+            self.events.entry(context).or_default().push(event);
+        }
+    }
+
+    /// An event of a context for the next marker.
+    pub(crate) fn pooled_event(&mut self, context: u64) -> Option<Arc<Event>> {
+        let pool = self.events.get_mut(&context)?;
+        // A wait or a question under way may still hold one.
+        let idle = |event: &mut Arc<Event>| Arc::get_mut(event).is_some();
+        let at = pool.iter_mut().rposition(idle)?;
+        Some(pool.swap_remove(at))
+    }
+
+    /// The waits after which a stream may use what the shards were. One wait brings everything that
+    /// its marker's stream followed, so the newest markers come first.
+    pub(crate) fn waits_for(&self, stream: u32, shards: &[Shard]) -> Vec<PendingWait> {
+        let mut needed: Vec<Use> = shards
+            .iter()
+            .flat_map(|s| s.uses.as_slice())
+            .filter(|u| !self.ready(stream, u))
+            .copied()
+            .collect();
+        needed.sort_unstable_by_key(|u| std::cmp::Reverse(self.marker(u).map_or(0, |m| m.order)));
+        let mut waits: Vec<PendingWait> = Vec::new();
+        for u in needed {
+            let opened = |w: &PendingWait| {
+                (w.stream == u.stream && u.ticket <= w.bound)
+                    || w.row
+                        .get(u.stream as usize)
+                        .is_some_and(|known| u.ticket <= *known)
+            };
+            if waits.iter().any(opened) {
+                continue;
+            }
+            if let Some(marker) = self.marker(&u) {
+                waits.push(PendingWait {
+                    stream: u.stream,
+                    bound: marker.bound,
+                    event: Arc::clone(&marker.event),
+                    row: Arc::clone(&marker.row),
+                });
+            }
+        }
+        waits
+    }
+
+    /// The use that a free now leaves on a stream.
+    #[inline]
+    pub(crate) fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
+        let slot = &self[stream];
+        // A retired stream gets no more work, so its last marker covers everything.
+        let now = if matches!(slot.holder, Holder::Retired) {
+            slot.open - 1
+        } else {
+            slot.open
+        };
+        Use {
+            stream,
+            ticket: precise.unwrap_or(now).min(now),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn count_free(&mut self, u: &Use, bytes: u64, after: &mut AfterFree) {
+        let slot = &self[u.stream];
+        if u.ticket < slot.open {
+            return;
+        }
+        let key = slot.key;
+        if self.count_use(u.stream, bytes) {
+            after.mark(u.stream, key);
+        }
     }
 }
 

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::carried::{Outcome, Rig};
 use super::leaving::Leaving;
-use super::state::PendingWait;
-use super::streams::{Holder, StreamKey, Streams};
+use super::slot::{Holder, StreamKey};
+use super::streams::Streams;
 use super::uses::Use;
+use super::want::PendingWait;
 use super::{Config, Policy};
 use crate::Block;
 use crate::driver::{Context, Event, Stream};
@@ -284,7 +285,7 @@ fn d6_memory_of_a_context_that_is_gone_is_not_lost() -> Outcome {
     {
         let state = allocator.engine().lock();
         assert_eq!(state.streams[slot].pages, 0);
-        let free = state.ticket(slot, None);
+        let free = state.streams.ticket(slot, None);
         assert!(!state.streams.complete(&free));
     }
     assert_eq!(allocator.trim(0)?.pending, 6 << 20);

@@ -12,273 +12,54 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::fit::Finder;
-use super::handles::{BACK, Borders, Handles};
+use super::mapping::{Lent, Openings, View, ViewRun};
 use super::records::{SpaceId, State as Extent};
 use super::size::GRANULE;
 use super::space::Shard;
-use super::state::{PendingWait, State, Want};
+use super::state::State;
 use super::uses::Uses;
-
-/// One handle in a view.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Seg {
-    /// Home address of the handle.
-    pub home: u64,
-    pub granules: u32,
-    /// Number of the handle.
-    pub handle: u32,
-}
-
-/// See the module's text.
-#[derive(Debug)]
-pub(crate) struct View {
-    /// The record of the view's address range.
-    pub range: u32,
-    /// Granules of that range.
-    pub room: u32,
-    /// The handles in it, from its base on, without gaps.
-    pub segs: Vec<Seg>,
-    /// Granules of the handles.
-    pub granules: u32,
-    /// Its place in the grid.
-    pub place: u32,
-    /// Calls under way that keep it.
-    pub calls: u32,
-    /// Where the blocks lie: granules from the base, to their start and to their end.
-    pub blocks: Vec<(u32, u32)>,
-    /// Last uses through the view's addresses, of blocks that were freed.
-    pub uses: Uses,
-    /// When it last gave a block (a count of blocks in views).
-    pub stamp: u64,
-    /// A stitch is extending it.
-    pub busy: bool,
-    /// A failed roll-back left mappings in an unknown state: not used any more, only unmapped.
-    pub dead: bool,
-}
-
-/// Free bytes at home that a request may use.
-#[derive(Debug)]
-pub(crate) struct Openings {
-    /// Sorted intervals that do not touch.
-    pub ranges: Vec<(u64, u64)>,
-    /// How far each handle is open.
-    pub borders: Borders,
-    /// There are more behind waits.
-    pub more: bool,
-}
-
-impl Openings {
-    /// What is ready, or all that can be reached.
-    pub(crate) fn collect(handles: &Handles, finder: &Finder<'_>, reachable: bool) -> Self {
-        let mut more = false;
-        let usable = |id| {
-            let ready = finder.ready(id);
-            let waits = !ready && (reachable || !more) && finder.reachable(id);
-            more |= waits;
-            ready || (waits && reachable)
-        };
-        let ranges = Self::ranges(finder, usable);
-        Openings {
-            borders: Borders::new(handles, &ranges),
-            ranges,
-            more,
-        }
-    }
-
-    /// The free bytes in the pieces that may be used, as sorted intervals that do not touch.
-    pub(crate) fn ranges(
-        finder: &Finder<'_>,
-        mut usable: impl FnMut(u32) -> bool,
-    ) -> Vec<(u64, u64)> {
-        let mut ranges: Vec<(u64, u64)> = Vec::with_capacity(finder.space.piece_count());
-        finder.space.pieces().for_each(|piece| {
-            if usable(piece.id) {
-                ranges.push((piece.addr, piece.addr + u64::from(piece.granules) * GRANULE));
-            }
-        });
-        ranges.sort_unstable_by_key(|(start, _)| *start);
-        ranges.dedup_by(|next, last| {
-            let touch = last.1 == next.0;
-            if touch {
-                last.1 = next.1;
-            }
-            touch
-        });
-        ranges
-    }
-}
-
-/// A run in a view, in granules from the view's base.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ViewRun {
-    pub base: u64,
-    pub offset: u32,
-    pub granules: u32,
-}
-
-impl View {
-    /// A view of these handles from the base of its range on, whose record this is.
-    pub(crate) fn new(range: u32, room: u32, segs: Vec<Seg>) -> View {
-        View {
-            range,
-            room,
-            granules: segs.iter().map(|seg| seg.granules).sum(),
-            segs,
-            place: 0,
-            calls: 0,
-            blocks: Vec::new(),
-            uses: Uses::None,
-            stamp: 0,
-            busy: false,
-            dead: false,
-        }
-    }
-
-    /// The smallest run that holds a request, goes over more than one handle or touches an end of
-    /// one, and is open at home: where the request begins in it, and its length, in granules.
-    fn tightest(&self, base: u64, borders: &Borders, want: &Want) -> Option<(u32, u32)> {
-        let mut best: Option<(u32, u32)> = None;
-        let (mut offset, mut run) = (0u32, 0u32);
-        let mut found = |end: u32, run: u32| {
-            if run < want.granules || best.is_some_and(|(_, length)| run >= length) {
-                return;
-            }
-            let start = end - run;
-            let skip = want.skip(base + u64::from(start) * GRANULE);
-            if run - want.granules >= skip {
-                best = Some((start + skip, run));
-            }
-        };
-        for seg in &self.segs {
-            let (front, back) = borders.of(seg.handle);
-            if front < seg.granules {
-                found(offset + front, run + front);
-                run = back;
-            } else {
-                run += seg.granules;
-            }
-            offset += seg.granules;
-        }
-        found(offset, run);
-        best
-    }
-
-    /// Open bytes at the view's end.
-    pub(crate) fn open_suffix(&self, borders: &Borders) -> u64 {
-        let mut suffix = 0;
-        for seg in self.segs.iter().rev() {
-            if borders.touch()[seg.handle as usize] & BACK == 0 {
-                break;
-            }
-            let (_, back) = borders.of(seg.handle);
-            suffix += back;
-            if back < seg.granules {
-                break;
-            }
-        }
-        u64::from(suffix) * GRANULE
-    }
-
-    /// The home ranges of a part of the view, as few as there can be.
-    pub(crate) fn home_parts(&self, offset: u32, granules: u32) -> Vec<(u64, u32)> {
-        let (mut parts, mut at) = (Vec::new(), 0u32);
-        let end = offset + granules;
-        for seg in &self.segs {
-            let (from, to) = (offset.max(at), end.min(at + seg.granules));
-            if from < to {
-                push_part(
-                    &mut parts,
-                    (seg.home + u64::from(from - at) * GRANULE, to - from),
-                );
-            }
-            at += seg.granules;
-        }
-        parts
-    }
-}
-
-/// Adds a home range to a list; one that continues the last range extends it.
-pub(crate) fn push_part(parts: &mut Vec<(u64, u32)>, (addr, granules): (u64, u32)) {
-    match parts.last_mut() {
-        Some((last, size)) if *last + u64::from(*size) * GRANULE == addr => *size += granules,
-        _ => parts.push((addr, granules)),
-    }
-}
-
-/// A claim on home memory for a block in a view.
-#[derive(Debug, Default)]
-pub(crate) struct Lent {
-    /// Home extents in the order of the view, with what they were.
-    pub parts: Vec<(u32, Vec<Shard>)>,
-    pub waits: Vec<PendingWait>,
-}
+use super::want::Want;
 
 impl State {
     /// The smallest run over all views that holds a request, given what is open at home.
     pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;
-        self.views_with_runs(want.granules, &open.borders, |base, view| {
-            if view.dead || view.granules < want.granules {
-                return want.granules;
-            }
-            let found = view.tightest(base, &open.borders, want);
-            if let Some((offset, granules)) = found
-                && best.is_none_or(|b| (granules, base) < (b.granules, b.base))
-            {
-                best = Some(ViewRun {
-                    base,
-                    offset,
-                    granules,
-                });
-            }
-            want.granules
-        });
-        best
-    }
-
-    /// Looks at the views that may have a run of so many granules, and says from when on only longer
-    /// ones are of interest.
-    pub(crate) fn views_with_runs(
-        &self,
-        granules: u32,
-        borders: &Borders,
-        mut look: impl FnMut(u64, &View) -> u32,
-    ) {
-        let seen = self.grid.candidates(granules, borders.touch(), |base| {
-            self.views
-                .get(&base)
-                .map_or(granules, |view| look(base, view))
-        });
-        if !seen {
-            self.views.iter().for_each(|(base, view)| {
-                look(*base, view);
+        self.views
+            .views_with_runs(want.granules, &open.borders, |base, view| {
+                if view.dead || view.granules < want.granules {
+                    return want.granules;
+                }
+                let found = view.tightest(base, &open.borders, want);
+                if let Some((offset, granules)) = found
+                    && best.is_none_or(|b| (granules, base) < (b.granules, b.base))
+                {
+                    best = Some(ViewRun {
+                        base,
+                        offset,
+                        granules,
+                    });
+                }
+                want.granules
             });
-        }
+        best
     }
 
     /// What is open at home for a request.
     pub(crate) fn openings(&self, want: &Want, reachable: bool) -> Option<Openings> {
         let finder = self.finder(want.space, want.stream)?;
-        Some(Openings::collect(&self.handles, &finder, reachable))
+        Some(Openings::collect(
+            &self.physical.handles,
+            &finder,
+            reachable,
+        ))
     }
 
     /// Enters a view.
     pub(crate) fn put_view(&mut self, base: u64, mut view: View) {
-        self.records[view.range].state = Extent::Used;
-        view.place = self.grid.enter(base, view.room);
-        self.grid.extend(view.place, &view.segs, 0);
-        self.views.insert(base, view);
-    }
-
-    /// Enters what was mapped into a view behind the handles that it has.
-    pub(crate) fn extend_view(&mut self, base: u64, segs: Vec<Seg>) {
-        if let Some(view) = self.views.get_mut(&base) {
-            let from = view.granules;
-            view.granules += segs.iter().map(|seg| seg.granules).sum::<u32>();
-            view.segs.extend(segs);
-            self.grid.extend(view.place, &view.segs, from);
-        }
+        self.extents.records[view.range].state = Extent::Used;
+        view.place = self.views.grid.enter(base, view.room);
+        self.views.grid.extend(view.place, &view.segs, 0);
+        self.views.map.insert(base, view);
     }
 
     /// Claims home memory, part by part; nothing is claimed if one part cannot be.
@@ -290,7 +71,7 @@ impl State {
     ) -> Option<Lent> {
         let mut lent = Lent::default();
         for (addr, granules) in parts {
-            let piece = self.piece_at(space, *addr);
+            let piece = self.extents.piece_at(space, *addr);
             let claimed = piece.and_then(|(id, start)| {
                 self.claim(space, id, ((addr - start) / GRANULE) as u32, *granules)
             });
@@ -307,22 +88,8 @@ impl State {
             .iter()
             .flat_map(|(_, shards)| shards.clone())
             .collect();
-        lent.waits = self.waits_for(stream, &shards);
+        lent.waits = self.streams.waits_for(stream, &shards);
         Some(lent)
-    }
-
-    /// The free piece or hole that an address lies in, and where it starts.
-    pub(crate) fn piece_at(&self, space: SpaceId, addr: u64) -> Option<(u32, u64)> {
-        let holes = self.space(space)?.holes();
-        let hole = holes
-            .range(..=addr)
-            .next_back()
-            .filter(|(_, id)| addr < self.records[**id].end());
-        if let Some((start, id)) = hole {
-            return Some((*id, *start));
-        }
-        let id = self.piece_around(space, addr)?;
-        Some((id, self.records[id].addr))
     }
 
     /// Puts a claim back.
@@ -340,41 +107,42 @@ impl State {
         granules: u32,
         parts: Vec<u32>,
     ) -> u32 {
-        self.clock += 1;
-        let clock = self.clock;
-        if let Some(view) = self.views.get_mut(&base) {
+        self.views.clock += 1;
+        let clock = self.views.clock;
+        if let Some(view) = self.views.map.get_mut(&base) {
             view.blocks.push((offset, offset + granules));
             view.stamp = clock;
         }
-        self.lent_bytes += u64::from(granules) * GRANULE;
+        self.views.lent_bytes += u64::from(granules) * GRANULE;
         let addr = base + u64::from(offset) * GRANULE;
         let id = self
+            .extents
             .records
             .make(SpaceId::Large, Extent::Busy, addr, granules);
         for part in &parts {
-            self.records[*part].state = Extent::Lent;
-            self.records.cold_mut(*part).lent_to = id;
+            self.extents.records[*part].state = Extent::Lent;
+            self.extents.records.cold_mut(*part).lent_to = id;
         }
-        self.records.set_home(id, parts);
+        self.extents.records.set_home(id, parts);
         id
     }
 
     /// Gives the memory of a block in a view back to its home pieces.
     pub(crate) fn view_block_freed(&mut self, id: u32, uses: &Uses) -> Vec<u32> {
-        let addr = self.records[id].addr;
-        self.lent_bytes -= self.records[id].bytes();
-        let owner = self.records.cold(id).owner;
-        let parts = self.records.cold_mut(id).take_home();
-        if let Some((base, view)) = self.views.range_mut(..=addr).next_back() {
+        let addr = self.extents.records[id].addr;
+        self.views.lent_bytes -= self.extents.records[id].bytes();
+        let owner = self.extents.records.cold(id).owner;
+        let parts = self.extents.records.cold_mut(id).take_home();
+        if let Some((base, view)) = self.views.map.range_mut(..=addr).next_back() {
             let offset = ((addr - base) / GRANULE) as u32;
             view.blocks.retain(|(start, _)| *start != offset);
             view.uses = view.uses.union(uses);
         }
-        self.records.retire(id);
+        self.extents.records.retire(id);
         let frees = self.frees;
         let mut pieces = Vec::with_capacity(parts.len());
         for part in parts {
-            let (space, records) = self.parts(SpaceId::Large);
+            let (space, records) = self.extents.parts(SpaceId::Large);
             records.cold_mut(part).owner = owner;
             records.cold_mut(part).freed = frees;
             pieces.push(space.release(records, part, uses.clone()));
@@ -382,73 +150,44 @@ impl State {
         pieces
     }
 
-    /// Whether nobody can reach memory through a view any more.
-    pub(crate) fn view_over(&self, view: &View) -> bool {
-        view.blocks.is_empty()
-            && view.calls == 0
-            && view
-                .uses
-                .as_slice()
-                .iter()
-                .all(|u| self.streams.complete(u))
-    }
-
-    /// Mappings in views.
-    pub(crate) fn view_maps(&self) -> usize {
-        self.views.values().map(|v| v.segs.len()).sum()
-    }
-
     /// Takes an idle view out of the books, for unmapping. Its range stays claimed.
     pub(crate) fn take_view(&mut self, base: u64) -> Option<View> {
-        let view = self.views.get(&base)?;
-        if !self.view_over(view) {
+        let view = self.views.map.get(&base)?;
+        if !view.is_over(&self.streams) {
             return None;
         }
         // Its handles stay counted until it is unmapped: none of them may be released before.
-        let view = self.views.remove(&base)?;
-        self.grid.leave(view.place, view.room);
-        self.records[view.range].state = Extent::Busy;
-        self.segs_under_way += view.segs.len();
+        let view = self.views.map.remove(&base)?;
+        self.views.grid.leave(view.place, view.room);
+        self.extents.records[view.range].state = Extent::Busy;
+        self.views.segs_under_way += view.segs.len();
         Some(view)
     }
 
     /// A view was unmapped: its handles and its range are free of it.
     pub(crate) fn view_gone(&mut self, view: &View) {
-        self.segs_under_way -= view.segs.len();
+        self.views.segs_under_way -= view.segs.len();
         for seg in &view.segs {
-            if let Some(holding) = self.holdings.get_mut(&seg.home) {
+            if let Some(holding) = self.physical.holdings.get_mut(&seg.home) {
                 holding.views -= 1;
             }
         }
-        self.range_freed(view.range);
-    }
-
-    /// The range of a view can be used by another.
-    pub(crate) fn range_freed(&mut self, range: u32) {
-        self.view_space
-            .release(&mut self.records, range, Uses::None);
+        self.extents.range_freed(view.range);
     }
 
     /// A view that could not be unmapped is as before.
     pub(crate) fn view_stays(&mut self, base: u64, view: View) {
-        self.segs_under_way -= view.segs.len();
+        self.views.segs_under_way -= view.segs.len();
         self.put_view(base, view);
-    }
-
-    /// Claims address space for a new view, if there is any; a record of the range.
-    pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
-        let entry = self
-            .view_space
-            .index(super::records::COMPLETE)?
-            .best_fit(granules)?;
-        self.view_space.carve(&mut self.records, entry.id, granules);
-        self.records[entry.id].state = Extent::Busy;
-        Some(entry.id)
     }
 
     /// Idle views, longest unused first, of which at least the handles count in `excess` goes.
     pub(crate) fn idle_views(&self, excess: usize) -> Vec<u64> {
-        let idle = self.views.iter().filter(|(_, v)| self.view_over(v));
+        let idle = self
+            .views
+            .map
+            .iter()
+            .filter(|(_, v)| v.is_over(&self.streams));
         let mut idle: BinaryHeap<_> = idle
             .map(|(base, v)| (Reverse((v.stamp, *base)), v.segs.len()))
             .collect();
@@ -465,7 +204,11 @@ impl State {
     /// Idle views, longest unused first, of which the address space comes to at least `bytes` if there
     /// are enough.
     pub(crate) fn idle_addresses(&self, bytes: u64) -> Vec<u64> {
-        let idle = self.views.iter().filter(|(_, view)| self.view_over(view));
+        let idle = self
+            .views
+            .map
+            .iter()
+            .filter(|(_, view)| view.is_over(&self.streams));
         let mut idle: Vec<(u64, u64, u64)> = idle
             .map(|(base, view)| (view.stamp, *base, u64::from(view.room) * GRANULE))
             .collect();
@@ -479,17 +222,5 @@ impl State {
             })
             .map(|(_, base, _)| base)
             .collect()
-    }
-
-    /// Bytes of address space that views have.
-    pub(crate) fn view_addresses(&self) -> u64 {
-        let regions = self.view_space.regions().values();
-        regions.map(|region| region.bytes).sum()
-    }
-
-    /// The view around an address.
-    pub(crate) fn view_around(&self, addr: u64) -> Option<(u64, &View)> {
-        let (base, view) = self.views.range(..=addr).next_back()?;
-        (addr < base + u64::from(view.granules) * GRANULE).then_some((*base, view))
     }
 }

@@ -10,6 +10,7 @@ use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
 use crate::resource::{
     Access, BlockIdentity, BlockKey, Buffer, MemoryResource, OwnedBlock, Tracking,
 };
+use crate::sync::held::locked;
 
 use super::described::Described;
 use super::error::{ColumnError, Invalid};
@@ -162,6 +163,7 @@ impl Memory {
         while let Some(Owner::Returned(_, memory)) = &first.owner {
             first = memory;
         }
+        // Not counted as a lock that is held: whoever copies next waits for this copy in any case.
         Ok(first.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -303,7 +305,7 @@ impl Memory {
                 if id == self.stream.id()? {
                     return Ok(());
                 }
-                let mut uses = uses.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut uses = locked(uses);
                 for known in uses.iter() {
                     if known.id()? == id {
                         return Ok(());

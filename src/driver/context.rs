@@ -45,7 +45,7 @@ unsafe impl Send for Inner {}
 unsafe impl Sync for Inner {}
 
 impl Context {
-    /// The primary context of `device`. It is retained once per device and driver; the process-wide
+    /// The primary context of `device`. It is retained as long as anybody uses it here; the process-wide
     /// driver never releases it, any other one does when the last user drops it.
     ///
     /// # Errors
@@ -57,8 +57,7 @@ impl Context {
             return Err(DriverError::new("cuDevicePrimaryCtxRetain", code));
         }
         let number = device.ordinal() as u64;
-        let mut held = driver.primaries().lock();
-        if let Some(inner) = held.get(&number).and_then(Entry::get) {
+        if let Some(inner) = driver.primaries().find(number) {
             return Ok(Context(inner));
         }
         let mut raw = ptr::null_mut();
@@ -82,8 +81,9 @@ impl Context {
             true => Entry::Forever(context.0.clone()),
             false => Entry::while_used(&context.0),
         };
-        held.insert(number, entry);
-        Ok(context)
+        // Another thread may have been faster; then ours is released, without the lock.
+        let faster = driver.primaries().keep(number, entry);
+        Ok(faster.map_or(context, Context))
     }
 
     /// A context that somebody else owns. It is never destroyed here.

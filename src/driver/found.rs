@@ -2,9 +2,11 @@
 
 use super::process;
 use super::sys::CUstream;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
+
+use crate::sync::held::locked;
 
 /// The streams that were capturing when somebody last asked, through this crate. Nobody can say of a
 /// stream of the caller's whether it still exists, so what was found stands until it is found otherwise.
@@ -41,7 +43,7 @@ impl Found {
     #[cold]
     pub(super) fn add(&self, stream: CUstream) {
         process::captures_streams();
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut list = locked(&self.list);
         list.streams.retain(|f| !f.is_of(stream as usize));
         list.last += 1;
         let number = list.last;
@@ -63,7 +65,7 @@ impl Found {
 
     #[cold]
     fn retain(&self, keep: impl FnMut(&Finding) -> bool) {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut list = locked(&self.list);
         list.streams.retain(keep);
         self.any.store(!list.streams.is_empty(), Ordering::Relaxed);
     }
@@ -73,7 +75,7 @@ impl Found {
         if !self.any.load(Ordering::Relaxed) {
             return Vec::new();
         }
-        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let list = locked(&self.list);
         list.streams.iter().map(|f| (f.stream, f.number)).collect()
     }
 

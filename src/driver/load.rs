@@ -66,6 +66,7 @@ impl Driver {
         let origin = Origin {
             library: Some(opened.library.clone()),
             process_wide: true,
+            ground: None,
         };
         // SAFETY: the functions come from the driver's library, which is never closed.
         let driver = unsafe { Driver::start(opened.functions, origin) }?;
@@ -93,6 +94,7 @@ impl Driver {
         let origin = Origin {
             library: Some(opened.library),
             process_wide: false,
+            ground: None,
         };
         // SAFETY: the caller vouches for the library, which is never closed.
         unsafe { Driver::start(opened.functions, origin) }

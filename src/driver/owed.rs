@@ -7,8 +7,10 @@ use super::table::{Driver, call};
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use crate::sync::held::locked;
 
 /// A handle that nobody can name any more and that is to be destroyed.
 #[derive(Debug)]
@@ -74,7 +76,7 @@ pub(super) struct Debts {
 
 impl Debts {
     pub(super) fn add(&self, owed: Owed) {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut list = locked(&self.list);
         list.push(owed);
         self.any.store(true, Ordering::Relaxed);
     }
@@ -86,7 +88,7 @@ impl Debts {
             return;
         }
         let due: Vec<Owed> = {
-            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut list = locked(&self.list);
             let (due, kept) = list.drain(..).partition(|owed| may_wait || !owed.waits());
             *list = kept;
             self.any.store(!list.is_empty(), Ordering::Relaxed);

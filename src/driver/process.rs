@@ -5,9 +5,9 @@
 //! that asking costs one load and no system call.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{
-    Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-};
+use std::sync::{Mutex, Once, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::sync::held::{Held, Locked, locked};
 
 const FORKED: u8 = 1;
 const EXITING: u8 = 2;
@@ -83,23 +83,23 @@ fn nothing<'a, T: Default>() -> &'a T {
 
 /// Locks; for calls that cannot say [`ForkedChild`](crate::Error::ForkedChild).
 #[inline]
-pub(crate) fn lock<T: Default>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T: Default>(mutex: &Mutex<T>) -> Locked<'_, T> {
     let mutex = if is_forked_child() { nothing() } else { mutex };
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    locked(mutex)
 }
 
 /// As [`lock`].
 #[inline]
-pub(crate) fn read<T: Default>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+pub(crate) fn read<T: Default>(lock: &RwLock<T>) -> Held<RwLockReadGuard<'_, T>> {
     let lock = if is_forked_child() { nothing() } else { lock };
-    lock.read().unwrap_or_else(PoisonError::into_inner)
+    Held::of(lock.read())
 }
 
 /// As [`lock`].
 #[inline]
-pub(crate) fn write<T: Default>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+pub(crate) fn write<T: Default>(lock: &RwLock<T>) -> Held<RwLockWriteGuard<'_, T>> {
     let lock = if is_forked_child() { nothing() } else { lock };
-    lock.write().unwrap_or_else(PoisonError::into_inner)
+    Held::of(lock.write())
 }
 
 /// Registers the fork handler, once per process; call it just before the first `cuInit`.

@@ -2,7 +2,9 @@
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::sync::held::{Locked, locked};
 
 /// Things of one type, by number.
 #[derive(Default)]
@@ -31,7 +33,21 @@ impl Entry {
 }
 
 impl Registry {
-    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<u64, Entry>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock(&self) -> Locked<'_, HashMap<u64, Entry>> {
+        locked(&self.0)
+    }
+
+    pub(super) fn find<T: Any + Send + Sync>(&self, number: u64) -> Option<Arc<T>> {
+        self.lock().get(&number).and_then(Entry::get)
+    }
+
+    /// Enters a thing, unless one is there: then it is that one.
+    pub(super) fn keep<T: Any + Send + Sync>(&self, number: u64, entry: Entry) -> Option<Arc<T>> {
+        let mut things = self.lock();
+        if let Some(there) = things.get(&number).and_then(Entry::get) {
+            return Some(there);
+        }
+        things.insert(number, entry);
+        None
     }
 }

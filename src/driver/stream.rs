@@ -13,7 +13,9 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use crate::sync::held::locked;
 
 /// The handle that always means the legacy default stream of the current context.
 const LEGACY: usize = 1;
@@ -62,8 +64,7 @@ unsafe impl Sync for Inner {}
 impl Driver {
     /// The owned stream with an id, if there is one.
     pub(crate) fn owned_stream(&self, id: u64) -> Option<Stream> {
-        let found = self.streams().lock().get(&id).and_then(Entry::get);
-        found.map(Stream)
+        self.streams().find(id).map(Stream)
     }
 }
 
@@ -448,7 +449,7 @@ fn next_substitute() -> u64 {
 fn default_substitute(context: u64, thread: Option<std::thread::ThreadId>) -> u64 {
     type Known = HashMap<(u64, Option<std::thread::ThreadId>), u64>;
     static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = locked(&KNOWN);
     *known
         .get_or_insert_default()
         .entry((context, thread))

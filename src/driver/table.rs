@@ -9,11 +9,14 @@ use super::registry::Registry;
 use super::symbols::{Call, Feature, SYMBOLS, Symbol, name_of, present};
 use super::sys::{self, CUresult};
 use super::trials::Trials;
+use std::any::Any;
 use std::ffi::CStr;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use crate::sync::held::locked;
 
 /// The oldest supported driver: 10.1, where the youngest required function appeared.
 pub(super) const OLDEST_VERSION: u32 = 10010;
@@ -64,6 +67,8 @@ struct Inner {
     version: u32,
     process_wide: bool,
     library: Option<String>,
+    /// What its functions stand on, for as long as somebody can call them.
+    _ground: Ground,
     counters: Counters,
     state: State,
 }
@@ -85,12 +90,16 @@ struct State {
     trials: Trials,
 }
 
+/// What must not be given to somebody else while a driver lives: the place of its simulator.
+type Ground = Option<Arc<dyn Any + Send + Sync>>;
+
 /// Where a table came from.
 pub(super) struct Origin {
     /// None for functions of this process.
     pub(super) library: Option<String>,
     /// The one that [`Driver::load`] hands out.
     pub(super) process_wide: bool,
+    pub(super) ground: Ground,
 }
 
 impl Driver {
@@ -107,6 +116,25 @@ impl Driver {
         let origin = Origin {
             library: None,
             process_wide: false,
+            ground: None,
+        };
+        // SAFETY: the caller vouches for the functions.
+        unsafe { Driver::start(functions, origin) }
+    }
+
+    /// As [`Driver::from_functions`], of functions that stand on something.
+    ///
+    /// # Safety
+    /// As there.
+    #[cfg(feature = "sim")]
+    pub(crate) unsafe fn on_ground(
+        functions: sys::CuFunctions,
+        ground: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Driver, LoadError> {
+        let origin = Origin {
+            library: None,
+            process_wide: false,
+            ground: Some(ground),
         };
         // SAFETY: the caller vouches for the functions.
         unsafe { Driver::start(functions, origin) }
@@ -144,6 +172,7 @@ impl Driver {
             version: 0,
             process_wide: origin.process_wide,
             library: origin.library,
+            _ground: origin.ground,
             counters: Counters::new(),
             state: State {
                 lost: AtomicBool::new(false),
@@ -366,8 +395,7 @@ impl Driver {
 
     /// Whether a device keeps memory the same through two addresses, if it was tested.
     pub(crate) fn aliasing(&self, device: Device) -> Option<bool> {
-        let known = self.0.state.aliasing.lock();
-        let known = known.unwrap_or_else(PoisonError::into_inner);
+        let known = locked(&self.0.state.aliasing);
         known
             .iter()
             .find(|(d, _)| *d == device)
@@ -376,8 +404,7 @@ impl Driver {
 
     /// Remembers it for all allocators over this driver.
     pub(crate) fn set_aliasing(&self, device: Device, good: bool) {
-        let known = self.0.state.aliasing.lock();
-        let mut known = known.unwrap_or_else(PoisonError::into_inner);
+        let mut known = locked(&self.0.state.aliasing);
         known.retain(|(d, _)| *d != device);
         known.push((device, good));
     }

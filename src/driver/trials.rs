@@ -1,7 +1,9 @@
 //! What trials of virtual memory came to, for all users of a driver.
 
 use super::device::Device;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+
+use crate::sync::held::locked;
 
 /// Devices whose virtual memory was tried. An allocator asks here before it tries one.
 #[derive(Default)]
@@ -14,9 +16,7 @@ pub(crate) struct Trials {
 impl Trials {
     /// Whether a device gave everything that was wished for.
     pub(crate) fn passed(&self, device: Device) -> bool {
-        let passed = self.passed.lock();
-        let passed = passed.unwrap_or_else(PoisonError::into_inner);
-        passed.contains(&device)
+        locked(&self.passed).contains(&device)
     }
 
     pub(crate) fn pass(&self, device: Device) {
@@ -31,7 +31,7 @@ impl Trials {
 
 /// Whether the device was not there yet.
 fn note(devices: &Mutex<Vec<Device>>, device: Device) -> bool {
-    let mut devices = devices.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut devices = locked(devices);
     let new = !devices.contains(&device);
     if new {
         devices.push(device);

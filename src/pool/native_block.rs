@@ -2,10 +2,11 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use crate::driver::{Context, DriverError, Event, MemoryPool, Stream, process, sys};
 use crate::resource::Table;
+use crate::sync::held::Locked;
 
 use super::RareLog;
 use super::error::PoolError;
@@ -288,7 +289,7 @@ impl NativeBlock {
         Ok(())
     }
 
-    fn uses(&self) -> MutexGuard<'_, ForeignUses> {
+    fn uses(&self) -> Locked<'_, ForeignUses> {
         process::lock(&self.uses)
     }
 }

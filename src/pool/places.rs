@@ -7,9 +7,10 @@ use std::sync::Arc;
 use super::error::{PoolError, zero_is_invalid};
 use super::notes::{Gone, Left, Notes, Sought, TRIES, TypedStats};
 use super::surplus::Surplus;
-use crate::allocator::{Allocator, Beside, Block, Error, Lock, Sides};
+use crate::allocator::{Allocator, Beside, Block, Error, Sides};
 use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
 use crate::driver::{Stream, process, sys};
+use crate::sync::lock::Lock;
 
 /// A typed pool's part for one device.
 pub(super) struct Cache {

@@ -6,9 +6,10 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::allocator::{Allocator, Block, Error, Lock, size};
+use crate::allocator::{Allocator, Block, Error, size};
 use crate::driver::{Stream, process, sys};
 use crate::resource::Table;
+use crate::sync::lock::Lock;
 
 use super::error::{PoolError, zero_is_invalid};
 use super::slabs::{Shelves, Slab};

@@ -151,6 +151,8 @@ pub struct ResourceBlock {
     alignment: u32,
     /// How many resources of the stack keep an order of its uses that those below them do not know.
     keepers: u32,
+    /// Nobody else can name it any more: who cannot take it back now does so later.
+    abandoned: bool,
     first: Option<Charge>,
     /// Further ones, which few blocks have.
     #[expect(
@@ -189,6 +191,7 @@ impl ResourceBlock {
             alignment: alignment.trailing_zeros(),
             tag,
             keepers: 0,
+            abandoned: false,
             first: None,
             more: None,
         }
@@ -249,6 +252,16 @@ impl ResourceBlock {
     /// only from there.
     pub(crate) fn set_keepers(&mut self, keepers: u32) {
         self.keepers = keepers;
+    }
+
+    /// Nobody will try again to give it back.
+    pub(crate) fn abandon(&mut self) {
+        self.abandoned = true;
+    }
+
+    #[inline]
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.abandoned
     }
 
     /// Whether whoever made the block may take it back: nobody above keeps the order of its uses.

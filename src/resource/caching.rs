@@ -98,6 +98,13 @@ fn allocate_named(
 fn deallocate_watched(allocator: &Allocator, block: ResourceBlock) -> Result<(), DeallocateError> {
     let identity = block.identity();
     let life = block.returned().and_then(|()| parts(allocator, &identity));
+    if block.is_abandoned()
+        && let Ok(life) = &life
+        && allocator.engine().is_live(life)
+    {
+        allocator.engine().drop_block(*life);
+        return Ok(());
+    }
     let freed = life.and_then(|life| match allocator.engine().free_block(&life) {
         Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(identity.gone()),
         other => other.map_err(Into::into),

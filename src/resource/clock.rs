@@ -1,9 +1,10 @@
 //! Time that can be given by a test.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use crate::driver::process;
+use crate::sync::held::Locked;
 
 /// Something that a sleeping thread can be woken by before its time.
 #[derive(Debug, Default)]
@@ -30,7 +31,7 @@ impl Wakeup {
         *self.lock()
     }
 
-    fn lock(&self) -> MutexGuard<'_, u64> {
+    fn lock(&self) -> Locked<'_, u64> {
         process::lock(&self.count)
     }
 }
@@ -70,10 +71,7 @@ impl Clock for SystemClock {
             if left.is_zero() {
                 return;
             }
-            count = wakeup
-                .condition
-                .wait_timeout(count, left)
-                .map_or_else(|poisoned| poisoned.into_inner().0, |(count, _)| count);
+            count = count.wait_timeout(&wakeup.condition, left);
         }
     }
 }
@@ -105,7 +103,7 @@ struct ManualState {
 }
 
 impl ManualClock {
-    fn state(&self) -> MutexGuard<'_, ManualState> {
+    fn state(&self) -> Locked<'_, ManualState> {
         process::lock(&self.0.state)
     }
 
@@ -141,11 +139,7 @@ impl ManualClock {
         }
         let mut state = self.state();
         while state.waits <= seen {
-            state = self
-                .0
-                .arrived
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = state.wait(&self.0.arrived);
         }
     }
 }
@@ -170,10 +164,7 @@ impl Clock for ManualClock {
         }
         let mut count = wakeup.lock();
         while *count == seen {
-            count = wakeup
-                .condition
-                .wait(count)
-                .unwrap_or_else(PoisonError::into_inner);
+            count = count.wait(&wakeup.condition);
         }
     }
 }

@@ -1,11 +1,12 @@
 //! The direct resource: one driver allocation per block.
 
 use std::collections::HashMap;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
 
 use crate::allocator::size::round_size;
 use crate::driver::{Context, Stream, process};
+use crate::sync::held::Locked;
 
 use super::block::{BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
 use super::error::ResourceError;
@@ -70,7 +71,7 @@ impl DirectResource {
         }
     }
 
-    fn blocks(&self) -> MutexGuard<'_, HashMap<u64, Live>> {
+    fn blocks(&self) -> Locked<'_, HashMap<u64, Live>> {
         process::lock(&self.blocks)
     }
 

@@ -3,9 +3,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
+use crate::sync::held::Locked;
 
 /// Tells a block's life from every other one of the process, also where an address or a record is
 /// used again: the resource that made it, its record there, and the record's generation. Resources
@@ -46,7 +47,7 @@ impl<B> Default for Table<B> {
 }
 
 impl<B> Table<B> {
-    fn blocks(&self) -> MutexGuard<'_, HashMap<u64, Arc<B>>> {
+    fn blocks(&self) -> Locked<'_, HashMap<u64, Arc<B>>> {
         process::lock(&self.blocks)
     }
 

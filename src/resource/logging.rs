@@ -3,10 +3,11 @@
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::driver::{Stream, process};
+use crate::sync::held::Locked;
 
 use super::block::{DeallocateError, ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock};
@@ -217,7 +218,7 @@ impl RingSink {
         }
     }
 
-    fn records(&self) -> MutexGuard<'_, VecDeque<LogRecord>> {
+    fn records(&self) -> Locked<'_, VecDeque<LogRecord>> {
         process::lock(&self.records)
     }
 

@@ -47,6 +47,7 @@ mod relief;
 mod reservation;
 mod runtime;
 mod statistics;
+mod stranded;
 mod stream_pool;
 mod tracked;
 mod traits;

@@ -1,17 +1,19 @@
 //! The async resource: stream order with reads and writes told apart.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
+use crate::sync::held::{Locked, locked};
 
 use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
 use super::error::{ResourceError, StreamMisuse};
 use super::events::{EventPools, Pooled};
 use super::gauge::Charge;
 use super::key::BlockKey;
-use super::owned::give_back;
+use super::owned::{give_back, log_rarely};
+use super::stranded::Stranded;
 use super::traits::{MemoryResource, Outstanding, Tracking};
 use super::usage::PoolUsage;
 use super::uses::{Uses, refuse_capture};
@@ -57,6 +59,7 @@ pub struct AsyncResource<R: MemoryResource = Allocator> {
     inner: R,
     events: EventPools,
     books: Mutex<Books>,
+    stranded: Stranded,
 }
 
 #[derive(Debug, Default)]
@@ -82,9 +85,9 @@ struct Entry {
 }
 
 impl Entry {
-    fn uses(&self) -> MutexGuard<'_, Uses> {
+    fn uses(&self) -> Locked<'_, Uses> {
         // Of an entry, of which a forked child finds none.
-        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.uses)
     }
 }
 
@@ -145,6 +148,7 @@ impl<R: MemoryResource> AsyncResource<R> {
             inner,
             events: EventPools::default(),
             books: Mutex::default(),
+            stranded: Stranded::default(),
         }
     }
 
@@ -159,7 +163,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         books.pending.get(&stream).map_or(0, Queue::bytes)
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
+    fn books(&self) -> Locked<'_, Books> {
         process::lock(&self.books)
     }
 
@@ -242,6 +246,34 @@ impl<R: MemoryResource> AsyncResource<R> {
         Ok(())
     }
 
+    /// Takes a block back, or keeps one that nobody else can give back.
+    fn take_back(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let entry = match self.entry(&block.identity()) {
+            Ok(entry) => entry,
+            Err(error) => return Err(DeallocateError::new(block, error)),
+        };
+        if block.keepers() != entry.keepers_below.saturating_add(1) {
+            return Err(DeallocateError::new(block, StreamMisuse::KeptAbove));
+        }
+        match self.retire(&entry, block) {
+            Err(failure) if failure.block.is_abandoned() => {
+                self.stranded.keep(*failure.block);
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    /// Takes back what was stranded, as far as that goes now.
+    fn retry(&self) {
+        for block in self.stranded.take() {
+            // One that cannot go yet is kept again.
+            if let Err(failure) = self.take_back(block) {
+                log_rarely(&failure.error, "a dropped block leaks");
+            }
+        }
+    }
+
     /// Puts a deallocation into the queue of its stream.
     fn push(&self, stream: u64, retired: Retired, marker: Option<Pooled>, newest: u64) {
         let mut guard = self.books();
@@ -310,6 +342,14 @@ impl<R: MemoryResource> AsyncResource<R> {
     }
 }
 
+impl<R: MemoryResource> Drop for AsyncResource<R> {
+    fn drop(&mut self) {
+        if !process::is_gone() {
+            self.retry();
+        }
+    }
+}
+
 impl Batch {
     fn bytes(&self) -> u64 {
         self.retired.iter().map(|retired| retired.bytes).sum()
@@ -339,6 +379,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     ) -> Result<ResourceBlock, ResourceError> {
         same_place(self.inner.context(), stream)?;
         let id = stream.id()?;
+        self.retry();
         refuse_capture(stream, id)?;
         let mut block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
         let ptr = block.ptr();
@@ -371,14 +412,8 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     }
 
     fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        let entry = match self.entry(&block.identity()) {
-            Ok(entry) => entry,
-            Err(error) => return Err(DeallocateError::new(block, error)),
-        };
-        if block.keepers() != entry.keepers_below.saturating_add(1) {
-            return Err(DeallocateError::new(block, StreamMisuse::KeptAbove));
-        }
-        self.retire(&entry, block)
+        self.retry();
+        self.take_back(block)
     }
 
     fn context(&self) -> &Context {
@@ -406,6 +441,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     }
 
     fn reap(&self) -> Result<u64, ResourceError> {
+        self.retry();
         let mut waits: Vec<(u64, u64, Arc<Pooled>)> = {
             let mut books = self.books();
             let queues = books.pending.iter_mut();
@@ -438,6 +474,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     }
 
     fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+        self.retry();
         self.inner.trim(keep)
     }
 

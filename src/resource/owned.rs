@@ -125,7 +125,7 @@ impl<R: MemoryResource> fmt::Debug for OwnedBlock<R> {
 }
 
 /// Logs the first and every power-of-two-th failure of a drop or a callback.
-fn log_rarely(error: &dyn std::error::Error, what: &str) {
+pub(super) fn log_rarely(error: &dyn std::error::Error, what: &str) {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     // A logger has locks, and a thread of the parent may have held them.
     if process::is_forked_child() {
@@ -137,13 +137,15 @@ fn log_rarely(error: &dyn std::error::Error, what: &str) {
     }
 }
 
-/// Deallocates a block that nobody can name from here on. A refusal may be over at once, so it is tried
-/// once more.
+/// Deallocates a block that nobody can name from here on. Allocators, and what keeps an order over them, take it
+/// and give it back later where they cannot now; of others a refusal may be over at once, so it is tried once
+/// more.
 pub(super) fn give_back(
     resource: &(impl MemoryResource + ?Sized),
-    block: ResourceBlock,
+    mut block: ResourceBlock,
     what: &str,
 ) {
+    block.abandon();
     let done = resource.deallocate(block);
     if let Err(failure) = done.or_else(|failure| resource.deallocate(*failure.block)) {
         log_rarely(&failure.error, what);

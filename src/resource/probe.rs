@@ -1,9 +1,10 @@
 //! Probes for debugging: poison, and a guard against overlapping blocks.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Mutex, OnceLock};
 
 use crate::driver::{Stream, process};
+use crate::sync::held::Locked;
 
 use super::block::{Access, BlockIdentity, DeallocateError, ResourceBlock, Tag};
 use super::error::ResourceError;
@@ -111,7 +112,7 @@ impl<R: MemoryResource> Probe<R> {
         &self.inner
     }
 
-    fn live(&self) -> MutexGuard<'_, BTreeMap<u64, Live>> {
+    fn live(&self) -> Locked<'_, BTreeMap<u64, Live>> {
         process::lock(&self.live)
     }
 

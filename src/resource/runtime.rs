@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use crate::allocator::{Allocator, Config};
 use crate::driver::{Context, Device, Driver, process};
+use crate::sync::held::Locked;
 
 use super::error::ResourceError;
 use super::ordered::AsyncResource;
@@ -130,7 +131,7 @@ impl Runtimes {
         }
     }
 
-    fn slots(&self) -> MutexGuard<'_, HashMap<usize, Option<Runtime>>> {
+    fn slots(&self) -> Locked<'_, HashMap<usize, Option<Runtime>>> {
         process::lock(&self.slots)
     }
 
@@ -145,10 +146,7 @@ impl Runtimes {
                 match slots.get(&ordinal) {
                     Some(Some(runtime)) => return Ok(runtime.clone()),
                     Some(None) => {
-                        slots = self
-                            .built
-                            .wait(slots)
-                            .unwrap_or_else(PoisonError::into_inner);
+                        slots = slots.wait(&self.built);
                     }
                     None => break,
                 }

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use crate::driver::{Context, Stream, process};
+use crate::sync::held::Locked;
 
 use super::error::{ResourceError, StreamMisuse};
 
@@ -69,7 +70,7 @@ impl StreamPool {
         self.len() == 0
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+    fn lock(&self) -> Locked<'_, State> {
         process::lock(&self.0.state)
     }
 

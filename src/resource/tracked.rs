@@ -1,9 +1,10 @@
 //! The tracking adaptor: which blocks are live, by name.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 
 use crate::driver::{Stream, process};
+use crate::sync::held::Locked;
 
 use super::block::{BlockIdentity, DeallocateError, ResourceBlock, Tag};
 use super::error::ResourceError;
@@ -60,7 +61,7 @@ impl<R: MemoryResource> Tracked<R> {
         }
     }
 
-    fn map(&self) -> MutexGuard<'_, HashMap<BlockKey, LiveBlock>> {
+    fn map(&self) -> Locked<'_, HashMap<BlockKey, LiveBlock>> {
         process::lock(&self.live)
     }
 

@@ -1,10 +1,11 @@
 //! A thread that watches the device's free memory.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::driver::process;
+use crate::sync::held::Locked;
 
 use super::clock::{Clock, SystemClock, Wakeup};
 use super::foreign::guarded;
@@ -87,7 +88,7 @@ struct State {
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> Locked<'_, State> {
         process::lock(&self.state)
     }
 

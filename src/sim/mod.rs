@@ -58,7 +58,9 @@ pub use reports::{Leaks, Report, Site};
 pub use state::LogEntry;
 
 use crate::driver::{Driver, LoadError, sys};
+use slots::Place;
 use state::State;
+use std::sync::Arc;
 use work::Work;
 
 /// A simulated driver with its devices.
@@ -69,7 +71,7 @@ use work::Work;
 /// Thread safety: `Send` and `Sync`; all calls, of the driver and of this type, take one lock.
 #[derive(Debug)]
 pub struct Simulator {
-    slot: usize,
+    place: Arc<Place>,
     missing: Vec<String>,
 }
 
@@ -102,7 +104,7 @@ pub struct Progress {
 
 impl Drop for Simulator {
     fn drop(&mut self) {
-        slots::release(self.slot);
+        self.place.end();
     }
 }
 
@@ -114,13 +116,13 @@ impl Simulator {
     pub fn new(config: SimConfig) -> Result<Simulator, ConfigError> {
         config.check()?;
         let missing = config.missing.clone();
-        let slot = slots::take(Box::new(State::new(config)));
-        Ok(Simulator { slot, missing })
+        let place = Place::take(Box::new(State::new(config)));
+        Ok(Simulator { place, missing })
     }
 
     /// The table of its functions.
     pub fn functions(&self) -> sys::CuFunctions {
-        let mut table = table::functions(self.slot);
+        let mut table = table::functions(self.place.slot);
         for name in &self.missing {
             table::remove(&mut table, name);
         }
@@ -134,11 +136,11 @@ impl Simulator {
     pub fn driver(&self) -> Result<Driver, LoadError> {
         // SAFETY: the functions are those of the table's types, and stay callable for the life of
         // the process: without their simulator they return an error.
-        unsafe { Driver::from_functions(self.functions()) }
+        unsafe { Driver::on_ground(self.functions(), self.place.clone()) }
     }
 
     fn with<T>(&self, run: impl FnOnce(&mut State) -> T) -> Option<T> {
-        let mut guard = slots::lock(self.slot);
+        let mut guard = slots::lock(self.place.slot);
         let state = guard.as_deref_mut()?;
         state.enter_thread();
         let result = run(state);
@@ -455,21 +457,21 @@ impl Simulator {
     /// call the driver and this type, as itself or [as another thread](Simulator::as_thread); its own calls
     /// run no hooks. Beside other threads' calls it runs more than once at a time.
     pub fn before(&self, hook: impl Fn(&Moment) + Send + Sync + 'static) {
-        hooks::set(self.slot, |hooks| {
-            hooks.before = Some(std::sync::Arc::new(hook));
+        hooks::set(self.place.slot, |hooks| {
+            hooks.before = Some(Arc::new(hook));
         });
     }
 
     /// As [`Simulator::before`], after each call: the driver has done it and the caller does not know yet.
     pub fn after(&self, hook: impl Fn(&Moment) + Send + Sync + 'static) {
-        hooks::set(self.slot, |hooks| {
-            hooks.after = Some(std::sync::Arc::new(hook));
+        hooks::set(self.place.slot, |hooks| {
+            hooks.after = Some(Arc::new(hook));
         });
     }
 
     /// Takes both hooks away. Those that run go on.
     pub fn clear_hooks(&self) {
-        hooks::set(self.slot, |hooks| *hooks = hooks::Hooks::default());
+        hooks::set(self.place.slot, |hooks| *hooks = hooks::Hooks::default());
     }
 
     /// Runs something as another thread as far as simulated drivers know: its current context, its mode of

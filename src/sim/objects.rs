@@ -51,6 +51,8 @@ pub(super) struct Pool {
     pub(super) device: usize,
     pub(super) default: bool,
     pub(super) destroyed: bool,
+    /// Imports that are not destroyed, which have the handle of the pool itself here.
+    pub(super) imports: u64,
     pub(super) max: u64,
     pub(super) handle_types: CUmemAllocationHandleType,
     pub(super) threshold: u64,
@@ -77,6 +79,7 @@ impl Pool {
             device,
             default,
             destroyed: false,
+            imports: 0,
             max,
             handle_types,
             threshold: 0,

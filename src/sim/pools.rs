@@ -358,6 +358,10 @@ impl State {
             if pool.default {
                 return fail(INVALID);
             }
+            if pool.imports > 0 {
+                pool.imports -= 1;
+                return Ok(());
+            }
             pool.destroyed = true;
             pool.threshold = 0;
             // The pool may go at once, though its queued frees are not seen complete: the driver

@@ -400,7 +400,11 @@ impl State {
         if value & POOL == 0 {
             return fail(INVALID);
         }
-        out.set(u64::from(value & !POOL) as CUmemoryPool)
+        let value = u64::from(value & !POOL);
+        if let Some(pool) = self.pools.get_mut(&value) {
+            pool.imports += 1;
+        }
+        out.set(value as CUmemoryPool)
     }
 
     pub(super) fn cuMemPoolExportPointer(

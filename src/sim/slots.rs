@@ -4,37 +4,81 @@ use super::call::Call;
 use super::hooks::{self, Hooks, SLOT_COUNT};
 use super::state::State;
 use crate::driver::sys::CUresult;
+use std::collections::VecDeque;
 use std::fmt::{Debug, Write};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-type Place = Mutex<Option<Box<State>>>;
-
-static SLOTS: [Place; SLOT_COUNT] = [const { Mutex::new(None) }; SLOT_COUNT];
-static TAKEN: Mutex<[bool; SLOT_COUNT]> = Mutex::new([false; SLOT_COUNT]);
+static SLOTS: [Mutex<Option<Box<State>>>; SLOT_COUNT] = [const { Mutex::new(None) }; SLOT_COUNT];
+static FREE: Mutex<Free> = Mutex::new(Free {
+    used: 0,
+    ended: VecDeque::new(),
+    left: VecDeque::new(),
+});
 static FREED: Condvar = Condvar::new();
 
-/// Takes a free place, waiting for one if all are taken.
-pub(super) fn take(state: Box<State>) -> usize {
-    let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
-    loop {
-        if let Some(slot) = taken.iter().position(|taken| !taken) {
-            taken[slot] = true;
-            drop(taken);
-            *lock(slot) = Some(state);
-            return slot;
+/// The places without a simulator. The function that a dead simulator's driver calls is that of its place, so
+/// a place changes hands as late as it can: a late call must not reach somebody else's simulator.
+struct Free {
+    /// From here on none was taken yet.
+    used: usize,
+    /// Their simulators ended, and no driver of them is left. The longest ended is first.
+    ended: VecDeque<usize>,
+    /// Their simulators ended, their drivers live on: for when there is no other place.
+    left: VecDeque<usize>,
+}
+
+impl Free {
+    fn next(&mut self) -> Option<usize> {
+        if self.used < SLOT_COUNT {
+            self.used += 1;
+            return Some(self.used - 1);
         }
-        taken = FREED.wait(taken).unwrap_or_else(PoisonError::into_inner);
+        self.ended.pop_front().or_else(|| self.left.pop_front())
     }
 }
 
-/// Ends the simulator of that place; tables that still point to it answer "driver shut down".
-pub(super) fn release(slot: usize) {
-    let state = lock(slot).take();
-    drop(state);
-    hooks::set(slot, |hooks| *hooks = Hooks::default());
-    let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
-    taken[slot] = false;
-    FREED.notify_one();
+fn free() -> MutexGuard<'static, Free> {
+    FREE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A simulator's place, held by it and by its drivers.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) slot: usize,
+}
+
+impl Place {
+    /// Takes a place, waiting for one if all are taken.
+    pub(super) fn take(state: Box<State>) -> Arc<Place> {
+        let mut places = free();
+        loop {
+            if let Some(slot) = places.next() {
+                drop(places);
+                *lock(slot) = Some(state);
+                return Arc::new(Place { slot });
+            }
+            places = FREED.wait(places).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Ends the simulator; tables that still point to it answer "driver shut down".
+    pub(super) fn end(&self) {
+        let state = lock(self.slot).take();
+        drop(state);
+        hooks::set(self.slot, |hooks| *hooks = Hooks::default());
+        free().left.push_back(self.slot);
+        FREED.notify_one();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut places = free();
+        let at = places.left.iter().position(|slot| *slot == self.slot);
+        if let Some(slot) = at.and_then(|at| places.left.remove(at)) {
+            places.ended.push_back(slot);
+        }
+    }
 }
 
 /// Locks one place.
@@ -94,4 +138,25 @@ pub(super) fn summary(list: &[(&str, &dyn Debug)]) -> String {
         let _ = write!(text, "{comma}{name}={value:?}");
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::SLOT_COUNT;
+    use crate::driver::sys::CUresult;
+    use crate::sim::{SimConfig, Simulator};
+
+    #[test]
+    fn the_driver_of_a_dead_simulator_reaches_no_other_one() {
+        let sim = Simulator::new(SimConfig::default()).unwrap();
+        let late = sim.driver().unwrap();
+        drop(sim);
+        // More than there are places, of which this one is not given away as long as there are others.
+        for _ in 0..3 * SLOT_COUNT {
+            let other = Simulator::new(SimConfig::default()).unwrap();
+            let ended = CUresult::CUDA_ERROR_DEINITIALIZED;
+            assert_eq!(late.device_count().unwrap_err().code(), ended);
+            assert!(other.driver().unwrap().device_count().is_ok());
+        }
+    }
 }

@@ -5,111 +5,14 @@
 mod common;
 mod faults;
 mod order;
+mod rig;
 
-use common::on_cuda;
 use cualloc::allocator::Error;
 use cualloc::buffer::{BufferError, CopyInFlight, DeviceSlice, DeviceSliceMut};
-use cualloc::driver::{Context, Driver, Stream};
-use cualloc::sim::{Leaks, SimConfig, Simulator};
-use cualloc::{Allocator, Config, DeviceBuffer, PinnedBuffer, Policy};
+use cualloc::driver::Stream;
+use cualloc::{Allocator, DeviceBuffer, PinnedBuffer};
+use rig::{POLICIES, Rig};
 use std::mem::MaybeUninit;
-
-const POLICIES: [Policy; 2] = [Policy::Classic, Policy::Packed];
-
-/// The driver under test with its devices, and the simulator if it is that.
-struct Rig {
-    driver: Driver,
-    contexts: Vec<Context>,
-    allocs: Vec<Allocator>,
-    sim: Option<Simulator>,
-}
-
-impl Rig {
-    /// None, with a word about it, if the real driver has fewer devices.
-    fn with_devices(count: usize, policy: Policy) -> Option<Rig> {
-        let (driver, sim) = if on_cuda() {
-            let shared = Driver::load().unwrap();
-            // Opened once more, so that the counters count the calls of this rig alone.
-            // SAFETY: the driver's own library.
-            (
-                unsafe { Driver::open(shared.library().unwrap()) }.unwrap(),
-                None,
-            )
-        } else {
-            let sim = Simulator::new(SimConfig::with_devices(count, 8 << 30)).unwrap();
-            (sim.driver().unwrap(), Some(sim))
-        };
-        if driver.device_count().unwrap() < count {
-            eprintln!("SKIPPED on cuda: needs {count} devices");
-            return None;
-        }
-        let context = |n| Context::primary(&driver, driver.device(n).unwrap()).unwrap();
-        let contexts: Vec<Context> = (0..count).map(context).collect();
-        let make = |c: &Context| Allocator::with_config(c, Config::new().policy(policy)).unwrap();
-        let allocs = contexts.iter().map(make).collect();
-        Some(Rig {
-            driver,
-            contexts,
-            allocs,
-            sim,
-        })
-    }
-
-    fn each(test: impl Fn(&Rig, &Allocator, &Stream)) {
-        for policy in POLICIES {
-            let rig = Rig::with_devices(1, policy).unwrap();
-            let stream = rig.allocs[0].create_stream().unwrap();
-            test(&rig, &rig.allocs[0], &stream);
-            drop(stream);
-            rig.finish();
-        }
-    }
-
-    /// A rig of one device, once per policy; only on the simulator, and a word about it elsewhere.
-    fn each_simulated(test: impl Fn(&Rig, &Simulator, &Allocator)) {
-        Self::each_simulated_with(test, Self::nothing);
-    }
-
-    /// The same, for a test that leaks.
-    fn each_simulated_with(test: impl Fn(&Rig, &Simulator, &Allocator), leaks: impl Fn(Leaks)) {
-        if on_cuda() {
-            eprintln!("SKIPPED on cuda: needs the simulator");
-            return;
-        }
-        for policy in POLICIES {
-            let rig = Rig::with_devices(1, policy).unwrap();
-            test(&rig, rig.sim.as_ref().unwrap(), &rig.allocs[0]);
-            rig.end(&leaks);
-        }
-    }
-
-    /// Everything is freed, nothing was done wrong, nothing is left over.
-    fn finish(self) {
-        self.end(Self::nothing);
-    }
-
-    fn nothing(leaks: Leaks) {
-        assert!(leaks.is_empty(), "{leaks:?}");
-    }
-
-    fn end(self, leaks: impl Fn(Leaks)) {
-        for alloc in &self.allocs {
-            alloc.check().unwrap();
-            alloc.close().unwrap();
-        }
-        let Rig {
-            driver,
-            contexts,
-            allocs,
-            sim,
-        } = self;
-        drop((allocs, contexts, driver));
-        if let Some(sim) = sim {
-            assert_eq!(sim.reports(), []);
-            leaks(sim.leaks());
-        }
-    }
-}
 
 fn requested(alloc: &Allocator) -> (u64, u64) {
     let requested = alloc.stats().all.requested;

@@ -1,7 +1,7 @@
 //! D4: captures that meet buffers and columns, which cost the calls that meet them, and nothing behind their
 //! ends.
 
-use cualloc::allocator::{Allocator, Error, Policy};
+use cualloc::allocator::{Allocator, Error};
 use cualloc::column::{Column, ElementType};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::Mode;
@@ -10,18 +10,6 @@ use cualloc::{BufferError, DeviceBuffer};
 use crate::common::capturing::*;
 use crate::common::*;
 
-/// Runs a test with each policy on a simulator with interludes.
-fn each_with_interludes(test: impl Fn(&Rig)) {
-    for policy in [Policy::Packed, Policy::Classic] {
-        let Some(rig) = Rig::with_interludes(policy) else {
-            return;
-        };
-        eprintln!("policy {policy:?}");
-        test(&rig);
-        rig.assert_clean();
-    }
-}
-
 fn capturing(result: Result<(), BufferError>, stream: &Stream) {
     match result {
         Err(BufferError::Capturing { stream: named }) => assert_eq!(named, stream.raw() as usize),
@@ -29,12 +17,19 @@ fn capturing(result: Result<(), BufferError>, stream: &Stream) {
     }
 }
 
+fn one_block_is_live(allocator: &Allocator) {
+    let error = allocator.close().unwrap_err();
+    assert!(
+        matches!(error, Error::LiveBlocks { blocks: 1, .. }),
+        "{error:?}"
+    );
+}
+
 /// D4: an operation is under way, and its stream captures before the home can wait for it. What comes next
 /// comes after it, or is refused.
 #[test]
 fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
-    each_with_interludes(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_with_interludes(|rig, sim| {
         let allocator = rig.allocator();
         let [home, other, third] = rig.streams();
         let mut buffer = DeviceBuffer::<u32>::filled(&allocator, 1 << 18, 3, &home).unwrap();
@@ -64,8 +59,7 @@ fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
 /// D4: dropped instead, the memory is nobody's before the operation is over, and is not lost.
 #[test]
 fn d4_a_buffer_dropped_behind_an_operation_that_met_a_capture_is_freed() {
-    each_with_interludes(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_with_interludes(|rig, sim| {
         let allocator = rig.allocator();
         let [home, other] = rig.streams();
         for words in [100, 1 << 18] {
@@ -75,11 +69,7 @@ fn d4_a_buffer_dropped_behind_an_operation_that_met_a_capture_is_freed() {
             interlude::after("cuMemsetD32Async", begin(rig, other.raw()));
             buffer.fill(5, &other).unwrap_err();
             drop(buffer);
-            let error = allocator.close().unwrap_err();
-            assert!(
-                matches!(error, Error::LiveBlocks { blocks: 1, .. }),
-                "{error:?}"
-            );
+            one_block_is_live(&allocator);
             assert_eq!(end(rig, other.raw())(), sys::CUresult::CUDA_SUCCESS);
             allocator.trim(0).unwrap();
             assert_eq!(allocator.stats().all.allocations.current, 0);
@@ -101,11 +91,7 @@ fn freed_behind_the_capture<T>(rig: &Rig, make: impl Fn(&Allocator, &Stream) -> 
     allocator.retire(&home).unwrap();
     captured(rig, home.raw(), || {
         drop(made);
-        let error = allocator.close().unwrap_err();
-        assert!(
-            matches!(error, Error::LiveBlocks { blocks: 1, .. }),
-            "{error:?}"
-        );
+        one_block_is_live(&allocator);
     });
     rig.close(&allocator);
     // Nobody is left who could close it.

@@ -8,6 +8,7 @@ mod buffers;
 #[path = "../common/mod.rs"]
 mod common;
 mod named;
+mod owned;
 mod races;
 
 use std::sync::{Arc, Barrier};
@@ -279,6 +280,39 @@ fn d5_a_stream_that_vanished_is_no_hindrance() {
             rig.close(&allocator);
             other.destroy();
         }
+    });
+}
+
+/// D5: what is not live is refused for that, also where a capture is looked for and the driver does not
+/// answer.
+#[test]
+fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let allocator = rig.allocator();
+        let (raw, capturing) = (RawStream::new(rig), RawStream::new(rig));
+        captured(rig, capturing.raw(), || {
+            for bytes in [512, 8 * MIB] {
+                // SAFETY: the stream is alive, nothing uses the block, and what is not live is refused.
+                unsafe {
+                    let ptr = allocator.allocate_raw(bytes, raw.raw()).unwrap();
+                    let refused = allocator.allocate_raw(bytes, capturing.raw()).unwrap_err();
+                    assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+                    allocator.free_raw(ptr).unwrap();
+                    let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+                    sim.fail(FailPlan::call("cuStreamIsCapturing", code).unwrap());
+                    let again = allocator.free_raw(ptr).unwrap_err();
+                    assert!(matches!(again, Error::NotLive { .. }), "{again:?}");
+                }
+                sim.clear_failures();
+            }
+        });
+        allocator.synchronize().unwrap();
+        rig.close(&allocator);
+        raw.destroy();
+        capturing.destroy();
     });
 }
 

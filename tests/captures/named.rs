@@ -70,8 +70,7 @@ fn uses_on_capturing_streams(rig: &Rig) {
 /// allocator's.
 #[test]
 fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
-    each(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_simulated(|rig, sim| {
         let raw = sim.create_context(0).unwrap();
         // SAFETY: it lives as long as the simulator.
         let other = unsafe { Context::from_raw(&rig.driver, raw) }.unwrap();

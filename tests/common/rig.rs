@@ -27,16 +27,42 @@ pub fn on_cuda() -> bool {
 /// Name of the variable that picks one policy where a test would run with each: `packed` or `classic`.
 pub const POLICY_VARIABLE: &str = "CUALLOC_TEST_POLICY";
 
-/// Runs a test once per segment policy, on a driver of its own each time.
-pub fn each(test: impl Fn(&Rig)) {
-    let policies = match std::env::var(POLICY_VARIABLE).as_deref() {
+fn policies() -> Vec<Policy> {
+    match std::env::var(POLICY_VARIABLE).as_deref() {
         Ok("packed") => vec![Policy::Packed],
         Ok("classic") => vec![Policy::Classic],
         Ok(other) => panic!("{POLICY_VARIABLE}={other}: expected packed or classic"),
         Err(_) => vec![Policy::Packed, Policy::Classic],
-    };
-    for policy in policies {
+    }
+}
+
+/// Runs a test once per segment policy, on a driver of its own each time.
+pub fn each(test: impl Fn(&Rig)) {
+    for policy in policies() {
         only(policy, &test);
+    }
+}
+
+/// [`each`] on the simulator; on a GPU the test says that it skips.
+pub fn each_simulated(test: impl Fn(&Rig, &Simulator)) {
+    each(|rig| {
+        if let Some(sim) = rig.sim() {
+            test(rig, sim);
+        }
+    });
+}
+
+/// [`each_simulated`] with [interludes](super::interlude).
+pub fn each_with_interludes(test: impl Fn(&Rig, &Simulator)) {
+    for policy in policies() {
+        let Some(rig) = Rig::with_interludes(policy) else {
+            return;
+        };
+        eprintln!("policy {policy:?}");
+        if let Some(sim) = rig.sim() {
+            test(&rig, sim);
+        }
+        rig.assert_clean();
     }
 }
 
@@ -53,6 +79,19 @@ pub fn only_on(policy: Policy, config: SimConfig, test: impl Fn(&Rig)) {
     rig.assert_clean();
 }
 
+/// The driver under test, and the simulator if it is that. Its counters count the calls of whoever asked alone.
+pub fn driver_under_test(config: SimConfig) -> (Driver, Option<Simulator>) {
+    if on_cuda() {
+        let shared = Driver::load().expect("CUALLOC_TEST_DRIVER=cuda needs a driver");
+        let library = shared.library().expect("a loaded driver has a library");
+        // SAFETY: the driver's own library.
+        (unsafe { Driver::open(library) }.unwrap(), None)
+    } else {
+        let simulator = Simulator::new(config).unwrap();
+        (simulator.driver().unwrap(), Some(simulator))
+    }
+}
+
 /// A driver, a context and a policy to test with.
 pub struct Rig {
     pub policy: Policy,
@@ -65,15 +104,7 @@ pub struct Rig {
 impl Rig {
     /// The driver under test. Its counters count the calls of this rig alone.
     pub fn new(policy: Policy, config: SimConfig) -> Rig {
-        let (driver, simulator) = if on_cuda() {
-            let shared = Driver::load().expect("CUALLOC_TEST_DRIVER=cuda needs a driver");
-            let library = shared.library().expect("a loaded driver has a library");
-            // SAFETY: the driver's own library.
-            (unsafe { Driver::open(library) }.unwrap(), None)
-        } else {
-            let simulator = Simulator::new(config).unwrap();
-            (simulator.driver().unwrap(), Some(simulator))
-        };
+        let (driver, simulator) = driver_under_test(config);
         Rig::of(policy, driver, simulator)
     }
 

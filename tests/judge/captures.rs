@@ -99,6 +99,18 @@ impl World {
         self.helper.get_or_insert_with(|| Helper::new(court))
     }
 
+    /// What the other thread has to say.
+    pub fn helped<T: Send + 'static>(
+        &mut self,
+        job: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, String> {
+        let (told, said) = channel();
+        self.helper().run(move || {
+            let _ = told.send(job());
+        });
+        said.recv().map_err(|e| e.to_string())
+    }
+
     fn capturable(&self, a: u32) -> Option<usize> {
         let lane = a as usize % self.lanes.len();
         let it = &self.lanes[lane];
@@ -189,13 +201,7 @@ impl World {
         let lane = capturing[a as usize % capturing.len()];
         let raw = self.lanes[lane].raw;
         let code = match self.lanes[lane].capturing.take() {
-            Some(Who::Helper) => {
-                let (told, ended) = channel();
-                self.helper().run(move || {
-                    let _ = told.send(end(raw));
-                });
-                ended.recv().map_err(|e| e.to_string())?
-            }
+            Some(Who::Helper) => self.helped(move || end(raw))?,
             _ => end(raw),
         };
         let doomed = std::mem::take(&mut self.lanes[lane].doomed);

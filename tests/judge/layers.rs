@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
-use cualloc::column::{Column, ElementType};
+use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::Stream;
-use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspaceConfig, WorkspacePool};
+use cualloc::pool::{
+    Lease, NativeBlock, NativeConfig, NativePool, PooledBuffer, TypedPool, WorkspaceConfig,
+    WorkspacePool,
+};
 use cualloc::resource::{Access, AsyncResource, MemoryResource, ResourceBlock};
 use cualloc::{Allocator, DeviceBuffer};
 
@@ -20,12 +23,19 @@ pub enum Layered {
     Pooled(PooledBuffer<u32>),
     Lease(Lease),
     Resource(ResourceBlock, Ordered),
+    /// Lent to somebody who works on its stream.
+    Tensor(DlpackTensor),
+    /// Not the allocator's: the judge hears nothing of it, and the simulator alone judges its uses.
+    Native(NativeBlock),
 }
 
 impl Layered {
     /// Whether the program may use it on its own stream without a word to anybody.
     pub fn free_for_all(&self) -> bool {
-        matches!(self, Layered::Column(_) | Layered::Lease(_))
+        matches!(
+            self,
+            Layered::Column(_) | Layered::Lease(_) | Layered::Tensor(_) | Layered::Native(_)
+        )
     }
 }
 
@@ -34,6 +44,7 @@ pub struct Layers {
     typed: Option<TypedPool>,
     leases: Option<WorkspacePool>,
     ordered: Option<Ordered>,
+    native: Option<NativePool>,
     others: bool,
 }
 
@@ -49,6 +60,8 @@ impl World {
         match act {
             Act::Drop => return self.drop_layered(a, rng),
             Act::BufferWork => return self.work_layered(a, b, rng),
+            Act::Exchange => return self.exchange(a, b, rng),
+            Act::Share => return self.share(a, rng),
             _ => {}
         }
         let slot = c as usize % self.slots.len();
@@ -69,6 +82,10 @@ impl World {
             Ok(None) => Ok(()),
             Ok(Some((ptr, bytes, layered))) => {
                 self.slots[slot].layers.others = true;
+                if matches!(layered, Layered::Native(_)) {
+                    self.hold(slot, lane, (ptr, bytes), Kind::Layered(layered));
+                    return Ok(());
+                }
                 self.handed_out(slot, lane, (ptr, bytes), Kind::Layered(layered))
             }
             Err(text) if self.calm() && !text.contains("OutOfMemory") => {
@@ -123,6 +140,21 @@ impl World {
                     .get_or_insert_with(|| WorkspacePool::new(allocator, config));
                 let lease = leases.lease(stream, bytes as usize).map_err(|e| say(&e))?;
                 (lease.ptr(), bytes, Layered::Lease(lease))
+            }
+            Act::Native => {
+                let pool = match &mut it.layers.native {
+                    Some(pool) => pool,
+                    none => {
+                        let config = NativeConfig::default().exportable(true);
+                        let made = NativePool::with_context(allocator.context(), config);
+                        none.insert(made.map_err(|e| say(&e))?)
+                    }
+                };
+                if rng.percent(10) {
+                    pool.trim(rng.below(8 << 20)).map_err(|e| say(&e))?;
+                }
+                let block = pool.allocate(bytes as usize, stream).map_err(|e| say(&e))?;
+                (block.ptr(), bytes, Layered::Native(block))
             }
             _ => {
                 let ordered = it
@@ -186,6 +218,7 @@ impl World {
                     false
                 }
                 Layered::Lease(_) | Layered::Resource(..) => false,
+                Layered::Tensor(_) | Layered::Native(_) => false,
             }
         };
         if used {
@@ -227,6 +260,16 @@ impl World {
                 }
                 self.before_call(slot, lane);
                 column.record_stream(&stream).is_ok()
+            }
+            Layered::Native(block) => {
+                if !self.work_on(lane, ptr, bytes, rng.next()) {
+                    return Ok(());
+                }
+                self.before_call(slot, lane);
+                match rng.percent(50) {
+                    true => block.record_use(&stream).is_ok(),
+                    false => block.record_stream(&stream).is_ok(),
+                }
             }
             // What comes next is ordered behind an operation that failed, or refused.
             _ => return Ok(()),
@@ -274,8 +317,142 @@ impl World {
                     self.held.push(super::world::Held { kind, ..held });
                 }
             }
+            Layered::Native(native) if rng.percent(60) => {
+                if let Err(refused) = native.free() {
+                    if self.calm() {
+                        return Err(format!("a native block was not freed: {:?}", refused.error));
+                    }
+                    let kind = Kind::Layered(Layered::Native(refused.block));
+                    self.held.push(super::world::Held { kind, ..held });
+                }
+            }
             other => drop(other),
         }
+        Ok(())
+    }
+
+    /// A column goes out as a tensor, or one comes back as a column.
+    fn exchange(&mut self, a: u32, b: u32, rng: &mut Rng) -> Done {
+        let fits = |index: &usize| {
+            let layered = match &self.held[*index].kind {
+                Kind::Layered(layered) => layered,
+                _ => return false,
+            };
+            matches!(layered, Layered::Column(_) | Layered::Tensor(_))
+        };
+        let some: Vec<usize> = (0..self.held.len()).filter(fits).collect();
+        if some.is_empty() {
+            return Ok(());
+        }
+        let index = some[a as usize % some.len()];
+        let (slot, home, last) = {
+            let held = &self.held[index];
+            (held.slot, held.home, held.last)
+        };
+        let back = matches!(self.held[index].kind, Kind::Layered(Layered::Tensor(_)));
+        // Who imports does so on the stream that the producer was told.
+        let lane = match back {
+            true => Some(home),
+            false => self.any_lane(slot, b),
+        };
+        let Some(lane) = lane else { return Ok(()) };
+        let Some(stream) = self.lanes[lane].stream.clone() else {
+            return Ok(());
+        };
+        let epoch = self.held[index].epoch;
+        if !self.usable(lane) || epoch != self.lanes[home].epoch || !self.order(last, home) {
+            return Ok(());
+        }
+        self.before_call(slot, lane);
+        self.told(slot, lane, true);
+        let held = self.held.swap_remove(index);
+        let Kind::Layered(layered) = held.kind else {
+            return Ok(());
+        };
+        let (layered, result) = match layered {
+            Layered::Column(column) => {
+                let consumer = match rng.percent(70) {
+                    true => Consumer::Tracked(stream),
+                    false => Consumer::Untracked(stream),
+                };
+                let made = match rng.percent(50) {
+                    true => column.to_dlpack(&consumer),
+                    false => column.to_dlpack_versioned(&consumer),
+                };
+                match made {
+                    Ok(tensor) => (Layered::Tensor(tensor), Ok(())),
+                    Err(error) => (Layered::Column(column), Err(format!("{error:?}"))),
+                }
+            }
+            Layered::Tensor(tensor) => {
+                match Column::from_dlpack(tensor, &stream, Producer::Ordered) {
+                    Ok(column) => (Layered::Column(column), Ok(())),
+                    Err(refused) => {
+                        let text = format!("{:?}", refused.error);
+                        (Layered::Tensor(*refused.offered), Err(text))
+                    }
+                }
+            }
+            other => (other, Ok(())),
+        };
+        let (home, epoch, last) = match result {
+            Ok(()) => (lane, self.lanes[lane].epoch, lane),
+            Err(_) => (held.home, held.epoch, held.last),
+        };
+        let kind = Kind::Layered(layered);
+        self.held.push(super::world::Held {
+            kind,
+            home,
+            epoch,
+            last,
+            ..held
+        });
+        match result {
+            Err(text) if self.calm() => Err(format!("an exchange was refused: {text}")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Somebody gets hold of the memory behind a block, or of a pool, as another process would.
+    #[cfg(unix)]
+    fn share(&mut self, a: u32, rng: &mut Rng) -> Done {
+        use std::os::fd::AsFd;
+        if self.held.is_empty() {
+            return Ok(());
+        }
+        let held = &self.held[a as usize % self.held.len()];
+        let (slot, ptr) = (held.slot, held.ptr);
+        let context = self.places[self.slots[slot].place].context.clone();
+        if let Kind::Layered(Layered::Native(_)) = &held.kind {
+            if let Some(pool) = &self.slots[slot].layers.native {
+                let _ = pool.export_block(ptr);
+                if let Ok(descriptor) = pool.export() {
+                    drop(NativePool::import(&context, descriptor.as_fd()));
+                }
+            }
+            return Ok(());
+        }
+        let Ok(entered) = context.enter() else {
+            return Ok(());
+        };
+        let Ok(handle) = entered.retain_handle(ptr) else {
+            return Ok(());
+        };
+        let mut handles = vec![handle];
+        if rng.percent(50) {
+            // SAFETY: the handle is ours.
+            let out = unsafe { entered.export_fd(handle) };
+            handles.extend(out.ok().and_then(|fd| entered.import_fd(fd.as_fd()).ok()));
+        }
+        for handle in handles {
+            // SAFETY: ours, and not used again.
+            let _ = super::table::own(|f| unsafe { f.cuMemRelease.unwrap()(handle) });
+        }
+        Ok(())
+    }
+
+    #[cfg(not(unix))]
+    fn share(&mut self, _: u32, _: &mut Rng) -> Done {
         Ok(())
     }
 

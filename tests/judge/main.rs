@@ -3,7 +3,7 @@
 //! `docs/testing.md` (The judge) says what it knows, and how to run more of it:
 //!
 //! ```text
-//! CUALLOC_JUDGE_PROGRAMS=200000 CUALLOC_JUDGE_SEED=7 CUALLOC_JUDGE_THREADS=16 \
+//! CUALLOC_JUDGE_PROGRAMS=200000 CUALLOC_JUDGE_SEED=7 CUALLOC_JUDGE_PROCESSES=16 \
 //!     cargo test --release --test judge -- --nocapture
 //! ```
 #![cfg(feature = "sim")]

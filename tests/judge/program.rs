@@ -47,6 +47,9 @@ pub enum Act {
     Pooled,
     Lease,
     Resource,
+    Native,
+    Exchange,
+    Share,
     Drop,
 }
 
@@ -245,7 +248,10 @@ const LAYERS: &[(Act, u32)] = &[
     (Pooled, 60),
     (Lease, 50),
     (Resource, 50),
-    (Drop, 170),
+    (Native, 30),
+    (Exchange, 30),
+    (Share, 8),
+    (Drop, 180),
     (Limit, 3),
     (Look, 3),
 ];
@@ -406,6 +412,21 @@ pub const FAILING: &[&str] = &[
     "cuPointerGetAttribute",
     "cuMemHostAlloc",
     "cuMemFreeHost",
+    "cuStreamCreateWithPriority",
+    "cuStreamGetCaptureInfo_v2",
+    "cuMemAllocFromPoolAsync",
+    "cuMemFreeAsync",
+    "cuMemPoolCreate",
+    "cuMemPoolDestroy",
+    "cuMemPoolTrimTo",
+    "cuMemPoolSetAttribute",
+    "cuMemPoolGetAttribute",
+    "cuMemPoolExportToShareableHandle",
+    "cuMemPoolImportFromShareableHandle",
+    "cuMemPoolExportPointer",
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemGetAllocationPropertiesFromHandle",
 ];
 
 const CODES: &[CUresult] = &[

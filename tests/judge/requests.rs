@@ -8,7 +8,7 @@ use cualloc::driver::sys::*;
 use super::program::{Act, Step, size, tight_size};
 use super::rng::Rng;
 use super::table::court;
-use super::world::{Done, Held, Kind, Slot, World};
+use super::world::{Done, Held, Kind, Lane, Slot, World};
 
 const ALIGNMENTS: &[usize] = &[
     1 << 16,
@@ -249,6 +249,12 @@ impl World {
             // What is freed is in use, as a rule.
             self.work_on(lane, ptr, bytes, bytes);
         }
+        self.hold(slot, lane, at, kind);
+        verdict.map_or(Ok(()), Err)
+    }
+
+    /// The program has memory.
+    pub fn hold(&mut self, slot: usize, lane: usize, (ptr, bytes): (u64, u64), kind: Kind) {
         self.held.push(Held {
             slot,
             orphan: false,
@@ -261,7 +267,6 @@ impl World {
             due: None,
             kind,
         });
-        verdict.map_or(Ok(()), Err)
     }
 
     fn free_some(&mut self, a: u32, rng: &mut Rng) -> Done {
@@ -519,7 +524,12 @@ impl World {
         let orphans = self.held.iter().any(|h| h.slot == slot && h.orphan);
         if self.slots[slot].layers.is_empty() && !orphans {
             self.become_current(self.slots[slot].place);
-            let result = self.slots[slot].allocator.close();
+            let allocator = self.slots[slot].allocator.clone();
+            // Also by a thread without a context.
+            let result = match self.setup.seed.is_multiple_of(2) {
+                true => self.helped(move || allocator.close())?,
+                false => allocator.close(),
+            };
             match result {
                 Ok(()) if live || guarded => {
                     return Err("an allocator with live blocks was closed".to_owned());
@@ -556,6 +566,12 @@ impl World {
             return Ok(());
         }
         drop(stashed);
+        // Without a handle nobody can retire streams of a context that somebody else destroys.
+        let known = |lane: &Lane| lane.raw_in.contains(&slot) || lane.owned_in.contains(&slot);
+        let mut lanes = self.lanes.iter();
+        if lanes.any(|lane| lane.alive && self.places[lane.place].foreign && known(lane)) {
+            return Ok(());
+        }
         // What raw streams were told of must be marked, or it waits for the context.
         self.unhook(slot);
         let before = self.slots[slot].allocator.id();

@@ -2,10 +2,10 @@
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use cualloc::allocator::{Allocator, Config};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Stream};
 use cualloc::sim::{SimConfig, Simulator};
@@ -120,8 +120,26 @@ fn attempt(setup: &Setup, steps: &[Step], sums: &Sums) -> Result<(), Failure> {
             .fetch_add(court.law().blocks, Ordering::Relaxed);
         ended
     });
-    Court::leave();
+    leave(&result);
     result.map_err(|what| Failure { step: at, what })
+}
+
+/// A program ends. What one that failed leaves behind, such as an allocator that could not be closed, is let go
+/// by the next allocator that is made: before the next program, and while its calls still have this judge.
+fn leave(result: &Done) {
+    if result.is_err() {
+        let court = super::table::court();
+        court.fail(None);
+        let made = || -> Result<(), Box<dyn std::error::Error>> {
+            let sim = Simulator::new(SimConfig::default())?;
+            let driver = sim.driver()?;
+            let context = Context::primary(&driver, driver.device(0)?)?;
+            drop(Allocator::with_config(&context, Config::new())?);
+            Ok(())
+        };
+        let _ = made();
+    }
+    Court::leave();
 }
 
 /// Fewer steps that still fail.
@@ -170,7 +188,7 @@ fn judge(profile: &Profile, number: u64, sums: &Sums) -> Option<String> {
     if profile.name == "threads" {
         GIVEN_UP.set(0);
         let result = guarded(|| threads::attempt(&setup, profile.steps, &without, &sums.calls));
-        Court::leave();
+        leave(&result);
         return result
             .err()
             .map(|what| format!("{head}: {}: {what}", threads::describe(&setup)));
@@ -229,12 +247,37 @@ fn programs(seed: u64, count: u64) -> Vec<(&'static Profile, u64)> {
         let part = (count * profile.share).div_ceil(total);
         list.extend((0..part).map(|n| (profile, seed << 32 | n)));
     }
+    if let Some(share) = text("CUALLOC_JUDGE_SHARE") {
+        let (at, of) = share.split_once('/').expect("one share of some");
+        let (at, of): (usize, usize) = (at.parse().unwrap(), of.parse().unwrap());
+        let mine = list.into_iter().enumerate().filter(|(n, _)| n % of == at);
+        return mine.map(|(_, program)| program).collect();
+    }
     list
+}
+
+/// Runs the programs in several processes: allocators without handles, and that something was captured, are
+/// matters of a whole process.
+fn run_apart(processes: u64) {
+    let itself = std::env::current_exe().expect("a program");
+    let begin = |at: u64| {
+        std::process::Command::new(&itself)
+            .args([
+                "random_programs_are_judged_by_the_calls_alone",
+                "--nocapture",
+            ])
+            .env("CUALLOC_JUDGE_SHARE", format!("{at}/{processes}"))
+            .spawn()
+            .expect("a process")
+    };
+    let all: Vec<_> = (0..processes).map(begin).collect();
+    let failed = all.into_iter().map(|mut one| one.wait().expect("its end"));
+    let failed = failed.filter(|status| !status.success()).count();
+    assert_eq!(failed, 0, "processes with programs that fail");
 }
 
 fn run(count: u64) {
     let seed = setting("CUALLOC_JUDGE_SEED", 1);
-    let threads = setting("CUALLOC_JUDGE_THREADS", 1).clamp(1, 24) as usize;
     let keep_going = text("CUALLOC_JUDGE_KEEP_GOING").is_some();
     let list = match text("CUALLOC_JUDGE_PROGRAM") {
         Some(_) => {
@@ -254,7 +297,7 @@ fn run(count: u64) {
     std::panic::set_hook(Box::new(|info| {
         PANIC.with_borrow_mut(|said| *said = info.to_string());
     }));
-    let (sums, failures) = (Sums::default(), Mutex::new(Vec::new()));
+    let (sums, mut failures) = (Sums::default(), Vec::new());
     let started = Instant::now();
     // Those of a watchful process begin when all others are done, so that each meets what it meets alone.
     let (watchful, quiet): (Vec<_>, Vec<_>) =
@@ -263,34 +306,17 @@ fn run(count: u64) {
         if std::ptr::eq(part, &watchful) && !part.is_empty() {
             become_watchful().expect("a capture");
         }
-        let next = AtomicU64::new(0);
-        // A later call of any allocator closes those without handles that a capture kept open, so it must be
-        // one of the same program.
-        let threads = if std::ptr::eq(part, &watchful) {
-            1
-        } else {
-            threads
-        };
-        let work = || {
-            loop {
-                let at = next.fetch_add(1, Ordering::Relaxed) as usize;
-                let stopped = !keep_going && !failures.lock().unwrap().is_empty();
-                let (Some((profile, number)), false) = (part.get(at), stopped) else {
-                    return;
-                };
-                if let Some(failure) = judge(profile, *number, &sums) {
-                    if keep_going {
-                        eprintln!("{failure}");
-                    }
-                    failures.lock().unwrap().push((profile.name, failure));
+        for (profile, number) in part {
+            if !keep_going && !failures.is_empty() {
+                break;
+            }
+            if let Some(failure) = judge(profile, *number, &sums) {
+                if keep_going {
+                    eprintln!("{failure}");
                 }
+                failures.push((profile.name, failure));
             }
-        };
-        std::thread::scope(|scope| {
-            for _ in 0..threads {
-                scope.spawn(work);
-            }
-        });
+        }
     }
     std::panic::set_hook(before);
     let took = started.elapsed().as_secs_f64();
@@ -305,7 +331,6 @@ fn run(count: u64) {
         of(&sums.calls),
         of(&sums.failed)
     );
-    let failures = failures.into_inner().unwrap();
     for profile in PROFILES {
         let count = failures
             .iter()
@@ -323,5 +348,9 @@ fn run(count: u64) {
 /// Every profile. `CUALLOC_JUDGE_*` makes it longer, or picks programs.
 #[test]
 fn random_programs_are_judged_by_the_calls_alone() {
+    let processes = setting("CUALLOC_JUDGE_PROCESSES", 1).clamp(1, 256);
+    if processes > 1 && text("CUALLOC_JUDGE_SHARE").is_none() {
+        return run_apart(processes);
+    }
     run(setting("CUALLOC_JUDGE_PROGRAMS", PROGRAMS));
 }

@@ -295,5 +295,23 @@ table! {
     cuMemRetainAllocationHandle(a: *mut CUmemGenericAllocationHandle, b: *mut c_void)
         => |law| law.handle_retained(read(a));
     cuMemExportToShareableHandle(a: *mut c_void, b: CUmemGenericAllocationHandle, c: CUmemAllocationHandleType, d: c_ulonglong);
+    cuMemImportFromShareableHandle(a: *mut CUmemGenericAllocationHandle, b: *mut c_void, c: CUmemAllocationHandleType)
+        => |law| law.handle_retained(read(a));
+    cuStreamGetCaptureInfo_v2(
+        a: CUstream, b: *mut CUstreamCaptureStatus, c: *mut u64, d: *mut CUgraph, e: *mut *const CUgraphNode,
+        f: *mut usize
+    );
+    cuMemAllocAsync(a: *mut CUdeviceptr, b: usize, c: CUstream) => |law| law.works(c, &[]);
+    cuMemAllocFromPoolAsync(a: *mut CUdeviceptr, b: usize, c: CUmemoryPool, d: CUstream)
+        => |law| law.works(d, &[]);
+    cuMemFreeAsync(a: CUdeviceptr, b: CUstream) => |law| law.works(b, &[]);
+    cuMemPoolCreate(a: *mut CUmemoryPool, b: *const CUmemPoolProps);
+    cuMemPoolDestroy(a: CUmemoryPool);
+    cuMemPoolTrimTo(a: CUmemoryPool, b: usize);
+    cuMemPoolSetAttribute(a: CUmemoryPool, b: CUmemPool_attribute, c: *mut c_void);
+    cuMemPoolGetAttribute(a: CUmemoryPool, b: CUmemPool_attribute, c: *mut c_void);
+    cuMemPoolExportToShareableHandle(a: *mut c_void, b: CUmemoryPool, c: CUmemAllocationHandleType, d: u64);
+    cuMemPoolImportFromShareableHandle(a: *mut CUmemoryPool, b: *mut c_void, c: CUmemAllocationHandleType, d: u64);
+    cuMemPoolExportPointer(a: *mut CUmemPoolPtrExportData, b: CUdeviceptr);
     cuPointerGetAttribute(a: *mut c_void, b: CUpointer_attribute, c: CUdeviceptr);
 }

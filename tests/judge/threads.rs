@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use cualloc::allocator::{Allocator, Block, Config};
+use cualloc::allocator::{Allocator, Block, Config, Error};
 use cualloc::column::{Column, ElementType};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
@@ -57,6 +57,8 @@ struct Scene<'a> {
     stop: &'a AtomicBool,
     beside: bool,
     faulty: bool,
+    /// Any thread may close the allocator.
+    closing: bool,
 }
 
 pub fn attempt(
@@ -115,6 +117,7 @@ pub fn attempt(
         stop: &stop,
         beside: rng.percent(50) && !without("retire-beside"),
         faulty,
+        closing: rng.percent(30) && !without("close-beside"),
     };
     let threads = 2 + rng.index(3);
     let ends: Vec<Done> = std::thread::scope(|scope| {
@@ -152,10 +155,11 @@ pub fn attempt(
     sim.complete_all();
     allocator.check().map_err(|e| e.to_string())?;
     for _ in 0..2 {
-        allocator.trim(0).map_err(|e| format!("trim: {e:?}"))?;
+        let trimmed = allocator.trim(0);
+        scene.said("trim", trimmed.map(drop))?;
         sim.complete_all();
     }
-    allocator.close().map_err(|e| format!("close: {e:?}"))?;
+    scene.said("close", allocator.close())?;
     drop(allocator);
     drop((commons, context));
     court.law().take_verdict().map_or(Ok(()), Err)?;
@@ -172,6 +176,23 @@ pub fn describe(setup: &Setup) -> String {
 }
 
 impl Scene<'_> {
+    /// Whether an answer is right that nothing but the end of the allocator may make a refusal.
+    fn said(&self, what: &str, answer: Result<(), Error>) -> Done {
+        match answer {
+            Err(Error::Closed) if self.closing => Ok(()),
+            answer => answer.map_err(|error| format!("{what}: {error:?}")),
+        }
+    }
+
+    /// Closes the allocator, which must refuse that as long as anybody has a block.
+    fn close(&self) -> Done {
+        match self.allocator.close() {
+            Err(Error::LiveBlocks { .. }) => Ok(()),
+            Err(_) if self.faulty => Ok(()),
+            answer => self.said("close beside others", answer),
+        }
+    }
+
     fn current(&self) {
         let raw = self.context.raw();
         // SAFETY: a context that is alive.
@@ -229,6 +250,9 @@ impl Scene<'_> {
             if self.stop.load(Ordering::Relaxed) {
                 break;
             }
+            if self.closing && rng.below(100) == 0 {
+                self.close()?;
+            }
             let at = rng.index(lanes.len());
             match rng.below(100) {
                 0..30 => self.allocate(&lanes, at, &mut mine, &mut rng)?,
@@ -275,6 +299,9 @@ impl Scene<'_> {
         for own in mine {
             self.free(own.block);
         }
+        if self.closing {
+            self.close()?;
+        }
         for lane in &mut lanes {
             self.quit(lane)?;
         }
@@ -318,6 +345,7 @@ impl Scene<'_> {
                 Ok(())
             }
             Err(error) if error.is_out_of_memory() || self.faulty => Ok(()),
+            Err(Error::Closed) if self.closing => Ok(()),
             Err(error) => Err(format!("an allocation was refused: {error:?}")),
         }
     }
@@ -404,15 +432,16 @@ impl Scene<'_> {
             }
         }
         match result {
-            Ok(()) | Err(cualloc::Error::UnknownStream { .. }) => {
-                self.current();
-                // SAFETY: ours, and retired.
-                let _ = own(|f| unsafe { f.cuStreamDestroy_v2.unwrap()(raw) });
-                Ok(true)
-            }
-            Err(_) if self.faulty => Ok(false),
-            Err(error) => Err(format!("a stream could not be retired: {error:?}")),
+            Ok(()) | Err(Error::UnknownStream { .. }) => {}
+            // One that is closed uses no stream.
+            Err(Error::Closed) if self.closing => {}
+            Err(_) if self.faulty => return Ok(false),
+            Err(error) => return Err(format!("a stream could not be retired: {error:?}")),
         }
+        self.current();
+        // SAFETY: ours, and retired.
+        let _ = own(|f| unsafe { f.cuStreamDestroy_v2.unwrap()(raw) });
+        Ok(true)
     }
 
     /// Something that lives for a moment on a stream which all threads share.

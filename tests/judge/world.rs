@@ -409,6 +409,9 @@ impl World {
             | Act::Pooled
             | Act::Lease
             | Act::Resource
+            | Act::Native
+            | Act::Exchange
+            | Act::Share
             | Act::Drop => self.layer(step, &mut rng)?,
             _ => self.request(step, &mut rng)?,
         }

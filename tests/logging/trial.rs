@@ -48,6 +48,18 @@ fn simulated(policy: Policy, test: impl Fn(&Rig, &Simulator)) {
     });
 }
 
+/// Runs a test for each call of the trial and each code that it is refused with.
+fn each_refusal(policy: Policy, test: impl Fn(&Rig, &Simulator, &'static str, CUresult)) {
+    for call in TRIED {
+        for code in CODES {
+            simulated(policy, |rig, sim| {
+                refuse(sim, call, code);
+                test(rig, sim, call, code);
+            });
+        }
+    }
+}
+
 /// Refuses a call from now on.
 fn refuse(sim: &Simulator, call: &str, code: CUresult) {
     sim.fail(FailPlan::call(call, code).unwrap().times(u64::MAX));
@@ -55,6 +67,11 @@ fn refuse(sim: &Simulator, call: &str, code: CUresult) {
 
 fn make(rig: &Rig) -> Result<Allocator, Error> {
     Allocator::with_config(&rig.context, Config::new().policy(rig.policy))
+}
+
+fn nothing_is_said() {
+    let lines = taken();
+    assert!(lines.is_empty(), "{lines:?}");
 }
 
 /// Blocks of all sizes keep what is written to them, alone and passed on, and everything goes back.
@@ -88,59 +105,48 @@ fn works(rig: &Rig, allocator: &Allocator) {
 /// and nothing is left of the trial.
 #[test]
 fn refused_virtual_memory_is_the_classic_policy_with_one_warning() {
-    for call in TRIED {
-        for code in CODES {
-            simulated(Policy::Auto, |rig, sim| {
-                let before = sim.leaks();
-                refuse(sim, call, code);
-                let first = make(rig).unwrap();
-                assert_eq!(sim.leaks(), before, "{call}: {code:?}");
-                assert_eq!(first.policy(), Policy::Classic);
-                assert_eq!(
-                    first.memory_properties(),
-                    MemoryProperties::plain(first.context().device())
-                );
-                let lines = taken();
-                assert_eq!(lines.len(), 1, "{lines:?}");
-                assert!(lines[0].contains(call), "{lines:?}");
-                assert!(lines[0].contains("classic"), "{lines:?}");
-                works(rig, &first);
-                let second = make(rig).unwrap();
-                assert_eq!(second.policy(), Policy::Classic);
-                let lines = taken();
-                assert!(lines.is_empty(), "{lines:?}");
-                rig.close(&first);
-                rig.close(&second);
-                // A refusal is not for ever: a driver may have been short of something.
-                sim.clear_failures();
-                let third = make(rig).unwrap();
-                assert_eq!(third.policy(), Policy::Packed);
-                rig.close(&third);
-            });
-        }
-    }
+    each_refusal(Policy::Auto, |rig, sim, call, code| {
+        let before = sim.leaks();
+        let first = make(rig).unwrap();
+        assert_eq!(sim.leaks(), before, "{call}: {code:?}");
+        assert_eq!(first.policy(), Policy::Classic);
+        assert_eq!(
+            first.memory_properties(),
+            MemoryProperties::plain(first.context().device())
+        );
+        let lines = taken();
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        assert!(lines[0].contains(call), "{lines:?}");
+        assert!(lines[0].contains("classic"), "{lines:?}");
+        works(rig, &first);
+        let second = make(rig).unwrap();
+        assert_eq!(second.policy(), Policy::Classic);
+        nothing_is_said();
+        rig.close(&first);
+        rig.close(&second);
+        // A refusal is not for ever: a driver may have been short of something.
+        sim.clear_failures();
+        let third = make(rig).unwrap();
+        assert_eq!(third.policy(), Policy::Packed);
+        rig.close(&third);
+    });
 }
 
 /// Where the packed policy is asked for, and no other, the error names the call.
 #[test]
 fn refused_virtual_memory_is_an_error_where_it_is_asked_for() {
-    for call in TRIED {
-        for code in CODES {
-            simulated(Policy::Packed, |rig, sim| {
-                let before = sim.leaks();
-                refuse(sim, call, code);
-                let error = make(rig).unwrap_err();
-                assert_eq!(sim.leaks(), before, "{call}: {code:?}");
-                assert_eq!(error.driver_error(), Some(DriverError::new(call, code)));
-                assert!(matches!(error, Error::Refused { .. }), "{error:?}");
-                assert!(chain(&error).contains(call), "{}", chain(&error));
-                sim.clear_failures();
-                let allocator = make(rig).unwrap();
-                works(rig, &allocator);
-                rig.close(&allocator);
-            });
-        }
-    }
+    each_refusal(Policy::Packed, |rig, sim, call, code| {
+        let before = sim.leaks();
+        let error = make(rig).unwrap_err();
+        assert_eq!(sim.leaks(), before, "{call}: {code:?}");
+        assert_eq!(error.driver_error(), Some(DriverError::new(call, code)));
+        assert!(matches!(error, Error::Refused { .. }), "{error:?}");
+        assert!(chain(&error).contains(call), "{}", chain(&error));
+        sim.clear_failures();
+        let allocator = make(rig).unwrap();
+        works(rig, &allocator);
+        rig.close(&allocator);
+    });
     // With peers there is nothing to fall back to.
     collect();
     let rig = Rig::new(Policy::Auto, SimConfig::with_devices(2, 8 << 30));
@@ -173,8 +179,7 @@ fn a_full_device_stays_packed() {
             works(rig, &allocator);
             rig.close(&allocator);
         }
-        let lines = taken();
-        assert!(lines.is_empty(), "{lines:?}");
+        nothing_is_said();
         let tries = rig.calls("cuMemCreate");
         rig.close(&make(rig).unwrap());
         rig.close(&make(rig).unwrap());
@@ -253,50 +258,50 @@ fn what_a_trial_cannot_give_back_is_said() {
 
 thread_local! {
     static TRUE_CREATE: Cell<CuFunctions> = Cell::new(CuFunctions::default());
+    /// What the driver says to memory of these properties.
+    static REFUSED: Cell<fn(&CUmemAllocationProp) -> Option<CUresult>> = const { Cell::new(|_| None) };
+}
+
+/// A driver that makes no memory of some properties.
+fn refusing(
+    functions: CuFunctions,
+    refused: fn(&CUmemAllocationProp) -> Option<CUresult>,
+) -> CuFunctions {
+    unsafe extern "C" fn create(
+        handle: *mut CUmemGenericAllocationHandle,
+        bytes: usize,
+        properties: *const CUmemAllocationProp,
+        flags: u64,
+    ) -> CUresult {
+        // SAFETY: as the caller's.
+        if let Some(code) = REFUSED.get()(unsafe { &*properties }) {
+            return code;
+        }
+        // SAFETY: the caller's arguments, to the function that stood here.
+        unsafe { TRUE_CREATE.get().cuMemCreate.unwrap()(handle, bytes, properties, flags) }
+    }
+    TRUE_CREATE.set(functions);
+    REFUSED.set(refused);
+    CuFunctions {
+        cuMemCreate: Some(create),
+        ..functions
+    }
 }
 
 /// A driver that says it can export memory and makes none that can be.
 fn refusing_exports(functions: CuFunctions) -> CuFunctions {
-    unsafe extern "C" fn create(
-        handle: *mut CUmemGenericAllocationHandle,
-        bytes: usize,
-        properties: *const CUmemAllocationProp,
-        flags: u64,
-    ) -> CUresult {
-        // SAFETY: as the caller's.
-        if unsafe { (*properties).requestedHandleTypes.0 } != 0 {
-            return CUresult::CUDA_ERROR_NOT_SUPPORTED;
-        }
-        // SAFETY: the caller's arguments, to the function that stood here.
-        unsafe { TRUE_CREATE.get().cuMemCreate.unwrap()(handle, bytes, properties, flags) }
-    }
-    TRUE_CREATE.set(functions);
-    CuFunctions {
-        cuMemCreate: Some(create),
-        ..functions
-    }
+    refusing(functions, |properties| {
+        let exported = properties.requestedHandleTypes.0 != 0;
+        exported.then_some(CUresult::CUDA_ERROR_NOT_SUPPORTED)
+    })
 }
 
 /// The same for registration with network cards.
 fn refusing_cards(functions: CuFunctions) -> CuFunctions {
-    unsafe extern "C" fn create(
-        handle: *mut CUmemGenericAllocationHandle,
-        bytes: usize,
-        properties: *const CUmemAllocationProp,
-        flags: u64,
-    ) -> CUresult {
-        // SAFETY: as the caller's.
-        if unsafe { (*properties).allocFlags.gpuDirectRDMACapable } != 0 {
-            return CUresult::CUDA_ERROR_NOT_PERMITTED;
-        }
-        // SAFETY: the caller's arguments, to the function that stood here.
-        unsafe { TRUE_CREATE.get().cuMemCreate.unwrap()(handle, bytes, properties, flags) }
-    }
-    TRUE_CREATE.set(functions);
-    CuFunctions {
-        cuMemCreate: Some(create),
-        ..functions
-    }
+    refusing(functions, |properties| {
+        let registered = properties.allocFlags.gpuDirectRDMACapable != 0;
+        registered.then_some(CUresult::CUDA_ERROR_NOT_PERMITTED)
+    })
 }
 
 /// Memory that cannot be exported is better than none: packed, said once, and exports are refused.
@@ -341,8 +346,7 @@ fn without_exports_where_the_driver_refuses_those_alone() {
             let second = make(&rig).unwrap();
             assert_eq!(second.memory_properties(), properties);
             rig.close(&second);
-            let lines = taken();
-            assert!(lines.is_empty(), "{lines:?}");
+            nothing_is_said();
             assert!(rig.sim().is_some_and(|sim| {
                 Leaks {
                     streams: 0,
@@ -388,6 +392,6 @@ fn a_trial_costs_eleven_calls_once() {
         for allocator in made {
             rig.close(&allocator);
         }
-        assert!(taken().is_empty());
+        nothing_is_said();
     });
 }

@@ -21,8 +21,7 @@ fn meant(context: &Context, value: usize) -> Stream {
 
 /// Runs a test with another context of the same device; not on a GPU, where the table cannot make one.
 fn beside_another_context(test: impl Fn(&Rig, &Context)) {
-    each(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_simulated(|rig, sim| {
         let raw = sim.create_context(0).unwrap();
         // SAFETY: it lives as long as the simulator.
         let other = unsafe { Context::from_raw(&rig.driver, raw) }.unwrap();

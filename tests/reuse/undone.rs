@@ -97,10 +97,7 @@ fn d7_a_use_that_cannot_be_marked_is_not_recorded() {
     let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
     for bytes in [KIB, 3 * MIB] {
         for call in ["cuEventCreate", "cuEventRecord"] {
-            each(|rig| {
-                let Some(sim) = rig.sim() else {
-                    return;
-                };
+            each_simulated(|rig, sim| {
                 let allocator = rig.allocator();
                 let home = rig.stream();
                 let other = RawStream::new(rig);

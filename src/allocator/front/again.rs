@@ -18,7 +18,7 @@ impl Heap {
     }
 }
 
-impl<E> Inner<E> {
+impl Inner {
     /// [`take_at_once`](Self::take_at_once), if that gives the run at `ptr`; 0 is any run.
     #[inline(always)]
     pub(crate) fn take_again(&mut self, owner: Owner, request: Small, ptr: u64) -> Option<Taken> {

@@ -33,7 +33,7 @@ pub(crate) struct Returned {
     pub over: bool,
 }
 
-impl<E> Inner<E> {
+impl Inner {
     pub(super) fn free_shared(&mut self, node: Node, live: Live) -> Freed {
         let (true, Some(stream)) = (self.is_fast(), live.using.slot()) else {
             return Freed::Books;

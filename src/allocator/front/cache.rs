@@ -7,12 +7,11 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::Front;
-use crate::allocator::engine::Engine;
 
 /// Numbers of streams follow each other: as many may be in use at once.
 const ENTRIES: usize = 64;
 
-type Entry = Option<&'static Front<Engine>>;
+type Entry = Option<&'static Front>;
 
 thread_local! {
     static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(None) }; ENTRIES] };
@@ -26,7 +25,7 @@ pub(crate) fn find(key: u64) -> Entry {
     SEEN.with(|seen| seen[key as usize % ENTRIES].get())
 }
 
-pub(crate) fn remember(key: u64, front: &'static Front<Engine>) {
+pub(crate) fn remember(key: u64, front: &'static Front) {
     SEEN.with(|seen| seen[key as usize % ENTRIES].set(Some(front)));
 }
 

@@ -23,8 +23,8 @@ fn request(granules: u32) -> Small {
 }
 
 /// A front with one page and room for some granules.
-fn front(rank: u32, base: u64, room: u64) -> &'static Front<()> {
-    let front: &'static Front<()> = Box::leak(Box::new(Front::new(rank)));
+fn front(rank: u32, base: u64, room: u64) -> &'static Front {
+    let front: &'static Front = Box::leak(Box::new(Front::new(rank)));
     let mut inner = front.lock();
     (inner.allocator, inner.key) = (OWNER.allocator, OWNER.key);
     inner.set_fast(true);
@@ -38,14 +38,14 @@ fn front(rank: u32, base: u64, room: u64) -> &'static Front<()> {
     front
 }
 
-fn take(front: &Front<()>, granules: u32) -> Option<Taken> {
+fn take(front: &Front, granules: u32) -> Option<Taken> {
     match front.lock().take(request(granules)) {
         Allocated::Taken(taken) => Some(taken),
         _ => None,
     }
 }
 
-fn free(front: &Front<()>, taken: &Taken) -> bool {
+fn free(front: &Front, taken: &Taken) -> bool {
     let life = Life::Generation(taken.generation);
     front.lock().free_at_once(taken.node, life)
 }
@@ -84,7 +84,7 @@ fn interleavings_of_a_double_free() {
 }
 
 /// Fronts that know each other.
-fn row(fronts: &[&'static Front<()>]) {
+fn row(fronts: &[&'static Front]) {
     let row: Others<()> = fronts.into();
     for front in fronts {
         front.lock().set_others(&row);
@@ -92,7 +92,7 @@ fn row(fronts: &[&'static Front<()>]) {
 }
 
 /// Takes a request beyond the room that is left, as callers do who have not come to the books.
-fn take_with_help(front: &'static Front<()>, granules: u32) -> Option<Taken> {
+fn take_with_help(front: &'static Front, granules: u32) -> Option<Taken> {
     let request = request(granules);
     let (inner, borrowed) = front.borrow_room(front.lock(), request.bytes());
     drop(inner);
@@ -102,7 +102,7 @@ fn take_with_help(front: &'static Front<()>, granules: u32) -> Option<Taken> {
     None
 }
 
-fn limits(fronts: &[&'static Front<()>]) -> u64 {
+fn limits(fronts: &[&'static Front]) -> u64 {
     let limits = fronts.iter().map(|f| f.lock().accounts.allocated.limit());
     limits.sum::<u64>() / GRANULE
 }
@@ -121,7 +121,7 @@ fn interleavings_of_lent_room() {
         assert!(mine || theirs, "one of them has enough");
         assert!(!(mine && theirs), "there is not enough for both");
         assert_eq!(limits(&fronts), 6);
-        let current = |front: &Front<()>| front.lock().accounts.allocated.current();
+        let current = |front: &Front| front.lock().accounts.allocated.current();
         assert_eq!(current(left) + current(right), 4 * GRANULE);
     });
 }

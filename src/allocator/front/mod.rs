@@ -16,7 +16,6 @@ mod grain;
 mod heap;
 #[cfg(all(loom, test))]
 mod interleavings;
-mod lock;
 mod pages;
 mod room;
 mod shelf;
@@ -27,12 +26,12 @@ mod worn;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::sync::lock::AtomicPtr;
+pub(crate) use crate::sync::lock::{Held, Lock, pause};
 pub(crate) use account::{Accounts, QUANTITIES};
 pub(crate) use batch::{Batch, Returned};
 pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use heap::Heap;
-use lock::AtomicPtr;
-pub(crate) use lock::{Held, Lock, pause};
 pub(crate) use pages::{PageTable, SMALL_ID, page_of};
 pub(crate) use shelf::{Amounts, Shelf, Shelved};
 
@@ -57,28 +56,40 @@ const SPARE_EXCESS: u32 = 2;
 /// Times that threads met at a front's lock before its stream gets another front.
 const CONTENTIONS: u32 = 32;
 
+/// What keeps an allocator: fronts with live blocks hold it, and know nothing else of it.
+pub(crate) trait KeepAlive: std::fmt::Debug + Send + Sync {}
+
+#[cfg(test)]
+impl KeepAlive for () {}
+
+/// No allocator.
+#[cfg(all(test, not(loom)))]
+pub(crate) fn nobody() -> std::sync::Weak<dyn KeepAlive> {
+    std::sync::Weak::<()>::new()
+}
+
 /// One front. Never freed: a front that nobody needs waits for its next stream.
 ///
 /// On cache lines of its own, and the first of them is all that other fronts touch when they ask for
 /// room.
 #[derive(Debug)]
 #[repr(C, align(128))]
-pub(crate) struct Front<E: 'static> {
-    lock: Lock<Inner<E>>,
+pub(crate) struct Front {
+    lock: Lock<Inner>,
     /// Place in the order of locks.
     pub(crate) rank: u32,
     /// The allocator while the front has a stream.
-    engine: AtomicPtr<E>,
+    owner: AtomicPtr<()>,
 }
 
 /// Fronts that wait for a stream.
 #[derive(Debug)]
-pub(crate) struct FrontPool<E: 'static> {
-    waiting: Mutex<Vec<&'static Front<E>>>,
+pub(crate) struct FrontPool {
+    waiting: Mutex<Vec<&'static Front>>,
     made: std::sync::atomic::AtomicU32,
 }
 
-impl<E> FrontPool<E> {
+impl FrontPool {
     pub(crate) const fn new() -> Self {
         FrontPool {
             waiting: Mutex::new(Vec::new()),
@@ -87,7 +98,7 @@ impl<E> FrontPool<E> {
     }
 
     /// A front without a stream.
-    pub(crate) fn take(&self) -> &'static Front<E> {
+    pub(crate) fn take(&self) -> &'static Front {
         let waiting = self
             .waiting
             .lock()
@@ -100,7 +111,7 @@ impl<E> FrontPool<E> {
     }
 
     /// Takes back a front whose stream is gone: it has no pages, and nothing live.
-    pub(crate) fn give_back(&self, front: &'static Front<E>) {
+    pub(crate) fn give_back(&self, front: &'static Front) {
         let former = std::mem::take(&mut *front.lock());
         self.waiting
             .lock()
@@ -114,7 +125,7 @@ impl<E> FrontPool<E> {
 /// What a front is to its stream.
 #[derive(Debug)]
 #[repr(C)]
-pub(crate) struct Inner<E: 'static> {
+pub(crate) struct Inner {
     /// The number of the allocator as long as calls may go on without a look at the books, and
     open: u64,
     /// the stream's number in it: who may come in then.
@@ -128,7 +139,7 @@ pub(crate) struct Inner<E: 'static> {
     /// Large blocks.
     pub shelf: Shelf,
     /// The allocator, as long as it is open or blocks of this front are live.
-    pub owner: Option<Arc<E>>,
+    pub owner: Option<Arc<dyn KeepAlive>>,
     pub batches: Vec<Batch>,
     /// Batches that wait for their streams outside,
     pub waiting: u32,
@@ -152,14 +163,14 @@ pub(crate) struct Inner<E: 'static> {
     asked_at: u64,
     /// Fronts that were busy then, this one among them if it was, by rank: who may have room, and where
     /// in the row to ask next.
-    others: Option<Others<E>>,
+    others: Option<Others>,
     turn: u32,
 }
 
 /// Fronts, by rank.
-pub(crate) type Others<E> = Arc<[&'static Front<E>]>;
+pub(crate) type Others = Arc<[&'static Front]>;
 
-impl<E> Default for Inner<E> {
+impl Default for Inner {
     fn default() -> Self {
         let mut accounts = Accounts::default();
         accounts.blocks.allow(worn::LIVES);
@@ -252,15 +263,15 @@ pub(crate) enum Freed {
     NotLive,
 }
 
-impl<E> Front<E> {
+impl Front {
     #[inline]
-    pub(crate) fn lock(&self) -> Held<'_, Inner<E>> {
+    pub(crate) fn lock(&self) -> Held<'_, Inner> {
         self.lock.lock()
     }
 
     /// The front, if nobody is at it.
     #[inline(always)]
-    pub(crate) fn try_lock(&self) -> Option<Held<'_, Inner<E>>> {
+    pub(crate) fn try_lock(&self) -> Option<Held<'_, Inner>> {
         self.lock.try_lock()
     }
 
@@ -268,24 +279,24 @@ impl<E> Front<E> {
         Front {
             lock: Lock::new(Inner::default()),
             rank,
-            engine: AtomicPtr::new(std::ptr::null_mut()),
+            owner: AtomicPtr::new(std::ptr::null_mut()),
         }
     }
 
     /// The allocator from now on.
-    pub(crate) fn set_engine(&self, engine: &Arc<E>) {
-        let engine = Arc::as_ptr(engine).cast_mut();
-        self.engine.store(engine, Ordering::Release);
+    pub(crate) fn set_owner(&self, owner: &Arc<dyn KeepAlive>) {
+        let owner = Arc::as_ptr(owner).cast_mut().cast();
+        self.owner.store(owner, Ordering::Release);
     }
 
     /// The allocator that was set last. Alive as long as a block has this front as its home.
     #[inline]
-    pub(crate) fn engine(&self) -> *const E {
-        self.engine.load(Ordering::Acquire)
+    pub(crate) fn owner(&self) -> *const () {
+        self.owner.load(Ordering::Acquire)
     }
 }
 
-impl<E> Inner<E> {
+impl Inner {
     /// Lets the front work without a look at the books, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
         self.open = match fast {

@@ -11,8 +11,8 @@ use super::super::boxed::boxed_array;
 use super::super::size::GRANULE;
 use super::Front;
 use super::grain::PageInfo;
-use super::lock::{AtomicPtr, AtomicU32};
 use super::worn::WORN;
+use crate::sync::lock::{AtomicPtr, AtomicU32};
 
 const PAGE_BITS: u32 = 16;
 const LEAF_BITS: u32 = 21;
@@ -34,8 +34,8 @@ pub(crate) fn page_of(id: u32) -> u32 {
 }
 
 #[derive(Debug)]
-struct Entry<E: 'static> {
-    front: AtomicPtr<Front<E>>,
+struct Entry {
+    front: AtomicPtr<Front>,
     /// Place of the page in the front's heap.
     page: AtomicU32,
     /// Where the page's generations go on when it comes back.
@@ -43,14 +43,14 @@ struct Entry<E: 'static> {
 }
 
 #[derive(Debug)]
-struct Leaf<E: 'static> {
-    entries: [Entry<E>; LEAF_PAGES],
+struct Leaf {
+    entries: [Entry; LEAF_PAGES],
     /// The pages' numbers; [`NUMBERS`] for one that has none yet. Beside the entries, whose size is a power of
     /// two so that every free by pointer finds its own by a shift.
     numbers: [Count; LEAF_PAGES],
 }
 
-impl<E> Leaf<E> {
+impl Leaf {
     fn new() -> Self {
         Leaf {
             entries: std::array::from_fn(|_| Entry {
@@ -75,12 +75,12 @@ fn slots<T, const N: usize>() -> Slots<T, N> {
 
 /// See the module's text.
 #[derive(Debug)]
-pub(crate) struct PageTable<E: 'static> {
-    top: Slots<Slots<Slots<Leaf<E>, BELOW>, BELOW>, TOPS>,
+pub(crate) struct PageTable {
+    top: Slots<Slots<Slots<Leaf, BELOW>, BELOW>, TOPS>,
     numbers: Count,
 }
 
-impl<E> PageTable<E> {
+impl PageTable {
     pub(crate) fn new() -> Self {
         PageTable {
             top: slots(),
@@ -106,13 +106,13 @@ impl<E> PageTable<E> {
     }
 
     #[inline(always)]
-    fn entry(&self, ptr: u64) -> Option<&Entry<E>> {
+    fn entry(&self, ptr: u64) -> Option<&Entry> {
         let leaf = self.find_leaf(ptr)?;
         Some(&leaf.entries[Self::place(ptr)])
     }
 
     #[inline(always)]
-    fn find_leaf(&self, ptr: u64) -> Option<&Leaf<E>> {
+    fn find_leaf(&self, ptr: u64) -> Option<&Leaf> {
         if ptr >> ADDRESS_BITS != 0 {
             return None;
         }
@@ -125,7 +125,7 @@ impl<E> PageTable<E> {
     /// The front that owns the page around an address, and the page's place in it. Another thread
     /// may change both until that front is locked.
     #[inline]
-    pub(crate) fn find(&self, ptr: u64) -> Option<(&'static Front<E>, u32)> {
+    pub(crate) fn find(&self, ptr: u64) -> Option<(&'static Front, u32)> {
         let entry = self.entry(ptr)?;
         let front = entry.front.load(Ordering::Acquire);
         // SAFETY: what stands here came from a `&'static Front`.
@@ -166,7 +166,7 @@ impl<E> PageTable<E> {
     }
 
     /// Publishes a page that a front has taken in. The front is locked.
-    pub(crate) fn set(&self, base: u64, front: &'static Front<E>, page: u32) {
+    pub(crate) fn set(&self, base: u64, front: &'static Front, page: u32) {
         if let Some(entry) = self.entry(base) {
             entry.page.store(page, Ordering::Relaxed);
             let front = std::ptr::from_ref(front).cast_mut();

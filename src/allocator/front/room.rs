@@ -11,9 +11,9 @@ const ASKED: usize = 4;
 /// Spreads the fronts that are asked: 2^32 over the golden ratio.
 const SPREAD: u32 = 0x9e37_79b9;
 
-impl<E> Inner<E> {
+impl Inner {
     /// Whom to ask for room next.
-    fn next_lender(&mut self, own: &Front<E>) -> Option<&'static Front<E>> {
+    fn next_lender(&mut self, own: &Front) -> Option<&'static Front> {
         let others = self.others.as_ref()?;
         self.turn = self.turn.wrapping_add(SPREAD);
         let at = ((u64::from(self.turn) * others.len() as u64) >> 32) as usize;
@@ -22,7 +22,7 @@ impl<E> Inner<E> {
     }
 
     /// Who was busy when room was shared out.
-    pub(crate) fn set_others(&mut self, row: &Others<E>) {
+    pub(crate) fn set_others(&mut self, row: &Others) {
         let known = self.others.as_ref().is_some_and(|others| {
             let mut pairs = others.iter().zip(row.iter());
             others.len() == row.len() && pairs.all(|(one, other)| std::ptr::eq(*one, *other))
@@ -33,14 +33,14 @@ impl<E> Inner<E> {
     }
 }
 
-impl<E> Front<E> {
+impl Front {
     /// Room for `bytes` more from one of a few other fronts. The lock is let go where the order of
     /// locks asks for it. True if there is enough now.
     pub(crate) fn borrow_room<'a>(
         &'a self,
-        mut inner: Held<'a, Inner<E>>,
+        mut inner: Held<'a, Inner>,
         bytes: u64,
-    ) -> (Held<'a, Inner<E>>, bool) {
+    ) -> (Held<'a, Inner>, bool) {
         for _ in 0..ASKED {
             let Some(lender) = inner.next_lender(self) else {
                 break;
@@ -79,7 +79,7 @@ impl<E> Front<E> {
         let Some(others) = others.filter(|_| open != CLOSED) else {
             return false;
         };
-        let mut locked: Vec<(bool, Held<'_, Inner<E>>)> = others
+        let mut locked: Vec<(bool, Held<'_, Inner>)> = others
             .iter()
             .map(|front| (std::ptr::eq(*front, self), front.lock()))
             .filter(|(_, inner)| inner.open == open)

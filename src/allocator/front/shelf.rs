@@ -11,7 +11,7 @@
 //! length is then the place where it lies. Only where threads meet at the lock of the books, so that
 //! their order is chance anyway, do blocks stay beside other work.
 
-use super::super::check::{CheckError, holds, same};
+use super::super::invariant::{CheckError, holds, same};
 use super::super::records::{NIL, SPENT};
 
 /// Blocks on a shelf at most.

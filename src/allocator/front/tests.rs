@@ -68,7 +68,7 @@ fn r61_few_runs_are_kept() {
 /// R24: a front that was stopped merges everything, and leaves each free to who looks at the books.
 #[test]
 fn r24_a_stopped_front_takes_no_block_back_at_once() {
-    let mut inner = Inner::<()> {
+    let mut inner = Inner {
         allocator: 1,
         key: 7,
         heap: heap(1),
@@ -107,7 +107,7 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
 /// if no other stream uses it.
 #[test]
 fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
-    let mut inner = Inner::<()> {
+    let mut inner = Inner {
         allocator: 1,
         heap: heap(1),
         ..Inner::default()
@@ -205,7 +205,7 @@ fn generations_a_front_looks_for_worn_pages_before_they_are_used_up() {
             allocator: 1,
             key: 7,
         };
-        let mut inner = Inner::<()> {
+        let mut inner = Inner {
             allocator: 1,
             key: 7,
             heap: heap(2),

@@ -17,7 +17,7 @@ pub(super) const WORN: u32 = u32::MAX - 2 * LIVES as u32;
 
 const _: () = assert!(WORN & LIVE != 0);
 
-impl<E> Inner<E> {
+impl Inner {
     /// Looks for worn pages if it is time to.
     #[inline]
     pub(crate) fn look_for_worn(&mut self) {
@@ -118,7 +118,7 @@ impl Heap {
 }
 
 #[cfg(all(test, not(loom)))]
-impl<E> Inner<E> {
+impl Inner {
     /// Lets the pages have given out so many generations, and the front all blocks but so many before it
     /// looks.
     pub(crate) fn age(&mut self, generation: u32, blocks: u64) {

@@ -67,7 +67,7 @@ impl<T> Lock<T> {
             contended,
             #[cfg(loom)]
             pointer: Some(self.value.0.get_mut()),
-            _counted: crate::held::Counted::new(),
+            _counted: super::held::Counted::new(),
             _thread: std::marker::PhantomData,
         }
     }
@@ -126,7 +126,7 @@ pub(crate) struct Held<'a, T> {
     pub(crate) contended: bool,
     #[cfg(loom)]
     pointer: Option<loom::cell::MutPtr<T>>,
-    _counted: crate::held::Counted,
+    _counted: super::held::Counted,
     /// Like the standard library's guards it stays on its thread.
     _thread: std::marker::PhantomData<*const ()>,
 }

@@ -1,0 +1,104 @@
+//! The caches of small and large blocks in front of the heap.
+
+use std::collections::HashMap;
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Weak};
+
+use super::front::{Amounts, Front, KeepAlive, Node, PageTable, QUANTITIES};
+use super::habits::Habits;
+use super::mix::Mixed;
+use super::records::Recorded;
+use super::slot::StreamKey;
+use super::uses::Uses;
+
+/// Small blocks that were freed while other streams may still use them.
+#[derive(Debug)]
+pub(crate) struct HeldBack {
+    pub front: &'static Front,
+    /// Slot of the stream whose front it is.
+    pub owner: u32,
+    pub uses: Uses,
+    pub nodes: Vec<Node>,
+    pub bytes: u64,
+}
+
+/// What the books know of all fronts together.
+#[derive(Debug)]
+pub(crate) struct Fronts {
+    /// The allocator, for the fronts that keep it alive.
+    pub owner: Weak<dyn KeepAlive>,
+    /// The allocator's number.
+    pub id: u64,
+    /// Which front has which page.
+    pub table: Arc<PageTable>,
+    /// Packed: page address to its record in the small arena.
+    pub page_ids: HashMap<u64, u32, Mixed>,
+    /// Threads that can run at once.
+    pub threads: usize,
+    /// By rank.
+    pub(crate) all: Vec<&'static Front>,
+    /// What the fronts may count to together.
+    pub(crate) limit: u64,
+    /// Most requested bytes and most blocks among those that are not small, since the fronts' own peaks
+    /// were last reset.
+    pub(crate) high: [u64; 2],
+    /// Requested bytes of small blocks as of the last look.
+    pub requested: u64,
+    pub(crate) sharings: u64,
+    pub held_back: Vec<HeldBack>,
+    pub habits: Habits,
+    /// Large requests until shelves keep to the order of the books again: threads met at their lock.
+    pub crowd: u32,
+    /// Blocks on shelves, held by somebody or not, for those who do not hold the lock of the books, under
+    /// which it changes.
+    pub(crate) on_shelves: Arc<AtomicU32>,
+    /// On whose shelf a block lies, by its record.
+    pub shelved: HashMap<u32, &'static Front, Mixed>,
+    /// The block on a shelf that must leave it when anything else happens in the books.
+    pub loose: Option<u32>,
+    /// Streams whose markers are due for what came off the shelves.
+    pub due: Vec<(u32, StreamKey)>,
+    /// Uses of live small blocks that their fronts cannot note themselves, by address.
+    pub recorded: HashMap<u64, Vec<Recorded>>,
+    /// Small requests that did not find room in their front at once.
+    pub misses: u64,
+    /// Of fronts that are gone: everything ever added.
+    pub(crate) gone: [u64; QUANTITIES],
+    /// and everything that was handed out from their shelves again.
+    pub(crate) reused: Amounts,
+    pub(crate) pending_peak: u64,
+}
+
+impl Fronts {
+    pub(crate) fn new((owner, id): (Weak<dyn KeepAlive>, u64), table: Arc<PageTable>) -> Self {
+        Fronts {
+            owner,
+            id,
+            table,
+            page_ids: HashMap::default(),
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            all: Vec::new(),
+            limit: 0,
+            high: [0; 2],
+            requested: 0,
+            sharings: 0,
+            held_back: Vec::new(),
+            habits: Habits::default(),
+            crowd: 0,
+            on_shelves: Arc::default(),
+            shelved: HashMap::default(),
+            loose: None,
+            due: Vec::new(),
+            recorded: HashMap::default(),
+            misses: 0,
+            gone: [0; QUANTITIES],
+            reused: Amounts::default(),
+            pending_peak: 0,
+        }
+    }
+
+    /// Every front, by rank.
+    pub(crate) fn all(&self) -> &[&'static Front] {
+        &self.all
+    }
+}

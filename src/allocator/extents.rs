@@ -1,0 +1,232 @@
+//! The extents of address space: their records, and where each is found.
+
+use super::bins::{Entry, FreeIndex};
+use super::growth::{Release, fresh_uses};
+use super::lookup::Lookup;
+use super::records::{COMPLETE, NIL, Records, SpaceId, State as Extent};
+use super::size::{GRANULE, PHYSICAL_GRANULE};
+use super::space::Space;
+use super::uses::Uses;
+use super::want::Want;
+
+/// All extents of an allocator.
+#[derive(Debug)]
+pub(crate) struct Extents {
+    pub records: Records,
+    /// Live large blocks by their addresses.
+    pub lookup: Lookup,
+    pub large: Space,
+    pub small: Space,
+    /// Packed: the address space of views.
+    pub views: Space,
+}
+
+impl Default for Extents {
+    fn default() -> Self {
+        Extents {
+            records: Records::default(),
+            lookup: Lookup::default(),
+            large: Space::new(SpaceId::Large, true),
+            small: Space::new(SpaceId::Small, true),
+            views: Space::new(SpaceId::Views, true),
+        }
+    }
+}
+
+impl Extents {
+    /// Whether an arena has addresses for the test's memory.
+    pub(crate) fn has_addresses(&self, space: SpaceId) -> bool {
+        match space {
+            SpaceId::Views => self.views.largest_piece() >= PHYSICAL_GRANULE,
+            _ => !self.large.holes().is_empty(),
+        }
+    }
+
+    /// Free bytes in all spaces. Pages are in use in the small arena and carved by their fronts.
+    pub(crate) fn free_bytes(&self) -> u64 {
+        self.spaces().map(|s| s.free_bytes()).sum()
+    }
+
+    /// The free piece around an address.
+    pub(crate) fn piece_around(&self, space: SpaceId, addr: u64) -> Option<u32> {
+        let (base, region) = self.space(space)?.regions().range(..=addr).next_back()?;
+        if addr >= base + region.bytes {
+            return None;
+        }
+        // From the live block below, it is a few steps: free pieces are merged.
+        let mut at = match self.lookup.at_or_below(addr) {
+            Some(id) if self.records[id].addr >= *base && self.records[id].space == space => id,
+            _ => region.first,
+        };
+        while at != NIL && self.records[at].end() <= addr {
+            at = self.records[at].next;
+        }
+        (at != NIL && self.records[at].state == Extent::Free).then_some(at)
+    }
+
+    pub(crate) fn largest_run(&self) -> u64 {
+        let mut largest = 0;
+        for space in self.spaces() {
+            let mut pieces: Vec<(u64, u64)> = space
+                .pieces()
+                .map(|e| (e.addr, u64::from(e.granules) * GRANULE))
+                .collect();
+            pieces.sort_unstable();
+            let (mut end, mut run) = (0, 0);
+            for (addr, bytes) in pieces {
+                run = if addr == end { run + bytes } else { bytes };
+                end = addr + bytes;
+                largest = largest.max(run);
+            }
+        }
+        largest
+    }
+
+    /// Where the last address space of an arena ends, and how much it has.
+    pub(crate) fn addresses_of(&self, space: SpaceId) -> (Option<u64>, u64) {
+        let regions = self.space(space).into_iter().flat_map(|s| s.regions());
+        regions.fold((None, 0), |(_, held), (base, region)| {
+            (Some(base + region.bytes), held + region.bytes)
+        })
+    }
+
+    /// A handle that could not be unmapped stays apart.
+    pub(crate) fn quarantine(&mut self, release: Release) {
+        self.records[release.id].state = Extent::Quarantined;
+    }
+
+    /// Whether all of a request could be made new in one hole.
+    pub(crate) fn has_hole(&self, want: &Want) -> bool {
+        let holes = self
+            .space(want.space)
+            .into_iter()
+            .flat_map(|s| s.holes().values());
+        let mut sizes = holes.map(|id| self.records[*id].granules);
+        sizes.any(|granules| granules >= want.span())
+    }
+
+    /// How many frees there had been when the last byte of a free range was freed.
+    pub(crate) fn freed_at(&self, space: SpaceId, addr: u64, bytes: u64) -> u64 {
+        let overlaps =
+            |e: &Entry| e.addr < addr + bytes && addr < e.addr + u64::from(e.granules) * GRANULE;
+        let pieces = self.space(space).into_iter().flat_map(|s| s.pieces());
+        let freed = pieces
+            .filter(overlaps)
+            .map(|e| self.records.cold(e.id).freed);
+        freed.max().unwrap_or(0)
+    }
+
+    /// Makes memory that nobody has used yet free. Where only one stream is known it merges with
+    /// that stream's own.
+    pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
+        let (at, records) = self.parts(space);
+        let uses = fresh_uses(at, stream);
+        records.cold_mut(id).owner = stream;
+        at.release(records, id, uses);
+    }
+
+    /// While one stream exists, complete memory is as good as its own, and merges with it.
+    #[inline]
+    pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
+        let (space, records) = self.parts(space);
+        if !space.merge_own || space.index(COMPLETE).is_none_or(FreeIndex::is_empty) {
+            return;
+        }
+        while let Some(entry) = space.index(COMPLETE).and_then(|i| i.largest()) {
+            space.retag(records, entry.id, Uses::one(stream, 0));
+        }
+    }
+
+    /// Everything that was tagged with a drained stream is complete.
+    pub(crate) fn release_class(&mut self, stream: u32) {
+        for space in [SpaceId::Large, SpaceId::Small] {
+            let (space, records) = self.parts(space);
+            while let Some(entry) = space.index(stream).and_then(|i| i.largest()) {
+                space.retag(records, entry.id, Uses::None);
+            }
+            space.forget_stream(stream);
+        }
+    }
+
+    /// A space with what its operations need beside it.
+    pub(crate) fn parts(&mut self, space: SpaceId) -> (&mut Space, &mut Records) {
+        let space = match space {
+            SpaceId::Large => &mut self.large,
+            SpaceId::Small => &mut self.small,
+            SpaceId::Views => &mut self.views,
+        };
+        (space, &mut self.records)
+    }
+
+    pub(crate) fn space(&self, space: SpaceId) -> Option<&Space> {
+        match space {
+            SpaceId::Large => Some(&self.large),
+            SpaceId::Small => Some(&self.small),
+            SpaceId::Views => Some(&self.views),
+        }
+    }
+
+    pub(crate) fn spaces(&self) -> impl Iterator<Item = &Space> {
+        [&self.large, &self.small].into_iter()
+    }
+
+    /// Describes a claimed extent, of which no block is live, by another record.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn renumber(&mut self, id: u32) -> u32 {
+        let new = self.records.replace(id);
+        let hot = self.records[new];
+        for (at, forward) in [(hot.prev, true), (hot.next, false)] {
+            if at != NIL {
+                let beside = &mut self.records[at];
+                *(if forward {
+                    &mut beside.next
+                } else {
+                    &mut beside.prev
+                }) = new;
+            }
+        }
+        for part in self.records.cold(new).home().to_vec() {
+            self.records.cold_mut(part).lent_to = new;
+        }
+        let (space, _) = self.parts(hot.space);
+        space.renumber_first(hot.addr, id, new);
+        new
+    }
+
+    /// The free piece or hole that an address lies in, and where it starts.
+    pub(crate) fn piece_at(&self, space: SpaceId, addr: u64) -> Option<(u32, u64)> {
+        let holes = self.space(space)?.holes();
+        let hole = holes
+            .range(..=addr)
+            .next_back()
+            .filter(|(_, id)| addr < self.records[**id].end());
+        if let Some((start, id)) = hole {
+            return Some((*id, *start));
+        }
+        let id = self.piece_around(space, addr)?;
+        Some((id, self.records[id].addr))
+    }
+
+    /// The range of a view can be used by another.
+    pub(crate) fn range_freed(&mut self, range: u32) {
+        self.views.release(&mut self.records, range, Uses::None);
+    }
+
+    /// Claims address space for a new view, if there is any; a record of the range.
+    pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
+        let entry = self
+            .views
+            .index(super::records::COMPLETE)?
+            .best_fit(granules)?;
+        self.views.carve(&mut self.records, entry.id, granules);
+        self.records[entry.id].state = Extent::Busy;
+        Some(entry.id)
+    }
+
+    /// Bytes of address space that views have.
+    pub(crate) fn view_addresses(&self) -> u64 {
+        let regions = self.views.regions().values();
+        regions.map(|region| region.bytes).sum()
+    }
+}

@@ -1,0 +1,230 @@
+//! Streams by their names: handles and ids, default streams, and whether a stream is captured.
+
+use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
+
+use super::answers::is_capture_refusal;
+use super::defaults::{is_per_thread, is_special};
+use super::engine::{Engine, Guard};
+use super::error::Error;
+use super::slot::{Holder, StreamKey};
+use super::state::State;
+
+impl Engine {
+    /// Streams of another driver are refused: ids tell apart the streams of one.
+    #[inline]
+    pub(crate) fn same_driver(&self, stream: &Stream) -> Result<(), Error> {
+        if self.driver().same_library(stream.context().driver()) {
+            return Ok(());
+        }
+        Err(Error::ForeignDriver)
+    }
+
+    pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
+        self.usable()?;
+        self.same_driver(stream)?;
+        let id = stream.id().map_err(|e| self.unnamed(stream.raw(), e))?;
+        Ok(Named {
+            key: StreamKey::Id(id),
+            raw: stream.raw(),
+            stream: Some(stream),
+        })
+    }
+
+    /// Why a stream could not be named. Drivers refuse to say the id of one that is being captured.
+    pub(crate) fn unnamed(&self, raw: sys::CUstream, error: DriverError) -> Error {
+        if !is_capture_refusal(error.code()) {
+            return self.error(error);
+        }
+        // The legacy stream, which stands behind others, is asked whenever it matters.
+        if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+            self.driver().saw_capture(raw);
+        }
+        Error::Capturing {
+            stream: raw as usize,
+        }
+    }
+
+    /// Names a stream by its handle. Handle values are reused, so the driver is asked for the id
+    /// each time.
+    ///
+    /// # Safety
+    /// `raw` must be a live stream or a special handle.
+    pub(crate) unsafe fn named_raw(&self, raw: sys::CUstream) -> Result<Named<'static>, Error> {
+        self.usable()?;
+        let key = if is_special(raw) {
+            self.special_key(raw)?
+        } else {
+            // SAFETY: the caller vouches for the stream.
+            match unsafe { self.driver().stream_id(raw) } {
+                Ok(Some(id)) => StreamKey::Id(id),
+                Ok(None) => StreamKey::Handle(raw as usize),
+                Err(error) => return Err(self.unnamed(raw, error)),
+            }
+        };
+        Ok(Named {
+            key,
+            raw,
+            stream: None,
+        })
+    }
+
+    /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
+    #[inline]
+    pub(crate) fn refuse_capture(&self, named: &Named<'_>) -> Result<(), Error> {
+        if is_special(named.raw) {
+            let context = named.stream.map_or(&self.context, Stream::context);
+            return self.refuse_special_capture(named, context);
+        }
+        // SAFETY: whoever made the name vouched for the stream.
+        match unsafe { self.driver().is_capturing(named.raw) } {
+            Ok(false) => Ok(()),
+            capturing => self.refuse_if(named, capturing),
+        }
+    }
+
+    /// [`refuse_capture`](Self::refuse_capture) of a default stream of a context.
+    #[inline(never)]
+    pub(crate) fn refuse_special_capture(
+        &self,
+        named: &Named<'_>,
+        context: &Context,
+    ) -> Result<(), Error> {
+        let entered = context.enter().map_err(|e| self.error(e))?;
+        // SAFETY: special handles are valid while a context is current.
+        let capturing = unsafe { self.driver().is_capturing(named.raw) };
+        drop(entered);
+        self.refuse_if(named, capturing)
+    }
+
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn refuse_if(
+        &self,
+        named: &Named<'_>,
+        capturing: Result<bool, DriverError>,
+    ) -> Result<(), Error> {
+        match capturing {
+            Ok(false) => Ok(()),
+            Ok(true) => Err(Error::Capturing {
+                stream: named.raw as usize,
+            }),
+            Err(error) if error.code() == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+                Err(Error::Capturing {
+                    stream: named.raw as usize,
+                })
+            }
+            Err(error) => Err(self.error(error)),
+        }
+    }
+
+    /// The slot of a stream, registered if it is new.
+    pub(crate) fn slot<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        named: &Named<'_>,
+    ) -> Result<(Guard<'a>, u32), Error> {
+        let kept = named.stream.filter(|stream| {
+            !matches!(
+                stream.kind(),
+                StreamKind::Borrowed | StreamKind::PerThreadDefault
+            )
+        });
+        if let Some(stream) = state.streams.find(named.key) {
+            let slot = &mut state.streams[stream];
+            if let (Holder::Foreign(_), Some(kept)) = (&slot.holder, kept) {
+                // It was named by its handle until now.
+                let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
+                slot.former = Some(former);
+            }
+            return Ok((state, stream));
+        }
+        drop(state);
+        let context = self.context_of(named)?;
+        // A handle may be that of a stream which somebody here destroys.
+        let by_handle = match named.key {
+            StreamKey::Id(id) if named.stream.is_none() => self.driver().owned_stream(id),
+            _ => None,
+        };
+        let holder = match kept.cloned().or(by_handle) {
+            Some(stream) => Holder::Kept(stream),
+            None => Holder::foreign(),
+        };
+        self.prune();
+        let former = std::mem::take(&mut self.lock().streams.former);
+        drop(former);
+        state = self.lock();
+        let stream = state.adopt(named.key, named.raw as usize, context, holder);
+        Ok((state, stream))
+    }
+
+    pub(crate) fn context_of(&self, named: &Named<'_>) -> Result<Context, Error> {
+        if let Some(stream) = named.stream {
+            return Ok(stream.context().clone());
+        }
+        if is_special(named.raw) {
+            return Ok(self.context.clone());
+        }
+        // SAFETY: whoever made the name vouched for the stream.
+        let raw = unsafe { self.driver().stream_context(named.raw) }.map_err(|e| self.error(e))?;
+        if raw == self.context.raw() {
+            return Ok(self.context.clone());
+        }
+        // SAFETY: the context of a live stream is alive, and stays so while the stream is in use.
+        unsafe { Context::from_raw(self.driver(), raw) }.map_err(|e| self.error(e))
+    }
+
+    /// Memory of this device is allocated on streams of this device.
+    pub(crate) fn same_device(&self, state: &State, stream: u32) -> Result<(), Error> {
+        let other = state.streams[stream].context.device();
+        if other == self.device {
+            return Ok(());
+        }
+        Err(Error::WrongDevice {
+            device: self.device.ordinal(),
+            stream_device: other.ordinal(),
+        })
+    }
+
+    /// Names the default stream of the allocator's context that a special handle stands for, whichever context
+    /// is current, or none. The same name as that of a [`Stream`] made of the handle and this context.
+    pub(crate) fn special_key(&self, raw: sys::CUstream) -> Result<StreamKey, Error> {
+        if self.defaults.checked {
+            self.refuse_other_context(raw)?;
+        }
+        let shared = !is_per_thread(raw as usize);
+        if shared && let Some(id) = self.defaults.legacy.get() {
+            return Ok(StreamKey::Id(*id));
+        }
+        // SAFETY: special handles are always valid.
+        let stream = unsafe { Stream::from_raw(&self.context, raw) };
+        let id = stream
+            .and_then(|stream| stream.id())
+            .map_err(|e| self.unnamed(raw, e))?;
+        if shared {
+            self.defaults.legacy.get_or_init(|| id);
+        }
+        Ok(StreamKey::Id(id))
+    }
+
+    /// Who has another context current and passes a special handle means that context's stream, most likely.
+    #[inline(never)]
+    pub(crate) fn refuse_other_context(&self, raw: sys::CUstream) -> Result<(), Error> {
+        let current = self.driver().current_raw().map_err(|e| self.error(e))?;
+        if current.is_null() || current == self.context.raw() {
+            return Ok(());
+        }
+        Err(Error::WrongContext {
+            stream: raw as usize,
+            current: current as usize,
+            expected: self.context.raw() as usize,
+        })
+    }
+}
+
+/// A stream as a call names it.
+pub(crate) struct Named<'a> {
+    pub key: StreamKey,
+    pub raw: sys::CUstream,
+    /// The caller's handle object, if it has one.
+    pub stream: Option<&'a Stream>,
+}

@@ -1,0 +1,179 @@
+//! Figures and reports as values.
+
+use crate::driver::sys;
+
+/// Why memory was added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GrowthReason {
+    /// All free memory together was less than the request.
+    Short,
+    /// There was enough free memory, but in pieces that were too small.
+    Fragmented,
+    /// There was a place, which other streams may still use.
+    Pending,
+}
+
+impl GrowthReason {
+    /// One word for people and machines.
+    pub fn name(self) -> &'static str {
+        match self {
+            GrowthReason::Short => "short",
+            GrowthReason::Fragmented => "fragmented",
+            GrowthReason::Pending => "pending",
+        }
+    }
+}
+
+/// One growth of the memory that is held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GrowthInfo {
+    /// Why it was needed.
+    pub reason: GrowthReason,
+    /// Bytes of the request that needed it.
+    pub requested: u64,
+    /// Bytes that were added.
+    pub added: u64,
+    /// Whether more was held then than the soft cap allows.
+    pub beyond_cap: bool,
+}
+
+/// Whether the device was seen to keep memory the same through two addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum SelfTest {
+    /// No view was needed yet, or none may be built: nothing was tested.
+    #[default]
+    NotRun,
+    /// Switched off: views are used untested.
+    Off,
+    /// What was written through one address was read through the other.
+    Passed,
+    /// It was not: no views are used.
+    Failed,
+}
+
+impl SelfTest {
+    /// A few words for people and machines.
+    pub fn name(self) -> &'static str {
+        match self {
+            SelfTest::NotRun => "not run",
+            SelfTest::Off => "off",
+            SelfTest::Passed => "passed",
+            SelfTest::Failed => "failed",
+        }
+    }
+}
+
+/// How the packed policy stands; of the classic one only what is said there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Packing {
+    /// Bytes that growth does not pass while anything else helps. 0 under the classic policy, and
+    /// before the first request.
+    pub soft_cap: u64,
+    /// Level of the stitching budget, from 0 to 5: the higher, the more slack, the larger the handles
+    /// and the more waits.
+    pub level: u32,
+    /// Views (a number).
+    pub views: u64,
+    /// Handles mapped in them (a number; one that lies in two views counts twice).
+    pub view_maps: u64,
+    /// Bytes mapped in them.
+    pub view_bytes: u64,
+    /// Bytes of live blocks in them.
+    pub view_live: u64,
+    /// Bytes of freed blocks that guards keep.
+    pub guarded: u64,
+    /// Why memory was last added; both policies.
+    pub last_growth: Option<GrowthInfo>,
+    /// Allocations that would have mapped very many handles.
+    pub bursts: Bursts,
+    /// Whether views were tested, and how that ended.
+    pub self_test: SelfTest,
+}
+
+/// Free memory that one stream keeps from the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stranded {
+    /// The driver's id of the stream.
+    pub stream_id: u64,
+    /// Free bytes that no other stream can have without waiting for this one: the stream may still
+    /// use them, or they lie in pages that it owns.
+    pub bytes: u64,
+    /// Those of them in its pages.
+    pub in_pages: u64,
+}
+
+/// External fragmentation: free memory, and how far it can serve.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Fragmentation {
+    /// Free bytes, whatever they are pending on.
+    pub free: u64,
+    /// Bytes of the largest run of adjacent free memory, whatever it is pending on.
+    pub largest: u64,
+    /// What each stream keeps from the others, most first.
+    pub stranded: Vec<Stranded>,
+    /// Bytes of live blocks that lie in views: scattered memory put to use.
+    pub view_live: u64,
+}
+
+impl Fragmentation {
+    /// The share of the free memory that lies outside its largest run, from 0 (all free memory is
+    /// one run) to 1.
+    pub fn ratio(&self) -> f64 {
+        match self.free {
+            0 => 0.0,
+            free => 1.0 - self.largest as f64 / free as f64,
+        }
+    }
+}
+
+/// How often one allocation had to map many handles, and what became of it (numbers, since the
+/// start).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Bursts {
+    /// The most handles that one allocation mapped into a view.
+    pub largest: u64,
+    /// Allocations that mapped more than 100 handles for a token. There are 16 tokens at the start,
+    /// and one more for every 5000 large requests.
+    pub spent: u64,
+    /// Allocations that mapped the 90 largest handles and created the rest.
+    pub cut: u64,
+    /// Allocations that mapped more than 100 handles because the limit was near.
+    pub unbounded: u64,
+    /// Handles given back in later allocations, because what was created was beyond the soft cap.
+    pub repaid: u64,
+    /// Bytes of them.
+    pub repaid_bytes: u64,
+}
+
+/// What a trim did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Trimmed {
+    /// Bytes given back to the driver.
+    pub released: u64,
+    /// Bytes that could go once work that is still pending has completed.
+    pub pending: u64,
+}
+
+/// A part of a block that lies in one piece of memory from the driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct PhysicalSegment {
+    /// Address of its first byte, within the block.
+    pub address: sys::CUdeviceptr,
+    /// Bytes.
+    pub bytes: u64,
+    /// The physical handle, as `cuMemCreate` gave it; `None` under the classic policy, where the
+    /// memory is a segment of `cuMemAlloc`.
+    pub handle: Option<sys::CUmemGenericAllocationHandle>,
+    /// Where it begins in the handle or segment, in bytes.
+    pub offset: u64,
+    /// Bytes of the whole handle or segment: exporting or registering shows all of them.
+    pub handle_bytes: u64,
+}

@@ -1,0 +1,193 @@
+//! A stream as an allocator knows it: its key, who keeps it alive, its tickets and markers.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::driver::{Context, Event, Stream};
+
+use super::front::{Front, pause};
+
+/// An event recorded on a stream after everything freed under tickets up to the bound.
+#[derive(Debug, Clone)]
+pub(crate) struct Marker {
+    pub bound: u64,
+    pub event: Arc<Event>,
+    /// Order of publication over all streams.
+    pub order: u64,
+    /// What the stream was known to follow when the event was recorded.
+    pub row: Arc<[u64]>,
+    /// A question was answered as if it stood for nothing, and there will be no other one: nobody waits for
+    /// it, but it is asked again.
+    pub doubtful: bool,
+}
+
+/// A closed batch of frees, waiting for its marker.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    pub stream: u32,
+    pub bound: u64,
+    /// What the stream followed when the batch was closed: taken before the event is recorded, so
+    /// that a wait queued in between is not credited to the marker.
+    pub(crate) row: Arc<[u64]>,
+    /// What was under its ticket.
+    pub(crate) uses: u32,
+    pub(crate) bytes: u64,
+}
+
+/// How a stream is known across calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum StreamKey {
+    /// The driver's id: never reused while the program runs.
+    Id(u64),
+    /// The handle, where the driver has no ids.
+    Handle(usize),
+}
+
+impl StreamKey {
+    /// The number that stands for the stream in reports.
+    pub(crate) fn number(self) -> u64 {
+        match self {
+            StreamKey::Id(id) => id,
+            StreamKey::Handle(handle) => handle as u64,
+        }
+    }
+}
+
+/// What the allocator may do with a stream's handle.
+#[derive(Debug, Clone)]
+pub(crate) enum Holder {
+    /// We keep the stream alive, so a marker may be recorded at any time.
+    Kept(Stream),
+    /// The caller's: touched only inside calls that name the stream or free its blocks. Who touches it
+    /// beside the books' lock holds a copy of the token meanwhile.
+    Foreign(Arc<()>),
+    /// No calls any more: the last marker is recorded.
+    Retired,
+}
+
+impl Holder {
+    pub(crate) fn foreign() -> Holder {
+        Holder::Foreign(Arc::new(()))
+    }
+
+    /// Whether a call that is under way touches a stream of the caller's. Copies are made under the books'
+    /// lock alone.
+    pub(crate) fn is_touched(&self) -> bool {
+        matches!(self, Holder::Foreign(token) if Arc::strong_count(token) > 1)
+    }
+
+    /// Waits until nobody touches a stream of the caller's any more. No copies are made of this holder now.
+    pub(crate) fn let_go(self) {
+        let Holder::Foreign(mut token) = self else {
+            return;
+        };
+        let mut round = 0;
+        // Behind what those did who held one.
+        while Arc::get_mut(&mut token).is_none() {
+            pause(round);
+            round += 1;
+        }
+    }
+}
+
+/// One stream.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    pub key: StreamKey,
+    pub raw: usize,
+    pub context: Context,
+    pub holder: Holder,
+    /// The token of a stream that was the caller's before it was kept: who touched it then may do so still.
+    pub former: Option<Holder>,
+    pub in_use: bool,
+    /// Calls that name the stream find it here. Not from the moment on that its last marker is about to be
+    /// recorded: what it is given later is another stream's to the books.
+    pub named: bool,
+    /// Retirements under way.
+    pub leaving: u32,
+    /// Live blocks allocated on the stream or recorded on it, as far as fronts do not count them.
+    pub live: u64,
+    /// Calls under way that name the stream.
+    pub calls: u32,
+    /// Where its small blocks come from, and the pages that are there.
+    pub fronts: Vec<&'static Front>,
+    pub pages: u32,
+    /// The ticket of the next free.
+    pub open: u64,
+    /// Tickets up to here are complete as observed by the host.
+    pub completed: u64,
+    /// Per other stream: the newest ticket that this stream is known to follow.
+    pub row: Arc<[u64]>,
+    pub markers: VecDeque<Marker>,
+    /// Uses (frees, mostly) and bytes under the open ticket.
+    pub open_uses: u32,
+    pub open_bytes: u64,
+    /// Allocations to let pass before markers are asked again.
+    pub backoff: u32,
+    /// How many markers were found complete when they were last asked.
+    pub stride: u32,
+    /// So many batches get their marker as soon as they are full. After that those of a stream that we
+    /// keep alive wait until somebody else asks for memory. A stream that is idle then needs none.
+    pub(crate) punctual: u32,
+    /// How many that will be once it was found busy.
+    pub(crate) patience: u32,
+    /// Among the [`full`](Streams::full) ones.
+    pub(crate) listed: bool,
+}
+
+impl Slot {
+    /// Everything freed on the stream is covered by a marker or complete.
+    pub(crate) fn covered(&self) -> bool {
+        let bound = self
+            .newest()
+            .map_or(self.completed, |m| m.bound.max(self.completed));
+        bound + 1 >= self.open && self.open_uses == 0
+    }
+
+    /// The newest marker that may be waited for.
+    pub(crate) fn newest(&self) -> Option<&Marker> {
+        self.markers.iter().rfind(|marker| !marker.doubtful)
+    }
+
+    /// Whether the stream was idle when somebody asked for its memory.
+    pub(crate) fn was_idle(&mut self, idle: bool) {
+        if idle {
+            self.patience = PUNCTUAL;
+        } else {
+            self.patience = (2 * self.patience).min(MOST_PUNCTUAL);
+            self.punctual = self.patience;
+        }
+    }
+
+    /// Whether the open batch is worth a marker.
+    #[inline]
+    pub(crate) fn is_full(&self) -> bool {
+        self.open_uses >= BATCH_FREES || self.open_bytes >= BATCH_BYTES
+    }
+
+    /// Whether it is what a stream of this name is known by.
+    #[inline]
+    pub(crate) fn is_called(&self, key: StreamKey) -> bool {
+        self.in_use && self.named && self.key == key
+    }
+
+    pub(crate) fn drained(&self) -> bool {
+        matches!(self.holder, Holder::Retired) && self.live == 0 && self.completed + 1 >= self.open
+    }
+}
+
+/// Frees after which a batch is full while several streams are active, and
+pub(crate) const BATCH_FREES: u32 = 32;
+
+/// bytes after which it is.
+pub(crate) const BATCH_BYTES: u64 = 1 << 20;
+
+/// Batches of a stream that get their marker as soon as they are full, at first and when it works
+/// behind: where work is late it matters when its marker was recorded.
+pub(crate) const PUNCTUAL: u32 = 512;
+
+/// Each time that a stream is busy when somebody asks for its memory it is twice as many, up to this.
+pub(crate) const MOST_PUNCTUAL: u32 = 1 << 16;
+
+/// Large allocations to let pass before a marker that was not ready is asked again.
+pub(super) const BACKOFF: u32 = 8;

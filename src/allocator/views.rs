@@ -1,0 +1,136 @@
+//! Second layouts of physical memory: all views of an allocator.
+
+use std::collections::BTreeMap;
+
+use super::grid::Grid;
+use super::handles::Borders;
+use super::mapping::{Layout, Openings, Seg, View, ViewRun, push_part};
+use super::report::SelfTest;
+use super::seam::Site;
+use super::size::GRANULE;
+use super::stitch::EXTENSIONS;
+use super::want::Want;
+
+/// The views of an allocator.
+#[derive(Debug, Default)]
+pub(crate) struct Views {
+    /// Views by their base address.
+    pub map: BTreeMap<u64, View>,
+    /// Where to look in views.
+    pub grid: Grid,
+    /// Blocks in views so far: the order in which views were used.
+    pub clock: u64,
+    /// Mappings in views that calls under way make or take away: counted at their handles.
+    pub segs_under_way: usize,
+    /// Bytes of blocks in views.
+    pub lent_bytes: u64,
+    /// What the test of the device found.
+    pub self_test: SelfTest,
+}
+
+impl Views {
+    /// Keeps a view from going, or lets it go again.
+    pub(crate) fn hold_view(&mut self, base: u64, on: bool) {
+        if let Some(view) = self.map.get_mut(&base) {
+            view.calls = if on { view.calls + 1 } else { view.calls - 1 };
+        }
+    }
+
+    /// Where the block lies at home: in the suffix of the view, then in the handles that are added.
+    pub(crate) fn homes(
+        &self,
+        want: &Want,
+        layout: &Layout,
+        site: &Site,
+    ) -> Option<Vec<(u64, u32)>> {
+        let mut parts: Vec<(u64, u32)> = Vec::new();
+        let mut left = want.granules;
+        if layout.back > 0 {
+            let granules = ((layout.back / GRANULE) as u32).min(left);
+            parts.extend(self.map.get(&site.base)?.home_parts(site.offset, granules));
+            left -= granules;
+        }
+        let mut skip = layout.skip;
+        for (home, bytes) in &layout.adds {
+            let granules = (((bytes - skip) / GRANULE) as u32).min(left);
+            if granules > 0 {
+                push_part(&mut parts, (home + skip, granules));
+            }
+            left -= granules;
+            skip = 0;
+        }
+        Some(parts)
+    }
+
+    /// The views with the longest open suffix, the lowest among equals: what of it a request needs, and
+    /// the view's base.
+    pub(crate) fn best_suffixes(&self, need: u64, open: &Openings) -> Vec<(u64, u64)> {
+        let views = self.map.iter();
+        let room = views.filter(|(_, view)| !view.dead && !view.busy && view.granules < view.room);
+        let mut best: Vec<(u64, u64)> = Vec::with_capacity(EXTENSIONS + 1);
+        for (base, view) in room {
+            let suffix = view.open_suffix(&open.borders).min(need);
+            let last = best.last().filter(|_| best.len() == EXTENSIONS);
+            if last.is_none_or(|(least, _)| suffix > *least) {
+                // Equal ones stay in the order of their addresses.
+                let at = best.partition_point(|(more, _)| *more >= suffix);
+                best.insert(at, (suffix, *base));
+                best.truncate(EXTENSIONS);
+            }
+        }
+        best
+    }
+
+    /// A run at the end of a view that holds a request by itself.
+    pub(crate) fn open_end(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
+        let need = u64::from(want.granules) * GRANULE;
+        let (suffix, base) = self.best_suffixes(need, open).first().copied()?;
+        let offset = self.map.get(&base)?.granules.checked_sub(want.granules)?;
+        (suffix == need && want.align == 1).then_some(ViewRun {
+            base,
+            offset,
+            granules: want.granules,
+        })
+    }
+
+    /// Looks at the views that may have a run of so many granules, and says from when on only longer
+    /// ones are of interest.
+    pub(crate) fn views_with_runs(
+        &self,
+        granules: u32,
+        borders: &Borders,
+        mut look: impl FnMut(u64, &View) -> u32,
+    ) {
+        let seen = self.grid.candidates(granules, borders.touch(), |base| {
+            self.map
+                .get(&base)
+                .map_or(granules, |view| look(base, view))
+        });
+        if !seen {
+            self.map.iter().for_each(|(base, view)| {
+                look(*base, view);
+            });
+        }
+    }
+
+    /// Enters what was mapped into a view behind the handles that it has.
+    pub(crate) fn extend_view(&mut self, base: u64, segs: Vec<Seg>) {
+        if let Some(view) = self.map.get_mut(&base) {
+            let from = view.granules;
+            view.granules += segs.iter().map(|seg| seg.granules).sum::<u32>();
+            view.segs.extend(segs);
+            self.grid.extend(view.place, &view.segs, from);
+        }
+    }
+
+    /// Mappings in views.
+    pub(crate) fn view_maps(&self) -> usize {
+        self.map.values().map(|v| v.segs.len()).sum()
+    }
+
+    /// The view around an address.
+    pub(crate) fn view_around(&self, addr: u64) -> Option<(u64, &View)> {
+        let (base, view) = self.map.range(..=addr).next_back()?;
+        (addr < base + u64::from(view.granules) * GRANULE).then_some((*base, view))
+    }
+}

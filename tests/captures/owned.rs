@@ -1,0 +1,83 @@
+//! Blocks of resources that nobody can name any more go back later where they cannot at once.
+
+use std::sync::Arc;
+
+use crate::common::capturing::*;
+use crate::common::*;
+use cualloc::allocator::Allocator;
+use cualloc::driver::sys::CUresult;
+use cualloc::resource::{AsyncResource, MemoryResource, OwnedBlock};
+use cualloc::sim::FailPlan;
+
+fn live(allocator: &Allocator) -> u64 {
+    allocator.stats().all.allocations.current
+}
+
+/// The resource gives the block back for which it could not record a ready point, whatever is refused meanwhile.
+#[test]
+fn a_block_that_could_not_be_handed_out_is_freed() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        for bytes in [1000, 3 * MIB] {
+            let allocator = rig.allocator();
+            let stream = rig.stream();
+            // Every free asks the stream from here on.
+            captured(rig, stream.raw(), || ());
+            let resource = AsyncResource::new(allocator.clone());
+            let mut refused = 0;
+            for first in 1..10 {
+                let code = CUresult::CUDA_ERROR_INVALID_VALUE;
+                let fail = |name| FailPlan::call(name, code).unwrap();
+                sim.fail(fail("cuEventRecord").times(100));
+                sim.fail(fail("cuStreamIsCapturing").nth(first).times(100));
+                let made = resource.allocate(bytes, &stream, "never".into());
+                assert!(made.is_err(), "no ready point");
+                refused += live(&allocator);
+                sim.clear_failures();
+                allocator.trim(0).unwrap();
+                assert_eq!(live(&allocator), 0, "from question {first} on");
+            }
+            assert!(refused > 0, "no free was refused");
+            drop(resource);
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// An owned block that is dropped while its stream captures goes when the capture has ended.
+#[test]
+fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
+    each(|rig| {
+        for (bytes, at) in [(1000, 0), (3 * MIB, 1), (1000, 2), (3 * MIB, 3)] {
+            let allocator = rig.allocator();
+            let (stream, other) = (rig.stream(), rig.stream());
+            let resource = Arc::new(AsyncResource::new(allocator.clone()));
+            let plain = OwnedBlock::allocate(allocator.clone(), bytes, &stream, "plain".into());
+            let ordered = OwnedBlock::allocate(resource.clone(), bytes, &stream, "ordered".into());
+            let (plain, ordered) = (plain.unwrap(), ordered.unwrap());
+            captured(rig, stream.raw(), || {
+                drop(plain);
+                drop(ordered);
+                assert_eq!(live(&allocator), 2);
+            });
+            match at {
+                0 => drop(resource.reap().unwrap()),
+                1 => drop(resource.trim(0).unwrap()),
+                2 => {
+                    let block = resource.allocate(bytes, &other, "next".into()).unwrap();
+                    resource.deallocate(block).unwrap();
+                }
+                _ => {}
+            }
+            let pending = resource.outstanding();
+            assert!(at == 3 || pending.live == 0, "{pending:?}");
+            drop(resource);
+            allocator.trim(0).unwrap();
+            assert_eq!(live(&allocator), 0, "{at}");
+            drop((stream, other));
+            rig.close(&allocator);
+        }
+    });
+}
