@@ -331,13 +331,13 @@ impl Allocator {
         let Some(mut state) = self.engine.readable() else {
             return false;
         };
-        state.small_around(ptr).is_some() || state.large_around(ptr).is_some()
+        state.fronts.small_around(ptr).is_some() || state.large_around(ptr).is_some()
     }
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
         let mut state = self.engine.readable()?;
-        if let Some((_, run, stream)) = state.small_around(ptr) {
+        if let Some((_, run, stream)) = state.fronts.small_around(ptr) {
             return Some(state.run_info(stream, &run, &[]));
         }
         let id = state.large_around(ptr)?;
@@ -347,7 +347,7 @@ impl Allocator {
     /// Usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
         let mut state = self.engine.readable()?;
-        if let Some((_, run, _)) = state.small_around(ptr) {
+        if let Some((_, run, _)) = state.fronts.small_around(ptr) {
             return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
         }
         let id = state.large_around(ptr)?;

@@ -86,6 +86,8 @@ impl State {
 
 #[cfg(test)]
 mod tests {
+    use super::super::records::SpaceId;
+    use super::super::want::Want;
     use super::*;
 
     #[test]

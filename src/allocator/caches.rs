@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Weak};
 
-use super::front::{Amounts, Front, KeepAlive, Node, PageTable, QUANTITIES};
+use super::front::{Amounts, Front, Held, Inner, KeepAlive, Node, PageTable, QUANTITIES, Run};
 use super::habits::Habits;
 use super::mix::Mixed;
 use super::records::Recorded;
@@ -101,4 +101,75 @@ impl Fronts {
     pub(crate) fn all(&self) -> &[&'static Front] {
         &self.all
     }
+
+    /// Uses of a stream on live small blocks, as far as the books keep them.
+    pub(crate) fn small_uses(&self, stream: u32) -> u64 {
+        let uses = self.recorded.values().flatten();
+        uses.filter(|r| r.stream == stream).count() as u64
+    }
+
+    /// The live small block around an address, with its front and the slot of its stream.
+    pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static Front, Run, u32)> {
+        let (front, page) = self.table.find(ptr)?;
+        let inner = front.lock();
+        if inner.allocator != self.id {
+            return None;
+        }
+        let run = inner.heap.around(page, ptr)?;
+        run.live?;
+        Some((front, run, inner.slot))
+    }
+
+    /// The streams for which blocks of a front are held back.
+    pub(crate) fn held_back_for(&self, front: &'static Front) -> Vec<u32> {
+        let held = self.held_back.iter();
+        let own = held.filter(|held| std::ptr::eq(held.front, front));
+        own.flat_map(|held| held.uses.as_slice())
+            .map(|u| u.stream)
+            .collect()
+    }
+
+    pub(crate) fn lock_fronts(&self) -> Vec<Locked<'static>> {
+        self.all.iter().map(|front| front.lock()).collect()
+    }
+
+    /// Live small blocks in fronts.
+    pub(crate) fn small_totals(&mut self) -> SmallTotals {
+        let totals = totals(&self.lock_fronts());
+        self.requested = totals[1];
+        totals
+    }
+
+    /// Free bytes in the pages of each stream that has any, by its slot.
+    pub(crate) fn free_in_fronts(&self) -> Vec<(u32, u64)> {
+        let free = self.all.iter().map(|front| {
+            let inner = front.lock();
+            (inner.slot, inner.free_bytes() + inner.pending_bytes())
+        });
+        free.filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    /// What the books count for blocks on shelves that nobody holds.
+    pub(crate) fn held_on_shelves(&self) -> Amounts {
+        let mut held = Amounts::default();
+        for front in self.all() {
+            held += front.lock().shelf.held();
+        }
+        held
+    }
+}
+
+pub(crate) type Locked<'a> = Held<'a, Inner>;
+
+/// Live small blocks: bytes, bytes as asked for, and their number.
+pub(crate) type SmallTotals = [u64; QUANTITIES];
+
+pub(crate) fn totals(locked: &[Locked<'_>]) -> SmallTotals {
+    let mut totals = [0; QUANTITIES];
+    for inner in locked {
+        for (total, own) in totals.iter_mut().zip(inner.accounts.current()) {
+            *total += own;
+        }
+    }
+    totals
 }

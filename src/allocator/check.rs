@@ -413,7 +413,7 @@ impl State {
         for (stream, slot) in self.streams.iter() {
             same(
                 "live blocks of a stream",
-                sums.on_stream.get(&stream).copied().unwrap_or(0) + self.small_uses(stream),
+                sums.on_stream.get(&stream).copied().unwrap_or(0) + self.fronts.small_uses(stream),
                 slot.live,
             )?;
             holds(
@@ -434,12 +434,6 @@ impl State {
             self.streams.iter().count() as u64,
             self.streams.len() as u64,
         )
-    }
-
-    /// Uses of a stream on live small blocks, as far as the books keep them.
-    fn small_uses(&self, stream: u32) -> u64 {
-        let uses = self.fronts.recorded.values().flatten();
-        uses.filter(|r| r.stream == stream).count() as u64
     }
 
     fn check_counters(&self, sums: &Sums) -> Result<(), CheckError> {

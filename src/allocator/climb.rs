@@ -5,9 +5,9 @@ use std::sync::Arc;
 use super::budget::LEVELS;
 use super::fit::Run;
 use super::growth::{Growth, Release};
+use super::mapping::Stitch;
 use super::mapping::ViewRun;
 use super::records::SpaceId;
-use super::seam::Stitch;
 use super::shorten::Cut;
 use super::single::Place;
 

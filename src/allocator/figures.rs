@@ -52,7 +52,7 @@ impl State {
                 }
             }
         }
-        for (slot, bytes) in self.free_in_fronts() {
+        for (slot, bytes) in self.fronts.free_in_fronts() {
             let sum = by_slot.entry(slot).or_default();
             *sum = (sum.0 + bytes, sum.1 + bytes);
         }

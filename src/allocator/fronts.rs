@@ -246,23 +246,11 @@ impl State {
     /// Adds a use by another stream to the live small block around an address, in the books. False if
     /// there is none.
     pub(crate) fn record_small(&mut self, ptr: u64, new: Recorded) -> bool {
-        match self.small_around(ptr) {
+        match self.fronts.small_around(ptr) {
             Some((_, _, owner)) if owner == new.stream => true,
             Some((front, run, _)) => self.note_in_books(front, &run, Some(new)),
             None => false,
         }
-    }
-
-    /// The live small block around an address, with its front and the slot of its stream.
-    pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static Front, Run, u32)> {
-        let (front, page) = self.fronts.table.find(ptr)?;
-        let inner = front.lock();
-        if inner.allocator != self.fronts.id {
-            return None;
-        }
-        let run = inner.heap.around(page, ptr)?;
-        run.live?;
-        Some((front, run, inner.slot))
     }
 
     /// Moves what is noted on a live small block into the books, so that its free comes there, and
@@ -394,15 +382,6 @@ impl State {
         }
         self.return_surplus(front, after);
         true
-    }
-
-    /// The streams for which blocks of a front are held back.
-    pub(crate) fn held_back_for(&self, front: &'static Front) -> Vec<u32> {
-        let held = self.fronts.held_back.iter();
-        let own = held.filter(|held| std::ptr::eq(held.front, front));
-        own.flat_map(|held| held.uses.as_slice())
-            .map(|u| u.stream)
-            .collect()
     }
 
     /// Gives back to their fronts the blocks whose other streams are done, or are followed by the

@@ -1,6 +1,7 @@
 //! Plans: what is to be taken from the driver, or given back to it.
 
 use super::records::SpaceId;
+use super::size::PHYSICAL_GRANULE;
 use super::space::{Shard, Space};
 use super::uses::Uses;
 use super::want::PendingWait;
@@ -62,4 +63,18 @@ pub(crate) fn fresh_uses(space: &Space, stream: u32) -> Uses {
     } else {
         Uses::None
     }
+}
+
+/// Sizes of the handles for `bytes`: whole ones, then halves down to the granule.
+pub(crate) fn tile(bytes: u64, size: u64) -> Vec<u64> {
+    let (mut sizes, mut left, mut size) = (Vec::new(), bytes, size.max(PHYSICAL_GRANULE));
+    while left > 0 {
+        if size <= left {
+            sizes.push(size);
+            left -= size;
+        } else {
+            size = (size / 2 / PHYSICAL_GRANULE * PHYSICAL_GRANULE).max(PHYSICAL_GRANULE);
+        }
+    }
+    sizes
 }

@@ -126,7 +126,7 @@ impl State {
         ptr: u64,
         bytes: u64,
     ) -> Result<(Guarding, Vec<PhysicalSegment>), Error> {
-        if let Some((_, run, _)) = self.small_around(ptr) {
+        if let Some((_, run, _)) = self.fronts.small_around(ptr) {
             let last = run.ptr + u64::from(run.granules) * GRANULE;
             let end = ptr.checked_add(bytes).filter(|end| *end <= last);
             let Some(end) = end.filter(|_| bytes > 0) else {
@@ -194,6 +194,7 @@ impl State {
         };
         // Its free comes to the books from here on.
         let noted = self
+            .fronts
             .small_around(ptr)
             .is_some_and(|(front, run, _)| self.note_in_books(front, &run, None));
         if noted {

@@ -232,3 +232,55 @@ impl Layout {
         (self.fresh, self.adds.len())
     }
 }
+
+/// Views that are tried for an extension.
+pub(crate) const EXTENSIONS: usize = 6;
+
+/// A stitch that is claimed and waits for its driver calls.
+#[derive(Debug)]
+pub(crate) struct Stitch {
+    pub site: Site,
+    /// Held handles to map behind what is there: (home, bytes, handle).
+    pub adds: Vec<(u64, u64, u64)>,
+    /// Home memory of the block that is held already.
+    pub lent: Lent,
+    /// Home range of memory to create, claimed.
+    pub fresh: Option<Fresh>,
+}
+
+/// Where a stitch maps.
+#[derive(Debug)]
+pub(crate) struct Site {
+    /// The view that is extended, or begins.
+    pub base: u64,
+    /// The record of a new view's addresses.
+    pub range: Option<u32>,
+    /// Granules of the view's range.
+    pub room: u32,
+    /// Where the block begins in the view.
+    pub offset: u32,
+    /// Address in the view from which to map.
+    pub at: u64,
+}
+
+/// New memory that a stitch brings along.
+#[derive(Debug)]
+pub(crate) struct Fresh {
+    pub id: u32,
+    pub shards: Vec<super::space::Shard>,
+    pub addr: u64,
+    pub sizes: Vec<u64>,
+}
+
+impl Fresh {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.sizes.iter().sum()
+    }
+}
+
+impl Stitch {
+    /// Handles that are mapped into the view.
+    pub(crate) fn maps(&self) -> usize {
+        self.adds.len() + self.fresh.as_ref().map_or(0, |f| f.sizes.len())
+    }
+}

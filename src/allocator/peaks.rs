@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use super::front::Front;
-use super::front::{Allocated, Amounts, Held, Inner, Owner, QUANTITIES, Shelved, Small};
+use super::caches::{Locked, SmallTotals, totals};
+use super::front::{Allocated, Amounts, Front, Owner, QUANTITIES, Shelved, Small};
 use super::invariant::{CheckError, holds, same};
 use super::size::GRANULE;
 use super::state::State;
 use super::stats::{Counter, PoolStats, Stats};
-
-type Locked<'a> = Held<'a, Inner>;
 
 /// The counters of the quantities that fronts count, in their order.
 fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
@@ -20,14 +18,7 @@ fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
     ]
 }
 
-/// Live small blocks: bytes, bytes as asked for, and their number.
-pub(crate) type SmallTotals = [u64; QUANTITIES];
-
 impl State {
-    fn lock_fronts(&self) -> Vec<Locked<'static>> {
-        self.fronts.all.iter().map(|front| front.lock()).collect()
-    }
-
     /// Takes a small request that may be a new peak; with an owner only if the front still serves it
     /// without a look at the books.
     pub(crate) fn take_at_peak(
@@ -36,7 +27,7 @@ impl State {
         request: Small,
         owner: Option<Owner>,
     ) -> Allocated {
-        let mut locked = self.lock_fronts();
+        let mut locked = self.fronts.lock_fronts();
         let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
         let outcome = match at.and_then(|at| locked.get_mut(at)) {
             Some(inner) if owner.is_none_or(|owner| inner.serves(owner)) => {
@@ -76,7 +67,7 @@ impl State {
             return;
         }
         if all.allocated.current + self.fronts.limit > all.allocated.peak {
-            self.settle_peaks(self.lock_fronts());
+            self.settle_peaks(self.fronts.lock_fronts());
         }
     }
 
@@ -148,7 +139,7 @@ impl State {
 
     /// [`fold`](Self::fold) before fronts go.
     pub(crate) fn fold_peaks(&mut self) {
-        let mut locked = self.lock_fronts();
+        let mut locked = self.fronts.lock_fronts();
         self.fold(&mut locked);
     }
 
@@ -169,16 +160,9 @@ impl State {
         (small, all)
     }
 
-    /// Live small blocks in fronts.
-    pub(crate) fn small_totals(&mut self) -> SmallTotals {
-        let totals = totals(&self.lock_fronts());
-        self.fronts.requested = totals[1];
-        totals
-    }
-
     /// Adds what the fronts count to a copy of the books' own figures, at one instant.
     pub(crate) fn add_fronts(&self, stats: &mut Stats) {
-        let locked = self.lock_fronts();
+        let locked = self.fronts.lock_fronts();
         let mut totals = self.fronts.gone;
         let (mut pending, mut quick, mut free) = (0, 0, 0);
         let mut pending_peak = self.fronts.pending_peak;
@@ -238,19 +222,10 @@ impl State {
         stats.fronts = locked.len() as u64;
     }
 
-    /// Free bytes in the pages of each stream that has any, by its slot.
-    pub(crate) fn free_in_fronts(&self) -> Vec<(u32, u64)> {
-        let free = self.fronts.all.iter().map(|front| {
-            let inner = front.lock();
-            (inner.slot, inner.free_bytes() + inner.pending_bytes())
-        });
-        free.filter(|(_, bytes)| *bytes > 0).collect()
-    }
-
     /// Sets the peaks to what is there.
     pub(crate) fn reset_peaks(&mut self) {
         self.settle_shelves();
-        let mut locked = self.lock_fronts();
+        let mut locked = self.fronts.lock_fronts();
         self.stats.reset_peaks();
         self.mixed_peak = self.stats.all.active.current - self.stats.all.allocated.current;
         self.fronts.pending_peak = 0;
@@ -266,7 +241,7 @@ impl State {
 
     /// What the fronts may count to never passes a peak.
     pub(crate) fn check_limits(&self) -> Result<(), CheckError> {
-        let locked = self.lock_fronts();
+        let locked = self.fronts.lock_fronts();
         let limits = locked.iter().map(|inner| inner.accounts.allocated.limit());
         let limit = limits.sum();
         same("limits of fronts are known", limit, self.fronts.limit)?;
@@ -280,7 +255,7 @@ impl State {
     /// Stops the fronts if no block is live and no call under way. Else says how many there are,
     /// and how many bytes.
     pub(crate) fn shut(&mut self, calls: u64) -> (u64, u64) {
-        let mut locked = self.lock_fronts();
+        let mut locked = self.fronts.lock_fronts();
         let small = totals(&locked);
         let all = &self.stats.all;
         let blocks = all.allocations.current + small[2] + calls;
@@ -294,8 +269,8 @@ impl State {
 
     /// Live blocks and their bytes, small ones included.
     pub(crate) fn live_totals(&mut self) -> (u64, u64) {
-        let small = self.small_totals();
-        let held = self.held_on_shelves();
+        let small = self.fronts.small_totals();
+        let held = self.fronts.held_on_shelves();
         let all = &self.stats.all;
         (
             all.allocations.current + small[2] - held.blocks,
@@ -311,16 +286,6 @@ fn held(locked: &[Locked<'_>]) -> SmallTotals {
         held += inner.shelf.held();
     }
     [held.bytes, held.requested, held.blocks]
-}
-
-fn totals(locked: &[Locked<'_>]) -> SmallTotals {
-    let mut totals = [0; QUANTITIES];
-    for inner in locked {
-        for (total, own) in totals.iter_mut().zip(inner.accounts.current()) {
-            *total += own;
-        }
-    }
-    totals
 }
 
 fn small_bytes(locked: &[Locked<'_>]) -> u64 {
@@ -342,9 +307,9 @@ mod tests {
             drop(allocator.allocate(BYTES, a).unwrap());
             {
                 let mut state = allocator.engine().lock();
-                assert_eq!(state.held_on_shelves().blocks, 1);
+                assert_eq!(state.fronts.held_on_shelves().blocks, 1);
                 state.stats.all.allocated.peak = 0;
-                let locked = state.lock_fronts();
+                let locked = state.fronts.lock_fronts();
                 state.settle_peaks(locked);
                 assert_eq!(state.stats.all.allocated.peak, 0);
             }

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::bursts::Account;
 use super::config::Tuning;
+use super::growth::tile;
 use super::handles::{Handles, Holding, Stray};
 use super::mapping::{Layout, Seg};
-use super::plan::tile;
 use super::records::SpaceId;
 use super::report::{GrowthInfo, PhysicalSegment};
 use super::size::GRANULE;

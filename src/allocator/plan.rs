@@ -378,20 +378,6 @@ impl State {
     }
 }
 
-/// Sizes of the handles for `bytes`: whole ones, then halves down to the granule.
-pub(crate) fn tile(bytes: u64, size: u64) -> Vec<u64> {
-    let (mut sizes, mut left, mut size) = (Vec::new(), bytes, size.max(PHYSICAL_GRANULE));
-    while left > 0 {
-        if size <= left {
-            sizes.push(size);
-            left -= size;
-        } else {
-            size = (size / 2 / PHYSICAL_GRANULE * PHYSICAL_GRANULE).max(PHYSICAL_GRANULE);
-        }
-    }
-    sizes
-}
-
 /// What a trim leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {

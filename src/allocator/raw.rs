@@ -213,7 +213,7 @@ impl Engine {
         let interior = |base| Error::InteriorPointer { ptr, base };
         Err(match state.large_around(ptr) {
             Some(id) => interior(state.extents.records[id].addr),
-            None => match state.small_around(ptr) {
+            None => match state.fronts.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
                 None if state.physical.ours(ptr) => Error::NotLive { ptr },
                 None => Error::NotOurs { ptr },
@@ -374,7 +374,7 @@ impl Engine {
     ) -> Result<(), Error> {
         {
             let mut state = self.open()?;
-            if state.large_around(ptr).is_none() && state.small_around(ptr).is_none() {
+            if state.large_around(ptr).is_none() && state.fronts.small_around(ptr).is_none() {
                 return Err(if state.physical.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
@@ -391,7 +391,7 @@ impl Engine {
         let block = state.large_around(ptr);
         let owner = match block {
             Some(id) => Some(state.extents.records[id].stream),
-            None => state.small_around(ptr).map(|(_, _, owner)| owner),
+            None => state.fronts.small_around(ptr).map(|(_, _, owner)| owner),
         };
         let Some(owner) = owner else {
             return Err(Error::NotLive { ptr });

@@ -1,60 +1,11 @@
 //! A stitch under way: what it claims for its driver calls, and how the books end it.
 
-use super::mapping::Layout;
-use super::mapping::{Lent, Seg, View};
+use super::mapping::{Fresh, Layout, Lent, Seg, Site, Stitch, View};
 use super::records::SpaceId;
 use super::size::GRANULE;
 use super::state::State;
 use super::want::Want;
 
-/// A stitch that is claimed and waits for its driver calls.
-#[derive(Debug)]
-pub(crate) struct Stitch {
-    pub site: Site,
-    /// Held handles to map behind what is there: (home, bytes, handle).
-    pub adds: Vec<(u64, u64, u64)>,
-    /// Home memory of the block that is held already.
-    pub lent: Lent,
-    /// Home range of memory to create, claimed.
-    pub fresh: Option<Fresh>,
-}
-
-/// Where a stitch maps.
-#[derive(Debug)]
-pub(crate) struct Site {
-    /// The view that is extended, or begins.
-    pub base: u64,
-    /// The record of a new view's addresses.
-    pub range: Option<u32>,
-    /// Granules of the view's range.
-    pub room: u32,
-    /// Where the block begins in the view.
-    pub offset: u32,
-    /// Address in the view from which to map.
-    pub at: u64,
-}
-
-/// New memory that a stitch brings along.
-#[derive(Debug)]
-pub(crate) struct Fresh {
-    pub id: u32,
-    pub shards: Vec<super::space::Shard>,
-    pub addr: u64,
-    pub sizes: Vec<u64>,
-}
-
-impl Fresh {
-    pub(crate) fn bytes(&self) -> u64 {
-        self.sizes.iter().sum()
-    }
-}
-
-impl Stitch {
-    /// Handles that are mapped into the view.
-    pub(crate) fn maps(&self) -> usize {
-        self.adds.len() + self.fresh.as_ref().map_or(0, |f| f.sizes.len())
-    }
-}
 impl State {
     /// Claims what a layout takes.
     pub(crate) fn claim_layout(&mut self, want: &Want, layout: Layout) -> Option<Stitch> {

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use super::engine::{Engine, Guard};
 use super::front::Front;
-use super::front::{Amounts, Shelved, cache};
+use super::front::{Shelved, cache};
 use super::grant::Grant;
 use super::invariant::{CheckError, holds, same};
 use super::records::State as Extent;
@@ -296,15 +296,6 @@ impl State {
         )?;
         same("blocks on shelves", known, marked)
     }
-
-    /// What the books count for blocks on shelves that nobody holds.
-    pub(crate) fn held_on_shelves(&self) -> Amounts {
-        let mut held = Amounts::default();
-        for front in self.fronts.all() {
-            held += front.lock().shelf.held();
-        }
-        held
-    }
 }
 
 #[cfg(all(test, feature = "sim", not(loom)))]
@@ -349,7 +340,7 @@ pub(super) mod tests {
     }
 
     fn on_shelves(allocator: &Allocator) -> u64 {
-        allocator.engine().lock().held_on_shelves().blocks
+        allocator.engine().lock().fronts.held_on_shelves().blocks
     }
 
     #[test]

@@ -272,7 +272,7 @@ impl Engine {
             state = self.cover_all(&ours)?;
         }
         // Of no use to ask about streams for which others hold blocks back: they ask themselves.
-        let users = state.held_back_for(front);
+        let users = state.fronts.held_back_for(front);
         state = self.mark_full(state, |stream| users.contains(&stream))?;
         state = self.poll_some(state, |stream| users.contains(&stream))?;
         state.settle_held_back();
@@ -461,7 +461,7 @@ impl Engine {
             }
             Freed::NotLive => {
                 let (_, ptr) = block;
-                return Err(match state.small_around(ptr) {
+                return Err(match state.fronts.small_around(ptr) {
                     Some((_, run, _)) if generation.is_none() && run.ptr != ptr => {
                         Error::InteriorPointer { ptr, base: run.ptr }
                     }

@@ -4,10 +4,8 @@
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
 use super::growth::Growth;
-use super::mapping::Layout;
-use super::mapping::Openings;
+use super::mapping::{Layout, Openings, Stitch};
 use super::records::SpaceId;
-use super::seam::Stitch;
 use super::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use super::sources::Sources;
 use super::state::State;
@@ -15,8 +13,6 @@ use super::want::Want;
 
 /// Requests below this many bytes are not stitched while growing is allowed.
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
-/// Views that are tried for an extension.
-pub(crate) const EXTENSIONS: usize = 6;
 /// Address space of a view, as a multiple of its first request,
 const VIEW_ROOM: u64 = 4;
 /// less where layouts hardly come back, so that more views begin anew with what is free then,

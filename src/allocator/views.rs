@@ -4,11 +4,9 @@ use std::collections::BTreeMap;
 
 use super::grid::Grid;
 use super::handles::Borders;
-use super::mapping::{Layout, Openings, Seg, View, ViewRun, push_part};
+use super::mapping::{EXTENSIONS, Layout, Openings, Seg, Site, View, ViewRun, push_part};
 use super::report::SelfTest;
-use super::seam::Site;
 use super::size::GRANULE;
-use super::stitch::EXTENSIONS;
 use super::want::Want;
 
 /// The views of an allocator.
