@@ -470,7 +470,7 @@ def shrink(root):
     heads = zip(lines, lines[1:] + [""])
     lines = [line for line, after in heads if line.strip() != "circle" or after.startswith(" ")]
     with open(os.path.join(root, ALLOW), "w", encoding="utf-8") as opened:
-        opened.write("".join(lines))
+        opened.write(re.sub(r"\n\n\n+", "\n\n", "".join(lines)).rstrip("\n") + "\n")
 
 
 def self_test():
