@@ -9,10 +9,10 @@ use crate::allocator::{Allocator, Beside, Block};
 use crate::driver::{Device, Stream, sys};
 
 use super::element::{DeviceCopy, FillValue, bytes_of};
-use super::error::{BufferError, CopyError, FromBlockError, ReleaseError};
+use super::error::BufferError;
 use super::flight::CopyInFlight;
-use super::order::Memory;
-use super::pinned::PinnedBuffer;
+use super::order::{FromBlockError, Memory};
+use super::pinned::{CopyError, PinnedBuffer};
 use super::slice::{DeviceSlice, DeviceSliceMut, describe};
 
 /// Device memory for `len` elements, with one owner: what `Vec` with a fixed length is on the host.
@@ -439,5 +439,26 @@ fn allocate<T: DeviceCopy>(
 impl<T: DeviceCopy> fmt::Debug for DeviceBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         describe("DeviceBuffer", &self.as_slice(), f)
+    }
+}
+
+/// A buffer whose memory could not be freed or given up, and why.
+#[derive(thiserror::Error)]
+#[error("the buffer at {:#x} could not be released", buffer.as_device_ptr())]
+pub struct ReleaseError<T: DeviceCopy> {
+    /// The buffer, still allocated.
+    pub buffer: DeviceBuffer<T>,
+    /// The reason.
+    #[source]
+    pub error: BufferError,
+}
+
+// By hand: a derived one would ask for `T: Debug`.
+impl<T: DeviceCopy> fmt::Debug for ReleaseError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReleaseError")
+            .field("buffer", &self.buffer)
+            .field("error", &self.error)
+            .finish()
     }
 }

@@ -1,13 +1,7 @@
 //! Errors of typed buffers.
 
-use std::fmt;
-
-use crate::allocator::{self, Block};
+use crate::allocator;
 use crate::driver::DriverError;
-
-use super::device::DeviceBuffer;
-use super::element::DeviceCopy;
-use super::pinned::PinnedBuffer;
 
 /// Why a call on a buffer failed. Wrong arguments are found before any driver call, and nothing has
 /// changed then.
@@ -118,58 +112,5 @@ impl BufferError {
             BufferError::Driver(error) | BufferError::Unseen(error) => Some(*error),
             _ => None,
         }
-    }
-}
-
-/// A buffer whose memory could not be freed or given up, and why.
-#[derive(thiserror::Error)]
-#[error("the buffer at {:#x} could not be released", buffer.as_device_ptr())]
-pub struct ReleaseError<T: DeviceCopy> {
-    /// The buffer, still allocated.
-    pub buffer: DeviceBuffer<T>,
-    /// The reason.
-    #[source]
-    pub error: BufferError,
-}
-
-/// A block that could not become a buffer, and why.
-#[derive(Debug, thiserror::Error)]
-#[error("the block at {:#x} cannot be such a buffer", block.ptr())]
-pub struct FromBlockError {
-    /// The block, still allocated.
-    pub block: Block,
-    /// The reason.
-    #[source]
-    pub error: BufferError,
-}
-
-/// A copy that could not be started, and why.
-#[derive(thiserror::Error)]
-#[error("the copy could not be started")]
-pub struct CopyError<T: DeviceCopy> {
-    /// The host memory. `None` if the driver may have taken the copy and its end could not be waited
-    /// for: then the memory is left to the device for ever.
-    pub host: Option<PinnedBuffer<T>>,
-    /// The reason.
-    #[source]
-    pub error: BufferError,
-}
-
-// By hand: a derived one would ask for `T: Debug`.
-impl<T: DeviceCopy> fmt::Debug for ReleaseError<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReleaseError")
-            .field("buffer", &self.buffer)
-            .field("error", &self.error)
-            .finish()
-    }
-}
-
-impl<T: DeviceCopy> fmt::Debug for CopyError<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CopyError")
-            .field("host", &self.host)
-            .field("error", &self.error)
-            .finish()
     }
 }

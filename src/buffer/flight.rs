@@ -6,9 +6,9 @@ use std::mem::ManuallyDrop;
 use crate::driver::{DriverError, Entered, Event, Stream, StreamKind, process};
 
 use super::element::DeviceCopy;
-use super::error::{BufferError, CopyError};
+use super::error::BufferError;
 use super::order::{Failed, Memory, mark, submit, wait};
-use super::pinned::PinnedBuffer;
+use super::pinned::{CopyError, PinnedBuffer};
 
 /// A copy between a device and a [`PinnedBuffer`], which it owns until the copy is complete.
 ///

@@ -68,11 +68,12 @@ mod pinned;
 mod slice;
 mod staging;
 
-pub use device::DeviceBuffer;
+pub use device::{DeviceBuffer, ReleaseError};
 pub use element::{DeviceCopy, FillValue, Pod};
-pub use error::{BufferError, CopyError, FromBlockError, ReleaseError};
+pub use error::BufferError;
 pub use flight::CopyInFlight;
-pub use pinned::PinnedBuffer;
+pub use order::FromBlockError;
+pub use pinned::{CopyError, PinnedBuffer};
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
 pub(crate) use order::{Memory, end_of};

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::allocator::{Allocator, Beside, Block, User};
 use crate::driver::{Context, DriverError, Entered, Event, Stream, StreamKind, process, sys};
 
-use super::error::{BufferError, FromBlockError};
+use super::error::BufferError;
 use super::late::{self, Late};
 
 /// A block and its home stream.
@@ -262,7 +262,7 @@ impl Memory {
     /// The block, ready to be freed.
     pub(super) fn into_block(self) -> Result<Block, (Memory, BufferError)> {
         if process::is_forked_child() {
-            return Err((self, crate::Error::ForkedChild.into()));
+            return Err((self, crate::allocator::Error::ForkedChild.into()));
         }
         if let Err(error) = self.settle() {
             return Err((self, error));
@@ -430,4 +430,15 @@ pub(crate) fn end_of(stream: &Stream, result: Result<(), BufferError>) -> Ended 
 /// Whether an error says that the context does no work any more.
 fn ends_work(error: DriverError) -> bool {
     error.is_fatal() || error.code() == sys::CUresult::CUDA_ERROR_INVALID_CONTEXT
+}
+
+/// A block that could not become a buffer, and why.
+#[derive(Debug, thiserror::Error)]
+#[error("the block at {:#x} cannot be such a buffer", block.ptr())]
+pub struct FromBlockError {
+    /// The block, still allocated.
+    pub block: Block,
+    /// The reason.
+    #[source]
+    pub error: BufferError,
 }

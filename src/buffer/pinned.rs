@@ -120,3 +120,24 @@ impl<T: DeviceCopy> fmt::Debug for PinnedBuffer<T> {
             .finish()
     }
 }
+
+/// A copy that could not be started, and why.
+#[derive(thiserror::Error)]
+#[error("the copy could not be started")]
+pub struct CopyError<T: DeviceCopy> {
+    /// The host memory. `None` if the driver may have taken the copy and its end could not be waited
+    /// for: then the memory is left to the device for ever.
+    pub host: Option<PinnedBuffer<T>>,
+    /// The reason.
+    #[source]
+    pub error: BufferError,
+}
+
+impl<T: DeviceCopy> fmt::Debug for CopyError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CopyError")
+            .field("host", &self.host)
+            .field("error", &self.error)
+            .finish()
+    }
+}

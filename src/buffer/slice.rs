@@ -7,10 +7,10 @@ use std::ops::{Bound, RangeBounds};
 use crate::driver::{DriverError, Entered, Stream, sys};
 
 use super::element::{DeviceCopy, FillValue, Pattern, Pod};
-use super::error::{BufferError, CopyError};
+use super::error::BufferError;
 use super::flight::CopyInFlight;
 use super::order::{Ended, Failed, Memory, end_of, submit, submit_and_wait};
-use super::pinned::PinnedBuffer;
+use super::pinned::{CopyError, PinnedBuffer};
 use super::staging::{CHUNK, Staging, keep};
 
 /// A part of a [`DeviceBuffer`](super::DeviceBuffer), for reading: what `&[T]` is to a `Vec`. `Copy`,

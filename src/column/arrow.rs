@@ -16,10 +16,10 @@ use arrow_schema::{DataType, Field};
 use crate::driver::{Device, Event, Stream, sys};
 
 use super::columns::Column;
-use super::dlpack::{Described, place};
+use super::described::{Described, place};
 use super::element::ElementType;
 use super::error::{ColumnError, ImportError, Invalid};
-use super::memory::{Foreign, Memory};
+use super::memory::{ColumnSource, Foreign, Memory};
 use super::order::{Consumer, Producer, refuse_capture};
 
 /// The device type of CUDA device memory.
@@ -459,7 +459,7 @@ impl Column {
         let Described {
             ptr, rows, bytes, ..
         } = described;
-        let source = Foreign::Arrow(array);
+        let source = Foreign::new(ColumnSource::Arrow, array);
         let memory = Memory::import(source, returned, ptr, bytes, stream, producer);
         Ok(Column::new(memory, element, rows, described.read_only))
     }

@@ -7,23 +7,12 @@ use crate::allocator::{Allocator, Block};
 use crate::driver::{Device, Stream, sys};
 use crate::resource::{BlockIdentity, Buffer, MemoryResource, OwnedBlock, Recordable, Tag};
 
-use super::dlpack::{Described, DlpackTensor};
+use super::described::Described;
+use super::dlpack::DlpackTensor;
 use super::element::{Element, ElementType};
 use super::error::{ColumnError, ImportError};
-use super::memory::{Foreign, Memory};
+use super::memory::{ColumnSource, Foreign, Memory};
 use super::order::{Consumer, Producer};
-
-/// Where a column's memory came from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ColumnSource {
-    /// Allocated for it.
-    Owned,
-    /// Imported as a DLPack tensor.
-    Dlpack,
-    /// Imported as an Arrow device array.
-    Arrow,
-}
 
 /// Elements of one type, one after the other, in device memory: allocated, or imported from somebody
 /// else.
@@ -369,12 +358,7 @@ impl Column {
 
     /// Where the memory came from.
     pub fn source(&self) -> ColumnSource {
-        match self.memory.source() {
-            None => ColumnSource::Owned,
-            Some(Foreign::Dlpack(_)) => ColumnSource::Dlpack,
-            #[cfg(feature = "arrow")]
-            Some(Foreign::Arrow(_)) => ColumnSource::Arrow,
-        }
+        self.memory.source()
     }
 
     /// Says that another stream uses the column's memory: it is neither reused nor given back to its
@@ -485,7 +469,7 @@ impl Column {
                 });
             }
         };
-        let source = Foreign::Dlpack(tensor);
+        let source = Foreign::new(ColumnSource::Dlpack, tensor);
         let memory = Memory::import(source, returned, ptr, bytes, stream, producer);
         Ok(Column::new(memory, element, rows, read_only))
     }

@@ -10,8 +10,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use crate::driver::{Device, sys};
+use crate::driver::Device;
 
+use super::described::{Described, place};
 use super::element::ElementType;
 use super::error::Invalid;
 use super::memory::Memory;
@@ -319,15 +320,6 @@ impl RawDlpack {
     }
 }
 
-/// What a column needs to know about a tensor.
-pub(super) struct Described {
-    pub ptr: sys::CUdeviceptr,
-    pub rows: usize,
-    pub bytes: usize,
-    pub element: ElementType,
-    pub read_only: bool,
-}
-
 impl DlpackTensor {
     /// Takes over a legacy tensor.
     ///
@@ -481,42 +473,6 @@ impl DlpackTensor {
             read_only: self.is_read_only(),
         })
     }
-}
-
-/// Checks rows, address and offset (`shown` as the structure has it; none: a valid one cannot be
-/// computed), and gives the first element's address.
-pub(super) fn place(
-    element: ElementType,
-    rows: i64,
-    data: u64,
-    shown: u64,
-    offset: Option<u64>,
-) -> Result<(usize, sys::CUdeviceptr), Invalid> {
-    let count = usize::try_from(rows).map_err(|_| Invalid::Rows { rows })?;
-    let bytes = element.bytes_of(count).ok_or(Invalid::Rows { rows })?;
-    let size = element.bytes();
-    let offset = offset
-        .filter(|offset| offset.is_multiple_of(size as u64))
-        .ok_or(Invalid::Offset { offset: shown })?;
-    if data == 0 {
-        return match count {
-            0 => Ok((0, 0)),
-            rows => Err(Invalid::NoData { rows }),
-        };
-    }
-    let address = data
-        .checked_add(offset)
-        .ok_or(Invalid::Offset { offset: shown })?;
-    if !address.is_multiple_of(size as u64) {
-        return Err(Invalid::Alignment {
-            address,
-            alignment: size,
-        });
-    }
-    if address.checked_add(bytes as u64).is_none() {
-        return Err(Invalid::Overflow { address, bytes });
-    }
-    Ok((count, address))
 }
 
 impl fmt::Debug for DlpackTensor {

@@ -1,5 +1,6 @@
 //! The memory under a column, whoever it belongs to, and the end of its life.
 
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
@@ -11,16 +12,40 @@ use crate::resource::{
 };
 use crate::sync::held::locked;
 
-use super::dlpack::{Described, DlpackTensor};
+use super::described::Described;
 use super::error::{ColumnError, Invalid};
 use super::order::{Consumer, Producer, order, refuse_capture, settle, settle_context};
 
+/// Where a column's memory came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ColumnSource {
+    /// Allocated for it.
+    Owned,
+    /// Imported as a DLPack tensor.
+    Dlpack,
+    /// Imported as an Arrow device array.
+    Arrow,
+}
+
 /// What was imported: dropping it releases it.
 #[derive(Debug)]
-pub(super) enum Foreign {
-    Dlpack(#[expect(dead_code, reason = "kept for its drop")] DlpackTensor),
-    #[cfg(feature = "arrow")]
-    Arrow(#[expect(dead_code, reason = "kept for its drop")] super::arrow::ArrowDeviceArray),
+pub(super) struct Foreign {
+    format: ColumnSource,
+    #[expect(dead_code, reason = "kept for its drop")]
+    kept: Box<dyn fmt::Debug + Send + Sync>,
+}
+
+impl Foreign {
+    pub(super) fn new(
+        format: ColumnSource,
+        kept: impl fmt::Debug + Send + Sync + 'static,
+    ) -> Foreign {
+        Foreign {
+            format,
+            kept: Box::new(kept),
+        }
+    }
 }
 
 /// A block of any resource.
@@ -252,10 +277,12 @@ impl Memory {
         }
     }
 
-    pub(super) fn source(&self) -> Option<&Foreign> {
-        match self.owner.as_ref()? {
-            Owner::Returned(source, _) | Owner::Foreign { source, .. } => Some(source),
-            Owner::Nobody | Owner::Block(..) | Owner::Resource(..) => None,
+    pub(super) fn source(&self) -> ColumnSource {
+        match &self.owner {
+            Some(Owner::Returned(source, _) | Owner::Foreign { source, .. }) => source.format,
+            Some(Owner::Nobody | Owner::Block(..) | Owner::Resource(..)) | None => {
+                ColumnSource::Owned
+            }
         }
     }
 

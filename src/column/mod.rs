@@ -20,6 +20,7 @@
 mod arrow;
 mod columns;
 mod contents;
+mod described;
 mod dlpack;
 mod element;
 mod error;
@@ -29,12 +30,13 @@ mod table;
 
 #[cfg(feature = "arrow")]
 pub use arrow::{ArrowDeviceArray, ArrowParts, FFI_ArrowArray, FFI_ArrowSchema};
-pub use columns::{Column, ColumnSource};
+pub use columns::Column;
 pub use dlpack::{
     DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPACK_FLAG_READ_ONLY,
     DLPACK_VERSION, DLPackVersion, DLTensor, DlpackTensor, RawDlpack,
 };
 pub use element::{Element, ElementType};
 pub use error::{ColumnError, ImportError, Invalid};
+pub use memory::ColumnSource;
 pub use order::{Consumer, Producer};
 pub use table::{Field, Schema, Table};

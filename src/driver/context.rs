@@ -2,17 +2,16 @@
 
 use super::device::Device;
 use super::error::DriverError;
-use super::event::Event;
-use super::owed::Debts;
+use super::owed::{Debts, Owed};
 use super::process;
+use super::registry::Entry;
+use super::symbols::Feature;
 use super::sys::{self, CUresult, CUstreamCaptureMode};
-use super::table::{Driver, Feature, call, query};
+use super::table::{Driver, call, query};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::{Arc, Mutex, Weak};
-
-use crate::sync::held::locked;
+use std::sync::Arc;
 
 /// A context of a device: the primary one, retained by us, or one that belongs to somebody else.
 ///
@@ -45,56 +44,6 @@ unsafe impl Send for Inner {}
 // SAFETY: as above, and nothing in here changes.
 unsafe impl Sync for Inner {}
 
-/// The primary contexts that a driver has retained.
-#[derive(Default)]
-pub(super) struct Primaries(Mutex<Vec<(Device, Held)>>);
-
-impl Primaries {
-    fn find(&self, device: Device) -> Option<Context> {
-        let held = locked(&self.0);
-        let found = held.iter().find(|(held, _)| *held == device);
-        found.and_then(|(_, held)| held.get())
-    }
-
-    /// Keeps a context that was retained just now; the one of another thread, if that was faster.
-    fn keep(&self, context: Context) -> Context {
-        let device = context.device();
-        let mut held = locked(&self.0);
-        let found = held.iter().find(|(held, _)| *held == device);
-        if let Some(faster) = found.and_then(|(_, held)| held.get()) {
-            // Ours is released without the lock.
-            drop(held);
-            return faster;
-        }
-        held.retain(|(held, _)| *held != device);
-        held.push((
-            device,
-            if context.driver().is_process_wide() {
-                Held::Forever(context.clone())
-            } else {
-                Held::WhileUsed(Arc::downgrade(&context.0))
-            },
-        ));
-        context
-    }
-}
-
-/// The process-wide driver keeps its primary contexts for ever; any other one lets go of them with
-/// their last user, since the context itself keeps the driver alive.
-enum Held {
-    Forever(Context),
-    WhileUsed(Weak<Inner>),
-}
-
-impl Held {
-    fn get(&self) -> Option<Context> {
-        match self {
-            Held::Forever(context) => Some(context.clone()),
-            Held::WhileUsed(weak) => weak.upgrade().map(Context),
-        }
-    }
-}
-
 impl Context {
     /// The primary context of `device`. It is retained as long as anybody uses it here; the process-wide
     /// driver never releases it, any other one does when the last user drops it.
@@ -107,8 +56,9 @@ impl Context {
             let code = CUresult::CUDA_ERROR_NOT_INITIALIZED;
             return Err(DriverError::new("cuDevicePrimaryCtxRetain", code));
         }
-        if let Some(context) = driver.primaries().find(device) {
-            return Ok(context);
+        let number = device.ordinal() as u64;
+        if let Some(inner) = driver.primaries().find(number) {
+            return Ok(Context(inner));
         }
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local handle.
@@ -125,7 +75,15 @@ impl Context {
         };
         inner.key = key_of(driver, raw)?;
         let context = Context(Arc::new(inner));
-        Ok(driver.primaries().keep(context))
+        // The process-wide driver keeps its primary contexts for ever; any other one lets go of them with
+        // their last user, since the context itself keeps the driver alive.
+        let entry = match driver.is_process_wide() {
+            true => Entry::Forever(context.0.clone()),
+            false => Entry::while_used(&context.0),
+        };
+        // Another thread may have been faster; then ours is released, without the lock.
+        let faster = driver.primaries().keep(number, entry);
+        Ok(faster.map_or(context, Context))
     }
 
     /// A context that somebody else owns. It is never destroyed here.
@@ -243,6 +201,33 @@ impl Context {
         Switched::to(self.driver(), self.raw())
     }
 
+    /// For drops: destroys a handle with this context current, and reports a failure. Does nothing where
+    /// drops must not call the driver.
+    ///
+    /// What cannot be destroyed because the context cannot be entered is owed. A call that destroys is not
+    /// made again when it has failed: the driver may have destroyed the handle all the same, and another
+    /// thread may have got its value since.
+    pub(super) fn release(&self, owed: Owed) {
+        let driver = self.driver();
+        if driver.drops_nothing() {
+            return;
+        }
+        match self.enter() {
+            Ok(_entered) => {
+                self.0.debts.pay(driver, owed.waits());
+                if let Err(error) = owed.destroy(driver) {
+                    driver.drop_failed(&owed, error);
+                }
+            }
+            Err(error) => {
+                driver.drop_failed(&owed, error);
+                if !is_over(&error) {
+                    self.0.debts.add(owed);
+                }
+            }
+        }
+    }
+
     /// What drops could not give back.
     pub(super) fn debts(&self) -> &Debts {
         &self.0.debts
@@ -281,6 +266,17 @@ impl Drop for Inner {
             self.driver.drop_failed(&"a primary context", error);
         }
     }
+}
+
+/// Whether the context is gone for good, and all that it had with it.
+fn is_over(error: &DriverError) -> bool {
+    error.is_fatal()
+        || matches!(
+            error.code(),
+            CUresult::CUDA_ERROR_INVALID_CONTEXT
+                | CUresult::CUDA_ERROR_INVALID_HANDLE
+                | CUresult::CUDA_ERROR_NOT_INITIALIZED
+        )
 }
 
 fn key_of(driver: &Driver, raw: sys::CUcontext) -> Result<u64, DriverError> {
@@ -364,42 +360,8 @@ impl Drop for Switched<'_> {
 
 /// A context that is current on this thread, whatever the thread's stream capture mode.
 pub(crate) struct Current<'a> {
-    driver: &'a Driver,
+    pub(super) driver: &'a Driver,
     _switched: Switched<'a>,
-}
-
-impl Current<'_> {
-    /// As [`Entered::record`].
-    ///
-    /// # Errors
-    /// As there.
-    ///
-    /// # Safety
-    /// As there.
-    pub(crate) unsafe fn record(
-        &self,
-        event: &Event,
-        stream: sys::CUstream,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the event is alive, and the caller vouches for the stream.
-        unsafe { call!(self.driver, cuEventRecord(event.raw(), stream)) }
-    }
-
-    /// As [`Entered::stream_wait`].
-    ///
-    /// # Errors
-    /// As there.
-    ///
-    /// # Safety
-    /// As there.
-    pub(crate) unsafe fn stream_wait(
-        &self,
-        stream: sys::CUstream,
-        event: &Event,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the event is alive, and the caller vouches for the stream.
-        unsafe { call!(self.driver, cuStreamWaitEvent(stream, event.raw(), 0)) }
-    }
 }
 
 /// A context that is current on this thread, with the thread's stream capture mode relaxed. All

@@ -1,6 +1,6 @@
 //! Counts of the calls made through a function table.
 
-use super::table::{Call, SYMBOL_COUNT, SYMBOLS};
+use super::symbols::{Call, SYMBOL_COUNT, SYMBOLS};
 use std::array;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,6 +1,6 @@
 //! Events.
 
-use super::context::{Context, Entered};
+use super::context::{Context, Current, Entered};
 use super::error::DriverError;
 use super::owed::Owed;
 use super::sys::{self, CUevent_flags};
@@ -155,5 +155,39 @@ impl Entered<'_> {
     ) -> Result<(), DriverError> {
         // SAFETY: the event is alive, and the caller vouches for the stream.
         unsafe { call!(self.driver(), cuStreamWaitEvent(stream, event.raw, 0)) }
+    }
+}
+
+impl Current<'_> {
+    /// As [`Entered::record`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn record(
+        &self,
+        event: &Event,
+        stream: sys::CUstream,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the event is alive, and the caller vouches for the stream.
+        unsafe { call!(self.driver, cuEventRecord(event.raw, stream)) }
+    }
+
+    /// As [`Entered::stream_wait`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn stream_wait(
+        &self,
+        stream: sys::CUstream,
+        event: &Event,
+    ) -> Result<(), DriverError> {
+        // SAFETY: the event is alive, and the caller vouches for the stream.
+        unsafe { call!(self.driver, cuStreamWaitEvent(stream, event.raw, 0)) }
     }
 }

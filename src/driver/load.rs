@@ -2,8 +2,9 @@
 
 use super::error::{Candidate, DriverError, LoadError};
 use super::process;
+use super::symbols;
 use super::sys::{self, CUresult};
-use super::table::{self, Driver, OLDEST_VERSION, Origin};
+use super::table::{Driver, OLDEST_VERSION, Origin};
 use libloading::Library;
 use std::env;
 use std::ffi::OsStr;
@@ -133,7 +134,7 @@ fn open_one(name: &OsStr, open: Open) -> Result<Opened, LoadError> {
     };
     // SAFETY: the library is taken for a driver, whose exports have the types of the bindings: the
     // suffix of an exported name is the version of its ABI.
-    let (functions, missing) = unsafe { table::read_library(&library) };
+    let (functions, missing) = unsafe { symbols::read_library(&library) };
     // A driver installs handlers and threads: once opened, it can not be closed.
     mem::forget(library);
     let Some((name, source)) = missing else {

@@ -1,9 +1,8 @@
 //! What a drop could not give back because it could not even ask the driver to: a later call that works in
 //! the same context does.
 
-use super::context::Context;
 use super::error::DriverError;
-use super::sys::{self, CUresult};
+use super::sys;
 use super::table::{Driver, call};
 use std::ffi::c_void;
 use std::fmt;
@@ -29,7 +28,7 @@ unsafe impl Send for Owed {}
 
 impl Owed {
     /// Whether the driver may wait for work before it is gone.
-    fn waits(&self) -> bool {
+    pub(super) fn waits(&self) -> bool {
         matches!(self, Owed::Module(_) | Owed::Host(_))
     }
 
@@ -76,7 +75,7 @@ pub(super) struct Debts {
 }
 
 impl Debts {
-    fn add(&self, owed: Owed) {
+    pub(super) fn add(&self, owed: Owed) {
         let mut list = locked(&self.list);
         list.push(owed);
         self.any.store(true, Ordering::Relaxed);
@@ -101,44 +100,4 @@ impl Debts {
             }
         }
     }
-}
-
-impl Context {
-    /// For drops: destroys a handle with this context current, and reports a failure. Does nothing where
-    /// drops must not call the driver.
-    ///
-    /// What cannot be destroyed because the context cannot be entered is owed. A call that destroys is not
-    /// made again when it has failed: the driver may have destroyed the handle all the same, and another
-    /// thread may have got its value since.
-    pub(super) fn release(&self, owed: Owed) {
-        let driver = self.driver();
-        if driver.drops_nothing() {
-            return;
-        }
-        match self.enter() {
-            Ok(_entered) => {
-                self.debts().pay(driver, owed.waits());
-                if let Err(error) = owed.destroy(driver) {
-                    driver.drop_failed(&owed, error);
-                }
-            }
-            Err(error) => {
-                driver.drop_failed(&owed, error);
-                if !is_over(&error) {
-                    self.debts().add(owed);
-                }
-            }
-        }
-    }
-}
-
-/// Whether the context is gone for good, and all that it had with it.
-fn is_over(error: &DriverError) -> bool {
-    error.is_fatal()
-        || matches!(
-            error.code(),
-            CUresult::CUDA_ERROR_INVALID_CONTEXT
-                | CUresult::CUDA_ERROR_INVALID_HANDLE
-                | CUresult::CUDA_ERROR_NOT_INITIALIZED
-        )
 }

@@ -5,15 +5,17 @@ use super::error::DriverError;
 use super::event::Event;
 use super::owed::Owed;
 use super::process;
+use super::registry::Entry;
+use super::symbols::Feature;
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
-use super::table::{Driver, Feature, call, query};
+use super::table::{Driver, call, query};
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 
-use crate::sync::held::{Locked, locked};
+use crate::sync::held::locked;
 
 /// The handle that always means the legacy default stream of the current context.
 const LEGACY: usize = 1;
@@ -59,22 +61,10 @@ unsafe impl Send for Inner {}
 // SAFETY: as above, and nothing in here changes.
 unsafe impl Sync for Inner {}
 
-/// The owned streams of a driver by their ids: whoever is told a handle alone finds out that somebody here
-/// destroys it.
-#[derive(Default)]
-pub(super) struct OwnedStreams(Mutex<HashMap<u64, Weak<Inner>>>);
-
-impl OwnedStreams {
-    fn lock(&self) -> Locked<'_, HashMap<u64, Weak<Inner>>> {
-        locked(&self.0)
-    }
-}
-
 impl Driver {
     /// The owned stream with an id, if there is one.
     pub(crate) fn owned_stream(&self, id: u64) -> Option<Stream> {
-        let found = self.streams().lock().get(&id).and_then(Weak::upgrade);
-        found.map(Stream)
+        self.streams().find(id).map(Stream)
     }
 }
 
@@ -125,7 +115,10 @@ impl Stream {
         let id = unsafe { driver.stream_id(raw) }?.unwrap_or_else(next_substitute);
         (inner.id, inner.at_hand) = (Some(id), id);
         let inner = Arc::new(inner);
-        driver.streams().lock().insert(id, Arc::downgrade(&inner));
+        driver
+            .streams()
+            .lock()
+            .insert(id, Entry::while_used(&inner));
         drop(entered);
         Ok(Stream(inner))
     }

@@ -7,11 +7,12 @@
 use super::context::Entered;
 use super::device::Device;
 use super::error::DriverError;
+use super::symbols::Feature;
 use super::sys::{
     self, CUdevice_attribute, CUdeviceptr, CUmemAllocationGranularity_flags,
     CUmemAllocationHandleType, CUmemGenericAllocationHandle,
 };
-use super::table::{Driver, Feature, call};
+use super::table::{Driver, call};
 
 /// What physical memory is made like. All of it is final at [`Entered::mem_create`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

@@ -10,7 +10,7 @@ use crate::driver::{Stream, process};
 
 use super::error::PoolError;
 use super::places::Place;
-use super::threshold;
+use super::surplus::Surplus;
 
 /// Device memory for elements, out of a [`TypedPool`](super::TypedPool) or
 /// [`ThresholdPool`](super::ThresholdPool), to which its drop returns it, in the order of its stream,
@@ -26,7 +26,7 @@ pub struct PooledBuffer<T: DeviceCopy> {
 pub(super) enum Pool {
     /// Without elements it is nobody's.
     None,
-    Threshold(Arc<threshold::Inner>),
+    Threshold(Arc<Surplus>),
     Typed(Place),
 }
 
@@ -88,7 +88,7 @@ impl<T: DeviceCopy> PooledBuffer<T> {
         if process::is_forked_child() {
             return Err(Box::new(PooledFreeError {
                 buffer: self,
-                error: crate::Error::ForkedChild.into(),
+                error: crate::allocator::Error::ForkedChild.into(),
             }));
         }
         let (buffer, mut pool) = self.into_parts();
@@ -101,7 +101,7 @@ impl<T: DeviceCopy> PooledBuffer<T> {
             Ok(()) => {
                 match (pool, left) {
                     (Pool::Typed(place), Some(left)) => place.end(left),
-                    (Pool::Threshold(pool), _) => pool.release_surplus(false),
+                    (Pool::Threshold(surplus), _) => surplus.release(false),
                     _ => {}
                 }
                 return Ok(());
@@ -176,9 +176,9 @@ impl<T: DeviceCopy> PooledBuffer<T> {
         };
         match pool {
             Pool::Typed(place) => place.give_back(buffer),
-            Pool::Threshold(pool) => {
+            Pool::Threshold(surplus) => {
                 drop(buffer);
-                pool.release_surplus(false);
+                surplus.release(false);
             }
             Pool::None => drop(buffer),
         }

@@ -3,8 +3,7 @@
 use crate::allocator;
 use crate::buffer::BufferError;
 use crate::driver::{DriverError, LoadError, sys::CUresult};
-
-use super::native_block::NativeBlock;
+use crate::resource::ResourceError;
 
 /// Why a call of a pool failed. Unless a variant says otherwise nothing has changed.
 #[derive(Debug, thiserror::Error)]
@@ -163,13 +162,21 @@ impl From<LoadError> for PoolError {
     }
 }
 
-/// A block that could not be freed, and why.
-#[derive(Debug, thiserror::Error)]
-#[error("the block at {:#x} could not be freed", block.ptr())]
-pub struct NativeFreeError {
-    /// The block, still allocated.
-    pub block: NativeBlock,
-    /// The reason.
-    #[source]
-    pub error: PoolError,
+impl From<PoolError> for ResourceError {
+    fn from(error: PoolError) -> ResourceError {
+        match error {
+            PoolError::Allocator(error) | PoolError::Buffer(BufferError::Allocator(error)) => {
+                ResourceError::Allocator(error)
+            }
+            PoolError::InvalidSize { requested } => ResourceError::InvalidSize { requested },
+            other => ResourceError::Pool(Box::new(other)),
+        }
+    }
+}
+
+pub(super) fn zero_is_invalid(error: allocator::Error) -> PoolError {
+    match error {
+        allocator::Error::InvalidSize { requested } => PoolError::InvalidSize { requested },
+        other => other.into(),
+    }
 }

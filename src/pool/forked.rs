@@ -7,7 +7,7 @@ fn d9_nothing_waits_for_workspaces_in_a_forked_child() -> Result<(), Box<dyn std
     let sim = crate::sim::Simulator::new(crate::sim::SimConfig::default())?;
     let driver = sim.driver()?;
     let context = crate::driver::Context::primary(&driver, driver.device(0)?)?;
-    let allocator = Allocator::with_config(&context, crate::Config::new())?;
+    let allocator = Allocator::with_config(&context, crate::allocator::Config::new())?;
     let stream = allocator.create_stream()?;
     let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
     let mut lease = Some(pool.lease(&stream, 100)?);

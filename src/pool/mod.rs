@@ -23,43 +23,46 @@
 mod buffer;
 mod error;
 mod histogram;
+mod keyed;
 mod native;
 mod native_block;
 mod native_config;
 mod notes;
 mod pinned;
+mod pinned_buffers;
 mod pinned_lease;
 mod places;
 mod pressure;
 mod report;
 mod slabs;
-mod table;
+mod surplus;
 mod threshold;
 mod typed;
 mod typed_device;
-mod usage;
 mod workspace;
 
 pub use buffer::{PooledBuffer, PooledFreeError};
-pub use error::{NativeFreeError, PoolError};
+pub use error::PoolError;
 pub use histogram::SizeHistogram;
 pub use native::NativePool;
-pub use native_block::NativeBlock;
+pub use native_block::{NativeBlock, NativeFreeError};
 pub use native_config::{NativeConfig, PoolAttribute};
-pub use pinned::{PinnedConfig, PinnedPool, PinnedStats};
+pub use notes::TypedStats;
+pub use pinned::{PinnedPool, PinnedStats};
+pub use pinned_buffers::PinnedConfig;
 pub use pinned_lease::PinnedLease;
 pub use pressure::{Pressure, PressureConfig, PressureMonitor};
 pub use report::{Fragmentation, PoolReport};
 pub use threshold::{OpenThresholdPool, ThresholdPool, ThresholdStats};
-pub use typed::{TypedPool, TypedStats, round_elements};
+pub use typed::{TypedPool, round_elements};
 pub use typed_device::DeviceTypedPool;
-pub use usage::{Gauge, PoolUsage};
 pub use workspace::{
     Lease, LeaseRef, LeaseView, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats,
     size_class,
 };
 
-pub(crate) use table::next_source;
+#[doc(no_inline)]
+pub use crate::resource::{Gauge, PoolUsage};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -6,15 +6,13 @@ use std::sync::{Arc, Mutex};
 
 use crate::allocator::{self, OutOfMemory, size};
 use crate::driver::{
-    Context, Device, Driver, DriverError, Event, Feature, MemoryPool, PoolProperties, Stream,
-    process, sys,
+    Context, Device, Driver, DriverError, Feature, MemoryPool, PoolProperties, Stream, sys,
 };
+use crate::resource::{Gauge, PoolUsage, Table};
 
 use super::error::PoolError;
-use super::native_block::NativeBlock;
+use super::native_block::{DESTROYED, Inner, NativeBlock};
 use super::native_config::{NativeConfig, PoolAttribute};
-use super::table::Table;
-use super::usage::{Gauge, PoolUsage};
 use super::{RareLog, device_of};
 
 /// Opportunistic reuse can hand out memory in use on drivers before this version.
@@ -32,69 +30,6 @@ const SAFE_OPPORTUNISTIC: u32 = 11_050;
 /// is no obstacle: the driver keeps the memory until that work is done.
 #[derive(Clone)]
 pub struct NativePool(Arc<Inner>);
-
-pub(super) struct Inner {
-    pub(super) context: Context,
-    pool: MemoryPool,
-    max_bytes: u64,
-    /// Blocks that are live and calls that are under way; [`DESTROYED`] once it is over.
-    users: AtomicU64,
-    /// Bytes of live blocks, as they were asked for.
-    requested: AtomicU64,
-    /// Blocks that go by their keys.
-    keyed: Table<NativeBlock>,
-    /// Events that may be recorded again.
-    events: Mutex<Vec<Event>>,
-    pub(super) log: RareLog,
-}
-
-const DESTROYED: u64 = u64::MAX;
-
-/// Keeps the pool from being destroyed.
-struct Use<'a>(&'a Inner);
-
-impl Drop for Use<'_> {
-    fn drop(&mut self) {
-        self.0.users.fetch_sub(1, Ordering::Release);
-    }
-}
-
-impl Inner {
-    fn enter(&self) -> Result<Use<'_>, PoolError> {
-        let more = |users: u64| (users != DESTROYED).then(|| users + 1);
-        match self
-            .users
-            .fetch_update(Ordering::Acquire, Ordering::Relaxed, more)
-        {
-            Ok(_) => Ok(Use(self)),
-            Err(_) => Err(PoolError::Destroyed),
-        }
-    }
-
-    pub(super) fn event(&self) -> Result<Event, DriverError> {
-        let kept = process::lock(&self.events).pop();
-        match kept {
-            Some(event) => Ok(event),
-            None => self.context.enter()?.create_event(),
-        }
-    }
-
-    pub(super) fn keep(&self, event: Event) {
-        let mut events = process::lock(&self.events);
-        events.push(event);
-    }
-
-    /// A block is gone.
-    pub(super) fn left(&self, requested: usize) {
-        self.requested
-            .fetch_sub(requested as u64, Ordering::Relaxed);
-        self.users.fetch_sub(1, Ordering::Release);
-    }
-
-    fn get(&self, attribute: PoolAttribute) -> Result<u64, PoolError> {
-        Ok(self.pool.get(attribute.raw())?)
-    }
-}
 
 impl NativePool {
     /// A pool on the device's primary context. Loads the driver on first use.

@@ -1,14 +1,80 @@
-//! Blocks of the driver's own pools.
+//! Blocks of the driver's own pools, and what they need of their pool.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::driver::{Event, Stream, process, sys};
+use crate::driver::{Context, DriverError, Event, MemoryPool, Stream, process, sys};
+use crate::resource::Table;
 use crate::sync::held::Locked;
 
-use super::error::{NativeFreeError, PoolError};
-use super::native::Inner;
+use super::RareLog;
+use super::error::PoolError;
+use super::native_config::PoolAttribute;
+
+/// A pool of the driver, as its handles and blocks know it.
+pub(super) struct Inner {
+    pub(super) context: Context,
+    pub(super) pool: MemoryPool,
+    pub(super) max_bytes: u64,
+    /// Blocks that are live and calls that are under way; [`DESTROYED`] once it is over.
+    pub(super) users: AtomicU64,
+    /// Bytes of live blocks, as they were asked for.
+    pub(super) requested: AtomicU64,
+    /// Blocks that go by their keys.
+    pub(super) keyed: Table<NativeBlock>,
+    /// Events that may be recorded again.
+    pub(super) events: Mutex<Vec<Event>>,
+    pub(super) log: RareLog,
+}
+
+pub(super) const DESTROYED: u64 = u64::MAX;
+
+/// Keeps the pool from being destroyed.
+pub(super) struct Use<'a>(&'a Inner);
+
+impl Drop for Use<'_> {
+    fn drop(&mut self) {
+        self.0.users.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl Inner {
+    pub(super) fn enter(&self) -> Result<Use<'_>, PoolError> {
+        let more = |users: u64| (users != DESTROYED).then(|| users + 1);
+        match self
+            .users
+            .fetch_update(Ordering::Acquire, Ordering::Relaxed, more)
+        {
+            Ok(_) => Ok(Use(self)),
+            Err(_) => Err(PoolError::Destroyed),
+        }
+    }
+
+    fn event(&self) -> Result<Event, DriverError> {
+        let kept = process::lock(&self.events).pop();
+        match kept {
+            Some(event) => Ok(event),
+            None => self.context.enter()?.create_event(),
+        }
+    }
+
+    fn keep(&self, event: Event) {
+        let mut events = process::lock(&self.events);
+        events.push(event);
+    }
+
+    /// A block is gone.
+    fn left(&self, requested: usize) {
+        self.requested
+            .fetch_sub(requested as u64, Ordering::Relaxed);
+        self.users.fetch_sub(1, Ordering::Release);
+    }
+
+    pub(super) fn get(&self, attribute: PoolAttribute) -> Result<u64, PoolError> {
+        Ok(self.pool.get(attribute.raw())?)
+    }
+}
 
 /// A use of a block on a stream other than its own.
 struct ForeignUse {
@@ -253,6 +319,17 @@ impl fmt::Debug for NativeBlock {
             .field("requested", &self.requested)
             .finish_non_exhaustive()
     }
+}
+
+/// A block that could not be freed, and why.
+#[derive(Debug, thiserror::Error)]
+#[error("the block at {:#x} could not be freed", block.ptr())]
+pub struct NativeFreeError {
+    /// The block, still allocated.
+    pub block: NativeBlock,
+    /// The reason.
+    #[source]
+    pub error: PoolError,
 }
 
 impl From<Box<NativeFreeError>> for PoolError {

@@ -5,8 +5,6 @@ use std::any::TypeId;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::places::Cache;
-use super::typed::TypedStats;
 use crate::allocator::Mixed;
 use crate::driver::{Stream, StreamKind, sys};
 
@@ -18,6 +16,25 @@ pub(super) const TRIES: usize = 4;
 const RECENT: usize = 64;
 /// No note.
 const NIL: u32 = u32::MAX;
+
+/// What a [`TypedPool`](super::TypedPool) counted since the start or the last reset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TypedStats {
+    /// Requests served from memory at hand.
+    pub hits: u64,
+    /// Requests that were not.
+    pub misses: u64,
+    /// Buffers that came back.
+    pub returns: u64,
+}
+
+impl TypedStats {
+    pub(super) fn add(&mut self, other: TypedStats) {
+        self.hits += other.hits;
+        self.misses += other.misses;
+        self.returns += other.returns;
+    }
+}
 
 /// What a request looks for.
 #[derive(Clone, Copy)]
@@ -85,8 +102,8 @@ pub(super) struct Notes {
     home: Option<Home>,
     /// Buffers that are not gone.
     users: usize,
-    /// Keeps the cache until it is closed and the last buffer gone.
-    keep: Option<Arc<Cache>>,
+    /// Keeps whose notes they are until that is closed and the last buffer gone.
+    keep: Option<Owner>,
     closed: bool,
     pub stats: TypedStats,
 }
@@ -115,11 +132,14 @@ pub(super) struct Left {
     lent: bool,
 }
 
+/// Whoever has notes: to be kept, no more.
+pub(super) type Owner = Arc<dyn Send + Sync>;
+
 /// What goes when notes are closed: to be dropped without a lock.
 #[derive(Default)]
 pub(super) struct Gone {
     _stream: Option<Stream>,
-    _cache: Option<Arc<Cache>>,
+    _owner: Option<Owner>,
 }
 
 impl Notes {
@@ -297,9 +317,15 @@ impl Notes {
     }
 
     /// Enters a buffer that was obtained otherwise.
-    pub fn enter(&mut self, sought: &Sought, address: u64, cache: &Arc<Cache>) -> u32 {
+    pub fn enter(
+        &mut self,
+        sought: &Sought,
+        address: u64,
+        owner: &Arc<impl Send + Sync + 'static>,
+    ) -> u32 {
         if self.keep.is_none() {
-            self.keep = Some(Arc::clone(cache));
+            let owner: Owner = owner.clone();
+            self.keep = Some(owner);
         }
         self.users += 1;
         self.occupy(sought, address)
@@ -416,7 +442,7 @@ impl Notes {
         }
         Gone {
             _stream: self.home.take().map(|home| home.stream),
-            _cache: self.keep.take(),
+            _owner: self.keep.take(),
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::buffer::DeviceCopy;
 use crate::driver::{DriverError, Entered, Stream, process, sys};
 
 use super::error::PoolError;
-use super::pinned::{Access, Buffer, Flight, Inner};
+use super::pinned_buffers::{Access, Buffer, Flight, Inner};
 
 /// Page-locked memory for `len` elements of `T`, returned to its [`PinnedPool`](super::PinnedPool) on drop. `Send` and
 /// `Sync`.

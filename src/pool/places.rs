@@ -4,9 +4,9 @@ use std::any::TypeId;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::notes::{Gone, Left, Notes, Sought, TRIES};
-use super::threshold::ThresholdPool;
-use super::typed::TypedStats;
+use super::error::{PoolError, zero_is_invalid};
+use super::notes::{Gone, Left, Notes, Sought, TRIES, TypedStats};
+use super::surplus::Surplus;
 use crate::allocator::{Allocator, Beside, Block, Error, Sides};
 use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
 use crate::driver::{Stream, process, sys};
@@ -14,7 +14,7 @@ use crate::sync::lock::Lock;
 
 /// A typed pool's part for one device.
 pub(super) struct Cache {
-    pub pool: ThresholdPool,
+    pub surplus: Arc<Surplus>,
     pub allocator: Allocator,
     /// Of blocks that come from fronts, each under its front's lock,
     sides: Sides<Notes>,
@@ -53,9 +53,9 @@ impl Asked<'_> {
 }
 
 impl Cache {
-    pub fn new(pool: ThresholdPool, allocator: Allocator) -> Arc<Cache> {
+    pub fn new(surplus: Arc<Surplus>, allocator: Allocator) -> Arc<Cache> {
         Arc::new(Cache {
-            pool,
+            surplus,
             allocator,
             sides: Sides::default(),
             rest: Lock::new(Notes::default()),
@@ -214,6 +214,38 @@ impl Cache {
     }
 }
 
+/// A request whose numbers are in order.
+pub(super) struct Wish<'a> {
+    pub cache: &'a Arc<Cache>,
+    pub len: usize,
+    pub alignment: usize,
+    pub sought: Sought,
+}
+
+impl Wish<'_> {
+    /// A block from memory at hand, else a new one.
+    pub fn obtain(&self, stream: &Stream) -> Result<Block, PoolError> {
+        if let Some(found) = self.at_hand(stream)? {
+            return Ok(found);
+        }
+        self.cache.surplus.release(true);
+        let allocator = &self.cache.allocator;
+        let made = allocator.allocate_aligned(self.sought.bytes, self.alignment, stream);
+        made.map_err(zero_is_invalid)
+    }
+
+    /// A block from memory at hand.
+    pub fn at_hand(&self, stream: &Stream) -> Result<Option<Block>, PoolError> {
+        let (cache, sought) = (self.cache, &self.sought);
+        let asked = cache.ask(sought, self.alignment, stream)?;
+        let allocator = &cache.allocator;
+        let (block, free) =
+            allocator.allocate_near(sought.bytes, self.alignment, stream, asked.hints())?;
+        cache.answered(sought, &asked, block.is_some(), &free);
+        Ok(block)
+    }
+}
+
 /// A live buffer's place in the notes of its cache. Ends when that is given back, or with
 /// [`leave`](Self::leave) and [`end`](Self::end).
 pub(super) struct Place {
@@ -263,7 +295,7 @@ impl Place {
         let Some(side) = self.side() else {
             return false;
         };
-        if self.cache().pool.0.is_bounded() {
+        if self.cache().surplus.is_bounded() {
             return false;
         }
         let note = |notes: &mut Notes| {
@@ -308,7 +340,7 @@ impl Place {
 
     /// The buffer was freed.
     pub fn end(self, (_, left): (Option<Sought>, Left)) {
-        self.cache().pool.0.release_surplus(false);
+        self.cache().surplus.release(false);
         if self.with(|notes| notes.end(left)) {
             self.close();
         }

@@ -3,9 +3,9 @@
 use std::fmt;
 
 use crate::allocator::{Allocator, BlockState, SegmentInfo};
+use crate::resource::{Gauge, PoolUsage};
 
 use super::histogram::SizeHistogram;
-use super::usage::{Gauge, PoolUsage};
 
 /// In what pieces free memory is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

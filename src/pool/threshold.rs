@@ -2,16 +2,18 @@
 
 use std::fmt;
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use crate::allocator::{Allocator, Config, Policy, Trimmed};
+use crate::allocator::{Allocator, Config, Trimmed, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
-use crate::driver::{Context, Driver, Stream};
+use crate::driver::{Driver, Stream};
+use crate::resource::{
+    DeallocateError, MemoryResource, ResourceBlock, ResourceError, Tag, forward, forward_uses,
+};
 
 use super::buffer::{Pool, PooledBuffer};
 use super::error::PoolError;
-use super::{RareLog, device_of};
+use super::surplus::Surplus;
 
 /// Figures of a [`ThresholdPool`]: those of its allocator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -66,17 +68,7 @@ pub struct ThresholdStats {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
-pub struct ThresholdPool(pub(super) Arc<Inner>);
-
-pub(super) struct Inner {
-    ordinal: i64,
-    /// None: the process-wide one.
-    driver: Option<Driver>,
-    config: Config,
-    allocator: OnceLock<Allocator>,
-    threshold: AtomicU64,
-    log: RareLog,
-}
+pub struct ThresholdPool(Arc<Surplus>);
 
 impl ThresholdPool {
     /// A pool for a device of the process-wide driver, with the settings of `CUALLOC_CONFIG`. Neither
@@ -103,15 +95,7 @@ impl ThresholdPool {
 
     /// A pool over an allocator, which others may use as well: the figures are those of the allocator.
     pub fn over(allocator: &Allocator) -> ThresholdPool {
-        let pool = Inner {
-            ordinal: allocator.context().device().ordinal() as i64,
-            driver: Some(allocator.context().driver().clone()),
-            config: Config::new(),
-            allocator: OnceLock::from(allocator.clone()),
-            threshold: AtomicU64::new(u64::MAX),
-            log: RareLog::default(),
-        };
-        ThresholdPool(Arc::new(pool))
+        ThresholdPool(Arc::new(Surplus::over(allocator)))
     }
 
     fn make(
@@ -119,20 +103,8 @@ impl ThresholdPool {
         ordinal: i64,
         config: Config,
     ) -> Result<ThresholdPool, PoolError> {
-        if ordinal < 0 {
-            return Err(PoolError::InvalidDevice {
-                ordinal,
-                devices: None,
-            });
-        }
-        Ok(ThresholdPool(Arc::new(Inner {
-            ordinal,
-            driver,
-            config,
-            allocator: OnceLock::new(),
-            threshold: AtomicU64::new(u64::MAX),
-            log: RareLog::default(),
-        })))
+        let surplus = Surplus::new(driver, ordinal, config)?;
+        Ok(ThresholdPool(Arc::new(surplus)))
     }
 
     /// The allocator, made on first use. A failure is not remembered.
@@ -167,7 +139,7 @@ impl ThresholdPool {
             return Err(PoolError::InvalidSize { requested: 0 });
         }
         let allocator = self.0.allocator()?;
-        self.0.release_surplus(true);
+        self.0.release(true);
         let buffer = DeviceBuffer::<T>::uninit(allocator, len, stream).map_err(too_large)?;
         Ok(PooledBuffer::new(
             buffer,
@@ -190,7 +162,7 @@ impl ThresholdPool {
     /// The figures. All 0 while no memory was needed yet.
     pub fn stats(&self) -> ThresholdStats {
         let threshold = self.release_threshold();
-        let Some(allocator) = self.0.allocator.get() else {
+        let Some(allocator) = self.0.made() else {
             return ThresholdStats {
                 threshold,
                 ..ThresholdStats::default()
@@ -210,7 +182,7 @@ impl ThresholdPool {
 
     /// The release threshold in bytes; `u64::MAX`, the default, keeps everything.
     pub fn release_threshold(&self) -> u64 {
-        self.0.threshold.load(Ordering::Relaxed)
+        self.0.threshold()
     }
 
     /// Sets the release threshold, and gives back at once what is above it.
@@ -218,8 +190,7 @@ impl ThresholdPool {
     /// # Errors
     /// As [`trim`](Self::trim); the threshold is set all the same.
     pub fn set_release_threshold(&self, bytes: u64) -> Result<(), PoolError> {
-        self.0.threshold.store(bytes, Ordering::Relaxed);
-        self.trim(bytes).map(drop)
+        self.0.set_threshold(bytes)
     }
 
     /// Gives unused memory back to the driver until at most `keep` bytes of it are held, idle longest
@@ -229,26 +200,13 @@ impl ThresholdPool {
     /// # Errors
     /// As [`Allocator::trim_cached`].
     pub fn trim(&self, keep: u64) -> Result<Trimmed, PoolError> {
-        match self.0.allocator.get() {
-            Some(allocator) => Ok(allocator.trim_cached(keep)?),
-            None => Ok(Trimmed::default()),
-        }
+        self.0.trim(keep)
     }
 
     /// A relief hook for another allocator or program part that runs out of memory: gives up to all
     /// unused memory of this pool back to the driver.
     pub fn relief(&self) -> impl Fn(u64) -> u64 + Send + Sync + use<> {
-        let pool = Arc::downgrade(&self.0);
-        move |missing| {
-            let Some(pool) = pool.upgrade() else {
-                return 0;
-            };
-            let Some(allocator) = pool.allocator.get() else {
-                return 0;
-            };
-            let keep = allocator.cached().saturating_sub(missing);
-            allocator.trim_cached(keep).map_or(0, |done| done.released)
-        }
+        self.0.relief()
     }
 }
 
@@ -261,60 +219,17 @@ pub(super) fn too_large(error: crate::buffer::BufferError) -> PoolError {
     }
 }
 
-impl Inner {
-    pub(super) fn allocator(&self) -> Result<&Allocator, PoolError> {
-        if let Some(allocator) = self.allocator.get() {
-            return Ok(allocator);
-        }
-        let driver = match &self.driver {
-            Some(driver) => driver.clone(),
-            None => Driver::load()?,
-        };
-        let device = device_of(&driver, self.ordinal)?;
-        let context = Context::primary(&driver, device)?;
-        // Two threads may both get here: one of the two allocators, which holds nothing yet, goes.
-        let made = Allocator::with_config(&context, self.config.clone())?;
-        Ok(self.allocator.get_or_init(|| made))
-    }
-
-    /// Whether there is a threshold.
-    #[inline]
-    pub(super) fn is_bounded(&self) -> bool {
-        self.threshold.load(Ordering::Relaxed) != u64::MAX
-    }
-
-    /// Gives back what is above the threshold. `may_wait` says whether that may be by a call which
-    /// waits for running work.
-    pub(super) fn release_surplus(&self, may_wait: bool) {
-        let threshold = self.threshold.load(Ordering::Relaxed);
-        let Some(allocator) = self.allocator.get() else {
-            return;
-        };
-        if threshold == u64::MAX || allocator.cached() <= threshold {
-            return;
-        }
-        if !may_wait && allocator.policy() == Policy::Classic {
-            return;
-        }
-        if let Err(error) = allocator.trim_cached(threshold)
-            && let Some(count) = self.log.due()
-        {
-            log::warn!("surplus could not be given back ({count} such events): {error}");
-        }
-    }
-}
-
 impl fmt::Debug for ThresholdPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ThresholdPool")
-            .field("device", &self.0.ordinal)
+            .field("device", &self.0.ordinal())
             .field("stats", &self.stats())
             .finish()
     }
 }
 
 /// A [`ThresholdPool`] that has its allocator, as a
-/// [`MemoryResource`](crate::resource::MemoryResource). The threshold is honoured as with buffers.
+/// [`MemoryResource`]. The threshold is honoured as with buffers.
 /// Shares memory and figures with the pool; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct OpenThresholdPool {
@@ -335,6 +250,39 @@ impl OpenThresholdPool {
 
     /// Gives back what is above the threshold; `may_wait`: also by calls that wait for running work.
     pub(crate) fn release_surplus(&self, may_wait: bool) {
-        self.pool.0.release_surplus(may_wait);
+        self.pool.0.release(may_wait);
     }
+}
+
+/// Surplus over the threshold goes when memory is given back, and under the classic policy at the next
+/// allocation.
+// SAFETY: the blocks are its allocator's.
+unsafe impl MemoryResource for OpenThresholdPool {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        if bytes == 0 || size::round_size(bytes).is_none() {
+            let requested = bytes as u64;
+            return Err(ResourceError::InvalidSize { requested });
+        }
+        self.release_surplus(true);
+        MemoryResource::allocate_aligned(self.allocator(), bytes, alignment, stream, tag)
+    }
+
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        self.allocator().deallocate(block)?;
+        self.release_surplus(false);
+        Ok(())
+    }
+
+    fn reap(&self) -> Result<u64, ResourceError> {
+        self.allocator().reap()
+    }
+
+    forward!(allocator());
+    forward_uses!(allocator());
 }

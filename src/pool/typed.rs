@@ -13,11 +13,10 @@ use crate::driver::{Driver, Stream};
 use super::buffer::{Pool, PooledBuffer};
 use super::device_of;
 use super::error::PoolError;
-use super::notes::Sought;
-use super::places::Cache;
-use super::threshold::ThresholdPool;
+use super::notes::{Sought, TypedStats};
+use super::places::{Cache, Wish};
+use super::surplus::Surplus;
 use super::typed_device::DeviceTypedPool;
-use super::usage::zero_is_invalid;
 
 /// Every block is aligned to this many bytes.
 const GRANULE: usize = size::GRANULE as usize;
@@ -35,25 +34,6 @@ pub const fn round_elements(len: usize) -> usize {
     match len.checked_next_multiple_of(UNIT) {
         Some(rounded) => rounded,
         None => usize::MAX,
-    }
-}
-
-/// What a [`TypedPool`] counted since the start or the last reset.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct TypedStats {
-    /// Requests served from memory at hand.
-    pub hits: u64,
-    /// Requests that were not.
-    pub misses: u64,
-    /// Buffers that came back.
-    pub returns: u64,
-}
-
-impl TypedStats {
-    pub(super) fn add(&mut self, other: TypedStats) {
-        self.hits += other.hits;
-        self.misses += other.misses;
-        self.returns += other.returns;
     }
 }
 
@@ -173,8 +153,8 @@ impl TypedPool {
         // The first one that is added for a device stays.
         for allocator in allocators.iter().rev() {
             let ordinal = allocator.context().device().ordinal();
-            let pool = ThresholdPool::over(allocator);
-            devices.add(ordinal, Cache::new(pool, Allocator::clone(allocator)));
+            let surplus = Arc::new(Surplus::over(allocator));
+            devices.add(ordinal, Cache::new(surplus, Allocator::clone(allocator)));
         }
         let first = allocators.first();
         TypedPool(Arc::new(Inner {
@@ -216,11 +196,11 @@ impl TypedPool {
             None => Driver::load()?,
         };
         let device = device_of(&driver, ordinal)?;
-        let pool = ThresholdPool::on_driver(&driver, ordinal, self.0.config.clone())?;
-        let allocator = pool.allocator()?.clone();
-        pool.set_release_threshold(self.0.cap.load(Ordering::Relaxed))?;
+        let surplus = Surplus::new(Some(driver.clone()), ordinal, self.0.config.clone())?;
+        let allocator = surplus.allocator()?.clone();
+        surplus.set_threshold(self.0.cap.load(Ordering::Relaxed))?;
         // Another thread may have been quicker; then this one's allocator, which holds nothing, goes.
-        let cache = Cache::new(pool, allocator);
+        let cache = Cache::new(Arc::new(surplus), allocator);
         Ok(self.0.devices.add(device.ordinal(), cache))
     }
 
@@ -300,7 +280,7 @@ impl TypedPool {
             element: TypeId::of::<T>(),
         };
         let cache = self.find(stream.context().device().ordinal())?;
-        if align_of::<T>() > GRANULE || cache.pool.0.is_bounded() {
+        if align_of::<T>() > GRANULE || cache.surplus.is_bounded() {
             return None;
         }
         let (buffer, place) = cache.at_once(&sought, len, stream)?;
@@ -452,12 +432,12 @@ impl TypedPool {
 
     /// Bytes held on a device and not in live blocks; 0 for one that was not used.
     pub fn cached_bytes(&self, ordinal: usize) -> u64 {
-        self.find(ordinal).map_or(0, |c| c.pool.stats().cached)
+        self.find(ordinal).map_or(0, |c| c.surplus.cached())
     }
 
     /// [`cached_bytes`](Self::cached_bytes) of all devices together.
     pub fn cached_bytes_total(&self) -> u64 {
-        self.known().iter().map(|c| c.pool.stats().cached).sum()
+        self.known().iter().map(|c| c.surplus.cached()).sum()
     }
 
     /// The most bytes to hold on each device beside live blocks; `u64::MAX`, the default, for any
@@ -467,16 +447,16 @@ impl TypedPool {
     }
 
     /// Sets the cap, and gives back at once what is above it. It is then honoured as the threshold of
-    /// a [`ThresholdPool`].
+    /// a [`ThresholdPool`](super::ThresholdPool).
     ///
     /// # Errors
-    /// As [`ThresholdPool::set_release_threshold`]; the cap is set all the same.
+    /// As [`ThresholdPool::set_release_threshold`](super::ThresholdPool::set_release_threshold); the cap is set all the same.
     pub fn set_cap(&self, bytes: u64) -> Result<(), PoolError> {
         self.0.cap.store(bytes, Ordering::Relaxed);
         let results = self.known();
         let mut results = results
             .iter()
-            .map(|c| c.pool.set_release_threshold(bytes))
+            .map(|c| c.surplus.set_threshold(bytes))
             .collect::<Vec<_>>()
             .into_iter();
         results.try_for_each(|result| result)
@@ -485,10 +465,10 @@ impl TypedPool {
     /// Gives all unused memory of one device back to the driver. Others are not touched.
     ///
     /// # Errors
-    /// As [`ThresholdPool::trim`].
+    /// As [`ThresholdPool::trim`](super::ThresholdPool::trim).
     pub fn empty(&self, ordinal: usize) -> Result<Trimmed, PoolError> {
         match self.find(ordinal) {
-            Some(cache) => cache.pool.trim(0),
+            Some(cache) => cache.surplus.trim(0),
             None => Ok(Trimmed::default()),
         }
     }
@@ -496,11 +476,11 @@ impl TypedPool {
     /// Gives all unused memory of all devices back to the driver.
     ///
     /// # Errors
-    /// As [`ThresholdPool::trim`]; devices behind the first failure are not reached.
+    /// As [`ThresholdPool::trim`](super::ThresholdPool::trim); devices behind the first failure are not reached.
     pub fn empty_all(&self) -> Result<Trimmed, PoolError> {
         let mut sum = Trimmed::default();
         for cache in self.known() {
-            let done = cache.pool.trim(0)?;
+            let done = cache.surplus.trim(0)?;
             sum.released += done.released;
             sum.pending += done.pending;
         }
@@ -516,7 +496,7 @@ impl TypedPool {
         &self,
         ordinal: i64,
     ) -> Result<impl Fn(u64) -> u64 + Send + Sync + use<>, PoolError> {
-        Ok(self.cache(ordinal)?.pool.relief())
+        Ok(self.cache(ordinal)?.surplus.relief())
     }
 
     // ---- figures ---------------------------------------------------------------------------
@@ -538,37 +518,7 @@ impl TypedPool {
     }
 }
 
-/// A request whose numbers are in order.
-pub(super) struct Wish<'a> {
-    pub cache: &'a Arc<Cache>,
-    pub len: usize,
-    pub alignment: usize,
-    pub sought: Sought,
-}
-
 impl Wish<'_> {
-    /// A block from memory at hand, else a new one.
-    pub fn obtain(&self, stream: &Stream) -> Result<Block, PoolError> {
-        if let Some(found) = self.at_hand(stream)? {
-            return Ok(found);
-        }
-        self.cache.pool.0.release_surplus(true);
-        let allocator = &self.cache.allocator;
-        let made = allocator.allocate_aligned(self.sought.bytes, self.alignment, stream);
-        made.map_err(zero_is_invalid)
-    }
-
-    /// A block from memory at hand.
-    fn at_hand(&self, stream: &Stream) -> Result<Option<Block>, PoolError> {
-        let (cache, sought) = (self.cache, &self.sought);
-        let asked = cache.ask(sought, self.alignment, stream)?;
-        let allocator = &cache.allocator;
-        let (block, free) =
-            allocator.allocate_near(sought.bytes, self.alignment, stream, asked.hints())?;
-        cache.answered(sought, &asked, block.is_some(), &free);
-        Ok(block)
-    }
-
     fn buffer<T: DeviceCopy>(
         &self,
         block: Block,

@@ -6,14 +6,17 @@ use std::sync::Arc;
 
 use crate::allocator::{Allocator, Block};
 use crate::driver::{Stream, sys};
+use crate::resource::{
+    BlockIdentity, DeallocateError, MemoryResource, ResourceBlock, ResourceError, Tag, adopt,
+    forward, forward_uses,
+};
 
 use super::error::PoolError;
 use super::notes::Sought;
-use super::places::Cache;
-use super::typed::Wish;
+use super::places::{Cache, Wish};
 
 /// A [`TypedPool`](super::TypedPool) on one device, as a
-/// [`MemoryResource`](crate::resource::MemoryResource): bytes come from what the stream returned last with
+/// [`MemoryResource`]: bytes come from what the stream returned last with
 /// the same size, else from the best fit at hand, else from wherever the allocator finds them. Shares
 /// memory and figures with the pool; cheap to clone.
 #[derive(Clone)]
@@ -60,7 +63,7 @@ impl DeviceTypedPool {
         let sought = Self::sought(bytes, stream);
         move || {
             note(&sought);
-            self.cache.pool.0.release_surplus(false);
+            self.cache.surplus.release(false);
         }
     }
 
@@ -80,4 +83,36 @@ impl fmt::Debug for DeviceTypedPool {
             .field("allocator", self.allocator())
             .finish_non_exhaustive()
     }
+}
+
+/// The last returned of equal size come first.
+// SAFETY: the blocks are its allocator's.
+unsafe impl MemoryResource for DeviceTypedPool {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        let block = self.block(bytes, alignment, stream)?;
+        Ok(adopt(block, stream.id()?, alignment, tag))
+    }
+
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        let BlockIdentity {
+            stream, bytes, ptr, ..
+        } = block.identity();
+        let returned = self.when_returned(stream, bytes, ptr);
+        self.allocator().deallocate(block)?;
+        returned();
+        Ok(())
+    }
+
+    fn reap(&self) -> Result<u64, ResourceError> {
+        self.allocator().reap()
+    }
+
+    forward!(allocator());
+    forward_uses!(allocator());
 }

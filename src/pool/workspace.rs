@@ -8,12 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::allocator::{Allocator, Block, Error, size};
 use crate::driver::{Stream, process, sys};
+use crate::resource::Table;
 use crate::sync::lock::Lock;
 
-use super::error::PoolError;
+use super::error::{PoolError, zero_is_invalid};
 use super::slabs::{Shelves, Slab};
-use super::table::Table;
-use super::usage::zero_is_invalid;
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;

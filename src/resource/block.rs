@@ -4,7 +4,9 @@ use std::fmt;
 
 use crate::driver::sys;
 
+use super::error::{ResourceError, StreamMisuse};
 use super::gauge::Charge;
+use super::key::BlockKey;
 
 /// A short static label of an allocation, for logs and statistics. "untagged" by default.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -73,19 +75,6 @@ impl Access {
     }
 }
 
-/// Tells a block's life from every other one of the process, also where an address or a record is
-/// used again: the resource that made it, its record there, and the record's generation. Resources
-/// and generations are counted from 1 and never used again.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct BlockKey {
-    /// The allocator, or the other source of memory, that made the block.
-    pub source: u64,
-    /// The block's record there.
-    pub id: u32,
-    /// How often the record was in use, this time included.
-    pub generation: u64,
-}
-
 /// The identity of a block: a copy that is checked at each use, and refused when the block it was
 /// taken from is gone.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -103,10 +92,18 @@ pub struct BlockIdentity {
 }
 
 impl BlockIdentity {
+    /// What is said of a block that its resource does not know.
+    pub(crate) fn gone(&self) -> ResourceError {
+        ResourceError::UseAfterFree {
+            ptr: self.ptr,
+            key: self.key,
+        }
+    }
+
     /// The address of a byte range, if it lies inside the block.
     ///
     /// # Errors
-    /// [`ResourceError::OutOfBounds`](super::ResourceError::OutOfBounds).
+    /// [`ResourceError::OutOfBounds`].
     pub fn range(
         &self,
         offset: usize,
@@ -268,11 +265,11 @@ impl ResourceBlock {
     }
 
     /// Whether whoever made the block may take it back: nobody above keeps the order of its uses.
-    pub(crate) fn returned(&self) -> Result<(), super::ResourceError> {
+    pub(crate) fn returned(&self) -> Result<(), ResourceError> {
         if self.keepers == 0 {
             return Ok(());
         }
-        Err(super::StreamMisuse::KeptAbove.into())
+        Err(StreamMisuse::KeptAbove.into())
     }
 
     /// Ties a charge to the memory: it ends when the memory has really left.
@@ -308,5 +305,26 @@ impl ResourceBlock {
         };
         let at = (keep - usize::from(self.first.is_some())).min(more.len());
         more.split_off(at)
+    }
+}
+
+/// A block that could not be deallocated, and why. The block is still allocated.
+#[derive(Debug, thiserror::Error)]
+#[error("the block at {:#x} could not be deallocated", block.ptr())]
+pub struct DeallocateError {
+    /// The block.
+    pub block: Box<ResourceBlock>,
+    /// The reason.
+    #[source]
+    pub error: ResourceError,
+}
+
+impl DeallocateError {
+    /// Gives a block back with a reason.
+    pub fn new(block: ResourceBlock, error: impl Into<ResourceError>) -> DeallocateError {
+        DeallocateError {
+            block: Box::new(block),
+            error: error.into(),
+        }
     }
 }

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::driver::{Stream, process};
 
-use super::block::{ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError};
+use super::block::{DeallocateError, ResourceBlock, Tag};
+use super::error::ResourceError;
 use super::gauge::{Charge, Gauge};
 use super::traits::{MemoryResource, forward, forward_uses};
 

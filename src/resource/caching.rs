@@ -2,11 +2,12 @@
 
 use crate::allocator::{Allocator, Block, Engine, Error, Grant, Lifetime, Trimmed, size};
 use crate::driver::{Context, Stream};
-use crate::pool::PoolUsage;
 
-use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError};
+use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
+use super::error::ResourceError;
+use super::key::BlockKey;
 use super::traits::{MemoryResource, Outstanding, Tracking, callers_order, not_tracked};
+use super::usage::PoolUsage;
 
 /// The life of a block that came from here.
 #[inline]
@@ -23,26 +24,19 @@ fn life(allocator: &Allocator, block: &BlockIdentity) -> Option<Lifetime> {
 }
 
 fn parts(allocator: &Allocator, block: &BlockIdentity) -> Result<Lifetime, ResourceError> {
-    life(allocator, block).ok_or_else(|| gone(block))
-}
-
-fn gone(block: &BlockIdentity) -> ResourceError {
-    ResourceError::UseAfterFree {
-        ptr: block.ptr,
-        key: block.key,
-    }
+    life(allocator, block).ok_or_else(|| block.gone())
 }
 
 fn live(allocator: &Allocator, block: &BlockIdentity) -> Result<(), ResourceError> {
     if allocator.engine().is_live(&parts(allocator, block)?) {
         Ok(())
     } else {
-        Err(gone(block))
+        Err(block.gone())
     }
 }
 
 /// A block of the allocator as one of a resource.
-pub(super) fn adopt(block: Block, stream: u64, alignment: usize, tag: Tag) -> ResourceBlock {
+pub(crate) fn adopt(block: Block, stream: u64, alignment: usize, tag: Tag) -> ResourceBlock {
     let engine = block.engine();
     let (id, generation) = block.generation();
     let identity = BlockIdentity {
@@ -112,7 +106,7 @@ fn deallocate_watched(allocator: &Allocator, block: ResourceBlock) -> Result<(),
         return Ok(());
     }
     let freed = life.and_then(|life| match allocator.engine().free_block(&life) {
-        Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(gone(&identity)),
+        Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(identity.gone()),
         other => other.map_err(Into::into),
     });
     freed.map_err(|error| DeallocateError::new(block, error))

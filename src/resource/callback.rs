@@ -4,8 +4,8 @@ use std::fmt;
 
 use crate::driver::Stream;
 
-use super::block::{ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError};
+use super::block::{DeallocateError, ResourceBlock, Tag};
+use super::error::ResourceError;
 use super::traits::{MemoryResource, forward, forward_reap, forward_uses};
 
 /// Asks a callback when memory runs out: it gets the bytes asked for, the error, and how often this

@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator::size::round_size;
 use crate::driver::{Context, Stream, process};
-use crate::pool::{Gauge, PoolUsage};
 use crate::sync::held::Locked;
 
-use super::block::{BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError};
+use super::block::{BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
+use super::error::ResourceError;
+use super::key::{BlockKey, next_source};
 use super::traits::{MemoryResource, Outstanding};
+use super::usage::{Gauge, PoolUsage};
 
 /// What `cuMemAlloc` aligns to.
 const ALIGNMENT: usize = 256;
@@ -62,7 +63,7 @@ impl DirectResource {
     pub fn new(context: &Context) -> DirectResource {
         DirectResource {
             context: context.clone(),
-            source: super::next_source(),
+            source: next_source(),
             generation: AtomicU64::new(0),
             live: AtomicU64::new(0),
             peak: AtomicU64::new(0),

@@ -1,10 +1,11 @@
 //! Errors of resources.
 
+use std::error::Error;
+
 use crate::allocator;
 use crate::driver::{DriverError, LoadError, sys};
-use crate::pool::PoolError;
 
-use super::block::{BlockKey, ResourceBlock};
+use super::key::BlockKey;
 
 /// Why a call of a resource failed. Nothing is lost and nothing has changed, except where a variant
 /// says otherwise.
@@ -30,9 +31,10 @@ pub enum ResourceError {
     /// The allocator's error.
     #[error("the allocator refused")]
     Allocator(#[from] allocator::Error),
-    /// A pool's error that is none of the others.
+    /// An error of a pool, or of another source of memory, that is none of the others: of
+    /// [`PoolError`](crate::pool::PoolError), for the pools here.
     #[error("the pool refused")]
-    Pool(#[source] Box<PoolError>),
+    Pool(#[source] Box<dyn Error + Send + Sync>),
     /// A driver call failed.
     #[error("a driver call failed")]
     Driver(#[from] DriverError),
@@ -194,7 +196,6 @@ impl ResourceError {
         match self {
             ResourceError::OutOfBudget { .. } => true,
             ResourceError::Allocator(error) => error.is_out_of_memory(),
-            ResourceError::Pool(error) => error.is_out_of_memory(),
             ResourceError::Driver(error) => error.is_out_of_memory(),
             _ => false,
         }
@@ -205,7 +206,16 @@ impl ResourceError {
         match self {
             ResourceError::Driver(error) => Some(*error),
             ResourceError::Allocator(error) => error.driver_error(),
-            ResourceError::Pool(error) => error.driver_error(),
+            ResourceError::Pool(error) => {
+                let mut source = error.source();
+                while let Some(error) = source {
+                    if let Some(error) = error.downcast_ref() {
+                        return Some(*error);
+                    }
+                    source = error.source();
+                }
+                None
+            }
             _ => None,
         }
     }
@@ -235,50 +245,10 @@ impl ResourceError {
             ResourceError::RejectedBuffer { .. } => "rejected buffer",
         }
     }
-
-    /// What is said of a block that its resource does not know.
-    pub(crate) fn gone(block: &ResourceBlock) -> ResourceError {
-        let identity = block.identity();
-        ResourceError::UseAfterFree {
-            ptr: identity.ptr,
-            key: identity.key,
-        }
-    }
-}
-
-impl From<PoolError> for ResourceError {
-    fn from(error: PoolError) -> ResourceError {
-        match error {
-            PoolError::Allocator(error) => ResourceError::Allocator(error),
-            PoolError::InvalidSize { requested } => ResourceError::InvalidSize { requested },
-            other => ResourceError::Pool(Box::new(other)),
-        }
-    }
 }
 
 impl From<StreamMisuse> for ResourceError {
     fn from(misuse: StreamMisuse) -> ResourceError {
         ResourceError::StreamMisuse(misuse)
-    }
-}
-
-/// A block that could not be deallocated, and why. The block is still allocated.
-#[derive(Debug, thiserror::Error)]
-#[error("the block at {:#x} could not be deallocated", block.ptr())]
-pub struct DeallocateError {
-    /// The block.
-    pub block: Box<ResourceBlock>,
-    /// The reason.
-    #[source]
-    pub error: ResourceError,
-}
-
-impl DeallocateError {
-    /// Gives a block back with a reason.
-    pub fn new(block: ResourceBlock, error: impl Into<ResourceError>) -> DeallocateError {
-        DeallocateError {
-            block: Box::new(block),
-            error: error.into(),
-        }
     }
 }

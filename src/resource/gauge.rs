@@ -7,6 +7,7 @@ use std::sync::{Arc, RwLock};
 use crate::driver::process;
 
 use super::error::ResourceError;
+use super::foreign::guarded;
 
 /// How scarce a budget is: by the share of it that is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -233,7 +234,7 @@ impl Gauge {
             if old != new {
                 let listeners = Arc::clone(&process::read(&self.listeners));
                 for (_, listener) in listeners.iter() {
-                    super::guarded("a pressure listener", || listener(old, new));
+                    guarded("a pressure listener", || listener(old, new));
                 }
             }
         }

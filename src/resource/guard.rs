@@ -8,9 +8,10 @@ use std::time::Duration;
 use crate::allocator::{Allocator, Config};
 use crate::driver::{Context, Driver, MemInfo, Stream, process};
 
-use super::block::{ResourceBlock, Tag};
+use super::block::{DeallocateError, ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock, Wakeup};
-use super::error::{DeallocateError, ResourceError};
+use super::error::ResourceError;
+use super::foreign::guarded;
 use super::gauge::{Charge, Gauge, Pressure, UNLIMITED};
 use super::relief::{Hooks, ReliefHook};
 use super::reservation::Reservation;
@@ -274,7 +275,7 @@ impl<R: MemoryResource> Guard<R> {
             OomPolicy::Checkpoint => {
                 let callback = process::read(&self.checkpoint).clone();
                 if let Some(callback) = callback {
-                    super::guarded("a checkpoint callback", || callback(&error));
+                    guarded("a checkpoint callback", || callback(&error));
                 }
                 return Err(error);
             }

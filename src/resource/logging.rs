@@ -9,9 +9,9 @@ use std::time::Duration;
 use crate::driver::{Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{ResourceBlock, Tag};
+use super::block::{DeallocateError, ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock};
-use super::error::{DeallocateError, ResourceError};
+use super::error::ResourceError;
 use super::traits::{MemoryResource, forward, forward_uses};
 
 /// Bytes of a message that are kept.

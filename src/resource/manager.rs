@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Stream, sys};
 
-use super::block::{Access, BlockIdentity, Tag};
-use super::error::{DeallocateError, ResourceError};
+use super::block::{Access, BlockIdentity, DeallocateError, Tag};
+use super::error::ResourceError;
 use super::gauge::{Charge, Gauge};
 use super::owned::OwnedBlock;
 use super::recorder::{Buffer, Recordable};

@@ -33,13 +33,14 @@ mod clock;
 mod direct;
 mod error;
 mod events;
+mod foreign;
 mod gauge;
 mod guard;
+mod key;
 mod logging;
 mod manager;
 mod ordered;
 mod owned;
-mod pools;
 mod probe;
 mod recorder;
 mod relief;
@@ -50,20 +51,19 @@ mod stranded;
 mod stream_pool;
 mod tracked;
 mod traits;
+mod usage;
 mod uses;
 mod watchdog;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
-
-pub use block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
+pub use block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
 pub use budget::Budget;
 pub use callback::FailureCallback;
 pub use clock::{Clock, ManualClock, SystemClock, Wakeup};
 pub use direct::DirectResource;
-pub use error::{DeallocateError, RejectedKind, ResourceError, StreamMisuse};
+pub use error::{RejectedKind, ResourceError, StreamMisuse};
 pub use gauge::{Pressure, PressureListener};
 pub use guard::{Guard, GuardBuilder, GuardStats, OomPolicy};
+pub use key::BlockKey;
 pub use logging::{LogAction, LogRecord, LogSink, Logging, NullSink, RingSink, SinkError};
 pub use manager::{Manager, ManagerConfig, Slice, SliceFreeError};
 pub use ordered::AsyncResource;
@@ -77,47 +77,9 @@ pub use statistics::{ResourceStats, Statistics};
 pub use stream_pool::StreamPool;
 pub use tracked::{LiveBlock, Tracked};
 pub use traits::{MemoryResource, Outstanding, Tracking};
+pub use usage::{Gauge, PoolUsage};
 pub use watchdog::{Watchdog, WatchdogConfig};
 
-use crate::driver::process;
-use crate::pool::next_source;
-
-/// Logs the first and every power-of-two-th failure of a drop or a callback.
-pub(crate) fn log_rarely(error: &dyn std::error::Error, what: &str) {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    // A logger has locks, and a thread of the parent may have held them.
-    if process::is_forked_child() {
-        return;
-    }
-    let count = COUNT.fetch_add(1, Ordering::Relaxed) + 1;
-    if count.is_power_of_two() {
-        log::warn!("{what} ({count} such events): {error}");
-    }
-}
-
-/// Deallocates a block that nobody can name from here on. Allocators, and what keeps an order over them, take it
-/// and give it back later where they cannot now; of others a refusal may be over at once, so it is tried once
-/// more.
-pub(crate) fn give_back(
-    resource: &(impl MemoryResource + ?Sized),
-    mut block: ResourceBlock,
-    what: &str,
-) {
-    block.abandon();
-    let done = resource.deallocate(block);
-    if let Err(failure) = done.or_else(|failure| resource.deallocate(*failure.block)) {
-        log_rarely(&failure.error, what);
-    }
-}
-
-/// Runs code of the user's. A panic in it is logged and goes no further: the books of the caller
-/// are half-way, and a drop may be under way.
-pub(crate) fn guarded<T>(what: &str, run: impl FnOnce() -> T) -> Option<T> {
-    match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(value) => Some(value),
-        Err(_) => {
-            log::error!("{what} panicked");
-            None
-        }
-    }
-}
+pub(crate) use caching::adopt;
+pub(crate) use key::Table;
+pub(crate) use traits::{callers_order, count_anyway, forward, forward_uses, not_tracked};

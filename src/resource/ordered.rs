@@ -4,17 +4,19 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
 use crate::allocator::{Allocator, Trimmed};
-use crate::driver::{Context, NO_ID, Stream, StreamKind, process, sys};
-use crate::pool::PoolUsage;
+use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
 use crate::sync::held::{Locked, locked};
 
-use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError, StreamMisuse};
+use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
+use super::error::{ResourceError, StreamMisuse};
 use super::events::{EventPools, Pooled};
 use super::gauge::Charge;
+use super::key::BlockKey;
+use super::owned::{give_back, log_rarely};
 use super::stranded::Stranded;
 use super::traits::{MemoryResource, Outstanding, Tracking};
-use super::uses::Uses;
+use super::usage::PoolUsage;
+use super::uses::{Uses, refuse_capture};
 
 /// Deallocations that share a marker at most.
 const BATCH: usize = 256;
@@ -139,18 +141,6 @@ pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), Resou
     Ok(())
 }
 
-/// Recording into somebody's graph would leave an event that nothing outside may wait for.
-pub(super) fn refuse_capture(stream: &Stream, id: u64) -> Result<(), ResourceError> {
-    match stream.is_capturing() {
-        Ok(false) => Ok(()),
-        // The legacy stream stands behind the blocking streams of its context.
-        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            Err(error.into())
-        }
-        Ok(true) | Err(_) => Err(StreamMisuse::Capturing(id).into()),
-    }
-}
-
 impl<R: MemoryResource> AsyncResource<R> {
     /// Over another resource, whose memory must be in the order of streams.
     pub fn new(inner: R) -> AsyncResource<R> {
@@ -220,8 +210,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         let points = {
             let mut uses = entry.uses();
             if uses.closed {
-                let gone = ResourceError::gone(&block);
-                return Err(DeallocateError::new(block, gone));
+                return Err(DeallocateError::new(block, identity.gone()));
             }
             uses.closed = true;
             uses.all()
@@ -280,7 +269,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         for block in self.stranded.take() {
             // One that cannot go yet is kept again.
             if let Err(failure) = self.take_back(block) {
-                super::log_rarely(&failure.error, "a dropped block leaks");
+                log_rarely(&failure.error, "a dropped block leaks");
             }
         }
     }
@@ -397,7 +386,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         let ready = match self.events.record(stream) {
             Ok(ready) => ready,
             Err(error) => {
-                super::give_back(&self.inner, block, "a block leaks");
+                give_back(&self.inner, block, "a block leaks");
                 return Err(error.into());
             }
         };

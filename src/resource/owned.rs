@@ -2,10 +2,12 @@
 
 use std::fmt;
 
-use crate::driver::{Stream, sys};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::block::{BlockIdentity, ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError};
+use crate::driver::{Stream, process, sys};
+
+use super::block::{BlockIdentity, DeallocateError, ResourceBlock, Tag};
+use super::error::ResourceError;
 use super::traits::MemoryResource;
 
 /// A block that goes back to its resource when it is dropped.
@@ -111,7 +113,7 @@ impl<R: MemoryResource> OwnedBlock<R> {
 impl<R: MemoryResource> Drop for OwnedBlock<R> {
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
-            super::give_back(&self.resource, block, "a dropped block leaks");
+            give_back(&self.resource, block, "a dropped block leaks");
         }
     }
 }
@@ -119,5 +121,33 @@ impl<R: MemoryResource> Drop for OwnedBlock<R> {
 impl<R: MemoryResource> fmt::Debug for OwnedBlock<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("OwnedBlock").field(&self.block).finish()
+    }
+}
+
+/// Logs the first and every power-of-two-th failure of a drop or a callback.
+pub(super) fn log_rarely(error: &dyn std::error::Error, what: &str) {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    // A logger has locks, and a thread of the parent may have held them.
+    if process::is_forked_child() {
+        return;
+    }
+    let count = COUNT.fetch_add(1, Ordering::Relaxed) + 1;
+    if count.is_power_of_two() {
+        log::warn!("{what} ({count} such events): {error}");
+    }
+}
+
+/// Deallocates a block that nobody can name from here on. Allocators, and what keeps an order over them, take it
+/// and give it back later where they cannot now; of others a refusal may be over at once, so it is tried once
+/// more.
+pub(super) fn give_back(
+    resource: &(impl MemoryResource + ?Sized),
+    mut block: ResourceBlock,
+    what: &str,
+) {
+    block.abandon();
+    let done = resource.deallocate(block);
+    if let Err(failure) = done.or_else(|failure| resource.deallocate(*failure.block)) {
+        log_rarely(&failure.error, what);
     }
 }

@@ -6,12 +6,12 @@ use std::sync::{Mutex, OnceLock};
 use crate::driver::{Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError};
+use super::block::{Access, BlockIdentity, DeallocateError, ResourceBlock, Tag};
+use super::error::ResourceError;
 use super::events::{EventPools, Pooled};
-use super::ordered::refuse_capture;
+use super::owned::give_back;
 use super::traits::{MemoryResource, Tracking, count_anyway, forward, forward_reap};
-use super::uses::Point;
+use super::uses::{Point, refuse_capture};
 
 /// What a [`Probe`] does. Everything is off by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -265,7 +265,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
             && let Err(error) = self.poison_new(&block.identity(), byte, stream)
         {
             self.live().remove(&block.ptr());
-            super::give_back(&self.inner, block, "a block leaks");
+            give_back(&self.inner, block, "a block leaks");
             return Err(error);
         }
         Ok(block)

@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
 
+use super::foreign::guarded;
+
 /// Something that can free memory which the program can do without.
 ///
 /// ```
@@ -129,7 +131,7 @@ impl Hooks {
             if hook.overhead > headroom() {
                 continue;
             }
-            super::guarded("a relief hook", || (hook.run)(missing()));
+            guarded("a relief hook", || (hook.run)(missing()));
             if done() {
                 return true;
             }

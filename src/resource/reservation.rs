@@ -1,7 +1,7 @@
 //! Memory held for later.
 
-use super::block::Tag;
-use super::error::{DeallocateError, ResourceError};
+use super::block::{DeallocateError, Tag};
+use super::error::ResourceError;
 use super::owned::OwnedBlock;
 use super::traits::MemoryResource;
 use crate::driver::Stream;

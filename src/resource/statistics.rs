@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::Stream;
 
-use super::block::{ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError};
+use super::block::{DeallocateError, ResourceBlock, Tag};
+use super::error::ResourceError;
 use super::traits::{MemoryResource, forward, forward_reap, forward_uses};
 
 /// What went through a [`Statistics`] adaptor.

@@ -80,7 +80,7 @@ impl StreamPool {
     /// [`ResourceError::NoStreamLeft`] at capacity, never another stream instead; driver errors.
     pub fn acquire(&self) -> Result<(u64, Stream), ResourceError> {
         if process::is_forked_child() {
-            return Err(crate::Error::ForkedChild.into());
+            return Err(crate::allocator::Error::ForkedChild.into());
         }
         {
             let mut state = self.lock();

@@ -6,8 +6,9 @@ use std::sync::Mutex;
 use crate::driver::{Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{BlockIdentity, BlockKey, ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError};
+use super::block::{BlockIdentity, DeallocateError, ResourceBlock, Tag};
+use super::error::ResourceError;
+use super::key::BlockKey;
 use super::traits::{MemoryResource, forward, forward_reap, forward_uses};
 
 /// A block that a [`Tracked`] adaptor knows.

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use crate::allocator::Trimmed;
 use crate::driver::{Context, Stream};
-use crate::pool::{Gauge, PoolUsage};
 
-use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
-use super::error::{DeallocateError, ResourceError, StreamMisuse};
+use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
+use super::error::{ResourceError, StreamMisuse};
+use super::usage::{Gauge, PoolUsage};
 
 /// Bytes that have not left a resource, at one instant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -272,20 +272,15 @@ macro_rules! callers_order {
             stream: &Stream,
             _access: Access,
         ) -> Result<(), ResourceError> {
-            $crate::resource::traits::count_anyway(
-                self,
-                block,
-                stream,
-                self.record_use(block, stream),
-            )
+            $crate::resource::count_anyway(self, block, stream, self.record_use(block, stream))
         }
     };
 }
-pub(super) use callers_order;
+pub(crate) use callers_order;
 
 /// What came of recording work that was given already: if the driver refused to mark its end, the
 /// stream counts until the block is freed.
-pub(super) fn count_anyway(
+pub(crate) fn count_anyway(
     resource: &impl MemoryResource,
     block: &BlockIdentity,
     stream: &Stream,
@@ -321,7 +316,7 @@ macro_rules! forward {
         #[inline]
         fn usage(
             &self,
-        ) -> Result<$crate::pool::PoolUsage, $crate::resource::ResourceError> {
+        ) -> Result<$crate::resource::PoolUsage, $crate::resource::ResourceError> {
             $crate::resource::MemoryResource::usage(&self.$($inner)+)
         }
         #[inline]

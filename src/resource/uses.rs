@@ -3,12 +3,11 @@
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use crate::driver::{NO_ID, Stream};
+use crate::driver::{NO_ID, Stream, sys};
 
 use super::block::Access;
-use super::error::ResourceError;
+use super::error::{ResourceError, StreamMisuse};
 use super::events::{EventPools, Pooled};
-use super::ordered::refuse_capture;
 
 /// A moment in the work of a stream.
 #[derive(Debug, Clone)]
@@ -207,5 +206,17 @@ impl Uses {
         if unwaited {
             self.reads.push(before);
         }
+    }
+}
+
+/// Recording into somebody's graph would leave an event that nothing outside may wait for.
+pub(super) fn refuse_capture(stream: &Stream, id: u64) -> Result<(), ResourceError> {
+    match stream.is_capturing() {
+        Ok(false) => Ok(()),
+        // The legacy stream stands behind the blocking streams of its context.
+        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+            Err(error.into())
+        }
+        Ok(true) | Err(_) => Err(StreamMisuse::Capturing(id).into()),
     }
 }

@@ -8,6 +8,7 @@ use crate::driver::process;
 use crate::sync::held::Locked;
 
 use super::clock::{Clock, SystemClock, Wakeup};
+use super::foreign::guarded;
 
 /// Settings of a [`Watchdog`].
 #[derive(Clone)]
@@ -97,7 +98,7 @@ impl Shared {
             if self.state().stopped {
                 return;
             }
-            let free = super::guarded("a watchdog's probe", &probe).flatten();
+            let free = guarded("a watchdog's probe", &probe).flatten();
             {
                 let mut state = self.state();
                 state.paused = !state.stopped && free.is_some_and(|f| f < self.config.threshold);

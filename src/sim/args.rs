@@ -1,6 +1,6 @@
 //! Arguments of driver functions: C pointers turned into types that the simulator uses safely.
 
-use super::state::{R, fail};
+use super::call::{R, fail};
 use crate::driver::sys::CUresult;
 use std::ffi::c_void;
 

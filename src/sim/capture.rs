@@ -1,8 +1,10 @@
 //! Stream capture: what may be called meanwhile, and by whom.
 
 use super::args::Out;
+use super::call::{R, fail};
+use super::objects::{Capture, Member};
 use super::reports::Report;
-use super::state::{Callback, R, State, fail};
+use super::state::{Callback, State};
 use crate::driver::sys::*;
 use std::collections::HashMap;
 use std::ffi::{c_uint, c_void};
@@ -10,26 +12,6 @@ use std::ffi::{c_uint, c_void};
 const GLOBAL: u32 = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL.0;
 const RELAXED: u32 = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED.0;
 const UNSUPPORTED: CUresult = CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-
-/// One stream of a capture.
-#[derive(Default)]
-struct Member {
-    nodes: u64,
-    /// Newest node of other members that this one waited for.
-    known: HashMap<u32, u64>,
-}
-
-/// A capture under way.
-pub(super) struct Capture {
-    origin: u32,
-    thread: u64,
-    mode: u32,
-    invalid: bool,
-    graph: u64,
-    members: HashMap<u32, Member>,
-    /// What members knew when an event was recorded, by queue and node.
-    snapshots: HashMap<(u32, u64), HashMap<u32, u64>>,
-}
 
 impl State {
     fn refuse_capture(&mut self) -> R {

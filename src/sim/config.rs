@@ -1,5 +1,7 @@
 //! How a simulator is set up.
 
+use super::call::Call;
+
 /// One simulated device. Start from `DeviceConfig::default()`: an H200 with 80 GiB.
 #[derive(Clone, Debug)]
 pub struct DeviceConfig {
@@ -174,7 +176,7 @@ impl SimConfig {
         match self
             .missing
             .iter()
-            .find(|name| super::table::Call::index_of(name).is_none())
+            .find(|name| Call::index_of(name).is_none())
         {
             Some(name) => Err(ConfigError::UnknownFunction { name: name.clone() }),
             None => Ok(()),

@@ -1,8 +1,9 @@
 //! Start, devices, contexts.
 
 use super::args::Out;
+use super::call::{R, fail};
 use super::reports::Report;
-use super::state::{CONTEXT_BASE, Ctx, HANDLE_STEP, R, State, fail};
+use super::state::{CONTEXT_BASE, Ctx, HANDLE_STEP, State};
 use crate::driver::sys::*;
 use std::ffi::{c_char, c_int, c_uint};
 
@@ -366,7 +367,7 @@ impl State {
         }
         self.ctxs[ctx].peers |= 1 << owner;
         let plain: Vec<u64> = self.mappings.iter().filter(|(_, mapping)| {
-            matches!(mapping.origin, super::memory::Origin::Plain(of) if self.ctxs[of].device == owner)
+            matches!(mapping.origin, super::physical::Origin::Plain(of) if self.ctxs[of].device == owner)
         }).map(|(&start, _)| start).collect();
         for start in plain {
             if let Some(mapping) = self.mappings.get_mut(&start) {

@@ -1,7 +1,7 @@
 //! Counts of calls, what they would have cost, and failures on order.
 
+use super::call::{Call, NAMES};
 use super::config::ConfigError;
-use super::table::{Call, NAMES};
 use crate::driver::sys::CUresult;
 
 /// Modelled nanoseconds of each driver function.

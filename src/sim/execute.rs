@@ -3,8 +3,8 @@
 use super::contents::{Content, mismatches};
 use super::race::Access;
 use super::reports::Report;
-use super::schedule::{Op, Work};
 use super::state::State;
+use super::work::{Op, Work};
 use std::sync::Arc;
 
 /// A stretch of physical memory that part of an operation's range shows.

@@ -1,10 +1,12 @@
 //! What a test does around calls of the driver, without the simulator's lock.
 
-use super::slots::SLOT_COUNT;
 use crate::driver::sys::CUresult;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
+
+/// How many simulators can live at a time; a further one waits until one is dropped.
+pub(super) const SLOT_COUNT: usize = 32;
 
 /// A call of the driver, as a hook sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,27 +1,17 @@
 //! Page-locked host memory: its life, and who uses it.
 
 use super::args::{Host, Out};
+use super::call::{R, fail};
+use super::physical::HostBlock;
 use super::race::{Access, Entry, History};
 use super::reports::Report;
-use super::schedule::{Op, Work};
-use super::state::{R, State, fail};
+use super::state::State;
+use super::work::{Op, Work};
 use crate::driver::sys::*;
 use std::cell::UnsafeCell;
 use std::ffi::{c_uint, c_void};
 
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
-
-/// A page-locked block.
-pub(super) struct HostBlock {
-    /// Allocated by us and written through raw pointers while we own it; none if it was registered.
-    memory: Option<Box<[UnsafeCell<u128>]>>,
-    pub(super) bytes: u64,
-    /// Of its own, over the life of the simulator.
-    life: u64,
-    /// The newest operation of each queue that used it.
-    uses: Vec<Entry>,
-    pub(super) history: History,
-}
 
 impl State {
     /// The page-locked block that holds a host address.

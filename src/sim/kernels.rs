@@ -1,21 +1,15 @@
 //! Copies, fills, and the kernels that the simulator knows by name.
 
 use super::args::{Host, In, Out, Params};
+use super::call::{R, fail};
 use super::contents::Content;
-use super::schedule::Work;
-use super::state::{R, State, fail};
+use super::objects::Kernel;
+use super::state::State;
+use super::work::Work;
 use crate::driver::sys::*;
 use std::ffi::{c_char, c_uchar, c_uint, c_void};
 
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
-
-/// A kernel that the simulator can run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kernel {
-    Fill,
-    Check,
-    Spin,
-}
 
 fn fill(word: u32, step: u32) -> Content {
     Content::Words {
@@ -159,7 +153,7 @@ impl State {
         let own = self.ctxs[self.queues[queue as usize].ctx].device;
         // Plain memory is copied between devices by staging; mapped memory needs access.
         let plain = |state: &State, address| match state.mapping_at(address) {
-            Some((_, mapping)) if mapping.origin != super::memory::Origin::Vmm => {
+            Some((_, mapping)) if mapping.origin != super::physical::Origin::Vmm => {
                 state.owner(address, own)
             }
             _ => own,

@@ -1,96 +1,16 @@
 //! Physical allocations, mappings, plain device memory and host memory.
 
 use super::args::Out;
+use super::call::{R, fail};
 use super::contents::Contents;
+use super::physical::{Alloc, Mapping, Origin, Props};
 use super::race::{Entry, History};
 use super::reports::Report;
-use super::state::{R, State, fail};
+use super::state::State;
 use crate::driver::sys::*;
 
 /// What a module takes of its device, where contexts take something.
 const MODULE_BYTES: u64 = 2 << 20;
-
-/// What a handle was created with, as far as it is asked for later.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Props {
-    pub(super) handle_types: u32,
-    pub(super) rdma: u8,
-    usage: u16,
-    compression: u8,
-}
-
-impl Props {
-    pub(super) fn of(prop: &CUmemAllocationProp) -> Props {
-        Props {
-            handle_types: prop.requestedHandleTypes.0,
-            rdma: prop.allocFlags.gpuDirectRDMACapable,
-            usage: prop.allocFlags.usage,
-            compression: prop.allocFlags.compressionType,
-        }
-    }
-
-    pub(super) fn to_c(self, device: usize) -> CUmemAllocationProp {
-        let mut prop = CUmemAllocationProp {
-            type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            requestedHandleTypes: CUmemAllocationHandleType(self.handle_types),
-            location: CUmemLocation {
-                type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-                id: device as CUdevice,
-            },
-            ..CUmemAllocationProp::default()
-        };
-        prop.allocFlags.gpuDirectRDMACapable = self.rdma;
-        prop.allocFlags.usage = self.usage;
-        prop.allocFlags.compressionType = self.compression;
-        prop
-    }
-}
-
-/// Physical memory of one allocation.
-pub(super) struct Alloc {
-    pub(super) device: usize,
-    pub(super) bytes: u64,
-    /// References by handles.
-    pub(super) references: u64,
-    /// Mappings that show it.
-    pub(super) mappings: u64,
-    /// Handle value, for memory made by `cuMemCreate`.
-    pub(super) handle: u64,
-    /// What it was created with.
-    pub(super) props: Props,
-    /// What it takes of the device: more than it has, where the device rounds up, nothing for what lies in
-    /// memory that is counted already.
-    pub(super) charged: u64,
-    /// Unique over the life of the simulator.
-    pub(super) block_id: u64,
-    pub(super) contents: Contents,
-    pub(super) history: History,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Origin {
-    /// `cuMemAlloc`, of this context.
-    Plain(usize),
-    /// `cuMemMap`.
-    Vmm,
-    /// A segment of a pool.
-    Pool(u64),
-    /// `cuIpcOpenMemHandle`, in this context.
-    Ipc(usize),
-}
-
-/// A range of addresses that shows physical memory.
-pub(super) struct Mapping {
-    pub(super) bytes: u64,
-    pub(super) alloc: u32,
-    pub(super) origin: Origin,
-    /// One bit per device that may read, and that may write.
-    pub(super) readers: u64,
-    pub(super) writers: u64,
-    pub(super) sync_memops: bool,
-    /// The newest operation of each queue that used it.
-    pub(super) uses: Vec<Entry>,
-}
 
 fn bit(device: usize) -> u64 {
     1 << device

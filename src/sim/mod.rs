@@ -24,6 +24,7 @@
 
 mod address;
 mod args;
+mod call;
 mod capture;
 mod clocks;
 mod config;
@@ -35,6 +36,8 @@ mod hooks;
 mod host;
 mod kernels;
 mod memory;
+mod objects;
+mod physical;
 mod plain;
 mod pools;
 mod race;
@@ -46,6 +49,7 @@ mod state;
 mod streams;
 mod table;
 mod vmm;
+mod work;
 
 pub use config::{ConfigError, DeviceConfig, Mode, SimConfig};
 pub use costs::{CostTable, Counters, FailPlan};
@@ -54,10 +58,10 @@ pub use reports::{Leaks, Report, Site};
 pub use state::LogEntry;
 
 use crate::driver::{Driver, LoadError, sys};
-use schedule::Work;
 use slots::Place;
 use state::State;
 use std::sync::Arc;
+use work::Work;
 
 /// A simulated driver with its devices.
 ///
@@ -349,7 +353,7 @@ impl Simulator {
     /// What still lives. Default streams and default pools do not count.
     pub fn leaks(&self) -> Leaks {
         self.with(|state| {
-            let origin = |origin: &memory::Origin| {
+            let origin = |origin: &physical::Origin| {
                 state
                     .mappings
                     .values()
@@ -359,7 +363,7 @@ impl Simulator {
             let plain = state
                 .mappings
                 .values()
-                .filter(|mapping| matches!(mapping.origin, memory::Origin::Plain(_)));
+                .filter(|mapping| matches!(mapping.origin, physical::Origin::Plain(_)));
             let held = state
                 .allocs
                 .iter()
@@ -367,7 +371,7 @@ impl Simulator {
                 .filter(|alloc| alloc.references > 0);
             Leaks {
                 handles: held.count(),
-                mappings: origin(&memory::Origin::Vmm),
+                mappings: origin(&physical::Origin::Vmm),
                 reservations: state.reservations.len(),
                 allocations: plain.count(),
                 pool_allocations: state.pool_blocks.len(),

@@ -1,23 +1,15 @@
 //! Where plain allocations lie: in units of the device, small ones together in one.
 
 use super::address::Addresses;
-use super::memory::{Mapping, Origin, Props};
-use super::state::{R, State, fail};
+use super::call::{R, fail};
+use super::physical::Slab;
+use super::physical::{Mapping, Origin, Props};
+use super::state::State;
 use crate::driver::sys::CUresult;
 
 /// Plain allocations are rounded up to this.
 const ALIGN: u64 = 512;
 const OUT_OF_MEMORY: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-
-/// A unit of device memory that holds the small allocations of one context.
-pub(super) struct Slab {
-    ctx: usize,
-    bytes: u64,
-    live: u64,
-    free: Addresses,
-    /// Freed while something was pending.
-    quarantine: Vec<(u64, u64)>,
-}
 
 impl State {
     /// An unused range of plain addresses.

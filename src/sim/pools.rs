@@ -1,86 +1,18 @@
 //! Stream-ordered memory pools.
 
 use super::args::{In, Out};
-use super::clocks::Clock;
-use super::memory::Origin;
-use super::schedule::Work;
-use super::state::{R, State, fail};
+use super::call::{R, fail};
+use super::objects::{Free, Live, Pool};
+use super::physical::Origin;
+use super::state::State;
+use super::work::Work;
 use crate::driver::sys::*;
-use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
-use std::sync::Arc;
 
 /// Pools take memory from the device in units of this.
 const UNIT: u64 = 32 << 20;
 const ALIGN: u64 = 512;
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
-
-/// A free stretch of a pool's segment, reusable after an operation of a queue.
-struct Free {
-    bytes: u64,
-    queue: u32,
-    seq: u64,
-    clock: Arc<Clock>,
-}
-
-/// A live block.
-pub(super) struct Live {
-    pub(super) bytes: u64,
-    pub(super) pool: u64,
-}
-
-pub(super) struct Pool {
-    device: usize,
-    default: bool,
-    destroyed: bool,
-    /// Imports that are not destroyed, which have the handle of the pool itself here.
-    pub(super) imports: u64,
-    max: u64,
-    pub(super) handle_types: CUmemAllocationHandleType,
-    threshold: u64,
-    follow_events: bool,
-    opportunistic: bool,
-    internal: bool,
-    access: u64,
-    /// Segments: first address and size.
-    segments: BTreeMap<u64, u64>,
-    free: BTreeMap<u64, Free>,
-    reserved_high: u64,
-    used: u64,
-    used_high: u64,
-}
-
-impl Pool {
-    fn new(
-        device: usize,
-        default: bool,
-        max: u64,
-        handle_types: CUmemAllocationHandleType,
-    ) -> Pool {
-        Pool {
-            device,
-            default,
-            destroyed: false,
-            imports: 0,
-            max,
-            handle_types,
-            threshold: 0,
-            follow_events: true,
-            opportunistic: true,
-            internal: true,
-            access: 1 << device,
-            segments: BTreeMap::new(),
-            free: BTreeMap::new(),
-            reserved_high: 0,
-            used: 0,
-            used_high: 0,
-        }
-    }
-
-    fn reserved(&self) -> u64 {
-        self.segments.values().sum()
-    }
-}
 
 impl State {
     /// The number of a pool, which has to be alive.
@@ -216,7 +148,7 @@ impl State {
             return fail(out_of_memory);
         }
         let start = self.plain_range(size, UNIT)?;
-        let alloc = self.create(device, size, 0, super::memory::Props::default())?;
+        let alloc = self.create(device, size, 0, super::physical::Props::default())?;
         self.map(start, alloc, Origin::Pool(value), access);
         let clock = self.queues[queue as usize].clock.clone();
         if let Some(pool) = self.pools.get_mut(&value) {

@@ -3,8 +3,10 @@
 //! All users live in one simulator, so what travels between processes on real hardware is a number.
 
 use super::args::{Host, In, Out};
-use super::memory::Origin;
-use super::state::{R, State, fail};
+use super::call::{R, fail};
+use super::objects::Shared;
+use super::physical::Origin;
+use super::state::State;
 use crate::driver::sys::*;
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -14,15 +16,6 @@ const TOKEN_BASE: u64 = 1 << 20;
 
 /// Marks a shared number of a pool; without it, it is an allocation's.
 const POOL: u32 = 1 << 31;
-
-/// What a shared number stands for, and what keeps the number from being used again.
-pub(super) struct Shared {
-    /// An allocation, or a pool.
-    pub(super) what: u32,
-    /// The other end of the pipe whose reading end is the descriptor.
-    #[cfg(unix)]
-    _end: Option<std::io::PipeWriter>,
-}
 
 impl State {
     /// A number to send to other users.

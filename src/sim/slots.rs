@@ -1,15 +1,12 @@
 //! The places of the simulators that live in this process, and the way from a C call to one of them.
 
-use super::hooks::{self, Hooks};
+use super::call::Call;
+use super::hooks::{self, Hooks, SLOT_COUNT};
 use super::state::State;
-use super::table::Call;
 use crate::driver::sys::CUresult;
 use std::collections::VecDeque;
 use std::fmt::{Debug, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-
-/// How many simulators can live at a time; a further one waits until one is dropped.
-pub(super) const SLOT_COUNT: usize = 32;
 
 static SLOTS: [Mutex<Option<Box<State>>>; SLOT_COUNT] = [const { Mutex::new(None) }; SLOT_COUNT];
 static FREE: Mutex<Free> = Mutex::new(Free {

@@ -1,28 +1,18 @@
 //! Everything one simulator knows, behind the lock of its slot.
 
 use super::address::Addresses;
-use super::capture::Capture;
+use super::call::{Call, R, fail};
 use super::clocks::Clock;
 use super::config::{Mode, SimConfig};
 use super::costs::{CostTable, Counters, FailPlan};
-use super::host::HostBlock;
-use super::memory::{Alloc, Mapping};
-use super::pools::Pool;
+use super::objects::{Capture, Pool};
+use super::physical::{Alloc, HostBlock, Mapping};
 use super::race::Entry;
 use super::reports::{Report, Site};
-use super::schedule::Queue;
-use super::table::Call;
+use super::work::Queue;
 use crate::driver::sys::{CUhostFn, CUresult};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-
-/// Result of a driver call.
-pub(super) type R<T = ()> = Result<T, CUresult>;
-
-/// The error `code`.
-pub(super) fn fail<T>(code: CUresult) -> R<T> {
-    Err(code)
-}
 
 /// Reports kept; the count goes on.
 const MAX_REPORTS: usize = 1000;
@@ -159,7 +149,7 @@ pub(super) struct State {
     /// Plain ranges freed while something was pending.
     pub(super) quarantine: Vec<(u64, u64)>,
     /// Units of plain memory that hold small allocations, by their first address.
-    pub(super) slabs: BTreeMap<u64, super::plain::Slab>,
+    pub(super) slabs: BTreeMap<u64, super::physical::Slab>,
     pub(super) reserve: Addresses,
     pub(super) reservations: BTreeMap<u64, u64>,
     pub(super) mappings: BTreeMap<u64, Mapping>,
@@ -173,13 +163,13 @@ pub(super) struct State {
     pub(super) history_limit: u64,
     pub(super) host_blocks: BTreeMap<u64, HostBlock>,
     pub(super) next_host_life: u64,
-    pub(super) shared: HashMap<u64, super::sharing::Shared>,
+    pub(super) shared: HashMap<u64, super::objects::Shared>,
     pub(super) next_share: u64,
     pub(super) next_block_id: u64,
     pub(super) pools: HashMap<u64, Pool>,
     pub(super) next_pool: u64,
-    pub(super) pool_blocks: BTreeMap<u64, super::pools::Live>,
-    pub(super) functions: HashMap<u64, (usize, super::kernels::Kernel)>,
+    pub(super) pool_blocks: BTreeMap<u64, super::objects::Live>,
+    pub(super) functions: HashMap<u64, (usize, super::objects::Kernel)>,
     pub(super) modules: HashMap<u64, usize>,
     pub(super) next_module: u64,
     pub(super) free_modules: Vec<u64>,

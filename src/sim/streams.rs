@@ -1,11 +1,10 @@
 //! Streams and events.
 
 use super::args::Out;
+use super::call::{R, fail};
 use super::reports::Report;
-use super::schedule::Work;
-use super::state::{
-    CONTEXT_BASE, EVENT_BASE, Event, HANDLE_STEP, R, Recorded, STREAM_BASE, State, fail,
-};
+use super::state::{CONTEXT_BASE, EVENT_BASE, Event, HANDLE_STEP, Recorded, STREAM_BASE, State};
+use super::work::Work;
 use crate::driver::sys::*;
 use std::ffi::{c_int, c_uint};
 

@@ -1,9 +1,9 @@
 //! Virtual memory management: reservations, handles, mappings, access.
 
 use super::args::{In, Out};
-use super::memory::{Origin, Props};
-use super::state::{R, State, fail};
-use super::table::Call;
+use super::call::{Call, R, fail};
+use super::physical::{Origin, Props};
+use super::state::State;
 use crate::driver::sys::*;
 
 /// Addresses are reserved in units of this.

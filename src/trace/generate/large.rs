@@ -1,6 +1,6 @@
 //! Few, very large blocks that never repeat.
 
-use super::{Draft, Program, Random};
+use super::draft::{Draft, Program, Random};
 use crate::trace::format::Row;
 
 const ROWS: usize = 12_000;

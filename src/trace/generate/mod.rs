@@ -3,59 +3,17 @@
 //!
 //! A program is its [`Kind`] and its numbers; equal ones give equal traces on every machine.
 
+mod draft;
 mod large;
 mod random;
 mod sharded;
 mod vary;
 
-use super::format::{Op, Row, Trace, TraceError};
+use super::format::{Trace, TraceError};
 
-/// What a made-up program does.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub enum Kind {
-    /// Few, very large blocks on one stream, of sizes that never repeat: from 64 MiB to 2 GiB,
-    /// evenly over the logarithm, 4 to 12 of them live.
-    Large,
-    /// Training with parameters sharded over devices, on three streams: parameters of a layer are
-    /// gathered on one, used on another and dropped again, gradients are reduced on the third.
-    Sharded,
-    /// Blocks of 512 bytes to 512 MiB, evenly over the logarithm, on random streams, freed in random
-    /// order. What is live wanders between a bound (8 GiB, as a rule) and a 32nd of it.
-    Random,
-    /// As [`Kind::Random`], but what is live stays just below the bound.
-    Churn,
-}
-
-/// A program to make up.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub struct Program {
-    /// What it does.
-    pub kind: Kind,
-    /// Programs of different seeds differ in everything that is random.
-    pub seed: u64,
-    /// How many rows it has at least; `None`: as many as usual for the kind (12,000 of
-    /// [`Kind::Large`], four training steps of [`Kind::Sharded`], 1,000,000 of the random ones).
-    pub rows: Option<usize>,
-    /// On how many streams a random program works, from 1 on; `None`: 1, 2, 4 or 8, as the seed says.
-    pub streams: Option<u16>,
-    /// How many bytes a random program has live at most; `None`: 8 GiB.
-    pub live: Option<u64>,
-}
+pub use draft::{Kind, Program};
 
 impl Program {
-    /// The usual program of a kind.
-    pub fn new(kind: Kind, seed: u64) -> Program {
-        Program {
-            kind,
-            seed,
-            rows: None,
-            streams: None,
-            live: None,
-        }
-    }
-
     /// The program as a trace. Of a program of n rows the first m are those of one of m rows.
     ///
     /// # Errors
@@ -84,136 +42,4 @@ pub fn vary(
     seed: u64,
 ) -> Result<Trace, TraceError> {
     Trace::from_rows(name, vary::rows(trace, copies, percent, seed))
-}
-
-/// Pseudo-random numbers: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-/// generators, 2014).
-#[derive(Clone, Debug)]
-struct Random(u64);
-
-impl Random {
-    fn new(seed: u64) -> Random {
-        // Small seeds are common, and should not begin alike.
-        let mut random = Random(seed ^ 0x5851_F42D_4C95_7F2D);
-        random.next();
-        random
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let value = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        value ^ (value >> 31)
-    }
-
-    /// From 0 to `bound - 1`; 0 if `bound` is 0.
-    fn below(&mut self, bound: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
-    }
-
-    /// From `low` to `high`, both included.
-    fn between(&mut self, low: u64, high: u64) -> u64 {
-        low + self.below(high - low + 1)
-    }
-
-    /// From `low` on to below `low << octaves`, evenly over the logarithm.
-    fn log_uniform(&mut self, low: u64, octaves: u32) -> u64 {
-        let octave = self.below(u64::from(octaves));
-        let mut bits = self.next();
-        // 2 to the power of a binary fraction, by square roots: their results are the same on every
-        // machine, which is not promised of powers.
-        let (mut factor, mut root) = (1.0f64, 2.0f64);
-        for _ in 0..32 {
-            root = root.sqrt();
-            if bits & 1 == 1 {
-                factor *= root;
-            }
-            bits >>= 1;
-        }
-        ((low << octave) as f64 * factor) as u64
-    }
-}
-
-/// A trace in the making, and what is live in it.
-#[derive(Debug, Default)]
-struct Draft {
-    rows: Vec<Row>,
-    /// Blocks made so far.
-    blocks: usize,
-    /// Live blocks: id, bytes, stream.
-    live: Vec<(usize, u64, u16)>,
-    live_bytes: u64,
-}
-
-impl Draft {
-    fn allocate(&mut self, bytes: u64, stream: u16) -> usize {
-        let id = self.blocks;
-        self.blocks += 1;
-        self.live.push((id, bytes, stream));
-        self.live_bytes += bytes;
-        self.rows.push(Row {
-            op: Op::Allocate,
-            stream,
-            id,
-            bytes,
-        });
-        id
-    }
-
-    /// Frees the live block at a position of `live`.
-    fn free_at(&mut self, at: usize) {
-        let (id, bytes, stream) = self.live.swap_remove(at);
-        self.live_bytes -= bytes;
-        self.row(Op::Free, id, stream);
-    }
-
-    fn row(&mut self, op: Op, id: usize, stream: u16) {
-        self.rows.push(Row {
-            op,
-            stream,
-            id,
-            bytes: 0,
-        });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_generator_of_numbers_is_what_it_says() {
-        // The first numbers of SplitMix64 from state 0, as published with it.
-        let mut random = Random(0);
-        assert_eq!(random.next(), 0xE220_A839_7B1D_CDAF);
-        assert_eq!(random.next(), 0x6E78_9E6A_A1B9_65F4);
-        let mut counts = [0u32; 10];
-        for _ in 0..100_000 {
-            counts[random.below(10) as usize] += 1;
-            assert!((5..=7).contains(&random.between(5, 7)));
-        }
-        assert!(
-            counts.iter().all(|c| (9_500..10_500).contains(c)),
-            "{counts:?}"
-        );
-    }
-
-    #[test]
-    fn sizes_are_even_over_the_logarithm() {
-        let mut random = Random::new(1);
-        let (mut octaves, mut upper) = ([0u32; 5], 0);
-        for _ in 0..100_000 {
-            let size = random.log_uniform(64, 5);
-            assert!((64..2048).contains(&size));
-            octaves[(size / 64).ilog2() as usize] += 1;
-            // Half of an octave lies above the square root of 2.
-            let octave = 1u64 << size.ilog2();
-            upper += u32::from(size * size >= 2 * octave * octave);
-        }
-        assert!(
-            octaves.iter().all(|c| (19_000..21_000).contains(c)),
-            "{octaves:?}"
-        );
-        assert!((48_000..52_000).contains(&upper), "{upper}");
-    }
 }

@@ -1,6 +1,6 @@
 //! Random blocks on random streams.
 
-use super::{Draft, Kind, Program, Random};
+use super::draft::{Draft, Kind, Program, Random};
 use crate::trace::format::Row;
 
 const ROWS: usize = 1_000_000;

@@ -1,6 +1,6 @@
 //! Training with sharded parameters, as one of the devices sees it.
 
-use super::{Draft, Program, Random};
+use super::draft::{Draft, Program, Random};
 use crate::trace::format::{Op, Row};
 
 const COMPUTE: u16 = 0;

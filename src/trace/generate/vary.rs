@@ -1,6 +1,6 @@
 //! A program repeated with changed sizes.
 
-use super::Random;
+use super::draft::Random;
 use crate::trace::format::{Op, Row, Trace};
 
 pub(super) fn rows(trace: &Trace, copies: usize, percent: u8, seed: u64) -> Vec<Row> {

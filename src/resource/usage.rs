@@ -1,8 +1,6 @@
-//! What a pool holds and hands out.
+//! What a source of memory holds and hands out.
 
 use crate::allocator::{self, Allocator};
-
-use super::error::PoolError;
 
 /// A quantity now, and the most it was. Bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -22,12 +20,12 @@ impl From<allocator::Counter> for Gauge {
     }
 }
 
-/// What a pool holds and hands out.
+/// What a source of memory holds and hands out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PoolUsage {
     /// Bytes held from the driver.
     pub reserved: Gauge,
-    /// Bytes in live blocks, as the pool rounds them.
+    /// Bytes in live blocks, as the source rounds them.
     pub used: Gauge,
 }
 
@@ -44,12 +42,5 @@ impl PoolUsage {
             reserved: all.reserved.into(),
             used: all.allocated.into(),
         }
-    }
-}
-
-pub(super) fn zero_is_invalid(error: allocator::Error) -> PoolError {
-    match error {
-        allocator::Error::InvalidSize { requested } => PoolError::InvalidSize { requested },
-        other => other.into(),
     }
 }

@@ -1,19 +1,17 @@
-//! Pools as resources.
+//! Pools whose blocks can go by their keys, as resources.
 
 use std::sync::Arc;
 
-use crate::allocator::{Allocator, Trimmed, size};
+use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, Stream};
-use crate::pool::{
-    DeviceTypedPool, Lease, NativeBlock, NativePool, OpenThresholdPool, PoolUsage, WorkspacePool,
+use crate::resource::{
+    Access, BlockIdentity, BlockKey, BlockState, DeallocateError, MemoryResource, Outstanding,
+    PoolUsage, ResourceBlock, ResourceError, Tag, Tracking, callers_order, not_tracked,
 };
 
-use super::block::{Access, BlockIdentity, BlockKey, BlockState, ResourceBlock, Tag};
-use super::caching::adopt;
-use super::error::{DeallocateError, ResourceError};
-use super::traits::{
-    MemoryResource, Outstanding, Tracking, callers_order, forward, forward_uses, not_tracked,
-};
+use super::native::NativePool;
+use super::native_block::NativeBlock;
+use super::workspace::{Lease, WorkspacePool};
 
 /// Blocks of [`NativePool`]s and [`WorkspacePool`]s have addresses that are multiples of this many bytes.
 const ALIGNMENT: usize = 256;
@@ -27,13 +25,6 @@ fn check(bytes: usize, alignment: usize) -> Result<(), ResourceError> {
         return Err(ResourceError::InvalidAlignment { alignment });
     }
     Ok(())
-}
-
-fn gone(block: &BlockIdentity) -> ResourceError {
-    ResourceError::UseAfterFree {
-        ptr: block.ptr,
-        key: block.key,
-    }
 }
 
 /// What a pool says of its own blocks, and how their uses are recorded. `$known` finds a live one.
@@ -66,75 +57,10 @@ macro_rules! known_uses {
     };
 }
 
-/// Surplus over the threshold goes when memory is given back, and under the classic policy at the next
-/// allocation.
-// SAFETY: the blocks are its allocator's.
-unsafe impl MemoryResource for OpenThresholdPool {
-    fn allocate_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
-        if bytes == 0 || size::round_size(bytes).is_none() {
-            let requested = bytes as u64;
-            return Err(ResourceError::InvalidSize { requested });
-        }
-        self.release_surplus(true);
-        MemoryResource::allocate_aligned(self.allocator(), bytes, alignment, stream, tag)
-    }
-
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        self.allocator().deallocate(block)?;
-        self.release_surplus(false);
-        Ok(())
-    }
-
-    fn reap(&self) -> Result<u64, ResourceError> {
-        self.allocator().reap()
-    }
-
-    forward!(allocator());
-    forward_uses!(allocator());
-}
-
-/// The last returned of equal size come first.
-// SAFETY: the blocks are its allocator's.
-unsafe impl MemoryResource for DeviceTypedPool {
-    fn allocate_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
-        let block = self.block(bytes, alignment, stream)?;
-        Ok(adopt(block, stream.id()?, alignment, tag))
-    }
-
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        let BlockIdentity {
-            stream, bytes, ptr, ..
-        } = block.identity();
-        let returned = self.when_returned(stream, bytes, ptr);
-        self.allocator().deallocate(block)?;
-        returned();
-        Ok(())
-    }
-
-    fn reap(&self) -> Result<u64, ResourceError> {
-        self.allocator().reap()
-    }
-
-    forward!(allocator());
-    forward_uses!(allocator());
-}
-
 fn lease(pool: &WorkspacePool, block: &BlockIdentity) -> Result<Arc<Lease>, ResourceError> {
     let known = pool.keyed().get(block.key.generation);
     let known = known.filter(|_| block.key.source == pool.keyed().source());
-    known.ok_or_else(|| gone(block))
+    known.ok_or_else(|| block.gone())
 }
 
 /// Each block is a [`Lease`]; idle slabs count as used.
@@ -178,7 +104,7 @@ unsafe impl MemoryResource for WorkspacePool {
                 drop(lease);
                 Ok(())
             }
-            _ => Err(DeallocateError::new(block, gone(&identity))),
+            _ => Err(DeallocateError::new(block, identity.gone())),
         }
     }
 
@@ -215,7 +141,7 @@ unsafe impl MemoryResource for WorkspacePool {
 fn native(pool: &NativePool, block: &BlockIdentity) -> Result<Arc<NativeBlock>, ResourceError> {
     let known = pool.keyed().get(block.key.generation);
     let known = known.filter(|_| block.key.source == pool.keyed().source());
-    known.ok_or_else(|| gone(block))
+    known.ok_or_else(|| block.gone())
 }
 
 /// A live block keeps the pool, also when its last handle is dropped.
@@ -255,7 +181,7 @@ unsafe impl MemoryResource for NativePool {
         let number = identity.key.generation;
         let ours = identity.key.source == self.keyed().source();
         let Some(Some(native)) = ours.then(|| self.keyed().take(number)) else {
-            return Err(DeallocateError::new(block, gone(&identity)));
+            return Err(DeallocateError::new(block, identity.gone()));
         };
         native.release().map_err(|error| {
             self.keyed().put(number, native);

@@ -1,0 +1,53 @@
+//! What lives in a driver, by number: the driver keeps the list, and who made a thing finds it again.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::sync::held::{Locked, locked};
+
+/// Things of one type, by number.
+#[derive(Default)]
+pub(super) struct Registry(Mutex<HashMap<u64, Entry>>);
+
+/// One thing: the list has no part in it, or keeps it for ever.
+pub(super) enum Entry {
+    Forever(Arc<dyn Any + Send + Sync>),
+    WhileUsed(Weak<dyn Any + Send + Sync>),
+}
+
+impl Entry {
+    pub(super) fn while_used<T: Any + Send + Sync>(thing: &Arc<T>) -> Entry {
+        let weak = Arc::downgrade(thing);
+        Entry::WhileUsed(weak)
+    }
+
+    /// The thing, if it is there still.
+    pub(super) fn get<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
+        let found = match self {
+            Entry::Forever(kept) => Some(Arc::clone(kept)),
+            Entry::WhileUsed(weak) => weak.upgrade(),
+        };
+        found.and_then(|found| found.downcast().ok())
+    }
+}
+
+impl Registry {
+    pub(super) fn lock(&self) -> Locked<'_, HashMap<u64, Entry>> {
+        locked(&self.0)
+    }
+
+    pub(super) fn find<T: Any + Send + Sync>(&self, number: u64) -> Option<Arc<T>> {
+        self.lock().get(&number).and_then(Entry::get)
+    }
+
+    /// Enters a thing, unless one is there: then it is that one.
+    pub(super) fn keep<T: Any + Send + Sync>(&self, number: u64, entry: Entry) -> Option<Arc<T>> {
+        let mut things = self.lock();
+        if let Some(there) = things.get(&number).and_then(Entry::get) {
+            return Some(there);
+        }
+        things.insert(number, entry);
+        None
+    }
+}

@@ -1,0 +1,15 @@
+//! Code that is not ours: hooks, callbacks and listeners.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Runs code of the user's. A panic in it is logged and goes no further: the books of the caller
+/// are half-way, and a drop may be under way.
+pub(crate) fn guarded<T>(what: &str, run: impl FnOnce() -> T) -> Option<T> {
+    match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(value) => Some(value),
+        Err(_) => {
+            log::error!("{what} panicked");
+            None
+        }
+    }
+}

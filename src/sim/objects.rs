@@ -1,0 +1,110 @@
+//! What else has a handle: captures, kernels, pools, and what is shared.
+
+use super::clocks::Clock;
+use crate::driver::sys::CUmemAllocationHandleType;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+/// One stream of a capture.
+#[derive(Default)]
+pub(super) struct Member {
+    pub(super) nodes: u64,
+    /// Newest node of other members that this one waited for.
+    pub(super) known: HashMap<u32, u64>,
+}
+
+/// A capture under way.
+pub(super) struct Capture {
+    pub(super) origin: u32,
+    pub(super) thread: u64,
+    pub(super) mode: u32,
+    pub(super) invalid: bool,
+    pub(super) graph: u64,
+    pub(super) members: HashMap<u32, Member>,
+    /// What members knew when an event was recorded, by queue and node.
+    pub(super) snapshots: HashMap<(u32, u64), HashMap<u32, u64>>,
+}
+
+/// A kernel that the simulator can run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kernel {
+    Fill,
+    Check,
+    Spin,
+}
+
+/// A free stretch of a pool's segment, reusable after an operation of a queue.
+pub(super) struct Free {
+    pub(super) bytes: u64,
+    pub(super) queue: u32,
+    pub(super) seq: u64,
+    pub(super) clock: Arc<Clock>,
+}
+
+/// A live block.
+pub(super) struct Live {
+    pub(super) bytes: u64,
+    pub(super) pool: u64,
+}
+
+pub(super) struct Pool {
+    pub(super) device: usize,
+    pub(super) default: bool,
+    pub(super) destroyed: bool,
+    /// Imports that are not destroyed, which have the handle of the pool itself here.
+    pub(super) imports: u64,
+    pub(super) max: u64,
+    pub(super) handle_types: CUmemAllocationHandleType,
+    pub(super) threshold: u64,
+    pub(super) follow_events: bool,
+    pub(super) opportunistic: bool,
+    pub(super) internal: bool,
+    pub(super) access: u64,
+    /// Segments: first address and size.
+    pub(super) segments: BTreeMap<u64, u64>,
+    pub(super) free: BTreeMap<u64, Free>,
+    pub(super) reserved_high: u64,
+    pub(super) used: u64,
+    pub(super) used_high: u64,
+}
+
+impl Pool {
+    pub(super) fn new(
+        device: usize,
+        default: bool,
+        max: u64,
+        handle_types: CUmemAllocationHandleType,
+    ) -> Pool {
+        Pool {
+            device,
+            default,
+            destroyed: false,
+            imports: 0,
+            max,
+            handle_types,
+            threshold: 0,
+            follow_events: true,
+            opportunistic: true,
+            internal: true,
+            access: 1 << device,
+            segments: BTreeMap::new(),
+            free: BTreeMap::new(),
+            reserved_high: 0,
+            used: 0,
+            used_high: 0,
+        }
+    }
+
+    pub(super) fn reserved(&self) -> u64 {
+        self.segments.values().sum()
+    }
+}
+
+/// What a shared number stands for, and what keeps the number from being used again.
+pub(super) struct Shared {
+    /// An allocation, or a pool.
+    pub(super) what: u32,
+    /// The other end of the pipe whose reading end is the descriptor.
+    #[cfg(unix)]
+    pub(super) _end: Option<std::io::PipeWriter>,
+}

@@ -1,0 +1,92 @@
+//! Work as it is queued.
+
+use super::args::Host;
+use super::clocks::Clock;
+use super::contents::Content;
+use crate::driver::sys::CUhostFn;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// What an operation does when it completes.
+#[derive(Clone, Debug)]
+pub(super) enum Work {
+    /// An event record: a marker.
+    Record,
+    /// Waits for an operation of another queue.
+    Wait { queue: u32, seq: u64 },
+    /// Pool memory begins or ends in the order of a stream: what is in it is lost, and who uses it must
+    /// be in order with this. Takes no time.
+    Turn {
+        address: u64,
+        bytes: u64,
+        device: usize,
+    },
+    /// Fills device memory.
+    Fill {
+        address: u64,
+        bytes: u64,
+        content: Content,
+    },
+    /// Copies device memory; the devices are those whose access counts.
+    Copy {
+        target: u64,
+        source: u64,
+        bytes: u64,
+        devices: (usize, usize),
+    },
+    /// Copies from the host.
+    Upload {
+        target: u64,
+        source: Host,
+        bytes: u64,
+    },
+    /// Copies to the host.
+    Download {
+        target: Host,
+        source: u64,
+        bytes: u64,
+    },
+    /// Copies on the host.
+    HostCopy {
+        target: Host,
+        source: Host,
+        bytes: u64,
+    },
+    /// Counts words that differ from a pattern.
+    Check {
+        address: u64,
+        words: u64,
+        seed: u32,
+        bad: u64,
+    },
+    /// Keeps the device busy.
+    Spin,
+    /// Runs a host function.
+    Callback { function: CUhostFn, data: usize },
+}
+
+#[derive(Debug)]
+pub(super) struct Op {
+    pub(super) seq: u64,
+    pub(super) row: u64,
+    pub(super) nanos: u64,
+    pub(super) label: u32,
+    pub(super) name: &'static str,
+    pub(super) clock: Arc<Clock>,
+    pub(super) work: Work,
+}
+
+/// The work of one stream. Outlives the stream's handle until all of it is done.
+pub(super) struct Queue {
+    pub(super) id: u64,
+    pub(super) ctx: usize,
+    pub(super) blocking: bool,
+    pub(super) alive: bool,
+    pub(super) ops: VecDeque<Op>,
+    pub(super) submitted: u64,
+    pub(super) done: u64,
+    pub(super) clock: Arc<Clock>,
+    pub(super) host_version: u64,
+    pub(super) capture: Option<u64>,
+    pub(super) active: bool,
+}

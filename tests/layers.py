@@ -1,0 +1,579 @@
+#!/usr/bin/env python3
+"""No circles: files of `src` that import each other, and rooms that know rooms above them.
+
+    python3 tests/layers.py               the check, against tests/layers.allow
+    python3 tests/layers.py --shrink      takes off the list what is in no circle any more, then checks
+    python3 tests/layers.py --arrows      every arrow between files, with the names that make it
+    python3 tests/layers.py --self-test   what must be found is planted in copies, and found
+
+A file imports another if its code names something that the other defines: in a `use`, or by a path
+(`super::x::y`, `crate::x::y`, `x::y` of a module in scope). Names are followed through re-exports to the
+file that defines them, so a `mod.rs` that only hands names on imports nothing. Code for tests (`cfg(test)`)
+is left out, and so are comments. What a method call reaches is not followed.
+"""
+
+import argparse
+import collections
+import os
+import re
+import shutil
+import sys
+import tempfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ALLOW = "tests/layers.allow"
+
+# Comments and literals; a lifetime is no character.
+BLANK = re.compile(
+    r"""//[^\n]*|/\*|(?<!\w)(?:br|cr|r)(?P<hashes>\#*)"|"(?:\\.|[^"\\])*"|'(?:\\(?:u\{[^}]*\}|x..|.)|[^'\\\n])'""",
+    re.S,
+)
+TOKEN = re.compile(r"'[A-Za-z_]\w*|(?:r\#)?[A-Za-z_]\w*|::|[0-9][\w.]*|[^\s\w]")
+NAME = re.compile(r"(?:r#)?[A-Za-z_]\w*\Z")
+EXPORTED = re.compile(r"#\[macro_export\]\s*(?:#\[[^\]]*\]\s*)*macro_rules!\s*(\w+)")
+INCLUDE = re.compile(r"\binclude!\s*\((?P<what>[^;]*)\)\s*;")
+ITEMS = {"fn", "struct", "enum", "union", "trait", "type", "const", "static", "macro_rules"}
+OPEN, CLOSE = {"(": ")", "[": "]", "{": "}"}, {")", "]", "}"}
+
+
+def strip(text):
+    """The text without comments and literals."""
+    out, at = [], 0
+    while found := BLANK.search(text, at):
+        out.append(text[at : found.start()])
+        at = found.end()
+        if found.group() == "/*":
+            depth = 1
+            while depth:
+                edge = re.compile(r"/\*|\*/").search(text, at)
+                if edge is None:
+                    return "".join(out)
+                depth += 1 if edge.group() == "/*" else -1
+                at = edge.end()
+        elif found["hashes"] is not None:
+            at = text.index('"' + found["hashes"], at) + 1 + len(found["hashes"])
+        out.append(" " if found.group().startswith("/") else " 0 ")
+    return "".join(out) + text[at:]
+
+
+def closing(tokens, at):
+    """The place behind the bracket that closes the one at `at`."""
+    depth = 0
+    for place in range(at, len(tokens)):
+        if tokens[place] in OPEN:
+            depth += 1
+        elif tokens[place] in CLOSE:
+            depth -= 1
+            if depth == 0:
+                return place + 1
+    return len(tokens)
+
+
+def only_tests(condition):
+    """Whether what stands under this condition of `cfg` is there for tests only."""
+    if condition[:1] == ["test"]:
+        return True
+    if condition[:1] not in (["all"], ["any"]):
+        return False
+    parts, part, depth = [], [], 0
+    for token in condition[2:-1]:
+        depth += (token in OPEN) - (token in CLOSE)
+        if token == "," and depth == 0:
+            parts.append(part)
+            part = []
+        else:
+            part.append(token)
+    if part:
+        parts.append(part)
+    return (any if condition[0] == "all" else all)(map(only_tests, parts))
+
+
+def behind_item(tokens, at):
+    """The place behind the item, field or statement that begins at `at`."""
+    while tokens[at : at + 1] == ["#"]:
+        at = closing(tokens, at + 1)
+    first = at
+    if tokens[at : at + 1] == ["pub"]:
+        at += 1
+        if tokens[at : at + 1] == ["("]:
+            at = closing(tokens, at)
+    words = {"fn", "struct", "enum", "union", "trait", "impl", "mod", "macro_rules", "unsafe", "extern", "async"}
+    ends_at_block = tokens[at] in words or tokens[at : at + 2] == ["const", "fn"] or tokens[first] == "{"
+    ends_at_comma = tokens[at] not in words | {"use", "const", "static", "type", "let"}
+    while at < len(tokens):
+        token = tokens[at]
+        if token in CLOSE:
+            return at
+        if token in OPEN:
+            at = closing(tokens, at)
+            if token == "{" and ends_at_block:
+                return at
+            continue
+        at += 1
+        if token == ";" or token == "," and ends_at_comma:
+            return at
+    return at
+
+
+def without_tests(tokens):
+    """The tokens without attributes and without what is there for tests only."""
+    out, at = [], 0
+    while at < len(tokens):
+        if tokens[at] == "#" and tokens[at + 1 : at + 2] == ["["]:
+            end = closing(tokens, at + 1)
+            inside = tokens[at + 2 : end - 1]
+            at = end
+            if inside[:1] == ["cfg"] and only_tests(inside[2:-1]):
+                at = behind_item(tokens, at)
+        elif tokens[at] == "#" and tokens[at + 1 : at + 3] == ["!", "["]:
+            at = closing(tokens, at + 2)
+        else:
+            out.append(tokens[at])
+            at += 1
+    return out
+
+
+class Use:
+    """One name of a `use`: its path, the name it gets here ("*": all), whether it is handed on, and whether
+    others take it from here."""
+
+    def __init__(self, path, name, public):
+        self.path, self.name, self.public, self.taken = path, name, public, False
+
+
+class Module:
+    def __init__(self, path, file, parent):
+        self.path, self.file, self.parent = path, file, parent
+        self.modules, self.items, self.uses, self.paths = {}, set(), [], []
+        # Names that the code itself has, and the file that is included, if one is.
+        self.words, self.included = set(), None
+
+
+class Tree:
+    """The modules of a crate whose root is `src/lib.rs` under `root`."""
+
+    def __init__(self, root):
+        self.root = root
+        self.modules = []
+        # Macros that stand at the top of the crate, wherever they are.
+        self.exported = {}
+        # The module whose names are looked up.
+        self.asking = None
+        self.crate = self.file_module("src/lib.rs", (), None)
+
+    def file_module(self, file, path, parent):
+        with open(os.path.join(self.root, file), encoding="utf-8") as opened:
+            text = opened.read()
+        module = Module(path, file, parent)
+        self.modules.append(module)
+        code = strip(text)
+        self.exported.update((name, file) for name in EXPORTED.findall(code))
+        self.body(module, without_tests(TOKEN.findall(code)))
+        for made in self.modules:
+            if made.file == file and made.included:
+                self.include(made, text)
+        return module
+
+    def include(self, module, text):
+        """What is included counts as the checked-in file of the same name beside this one, if there is one."""
+        folder = os.path.dirname(module.file)
+        for found in INCLUDE.finditer(text):
+            for name in re.findall(r'"/?([\w.]+\.rs)"', found["what"]):
+                module.included = f"{folder}/{name}"
+
+    def body(self, module, tokens):
+        """Enters a module's items, imports and paths."""
+        folder = os.path.dirname(module.file)
+        stem = os.path.basename(module.file)[:-3]
+        if stem not in ("lib", "mod"):
+            folder = f"{folder}/{stem}"
+        # Inline modules have folders of their own in it.
+        depth_of_file = module.path[len(self.module_of_file(module).path) :]
+        folder = "/".join([folder, *depth_of_file])
+        at, depth = 0, 0
+        while at < len(tokens):
+            token = tokens[at]
+            if token == "mod" and NAME.match(tokens[at + 1]):
+                name, after = tokens[at + 1], tokens[at + 2]
+                path = module.path + (name,)
+                if after == "{":
+                    end = closing(tokens, at + 2)
+                    inner = Module(path, module.file, module)
+                    module.modules[name] = inner
+                    self.modules.append(inner)
+                    self.body(inner, tokens[at + 3 : end - 1])
+                    at = end
+                    continue
+                if after == ";":
+                    for file in (f"{folder}/{name}.rs", f"{folder}/{name}/mod.rs"):
+                        if os.path.exists(os.path.join(self.root, file)):
+                            module.modules[name] = self.file_module(file, path, module)
+                at += 3
+                continue
+            if token == "use" and tokens[at + 1] != "<":
+                public = tokens[at - 1] == "pub" or tokens[at - 1] == ")" and "pub" in tokens[max(at - 8, 0) : at]
+                end = at + 1
+                while tokens[end] != ";":
+                    end = closing(tokens, end) if tokens[end] == "{" else end + 1
+                self.use(module, tokens[at + 1 : end], [], public)
+                at = end + 1
+                continue
+            if token == "include" and tokens[at + 1 : at + 2] == ["!"]:
+                module.included = module.file
+            if depth == 0 and token in ITEMS:
+                after = at + 2 if tokens[at + 1 : at + 2] in (["mut"], ["!"]) else at + 1
+                if NAME.match(tokens[after]) and tokens[after] not in ("fn", "unsafe", "extern", "async"):
+                    module.items.add(tokens[after])
+                    if token == "macro_rules":
+                        at = after + 1
+                        continue
+            depth += (token in OPEN) - (token in CLOSE)
+            if NAME.match(token):
+                path = [token]
+                while tokens[at + 1 : at + 2] == ["::"] and at + 2 < len(tokens) and NAME.match(tokens[at + 2]):
+                    path.append(tokens[at + 2])
+                    at += 2
+                module.words.add(path[0])
+                if len(path) > 1:
+                    module.paths.append(path)
+            at += 1
+
+    def module_of_file(self, module):
+        while module.parent is not None and module.parent.file == module.file:
+            module = module.parent
+        return module
+
+    def use(self, module, tokens, before, public):
+        """Enters what one `use` names."""
+        path, at = list(before), 0
+        while at < len(tokens):
+            token = tokens[at]
+            if token == "{":
+                part, depth = [], 0
+                for inner in tokens[at + 1 : -1] + [","]:
+                    depth += (inner in OPEN) - (inner in CLOSE)
+                    if inner == "," and depth == 0:
+                        if part:
+                            self.use(module, part, path, public)
+                        part = []
+                    else:
+                        part.append(inner)
+                return
+            if token == "as":
+                module.uses.append(Use(path, tokens[at + 1], public))
+                return
+            if token == "*":
+                module.uses.append(Use(path, "*", public))
+                return
+            if token == "self" and path:
+                pass
+            elif token != "::":
+                path.append(token)
+            at += 1
+        module.uses.append(Use(path, path[-1], public))
+
+    def named(self, module, name, last, seen):
+        """What a name is in a module: a `Module`, a (file, name), or nothing."""
+        if (module, name, last) in seen:
+            return None
+        seen.add((module, name, last))
+        # A module and a function may have one name: what ends a path is the function.
+        if last and name in module.items:
+            return (module.file, name)
+        if not last and name in module.modules:
+            return module.modules[name]
+        for use in module.uses:
+            if use.name == name:
+                use.taken |= module is not self.asking
+                found = self.resolve(module, use.path, seen)
+                if found is not None:
+                    return found
+        if name in module.modules:
+            return module.modules[name]
+        if name in module.items:
+            return (module.file, name)
+        for use in module.uses:
+            if use.name == "*":
+                inside = self.resolve(module, use.path, seen)
+                if isinstance(inside, Module):
+                    found = self.named(inside, name, last, seen)
+                    if found is not None:
+                        return found
+        return None
+
+    def resolve(self, module, path, seen=None):
+        """What a path means in a module: a `Module`, a (file, name), or nothing if it is of another crate."""
+        seen = set() if seen is None else seen
+        here, own = module, False
+        for place, part in enumerate(path):
+            last = place + 1 == len(path)
+            if part == "crate":
+                here, own = self.crate, True
+                continue
+            if part == "self":
+                own = True
+                continue
+            if part == "super":
+                here, own = here.parent, True
+                continue
+            found = self.named(here, part, last, seen)
+            if found is None:
+                if here is self.crate and part in self.exported:
+                    return (self.exported[part], part)
+                # Made by a macro, or included.
+                return (here.included or here.file, part) if own else None
+            if not isinstance(found, Module):
+                return found
+            here, own = found, True
+        return here
+
+    def names(self):
+        """For each module each name that its code takes from elsewhere: what it is, and its `use`, if it has one."""
+        for module in self.modules:
+            self.asking = module
+            for use in module.uses:
+                if use.name != "*":
+                    yield module, use, self.resolve(module, use.path)
+                    continue
+                inside = self.resolve(module, use.path)
+                if isinstance(inside, Module):
+                    for word in sorted(module.words - module.items):
+                        yield module, None, self.named(inside, word, True, set())
+            for path in module.paths:
+                yield module, None, self.resolve(module, path)
+
+    def arrows(self):
+        """For each file the files that it imports, each with the names taken from it."""
+        arrows = collections.defaultdict(lambda: collections.defaultdict(set))
+        for module, use, found in list(self.names()):
+            if not isinstance(found, tuple) or found[0] == module.file:
+                continue
+            # What is only handed on is not used here.
+            if use and (use.public or use.taken) and use.name not in module.words:
+                continue
+            arrows[module.file][found[0]].add(found[1])
+        return arrows
+
+
+def circles(arrows):
+    """The sets of files that reach each other, the largest first."""
+    order, low, stack, on, out = {}, {}, [], set(), []
+
+    def visit(start):
+        work = [(start, iter(sorted(arrows.get(start, ()))))]
+        order[start] = low[start] = len(order)
+        stack.append(start)
+        on.add(start)
+        while work:
+            file, rest = work[-1]
+            for other in rest:
+                if other not in order:
+                    order[other] = low[other] = len(order)
+                    stack.append(other)
+                    on.add(other)
+                    work.append((other, iter(sorted(arrows.get(other, ())))))
+                    break
+                if other in on:
+                    low[file] = min(low[file], order[other])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[file])
+                if low[file] == order[file]:
+                    circle = set()
+                    while file not in circle:
+                        circle.add(stack.pop())
+                    on.difference_update(circle)
+                    if len(circle) > 1:
+                        out.append(circle)
+
+    for file in sorted(arrows):
+        if file not in order:
+            visit(file)
+    return sorted(out, key=lambda circle: (-len(circle), sorted(circle)))
+
+
+def allowed(root):
+    """The rooms with what each may know, and the circles that are still open."""
+    rooms, open_circles = {}, []
+    with open(os.path.join(root, ALLOW), encoding="utf-8") as opened:
+        for line in opened:
+            line = line.split("#")[0].rstrip()
+            if not line:
+                continue
+            if line.startswith(" "):
+                open_circles[-1].add(line.strip())
+            elif line == "circle":
+                open_circles.append(set())
+            else:
+                room, knows = line.split(":")
+                rooms[room] = set(knows.split())
+    return rooms, open_circles
+
+
+def room_of(file, rooms):
+    """The innermost room that holds a file."""
+    inside = file[len("src/") :]
+    holds = [room for room in rooms if inside == room or inside == room + ".rs" or inside.startswith(room + "/")]
+    return max(holds, key=len, default=None)
+
+
+def tied(arrows, circle):
+    for file in sorted(circle):
+        for other in sorted(set(arrows[file]) & circle):
+            yield f"  {file} -> {other}: {', '.join(sorted(arrows[file][other]))}"
+
+
+def judge(root):
+    """Everything that is wrong, as lines."""
+    arrows, wrong = Tree(root).arrows(), []
+    rooms, open_circles = allowed(root)
+    found = circles(arrows)
+    for circle in found:
+        grown = [entry for entry in open_circles if entry & circle]
+        if len(grown) == 1 and circle <= grown[0]:
+            continue
+        what = f"circle of {len(circle)} files"
+        if grown:
+            new = sorted(circle - set.union(*grown))
+            what += ", grown by " + ", ".join(new) if new else ", of several that were apart"
+        wrong += [what + ":", *tied(arrows, circle)]
+    in_circles = set().union(*found)
+    for entry in open_circles:
+        for file in sorted(entry - in_circles):
+            wrong.append(f"{file} is in no circle any more: take it off {ALLOW}")
+    for circle in circles({room: knows & set(rooms) for room, knows in rooms.items()}):
+        wrong.append(f"{ALLOW}: rooms that may know each other: {', '.join(sorted(circle))}")
+    taken = collections.defaultdict(set)
+    for file in sorted(arrows):
+        for other, names in sorted(arrows[file].items()):
+            here, there = room_of(file, rooms), room_of(other, rooms)
+            if here is None or there is None:
+                homeless = f"{file if here is None else other} is in no room of {ALLOW}"
+                if homeless not in wrong:
+                    wrong.append(homeless)
+            elif here != there:
+                taken[here].add(there)
+                if there not in rooms[here]:
+                    wrong.append(f"{here} must not know {there}: {file} -> {other}: {', '.join(sorted(names))}")
+    for room, knows in sorted(rooms.items()):
+        for other in sorted(knows - taken[room]):
+            wrong.append(f"{room} does not know {other} any more: take it off {ALLOW}")
+    return wrong
+
+
+def shrink(root):
+    """Takes off the list the files that are in no circle any more."""
+    in_circles = set().union(*circles(Tree(root).arrows()))
+    with open(os.path.join(root, ALLOW), encoding="utf-8") as opened:
+        lines = [line for line in opened if not line.startswith(" ") or line.strip() in in_circles]
+    heads = zip(lines, lines[1:] + [""])
+    lines = [line for line, after in heads if line.strip() != "circle" or after.startswith(" ")]
+    with open(os.path.join(root, ALLOW), "w", encoding="utf-8") as opened:
+        opened.write(re.sub(r"\n\n\n+", "\n\n", "".join(lines)).rstrip("\n") + "\n")
+
+
+def self_test():
+    """Plants circles and other faults in copies, and expects each to be found, and nothing else."""
+    tree = {
+        "src/lib.rs": "mod low;\nmod high;\nmod top;\npub use high::Face;\n",
+        "src/top.rs": "pub fn top() { crate::high::roof(); }\n",
+        "src/low/mod.rs": "mod a;\nmod b;\nmacro_rules! made { ($n:ident) => { pub struct $n; } }\nmade!(Made);\n"
+        "pub use a::A;\npub(crate) use b::{B, self as bee};\n",
+        "src/low/a.rs": "/// See [`super::B`].\npub struct A;\nfn f<'a>(x: &'a str) -> char { let _ = \"super::B\"; 'b' }\n"
+        "// super::B\n/* crate::Face /* nested */ super::B */\n#[cfg(all(test, unix))]\nmod tests { use super::super::B; }\n"
+        "#[cfg(test)]\nuse super::B;\n",
+        "src/low/b.rs": "use super::A;\npub struct B(A);\n",
+        "src/high/mod.rs": "mod roof;\nmod wall;\npub use roof::{Face, roof};\nuse crate::low::Made;\n"
+        "struct Kept(Made);\nfn helper() {}\n",
+        "src/high/roof.rs": "use super::wall;\nuse crate::low;\npub struct Face;\npub fn roof() { wall::stand(low::A); super::helper() }\n",
+        "src/high/wall.rs": "pub fn stand(_: crate::low::A) {}\n",
+        ALLOW: "low:\nhigh: low\ntop: high\nlib:\n",
+    }
+    circle = "circle of 2 files:"
+    cases = [
+        ("nothing", {}, []),
+        ("a use", {"src/low/a.rs": "use super::b::B;\n"}, [circle]),
+        ("a use through the door", {"src/low/a.rs": "use super::{B as Other};\n"}, [circle]),
+        ("a use of all", {"src/low/a.rs": "use super::*;\nfn g(_: B) {}\n"}, [circle]),
+        ("a path", {"src/high/wall.rs": "fn g() { super::roof::roof() }\n"}, [circle]),
+        ("a path through a module in scope", {"src/low/a.rs": "use crate::low::bee;\nfn g(_: bee::B) {}\n"}, [circle]),
+        ("a path in a macro", {"src/low/a.rs": "macro_rules! m { () => { $crate::low::B } }\n"}, [circle]),
+        ("an inline module", {"src/low/a.rs": "mod inner { use super::super::B; }\n"}, [circle]),
+        ("the door itself", {"src/high/mod.rs": "fn g() -> Face { loop {} }\n"}, [circle]),
+        ("the top of the crate", {"src/high/wall.rs": "use crate::Face;\n"}, [circle]),
+        ("any is not for tests only", {"src/low/a.rs": "#[cfg(any(test, unix))]\nuse super::B;\n"}, [circle]),
+        ("what follows a test", {"src/low/a.rs": "#[cfg(test)]\nfn t<A, C>() {}\nuse super::B;\n"}, [circle]),
+        ("three files", {"src/low/a.rs": "use crate::top::top;\n"}, ["circle of 4 files:", "low must not know top"]),
+        ("up", {"src/low/b.rs": "use crate::high::Face;\n"}, ["low must not know high"]),
+        ("a new room", {"src/lib.rs": "mod new;\nuse new::N;\nfn g(_: N) {}\n", "src/new.rs": "pub struct N;\n"}, ["src/new.rs is in no room"]),
+        ("an arrow that is gone", {ALLOW: "free: low\n"}, ["free does not know low any more"]),
+        ("rooms in a circle", {ALLOW: "high: low top\n"}, ["rooms that may know each other", "high does not know top"]),
+        ("allowed", {"src/low/a.rs": "use super::B;\n", ALLOW: "circle\n    src/low/a.rs\n    src/low/b.rs\n"}, []),
+        ("a circle that is gone", {ALLOW: "circle\n    src/low/a.rs\n    src/low/b.rs\n"}, ["src/low/a.rs is in no circle", "src/low/b.rs is in no circle"]),
+        ("a circle that has grown", {"src/low/a.rs": "use super::B;\nuse crate::low::Made;\n", "src/low/mod.rs": "fn g(_: A) {}\n", ALLOW: "circle\n    src/low/a.rs\n    src/low/b.rs\n"}, ["circle of 3 files, grown by src/low/mod.rs"]),
+    ]
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name, planted, expected in cases:
+            root = os.path.join(folder, "small")
+            for file in sorted({*tree, *planted}):
+                os.makedirs(os.path.dirname(os.path.join(root, file)), exist_ok=True)
+                with open(os.path.join(root, file), "w", encoding="utf-8") as opened:
+                    opened.write(tree.get(file, "") + planted.get(file, ""))
+            wrong = [line for line in judge(root) if not line.startswith(" ")]
+            if len(wrong) != len(expected) or any(part not in line for part, line in zip(expected, wrong)):
+                failed += 1
+                print(f"self-test, {name}: expected {expected}, found {wrong}")
+            shutil.rmtree(root)
+        failed += planted_in_copy(os.path.join(folder, "copy"))
+    print(f"self-test: {len(cases) + 1} cases, {failed} failed")
+    return failed
+
+
+def planted_in_copy(root):
+    """In a copy of the sources, an import turned round."""
+    shutil.copytree(os.path.join(ROOT, "src"), os.path.join(root, "src"))
+    os.makedirs(os.path.join(root, "tests"))
+    shutil.copy(os.path.join(ROOT, ALLOW), os.path.join(root, ALLOW))
+    tree, open_files = Tree(root), set().union(*allowed(root)[1])
+    before, arrows = judge(root), tree.arrows()
+    items = {module.file: module for module in tree.modules if module.items and module is tree.module_of_file(module)}
+    file, other = next(
+        (file, other)
+        for file in sorted(arrows)
+        for other in sorted(arrows[file])
+        if file in items and other in items and not {file, other} & open_files and not file.endswith("mod.rs")
+    )
+    path = "::".join(["crate", *items[file].path, sorted(items[file].items)[0]])
+    with open(os.path.join(root, other), "a", encoding="utf-8") as opened:
+        opened.write(f"\nuse {path} as Planted;\n")
+    new = [line for line in judge(root) if line not in before]
+    if any(line.startswith(f"  {other} -> {file}:") for line in new):
+        return 0
+    print(f"self-test: {path} planted in {other} was not found")
+    return 1
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arrows", action="store_true")
+    parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--self-test", action="store_true")
+    options = parser.parse_args()
+    if options.self_test:
+        return 1 if self_test() else 0
+    if options.shrink:
+        shrink(ROOT)
+    if options.arrows:
+        for file, others in sorted(Tree(ROOT).arrows().items()):
+            for other, names in sorted(others.items()):
+                print(f"{file} -> {other}: {', '.join(sorted(names))}")
+        return 0
+    wrong = judge(ROOT)
+    print("\n".join(wrong) if wrong else "no circle of imports but those that are listed; rooms know rooms below")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
