@@ -9,7 +9,7 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::State;
 use crate::allocator::heap::memory::GivenBack;
-use crate::allocator::heap::memory::GrowthFailure;
+use crate::allocator::physical::GrowthFailure;
 use crate::allocator::size::PHYSICAL_GRANULE;
 
 /// Address space that an arena leases first; then as much again as it has, while that is less than

@@ -4,8 +4,9 @@ use crate::allocator::extent::plan::Release;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::State;
-use crate::allocator::physical::bursts::{BURST_MAPS, MAPS, NEAR_PART, REPAID, cut};
+use crate::allocator::physical::bursts::{BURST_MAPS, MAPS, NEAR_PART, REPAID};
 use crate::allocator::size::PHYSICAL_GRANULE;
+use crate::allocator::view::layout::cut;
 use crate::allocator::view::mapping::{Layout, Openings};
 
 impl State {

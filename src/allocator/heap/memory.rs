@@ -1,14 +1,14 @@
 //! The metadata's side of `memory`.
 
-use crate::driver::DriverError;
-
 use crate::allocator::error::{OutOfMemory, PendingBytes, PinnedSegment};
 use crate::allocator::extent::handle::Stray;
 use crate::allocator::extent::plan::{Growth, Release};
 use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::heap::State;
+use crate::allocator::physical::GrowthFailure;
 use crate::allocator::size::GRANULE;
+use crate::driver::DriverError;
 
 impl State {
     /// Enters address space that was leased for an arena; `grown`: it lengthens the lease before it.
@@ -282,13 +282,3 @@ pub(crate) const PINNED_NAMED: usize = 3;
 /// How the two calls went that give a handle back: the unmapping, and the release. The second counts
 /// only if the first is good.
 pub(crate) type GivenBack = (Result<(), DriverError>, Result<(), DriverError>);
-
-/// A growth that failed, with what could not be undone.
-#[derive(Debug)]
-pub(crate) struct GrowthFailure {
-    pub error: DriverError,
-    /// Handles that are still mapped: (address, bytes, handle).
-    pub(crate) mapped: Vec<(u64, u64, u64)>,
-    /// Handles that are mapped nowhere and could not be released.
-    pub(crate) strays: Vec<(u64, u64)>,
-}

@@ -1,10 +1,6 @@
 //! What allocations that map very many handles may do, and owe.
 
-use crate::allocator::extent::want::Want;
 use crate::allocator::report::Bursts;
-use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
-use crate::allocator::view::mapping::Layout;
-use crate::allocator::view::sources::Source;
 
 /// The account of one allocator.
 #[derive(Debug, Default)]
@@ -55,37 +51,3 @@ pub(crate) const REPAID: usize = 8;
 /// ([`State::handle_size`]); with larger ones, and bounds up to 0.8 of the limit, the smallest limit
 /// of recorded work rose by 1.5 points.
 pub(crate) const NEAR_PART: u64 = 2;
-
-/// A layout of the largest whole handles that fit, with the rest created.
-pub(crate) fn cut(want: &Want, sources: &[Source]) -> Layout {
-    let mut left = u64::from(want.granules) * GRANULE;
-    let mut whole: Vec<&Source> = sources.iter().filter(|s| s.whole()).collect();
-    whole.sort_unstable_by_key(|s| (std::cmp::Reverse(s.bytes), s.home));
-    let mut adds = Vec::with_capacity(CUT_MAPS);
-    for source in whole {
-        if adds.len() < CUT_MAPS && source.bytes <= left {
-            adds.push((source.home, source.bytes));
-            left -= source.bytes;
-        }
-    }
-    let fresh = left.next_multiple_of(PHYSICAL_GRANULE);
-    let part = fresh.div_ceil(CUT_CREATED);
-    Layout {
-        base: None,
-        back: 0,
-        skip: 0,
-        adds,
-        fresh,
-        lacking: fresh,
-        fresh_handle: part.next_multiple_of(PHYSICAL_GRANULE).min(CREATED_MAX),
-    }
-}
-
-/// Handles that are mapped where the bound cuts a stitch,
-pub(crate) const CUT_MAPS: usize = 90;
-
-/// and handles that are created beside them.
-pub(crate) const CUT_CREATED: u64 = 10;
-
-/// They are not larger than this, because one small block keeps a whole handle.
-pub(crate) const CREATED_MAX: u64 = 32 << 20;

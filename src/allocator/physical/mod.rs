@@ -12,6 +12,7 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::physical::bursts::Account;
 use crate::allocator::report::{GrowthInfo, PhysicalSegment};
+use crate::driver::DriverError;
 
 /// The physical memory of an allocator.
 #[derive(Debug)]
@@ -116,3 +117,13 @@ impl Physical {
 /// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
 /// larger handles, more willingness to wait.
 pub(crate) const LEVELS: usize = 6;
+
+/// A growth that failed, with what could not be undone.
+#[derive(Debug)]
+pub(crate) struct GrowthFailure {
+    pub error: DriverError,
+    /// Handles that are still mapped: (address, bytes, handle).
+    pub(crate) mapped: Vec<(u64, u64, u64)>,
+    /// Handles that are mapped nowhere and could not be released.
+    pub(crate) strays: Vec<(u64, u64)>,
+}

@@ -12,7 +12,7 @@ use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::State;
 use crate::allocator::heap::figures::free_among;
-use crate::allocator::heap::memory::GrowthFailure;
+use crate::allocator::physical::GrowthFailure;
 use crate::allocator::reclaim::climb::{Climb, Step};
 use crate::allocator::report::GrowthReason;
 use crate::allocator::stream::answers::is_void_wait;

@@ -292,7 +292,7 @@ pub(crate) enum Unmapped {
     /// Undone: nothing is left of it.
     Undone(DriverError),
     /// New memory could not be made; what is left of that.
-    NotMade(crate::allocator::heap::memory::GrowthFailure),
+    NotMade(crate::allocator::physical::GrowthFailure),
     /// Failed with this many mappings, and the handles of new memory, left in the view.
     Stuck(DriverError, usize, Vec<u64>),
 }

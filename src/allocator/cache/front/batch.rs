@@ -4,6 +4,7 @@
 use std::collections::HashSet;
 
 use super::grain::{Kind, Live, Node, PAGE_GRAINS, Run};
+use super::held_back::Batch;
 use super::{Freed, Inner};
 use crate::allocator::size::GRANULE;
 
@@ -14,24 +15,6 @@ const BATCH_BYTES: u64 = 2 << 20;
 const PENDING_BYTES: u64 = BATCH_BYTES;
 /// Most requests that find nothing to be let pass before they are asked again.
 const PATIENCE: u32 = 64;
-
-/// Frees of blocks that one other stream used, which nothing orders yet.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Batch {
-    /// Slot of the other stream.
-    pub stream: u32,
-    pub nodes: Vec<Node>,
-    pub bytes: u64,
-}
-
-/// Blocks that were held back for other streams, which are done with them.
-#[derive(Debug)]
-pub(crate) struct Returned {
-    pub nodes: Vec<Node>,
-    pub bytes: u64,
-    /// Else their own stream has come to follow the others.
-    pub over: bool,
-}
 
 impl Inner {
     pub(super) fn free_shared(&mut self, node: Node, live: Live) -> Freed {

@@ -12,6 +12,14 @@ pub(super) const PLACE_MASK: u32 = PAGE_GRAINS - 1;
 pub(super) const NIL: u32 = u32::MAX >> 1;
 /// Set in every generation, and in no node: tells a live block's word from a link.
 pub(super) const LIVE: u32 = 1 << 31;
+/// Blocks that a front hands out before it looks for worn pages.
+pub(super) const LIVES: u64 = 1 << 24;
+
+/// The generation from which on a page is worn: it may go on so far unseen, and once more so far in the
+/// front that it goes to.
+pub(super) const WORN: u32 = u32::MAX - 2 * LIVES as u32;
+
+const _: () = assert!(WORN & LIVE != 0);
 
 /// What a granule that begins a run says about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -14,6 +14,7 @@ mod batch;
 pub(crate) mod cache;
 mod grain;
 mod heap;
+mod held_back;
 #[cfg(all(loom, test))]
 mod interleavings;
 mod pages;
@@ -29,9 +30,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::sync::lock::AtomicPtr;
 pub(crate) use crate::sync::lock::{Held, Lock, pause};
 pub(crate) use account::{Accounts, QUANTITIES};
-pub(crate) use batch::{Batch, Returned};
 pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use heap::Heap;
+pub(crate) use held_back::{Batch, Returned};
 pub(crate) use pages::{PageTable, SMALL_ID, page_of};
 pub(crate) use shelf::{Amounts, Shelf, Shelved};
 
@@ -173,7 +174,7 @@ pub(crate) type Others = Arc<[&'static Front]>;
 impl Default for Inner {
     fn default() -> Self {
         let mut accounts = Accounts::default();
-        accounts.blocks.allow(worn::LIVES);
+        accounts.blocks.allow(grain::LIVES);
         Inner {
             owner: None,
             allocator: 0,

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32 as Count, Ordering};
 
 use super::Front;
 use super::grain::PageInfo;
-use super::worn::WORN;
+use super::grain::WORN;
 use crate::allocator::extent::boxed::boxed_array;
 use crate::allocator::size::GRANULE;
 use crate::sync::lock::{AtomicPtr, AtomicU32};

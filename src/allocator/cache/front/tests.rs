@@ -1,8 +1,8 @@
 //! What a heap does by itself.
 
 use super::grain::PageInfo;
+use super::grain::WORN;
 use super::heap::Heap;
-use super::worn::WORN;
 use super::{Allocated, Inner, Life, Owner, Small, Using};
 
 const PAGE: u64 = 64 << 10;

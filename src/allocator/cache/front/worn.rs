@@ -6,16 +6,8 @@
 //! worn. A worn page's runs are of no use as they become free, and when none of them is in use it goes back to
 //! the books: it comes again with another number.
 
-use super::grain::{Kind, LIVE, Node, PageInfo, Run, Using};
+use super::grain::{Kind, LIVES, Node, PageInfo, Run, Using, WORN};
 use super::{Heap, Inner};
-
-/// Blocks that a front hands out before it looks for worn pages.
-pub(super) const LIVES: u64 = 1 << 24;
-/// The generation from which on a page is worn: it may go on so far unseen, and once more so far in the
-/// front that it goes to.
-pub(super) const WORN: u32 = u32::MAX - 2 * LIVES as u32;
-
-const _: () = assert!(WORN & LIVE != 0);
 
 impl Inner {
     /// Looks for worn pages if it is time to.
