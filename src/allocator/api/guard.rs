@@ -8,9 +8,9 @@ use crate::driver::sys;
 use crate::allocator::api::Allocator;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::error::Error;
-use crate::allocator::extent::want::AfterFree;
 use crate::allocator::heap::guarded::Guarding;
 use crate::allocator::report::PhysicalSegment;
+use crate::allocator::stream::slot::AfterFree;
 
 /// Keeps a part of a block where it is, for somebody who uses its physical memory without the
 /// allocator's knowledge: another process after an export, a network card after a registration.

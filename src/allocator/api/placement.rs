@@ -4,8 +4,8 @@ use crate::driver::{Stream, sys};
 
 use crate::allocator::api::Allocator;
 use crate::allocator::api::block::Block;
-use crate::allocator::engine::request::Request;
 use crate::allocator::error::Error;
+use crate::allocator::heap::request::Request;
 
 /// Where a block has to lie. The default asks nothing; every block begins at a multiple of 512 bytes
 /// in any case.

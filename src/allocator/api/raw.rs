@@ -3,12 +3,12 @@
 use crate::driver::{Stream, sys};
 
 use crate::allocator::api::Allocator;
-use crate::allocator::engine::defaults::is_special;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::request::Request;
 use crate::allocator::engine::small::Missed;
 use crate::allocator::error::Error;
+use crate::allocator::heap::request::Request;
 use crate::allocator::stream::slot::StreamKey;
+use crate::allocator::stream::slot::is_special;
 
 impl Allocator {
     /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default

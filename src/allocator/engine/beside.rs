@@ -11,9 +11,9 @@ use crate::allocator::cache::front::Front;
 use crate::allocator::cache::front::{Held, Inner, cache};
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::request::Request;
 use crate::allocator::engine::small::unaligned;
 use crate::allocator::error::Error;
+use crate::allocator::heap::request::Request;
 use crate::driver::Stream;
 
 /// Notes under the lock of one front.

@@ -7,17 +7,18 @@ use crate::driver::sys;
 use crate::allocator::cache::front;
 use crate::allocator::cache::front::{Front, Life, SMALL_ID, page_of};
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
-use crate::allocator::engine::defaults::is_special;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::request::Request;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId};
-use crate::allocator::extent::want::{AfterFree, Want};
+use crate::allocator::extent::want::Want;
 use crate::allocator::heap::State;
 use crate::allocator::heap::blocks::Suspect;
+use crate::allocator::heap::request::Request;
 use crate::allocator::size::GRANULE;
+use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
+use crate::allocator::stream::slot::is_special;
 
 /// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
 /// call announced is withdrawn if it fails, or if a hook of the user panics in it.
@@ -118,7 +119,7 @@ impl Engine {
             return Err(Error::Closed);
         }
         if !state.contended
-            && let Some(grant) = state.take_ready(self, named.key, request)
+            && let Some(grant) = state.take_ready(self.device, named.key, request)
         {
             return Ok(grant);
         }

@@ -6,8 +6,6 @@
 
 use std::sync::OnceLock;
 
-use crate::driver::sys;
-
 /// What an allocator knows about the default streams of its context.
 #[derive(Debug)]
 pub(crate) struct Defaults {
@@ -24,15 +22,4 @@ impl Defaults {
             legacy: OnceLock::new(),
         }
     }
-}
-
-/// The null, legacy and per-thread handles.
-#[inline]
-pub(crate) fn is_special(raw: sys::CUstream) -> bool {
-    (raw as usize) <= 2
-}
-
-/// Whether the handle means a different stream on each thread.
-pub(crate) fn is_per_thread(raw: usize) -> bool {
-    raw == 2
 }

@@ -6,13 +6,13 @@ use std::sync::atomic::Ordering;
 use crate::driver::sys::CUstream;
 use crate::driver::{Context, Event, Stream, process};
 
-use crate::allocator::engine::defaults::is_per_thread;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
-use crate::allocator::extent::want::PendingWait;
 use crate::allocator::heap::State;
 use crate::allocator::stream::answers::{is_capture_refusal, is_of_capture, is_void_event};
 use crate::allocator::stream::poll::{Answer, Poll};
+use crate::allocator::stream::slot::PendingWait;
+use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
 
 impl Engine {

@@ -15,7 +15,6 @@ pub(crate) mod markers;
 pub(crate) mod naming;
 pub(crate) mod near;
 pub(crate) mod orphans;
-pub(crate) mod request;
 pub(crate) mod self_test;
 pub(crate) mod single_stream;
 pub(crate) mod small;

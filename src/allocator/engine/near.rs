@@ -6,9 +6,9 @@ use crate::allocator::cache::front::{Front, cache};
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::calls::Call;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::request::Request;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
+use crate::allocator::heap::request::Request;
 use crate::allocator::stream::slot::StreamKey;
 
 impl Engine {

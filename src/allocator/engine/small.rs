@@ -9,12 +9,13 @@ use crate::allocator::cache::front::{
     Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRAINS, Small, Using, cache,
 };
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::engine::request::Request;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
-use crate::allocator::extent::want::{AfterFree, PAGE_GRANULES, Want};
+use crate::allocator::extent::want::{PAGE_GRANULES, Want};
+use crate::allocator::heap::request::Request;
 use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
+use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
 
 /// A request that no front served at once: the front that was tried, still locked if nobody else was

@@ -3,8 +3,8 @@
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::{Shard, Space};
 use crate::allocator::extent::uses::Uses;
-use crate::allocator::extent::want::PendingWait;
 use crate::allocator::size::PHYSICAL_GRANULE;
+use crate::allocator::stream::slot::PendingWait;
 
 /// How a request that found no memory gets some.
 #[derive(Debug)]

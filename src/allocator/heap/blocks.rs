@@ -4,10 +4,10 @@ use crate::driver::Context;
 
 use crate::allocator::cache::front::Front;
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::engine::defaults::is_per_thread;
-use crate::allocator::engine::request::Request;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::heap::State;
+use crate::allocator::heap::request::Request;
+use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
 impl State {

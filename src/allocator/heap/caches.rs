@@ -9,9 +9,10 @@ use crate::allocator::cache::front::{
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId, State as Extent};
 use crate::allocator::extent::uses::{Use, Uses};
-use crate::allocator::extent::want::{AfterFree, PAGE_GRANULES};
+use crate::allocator::extent::want::PAGE_GRANULES;
 use crate::allocator::heap::State;
 use crate::allocator::size::{GRANULE, PAGE};
+use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
 static POOL: FrontPool = FrontPool::new();

@@ -2,8 +2,8 @@
 
 use crate::driver::Context;
 
-use crate::allocator::extent::want::AfterFree;
 use crate::allocator::heap::State;
+use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::Holder;
 
 impl State {

@@ -19,6 +19,7 @@ pub(crate) mod near;
 pub(crate) mod one_handle;
 pub(crate) mod peaks;
 pub(crate) mod registry;
+pub(crate) mod request;
 pub(crate) mod segment;
 pub(crate) mod self_test;
 pub(crate) mod single_stream;
@@ -40,13 +41,14 @@ use crate::allocator::extent::index::Entry;
 use crate::allocator::extent::record::{MIXED, Recorded, SPENT, SpaceId, State as Extent};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::{Use, Uses};
-use crate::allocator::extent::want::{AfterFree, Want};
+use crate::allocator::extent::want::Want;
 use crate::allocator::heap::guarded::Guards;
 use crate::allocator::physical::Physical;
 use crate::allocator::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, classic_granules};
 use crate::allocator::stats::Stats;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::finder::{Finder, Run};
+use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::view::Views;
 
 /// Bytes of pieces that streams other than their own may still use.

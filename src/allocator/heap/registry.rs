@@ -5,8 +5,8 @@ use crate::driver::Context;
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Space;
-use crate::allocator::extent::want::AfterFree;
 use crate::allocator::heap::State;
+use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
 /// Idle streams of the caller are forgotten above this number of known streams.

@@ -2,19 +2,19 @@
 
 use crate::allocator::cache::front::cache;
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::engine::Engine;
-use crate::allocator::engine::request::Request;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::extent::uses::Use;
 use crate::allocator::heap::State;
+use crate::allocator::heap::request::Request;
 use crate::allocator::stream::slot::{Holder, StreamKey};
+use crate::driver::Device;
 
 impl State {
     /// Takes a large request out of the stream's own free memory. `None`, with nothing changed that
     /// the ladder would not change, if something else is to be done for it.
     pub(crate) fn take_ready(
         &mut self,
-        engine: &Engine,
+        device: Device,
         key: StreamKey,
         request: &Request,
     ) -> Option<Grant> {
@@ -30,7 +30,7 @@ impl State {
         let stream = self.streams.find_again(key)?;
         let slot = &mut self.streams[stream];
         let front = *slot.fronts.first()?;
-        if slot.fronts.len() > 1 || slot.context.device() != engine.device {
+        if slot.fronts.len() > 1 || slot.context.device() != device {
             return None;
         }
         self.unshelve_loose();

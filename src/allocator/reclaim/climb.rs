@@ -139,10 +139,6 @@ impl Step {
     }
 }
 
-/// Requests below this many bytes leave handles whole near the limit, if they can. Larger ones would take
-/// from long runs what large requests find in one piece now. From simulation over recorded work.
-pub(crate) const SPARING_BELOW: u64 = 8 << 20;
-
 /// Views that stand idle go before there is more address space for views than so many times the
 /// device's memory.
 pub(crate) const VIEW_ADDRESSES: u64 = 8;

@@ -13,13 +13,13 @@ use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream, process};
 
-use crate::allocator::engine::defaults::is_per_thread;
 use crate::allocator::error::Error;
 use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Use;
-use crate::allocator::extent::want::{AfterFree, PendingWait};
 use crate::allocator::stream::poll::{Outcome, Poll};
+use crate::allocator::stream::slot::is_per_thread;
+use crate::allocator::stream::slot::{AfterFree, PendingWait};
 use crate::allocator::stream::slot::{
     BACKOFF, BATCH_FREES, Batch, Holder, Marker, PUNCTUAL, Slot, StreamKey,
 };

@@ -3,9 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::driver::{Context, Event, Stream};
-
 use crate::allocator::cache::front::{Front, pause};
+use crate::driver::{Context, Event, Stream, sys};
 
 /// An event recorded on a stream after everything freed under tickets up to the bound.
 #[derive(Debug, Clone)]
@@ -191,3 +190,50 @@ pub(crate) const MOST_PUNCTUAL: u32 = 1 << 16;
 
 /// Large allocations to let pass before a marker that was not ready is asked again.
 pub(crate) const BACKOFF: u32 = 8;
+
+/// A wait that has to be queued before a taken block may be used.
+#[derive(Debug)]
+pub(crate) struct PendingWait {
+    pub stream: u32,
+    pub bound: u64,
+    pub event: Arc<Event>,
+    pub row: Arc<[u64]>,
+}
+
+/// What a free left to do outside the lock.
+#[derive(Debug, Default)]
+pub(crate) struct AfterFree {
+    /// Streams whose batch is full: mostly none or one.
+    pub(crate) full: Option<(u32, StreamKey)>,
+    pub(crate) more: Vec<(u32, StreamKey)>,
+}
+
+impl AfterFree {
+    /// A stream is to be marked.
+    pub(crate) fn mark(&mut self, stream: u32, key: StreamKey) {
+        match self.full {
+            None => self.full = Some((stream, key)),
+            Some(_) => self.more.push((stream, key)),
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.full.is_none()
+    }
+
+    /// The streams to be marked.
+    pub(crate) fn streams(&self) -> impl Iterator<Item = (u32, StreamKey)> + '_ {
+        self.full.iter().chain(&self.more).copied()
+    }
+}
+
+/// The null, legacy and per-thread handles.
+#[inline]
+pub(crate) fn is_special(raw: sys::CUstream) -> bool {
+    (raw as usize) <= 2
+}
+
+/// Whether the handle means a different stream on each thread.
+pub(crate) fn is_per_thread(raw: usize) -> bool {
+    raw == 2
+}

@@ -5,10 +5,11 @@ use crate::driver::DriverError;
 use crate::allocator::extent::handle::{BACK, Borders, Handles};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
-use crate::allocator::extent::want::{PendingWait, Want};
+use crate::allocator::extent::want::Want;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::finder::Finder;
+use crate::allocator::stream::slot::PendingWait;
 
 /// One handle in a view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
