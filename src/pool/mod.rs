@@ -26,6 +26,7 @@ mod histogram;
 mod native;
 mod native_block;
 mod native_config;
+mod native_late;
 mod notes;
 mod pinned;
 mod pinned_lease;
@@ -112,6 +113,23 @@ fn refuse_capture(stream: &Stream) -> Result<(), PoolError> {
             stream: stream.raw() as usize,
         }
         .into()),
+    }
+}
+
+/// Waits for everything that a context was given; refuses while something captures there, which would suffer.
+fn wait_for(context: &Context) -> Result<(), PoolError> {
+    let capturing = |stream| allocator::Error::Capturing { stream };
+    if let Some((stream, _)) = context.driver().found_capturing().first() {
+        return Err(capturing(*stream).into());
+    }
+    let entered = context.enter()?;
+    // SAFETY: the null handle is valid while a context is current.
+    match unsafe { context.driver().is_capturing(std::ptr::null_mut()) } {
+        Ok(false) => Ok(entered.synchronize()?),
+        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+            Err(error.into())
+        }
+        Ok(true) | Err(_) => Err(capturing(0).into()),
     }
 }
 

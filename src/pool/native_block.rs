@@ -4,11 +4,13 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::allocator;
 use crate::driver::{Event, Stream, process, sys};
 use crate::held::Locked;
 
 use super::error::{NativeFreeError, PoolError};
 use super::native::Inner;
+use super::native_late;
 
 /// A use of a block on a stream other than its own.
 struct ForeignUse {
@@ -57,8 +59,10 @@ impl ForeignUses {
 }
 
 /// A live allocation of a [`NativePool`](super::NativePool), with one owner. Dropping it gives the
-/// memory back in the order of its stream: work queued before the drop may still use it. `Send` and
-/// `Sync`.
+/// memory back in the order of its stream: work queued before the drop may still use it. What cannot be given
+/// back then, because the stream captures or the driver refuses, goes back at a later call: of its pool, when a
+/// capture is ended through this crate, or when an allocator is made, trimmed, synchronised, closed or dropped.
+/// Until then it is live, and keeps its pool and its streams. `Send` and `Sync`.
 pub struct NativeBlock {
     pool: Arc<Inner>,
     ptr: sys::CUdeviceptr,
@@ -129,6 +133,16 @@ impl NativeBlock {
         }
     }
 
+    pub(super) fn is_of(&self, pool: &Arc<Inner>) -> bool {
+        Arc::ptr_eq(&self.pool, pool)
+    }
+
+    /// Frees a block that was dropped before; it comes back if it cannot go yet.
+    pub(super) fn try_again(self) -> Option<NativeBlock> {
+        let over = self.pool.context.driver().drops_nothing() || self.release().is_ok();
+        (!over).then_some(self)
+    }
+
     fn record(&self, stream: &Stream, over: bool) -> Result<(), PoolError> {
         super::refuse_capture(stream)?;
         let id = stream.id()?;
@@ -177,7 +191,7 @@ impl NativeBlock {
         if stream.id()? != *id {
             // Another thread's default stream cannot be named here: what it may still do is waited
             // for instead.
-            stream.context().enter()?.synchronize()?;
+            super::wait_for(stream.context())?;
         }
         let uses = std::mem::take(&mut self.uses().list);
         if let Err(error) = self.settle(&uses).and_then(|()| self.give_back()) {
@@ -188,9 +202,22 @@ impl NativeBlock {
         for end in uses.into_iter().filter_map(|foreign| foreign.end) {
             self.keep(end);
         }
+        self.gone();
+        Ok(())
+    }
+
+    /// Nobody was told of the block, whose stream captures by now.
+    pub(super) fn undo(self) {
+        // Refused where the memory is not the graph's: then it is kept by the drop.
+        if self.give_back().is_ok() {
+            self.gone();
+        }
+    }
+
+    /// The driver has the memory.
+    fn gone(&self) {
         self.freed.store(true, Ordering::Relaxed);
         self.pool.left(self.requested);
-        Ok(())
     }
 
     fn give_back(&self) -> Result<(), PoolError> {
@@ -211,7 +238,7 @@ impl NativeBlock {
             }
             if foreign.stream.id()? != foreign.id {
                 // As in `release`.
-                foreign.stream.context().enter()?.synchronize()?;
+                super::wait_for(foreign.stream.context())?;
                 continue;
             }
             super::refuse_capture(&foreign.stream)?;
@@ -233,13 +260,27 @@ impl Drop for NativeBlock {
         if *self.freed.get_mut() || self.pool.context.driver().drops_nothing() {
             return;
         }
-        // A refusal may be over at once; nobody can try later.
-        if let Err(error) = self.release().or_else(|_| self.release())
-            && let Some(count) = self.pool.log.due()
+        let Err(error) = self.release() else {
+            return;
+        };
+        // It is another one's from here on, who is as live.
+        *self.freed.get_mut() = true;
+        let uses = std::mem::take(&mut *self.uses());
+        native_late::keep(NativeBlock {
+            pool: Arc::clone(&self.pool),
+            ptr: self.ptr,
+            requested: self.requested,
+            home: self.home.clone(),
+            uses: Mutex::new(uses),
+            freed: AtomicBool::new(false),
+        });
+        if !matches!(
+            error,
+            PoolError::Allocator(allocator::Error::Capturing { .. })
+        ) && let Some(count) = self.pool.log.due()
         {
-            // It stays in the pool's books as live.
             log::warn!(
-                "the block at {:#x} of a driver's pool is leaked ({count} such events): {error}",
+                "the block at {:#x} of a driver's pool is freed later ({count} such events): {error}",
                 self.ptr
             );
         }
