@@ -5,14 +5,15 @@
 mod common;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
 use common::{GIB, KIB, MIB, Rig, each, only};
 use cualloc::allocator::Policy;
 use cualloc::driver::{Context, Driver, Stream, sys};
-use cualloc::{Allocator, Config};
+use cualloc::sim::FailPlan;
+use cualloc::{Allocator, Config, Error};
 
 /// A door in a driver function: shut, it keeps in the first call that comes until somebody opens it;
 /// other calls pass.
@@ -318,5 +319,47 @@ fn r34_books_agree_beside_batches_of_frees() {
             }
         });
         rig.close(&allocator);
+    });
+}
+
+/// A close finds memory in the hands of a trim on another thread: it says so and loses nothing, whether the
+/// driver takes that memory or not.
+#[test]
+fn r2_a_close_beside_a_trim_says_what_is_on_its_way() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let call = if rig.packed() {
+            "cuMemUnmap"
+        } else {
+            "cuMemFree_v2"
+        };
+        for refused in [false, true] {
+            let allocator = rig.allocator();
+            let stream = rig.stream();
+            drop(allocator.allocate(8 * MIB, &stream).unwrap());
+            stream.synchronize().unwrap();
+            let held = allocator.stats().all.reserved.current;
+            let answer = Arc::new(Mutex::new(None));
+            let (closing, said) = (allocator.clone(), Arc::clone(&answer));
+            sim.before(move |moment| {
+                let mut said = said.lock().unwrap();
+                if moment.call == call && said.is_none() {
+                    *said = Some(closing.close());
+                }
+            });
+            if refused {
+                let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+                sim.fail(FailPlan::call(call, code).unwrap());
+            }
+            let trimmed = allocator.trim(0);
+            sim.clear_hooks();
+            assert_eq!(trimmed.is_err(), refused, "{trimmed:?}");
+            let answer = answer.lock().unwrap().take().unwrap();
+            assert!(
+                matches!(answer, Err(Error::StillHeld { bytes }) if bytes == held),
+                "{answer:?}"
+            );
+            rig.close(&allocator);
+        }
     });
 }

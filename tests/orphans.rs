@@ -1,5 +1,6 @@
-//! Allocators without handles that a capture keeps from giving their memory back. Not beside other tests:
-//! every allocator that is made, trimmed or dropped in the process tries to close them.
+//! Allocators without handles, and dropped blocks of the driver's pools, that a capture keeps from giving their
+//! memory back. Not beside other tests: every allocator that is made, trimmed or dropped in the process tries to
+//! close and free them.
 #![cfg(feature = "sim")]
 
 mod common;
@@ -8,8 +9,11 @@ use std::sync::{Mutex, PoisonError};
 
 use common::capturing::*;
 use common::*;
-use cualloc::driver::sys;
-use cualloc::sim::FailPlan;
+use cualloc::driver::{Stream, sys};
+use cualloc::pool::{NativeBlock, NativeConfig, NativePool, PoolError};
+use cualloc::resource::{MemoryResource, OwnedBlock, Tag};
+use cualloc::sim::{FailPlan, Mode, Simulator};
+use cualloc::{Error, Policy};
 
 /// One test after the other.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -125,5 +129,194 @@ fn d8_an_orphan_that_the_driver_refused_to_close_is_closed_later() {
             );
             drop(beside);
         }
+    });
+}
+
+/// With a pool of the driver, on the simulator.
+fn with_pool(test: impl Fn(&Rig, &Simulator, &NativePool)) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    only(Policy::Packed, |rig| {
+        if let Some(sim) = rig.sim() {
+            let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+            test(rig, sim, &pool);
+            assert_eq!((pool.live(), pool.requested()), (0, 0));
+            drop(pool);
+            let leaks = sim.leaks();
+            assert_eq!(
+                (leaks.pool_allocations, leaks.pools, leaks.events),
+                (0, 0, 0)
+            );
+        }
+    });
+}
+
+type Later = fn(&Rig, &NativePool, &Stream);
+
+/// What frees a dropped block of a pool once that can be.
+const LATER: [Later; 8] = [
+    |_, pool, stream| drop(pool.allocate(MIB, stream).unwrap()),
+    |_, pool, _| assert!(pool.trim(0).is_ok()),
+    |_, pool, _| assert!(MemoryResource::trim(pool, 0).is_ok()),
+    |_, pool, _| drop(pool.clone()),
+    |_, pool, _| pool.destroy().unwrap(),
+    |rig, _, _| drop(rig.allocator()),
+    |rig, _, stream| captured(rig, stream.raw(), || {}),
+    |rig, _, _| drop(rig.allocator().synchronize()),
+];
+
+/// D8: a block of a driver's pool that is dropped while its stream captures is freed after that.
+#[test]
+fn d8_a_native_block_dropped_in_a_capture_is_freed_later() {
+    for later in LATER {
+        with_pool(|rig, _, pool| {
+            let stream = rig.stream();
+            let block = pool.allocate(MIB, &stream).unwrap();
+            begin(rig, stream.raw())();
+            drop(block);
+            pool.trim(0).unwrap();
+            assert_eq!((pool.live(), pool.requested()), (1, MIB as u64));
+            assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
+            later(rig, pool, &stream);
+            assert_eq!(pool.live(), 0);
+        });
+    }
+    with_pool(|rig, _, pool| {
+        let stream = rig.stream();
+        let block = pool.allocate(MIB, &stream).unwrap();
+        captured(rig, stream.raw(), || drop(block));
+        assert_eq!(pool.live(), 0);
+    });
+}
+
+/// D8: one that the driver refuses to free is freed when it is willing, also after its pool's last handle.
+#[test]
+fn d8_a_native_block_that_the_driver_refused_is_freed_later() {
+    for call in ["cuMemFreeAsync", "cuCtxSetCurrent", "cuStreamWaitEvent"] {
+        for later in LATER.into_iter().map(Some).chain([None]) {
+            with_pool(|rig, sim, pool| {
+                let [home, other] = rig.streams();
+                let block = pool.allocate(MIB, &home).unwrap();
+                block.record_stream(&other).unwrap();
+                let own = later.is_none().then(|| {
+                    let own = NativePool::with_context(&rig.context, NativeConfig::default());
+                    let own = own.unwrap();
+                    let block = own.allocate(MIB, &home).unwrap();
+                    block.record_stream(&other).unwrap();
+                    (own, block)
+                });
+                let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+                sim.fail(FailPlan::call(call, code).unwrap().times(u64::MAX));
+                drop(block);
+                if let Some((own, block)) = own {
+                    drop(own);
+                    drop(block);
+                }
+                assert_eq!(pool.live(), 1, "{call}");
+                sim.clear_failures();
+                match later {
+                    Some(later) => later(rig, pool, &home),
+                    None => drop(rig.allocator()),
+                }
+                assert_eq!(pool.live(), 0, "{call}");
+            });
+        }
+    }
+}
+
+/// D8 D2: until a dropped block is freed it has the uses that it was told of.
+#[test]
+fn d8_a_native_block_that_is_freed_later_keeps_its_uses() {
+    with_pool(|rig, sim, pool| {
+        sim.set_mode(Mode::Manual);
+        let [home, other] = rig.streams();
+        let block = pool.allocate(MIB, &home).unwrap();
+        home.synchronize().unwrap();
+        block.record_stream(&other).unwrap();
+        let ptr = block.ptr();
+        let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        sim.fail(FailPlan::call("cuMemFreeAsync", code).unwrap());
+        drop(block);
+        rig.stamp(ptr, MIB, 1, &other);
+        let next = pool.allocate(MIB, &home).unwrap();
+        assert_eq!(pool.live(), 1);
+        rig.stamp(next.ptr(), MIB, 2, &home);
+        drop(next);
+        sim.complete_all();
+        rig.assert_clean();
+        sim.set_mode(Mode::Instant);
+    });
+}
+
+/// D8: a block of the resource that nobody can name any more is as one of the pool.
+#[test]
+fn d8_a_native_block_of_the_resource_is_freed_later() {
+    with_pool(|rig, _, pool| {
+        let stream = rig.stream();
+        let block = OwnedBlock::allocate(pool.clone(), MIB, &stream, Tag::new("test")).unwrap();
+        captured(rig, stream.raw(), || {
+            drop(block);
+            assert_eq!(pool.live(), 1);
+        });
+        assert_eq!(pool.live(), 0);
+    });
+}
+
+/// D4 D8: memory that came while somebody began to capture its stream is nobody's, and is freed after the capture.
+#[test]
+fn d8_native_memory_that_a_capture_came_between_is_freed_later() {
+    with_pool(|rig, sim, pool| {
+        let stream = rig.stream();
+        let start = Mutex::new(Some(begin(rig, stream.raw())));
+        sim.after(move |moment| {
+            if moment.call == "cuMemAllocFromPoolAsync"
+                && let Some(start) = start.lock().unwrap().take()
+            {
+                start();
+            }
+        });
+        let refused = pool.allocate(MIB, &stream);
+        sim.clear_hooks();
+        assert!(matches!(
+            refused.map(drop),
+            Err(PoolError::Allocator(Error::Capturing { .. }))
+        ));
+        assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
+        assert_eq!(pool.live(), 1);
+        pool.trim(0).unwrap();
+    });
+}
+
+/// D2 D8: a block of another thread's own stream is freed behind a wait for its context, which no capture there
+/// suffers from.
+#[test]
+fn d8_a_native_block_of_another_threads_stream_waits_for_captures() {
+    with_pool(|rig, _, pool| {
+        let context = &rig.context;
+        let allocate = || {
+            let own = Stream::per_thread_default(context).unwrap();
+            let _entered = context.enter().unwrap();
+            pool.allocate(MIB, &own).unwrap()
+        };
+        let block: NativeBlock = std::thread::scope(|scope| scope.spawn(allocate).join().unwrap());
+        let stream = rig.stream();
+        captured(rig, stream.raw(), || {
+            // Somebody asks.
+            assert!(stream.is_capturing().unwrap());
+            drop(block);
+            pool.trim(0).unwrap();
+            assert_eq!(pool.live(), 1);
+        });
+        assert!(!stream.is_capturing().unwrap());
+        pool.trim(0).unwrap();
+        assert_eq!(pool.live(), 0);
+        // Of a stream that nobody asked, but that the legacy stream orders itself with.
+        let raw = RawStream::blocking(rig);
+        let block: NativeBlock = std::thread::scope(|scope| scope.spawn(allocate).join().unwrap());
+        captured(rig, raw.raw(), || {
+            drop(block);
+            assert_eq!(pool.live(), 1);
+        });
+        assert_eq!(pool.live(), 0);
+        raw.destroy();
     });
 }

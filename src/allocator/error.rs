@@ -134,10 +134,11 @@ pub enum Error {
         /// Their bytes, after rounding.
         bytes: u64,
     },
-    /// Not everything could be given back, because work that may use it is not known to be over.
+    /// Not everything could be given back, because work that may use it is not known to be over, or because a
+    /// trim on another thread is about to give it back.
     #[error("{bytes} bytes are still held")]
     StillHeld {
-        /// Bytes held from the driver.
+        /// Bytes held from the driver, those among them that are on their way back.
         bytes: u64,
     },
     /// Settings that are unknown or contradict each other.

@@ -448,6 +448,17 @@ impl Memory {
         users
     }
 
+    /// Whoever frees the memory of ours that came back sees to what could not be waited for here.
+    fn hand_on(&mut self, memory: &Memory) {
+        let untracked = self.untracked.get_mut();
+        for context in untracked.unwrap_or_else(PoisonError::into_inner) {
+            memory.lend_untracked(context);
+        }
+        if !self.at_home() || memory.record(&self.stream).is_err() {
+            memory.lend_untracked(self.stream.context());
+        }
+    }
+
     /// Waits until the memory can be freed, or released, as far as that is not in the order of a stream.
     fn let_go(&mut self, owner: &mut Owner) -> Result<(), ColumnError> {
         if self.bytes == 0 {
@@ -503,6 +514,10 @@ impl Drop for Memory {
                 Owner::Block(block, _) => {
                     let users = self.users(&block);
                     return block.drop_after(users);
+                }
+                Owner::Returned(source, memory) => {
+                    self.hand_on(&memory);
+                    return drop((source, memory));
                 }
                 other => other,
             };

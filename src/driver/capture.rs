@@ -99,7 +99,7 @@ impl Entered<'_> {
     /// too.
     ///
     /// Allocators whose last block was dropped during a capture are closed here, after their streams'
-    /// work is complete.
+    /// work is complete, and blocks of the driver's pools that were dropped then are freed.
     ///
     /// # Safety
     /// `stream` must be valid as for [`Entered::record`].

@@ -48,30 +48,51 @@ pub(crate) fn captures_streams() {
     STATE.0.fetch_or(CAPTURES, Ordering::Relaxed);
 }
 
-/// What could not be done while something captured, and whether there is any.
-static POSTPONED: OnceLock<fn()> = OnceLock::new();
-static WAITS: AtomicBool = AtomicBool::new(false);
-
-/// Has `work` done by a later call that may find the capture ended. There is one such piece of work in
-/// the process.
-pub(crate) fn postpone(work: fn()) {
-    POSTPONED.get_or_init(|| work);
-    WAITS.store(true, Ordering::Release);
+/// What could not be done while something captured: one piece of work of its kind in the process, and whether
+/// there is anything for it to do.
+pub(crate) struct Postponed {
+    work: OnceLock<fn()>,
+    waits: AtomicBool,
 }
 
-/// Nothing is postponed any more.
-pub(crate) fn nothing_postponed() {
-    WAITS.store(false, Ordering::Release);
+/// Allocators that are to be closed.
+pub(crate) static ALLOCATORS: Postponed = Postponed::new();
+/// Blocks of the driver's pools that are to be freed.
+pub(crate) static BLOCKS: Postponed = Postponed::new();
+
+impl Postponed {
+    const fn new() -> Postponed {
+        Postponed {
+            work: OnceLock::new(),
+            waits: AtomicBool::new(false),
+        }
+    }
+
+    /// Has `work` done by a later call that may find the capture ended.
+    pub(crate) fn postpone(&self, work: fn()) {
+        self.work.get_or_init(|| work);
+        self.waits.store(true, Ordering::Release);
+    }
+
+    /// Nothing is postponed any more.
+    pub(crate) fn nothing_waits(&self) {
+        self.waits.store(false, Ordering::Release);
+    }
+
+    fn make_up(&self) {
+        if self.waits.load(Ordering::Acquire)
+            && !is_gone()
+            && let Some(work) = self.work.get()
+        {
+            work();
+        }
+    }
 }
 
 /// Does what was postponed, if there is anything.
 pub(crate) fn do_postponed() {
-    if WAITS.load(Ordering::Acquire)
-        && !is_gone()
-        && let Some(work) = POSTPONED.get()
-    {
-        work();
-    }
+    ALLOCATORS.make_up();
+    BLOCKS.make_up();
 }
 
 /// What a forked child finds instead of what is behind a lock, which a thread may hold that does not

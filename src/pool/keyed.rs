@@ -183,6 +183,11 @@ unsafe impl MemoryResource for NativePool {
         let Some(Some(native)) = ours.then(|| self.keyed().take(number)) else {
             return Err(DeallocateError::new(block, identity.gone()));
         };
+        if block.is_abandoned() {
+            // Kept until it can go, as any dropped one.
+            drop(native);
+            return Ok(());
+        }
         native.release().map_err(|error| {
             self.keyed().put(number, native);
             DeallocateError::new(block, error)

@@ -118,6 +118,23 @@ fn refuse_capture(stream: &Stream) -> Result<(), PoolError> {
     }
 }
 
+/// Waits for everything that a context was given; refuses while something captures there, which would suffer.
+fn wait_for(context: &Context) -> Result<(), PoolError> {
+    let capturing = |stream| allocator::Error::Capturing { stream };
+    if let Some((stream, _)) = context.driver().found_capturing().first() {
+        return Err(capturing(*stream).into());
+    }
+    let entered = context.enter()?;
+    // SAFETY: the null handle is valid while a context is current.
+    match unsafe { context.driver().is_capturing(std::ptr::null_mut()) } {
+        Ok(false) => Ok(entered.synchronize()?),
+        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+            Err(error.into())
+        }
+        Ok(true) | Err(_) => Err(capturing(0).into()),
+    }
+}
+
 /// Refuses a stream that is being captured, or of another driver than the pool's, or of another device.
 fn admit(stream: &Stream, home: &Context) -> Result<(), PoolError> {
     if !home.driver().same_library(stream.context().driver()) {

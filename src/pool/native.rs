@@ -11,7 +11,7 @@ use crate::driver::{
 use crate::resource::{Gauge, PoolUsage, Table};
 
 use super::error::PoolError;
-use super::native_block::{DESTROYED, Inner, NativeBlock};
+use super::native_block::{DESTROYED, Inner, NativeBlock, free_those_of};
 use super::native_config::{NativeConfig, PoolAttribute};
 use super::{RareLog, device_of};
 
@@ -170,6 +170,7 @@ impl NativePool {
     /// # Errors
     /// [`PoolError::InUse`]; driver errors, after which the pool is as before.
     pub fn destroy(&self) -> Result<(), PoolError> {
+        free_those_of(&self.0);
         let ended =
             self.0
                 .users
@@ -297,27 +298,22 @@ impl NativePool {
                 requested: bytes as u64,
             });
         }
+        free_those_of(&self.0);
         let used = self.0.enter()?;
         super::admit(stream, &self.0.context)?;
         let id = stream.id()?;
         let ptr = self.take(bytes, stream)?;
-        // If another thread has begun a capture since, it may be memory of the graph's.
-        if let Err(error) = super::refuse_capture(stream) {
-            let entered = stream.context().enter()?;
-            // SAFETY: nobody was given the memory; the stream is alive by the contract under which it
-            // was made.
-            unsafe { entered.mem_free_async(ptr, stream.raw()) }?;
-            return Err(error);
-        }
         // The block is the user from here on.
         std::mem::forget(used);
         self.0.requested.fetch_add(bytes as u64, Ordering::Relaxed);
-        Ok(NativeBlock::new(
-            Arc::clone(&self.0),
-            ptr,
-            bytes,
-            (stream.clone(), id),
-        ))
+        let block = NativeBlock::new(Arc::clone(&self.0), ptr, bytes, (stream.clone(), id));
+        // If another thread has begun a capture since, it may be memory of the graph's, which is freed in there;
+        // any other is freed after the capture.
+        if let Err(error) = super::refuse_capture(stream) {
+            block.undo();
+            return Err(error);
+        }
+        Ok(block)
     }
 
     /// Gives unused memory back to the driver until at most `keep` bytes of it are held; returns how
@@ -327,6 +323,7 @@ impl NativePool {
     /// # Errors
     /// Driver errors, [`PoolError::Destroyed`].
     pub fn trim(&self, keep: u64) -> Result<u64, PoolError> {
+        free_those_of(&self.0);
         let _use = self.0.enter()?;
         let used = self.0.get(PoolAttribute::UsedCurrent)?;
         self.shrink_to(keep.saturating_add(used))
@@ -334,6 +331,7 @@ impl NativePool {
 
     /// As [`trim`](Self::trim), until at most `keep` bytes are held, in use or not.
     pub(crate) fn trim_held(&self, keep: u64) -> Result<u64, PoolError> {
+        free_those_of(&self.0);
         let _use = self.0.enter()?;
         self.shrink_to(keep)
     }
@@ -431,6 +429,12 @@ impl NativePool {
             reserved: gauge(PoolAttribute::ReservedCurrent, PoolAttribute::ReservedHigh)?,
             used: gauge(PoolAttribute::UsedCurrent, PoolAttribute::UsedHigh)?,
         })
+    }
+}
+
+impl Drop for NativePool {
+    fn drop(&mut self) {
+        free_those_of(&self.0);
     }
 }
 

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::allocator;
 use crate::driver::{Context, DriverError, Event, MemoryPool, Stream, process, sys};
 use crate::resource::Table;
 use crate::sync::held::Locked;
@@ -123,8 +124,10 @@ impl ForeignUses {
 }
 
 /// A live allocation of a [`NativePool`](super::NativePool), with one owner. Dropping it gives the
-/// memory back in the order of its stream: work queued before the drop may still use it. `Send` and
-/// `Sync`.
+/// memory back in the order of its stream: work queued before the drop may still use it. What cannot be given
+/// back then, because the stream captures or the driver refuses, goes back at a later call: of its pool, when a
+/// capture is ended through this crate, or when an allocator is made, trimmed, synchronised, closed or dropped.
+/// Until then it is live, and keeps its pool and its streams. `Send` and `Sync`.
 pub struct NativeBlock {
     pool: Arc<Inner>,
     ptr: sys::CUdeviceptr,
@@ -195,6 +198,16 @@ impl NativeBlock {
         }
     }
 
+    pub(super) fn is_of(&self, pool: &Arc<Inner>) -> bool {
+        Arc::ptr_eq(&self.pool, pool)
+    }
+
+    /// Frees a block that was dropped before; it comes back if it cannot go yet.
+    pub(super) fn try_again(self) -> Option<NativeBlock> {
+        let over = self.pool.context.driver().drops_nothing() || self.release().is_ok();
+        (!over).then_some(self)
+    }
+
     fn record(&self, stream: &Stream, over: bool) -> Result<(), PoolError> {
         super::refuse_capture(stream)?;
         let id = stream.id()?;
@@ -243,7 +256,7 @@ impl NativeBlock {
         if stream.id()? != *id {
             // Another thread's default stream cannot be named here: what it may still do is waited
             // for instead.
-            stream.context().enter()?.synchronize()?;
+            super::wait_for(stream.context())?;
         }
         let uses = std::mem::take(&mut self.uses().list);
         if let Err(error) = self.settle(&uses).and_then(|()| self.give_back()) {
@@ -254,9 +267,22 @@ impl NativeBlock {
         for end in uses.into_iter().filter_map(|foreign| foreign.end) {
             self.keep(end);
         }
+        self.gone();
+        Ok(())
+    }
+
+    /// Nobody was told of the block, whose stream captures by now.
+    pub(super) fn undo(self) {
+        // Refused where the memory is not the graph's: then it is kept by the drop.
+        if self.give_back().is_ok() {
+            self.gone();
+        }
+    }
+
+    /// The driver has the memory.
+    fn gone(&self) {
         self.freed.store(true, Ordering::Relaxed);
         self.pool.left(self.requested);
-        Ok(())
     }
 
     fn give_back(&self) -> Result<(), PoolError> {
@@ -277,7 +303,7 @@ impl NativeBlock {
             }
             if foreign.stream.id()? != foreign.id {
                 // As in `release`.
-                foreign.stream.context().enter()?.synchronize()?;
+                super::wait_for(foreign.stream.context())?;
                 continue;
             }
             super::refuse_capture(&foreign.stream)?;
@@ -299,13 +325,27 @@ impl Drop for NativeBlock {
         if *self.freed.get_mut() || self.pool.context.driver().drops_nothing() {
             return;
         }
-        // A refusal may be over at once; nobody can try later.
-        if let Err(error) = self.release().or_else(|_| self.release())
-            && let Some(count) = self.pool.log.due()
+        let Err(error) = self.release() else {
+            return;
+        };
+        // It is another one's from here on, who is as live.
+        *self.freed.get_mut() = true;
+        let uses = std::mem::take(&mut *self.uses());
+        keep(NativeBlock {
+            pool: Arc::clone(&self.pool),
+            ptr: self.ptr,
+            requested: self.requested,
+            home: self.home.clone(),
+            uses: Mutex::new(uses),
+            freed: AtomicBool::new(false),
+        });
+        if !matches!(
+            error,
+            PoolError::Allocator(allocator::Error::Capturing { .. })
+        ) && let Some(count) = self.pool.log.due()
         {
-            // It stays in the pool's books as live.
             log::warn!(
-                "the block at {:#x} of a driver's pool is leaked ({count} such events): {error}",
+                "the block at {:#x} of a driver's pool is freed later ({count} such events): {error}",
                 self.ptr
             );
         }
@@ -336,5 +376,80 @@ impl From<Box<NativeFreeError>> for PoolError {
     /// Drops the block, which tries once more.
     fn from(failed: Box<NativeFreeError>) -> PoolError {
         failed.error
+    }
+}
+
+// ---- blocks that could not go yet ------------------------------------------------------------------
+
+/// Each is freed by a later call that may find the capture ended, or the driver willing: one of its pool, or what
+/// does the postponed work of the process. Meanwhile it keeps its pool.
+static KEPT: Mutex<Kept> = Mutex::new(Kept {
+    blocks: Vec::new(),
+    tries: 0,
+    asked: 0,
+});
+
+/// Whether there is any.
+static ANY: AtomicBool = AtomicBool::new(false);
+
+#[derive(Default)]
+struct Kept {
+    blocks: Vec<NativeBlock>,
+    /// Threads that try to free some, which are not among those that wait meanwhile.
+    tries: usize,
+    /// How often somebody asked to have it tried.
+    asked: u64,
+}
+
+fn all_kept() -> Locked<'static, Kept> {
+    process::lock(&KEPT)
+}
+
+/// Keeps a block that nobody can name any more.
+fn keep(block: NativeBlock) {
+    let mut kept = all_kept();
+    kept.blocks.push(block);
+    ANY.store(true, Ordering::Release);
+    process::BLOCKS.postpone(free_all);
+}
+
+/// Tries to free those of a pool.
+#[inline]
+pub(super) fn free_those_of(pool: &Arc<Inner>) {
+    if ANY.load(Ordering::Acquire) && !process::is_gone() {
+        free_kept(|block| block.is_of(pool));
+    }
+}
+
+fn free_all() {
+    free_kept(|_| true);
+}
+
+#[cold]
+fn free_kept(which: impl Fn(&NativeBlock) -> bool) {
+    let mut all = all_kept();
+    all.asked += 1;
+    loop {
+        let asked = all.asked;
+        let tried: Vec<NativeBlock> = all.blocks.extract_if(.., |block| which(block)).collect();
+        if tried.is_empty() {
+            break;
+        }
+        all.tries += 1;
+        drop(all);
+        // With the last of them a pool may go.
+        let still = tried.into_iter().filter_map(NativeBlock::try_again);
+        let still: Vec<NativeBlock> = still.collect();
+        all = all_kept();
+        all.tries -= 1;
+        all.blocks.extend(still);
+        // Another thread that asked meanwhile found none of these.
+        if all.asked == asked {
+            break;
+        }
+    }
+    if all.blocks.is_empty() && all.tries == 0 {
+        ANY.store(false, Ordering::Release);
+        process::BLOCKS.nothing_waits();
     }
 }

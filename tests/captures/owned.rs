@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use crate::common::capturing::*;
 use crate::common::*;
+use cualloc::Policy;
 use cualloc::allocator::Allocator;
 use cualloc::driver::sys::CUresult;
-use cualloc::resource::{AsyncResource, MemoryResource, OwnedBlock};
+use cualloc::resource::{AsyncResource, DirectResource, MemoryResource, OwnedBlock};
 use cualloc::sim::FailPlan;
 
 fn live(allocator: &Allocator) -> u64 {
@@ -79,5 +80,25 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
             drop((stream, other));
             rig.close(&allocator);
         }
+    });
+}
+
+/// R2: a resource that keeps no dropped block for later is asked once more.
+#[test]
+fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let stream = rig.stream();
+        for call in ["cuCtxSynchronize", "cuMemFree_v2"] {
+            let direct = DirectResource::new(&rig.context);
+            let block = OwnedBlock::allocate(&direct, MIB, &stream, "direct".into()).unwrap();
+            let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
+            sim.fail(FailPlan::call(call, code).unwrap());
+            drop(block);
+            assert_eq!(direct.outstanding().live, 0, "{call}");
+        }
+        assert_eq!(sim.memory_in_use(0), 0);
     });
 }

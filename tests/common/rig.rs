@@ -396,11 +396,21 @@ pub struct RawStream {
 
 impl RawStream {
     pub fn new(rig: &Rig) -> RawStream {
+        // CU_STREAM_NON_BLOCKING
+        RawStream::with_flags(rig, 1)
+    }
+
+    /// One that the legacy stream orders itself with.
+    pub fn blocking(rig: &Rig) -> RawStream {
+        RawStream::with_flags(rig, 0)
+    }
+
+    fn with_flags(rig: &Rig, flags: u32) -> RawStream {
         let _entered = rig.context.enter().unwrap();
         let create = rig.driver.functions().cuStreamCreate.unwrap();
         let mut raw: sys::CUstream = std::ptr::null_mut();
-        // SAFETY: a context is current; the output is a local. 1: non-blocking.
-        let code = unsafe { create(&mut raw, 1) };
+        // SAFETY: a context is current; the output is a local.
+        let code = unsafe { create(&mut raw, flags) };
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
         RawStream {
             driver: rig.driver.clone(),

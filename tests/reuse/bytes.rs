@@ -172,6 +172,28 @@ fn r63_split_memory_is_not_its_streams_for_ever() {
     });
 }
 
+/// R63: memory that was freed before late work does not wait for it: its marker is recorded with the free.
+#[test]
+fn r63_freed_memory_does_not_wait_for_what_its_stream_is_given_later() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.limited(34 * MIB);
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(MIB, &b).unwrap());
+        b.synchronize().unwrap();
+        let blocks = [(); 2].map(|()| allocator.allocate(16 * MIB, &a).unwrap());
+        rig.stamp(blocks[0].ptr(), MIB, 1, &a);
+        drop(blocks);
+        a.synchronize().unwrap();
+        let hold = rig.hold(&a);
+        let theirs = allocator.allocate(32 * MIB, &b).unwrap();
+        rig.stamp(theirs.ptr(), 32 * MIB, 3, &b);
+        rig.settle(&b);
+        hold.release();
+        drop(theirs);
+        rig.close(&allocator);
+    });
+}
+
 /// R36: three streams that pass blocks on hold hardly more than is live.
 #[test]
 fn r36_a_pipeline_of_streams_holds_little() {

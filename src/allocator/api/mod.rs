@@ -454,7 +454,9 @@ impl Allocator {
     ///
     /// # Errors
     /// [`Error::LiveBlocks`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors; [`Error::Capturing`]
-    /// if the context has to be waited for while a stream of it is being captured.
+    /// if the context has to be waited for while a stream of it is being captured; [`Error::StillHeld`] while
+    /// another thread is in a [`trim`](Self::trim), which has memory in hand that this call cannot give back: nothing
+    /// is lost, and a close after that trim finds it gone.
     pub fn close(&self) -> Result<(), Error> {
         process::do_postponed();
         self.engine.close()

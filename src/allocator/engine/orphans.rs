@@ -42,7 +42,7 @@ impl Engine {
             return false;
         }
         orphans.waiting.push(engine);
-        process::postpone(close_orphans);
+        process::ALLOCATORS.postpone(close_orphans);
         true
     }
 
@@ -105,6 +105,6 @@ fn close_orphans() {
         }
     }
     if state.waiting.is_empty() && state.tries == 0 {
-        process::nothing_postponed();
+        process::ALLOCATORS.nothing_waits();
     }
 }
