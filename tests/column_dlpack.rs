@@ -12,8 +12,8 @@ use std::thread;
 use common::*;
 use cualloc::allocator::{Allocator, Policy};
 use cualloc::column::*;
-use cualloc::driver::{Context, Stream, sys};
-use cualloc::sim::{FailPlan, Mode, SimConfig};
+use cualloc::driver::{Context, Stream};
+use cualloc::sim::SimConfig;
 use exchange::*;
 
 fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Column {
@@ -592,41 +592,5 @@ fn s5_65_import_is_ordered_with_the_producer_stream() {
         assert_eq!(rig.mismatches(plain.ptr, 1024, 3, &theirs), 0);
         assert_eq!(rig.mismatches(plain.ptr + 1024, 1024, 2, &theirs), 0);
         assert_eq!(rig.mismatches(plain.ptr + 2048, 2048, 1, &theirs), 0);
-    });
-}
-
-/// R2: our own memory that came back, went out again and cannot be waited for when it is dropped is freed by a
-/// later call, behind its last user.
-#[test]
-fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
-    each(|rig| {
-        let Some(sim) = rig.sim() else { return };
-        for call in ["cuCtxSynchronize", "cuCtxSetCurrent"] {
-            let allocator = rig.allocator();
-            let [home, other] = rig.streams();
-            let column = Column::zeroed(&allocator, ElementType::F32, 1 << 20, &home).unwrap();
-            let ptr = column.ptr();
-            let out = column.to_dlpack(&Consumer::Tracked(home.clone())).unwrap();
-            drop(column);
-            let column = Column::from_dlpack(out, &home, Producer::Ordered).unwrap();
-            let out = column.to_dlpack(&Consumer::Untracked(other.clone()));
-            let out = out.unwrap();
-            drop(column);
-            sim.set_mode(Mode::Manual);
-            rig.stamp(ptr, 4 * MIB, 1, &other);
-            let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
-            sim.fail(FailPlan::call(call, code).unwrap().times(u64::MAX));
-            drop(out);
-            sim.clear_failures();
-            assert!(live(&allocator) > 0, "{call}");
-            let next = allocator.allocate(4 * MIB, &home).unwrap();
-            rig.stamp(next.ptr(), 4 * MIB, 2, &home);
-            drop(next);
-            sim.complete_all();
-            sim.set_mode(Mode::Instant);
-            allocator.trim(0).unwrap();
-            assert_eq!(live(&allocator), 0, "{call}");
-            rig.close(&allocator);
-        }
     });
 }

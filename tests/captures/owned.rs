@@ -6,9 +6,10 @@ use crate::common::capturing::*;
 use crate::common::*;
 use cualloc::Policy;
 use cualloc::allocator::Allocator;
+use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::sys::CUresult;
 use cualloc::resource::{AsyncResource, DirectResource, MemoryResource, OwnedBlock};
-use cualloc::sim::FailPlan;
+use cualloc::sim::{FailPlan, Mode};
 
 fn live(allocator: &Allocator) -> u64 {
     allocator.stats().all.allocations.current
@@ -100,5 +101,41 @@ fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
             assert_eq!(direct.outstanding().live, 0, "{call}");
         }
         assert_eq!(sim.memory_in_use(0), 0);
+    });
+}
+
+/// R2: our own memory that came back, went out again and cannot be waited for when it is dropped is freed by a
+/// later call, behind its last user.
+#[test]
+fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        for call in ["cuCtxSynchronize", "cuCtxSetCurrent"] {
+            let allocator = rig.allocator();
+            let [home, other] = rig.streams();
+            let column = Column::zeroed(&allocator, ElementType::F32, 1 << 20, &home).unwrap();
+            let ptr = column.ptr();
+            let out = column.to_dlpack(&Consumer::Tracked(home.clone())).unwrap();
+            drop(column);
+            let column = Column::from_dlpack(out, &home, Producer::Ordered).unwrap();
+            let out = column.to_dlpack(&Consumer::Untracked(other.clone()));
+            let out = out.unwrap();
+            drop(column);
+            sim.set_mode(Mode::Manual);
+            rig.stamp(ptr, 4 * MIB, 1, &other);
+            let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
+            sim.fail(FailPlan::call(call, code).unwrap().times(u64::MAX));
+            drop(out);
+            sim.clear_failures();
+            assert!(live(&allocator) > 0, "{call}");
+            let next = allocator.allocate(4 * MIB, &home).unwrap();
+            rig.stamp(next.ptr(), 4 * MIB, 2, &home);
+            drop(next);
+            sim.complete_all();
+            sim.set_mode(Mode::Instant);
+            allocator.trim(0).unwrap();
+            assert_eq!(live(&allocator), 0, "{call}");
+            rig.close(&allocator);
+        }
     });
 }
