@@ -207,6 +207,19 @@ impl Rig {
         self.simulator.as_ref().map(|sim| sim.memory_in_use(0))
     }
 
+    /// Waits until the simulated device has got everything back: what nobody can name any more is seen to by
+    /// whichever thread of the process gets to it. False if that takes very long.
+    pub fn all_given_back(&self) -> bool {
+        let begun = std::time::Instant::now();
+        while self.driver_held().is_some_and(|held| held > 0) {
+            if begun.elapsed() > std::time::Duration::from_secs(60) {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+        true
+    }
+
     /// Keeps a stream from going on until the result is released or dropped. On a GPU a host wait
     /// for the stream would never end while it is held; [`busy`](Self::busy) is for those.
     ///
