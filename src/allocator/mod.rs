@@ -35,9 +35,8 @@ pub use engine::hooks::ReliefHook;
 pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
 pub(crate) use extent::hash::Mixed;
 pub use extent::invariant::CheckError;
-pub use report::Bursts;
-pub use report::PhysicalSegment;
-pub use report::Trimmed;
-pub use report::{BlockInfo, BlockState, SegmentInfo};
-pub use report::{Fragmentation, GrowthInfo, GrowthReason, Packing, SelfTest, Stranded};
+pub use report::{
+    BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
+    PhysicalSegment, SegmentInfo, SelfTest, Stranded, Trimmed,
+};
 pub use stats::{Counter, PoolStats, Rungs, Stats};

@@ -221,7 +221,7 @@ pub(crate) struct Holding {
     pub space: SpaceId,
     /// Views that map the handle.
     pub views: u32,
-    /// The handle's number in [`State::handles`]; 0 if it has none.
+    /// The handle's number in [`Handles`]; 0 if it has none.
     pub number: u32,
 }
 

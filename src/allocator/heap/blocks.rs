@@ -1,4 +1,4 @@
-//! The metadata's side of `raw`.
+//! Large blocks by pointer and identity: whose they are, whether they live, and who may capture.
 
 use crate::driver::Context;
 

@@ -1,4 +1,4 @@
-//! The metadata's side of `burst`.
+//! How many handles one allocation may map, and the cheapest way to so much memory.
 
 use crate::allocator::extent::plan::Release;
 use crate::allocator::extent::record::SpaceId;

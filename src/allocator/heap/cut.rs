@@ -1,4 +1,4 @@
-//! The metadata's side of `shorten`.
+//! Shortening a view: which one is worth it, and its parts before and after.
 
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::State;

@@ -1,4 +1,4 @@
-//! The metadata's side of `guards`.
+//! Where memory lies physically, and blocks that guards keep there.
 
 use crate::allocator::cache::HeldBack;
 use crate::allocator::error::Error;

@@ -1,4 +1,4 @@
-//! The metadata's side of `shelves`.
+//! Large blocks that stay in hand on the shelf of a front: how they go there and come back.
 
 use std::sync::atomic::Ordering;
 

@@ -1,4 +1,4 @@
-//! The metadata's side of `leaving`.
+//! What goes with the context of streams that is gone.
 
 use crate::driver::Context;
 

@@ -1,4 +1,4 @@
-//! The metadata's side of `remap`.
+//! Views whose mapping failed.
 
 use crate::driver::DriverError;
 

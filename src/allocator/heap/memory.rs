@@ -1,4 +1,4 @@
-//! The metadata's side of `memory`.
+//! Growth and release in the books: what failed, what is set apart, what comes back, and the picture of a want of memory.
 
 use crate::allocator::error::{OutOfMemory, PendingBytes, PinnedSegment};
 use crate::allocator::extent::handle::Stray;

@@ -1,4 +1,4 @@
-//! The metadata's side of `athand`.
+//! Free memory near an address that the caller names, and the best fit of what is ready.
 
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::State;

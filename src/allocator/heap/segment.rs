@@ -1,4 +1,4 @@
-//! The metadata's side of `ladder`.
+//! Segments of the classic policy: which to ask the driver for.
 
 use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::want::Want;

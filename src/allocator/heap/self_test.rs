@@ -1,4 +1,4 @@
-//! The metadata's side of `aliasing`.
+//! Memory for the test of second layouts.
 
 use crate::allocator::extent::plan::Release;
 use crate::allocator::extent::record::SpaceId;

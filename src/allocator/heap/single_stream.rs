@@ -1,4 +1,4 @@
-//! The metadata's side of `ready`.
+//! Large requests of a stream that is alone, out of its own free memory: in one go.
 
 use crate::allocator::cache::front::cache;
 use crate::allocator::cache::grant::Grant;

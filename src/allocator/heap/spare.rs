@@ -1,4 +1,4 @@
-//! The metadata's side of `rungs`.
+//! Whether to take a run that maps no more handles.
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;

@@ -1,4 +1,4 @@
-//! TODO reclaim
+//! What is done when nothing fits: one step after another, from what costs least.
 
 pub(crate) mod choice;
 pub(crate) mod climb;

@@ -23,7 +23,7 @@ pub(crate) fn is_void_event(code: CUresult) -> bool {
     is_of_capture(code) || code == CUresult::CUDA_ERROR_INVALID_VALUE
 }
 
-/// Whether a wait was refused because of the marker, which is [gone](Engine::queue_waits) by now.
+/// Whether a wait was refused because of the marker, which is gone by then.
 pub(crate) fn is_void_wait(error: &DriverError) -> bool {
     error.call() == "cuStreamWaitEvent" && is_void_event(error.code())
 }

@@ -130,7 +130,7 @@ pub(crate) struct Slot {
     pub(crate) punctual: u32,
     /// How many that will be once it was found busy.
     pub(crate) patience: u32,
-    /// Among the [`full`](Streams::full) ones.
+    /// Among the `full` ones.
     pub(crate) listed: bool,
 }
 
