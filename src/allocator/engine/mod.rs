@@ -21,12 +21,13 @@ pub(crate) mod small;
 pub(crate) mod trial;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::driver::{Context, Device, Driver, DriverError, MemoryProperties, process};
 
 use crate::allocator::cache::front::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
+use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::defaults::Defaults;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::error::Error;
@@ -89,6 +90,8 @@ pub(crate) struct Engine {
     ask_captures: bool,
     /// Default streams, as raw calls name them.
     pub defaults: Defaults,
+    /// Tests of views that could not be waited for.
+    pub unfinished: Mutex<Vec<Unfinished>>,
     state: Apart<Lock<State>>,
     lost: OnceLock<DriverError>,
     /// The allocator's id as long as fronts serve here and the context is not lost, then 0.
@@ -171,6 +174,7 @@ impl Engine {
                 ask_captures: config.capture_checks,
                 defaults: Defaults::new(config.context_checks),
                 on_shelves: Arc::clone(&state.fronts.on_shelves),
+                unfinished: Mutex::default(),
                 state: Apart(Lock::new(state)),
                 pages,
                 lost: OnceLock::new(),

@@ -17,6 +17,7 @@ use crate::allocator::report::SelfTest;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::answers::is_of_capture;
 use crate::allocator::stream::slot::Holder;
+use crate::sync::held::locked;
 
 /// How often to try to wait for the test's own work before its memory is given up.
 const WAITS: usize = 4;
@@ -176,7 +177,7 @@ impl Engine {
                     Err((error, work)) => {
                         let memory = Some((block, sides));
                         let unfinished = Unfinished { work, memory };
-                        self.lock().unfinished.push(unfinished);
+                        locked(&self.unfinished).push(unfinished);
                         Err(self.error(error))
                     }
                 }
@@ -244,7 +245,7 @@ impl Engine {
     /// Gives the memory of tests back that could not be waited for, as far as their work is over; with `wait`
     /// waits until it is, and gives back everything.
     pub(crate) fn finish_tests(&self, wait: bool) -> Result<Finished, Error> {
-        let unfinished = std::mem::take(&mut self.lock().unfinished);
+        let unfinished = std::mem::take(&mut *locked(&self.unfinished));
         let (mut finished, mut failed) = (Finished::default(), None);
         let mut left = Vec::new();
         for mut test in unfinished {
@@ -275,7 +276,7 @@ impl Engine {
         }
         finished.is_over = left.iter().all(|test| test.memory.is_none());
         if !left.is_empty() {
-            self.lock().unfinished.append(&mut left);
+            locked(&self.unfinished).append(&mut left);
         }
         failed.map_or(Ok(finished), Err)
     }

@@ -35,7 +35,6 @@ use crate::allocator::cache::Fronts;
 use crate::allocator::cache::deferred::Deferred;
 use crate::allocator::cache::front::{KeepAlive, PageTable};
 use crate::allocator::config::Tuning;
-use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::extent::Extents;
 use crate::allocator::extent::index::Entry;
 use crate::allocator::extent::record::{MIXED, Recorded, SPENT, SpaceId, State as Extent};
@@ -79,8 +78,6 @@ pub(crate) struct State {
     pub peak_live: u64,
     /// Blocks that could not be freed when they were dropped: freed by the next call that may.
     pub deferred: Vec<Deferred>,
-    /// Tests of views that could not be waited for.
-    pub unfinished: Vec<Unfinished>,
     /// Frees so far: the time by which idle memory is told apart.
     pub frees: u64,
     pub closed: bool,
@@ -111,7 +108,6 @@ impl State {
             mixed_peak: 0,
             peak_live: 0,
             deferred: Vec::new(),
-            unfinished: Vec::new(),
             frees: 0,
             closed: false,
             orphaned: false,
