@@ -1,5 +1,6 @@
 //! Freed blocks that other streams still use, on their way out of a front and back.
 
+use super::Heap;
 use super::grain::Node;
 
 /// Frees of blocks that one other stream used, which nothing orders yet.
@@ -18,4 +19,38 @@ pub(crate) struct Returned {
     pub bytes: u64,
     /// Else their own stream has come to follow the others.
     pub over: bool,
+}
+
+impl Heap {
+    /// Takes back a live block that other streams may still use.
+    pub(crate) fn hold_back(&mut self, node: Node) {
+        let page = &mut self.pages[node.page()];
+        page.ticket = self.ticket;
+        let grain = &mut page.grains[node.place()];
+        grain.set_pending();
+        self.pending_grains += u64::from(grain.len);
+    }
+
+    /// The other streams are done with a block that was held back; or, not `over` yet, its own
+    /// stream has come to follow them. With `keep` it is kept as it is if there is room.
+    ///
+    /// What is kept counts as freed when it is merged, and is no longer what only others waited for.
+    pub(crate) fn let_go(&mut self, node: Node, over: bool, keep: bool) {
+        let grain = self.grain_mut(node);
+        grain.set_out();
+        let granules = u32::from(grain.len);
+        self.pending_grains -= u64::from(granules);
+        let worn = self.is_worn_at(node);
+        if keep && !worn && self.put_quick(node, granules) {
+            return;
+        }
+        if !over {
+            self.pages[node.page()].ticket = self.ticket;
+        }
+        if worn {
+            self.spend_run(node);
+        } else {
+            self.merge(node);
+        }
+    }
 }
