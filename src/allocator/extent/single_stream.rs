@@ -137,7 +137,7 @@ impl Space {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
     use crate::Block;
     use crate::allocator::carried::{Outcome, Rig};

@@ -85,7 +85,7 @@ fn interleavings_of_a_double_free() {
 
 /// Fronts that know each other.
 fn row(fronts: &[&'static Front]) {
-    let row: Others<()> = fronts.into();
+    let row: Others = fronts.into();
     for front in fronts {
         front.lock().set_others(&row);
     }
@@ -240,7 +240,7 @@ fn interleavings_of_a_retirement() {
 #[test]
 fn interleavings_of_a_publication() {
     loom::model(|| {
-        let table: &'static PageTable<()> = Box::leak(Box::new(PageTable::new()));
+        let table: &'static PageTable = Box::leak(Box::new(PageTable::new()));
         let front = front(0, PAGE, 8);
         let base = 2 * PAGE;
         let info = table.info(base).expect("an address of a device");

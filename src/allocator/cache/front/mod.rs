@@ -64,7 +64,7 @@ pub(crate) trait KeepAlive: std::fmt::Debug + Send + Sync {}
 impl KeepAlive for () {}
 
 /// No allocator.
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 pub(crate) fn nobody() -> std::sync::Weak<dyn KeepAlive> {
     std::sync::Weak::<()>::new()
 }
