@@ -4,7 +4,7 @@
 # fails. Steps: info, tests, replay, capacity, sanitizer. Exit code 0 only if all of them went well.
 #
 #   CUALLOC_GPU_LOGS        folder for the whole output of each step (else a temporary one)
-#   CUALLOC_GPU_TIMEOUT     seconds for each program (300)
+#   CUALLOC_GPU_TIMEOUT     seconds for each program (900)
 #   CUALLOC_GPU_SANITIZER   `optional`: a machine on which compute-sanitizer is missing or refuses the
 #                           device does not fail
 set -uo pipefail
@@ -16,7 +16,7 @@ if [ "${1-}" = --only ]; then
     shift 2
 fi
 gpu=${1:-.gpu}
-seconds=${CUALLOC_GPU_TIMEOUT:-300}
+seconds=${CUALLOC_GPU_TIMEOUT:-900}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 logs=${CUALLOC_GPU_LOGS:-$scratch/logs}
@@ -154,14 +154,13 @@ if wanted sanitizer; then
             sanitized "memcheck replay $policy" "$gpu/cualloc" replay --device cuda \
                 --policy "$policy" --verify tests/data/serve_streams.csv.gz
         done
-        # The first of these that exists. Its calls fail on purpose now and then. Under the sanitizer a
-        # stream's destruction waits for its work, and in r25 that work waits for the destruction.
-        for name in reuse trace_replay; do
-            [ -x "$scratch/tests/$name" ] || continue
-            sanitized "memcheck $name" --report-api-errors no "$scratch/tests/$name" \
-                --test-threads=1 --skip r25_
-            break
-        done
+        # A part of one program. Its calls fail on purpose now and then. Under the sanitizer a stream's
+        # destruction waits for its work, and in r25 that work waits for the destruction.
+        sanitized "memcheck reuse" --report-api-errors no "$scratch/tests/allocator" reuse:: \
+            --test-threads=1 --skip r25_
+        if ! grep -q '^test result: ok. [1-9]' "$log"; then
+            failed "memcheck reuse: no test of that name"
+        fi
     fi
 fi
 

@@ -5,7 +5,7 @@
 
 #[cfg(feature = "sim")]
 pub mod capturing;
-mod hooked;
+pub mod hooked;
 #[cfg(feature = "sim")]
 pub mod interlude;
 #[cfg(feature = "sim")]

@@ -6,9 +6,10 @@
 //! fault is over.
 #![cfg(feature = "sim")]
 
-#[path = "../common/hooked.rs"]
-mod hooked;
+#[path = "../common/mod.rs"]
+mod common;
 mod outside;
+mod refusals;
 mod scenarios;
 mod views;
 mod world;

@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use cualloc::Allocator;
 use cualloc::driver::sys::*;
 
-use crate::hooked::hooked;
+use crate::common::hooked::hooked;
 
 thread_local! {
     static LOOKED_AT: RefCell<Option<Allocator>> = const { RefCell::new(None) };

@@ -17,8 +17,8 @@ from pathlib import Path
 from named import Tests
 from tables import Fault, Sources, load
 
-# Features that a test program is empty without.
-FEATURES = {"column_arrow": "arrow"}
+# Features that tests of a program are left out without.
+FEATURES = {"column": "arrow"}
 
 # Fewer seconds a build: nothing here depends on speed, and no backtrace is read. The oracle finds what
 # breaks a stream's order in its first programs; sums go wrong at once.

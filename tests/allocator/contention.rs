@@ -1,0 +1,362 @@
+//! What one thread does in the driver keeps no other one from memory at hand, and a default
+//! configuration keeps memory.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use crate::common::{GIB, KIB, MIB, Rig, each, only};
+use cualloc::allocator::Policy;
+use cualloc::driver::{Context, Driver, Stream, sys};
+use cualloc::sim::FailPlan;
+use cualloc::{Allocator, Config, Error};
+
+/// A door in a driver function: shut, it keeps in the first call that comes until somebody opens it;
+/// other calls pass.
+struct Door {
+    inner: Mutex<Inside>,
+    moved: Condvar,
+}
+
+#[derive(Default)]
+struct Inside {
+    shut: bool,
+    occupied: bool,
+    /// Nobody opened it, so that the rest of the test would wait for ever.
+    gave_up: bool,
+}
+
+/// No test takes as long unless something waits that must not.
+const FOR_EVER: Duration = Duration::from_secs(60);
+
+impl Door {
+    const fn new() -> Door {
+        Door {
+            inner: Mutex::new(Inside {
+                shut: false,
+                occupied: false,
+                gave_up: false,
+            }),
+            moved: Condvar::new(),
+        }
+    }
+
+    fn pass(&self) {
+        let mut inside = self.inner.lock().unwrap();
+        if !inside.shut || inside.occupied {
+            return;
+        }
+        inside.occupied = true;
+        self.moved.notify_all();
+        let waited = self
+            .moved
+            .wait_timeout_while(inside, FOR_EVER, |inside| inside.shut);
+        let (mut inside, timeout) = waited.unwrap();
+        inside.gave_up |= timeout.timed_out();
+    }
+
+    fn shut(&self) {
+        *self.inner.lock().unwrap() = Inside {
+            shut: true,
+            ..Inside::default()
+        };
+    }
+
+    /// Waits until a call is inside.
+    fn await_call(&self) {
+        let inside = self.inner.lock().unwrap();
+        let waited = self
+            .moved
+            .wait_timeout_while(inside, FOR_EVER, |inside| !inside.occupied);
+        assert!(!waited.unwrap().1.timed_out(), "nobody called the function");
+    }
+
+    /// Lets the call go on; it must have waited until now.
+    fn open(&self) {
+        let mut inside = self.inner.lock().unwrap();
+        inside.shut = false;
+        self.moved.notify_all();
+        assert!(!inside.gave_up, "somebody waited for the call");
+    }
+}
+
+/// An allocator whose driver has a door in some of its functions.
+fn allocator_behind(rig: &Rig, change: impl FnOnce(&mut sys::CuFunctions)) -> (Allocator, Context) {
+    let mut functions = *rig.driver.functions();
+    change(&mut functions);
+    // SAFETY: the functions are a driver's, some of them with a wait before them. The tables of the
+    // rig's driver stay callable while the rig lives.
+    let driver = unsafe { Driver::from_functions(functions) }.unwrap();
+    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let config = Config::new().policy(rig.policy);
+    let allocator = Allocator::with_config(&context, config).unwrap();
+    (allocator, context)
+}
+
+mod growth {
+    use super::*;
+
+    pub static DOOR: Door = Door::new();
+    pub static TRUE_FUNCTIONS: Mutex<Option<sys::CuFunctions>> = Mutex::new(None);
+
+    fn functions() -> sys::CuFunctions {
+        TRUE_FUNCTIONS.lock().unwrap().unwrap()
+    }
+
+    pub unsafe extern "C" fn create(
+        handle: *mut sys::CUmemGenericAllocationHandle,
+        size: usize,
+        properties: *const sys::CUmemAllocationProp,
+        flags: u64,
+    ) -> sys::CUresult {
+        DOOR.pass();
+        // SAFETY: the arguments are the caller's.
+        unsafe { functions().cuMemCreate.unwrap()(handle, size, properties, flags) }
+    }
+
+    pub unsafe extern "C" fn allocate(
+        address: *mut sys::CUdeviceptr,
+        bytes: usize,
+    ) -> sys::CUresult {
+        DOOR.pass();
+        // SAFETY: the arguments are the caller's.
+        unsafe { functions().cuMemAlloc_v2.unwrap()(address, bytes) }
+    }
+}
+
+/// R58: while one thread is in the driver for new memory, others are served from memory at hand, on
+/// other streams and on the same one.
+#[test]
+fn r58_growth_in_one_thread_does_not_block_hits_in_others() {
+    each(|rig| {
+        *growth::TRUE_FUNCTIONS.lock().unwrap() = Some(*rig.driver.functions());
+        let (allocator, context) = allocator_behind(rig, |functions| {
+            functions.cuMemCreate = Some(growth::create);
+            functions.cuMemAlloc_v2 = Some(growth::allocate);
+        });
+        let streams = [0, 1].map(|_| Stream::new(&context).unwrap());
+        let sizes = [4 * KIB, 64 * KIB, 256 * KIB, 2 * MIB];
+        for stream in &streams {
+            let warm = sizes.map(|bytes| allocator.allocate(bytes, stream).unwrap());
+            drop(warm);
+        }
+        growth::DOOR.shut();
+        thread::scope(|scope| {
+            let grown = scope.spawn(|| allocator.allocate(512 * MIB, &streams[0]).map(drop));
+            growth::DOOR.await_call();
+            for _ in 0..100 {
+                for (stream, bytes) in streams.iter().flat_map(|s| sizes.map(|bytes| (s, bytes))) {
+                    allocator.allocate(bytes, stream).unwrap().free().unwrap();
+                }
+            }
+            growth::DOOR.open();
+            grown.join().unwrap().unwrap();
+        });
+        allocator.check().unwrap();
+        allocator.close().unwrap();
+    });
+}
+
+mod record {
+    use super::*;
+
+    pub static DOOR: Door = Door::new();
+    type Record = unsafe extern "C" fn(sys::CUevent, sys::CUstream) -> sys::CUresult;
+    pub static TRUE_RECORD: Mutex<Option<Record>> = Mutex::new(None);
+
+    pub unsafe extern "C" fn record(event: sys::CUevent, stream: sys::CUstream) -> sys::CUresult {
+        DOOR.pass();
+        let record = TRUE_RECORD.lock().unwrap().unwrap();
+        // SAFETY: the arguments are the caller's.
+        unsafe { record(event, stream) }
+    }
+}
+
+/// R31: 32 threads free blocks that other streams used, one of them is held up in an event record, and
+/// all others finish.
+#[test]
+fn r31_frees_do_not_serialise_on_event_records() {
+    const THREADS: usize = 32;
+    each(|rig| {
+        *record::TRUE_RECORD.lock().unwrap() = rig.driver.functions().cuEventRecord;
+        let (allocator, context) = allocator_behind(rig, |functions| {
+            functions.cuEventRecord = Some(record::record);
+        });
+        let streams: Vec<_> = (0..2 * THREADS)
+            .map(|_| Stream::new(&context).unwrap())
+            .collect();
+        let work = |thread: usize| {
+            // Enough for several markers.
+            for _ in 0..200 {
+                let block = allocator.allocate(64 * KIB, &streams[thread]).unwrap();
+                block.record_stream(&streams[THREADS + thread]).unwrap();
+                block.free().unwrap();
+            }
+        };
+        // From here on every stream is known.
+        thread::scope(|scope| {
+            for thread in 0..THREADS {
+                scope.spawn(move || work(thread));
+            }
+        });
+        record::DOOR.shut();
+        thread::scope(|scope| {
+            let work = &work;
+            let held_up = scope.spawn(move || work(0));
+            record::DOOR.await_call();
+            let others: Vec<_> = (1..THREADS)
+                .map(|thread| scope.spawn(move || work(thread)))
+                .collect();
+            for other in others {
+                other.join().unwrap();
+            }
+            record::DOOR.open();
+            held_up.join().unwrap();
+        });
+        assert_eq!(allocator.stats().all.allocations.current, 0);
+        allocator.check().unwrap();
+        allocator.close().unwrap();
+    });
+}
+
+/// R55: with default settings memory is kept: a loop over 1 GiB asks the driver for memory once.
+#[test]
+fn r55_a_default_configuration_reuses_a_gibibyte() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        allocator.allocate(GIB, &stream).unwrap().free().unwrap();
+        let before = rig.driver.calls();
+        for _ in 0..100 {
+            allocator.allocate(GIB, &stream).unwrap().free().unwrap();
+        }
+        assert_eq!(rig.driver.calls().since(&before).total(), 0);
+        assert_eq!(allocator.stats().misses, 1);
+        allocator.close().unwrap();
+    });
+}
+
+/// Two threads say at once that a block is used on their streams, one for good and one until now:
+/// neither word is lost.
+#[test]
+fn uses_recorded_by_two_threads_at_once_are_both_kept() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator();
+        let [home, one, other] = rig.streams();
+        // From here on every stream is known.
+        let first = allocator.allocate(KIB, &home).unwrap();
+        first.record_stream(&one).unwrap();
+        first.record_stream(&other).unwrap();
+        for _ in 0..100 {
+            let blocks: Vec<_> = (0..200)
+                .map(|_| allocator.allocate(KIB, &home).unwrap())
+                .collect();
+            let arrived = AtomicUsize::new(0);
+            // Both are at the same block at the same time, to a few instructions.
+            let together = |visits: usize| {
+                arrived.fetch_add(1, Ordering::Relaxed);
+                while arrived.load(Ordering::Relaxed) < 2 * visits {
+                    thread::yield_now();
+                }
+            };
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    for (at, block) in blocks.iter().enumerate() {
+                        together(at + 1);
+                        block.record_stream(&one).unwrap();
+                    }
+                });
+                for (at, block) in blocks.iter().enumerate() {
+                    together(at + 1);
+                    block.record_use(&other).unwrap();
+                }
+            });
+            for block in &blocks {
+                let known = allocator.block_of(block.ptr()).unwrap().pending;
+                assert_eq!(known.len(), 2, "{known:?}");
+            }
+        }
+        drop(first);
+        rig.close(&allocator);
+    });
+}
+
+/// R34: a thread that frees what another stream used, a batch at a time, and one that looks at the books.
+#[test]
+fn r34_books_agree_beside_batches_of_frees() {
+    only(Policy::Packed, |rig| {
+        const BATCH: usize = 512;
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(BATCH, &a).unwrap());
+        drop(allocator.allocate(BATCH, &b).unwrap());
+        // Batches begun to be freed. Without a pause the looks would hardly let go of the books.
+        let begun = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            let worker = scope.spawn(|| {
+                for _ in 0..200 {
+                    let blocks: Vec<_> = (0..BATCH)
+                        .map(|_| allocator.allocate(512, &a).unwrap())
+                        .collect();
+                    for block in &blocks {
+                        block.record_stream(&b).unwrap();
+                    }
+                    begun.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            let mut seen = 0;
+            while !worker.is_finished() {
+                let now = begun.load(Ordering::Relaxed);
+                if now > seen {
+                    seen = now;
+                    allocator.check().unwrap();
+                }
+                thread::yield_now();
+            }
+        });
+        rig.close(&allocator);
+    });
+}
+
+/// A close finds memory in the hands of a trim on another thread: it says so and loses nothing, whether the
+/// driver takes that memory or not.
+#[test]
+fn r2_a_close_beside_a_trim_says_what_is_on_its_way() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let call = if rig.packed() {
+            "cuMemUnmap"
+        } else {
+            "cuMemFree_v2"
+        };
+        for refused in [false, true] {
+            let allocator = rig.allocator();
+            let stream = rig.stream();
+            drop(allocator.allocate(8 * MIB, &stream).unwrap());
+            stream.synchronize().unwrap();
+            let held = allocator.stats().all.reserved.current;
+            let answer = Arc::new(Mutex::new(None));
+            let (closing, said) = (allocator.clone(), Arc::clone(&answer));
+            sim.before(move |moment| {
+                let mut said = said.lock().unwrap();
+                if moment.call == call && said.is_none() {
+                    *said = Some(closing.close());
+                }
+            });
+            if refused {
+                let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+                sim.fail(FailPlan::call(call, code).unwrap());
+            }
+            let trimmed = allocator.trim(0);
+            sim.clear_hooks();
+            assert_eq!(trimmed.is_err(), refused, "{trimmed:?}");
+            let answer = answer.lock().unwrap().take().unwrap();
+            assert!(
+                matches!(answer, Err(Error::StillHeld { bytes }) if bytes == held),
+                "{answer:?}"
+            );
+            rig.close(&allocator);
+        }
+    });
+}

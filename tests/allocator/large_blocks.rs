@@ -1,0 +1,514 @@
+//! Large blocks that are freed and asked for again at once: they stay with their front, and nobody
+//! else sees a difference.
+
+use std::sync::{Arc, Mutex};
+
+use crate::common::{KIB, MIB, RawStream, Rig, only};
+use cualloc::allocator::{BlockState, Counter, Placement, Policy, PoolStats};
+use cualloc::driver::Stream;
+use cualloc::{Allocator, Block, Config, Error};
+
+const LARGE: usize = 3 * MIB;
+
+/// An allocator that expects blocks of [`LARGE`] bytes on the stream to come again.
+fn used_to_pairs(rig: &Rig, stream: &Stream) -> Allocator {
+    let allocator = rig.allocator();
+    make_used(&allocator, stream);
+    allocator
+}
+
+fn make_used(allocator: &Allocator, stream: &Stream) {
+    for _ in 0..4 {
+        drop(allocator.allocate(LARGE, stream).unwrap());
+    }
+}
+
+/// Whether a pair is served without the books: they count each large request that they serve.
+fn pairs_stay(allocator: &Allocator, stream: &Stream) -> bool {
+    let ready = allocator.stats().rungs.ready;
+    for _ in 0..10 {
+        drop(allocator.allocate(LARGE, stream).unwrap());
+    }
+    allocator.stats().rungs.ready == ready
+}
+
+fn live_in_snapshot(allocator: &Allocator) -> (u64, u64) {
+    let blocks = allocator.snapshot().into_iter().flat_map(|s| s.blocks);
+    let live = blocks.filter(|b| b.state == BlockState::Allocated);
+    live.fold((0, 0), |(count, bytes), b| (count + 1, bytes + b.requested))
+}
+
+fn packed(test: impl Fn(&Rig)) {
+    only(Policy::Packed, test);
+}
+
+#[test]
+fn pairs_stay_with_their_front_and_lie_where_they_lay() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = used_to_pairs(rig, &a);
+        assert!(pairs_stay(&allocator, &a));
+        let first = allocator.allocate(LARGE, &a).unwrap();
+        let (at, life) = (first.ptr(), first.generation());
+        drop(first);
+        let second = allocator.allocate(LARGE - 100, &a).unwrap();
+        assert_eq!(second.ptr(), at);
+        assert_ne!(second.generation(), life);
+        assert_eq!(second.requested(), LARGE - 100);
+        allocator.check().unwrap();
+        drop(second);
+        rig.close(&allocator);
+    });
+}
+
+/// Figures are exact at any moment, of lives on the shelf as well.
+#[test]
+fn s1_19_figures_tell_lives_on_shelves_from_memory_at_hand() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = used_to_pairs(rig, &a);
+        let kept = allocator.allocate(5 * MIB, &a).unwrap();
+        make_used(&allocator, &a);
+        let before = allocator.stats();
+        let block = allocator.allocate(LARGE - 100, &a).unwrap();
+        let during = allocator.stats();
+        let live = (2, (5 * MIB + LARGE - 100) as u64);
+        assert_eq!(live_in_snapshot(&allocator), live);
+        assert_eq!(allocator.stats().all.requested, during.all.requested);
+        drop(block);
+        let after = allocator.stats();
+        for (pools, requested) in [
+            ([before.all, during.all, after.all], LARGE - 100),
+            ([before.large, during.large, after.large], LARGE - 100),
+        ] {
+            let [before, during, after] = pools;
+            assert_eq!(before.allocations.current, 1);
+            assert_eq!(during.allocations.current, 2);
+            assert_eq!(after.allocations.current, 1);
+            let more = |f: fn(&PoolStats) -> Counter| {
+                let [before, during, after] = [f(&before), f(&during), f(&after)];
+                assert_eq!(before.current, after.current);
+                assert_eq!(before.peak, after.peak);
+                assert_eq!(
+                    during.total_allocated - before.total_allocated,
+                    after.total_freed - before.total_freed
+                );
+                for counter in [before, during, after] {
+                    let left = counter.total_allocated - counter.total_freed;
+                    assert_eq!(left, counter.current);
+                }
+                during.current - before.current
+            };
+            assert_eq!(more(|pool| pool.allocations), 1);
+            assert_eq!(more(|pool| pool.requested), requested as u64);
+            assert_eq!(more(|pool| pool.allocated), LARGE as u64);
+            assert_eq!(more(|pool| pool.active), LARGE as u64);
+        }
+        assert_eq!(during.hits - before.hits, 1);
+        assert_eq!(after.free - during.free, LARGE as u64);
+        // What was kept for the request; the snapshot sent it home meanwhile.
+        assert_eq!(before.front_bytes - during.front_bytes, LARGE as u64);
+        assert_eq!(after.front_bytes, during.front_bytes);
+        assert_eq!(
+            allocator.cached(),
+            after.all.reserved.current - 5 * MIB as u64
+        );
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// What nobody holds does not count for a peak, neither of large blocks nor of small ones.
+#[test]
+fn s1_19_what_lies_on_a_shelf_is_no_part_of_a_peak() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.allocator();
+        // No request below is the largest so far.
+        drop(allocator.allocate(64 * MIB, &a).unwrap());
+        make_used(&allocator, &a);
+        allocator.reset_peaks();
+        assert_eq!(allocator.stats().all.allocated.peak, 0);
+        drop(allocator.allocate(LARGE, &a).unwrap());
+        let peak = |allocator: &Allocator| allocator.stats().all.allocated.peak;
+        assert_eq!(peak(&allocator), LARGE as u64);
+        // Only one of the two is ever live.
+        drop(allocator.allocate(LARGE - MIB, &a).unwrap());
+        assert_eq!(peak(&allocator), LARGE as u64);
+        make_used(&allocator, &a);
+        let small: Vec<Block> = (0..LARGE / (64 * KIB))
+            .map(|_| allocator.allocate(64 * KIB, &a).unwrap())
+            .collect();
+        assert_eq!(peak(&allocator), LARGE as u64);
+        let block = allocator.allocate(LARGE, &a).unwrap();
+        assert_eq!(peak(&allocator), 2 * LARGE as u64);
+        drop((small, block));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn s1_13_a_second_free_of_what_lies_on_a_shelf_is_refused() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = used_to_pairs(rig, &a);
+        let ptr = allocator.allocate(LARGE, &a).unwrap().into_raw();
+        // SAFETY: the block is nobody's but ours.
+        unsafe { allocator.free_raw(ptr) }.unwrap();
+        // SAFETY: refused, as the block is free.
+        let again = unsafe { allocator.free_raw(ptr) };
+        assert!(matches!(again, Err(Error::NotLive { .. })), "{again:?}");
+        // SAFETY: as above.
+        let inside = unsafe { allocator.free_raw(ptr + 512) };
+        assert!(matches!(inside, Err(Error::NotLive { .. })), "{inside:?}");
+        assert!(!allocator.owns(ptr));
+        assert!(allocator.block_of(ptr).is_none());
+        assert_eq!(allocator.usable_size(ptr), None);
+        assert!(allocator.guard(ptr, 512).is_err());
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn interior_pointers_of_lives_on_shelves_are_told() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = used_to_pairs(rig, &a);
+        let block = allocator.allocate(LARGE, &a).unwrap();
+        // SAFETY: refused, as no block begins there.
+        let inside = unsafe { allocator.free_raw(block.ptr() + 512) };
+        assert!(matches!(inside, Err(Error::InteriorPointer { base, .. }) if base == block.ptr()));
+        assert_eq!(allocator.usable_size(block.ptr()), Some(LARGE as u64));
+        assert!(allocator.owns(block.ptr() + 1000));
+        drop(block);
+        rig.close(&allocator);
+    });
+}
+
+/// A use by another stream, and a guard, hold for the present life, and keep its memory after its end.
+#[test]
+fn s1_40_uses_and_guards_of_lives_on_shelves_count() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(KIB, &b).unwrap());
+        make_used(&allocator, &a);
+        let hold = rig.busy(&b);
+        let block = allocator.allocate(LARGE, &a).unwrap();
+        let ptr = block.ptr();
+        block.record_stream(&b).unwrap();
+        drop(block);
+        let next = allocator.allocate(LARGE, &a).unwrap();
+        assert_ne!(next.ptr(), ptr, "the other stream is not done");
+        hold.release();
+        drop(next);
+        b.synchronize().unwrap();
+        make_used(&allocator, &a);
+        let block = allocator.allocate(LARGE, &a).unwrap();
+        let ptr = block.ptr();
+        let guard = allocator.guard(ptr, LARGE as u64).unwrap();
+        drop(block);
+        let next = allocator.allocate(LARGE, &a).unwrap();
+        assert_ne!(next.ptr(), ptr, "a guard keeps it");
+        drop((next, guard));
+        rig.close(&allocator);
+    });
+}
+
+/// Memory on a shelf is as good as any other to a request of another length or of another stream, to a
+/// request at a limit, and to a trim.
+#[test]
+fn s1_40_memory_on_shelves_is_there_for_others() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator_with(Config::new().limit(Some(4 * MIB as u64)));
+        drop(allocator.allocate(4 * MIB, &a).unwrap());
+        make_used(&allocator, &a);
+        assert!(pairs_stay(&allocator, &a));
+        drop(allocator.allocate(4 * MIB, &a).unwrap());
+        make_used(&allocator, &a);
+        // Beside the block at hand there is no room.
+        drop(allocator.allocate(4 * MIB, &b).unwrap());
+        make_used(&allocator, &a);
+        let single = Placement::new().single_handle(true);
+        drop(allocator.allocate_with(2 * MIB, &single, &a).unwrap());
+        make_used(&allocator, &a);
+        allocator.synchronize().unwrap();
+        allocator.trim(0).unwrap();
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        rig.close(&allocator);
+    });
+}
+
+/// Another stream's request is served from a shelf before memory is added, though there is room.
+#[test]
+fn memory_on_shelves_comes_before_more_memory() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(13 * MIB, &a).unwrap());
+        let row = [2, 2, 2, 2, 5].map(|mib| Some(allocator.allocate(mib * MIB, &a).unwrap()));
+        let [first, hole, second, gap, last] = row;
+        drop((hole, gap, last));
+        let reserved = allocator.stats().all.reserved.current;
+        for _ in 0..4 {
+            drop(allocator.allocate(5 * MIB, &a).unwrap());
+        }
+        let block = allocator.allocate(5 * MIB, &b).unwrap();
+        assert_eq!(allocator.stats().all.reserved.current, reserved);
+        drop((first, second, block));
+        rig.close(&allocator);
+    });
+}
+
+/// A block beside one that is freed comes off its shelf, so that both become one piece.
+#[test]
+fn what_lies_on_a_shelf_merges_with_its_neighbours() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.limited(8 * MIB);
+        let row: Vec<Block> = [2, 3, 3]
+            .into_iter()
+            .map(|mib| allocator.allocate(mib * MIB, &a).unwrap())
+            .collect();
+        let mut row = row.into_iter();
+        let left = row.next().unwrap();
+        let middle = row.next().unwrap();
+        drop(middle);
+        make_used(&allocator, &a);
+        assert!(pairs_stay(&allocator, &a));
+        drop(left);
+        let whole = allocator.allocate(5 * MIB, &a).unwrap();
+        let segments = allocator.segments_of(whole.ptr(), 5 * MIB as u64).unwrap();
+        assert!(segments.iter().all(|s| s.address >= whole.ptr()));
+        assert_eq!(allocator.stats().rungs.stitched, 0);
+        drop((whole, row));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn retirement_and_the_end_take_everything_off_the_shelves() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = used_to_pairs(rig, &a);
+        let block = allocator.allocate(LARGE, &a).unwrap();
+        allocator.retire(&a).unwrap();
+        drop(block);
+        assert_eq!(live_in_snapshot(&allocator), (0, 0));
+        allocator.check().unwrap();
+        make_used(&allocator, &b);
+        let block = allocator.allocate(LARGE, &b).unwrap();
+        assert_eq!(live_in_snapshot(&allocator), (1, LARGE as u64));
+        assert!(matches!(
+            allocator.close(),
+            Err(Error::LiveBlocks { blocks: 1, .. })
+        ));
+        drop(block);
+        make_used(&allocator, &b);
+        rig.close(&allocator);
+        // The last block closes an allocator that has no handle any more.
+        let allocator = used_to_pairs(rig, &b);
+        let block = allocator.allocate(LARGE, &b).unwrap();
+        drop(allocator);
+        drop(block);
+        if let Some(sim) = rig.maybe_sim() {
+            let leaks = sim.leaks();
+            assert_eq!((leaks.handles, leaks.mappings, leaks.bytes), (0, 0, 0));
+        }
+    });
+}
+
+/// Another stream's block, and a block of a foreign owner's stream that lies on its front's shelf.
+fn beside_a_foreign_shelf(rig: &Rig, stream: &Stream) -> (Allocator, Block, RawStream) {
+    let allocator = rig.allocator();
+    let kept = allocator.allocate(5 * MIB, stream).unwrap();
+    let foreign = RawStream::new(rig);
+    make_used(&allocator, &foreign.borrowed());
+    assert!(pairs_stay(&allocator, &foreign.borrowed()));
+    (allocator, kept, foreign)
+}
+
+/// R24: a block that was freed to a shelf comes off it in the call of another stream. By then the stream of a
+/// foreign owner may be destroyed, and a marker recorded on its handle would be in the wrong stream.
+#[test]
+fn r24_what_comes_off_a_shelf_touches_no_stream_that_may_be_gone() {
+    packed(|rig| {
+        let b = rig.stream();
+        let (allocator, kept, foreign) = beside_a_foreign_shelf(rig, &b);
+        foreign.destroy();
+        let markers = allocator.stats().markers;
+        let block = allocator.allocate(5 * MIB, &b).unwrap();
+        assert_eq!(live_in_snapshot(&allocator).0, 2);
+        assert_eq!(allocator.stats().markers, markers);
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+/// The call of a stream itself records what is due on it.
+#[test]
+fn what_comes_off_a_shelf_is_marked_in_a_call_of_its_stream() {
+    packed(|rig| {
+        let b = rig.stream();
+        let (allocator, kept, foreign) = beside_a_foreign_shelf(rig, &b);
+        let markers = allocator.stats().markers;
+        let block = allocator.allocate(5 * MIB, &foreign.borrowed()).unwrap();
+        assert_eq!(allocator.stats().markers, markers + 1);
+        drop((kept, block));
+        allocator.retire(&foreign.borrowed()).unwrap();
+        foreign.destroy();
+        rig.close(&allocator);
+    });
+}
+
+/// A free of anything else opens a better place.
+#[test]
+fn what_lies_on_a_shelf_goes_home_when_something_else_is_freed() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(64 * MIB, &a).unwrap());
+        let hole = allocator.allocate(LARGE, &a).unwrap();
+        let wall = allocator.allocate(MIB, &a).unwrap();
+        make_used(&allocator, &a);
+        let at = hole.ptr();
+        drop(hole);
+        let block = allocator.allocate(LARGE, &a).unwrap();
+        assert_eq!(block.ptr(), at, "the tightest place");
+        drop((block, wall));
+        rig.close(&allocator);
+    });
+}
+
+/// A place that was chosen for an alignment is not given to a request that asked for none.
+#[test]
+fn blocks_with_wishes_do_not_go_on_a_shelf() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(64 * MIB, &a).unwrap());
+        let wall = allocator.allocate(LARGE - 512, &a).unwrap();
+        make_used(&allocator, &a);
+        let first = allocator.allocate(LARGE, &a).unwrap().ptr();
+        let aligned = allocator.allocate_aligned(LARGE, 2 * MIB, &a).unwrap();
+        assert_ne!(aligned.ptr(), first);
+        drop(aligned);
+        let block = allocator.allocate(LARGE, &a).unwrap();
+        assert_eq!(block.ptr(), first, "where the books would put it");
+        drop((wall, block));
+        rig.close(&allocator);
+    });
+}
+
+/// Every block lies where it would lie if the books served each request.
+#[test]
+fn layouts_do_not_depend_on_shelves() {
+    packed(|rig| {
+        let a = rig.stream();
+        let place = |by_books: bool| {
+            let allocator = rig.allocator();
+            let first = allocator.allocate(64 * MIB, &a).unwrap();
+            let base = first.ptr();
+            drop(first);
+            let pairs = |mib: usize| {
+                for _ in 0..4 {
+                    let block = if by_books {
+                        allocator.allocate_with(mib * MIB, &Placement::new(), &a)
+                    } else {
+                        allocator.allocate(mib * MIB, &a)
+                    };
+                    drop(block.unwrap());
+                }
+            };
+            let mut kept = Vec::new();
+            for round in 0..200 {
+                pairs(3);
+                let bytes = (1 + round * 7 % 5) * MIB + 512 * round;
+                kept.push(allocator.allocate(bytes, &a).unwrap());
+                if round % 3 != 0 {
+                    pairs(1 + round % 4);
+                    kept.swap_remove(round / 4);
+                }
+                pairs(3);
+            }
+            let places: Vec<u64> = kept.iter().map(|b| b.ptr().wrapping_sub(base)).collect();
+            let ready = allocator.stats().rungs.ready;
+            drop(kept);
+            rig.close(&allocator);
+            (places, ready)
+        };
+        let (by_books, served) = place(true);
+        let (with_shelves, left) = place(false);
+        assert_eq!(by_books, with_shelves);
+        assert!(left < served / 2, "{left} of {served}");
+    });
+}
+
+/// While a request waits for its memory, a relief hook gets a block that is expected to come again, as
+/// the request's own is: only the last one stays with its front.
+#[test]
+fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.limited(30 * MIB);
+        for bytes in [LARGE, 8 * MIB] {
+            for _ in 0..4 {
+                drop(allocator.allocate(bytes, &a).unwrap());
+            }
+        }
+        let given = Arc::new(Mutex::new(Some(allocator.allocate(24 * MIB, &a).unwrap())));
+        let taken: Arc<Mutex<Option<Block>>> = Arc::default();
+        let hook = {
+            let (given, taken) = (given.clone(), taken.clone());
+            let (allocator, a) = (allocator.clone(), a.clone());
+            move |_| {
+                given.lock().unwrap().take();
+                let mut taken = taken.lock().unwrap();
+                if taken.is_none() {
+                    *taken = allocator.allocate(LARGE, &a).ok();
+                }
+                0
+            }
+        };
+        allocator.add_relief_hook("takes some", hook);
+        let large = allocator.allocate(8 * MIB, &a).unwrap();
+        allocator.check().unwrap();
+        let inner = taken.lock().unwrap().take().expect("the hook was asked");
+        let hole = inner.ptr();
+        drop(inner);
+        allocator.check().unwrap();
+        let small = allocator.allocate(MIB, &a).unwrap();
+        assert_eq!(small.ptr(), hole, "the shortest hole that is long enough");
+        allocator.remove_relief_hook("takes some");
+        drop((large, small));
+        rig.close(&allocator);
+    });
+}
+
+/// R61: a front of which nothing is asked but what lies on its shelf is in use, and keeps its free runs.
+#[test]
+fn r61_a_front_that_is_busy_from_its_shelf_keeps_what_it_has() {
+    packed(|rig| {
+        const PAGE: usize = 64 * KIB;
+        const STEP: usize = 2 * MIB / PAGE;
+        let [a, b] = rig.streams();
+        let allocator = used_to_pairs(rig, &a);
+        let small = [(); 128].map(|()| allocator.allocate(512, &a).unwrap());
+        drop(small);
+        let kept = allocator.stats().front_bytes;
+        assert!(kept > 0, "nothing is kept as it was");
+        let mut pages: Vec<Block> = Vec::new();
+        for _ in 0..3 {
+            make_used(&allocator, &a);
+            assert!(pairs_stay(&allocator, &a));
+            // Each time the other stream lacks a page at least once, and looks at what others have.
+            let reserved = allocator.stats().all.reserved.current;
+            pages.extend((0..STEP).map(|_| allocator.allocate(PAGE, &b).unwrap()));
+            assert!(pages.len() == STEP || allocator.stats().all.reserved.current > reserved);
+            assert_eq!(allocator.stats().front_bytes, kept);
+        }
+        drop(pages);
+        rig.close(&allocator);
+    });
+}

@@ -1,0 +1,356 @@
+//! What happens when memory runs out, by limit or by device.
+
+use crate::common::*;
+use cualloc::allocator::{Allocator, Block, Error, OutOfMemory, Policy};
+use cualloc::driver::{Stream, sys};
+use cualloc::sim::{FailPlan, SimConfig};
+
+fn out_of_memory(error: Error) -> OutOfMemory {
+    match error {
+        Error::OutOfMemory(picture) => *picture,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// R7: free memory that waits for another stream's work is waited for before a request fails.
+#[test]
+fn r7_pending_memory_is_reclaimed_before_out_of_memory() {
+    each(|rig| {
+        const BLOCK: usize = 12 * MIB;
+        let allocator = rig.limited(3 * BLOCK);
+        let [a, b] = rig.streams();
+        let [x, y, z] = [0, 1, 2].map(|_| allocator.allocate(BLOCK, &a).unwrap());
+        let busy = rig.busy(&b);
+        for block in [&x, &z] {
+            rig.stamp(block.ptr(), BLOCK, 1, &b);
+            block.record_stream(&b).unwrap();
+        }
+        // What is left in the middle keeps the two apart.
+        drop((x, z));
+        let both = allocator.allocate(2 * BLOCK, &a).unwrap();
+        rig.stamp(both.ptr(), 2 * BLOCK, 2, &a);
+        let stats = allocator.stats();
+        assert_eq!(
+            (stats.ooms, stats.all.reserved.current),
+            (0, 3 * BLOCK as u64)
+        );
+        if !rig.packed() {
+            assert!(stats.rungs.released > 0);
+        }
+        drop(busy);
+        assert_eq!(rig.mismatches(both.ptr(), 2 * BLOCK, 2, &a), 0);
+        drop((y, both));
+        rig.close(&allocator);
+    });
+}
+
+/// R7: the same where the device is full, not the limit reached.
+#[test]
+fn r7_full_device_is_a_limit() {
+    if on_cuda() {
+        return eprintln!("SKIPPED on cuda: needs the simulator");
+    }
+    for policy in [Policy::Packed, Policy::Classic] {
+        only_on(policy, SimConfig::with_devices(1, 256 << 20), |rig| {
+            const BLOCK: usize = 100 * MIB;
+            let allocator = rig.allocator();
+            let [a, b] = rig.streams();
+            let blocks = [0, 1].map(|_| allocator.allocate(BLOCK, &a).unwrap());
+            let busy = rig.busy(&b);
+            for block in &blocks {
+                block.record_stream(&b).unwrap();
+            }
+            drop(blocks);
+            let large = allocator.allocate(220 * MIB, &a).unwrap();
+            let stats = allocator.stats();
+            assert_eq!(stats.ooms, 0);
+            if !rig.packed() {
+                assert!(stats.retries > 0, "the driver refused first");
+            }
+            drop((large, busy));
+            // Another process takes memory: an error that says so, and later all is well.
+            rig.sim().unwrap().take_memory(0, 200 << 20);
+            allocator.synchronize().unwrap();
+            allocator.empty_cache().unwrap();
+            let picture = out_of_memory(allocator.allocate(BLOCK, &a).unwrap_err());
+            let code = picture.driver.map(|e| e.code());
+            assert_eq!(code, Some(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY));
+            assert_eq!(picture.driver_free, Some(56 << 20));
+            rig.sim().unwrap().take_memory(0, 0);
+            drop(allocator.allocate(BLOCK, &a).unwrap());
+            rig.close(&allocator);
+        });
+    }
+}
+
+/// R8: a cap can be used to its last byte, also after it was used in smaller pieces.
+#[test]
+fn r8_whole_cap_is_usable() {
+    each(|rig| {
+        const CAP: usize = 2 * MIB;
+        let allocator = rig.limited(CAP);
+        let stream = rig.stream();
+        for (bytes, size) in [(256, 512), (1024, 1024), (512, 512), (64 * KIB, 64 * KIB)] {
+            let mut live = Vec::new();
+            loop {
+                match allocator.allocate(bytes, &stream) {
+                    Ok(block) => live.push(block),
+                    Err(error) => break assert!(error.is_out_of_memory()),
+                }
+            }
+            assert_eq!(live.len() * size, CAP, "blocks of {bytes}");
+            let stats = allocator.stats();
+            assert_eq!(stats.all.allocated.current, CAP as u64);
+            assert_eq!(stats.all.reserved.current, CAP as u64);
+        }
+        rig.close(&allocator);
+    });
+}
+
+/// R9: the limit counts bytes held from the driver, neither requests nor rounded sizes.
+#[test]
+fn r9_limit_counts_what_the_driver_gave() {
+    each(|rig| {
+        const LIMIT: usize = 64 * MIB;
+        let allocator = rig.limited(LIMIT);
+        assert_eq!(allocator.limit(), Some(LIMIT as u64));
+        let stream = rig.stream();
+        let mut live: Vec<Block> = Vec::new();
+        for step in 0..400usize {
+            let bytes = 1 + step * 7919 % (5 * MIB);
+            if let Ok(block) = allocator.allocate(bytes, &stream) {
+                live.push(block);
+            }
+            let reserved = allocator.stats().all.reserved.current;
+            assert!(reserved <= LIMIT as u64);
+            if let Some(held) = rig.driver_held() {
+                assert_eq!(held, reserved);
+            }
+            if step % 3 == 0 {
+                live.remove(0);
+            }
+        }
+        assert!(allocator.stats().ooms > 0, "the limit was never reached");
+        // A request that passes it by its rounding fails, one that just fits does not.
+        live.clear();
+        drop(allocator.allocate(LIMIT, &stream).unwrap());
+        let picture = out_of_memory(allocator.allocate(LIMIT + 1, &stream).unwrap_err());
+        assert_eq!(picture.limit, Some(LIMIT as u64));
+        assert_eq!(picture.requested, LIMIT as u64 + 1);
+        // It can be set while blocks live; what is above stays until it goes.
+        allocator.synchronize().unwrap();
+        allocator.empty_cache().unwrap();
+        allocator.set_limit(Some(16 * MIB as u64));
+        assert!(allocator.allocate(24 * MIB, &stream).is_err());
+        allocator.set_limit(None);
+        drop(allocator.allocate(2 * LIMIT, &stream).unwrap());
+        rig.close(&allocator);
+    });
+}
+
+/// R12: the way to an out-of-memory error needs nothing that can fail.
+#[test]
+fn r12_error_path_cannot_fail() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.limited(16 * MIB);
+        let stream = rig.stream();
+        let kept = allocator.allocate(12 * MIB, &stream).unwrap();
+        for name in ["cuMemGetInfo_v2", "cuThreadExchangeStreamCaptureMode"] {
+            let code = sys::CUresult::CUDA_ERROR_NOT_SUPPORTED;
+            sim.fail(FailPlan::call(name, code).unwrap().times(1000));
+            let result = allocator.allocate(32 * MIB, &stream);
+            sim.clear_failures();
+            let picture = out_of_memory(result.unwrap_err());
+            assert_eq!(picture.allocated, 12 * MIB as u64, "{name}");
+            if name == "cuMemGetInfo_v2" {
+                assert_eq!((picture.driver_free, picture.driver_total), (None, None));
+            }
+            assert!(picture.to_string().contains("out of memory"));
+            allocator.check().unwrap();
+        }
+        drop(kept);
+        drop(allocator.allocate(16 * MIB, &stream).unwrap());
+        rig.close(&allocator);
+    });
+}
+
+/// R14: the error says what was asked for, what there is, and where the rest is stuck.
+#[test]
+fn r14_error_has_the_whole_picture() {
+    each(|rig| {
+        const BLOCK: usize = 12 * MIB;
+        let allocator = rig.limited(4 * BLOCK);
+        let a = rig.stream();
+        let blocks: Vec<Block> = (0..4)
+            .map(|_| allocator.allocate(BLOCK, &a).unwrap())
+            .collect();
+        let pinning = blocks[1].ptr();
+        let mut blocks = blocks.into_iter();
+        drop(blocks.next());
+        let kept: Vec<Block> = blocks.collect();
+        // Free memory, pinned or not, that does not suffice even with everything given back.
+        let picture = out_of_memory(allocator.allocate(2 * BLOCK, &a).unwrap_err());
+        assert_eq!(picture.device, 0);
+        assert_eq!(picture.requested, 2 * BLOCK as u64);
+        assert_eq!(picture.limit, Some(4 * BLOCK as u64));
+        assert_eq!(picture.reserved, 4 * BLOCK as u64);
+        assert_eq!(picture.allocated, 3 * BLOCK as u64);
+        assert_eq!(picture.cached, BLOCK as u64);
+        assert_eq!(picture.largest_free, BLOCK as u64);
+        assert!(picture.driver_total >= picture.driver_free && picture.driver_free.is_some());
+        drop(kept);
+        // A small live block pins a large segment.
+        let allocator = rig.limited(20 * MIB);
+        let whole: Vec<Block> = (0..4)
+            .map(|_| allocator.allocate(5 * MIB, &a).unwrap())
+            .collect();
+        let last = whole.into_iter().next_back().unwrap();
+        let picture = out_of_memory(allocator.allocate(18 * MIB, &a).unwrap_err());
+        let pinned = picture.pinned.first().expect("something pins memory");
+        assert_eq!(pinned.block, last.ptr());
+        assert!(pinned.live < pinned.bytes);
+        let text = picture.to_string();
+        for part in ["18.00 MiB", "20.00 MiB", "limit", "pinned by the block at"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        assert_ne!(pinning, 0);
+    });
+}
+
+/// R14: bytes that wait for a stream are named with it.
+#[test]
+fn r14_error_names_the_streams_that_hold_memory() {
+    each(|rig| {
+        const BLOCK: usize = 12 * MIB;
+        let allocator = rig.limited(2 * BLOCK);
+        let [a, b]: [Stream; 2] = rig.streams();
+        let keep = allocator.allocate(BLOCK, &a).unwrap();
+        let freed = allocator.allocate(BLOCK, &a).unwrap();
+        let busy = rig.busy(&b);
+        freed.record_stream(&b).unwrap();
+        drop(freed);
+        // Seen from a hook, when everything else was tried: the host waited for it already.
+        let picture = out_of_memory(allocator.allocate(2 * BLOCK, &a).unwrap_err());
+        assert!(
+            picture
+                .pending
+                .iter()
+                .all(|p| p.stream_id != b.id().unwrap())
+        );
+        drop(busy);
+        drop(keep);
+        rig.close(&allocator);
+    });
+}
+
+/// R1: after the waits for what holds up all memory that fits, that memory is found and serves the
+/// request as it is.
+#[test]
+fn r1_memory_that_waits_made_free_is_found() {
+    each(|rig| {
+        // Too little for a marker of its own when it is freed, and half of what there is.
+        const BLOCK: usize = MIB - 512;
+        let allocator = rig.limited(2 * MIB);
+        let [a, b] = rig.streams();
+        let kept = allocator.allocate(MIB, &a).unwrap();
+        let block = allocator.allocate(BLOCK, &b).unwrap();
+        let ptr = block.ptr();
+        let busy = rig.busy(&b);
+        // An older marker of the stream, which the free comes after.
+        kept.record_use(&b).unwrap();
+        rig.stamp(ptr, BLOCK, 1, &b);
+        drop(block);
+        // Address space is no memory: a view may be thought of.
+        let calls = || rig.memory_calls() - rig.calls("cuMemAddressReserve");
+        let (made, before) = (calls(), allocator.stats());
+        assert_eq!(before.markers, 1);
+        let again = allocator.allocate(BLOCK, &a).unwrap();
+        assert_eq!((again.ptr(), calls()), (ptr, made));
+        let stats = allocator.stats();
+        let released = before.rungs.released;
+        assert_eq!((stats.ooms, stats.rungs.released), (0, released));
+        // A GPU may be done by itself.
+        if rig.maybe_sim().is_some() {
+            assert_eq!((stats.rungs.host_waits, stats.rungs.synchronised), (1, 1));
+            assert_eq!(stats.stream_waits, before.stream_waits);
+        }
+        rig.stamp(ptr, BLOCK, 2, &a);
+        drop(busy);
+        assert_eq!(rig.mismatches(ptr, BLOCK, 2, &a), 0);
+        drop((again, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// S1.22
+#[test]
+fn s1_22_debug_text_names_the_figures() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let figures = |allocator: &Allocator| {
+            let text = format!("{allocator:?}");
+            ["device", "allocated", "peak", "cached"].map(|name| {
+                let found = text
+                    .split([' ', '{', '}'])
+                    .skip_while(|word| *word != format!("{name}:"));
+                let value = found.skip(1).find(|word| !word.is_empty());
+                let value = value.unwrap_or_else(|| panic!("no {name} in {text}"));
+                value.trim_end_matches(',').parse::<u64>().unwrap()
+            })
+        };
+        assert_eq!(figures(&allocator), [0; 4]);
+        let large = allocator.allocate(12 * MIB, &stream).unwrap();
+        let small = allocator.allocate(1024, &stream).unwrap();
+        let live = 12 * MIB as u64 + 1024;
+        let reserved = allocator.stats().all.reserved.current;
+        assert_eq!(figures(&allocator), [0, live, live, reserved - live]);
+        drop(large);
+        let cached = allocator.stats().all.reserved.current - 1024;
+        assert!(cached >= 12 * MIB as u64);
+        assert_eq!(figures(&allocator), [0, 1024, live, cached]);
+        drop(small);
+        rig.close(&allocator);
+        assert_eq!(figures(&allocator), [0, 0, live, 0]);
+    });
+}
+
+/// Where addresses would have helped, the error names the failure that kept them away.
+#[test]
+fn r14_error_names_the_failure_behind_it() {
+    if on_cuda() {
+        return eprintln!("SKIPPED on cuda: needs the simulator");
+    }
+    // So little that what was reserved at first has no room for a view.
+    only_on(
+        Policy::Packed,
+        SimConfig::with_devices(1, 32 << 20),
+        |rig| {
+            let Some(sim) = rig.sim() else { return };
+            let allocator = rig.limited(26 * MIB);
+            let stream = rig.stream();
+            let mut kept: Vec<Block> = [5, 5, 5, 5, 6]
+                .map(|mib| allocator.allocate(mib * MIB, &stream).unwrap())
+                .into();
+            kept.remove(3);
+            kept.remove(1);
+            stream.synchronize().unwrap();
+            // The parts are not side by side, so a view is needed.
+            let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+            sim.fail(
+                FailPlan::call("cuMemAddressReserve", code)
+                    .unwrap()
+                    .times(1000),
+            );
+            let result = allocator.allocate(9 * MIB, &stream);
+            sim.clear_failures();
+            let picture = out_of_memory(result.unwrap_err());
+            assert_eq!(picture.driver.map(|error| error.code()), Some(code));
+            allocator.check().unwrap();
+            drop(allocator.allocate(9 * MIB, &stream).unwrap());
+            drop(kept);
+            rig.close(&allocator);
+        },
+    );
+}

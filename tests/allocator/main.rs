@@ -1,0 +1,19 @@
+//! The allocator: where blocks lie, who gets them next, what is counted, and what happens when memory runs out.
+//!
+//! Nothing here captures a stream: calls look at more from the first capture of the process on.
+#![cfg(feature = "sim")]
+
+mod addresses;
+mod aliasing;
+mod carving;
+#[path = "../common/mod.rs"]
+mod common;
+mod contention;
+mod exact;
+mod figures;
+mod large_blocks;
+mod limits;
+mod placement;
+mod reuse;
+mod single_stream;
+mod views;

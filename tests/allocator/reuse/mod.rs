@@ -1,0 +1,35 @@
+//! When freed memory is handed out again: on its own stream at once, on others in order.
+
+mod bytes;
+mod late;
+mod leaving;
+mod markers;
+mod names;
+mod order;
+mod pages;
+mod segments;
+mod streams;
+mod unasked;
+mod undone;
+
+use crate::common::*;
+use cualloc::allocator::Policy;
+use cualloc::driver::Context;
+use cualloc::sim::SimConfig;
+
+fn waits(rig: &Rig) -> u64 {
+    rig.calls("cuStreamWaitEvent")
+}
+
+/// Two devices, or a word about it.
+fn two_devices(test: impl Fn(&Rig, &Context)) {
+    for policy in [Policy::Packed, Policy::Classic] {
+        only_on(policy, SimConfig::with_devices(2, 8 << 30), |rig| {
+            if rig.driver.device_count().unwrap() < 2 {
+                return eprintln!("SKIPPED: needs two devices");
+            }
+            let second = rig.driver.device(1).unwrap();
+            test(rig, &Context::primary(&rig.driver, second).unwrap());
+        });
+    }
+}

@@ -1,0 +1,250 @@
+//! Memory that nobody else asks for gets no marker, and a stream that is idle when somebody asks needs
+//! none.
+
+use super::late::{BLOCK, covers_no_later_free};
+use super::waits;
+use crate::common::*;
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Policy};
+use cualloc::driver::{Stream, sys};
+use cualloc::sim::FailPlan;
+
+/// More than are marked at once.
+const BATCHES: u64 = 600;
+
+fn records(rig: &Rig) -> u64 {
+    rig.calls("cuEventRecord")
+}
+
+/// Frees so much on a stream that its full batches wait from then on until somebody asks. It is not the
+/// only stream.
+fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
+    drop(allocator.allocate(512, other).unwrap());
+    let markers = allocator.stats().markers;
+    for at in 0..BATCHES {
+        drop(
+            allocator
+                .allocate((1 + at as usize % 3) * MIB, stream)
+                .unwrap(),
+        );
+    }
+    let marked = allocator.stats().markers - markers;
+    assert!((400..BATCHES).contains(&marked), "{marked} markers");
+}
+
+#[test]
+fn batches_that_nobody_asks_for_get_no_marker() {
+    each(|rig| {
+        let allocator = rig.limited(2 * BLOCK);
+        let [a, b] = rig.streams();
+        let block = allocator.allocate(BLOCK, &a).unwrap();
+        let ptr = block.ptr();
+        drop(block);
+        unasked(&allocator, &a, &b);
+        let before = (records(rig), waits(rig), rig.memory_calls());
+        for at in 0..100 {
+            drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
+        }
+        assert_eq!(records(rig), before.0);
+        // The other stream gets all of it without a marker and without a wait.
+        let queries = rig.calls("cuStreamQuery");
+        let taken = allocator.allocate(BLOCK, &b).unwrap();
+        assert_eq!(taken.ptr(), ptr);
+        assert_eq!(rig.calls("cuStreamQuery"), queries + 1);
+        assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
+        drop(taken);
+        rig.close(&allocator);
+    });
+}
+
+/// Near the limit a stream is asked for its own memory, too: complete, it fits in more ways.
+#[test]
+fn near_the_limit_a_stream_is_asked_itself() {
+    for near in [false, true] {
+        only(Policy::Packed, |rig| {
+            let limit = if near { BLOCK } else { 3 * BLOCK };
+            let allocator = rig.limited(limit);
+            let [a, b] = rig.streams();
+            drop(allocator.allocate(BLOCK, &a).unwrap());
+            unasked(&allocator, &a, &b);
+            let queries = rig.calls("cuStreamQuery");
+            for bytes in [MIB, 2 * MIB, 3 * MIB] {
+                drop(allocator.allocate(bytes, &a).unwrap());
+            }
+            let asked = rig.calls("cuStreamQuery") - queries;
+            assert_eq!(asked > 0, near, "{asked} questions");
+            rig.close(&allocator);
+        });
+    }
+}
+
+/// What a stream freed while it was alone is there for the first one that comes.
+#[test]
+fn what_a_lone_stream_freed_is_asked_for() {
+    each(|rig| {
+        let allocator = rig.limited(BLOCK);
+        let [a, b] = rig.streams();
+        let block = allocator.allocate(BLOCK, &a).unwrap();
+        let ptr = block.ptr();
+        rig.stamp(ptr, BLOCK, 1, &a);
+        drop(block);
+        a.synchronize().unwrap();
+        let before = (records(rig), waits(rig), rig.memory_calls());
+        let taken = allocator.allocate(BLOCK, &b).unwrap();
+        assert_eq!(taken.ptr(), ptr);
+        assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
+        let rungs = allocator.stats().rungs;
+        assert_eq!((rungs.synchronised, rungs.host_waits), (0, 0));
+        drop(taken);
+        rig.close(&allocator);
+    });
+}
+
+/// The stream that was alone may have a later slot than the one that comes.
+#[test]
+fn what_a_lone_stream_in_a_later_slot_freed_is_asked_for() {
+    each(|rig| {
+        let allocator = rig.limited(24 * MIB);
+        let [a, b, c] = rig.streams();
+        for stream in [&a, &b] {
+            drop(allocator.allocate(2 * MIB, stream).unwrap());
+        }
+        allocator.retire(&a).unwrap();
+        allocator.empty_cache().unwrap();
+        assert_eq!(allocator.stats().streams, 1);
+        let block = allocator.allocate(20 * MIB, &b).unwrap();
+        let ptr = block.ptr();
+        drop(block);
+        let taken = allocator.allocate(BLOCK, &c).unwrap();
+        assert_eq!(taken.ptr(), ptr);
+        let rungs = allocator.stats().rungs;
+        assert_eq!((rungs.synchronised, rungs.host_waits), (0, 0));
+        drop(taken);
+        rig.close(&allocator);
+    });
+}
+
+/// A request that fails may have seen its stream idle on the way: what was freed there is everybody's.
+#[test]
+fn what_a_failed_request_saw_complete_is_free_for_others() {
+    each(|rig| {
+        let allocator = rig.limited(512 * MIB);
+        let [a, b] = rig.streams();
+        let small = 768 * KIB;
+        let kept = allocator.allocate(512, &b).unwrap();
+        let block = allocator.allocate(small, &a).unwrap();
+        let ptr = block.ptr();
+        unasked(&allocator, &a, &b);
+        allocator.empty_cache().unwrap();
+        // Too little to wait for somebody who asks.
+        drop(block);
+        assert!(allocator.allocate(GIB, &a).unwrap_err().is_out_of_memory());
+        allocator.check().unwrap();
+        let calls = rig.memory_calls();
+        let taken = allocator.allocate(small, &b).unwrap();
+        assert_eq!(taken.ptr(), ptr);
+        assert_eq!(rig.memory_calls(), calls);
+        drop((taken, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// A stream that is asked may say that its context is lost.
+#[test]
+fn a_question_that_finds_the_context_lost_says_so() {
+    each_simulated(|rig, sim| {
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        let block = allocator.allocate(BLOCK, &a).unwrap();
+        unasked(&allocator, &a, &b);
+        drop(block);
+        let code = sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
+        sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
+        let error = allocator.allocate(BLOCK, &b).unwrap_err();
+        assert!(matches!(error, Error::ContextLost(_)), "{error:?}");
+        sim.clear_failures();
+    });
+}
+
+/// A stream that is busy when somebody asks gets its marker then, and its next ones at once.
+#[test]
+fn a_busy_stream_is_marked_when_somebody_asks() {
+    each(|rig| {
+        let allocator = rig.limited(4 * BLOCK);
+        let [a, b] = rig.streams();
+        let early = allocator.allocate(BLOCK, &a).unwrap();
+        let ptr = early.ptr();
+        unasked(&allocator, &a, &b);
+        let hold = rig.hold(&a);
+        rig.stamp(ptr, BLOCK, 1, &a);
+        let before = (records(rig), waits(rig));
+        drop(early);
+        assert_eq!(records(rig), before.0, "nobody has asked");
+        let elsewhere = allocator.allocate(BLOCK, &b).unwrap();
+        assert_ne!(elsewhere.ptr(), ptr);
+        assert_eq!(records(rig), before.0 + 1);
+        drop(allocator.allocate(2 * MIB, &a).unwrap());
+        assert_eq!(
+            records(rig),
+            before.0 + 2,
+            "the next batch is marked at once"
+        );
+        assert_eq!(waits(rig), before.1);
+        hold.release();
+        a.synchronize().unwrap();
+        drop(elsewhere);
+        allocator.empty_cache().unwrap();
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        rig.close(&allocator);
+    });
+}
+
+/// Work that is late is marked as it comes, however much of it.
+#[test]
+fn streams_that_are_behind_are_marked_at_once() {
+    each(|rig| {
+        let allocator = rig.limited(4 * BLOCK);
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(512, &b).unwrap());
+        let hold = rig.hold(&a);
+        for at in 0..2 * BATCHES as usize {
+            drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
+        }
+        let before = records(rig);
+        for at in 0..100 {
+            drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
+        }
+        assert_eq!(records(rig), before + 100);
+        hold.release();
+        a.synchronize().unwrap();
+        rig.close(&allocator);
+    });
+}
+
+/// What was freed on an idle stream goes back to the driver at once, marked or not.
+#[test]
+fn idle_streams_are_trimmed_without_a_marker() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        unasked(&allocator, &a, &b);
+        drop(allocator.allocate(BLOCK, &a).unwrap());
+        let before = records(rig);
+        let trimmed = allocator.empty_cache().unwrap();
+        assert_eq!(trimmed.pending, 0, "{trimmed:?}");
+        assert_eq!(records(rig), before);
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        rig.close(&allocator);
+    });
+}
+
+/// R23: a stream that was idle a moment ago says nothing of a block that was used and freed since.
+#[test]
+fn r23_an_idle_stream_covers_no_free_that_came_after_the_question() {
+    covers_no_later_free(
+        "cuStreamQuery",
+        |allocator, [a, b]| unasked(allocator, a, b),
+        // The stream is asked by the first request of the other one.
+        |_, _| assert!(interlude::is_due(), "asked too early"),
+    );
+}

@@ -1,0 +1,119 @@
+//! A stream alone: large blocks come and go on a short way through the books, to the same end as on the
+//! long one.
+
+use crate::common::{MIB, Rig, only};
+use cualloc::allocator::Policy;
+use cualloc::driver::{Stream, sys};
+use cualloc::sim::FailPlan;
+use cualloc::{Allocator, Block};
+
+const LARGE: usize = 3 * MIB;
+
+fn packed(test: impl Fn(&Rig)) {
+    only(Policy::Packed, test);
+}
+
+/// Blocks side by side.
+fn row<const N: usize>(allocator: &Allocator, stream: &Stream, mib: [usize; N]) -> [Block; N] {
+    let whole = mib.iter().sum::<usize>() * MIB;
+    drop(allocator.allocate(whole, stream).unwrap());
+    let row = mib.map(|mib| allocator.allocate(mib * MIB, stream).unwrap());
+    let next = |pair: &[Block]| pair[0].ptr() + pair[0].size() == pair[1].ptr();
+    assert!(row.windows(2).all(next));
+    row
+}
+
+/// The last block closes an allocator that has no handle any more.
+#[test]
+fn the_last_large_block_closes_an_allocator_without_handles() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let allocator = rig.allocator();
+        let blocks = [LARGE, LARGE].map(|bytes| allocator.allocate(bytes, &stream).unwrap());
+        drop(allocator);
+        let Some(sim) = rig.sim() else { return };
+        let [first, last] = blocks;
+        drop(first);
+        assert!(sim.leaks().bytes >= LARGE as u64, "one is live");
+        drop(last);
+        let leaks = sim.leaks();
+        assert_eq!((leaks.handles, leaks.mappings, leaks.bytes), (0, 0, 0));
+        assert_eq!(rig.driver_held(), Some(0));
+    });
+}
+
+/// R24: the last marker of a stream covers what is freed on it later, also while there is no other one.
+#[test]
+fn r24_what_is_freed_on_a_retired_stream_is_covered() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.limited(4 * MIB);
+        for others in [false, true] {
+            let block = allocator.allocate(LARGE, &a).unwrap();
+            allocator.retire(&a).unwrap();
+            a.synchronize().unwrap();
+            drop(block);
+            let synchronised = rig.calls("cuCtxSynchronize");
+            if others {
+                drop(allocator.allocate(LARGE, &b).unwrap());
+            } else {
+                let trimmed = allocator.trim(0).unwrap();
+                assert_eq!((trimmed.released, trimmed.pending), (4 * MIB as u64, 0));
+            }
+            assert_eq!(rig.calls("cuCtxSynchronize"), synchronised);
+            assert_eq!(allocator.stats().streams, u64::from(others));
+        }
+        rig.close(&allocator);
+    });
+}
+
+/// S3.29: memory that is idle longest goes first, whatever lies higher.
+#[test]
+fn s3_29_memory_that_is_idle_longest_goes_first() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let allocator = rig.allocator();
+        let [low, _low_wall, high, _high_wall] = row(&allocator, &stream, [6, 2, 6, 2]);
+        let (first, second) = (low.ptr(), high.ptr());
+        drop(low);
+        drop(high);
+        let held = |ptr: u64| {
+            let mut segments = allocator.snapshot().into_iter();
+            segments.any(|s| s.address <= ptr && ptr < s.address + s.size)
+        };
+        assert!(held(first) && held(second));
+        let trimmed = allocator.trim_cached(6 * MIB as u64).unwrap();
+        assert!(trimmed.released > 0);
+        assert!(!held(first), "freed first");
+        assert!(held(second), "freed last");
+        drop((_low_wall, _high_wall));
+        rig.close(&allocator);
+    });
+}
+
+/// S1.6: memory that another stream was done with when it went fits as well as any.
+#[test]
+fn s1_6_what_a_gone_stream_used_is_found() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let [gone, stream] = rig.streams();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(LARGE, &gone).unwrap());
+        allocator.synchronize().unwrap();
+        let [hole, _wall, rest, _end] = row(&allocator, &stream, [2, 2, 8, 2]);
+        let place = hole.ptr();
+        hole.record_stream(&gone).unwrap();
+        drop((hole, rest));
+        // It is known of the one stream that it is done, and nothing else is looked at.
+        let code = sys::CUresult::CUDA_ERROR_NOT_SUPPORTED;
+        sim.fail(FailPlan::call("cuEventQuery", code).unwrap().nth(2));
+        allocator.trim(u64::MAX).unwrap_err();
+        sim.clear_failures();
+        allocator.retire(&gone).unwrap();
+        assert_eq!(allocator.stats().streams, 1);
+        let block = allocator.allocate(2 * MIB, &stream).unwrap();
+        assert_eq!(block.ptr(), place, "the tightest place");
+        drop((block, _wall, _end));
+        rig.close(&allocator);
+    });
+}

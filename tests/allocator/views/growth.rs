@@ -1,0 +1,341 @@
+//! When memory is taken from the driver rather than stitched, and in what handles.
+
+use super::{PART, TWO, packed, view_of};
+use crate::common::*;
+use cualloc::Block;
+use cualloc::allocator::{Allocator, Policy};
+use cualloc::driver::Stream;
+use cualloc::sim::SimConfig;
+
+/// `pieces` blocks of `bytes` live, with as many free ones between them.
+fn rows(allocator: &Allocator, stream: &Stream, pieces: usize, bytes: usize) -> Vec<Block> {
+    let mut kept = Vec::new();
+    let mut freed = Vec::new();
+    for _ in 0..pieces {
+        kept.push(allocator.allocate(bytes, stream).unwrap());
+        freed.push(allocator.allocate(bytes, stream).unwrap());
+    }
+    kept
+}
+
+/// Growth stops at the soft cap while stitching helps: 16 MiB above the peak of what was live, or
+/// one part in a hundred of that.
+#[test]
+fn growth_stops_at_the_soft_cap() {
+    packed(|rig| {
+        for (pieces, bytes, slack) in [(16, 4 * MIB, 16 * MIB), (256, 8 * MIB, 40 * MIB)] {
+            let allocator = rig.allocator();
+            let a = rig.stream();
+            let kept = rows(&allocator, &a, pieces, bytes);
+            let peak = 2 * pieces * bytes;
+            let reserved = || allocator.stats().all.reserved.current as usize;
+            assert_eq!(reserved(), peak);
+            // Larger than any piece; the last piece is at the end of the arena, and helps.
+            let request = bytes + 8 * MIB;
+            let first = allocator.allocate(request, &a).unwrap();
+            assert_eq!(view_of(&allocator, &first), None, "there was room to grow");
+            assert_eq!(reserved(), peak + 8 * MIB);
+            let mut more = Vec::new();
+            while reserved() + request <= peak + slack {
+                more.push(allocator.allocate(request, &a).unwrap());
+                assert_eq!(view_of(&allocator, more.last().unwrap()), None);
+            }
+            let next = allocator.allocate(request, &a).unwrap();
+            assert!(view_of(&allocator, &next).is_some(), "beyond the soft cap");
+            assert!(reserved() <= peak + slack);
+            drop((kept, first, more, next));
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// The peak that the cap follows is that of live bytes since the last trim.
+#[test]
+fn a_trim_lowers_the_soft_cap() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let a = rig.stream();
+        drop(allocator.allocate(512 * MIB, &a).unwrap());
+        allocator.synchronize().unwrap();
+        allocator.trim(0).unwrap();
+        assert_eq!(allocator.stats().all.reserved.current, 0);
+        let kept = rows(&allocator, &a, 16, 4 * MIB);
+        let block = allocator.allocate(24 * MIB, &a).unwrap();
+        assert!(view_of(&allocator, &block).is_some());
+        assert_eq!(allocator.stats().all.reserved.current, (128 * MIB) as u64);
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+/// What helps nobody is no reason to fail: above the soft cap memory grows when there is nothing to
+/// stitch.
+#[test]
+fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let a = rig.stream();
+        // Pieces of less than a page of the driver, and requests that are not worth a view.
+        let mut kept = rows(&allocator, &a, 64, MIB / 2);
+        let peak = allocator.stats().all.reserved.current;
+        while allocator.stats().rungs.grown_hard == 0 {
+            kept.push(allocator.allocate(MIB, &a).unwrap());
+            assert!(kept.len() < 200, "{:?}", allocator.stats().rungs);
+        }
+        assert!(allocator.stats().all.reserved.current > peak + (16 * MIB) as u64);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// A request is served by few handles; near a hard limit they are small, so that they can be given
+/// back one by one.
+#[test]
+fn handles_are_large_unless_a_limit_is_near() {
+    packed(|rig| {
+        let created = |limit: Option<usize>, bytes: usize| {
+            let allocator = match limit {
+                Some(limit) => rig.limited(limit),
+                None => rig.allocator(),
+            };
+            let a = rig.stream();
+            let before = rig.calls("cuMemCreate");
+            let block = allocator.allocate(bytes, &a).unwrap();
+            let made = rig.calls("cuMemCreate") - before;
+            drop(block);
+            rig.close(&allocator);
+            made
+        };
+        assert_eq!(created(None, 512 * MIB), 32);
+        assert_eq!(created(Some(2 * GIB), 512 * MIB), 32);
+        assert_eq!(created(Some(600 * MIB), 512 * MIB), 256);
+        assert_eq!(created(None, 8 * MIB), 4);
+    });
+}
+
+/// On a full device a stitch that lacks one handle takes it from what the other arena has idle, and
+/// nobody waits for the device.
+#[test]
+fn a_stitch_takes_what_the_other_arena_gave_back() {
+    let full = SimConfig::with_devices(1, 22 << 20);
+    only_on(Policy::Packed, full, |rig| {
+        // A device of 22 MiB.
+        if rig.sim().is_none() {
+            return;
+        }
+        let allocator = rig.allocator();
+        let a = rig.stream();
+        let kept = rows(&allocator, &a, 2, PART);
+        drop(allocator.allocate(KIB, &a).unwrap());
+        assert_eq!(
+            allocator.stats().all.reserved.current,
+            (22 * MIB) as u64,
+            "all of the device"
+        );
+        a.synchronize().unwrap();
+        let block = allocator.allocate(TWO + 2 * MIB, &a).unwrap();
+        assert!(view_of(&allocator, &block).is_some());
+        let rungs = allocator.stats().rungs;
+        assert_eq!((rungs.stitched, rungs.released), (1, 1));
+        assert_eq!(rungs.synchronised, 0);
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+/// Blocks of so many KiB in a row, and which of them are live in the end.
+fn row(allocator: &Allocator, stream: &Stream, sizes: &[(usize, bool)]) -> Vec<(usize, Block)> {
+    let blocks = sizes.iter().map(|(kib, live)| {
+        let block = allocator.allocate(kib * KIB, stream).unwrap();
+        (*live, (*kib, block))
+    });
+    let all: Vec<_> = blocks.collect();
+    stream.synchronize().unwrap();
+    let live = all.into_iter().filter(|(live, _)| *live);
+    live.map(|(_, block)| block).collect()
+}
+
+/// At the limit the last handle that a stitch lacks is made before it, so that an open tail, the longest
+/// that there is, and an open front are parts of the block as well.
+#[test]
+fn a_stitch_lies_between_open_ends_at_the_limit() {
+    packed(|rig| {
+        let a = rig.stream();
+        let limit = 22 * MIB;
+        let allocator = rig.limited(limit);
+        // Free are: half a MiB and three whole handles, a tail of 1.5 MiB, a whole handle and half of
+        // the next.
+        let kept = row(
+            &allocator,
+            &a,
+            &[
+                (1536, true),
+                (6656, false),
+                (2560, true),
+                (1536, false),
+                (2048, true),
+                (3072, false),
+                (3072, true),
+            ],
+        );
+        for (word, (kib, block)) in (1..).zip(&kept) {
+            rig.stamp(block.ptr(), kib * KIB, word, &a);
+        }
+        assert_eq!(
+            allocator.stats().all.reserved.current,
+            (limit - 2 * MIB) as u64
+        );
+        let bytes = 12 * MIB + MIB / 2;
+        let block = allocator.allocate(bytes, &a).unwrap();
+        assert!(view_of(&allocator, &block).is_some());
+        rig.stamp(block.ptr(), bytes, 9, &a);
+        let stats = allocator.stats();
+        assert_eq!(stats.all.reserved.current, limit as u64);
+        assert_eq!((stats.rungs.stitched, stats.rungs.released), (1, 0));
+        for (word, (kib, kept)) in (1..).zip(&kept) {
+            assert_eq!(rig.mismatches(kept.ptr(), kib * KIB, word, &a), 0);
+        }
+        assert_eq!(rig.mismatches(block.ptr(), bytes, 9, &a), 0);
+        allocator.check().unwrap();
+        drop((kept, block));
+        rig.close(&allocator);
+    });
+}
+
+/// Near the limit what is too small for a stitch leaves handles whole for others, and lies where the
+/// memory is in pieces already.
+#[test]
+fn small_requests_spare_whole_handles_near_the_limit() {
+    packed(|rig| {
+        for (limit, spared) in [(14 * MIB, true), (GIB, false)] {
+            let [a, b] = rig.streams();
+            let allocator = rig.limited(limit);
+            let other = allocator.allocate(100, &b).unwrap();
+            // Free are: one whole handle, and 1.5 MiB on both sides of a border.
+            let kept = row(
+                &allocator,
+                &a,
+                &[
+                    (2048, true),
+                    (2048, false),
+                    (2560, true),
+                    (3072, false),
+                    (2560, true),
+                ],
+            );
+            let (_, before) = &kept[0];
+            let block = allocator.allocate(MIB, &a).unwrap();
+            let at = block.ptr() - before.ptr();
+            assert_eq!(at, if spared { 6 * MIB + MIB / 2 } else { 2 * MIB } as u64);
+            allocator.check().unwrap();
+            drop((kept, block, other));
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// The same where the tail waits for another stream's work: the stitch follows that, and the host waits for
+/// nothing.
+#[test]
+fn r61_a_stitch_at_the_limit_goes_behind_waits() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.limited(24 * MIB);
+        let other = allocator.allocate(100, &b).unwrap();
+        // The tail is the fourth.
+        let streams = [&a, &a, &a, &b, &a, &a, &a];
+        let mut blocks: Vec<Block> = [1536, 6656, 2560, 1536, 2048, 3072, 3072]
+            .into_iter()
+            .zip(streams)
+            .map(|(kib, stream)| allocator.allocate(kib * KIB, stream).unwrap())
+            .collect();
+        a.synchronize().unwrap();
+        b.synchronize().unwrap();
+        drop((blocks.remove(5), blocks.remove(1)));
+        allocator.synchronize().unwrap();
+        let hold = rig.hold(&b);
+        let tail = blocks.remove(2);
+        rig.stamp(tail.ptr(), tail.requested(), 3, &b);
+        drop(tail);
+        let before = allocator.stats();
+        let block = allocator.allocate(12 * MIB + MIB / 2, &a).unwrap();
+        let after = allocator.stats();
+        assert!(view_of(&allocator, &block).is_some());
+        assert_eq!(after.rungs.host_waits, before.rungs.host_waits);
+        assert_eq!(after.stream_waits, before.stream_waits + 1);
+        hold.release();
+        drop((blocks, block, other));
+        rig.close(&allocator);
+    });
+}
+
+/// A lone stream's small requests lie at the best fit, whichever way they take.
+#[test]
+fn small_requests_of_a_lone_stream_spare_nothing() {
+    packed(|rig| {
+        let a = rig.stream();
+        let allocator = rig.limited(14 * MIB);
+        let other = allocator.allocate(100, &a).unwrap();
+        let kept = row(
+            &allocator,
+            &a,
+            &[
+                (2048, true),
+                (2048, false),
+                (2560, true),
+                (3072, false),
+                (2560, true),
+            ],
+        );
+        let first = kept[0].1.ptr();
+        for align in [1, 1024] {
+            let block = allocator.allocate_aligned(MIB, align, &a).unwrap();
+            assert_eq!(block.ptr() - first, (2 * MIB) as u64);
+        }
+        drop((kept, other));
+        rig.close(&allocator);
+    });
+}
+
+/// The driver refuses what a stitch brings along; what is released then makes room for it.
+#[test]
+fn a_refused_stitch_is_tried_again_after_a_release() {
+    const PIECES: usize = 8;
+    // Over five of the free parts, the first of them whole; the last three have this much of it.
+    const VIEW: usize = 21 * MIB;
+    const FRONT: usize = 9 * MIB;
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let a = rig.stream();
+        let kept = rows(&allocator, &a, PIECES, PART);
+        allocator.trim(u64::MAX).unwrap();
+        drop(allocator.allocate(VIEW, &a).unwrap());
+        let front = allocator.allocate(FRONT, &a).unwrap();
+        assert!(view_of(&allocator, &front).is_some());
+        let mut parts: Vec<Block> = (0..PIECES - 2)
+            .map(|_| allocator.allocate(PART, &a).unwrap())
+            .collect();
+        parts.sort_by_key(Block::ptr);
+        drop(parts.drain(..3));
+        // One handle more of small blocks than is needed.
+        let mut small: Vec<Block> = (0..33)
+            .map(|_| allocator.allocate(64 * KIB, &a).unwrap())
+            .collect();
+        drop(small.drain(1..));
+        allocator.trim(u64::MAX).unwrap();
+        allocator.synchronize().unwrap();
+        let held = allocator.stats().all.reserved.current;
+        sim.take_memory(0, (8 * GIB - 3 * MIB) as u64 - held);
+        let block = allocator.allocate(VIEW - FRONT + 4 * MIB, &a).unwrap();
+        assert_eq!(view_of(&allocator, &block), view_of(&allocator, &front));
+        assert_eq!(
+            allocator.stats().all.reserved.current,
+            held + (2 * MIB) as u64
+        );
+        allocator.check().unwrap();
+        sim.take_memory(0, 0);
+        drop((kept, front, parts, small, block));
+        rig.close(&allocator);
+    });
+}

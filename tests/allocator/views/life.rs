@@ -1,0 +1,248 @@
+//! How long a view stays, and the handles under it.
+
+use super::{PART, TWO, lent, packed, scattered, view_of};
+use crate::common::*;
+
+fn unmapped(rig: &Rig) -> u64 {
+    rig.calls("cuMemUnmap")
+}
+
+/// A view that another stream still uses stays, whatever became of its blocks, and so do the handles
+/// in it; when that stream was seen to be done, both go.
+#[test]
+fn a_view_stays_while_another_stream_uses_it() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        let block = allocator.allocate(TWO, &a).unwrap();
+        block.record_stream(&b).unwrap();
+        a.synchronize().unwrap();
+        let hold = rig.hold(&b);
+        rig.stamp(block.ptr(), TWO, 7, &b);
+        drop(block);
+        let before = unmapped(rig);
+        let trimmed = allocator.trim(0).unwrap();
+        assert_eq!((trimmed.released, unmapped(rig)), (0, before));
+        // At the limit as well: one that asks for memory of another arena is refused, or waits.
+        hold.release();
+        b.synchronize().unwrap();
+        let trimmed = allocator.trim(0).unwrap();
+        // Whole handles in the free parts, and the view itself.
+        assert_eq!(trimmed.released, (8 * MIB) as u64);
+        assert_eq!(unmapped(rig), before + 4 + 1);
+        kept.assert_intact(rig);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// Waits made on the device say when bytes may be used again, not when an address may go: for that
+/// the host must have seen the end.
+#[test]
+fn a_wait_on_the_device_does_not_end_a_view() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        let block = allocator.allocate(TWO, &b).unwrap();
+        a.synchronize().unwrap();
+        let hold = rig.hold(&b);
+        rig.stamp(block.ptr(), TWO, 7, &b);
+        drop(block);
+        // The first stream takes all of it at home, behind waits, and is done with it by its books.
+        let parts = [PART, PART - MIB].map(|bytes| allocator.allocate(bytes, &a).unwrap());
+        for part in &parts {
+            assert_eq!(view_of(&allocator, part), None);
+        }
+        drop(parts);
+        let before = unmapped(rig);
+        let trimmed = allocator.trim(0).unwrap();
+        assert_eq!((trimmed.released, unmapped(rig)), (0, before));
+        hold.release();
+        a.synchronize().unwrap();
+        b.synchronize().unwrap();
+        assert_eq!(allocator.trim(0).unwrap().released, (8 * MIB) as u64);
+        kept.assert_intact(rig);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// Memory of a live block in a view is not given back, and its contents stay.
+#[test]
+fn memory_of_a_live_block_in_a_view_is_not_released() {
+    packed(|rig| {
+        let a = rig.stream();
+        let (allocator, kept) = scattered(rig, 4, &a);
+        let block = allocator.allocate(TWO, &a).unwrap();
+        rig.stamp(block.ptr(), TWO, 7, &a);
+        a.synchronize().unwrap();
+        allocator.synchronize().unwrap();
+        // Two of the four free parts are lent.
+        assert_eq!(allocator.trim(0).unwrap().released, (8 * MIB) as u64);
+        assert_eq!(lent(&allocator), TWO as u64);
+        assert_eq!(rig.mismatches(block.ptr(), TWO, 7, &a), 0);
+        kept.assert_intact(rig);
+        drop(block);
+        a.synchronize().unwrap();
+        allocator.synchronize().unwrap();
+        assert_eq!(allocator.trim(0).unwrap().released, (8 * MIB) as u64);
+        kept.assert_intact(rig);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// At a limit idle views go when the handles in them are all that could be given back.
+#[test]
+fn a_view_goes_for_memory_of_another_arena() {
+    packed(|rig| {
+        let a = rig.stream();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        let block = allocator.allocate(TWO, &a).unwrap();
+        let at = block.ptr();
+        drop(block);
+        a.synchronize().unwrap();
+        allocator.synchronize().unwrap();
+        let before = unmapped(rig);
+        // Small blocks live in an arena of their own, which has no memory yet.
+        let small = allocator.allocate(KIB, &a).unwrap();
+        rig.stamp(small.ptr(), KIB, 5, &a);
+        let stats = allocator.stats();
+        assert!(stats.rungs.released > 0);
+        assert_eq!(stats.all.reserved.current, (4 * PART) as u64);
+        // The view, and one handle.
+        assert_eq!(unmapped(rig), before + 2);
+        assert!(!allocator.owns(at));
+        assert_eq!(rig.mismatches(small.ptr(), KIB, 5, &a), 0);
+        kept.assert_intact(rig);
+        drop((small, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// What the arena of small blocks has left over goes to a stitch that lacks it.
+#[test]
+fn r8_another_arena_goes_for_a_stitch() {
+    packed(|rig| {
+        let a = rig.stream();
+        let limit = 8 * PART + 2 * MIB;
+        let allocator = rig.limited(limit);
+        drop(allocator.allocate(KIB, &a).unwrap());
+        let mut parts: Vec<_> = (0..8)
+            .map(|_| Some(allocator.allocate(PART, &a).unwrap()))
+            .collect();
+        parts
+            .iter_mut()
+            .skip(1)
+            .step_by(2)
+            .for_each(|part| *part = None);
+        // All free handles are in one view, where a block keeps them from being given back.
+        drop(allocator.allocate(17 * MIB, &a).unwrap());
+        let front = allocator.allocate(6 * MIB, &a).unwrap();
+        rig.stamp(front.ptr(), 6 * MIB, 1, &a);
+        let block = allocator.allocate(12 * MIB, &a).unwrap();
+        assert_eq!(view_of(&allocator, &block), view_of(&allocator, &front));
+        let stats = allocator.stats();
+        assert_eq!(stats.all.reserved.current, limit as u64);
+        assert_eq!(stats.small.reserved.current, 0);
+        rig.stamp(block.ptr(), 12 * MIB, 2, &a);
+        assert_eq!(rig.mismatches(front.ptr(), 6 * MIB, 1, &a), 0);
+        drop((front, block, parts));
+        rig.close(&allocator);
+    });
+}
+
+/// R8: a view in use does not go for others, but what is free beside it serves small blocks too, to
+/// the last byte. Then a request fails and changes nothing.
+#[test]
+fn r8_a_view_in_use_stays_at_a_limit() {
+    packed(|rig| {
+        let a = rig.stream();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        let block = allocator.allocate(TWO, &a).unwrap();
+        rig.stamp(block.ptr(), TWO, 7, &a);
+        a.synchronize().unwrap();
+        let before = unmapped(rig);
+        let left = 2 * PART - TWO;
+        let small: Vec<_> = (0..left / (32 * KIB))
+            .map(|_| allocator.allocate(32 * KIB, &a).unwrap())
+            .collect();
+        for (word, block) in (0..).zip(&small) {
+            rig.stamp(block.ptr(), 32 * KIB, word, &a);
+        }
+        let all = allocator.stats().all;
+        assert_eq!(all.allocated.current, all.reserved.current);
+        assert_eq!(allocator.stats().ooms, 0);
+        allocator.allocate(1, &a).unwrap_err();
+        assert_eq!(allocator.stats().ooms, 1);
+        assert_eq!(unmapped(rig), before);
+        for (word, block) in (0..).zip(&small) {
+            assert_eq!(rig.mismatches(block.ptr(), 32 * KIB, word, &a), 0);
+        }
+        assert_eq!(rig.mismatches(block.ptr(), TWO, 7, &a), 0);
+        kept.assert_intact(rig);
+        drop((small, block, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// A trim that has nothing to do leaves views alone.
+#[test]
+fn a_trim_to_more_than_is_held_keeps_views() {
+    packed(|rig| {
+        let a = rig.stream();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        let block = allocator.allocate(TWO, &a).unwrap();
+        let at = block.ptr();
+        drop(block);
+        a.synchronize().unwrap();
+        allocator.synchronize().unwrap();
+        let calls = rig.memory_calls();
+        allocator
+            .trim(allocator.stats().all.reserved.current)
+            .unwrap();
+        assert_eq!(allocator.allocate(TWO, &a).unwrap().ptr(), at);
+        assert_eq!(rig.memory_calls(), calls);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// A stream that used a view and is gone does not keep it: its last marker is its last use.
+#[test]
+fn r24_a_retired_stream_does_not_keep_a_view() {
+    packed(|rig| {
+        let a = rig.stream();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        let block = allocator.allocate(TWO, &a).unwrap();
+        a.synchronize().unwrap();
+        let gone = RawStream::new(rig);
+        let borrowed = gone.borrowed();
+        let hold = rig.hold(&borrowed);
+        rig.stamp(block.ptr(), TWO, 7, &borrowed);
+        // SAFETY: the stream is alive, and retired before it is destroyed.
+        unsafe {
+            allocator
+                .record_stream_raw(block.ptr(), gone.raw())
+                .unwrap();
+            drop(block);
+            allocator.retire_raw(gone.raw()).unwrap();
+        }
+        let before = unmapped(rig);
+        allocator.trim(0).unwrap();
+        assert_eq!(unmapped(rig), before, "the stream still runs");
+        hold.release();
+        borrowed.synchronize().unwrap();
+        drop(borrowed);
+        gone.destroy();
+        // Others may take its place in the books.
+        let others: [_; 3] = rig.streams();
+        for other in &others {
+            drop(allocator.allocate(KIB, other));
+        }
+        assert_eq!(allocator.trim(0).unwrap().released, (8 * MIB) as u64);
+        kept.assert_intact(rig);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}

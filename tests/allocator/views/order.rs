@@ -1,0 +1,234 @@
+//! One memory at two addresses, used by several streams.
+
+use super::{Kept, PART, TWO, home, lent, packed, scattered, view_of};
+use crate::common::*;
+use cualloc::Block;
+use cualloc::allocator::{Allocator, Error};
+use cualloc::driver::{Stream, sys};
+use cualloc::sim::FailPlan;
+
+/// A view of [`TWO`] bytes that nobody uses: its address.
+fn idle_view(allocator: &Allocator, stream: &Stream) -> u64 {
+    let block = allocator.allocate(TWO, stream).unwrap();
+    assert!(view_of(allocator, &block).is_some());
+    let at = block.ptr();
+    drop(block);
+    at
+}
+
+/// Uses a block on its stream, behind something that holds the stream up, and frees it.
+fn use_and_free<'a>(rig: &'a Rig, block: Block, stream: &Stream) -> Hold<'a> {
+    let hold = rig.hold(stream);
+    rig.stamp(block.ptr(), block.requested(), 77, stream);
+    drop(block);
+    hold
+}
+
+/// Memory that another stream used last at its home address is waited for when it is taken through
+/// a view.
+#[test]
+fn a_run_in_a_view_waits_for_uses_at_home() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        let at = idle_view(&allocator, &a);
+        a.synchronize().unwrap();
+        let theirs = allocator.allocate(PART, &b).unwrap();
+        let hold = use_and_free(rig, theirs, &b);
+        let before = rig.calls("cuStreamWaitEvent");
+        let block = allocator.allocate(TWO, &a).unwrap();
+        assert_eq!(block.ptr(), at);
+        assert_eq!(rig.calls("cuStreamWaitEvent"), before + 1);
+        rig.stamp(at, TWO, 7, &a);
+        assert!(!a.is_complete().unwrap(), "memory in use was handed out");
+        hold.release();
+        assert_eq!(rig.mismatches(at, TWO, 7, &a), 0);
+        kept.assert_intact(rig);
+        drop((block, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// What streams did to a block in a view holds for its bytes at home.
+#[test]
+fn uses_of_a_block_in_a_view_come_home() {
+    packed(|rig| {
+        let [a, b, c] = rig.streams();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        let block = allocator.allocate(TWO, &a).unwrap();
+        block.record_stream(&b).unwrap();
+        a.synchronize().unwrap();
+        let hold = use_and_free(rig, block, &b);
+        for stream in [&a, &c] {
+            let part = allocator.allocate(PART - MIB, stream).unwrap();
+            assert_eq!(view_of(&allocator, &part), None);
+            rig.stamp(part.ptr(), PART - MIB, 5, stream);
+            assert!(
+                !stream.is_complete().unwrap(),
+                "the other stream still runs"
+            );
+            if std::ptr::eq(stream, &c) {
+                hold.release();
+                assert_eq!(rig.mismatches(part.ptr(), PART - MIB, 5, stream), 0);
+                break;
+            }
+        }
+        kept.assert_intact(rig);
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// Scattered memory of which parts need a wait is stitched behind that wait.
+#[test]
+fn a_stitch_waits_for_what_is_pending() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        a.synchronize().unwrap();
+        let theirs = allocator.allocate(PART, &b).unwrap();
+        let hold = use_and_free(rig, theirs, &b);
+        let block = allocator.allocate(TWO, &a).unwrap();
+        assert_eq!(allocator.stats().rungs.stitched, 1);
+        rig.stamp(block.ptr(), TWO, 7, &a);
+        assert!(!a.is_complete().unwrap(), "memory in use was handed out");
+        hold.release();
+        assert_eq!(rig.mismatches(block.ptr(), TWO, 7, &a), 0);
+        kept.assert_intact(rig);
+        drop((block, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// What needs no wait is taken before what does.
+#[test]
+fn a_stitch_prefers_what_is_complete() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept) = scattered(rig, 4, &a);
+        a.synchronize().unwrap();
+        let theirs = allocator.allocate(PART, &b).unwrap();
+        let hold = use_and_free(rig, theirs, &b);
+        let before = rig.calls("cuStreamWaitEvent");
+        let block = allocator.allocate(TWO, &a).unwrap();
+        assert_eq!(allocator.stats().rungs.stitched, 1);
+        assert_eq!(rig.calls("cuStreamWaitEvent"), before);
+        rig.stamp(block.ptr(), TWO, 7, &a);
+        rig.settle(&a);
+        hold.release();
+        kept.assert_intact(rig);
+        drop((block, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// Two owners of one page, each through an address and on a stream of its own, at the same time.
+#[test]
+fn neighbours_in_a_page_do_not_meet() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept) = scattered(rig, 2, &a);
+        let block = allocator.allocate(TWO, &b).unwrap();
+        assert!(view_of(&allocator, &block).is_some());
+        a.synchronize().unwrap();
+        // The block begins where the first part ends: in the middle of a handle.
+        let neighbour = &kept.blocks[0];
+        let lent = home(&allocator);
+        let end = neighbour.ptr() + PART as u64;
+        assert!(lent.iter().any(|e| e.address == end) && !end.is_multiple_of(2 << 20));
+        let holds = [rig.hold(&a), rig.hold(&b)];
+        for word in 0..8 {
+            rig.stamp(neighbour.ptr(), PART, 100 + word, &a);
+            rig.stamp(block.ptr(), TWO, 200 + word, &b);
+        }
+        holds.into_iter().rev().for_each(Hold::release);
+        assert_eq!(rig.mismatches(block.ptr(), TWO, 207, &b), 0);
+        assert_eq!(rig.mismatches(neighbour.ptr(), PART, 107, &a), 0);
+        drop((block, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// A wait that cannot be queued leaves all memory as it was, with everything that may still be
+/// going on in it.
+#[test]
+fn r2_a_failed_wait_leaves_memory_pending() {
+    packed(|rig| {
+        for view in [true, false] {
+            let Some(sim) = rig.sim() else { return };
+            let [a, b] = rig.streams();
+            let (allocator, kept) = scattered(rig, 2, &a);
+            if view {
+                idle_view(&allocator, &a);
+            }
+            a.synchronize().unwrap();
+            let theirs = allocator.allocate(PART, &b).unwrap();
+            let hold = use_and_free(rig, theirs, &b);
+            let before = allocator.snapshot();
+            // Not one that speaks of the marker, which would be replaced.
+            let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+            sim.fail(FailPlan::call("cuStreamWaitEvent", code).unwrap());
+            let failed = allocator.allocate(TWO, &a).unwrap_err();
+            assert!(matches!(failed, Error::Driver(_)), "{failed:?}");
+            assert_eq!(sim.clear_failures(), 0);
+            allocator.check().unwrap();
+            assert_eq!(allocator.snapshot(), before);
+            assert_eq!(lent(&allocator), 0);
+            // The same request goes through, behind the wait that is still needed.
+            let block = allocator.allocate(TWO, &a).unwrap();
+            rig.stamp(block.ptr(), TWO, 7, &a);
+            assert!(!a.is_complete().unwrap(), "memory in use was handed out");
+            hold.release();
+            assert_eq!(rig.mismatches(block.ptr(), TWO, 7, &a), 0);
+            kept.assert_intact(rig);
+            drop((block, kept));
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// What was kept is no use of the view: only blocks in it are.
+#[test]
+fn a_view_serves_another_stream_when_its_last_block_is_over() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let (allocator, kept): (Allocator, Kept) = scattered(rig, 2, &a);
+        let at = idle_view(&allocator, &a);
+        a.synchronize().unwrap();
+        let (calls, waits) = (rig.memory_calls(), rig.calls("cuStreamWaitEvent"));
+        let block = allocator.allocate(TWO, &b).unwrap();
+        assert_eq!(block.ptr(), at);
+        assert_eq!(rig.memory_calls(), calls);
+        assert_eq!(rig.calls("cuStreamWaitEvent"), waits);
+        rig.stamp(at, TWO, 7, &b);
+        assert_eq!(rig.mismatches(at, TWO, 7, &b), 0);
+        kept.assert_intact(rig);
+        drop((block, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// Of runs that are equally long the lowest is taken, also if it is the stream's own and has work under way
+/// while the other one is complete.
+#[test]
+fn of_equal_runs_the_lowest_is_taken() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        let other = allocator.allocate(100, &b).unwrap();
+        let mut blocks: Vec<Block> = (0..6)
+            .map(|_| allocator.allocate(PART, &a).unwrap())
+            .collect();
+        blocks.sort_by_key(Block::ptr);
+        drop(blocks.remove(4));
+        a.synchronize().unwrap();
+        let low = blocks.remove(1);
+        let at = low.ptr();
+        let hold = use_and_free(rig, low, &a);
+        let block = allocator.allocate(PART, &a).unwrap();
+        assert_eq!(block.ptr(), at);
+        hold.release();
+        drop((block, blocks, other));
+        rig.close(&allocator);
+    });
+}

@@ -1,0 +1,478 @@
+//! Arrow C Device arrays, with a consumer and a producer in C.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::ffi::c_void;
+use std::thread;
+
+use crate::common::*;
+use crate::exchange::*;
+use cualloc::allocator::{Allocator, Config, Policy};
+use cualloc::column::*;
+use cualloc::driver::{Context, Stream};
+use cualloc::sim::{Mode, SimConfig, Simulator};
+
+/// Counts what this thread holds on the heap.
+struct Counting;
+
+thread_local! {
+    static HELD: Cell<i64> = const { Cell::new(0) };
+}
+
+fn held() -> i64 {
+    HELD.with(Cell::get)
+}
+
+fn change(by: i64) {
+    let _ = HELD.try_with(|held| held.set(held.get() + by));
+}
+
+// SAFETY: passes everything on.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        change(layout.size() as i64);
+        // SAFETY: the caller's contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        change(-(layout.size() as i64));
+        // SAFETY: the caller's contract.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static HEAP: Counting = Counting;
+
+fn arrow(ptr: u64, length: i64) -> SeenArrow {
+    SeenArrow {
+        data: ptr,
+        length,
+        n_buffers: 2,
+        device_type: 2,
+        ..SeenArrow::default()
+    }
+}
+
+/// An array of the other side's, moved out of its structure.
+fn foreign(
+    other: &Other,
+    seen: &SeenArrow,
+) -> (ArrowDeviceArray, &'static std::sync::atomic::AtomicU64) {
+    let counter = counter();
+    let raw = other.new_arrow();
+    other.make_arrow(raw, seen, count, with(counter));
+    // SAFETY: made by the other side.
+    let array = unsafe { ArrowDeviceArray::from_raw(raw.cast()) };
+    assert_eq!(other.see_arrow(raw).released, 1, "moved away from");
+    other.delete(raw, "free_arrow");
+    (array, counter)
+}
+
+/// S5.63: the structures are laid out as a C compiler lays out the interface's definition.
+#[test]
+fn s5_63_layout_is_the_interfaces() {
+    let Some(other) = other() else { return };
+    let c = other.layout();
+    // The device array's fields are private; the asserted offsets are in the library.
+    assert_eq!(c[..6], [128, 0, 80, 88, 96, 104]);
+    assert_eq!(c[0], size_of::<ArrowDeviceArray>());
+    assert_eq!(c[6], size_of::<FFI_ArrowArray>());
+    assert_eq!(
+        c[7..],
+        [
+            size_of::<DLTensor>(),
+            size_of::<DLManagedTensor>(),
+            std::mem::offset_of!(DLManagedTensor, manager_ctx),
+            std::mem::offset_of!(DLManagedTensor, deleter),
+            size_of::<DLManagedTensorVersioned>(),
+            std::mem::offset_of!(DLManagedTensorVersioned, manager_ctx),
+            std::mem::offset_of!(DLManagedTensorVersioned, deleter),
+            std::mem::offset_of!(DLManagedTensorVersioned, flags),
+            std::mem::offset_of!(DLManagedTensorVersioned, dl_tensor),
+        ]
+    );
+}
+
+/// S5.63, S5.52: a consumer in C reads an export, moves it and releases it once, from another thread.
+#[test]
+fn s5_63_s5_52_export_through_c() {
+    let Some(other) = other() else { return };
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [ours, theirs] = rig.streams();
+        let column = Column::from_slice(&allocator, &[1i64, 2, 3], &ours).unwrap();
+        let (first, second) = (other.new_arrow(), other.new_arrow());
+        let array = column.to_arrow(&Consumer::Tracked(theirs)).unwrap();
+        let event = array.sync_event();
+        assert!(!array.is_released() && !event.is_null());
+        // SAFETY: a structure of C's, large enough.
+        unsafe { array.write_to(first.cast()) };
+        let seen = other.see_arrow(first);
+        assert_ne!(seen.event, 0);
+        assert_eq!(
+            seen,
+            SeenArrow {
+                event: seen.event,
+                ..arrow(column.ptr(), 3)
+            }
+        );
+        drop(column);
+        let before = allocator.stats().all.allocated.current;
+        assert!(before > 0);
+        other.move_arrow(first, second);
+        // Released: nothing happens.
+        other.delete(first, "release_arrow");
+        assert_eq!(allocator.stats().all.allocated.current, before);
+        let moved = second as usize;
+        thread::scope(|scope| {
+            scope.spawn(move || other.delete(moved as *mut c_void, "release_arrow"));
+        });
+        assert_eq!(other.see_arrow(second).released, 1);
+        assert_eq!(allocator.stats().all.allocated.current, 0);
+        // Once more: nothing happens.
+        other.delete(second, "release_arrow");
+        other.delete(first, "free_arrow");
+        other.delete(second, "free_arrow");
+        rig.close(&allocator);
+    });
+}
+
+/// S5.63, S5.52: an array of a producer in C comes in with its event, and is released once.
+#[test]
+fn s5_63_s5_52_import_from_c() {
+    let Some(other) = other() else { return };
+    each(|rig| {
+        let [home, theirs] = rig.streams();
+        let plain = Plain::new(&rig.context, 4096);
+        rig.stamp(plain.ptr, 4096, 0, &theirs);
+        theirs.synchronize().unwrap();
+        let hold = rig.hold(&theirs);
+        rig.stamp(plain.ptr, 4096, 1, &theirs);
+        let event = rig.context.enter().unwrap().create_event().unwrap();
+        theirs.record(&event).unwrap();
+        let seen = SeenArrow {
+            offset: 2,
+            event: event.raw() as u64,
+            ..arrow(plain.ptr, 100)
+        };
+        let (array, count) = foreign(other, &seen);
+        let column = Column::from_arrow(array, ElementType::I32, &home, Producer::Ordered).unwrap();
+        assert_eq!((column.ptr(), column.rows()), (plain.ptr + 8, 100));
+        assert_eq!((column.is_external(), column.block()), (true, None));
+        assert_eq!(column.source(), ColumnSource::Arrow);
+        assert!(column.is_read_only());
+        // The event is waited for on our stream.
+        rig.stamp(plain.ptr, 64, 2, &home);
+        assert!(!home.is_complete().unwrap());
+        hold.release();
+        assert_eq!(rig.mismatches(plain.ptr, 64, 2, &home), 0);
+        assert_eq!(column.to_vec::<i32>().unwrap()[14], 1);
+        // Released behind our own use.
+        let busy = rig.busy(&home);
+        assert_eq!(released(count), 0);
+        drop(column);
+        assert_eq!(released(count), 1);
+        assert!(home.is_complete().unwrap());
+        drop(busy);
+    });
+}
+
+/// S5.46, S5.52: our own memory keeps its identity through an array, which can be taken apart and put
+/// together again.
+#[test]
+fn s5_46_s5_52_identity_and_parts() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        let column = Column::from_slice(&allocator, &[true, false, true], &a).unwrap();
+        let id = column.block();
+        let array = column.to_arrow(&Consumer::Tracked(b.clone())).unwrap();
+        drop(column);
+        let parts = array.into_parts();
+        assert_eq!((parts.device_type, parts.device_id), (2, 0));
+        assert_eq!((parts.array.len(), parts.array.num_buffers()), (3, 2));
+        // SAFETY: the parts of an export.
+        let array = unsafe { ArrowDeviceArray::from_parts(parts) };
+        let back = Column::from_arrow(array, ElementType::Bool, &b, Producer::Ordered).unwrap();
+        assert_eq!((back.is_external(), back.block()), (false, id));
+        assert_eq!(back.to_vec::<bool>().unwrap(), [true, false, true]);
+        drop(back);
+        assert_eq!(allocator.stats().all.allocated.current, 0);
+        // Empty ones have no event, and no memory.
+        let empty = Column::uninit(&allocator, ElementType::F64, 0, &a).unwrap();
+        let array = empty.to_arrow(&Consumer::Unordered).unwrap();
+        assert!(array.sync_event().is_null());
+        let back = Column::from_arrow(array, ElementType::F64, &b, Producer::Ordered).unwrap();
+        assert_eq!((back.rows(), back.ptr()), (0, 0));
+        rig.close(&allocator);
+    });
+}
+
+/// S5.52: what a column cannot be is refused before any driver call, and given back.
+#[test]
+fn s5_52_import_checks() {
+    let Some(other) = other() else { return };
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    let stream = rig.stream();
+    let plain = Plain::new(&rig.context, 4096);
+    let good = arrow(plain.ptr, 16);
+    let cases = [
+        (
+            SeenArrow {
+                device_type: 1,
+                ..good
+            },
+            Invalid::DeviceType { device_type: 1 },
+        ),
+        (
+            SeenArrow {
+                device_type: 3,
+                ..good
+            },
+            Invalid::DeviceType { device_type: 3 },
+        ),
+        (
+            SeenArrow {
+                device_id: 1,
+                ..good
+            },
+            Invalid::Device {
+                expected: 0,
+                actual: 1,
+            },
+        ),
+        (
+            SeenArrow {
+                n_buffers: 1,
+                ..good
+            },
+            Invalid::Buffers { buffers: 1 },
+        ),
+        (
+            SeenArrow {
+                n_buffers: -1,
+                ..good
+            },
+            Invalid::Buffers { buffers: -1 },
+        ),
+        (
+            SeenArrow {
+                n_children: 1,
+                ..good
+            },
+            Invalid::Nested,
+        ),
+        (SeenArrow { length: -1, ..good }, Invalid::Rows { rows: -1 }),
+        (
+            SeenArrow {
+                length: i64::MAX,
+                ..good
+            },
+            Invalid::Rows { rows: i64::MAX },
+        ),
+        (
+            SeenArrow { offset: -1, ..good },
+            Invalid::Offset { offset: u64::MAX },
+        ),
+        (
+            SeenArrow {
+                offset: i64::MAX,
+                ..good
+            },
+            Invalid::Offset {
+                offset: i64::MAX as u64,
+            },
+        ),
+        (
+            SeenArrow {
+                null_count: 1,
+                ..good
+            },
+            Invalid::Nulls { nulls: 1 },
+        ),
+        (
+            SeenArrow {
+                null_count: -1,
+                validity: plain.ptr,
+                ..good
+            },
+            Invalid::Nulls { nulls: -1 },
+        ),
+        (SeenArrow { data: 0, ..good }, Invalid::NoData { rows: 16 }),
+        (
+            SeenArrow {
+                data: plain.ptr + 4,
+                ..good
+            },
+            Invalid::Alignment {
+                address: plain.ptr + 4,
+                alignment: 8,
+            },
+        ),
+        (
+            SeenArrow {
+                data: u64::MAX - 15,
+                ..good
+            },
+            Invalid::Overflow {
+                address: u64::MAX - 15,
+                bytes: 128,
+            },
+        ),
+    ];
+    let calls = rig.driver.calls().total();
+    let import = |array| Column::from_arrow(array, ElementType::F64, &stream, Producer::Ordered);
+    for (seen, expected) in cases {
+        let (array, count) = foreign(other, &seen);
+        let refused = import(array).expect_err("refused");
+        assert!(
+            matches!(&refused.error, ColumnError::Invalid(why) if *why == expected),
+            "{seen:?}: {:?}",
+            refused.error
+        );
+        assert_eq!(released(count), 0);
+        drop(refused);
+        assert_eq!(released(count), 1);
+    }
+    let refused = import(ArrowDeviceArray::empty()).unwrap_err();
+    assert!(matches!(
+        refused.error,
+        ColumnError::Invalid(Invalid::Released)
+    ));
+    assert_eq!(rig.driver.calls().total(), calls);
+    let allowed = [
+        SeenArrow {
+            null_count: -1,
+            ..good
+        },
+        SeenArrow {
+            validity: plain.ptr,
+            ..good
+        },
+        SeenArrow {
+            length: 0,
+            data: 0,
+            ..good
+        },
+    ];
+    for seen in allowed {
+        let (array, count) = foreign(other, &seen);
+        drop(import(array).unwrap());
+        assert_eq!(released(count), 1);
+    }
+}
+
+/// S5.64: nothing stays on the heap, whichever end releases, and however the array was moved.
+#[test]
+fn s5_64_no_leak_on_the_heap() {
+    let Some(other) = other() else { return };
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    let allocator = rig.allocator();
+    let stream = rig.stream();
+    let consumer = Consumer::Tracked(stream.clone());
+    let column = Column::from_slice(&allocator, &[1u64; 100], &stream).unwrap();
+    let raw = other.new_arrow();
+    let round = || {
+        drop(column.to_arrow(&consumer).unwrap());
+        // SAFETY: a structure of C's.
+        unsafe { column.to_arrow(&consumer).unwrap().write_to(raw.cast()) };
+        other.delete(raw, "release_arrow");
+        let mut target = ArrowDeviceArray::empty();
+        column.to_arrow(&consumer).unwrap().move_to(&mut target);
+        column.to_arrow(&consumer).unwrap().move_to(&mut target);
+        let array = target.take();
+        drop(Column::from_arrow(array, ElementType::U64, &stream, Producer::Ordered).unwrap());
+        for tensor in [
+            column.to_dlpack(&consumer),
+            column.to_dlpack_versioned(&consumer),
+        ] {
+            let tensor = tensor.unwrap();
+            drop(Column::from_dlpack(tensor, &stream, Producer::Ordered).unwrap());
+        }
+    };
+    // The simulator's books may grow at first.
+    for _ in 0..100 {
+        round();
+    }
+    let before = held();
+    let events = rig.calls("cuEventCreate") - rig.calls("cuEventDestroy_v2");
+    for _ in 0..1000 {
+        round();
+    }
+    assert_eq!(
+        rig.calls("cuEventCreate") - rig.calls("cuEventDestroy_v2"),
+        events
+    );
+    // A leaked box of 1000 rounds would be 128,000 bytes or more.
+    let grown = held() - before;
+    assert!(grown < 16_384, "{grown} bytes stay");
+    other.delete(raw, "free_arrow");
+    drop(column);
+    rig.close(&allocator);
+}
+
+/// S5.51, S5.52: every type has its field, and truth values are stored in bytes.
+#[test]
+fn s5_51_s5_52_fields() {
+    for element in ElementType::ALL {
+        let field = element.arrow_field("x");
+        assert_eq!(ElementType::from_arrow_field(&field), Some(element));
+        assert_eq!(field.data_type().primitive_width(), Some(element.bytes()));
+        let schema = FFI_ArrowSchema::try_from(&field).unwrap();
+        let back = arrow_schema::Field::try_from(&schema).unwrap();
+        assert_eq!(ElementType::from_arrow_field(&back), Some(element));
+    }
+    let field = |kind| arrow_schema::Field::new("x", kind, false);
+    for kind in [
+        arrow_schema::DataType::Boolean,
+        arrow_schema::DataType::Int8,
+        arrow_schema::DataType::Utf8,
+    ] {
+        assert_eq!(ElementType::from_arrow_field(&field(kind)), None);
+    }
+}
+
+/// D10: an array does not say of what type its elements are; ours are not read past their end.
+#[test]
+fn d10_arrays_of_ours_come_back_with_no_more_bytes() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let column = Column::zeroed(&allocator, ElementType::I32, 1 << 18, &stream).unwrap();
+        let array = column.to_arrow(&Consumer::Unordered).unwrap();
+        let larger = Column::from_arrow(array, ElementType::I64, &stream, Producer::Ordered);
+        let failed = larger.expect_err("twice as many bytes");
+        let beyond = matches!(&failed.error, ColumnError::Invalid(Invalid::Beyond { .. }));
+        assert!(beyond, "{}", failed.error);
+        let smaller = ElementType::Bool;
+        let back = Column::from_arrow(*failed.offered, smaller, &stream, Producer::Ordered);
+        assert_eq!(
+            back.unwrap().to_vec::<bool>().unwrap(),
+            vec![false; 1 << 18]
+        );
+        drop(column);
+        rig.close(&allocator);
+    });
+}
+
+/// D10: the event of an export stands for the memory's own stream, also where a thread cannot name it.
+#[test]
+fn d10_an_exports_event_covers_another_threads_own_stream() {
+    let mut config = SimConfig::with_devices(1, 1 << 30);
+    config.mode = Mode::Manual;
+    let sim = Simulator::new(config).unwrap();
+    let driver = sim.driver().unwrap();
+    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let allocator = Allocator::with_config(&context, Config::new()).unwrap();
+    let make = || {
+        let own = Stream::per_thread_default(&context).unwrap();
+        Column::zeroed(&allocator, ElementType::U32, 1 << 18, &own).unwrap()
+    };
+    let column = thread::scope(|scope| scope.spawn(make).join().unwrap());
+    let filling = || sim.pending().iter().any(|op| op.kind.contains("Memset"));
+    assert!(filling());
+    drop(column.to_arrow(&Consumer::Unordered).unwrap());
+    assert!(!filling());
+}

@@ -1,0 +1,592 @@
+//! DLPack tensors, with a consumer and a producer in C: what goes out, what may come in, and in whose
+//! order.
+
+use std::ffi::c_void;
+use std::sync::atomic::AtomicU64;
+use std::thread;
+
+use crate::common::*;
+use crate::exchange::*;
+use cualloc::allocator::{Allocator, Policy};
+use cualloc::column::*;
+use cualloc::driver::{Context, Stream};
+use cualloc::sim::SimConfig;
+
+fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Column {
+    let values: Vec<f32> = (0..rows).map(|row| row as f32).collect();
+    Column::from_slice(allocator, &values, stream).unwrap()
+}
+
+fn legacy(raw: RawDlpack) -> *mut DLManagedTensor {
+    match raw {
+        RawDlpack::Legacy(raw) => raw,
+        RawDlpack::Versioned(_) => panic!("a versioned tensor"),
+    }
+}
+
+fn versioned(raw: RawDlpack) -> *mut DLManagedTensorVersioned {
+    match raw {
+        RawDlpack::Versioned(raw) => raw,
+        RawDlpack::Legacy(_) => panic!("a legacy tensor"),
+    }
+}
+
+fn live(allocator: &Allocator) -> u64 {
+    allocator.stats().all.allocated.current
+}
+
+/// S5.49: a consumer in C finds one compact dimension on the CUDA device, and its deleter frees
+/// everything once, from any thread, and bears null.
+#[test]
+fn s5_49_dlpack_export_through_c() {
+    let Some(other) = other() else { return };
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        let consumer = Consumer::Tracked(b.clone());
+        for rows in [1, 1000, 300_000] {
+            let column = floats(&allocator, rows, &a);
+            let expected = Seen {
+                major: 0,
+                ..Seen::floats(column.ptr(), rows as i64)
+            };
+            let old = legacy(column.to_dlpack(&consumer).unwrap().into_raw());
+            assert_eq!(other.see(old), expected);
+            let new = versioned(column.to_dlpack_versioned(&consumer).unwrap().into_raw());
+            let expected = Seen {
+                major: 1,
+                ..expected
+            };
+            assert_eq!(other.see_versioned(new), expected);
+            other.delete(old.cast(), "delete_null_like");
+            other.delete(new.cast(), "delete_null_like_versioned");
+            let held = live(&allocator);
+            assert!(held >= rows as u64 * 4);
+            drop(column);
+            let (old, new) = (old as usize, new as usize);
+            thread::scope(|scope| {
+                scope.spawn(|| other.delete(old as *mut c_void, "delete_legacy"));
+            });
+            assert_eq!(live(&allocator), held);
+            thread::scope(|scope| {
+                scope.spawn(|| other.delete(new as *mut c_void, "delete_versioned"));
+            });
+            assert_eq!(live(&allocator), 0);
+            allocator.check().unwrap();
+        }
+        rig.close(&allocator);
+    });
+}
+
+/// S5.49: deleters run from many threads at once, each once, and after the allocator's handle is gone.
+#[test]
+fn s5_49_deleters_from_many_threads() {
+    let Some(other) = other() else { return };
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let consumer = Consumer::Tracked(stream.clone());
+        let tensors: Vec<(usize, bool)> = (0..64)
+            .map(|index| {
+                let column = floats(&allocator, 1 + index * 37, &stream);
+                let tensor = match index % 2 {
+                    0 => column.to_dlpack(&consumer),
+                    _ => column.to_dlpack_versioned(&consumer),
+                };
+                (
+                    tensor.unwrap().into_raw().address() as usize,
+                    index % 2 == 0,
+                )
+            })
+            .collect();
+        assert_eq!(allocator.stats().all.allocated.total_freed, 0);
+        drop(allocator);
+        thread::scope(|scope| {
+            for part in tensors.chunks(8) {
+                scope.spawn(move || {
+                    for (tensor, old) in part {
+                        let name = if *old {
+                            "delete_legacy"
+                        } else {
+                            "delete_versioned"
+                        };
+                        other.delete(*tensor as *mut c_void, name);
+                    }
+                });
+            }
+        });
+        drop((stream, consumer));
+        if let Some(held) = rig.driver_held() {
+            assert_eq!(held, 0, "the last deleter closes the allocator");
+        }
+    });
+}
+
+/// S5.50: everything that a column cannot be is refused with a reason, before any driver call, and the
+/// tensor is given back, to be released once.
+#[test]
+fn s5_50_dlpack_import_checks() {
+    let Some(other) = other() else { return };
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    let stream = rig.stream();
+    let plain = Plain::new(&rig.context, 4096);
+    let good = Seen::floats(plain.ptr, 16);
+    let place = |device_type, device_id| Seen {
+        device_type,
+        device_id,
+        ..good
+    };
+    let shape = |ndim, rows, stride| Seen {
+        ndim,
+        rows,
+        stride,
+        ..good
+    };
+    let element = |code: u8, bits: u8, lanes: u16| {
+        let seen = Seen {
+            code: code.into(),
+            bits: bits.into(),
+            lanes: lanes.into(),
+            ..good
+        };
+        (seen, Invalid::ElementType { code, bits, lanes })
+    };
+    let at = |data, byte_offset| Seen {
+        data,
+        byte_offset,
+        ..good
+    };
+    let device = |actual| Invalid::Device {
+        expected: 0,
+        actual,
+    };
+    let misaligned = Invalid::Alignment {
+        address: plain.ptr + 2,
+        alignment: 4,
+    };
+    let wraps = Invalid::Overflow {
+        address: u64::MAX - 7,
+        bytes: 16,
+    };
+    let (huge, far) = (i64::MAX / 4 + 1, u64::MAX - 3);
+    let end = Seen {
+        data: u64::MAX - 7,
+        rows: 4,
+        ..good
+    };
+    let cases = [
+        (place(1, 0), Invalid::DeviceType { device_type: 1 }),
+        (place(13, 0), Invalid::DeviceType { device_type: 13 }),
+        (place(2, 1), device(1)),
+        (place(2, -1), device(-1)),
+        (shape(0, 16, 1), Invalid::Dimensions { ndim: 0 }),
+        (shape(2, 16, 1), Invalid::Dimensions { ndim: 2 }),
+        (shape(-1, 16, 1), Invalid::Dimensions { ndim: -1 }),
+        (shape(1, -1, 1), Invalid::Rows { rows: -1 }),
+        (shape(1, i64::MAX, 1), Invalid::Rows { rows: i64::MAX }),
+        (shape(1, huge, 1), Invalid::Rows { rows: huge }),
+        (shape(1, 16, 2), Invalid::Stride { stride: 2 }),
+        (shape(1, 16, -1), Invalid::Stride { stride: -1 }),
+        element(2, 32, 2),
+        element(2, 32, 0),
+        element(2, 16, 1),
+        element(5, 32, 1),
+        element(6, 32, 1),
+        (at(plain.ptr, 2), Invalid::Offset { offset: 2 }),
+        (at(plain.ptr, far), Invalid::Offset { offset: far }),
+        (at(plain.ptr + 2, 0), misaligned),
+        (end, wraps),
+        (at(0, 0), Invalid::NoData { rows: 16 }),
+    ];
+    let calls = rig.driver.calls().total();
+    for (seen, expected) in cases {
+        for version in [false, true] {
+            let (column, count) = foreign_tensor(other, &seen, version, &stream, Producer::Ordered);
+            let refused = column.expect_err("refused");
+            assert!(
+                matches!(&refused.error, ColumnError::Invalid(why) if *why == expected),
+                "{seen:?}: {:?}",
+                refused.error
+            );
+            assert_eq!(released(count), 0, "the tensor is given back");
+            drop(refused);
+            assert_eq!(released(count), 1);
+        }
+    }
+    // A layout that is not known: released, and nothing else of it read.
+    let unknown = Seen {
+        major: 2,
+        minor: 7,
+        ndim: 9,
+        ..good
+    };
+    let (column, count) = foreign_tensor(other, &unknown, true, &stream, Producer::Ordered);
+    let refused = column.expect_err("refused");
+    assert!(matches!(
+        refused.error,
+        ColumnError::Invalid(Invalid::Version { major: 2, minor: 7 })
+    ));
+    drop(refused);
+    assert_eq!(released(count), 1);
+    // SAFETY: null is allowed.
+    let null = unsafe { DlpackTensor::from_raw(std::ptr::null_mut()) };
+    assert!(matches!(null, Err(Invalid::Null)));
+    // SAFETY: null is allowed.
+    let null = unsafe { DlpackTensor::from_raw_versioned(std::ptr::null_mut()) };
+    assert!(matches!(null, Err(Invalid::Null)));
+    assert_eq!(
+        rig.driver.calls().total(),
+        calls,
+        "refused before any driver call"
+    );
+
+    // And what is allowed: no strides, an aligned offset, no rows without memory, a newer minor version.
+    let allowed = [
+        Seen { stride: 0, ..good },
+        Seen {
+            byte_offset: 64,
+            ..good
+        },
+        Seen {
+            data: 0,
+            rows: 0,
+            ..good
+        },
+        Seen { minor: 9, ..good },
+    ];
+    for seen in allowed {
+        for version in [false, true] {
+            let (column, count) = foreign_tensor(other, &seen, version, &stream, Producer::Ordered);
+            let column = column.unwrap();
+            assert_eq!(column.rows(), seen.rows as usize);
+            let start = if seen.data == 0 {
+                0
+            } else {
+                plain.ptr + seen.byte_offset
+            };
+            assert_eq!(column.ptr(), start);
+            drop(column);
+            assert_eq!(released(count), 1);
+        }
+    }
+    drop(plain);
+    rig.assert_clean();
+}
+
+/// S5.50: a tensor without a deleter is legal and needs no release.
+#[test]
+fn s5_50_tensor_without_deleter() {
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    let stream = rig.stream();
+    let plain = Plain::new(&rig.context, 64);
+    let mut shape = [16i64];
+    let mut tensor = DLManagedTensor {
+        dl_tensor: DLTensor {
+            data: plain.ptr as *mut c_void,
+            device: DLDevice {
+                device_type: 2,
+                device_id: 0,
+            },
+            ndim: 1,
+            dtype: ElementType::I32.dlpack(),
+            shape: shape.as_mut_ptr(),
+            strides: std::ptr::null_mut(),
+            byte_offset: 0,
+        },
+        manager_ctx: std::ptr::null_mut(),
+        deleter: None,
+    };
+    // SAFETY: the structure outlives the column.
+    let taken = unsafe { DlpackTensor::from_raw(&mut tensor) }.unwrap();
+    let column = Column::from_dlpack(taken, &stream, Producer::Ordered).unwrap();
+    assert_eq!(column.rows(), 16);
+    drop(column);
+    // A shape is needed.
+    tensor.dl_tensor.shape = std::ptr::null_mut();
+    // SAFETY: as above.
+    let taken = unsafe { DlpackTensor::from_raw(&mut tensor) }.unwrap();
+    let refused = Column::from_dlpack(taken, &stream, Producer::Ordered).unwrap_err();
+    assert!(matches!(
+        refused.error,
+        ColumnError::Invalid(Invalid::NoShape)
+    ));
+}
+
+/// S5.65: the versioned form says what the legacy one cannot: that writing is forbidden.
+#[test]
+fn s5_65_read_only_tensors() {
+    let Some(other) = other() else { return };
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    let stream = rig.stream();
+    let plain = Plain::new(&rig.context, 64);
+    let seen = Seen {
+        flags: DLPACK_FLAG_READ_ONLY,
+        ..Seen::floats(plain.ptr, 16)
+    };
+    let (column, count) = foreign_tensor(other, &seen, true, &stream, Producer::Ordered);
+    let mut column = column.unwrap();
+    assert!(column.is_read_only());
+    assert!(matches!(
+        column.copy_from_slice(&[0f32; 16]),
+        Err(ColumnError::ReadOnly)
+    ));
+    let consumer = Consumer::Tracked(stream.clone());
+    assert!(matches!(
+        column.to_dlpack(&consumer),
+        Err(ColumnError::ReadOnly)
+    ));
+    let raw = versioned(column.to_dlpack_versioned(&consumer).unwrap().into_raw());
+    assert_eq!(other.see_versioned(raw).flags, DLPACK_FLAG_READ_ONLY);
+    drop(column);
+    assert_eq!(released(count), 0);
+    other.delete(raw.cast(), "delete_versioned");
+    assert_eq!(released(count), 1);
+}
+
+/// S5.65: the consumer's stream waits for the producer's work, in both forms.
+#[test]
+fn s5_65_consumer_stream_waits_for_the_producer() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [ours, theirs] = rig.streams();
+        for form in 0..2 {
+            let column = Column::zeroed(&allocator, ElementType::U32, 4096, &ours).unwrap();
+            ours.synchronize().unwrap();
+            let hold = rig.hold(&ours);
+            rig.stamp(column.ptr(), 16384, 5, &ours);
+            let consumer = Consumer::Tracked(theirs.clone());
+            let tensor = match form {
+                0 => column.to_dlpack(&consumer),
+                _ => column.to_dlpack_versioned(&consumer),
+            };
+            // Queued, not waited for: the host is here while our stream stands still.
+            assert!(!ours.is_complete().unwrap());
+            // By its address alone: a column made of it would be ordered all the same.
+            rig.stamp(column.ptr(), 64, 6, &theirs);
+            assert!(!theirs.is_complete().unwrap());
+            hold.release();
+            assert_eq!(rig.mismatches(column.ptr(), 64, 6, &theirs), 0);
+            assert_eq!(rig.mismatches(column.ptr() + 64, 16384 - 64, 5, &theirs), 0);
+            drop(tensor.unwrap());
+        }
+        rig.close(&allocator);
+    });
+}
+
+/// S5.65: without an order asked for nothing is queued: the test above could fail. Where our own memory
+/// comes back as a column it is ordered all the same.
+#[test]
+fn s5_65_unordered_export_queues_nothing() {
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    let Some(sim) = rig.sim() else { return };
+    let allocator = rig.allocator();
+    let [ours, theirs] = rig.streams();
+    for returns in [false, true] {
+        let column = Column::zeroed(&allocator, ElementType::U32, 64, &ours).unwrap();
+        let waits = rig.calls("cuStreamWaitEvent");
+        let hold = rig.hold(&ours);
+        rig.stamp(column.ptr(), 256, 5, &ours);
+        let tensor = column.to_dlpack(&Consumer::Unordered).unwrap();
+        assert_eq!(rig.calls("cuStreamWaitEvent"), waits);
+        let seen =
+            returns.then(|| Column::from_dlpack(tensor, &theirs, Producer::Ordered).unwrap());
+        rig.stamp(column.ptr(), 256, 6, &theirs);
+        if !returns {
+            theirs.synchronize().unwrap();
+        }
+        hold.release();
+        assert_eq!(sim.take_reports().is_empty(), returns, "a race is reported");
+        drop((column, seen));
+    }
+}
+
+/// S5.65, S0.4: memory that a consumer released is not reused while its tracked stream works.
+#[test]
+fn s5_65_s0_4_released_memory_waits_for_a_tracked_consumer() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [ours, theirs] = rig.streams();
+        let bytes = 4 * MIB;
+        let column = Column::zeroed(&allocator, ElementType::U32, bytes / 4, &ours).unwrap();
+        let ptr = column.ptr();
+        let tensor = column
+            .to_dlpack(&Consumer::Tracked(theirs.clone()))
+            .unwrap();
+        ours.synchronize().unwrap();
+        let hold = rig.hold(&theirs);
+        rig.stamp(ptr, bytes, 7, &theirs);
+        drop(column);
+        // The host does not wait: the stream is held.
+        drop(tensor);
+        let next = Column::zeroed(&allocator, ElementType::U32, bytes / 4, &ours).unwrap();
+        if next.ptr() == ptr {
+            assert!(
+                !ours.is_complete().unwrap(),
+                "the same address without a wait"
+            );
+        }
+        hold.release();
+        assert_eq!(next.to_vec::<u32>().unwrap().iter().max(), Some(&0));
+        drop(next);
+        rig.close(&allocator);
+    });
+}
+
+/// S5.65, S0.4: where the consumer's streams are not known, the last release waits for the context;
+/// earlier ones do not.
+#[test]
+fn s5_65_s0_4_last_release_waits_for_an_untracked_consumer() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [ours, theirs] = rig.streams();
+        for consumer in [Consumer::Untracked(theirs.clone()), Consumer::Unordered] {
+            let column = Column::zeroed(&allocator, ElementType::U32, 1024, &ours).unwrap();
+            let tensor = column.to_dlpack_versioned(&consumer).unwrap();
+            ours.synchronize().unwrap();
+            let column = column.into_block().expect_err("lent");
+            let _busy = rig.busy(&theirs);
+            rig.stamp(column.ptr(), 4096, 7, &theirs);
+            let syncs = rig.calls("cuCtxSynchronize");
+            drop(tensor);
+            assert_eq!(rig.calls("cuCtxSynchronize"), syncs);
+            // Also with the export gone its uses may go on.
+            let column = column.into_block().expect_err("was lent");
+            drop(column);
+            assert_eq!(rig.calls("cuCtxSynchronize"), syncs + 1);
+            assert!(theirs.is_complete().unwrap());
+        }
+        rig.close(&allocator);
+    });
+}
+
+/// S5.65: the numbers of the exchange protocol.
+#[test]
+fn s5_65_stream_numbers_of_the_protocol() {
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    let stream = rig.stream();
+    // SAFETY: the only handle among them is alive.
+    let of = |number| unsafe { Consumer::from_protocol(&rig.context, number) };
+    for number in [0, -2, i64::MIN] {
+        assert!(
+            matches!(of(Some(number)), Err(ColumnError::InvalidStream { value }) if value == number)
+        );
+    }
+    assert!(matches!(of(Some(-1)), Ok(Consumer::Unordered)));
+    let legacy = Stream::legacy_default(&rig.context).unwrap();
+    for number in [None, Some(1)] {
+        let Ok(Consumer::Tracked(stream)) = of(number) else {
+            panic!("{number:?}")
+        };
+        assert_eq!(stream.id().unwrap(), legacy.id().unwrap());
+    }
+    let own = Stream::per_thread_default(&rig.context).unwrap();
+    let Ok(Consumer::Tracked(found)) = of(Some(2)) else {
+        panic!()
+    };
+    assert_eq!(found.id().unwrap(), own.id().unwrap());
+    let Ok(Consumer::Untracked(found)) = of(Some(stream.raw() as i64)) else {
+        panic!()
+    };
+    assert_eq!(found.id().unwrap(), stream.id().unwrap());
+}
+
+/// When foreign memory was released, and what was pending then.
+struct Watch {
+    context: Context,
+    streams: Vec<Stream>,
+    complete: AtomicU64,
+    releases: AtomicU64,
+}
+
+extern "C" fn watched(with: *mut c_void) {
+    use std::sync::atomic::Ordering::SeqCst;
+    // SAFETY: leaked by the tests below.
+    let watch = unsafe { &*with.cast::<Watch>() };
+    let complete = watch.streams.iter().filter(|s| s.is_complete().unwrap());
+    watch.complete.store(complete.count() as u64, SeqCst);
+    watch.releases.fetch_add(1, SeqCst);
+    let _ = &watch.context;
+}
+
+fn watch(rig: &Rig, streams: &[&Stream]) -> &'static Watch {
+    Box::leak(Box::new(Watch {
+        context: rig.context.clone(),
+        streams: streams.iter().map(|s| (*s).clone()).collect(),
+        complete: AtomicU64::new(0),
+        releases: AtomicU64::new(0),
+    }))
+}
+
+fn watched_import(
+    other: &Other,
+    watch: &'static Watch,
+    ptr: u64,
+    stream: &Stream,
+    producer: Producer,
+) -> Column {
+    let with = (watch as *const Watch).cast_mut().cast();
+    // SAFETY: made by the other side, taken over once.
+    let tensor = unsafe {
+        DlpackTensor::from_raw_versioned(other.make_versioned(
+            &Seen::floats(ptr, 1024),
+            watched,
+            with,
+        ))
+    };
+    Column::from_dlpack(tensor.unwrap(), stream, producer).unwrap()
+}
+
+/// S5.65, S0.4: foreign memory goes back to its producer only when every stream that used it is done.
+#[test]
+fn s5_65_s0_4_import_is_released_after_its_uses() {
+    let Some(other) = other() else { return };
+    each(|rig| {
+        let [home, second] = rig.streams();
+        let plain = Plain::new(&rig.context, 4096);
+        let watch = watch(rig, &[&home, &second]);
+        let column = watched_import(other, watch, plain.ptr, &home, Producer::Ordered);
+        column.record_stream(&second).unwrap();
+        column.record_stream(&second).unwrap();
+        let (a, b) = (rig.busy(&home), rig.busy(&second));
+        rig.stamp(plain.ptr, 2048, 1, &home);
+        rig.stamp(plain.ptr + 2048, 2048, 2, &second);
+        drop(column);
+        assert_eq!(released(&watch.releases), 1);
+        assert_eq!(
+            released(&watch.complete),
+            2,
+            "both streams were done by then"
+        );
+        drop((a, b));
+    });
+}
+
+/// S5.65: with the producer's stream known, it is waited for at import, waits at release, and the host
+/// waits for nothing.
+#[test]
+fn s5_65_import_is_ordered_with_the_producer_stream() {
+    let Some(other) = other() else { return };
+    each(|rig| {
+        let [home, theirs] = rig.streams();
+        let plain = Plain::new(&rig.context, 4096);
+        rig.stamp(plain.ptr, 4096, 0, &theirs);
+        theirs.synchronize().unwrap();
+        let watch = watch(rig, &[&home]);
+        let hold = rig.hold(&theirs);
+        rig.stamp(plain.ptr, 4096, 1, &theirs);
+        let producer = Producer::Stream(theirs.clone());
+        let column = watched_import(other, watch, plain.ptr, &home, producer);
+        // Behind the producer's work ...
+        rig.stamp(plain.ptr, 2048, 2, &home);
+        assert!(!home.is_complete().unwrap());
+        drop(column);
+        assert_eq!(released(&watch.releases), 1);
+        assert_eq!(released(&watch.complete), 0, "nothing was waited for");
+        // ... and before what it does next.
+        rig.stamp(plain.ptr, 1024, 3, &theirs);
+        hold.release();
+        assert_eq!(rig.mismatches(plain.ptr, 1024, 3, &theirs), 0);
+        assert_eq!(rig.mismatches(plain.ptr + 1024, 1024, 2, &theirs), 0);
+        assert_eq!(rig.mismatches(plain.ptr + 2048, 2048, 1, &theirs), 0);
+    });
+}

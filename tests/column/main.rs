@@ -1,0 +1,10 @@
+//! Columns and tables, and their exchange with other libraries.
+#![cfg(feature = "sim")]
+
+#[cfg(feature = "arrow")]
+mod arrow;
+#[path = "../common/mod.rs"]
+mod common;
+mod dlpack;
+mod exchange;
+mod tables;

@@ -1,0 +1,10 @@
+//! The driver behind checked calls: what is declared, and what each call passes on.
+#![cfg(unix)]
+
+mod bindings;
+#[path = "../common/mod.rs"]
+mod common;
+#[cfg(target_os = "linux")]
+mod handles;
+#[cfg(target_os = "linux")]
+mod wrappers;

@@ -1,0 +1,219 @@
+//! Every wrapper passes its arguments to the right function in the right places: the fake driver
+//! refuses anything else.
+
+use crate::common::{Fake, Folder, compiler};
+use cualloc::driver::{
+    Context, Device, Driver, Event, HostMemory, MemInfo, MemoryPool, MemoryProperties,
+    PoolProperties, sys,
+};
+use std::collections::HashSet;
+use std::ffi::c_void;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr;
+
+const A: u64 = 0xa000;
+const B: u64 = 0xb000;
+const HANDLE: u64 = 0xf000;
+const POSIX: sys::CUmemAllocationHandleType =
+    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+fn host() -> *mut c_void {
+    ptr::without_provenance_mut(0xc000)
+}
+
+fn stream() -> sys::CUstream {
+    ptr::without_provenance_mut(0xd000)
+}
+
+fn standard_input() -> BorrowedFd<'static> {
+    // SAFETY: nothing in this program closes it.
+    unsafe { BorrowedFd::borrow_raw(0) }
+}
+
+unsafe extern "C" fn add_one(data: *mut c_void) {
+    // SAFETY: the test passes a counter.
+    unsafe { *data.cast::<u32>() += 1 };
+}
+
+#[test]
+fn wrappers_pass_their_arguments_in_place() {
+    let Some(cc) = compiler() else { return };
+    let folder = Folder::new("wrappers");
+    let path = folder.file("driver.so");
+    Fake::default().build(&cc, &path);
+    // SAFETY: the fake library behaves as a driver.
+    let driver = unsafe { Driver::open(&path) }.unwrap();
+    let devices = [driver.device(0).unwrap(), driver.device(1).unwrap()];
+    let zero = Context::primary(&driver, devices[0]).unwrap();
+    let one = Context::primary(&driver, devices[1]).unwrap();
+    let entered = one.enter().unwrap();
+
+    // SAFETY: the fake driver never looks behind a handle or an address.
+    unsafe {
+        let event = Event::from_raw(&one, ptr::without_provenance_mut(0xe000));
+        entered.record(&event, stream()).unwrap();
+        entered.stream_wait(stream(), &event).unwrap();
+        entered.memset_d8(A, 2, 3, stream()).unwrap();
+        entered.memset_d32(A, 0x1234_5678, 3, stream()).unwrap();
+        entered.copy(A, B, 3, stream()).unwrap();
+        entered.copy_host_to_device(A, host(), 3, stream()).unwrap();
+        entered.copy_device_to_host(host(), A, 3, stream()).unwrap();
+        entered.copy_device_to_device(A, B, 3, stream()).unwrap();
+        entered.copy_peer(A, &zero, B, &one, 3, stream()).unwrap();
+        entered.mem_free(A).unwrap();
+        entered.host_free(host()).unwrap();
+        assert_eq!(entered.host_device_pointer(host()).unwrap(), A);
+        let all = HostMemory {
+            portable: true,
+            device_map: true,
+            write_combined: true,
+        };
+        entered.host_register(host(), 3, all).unwrap();
+        entered.host_unregister(host()).unwrap();
+        let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+        assert_eq!(entered.pointer_attribute::<i32>(attribute, A).unwrap(), 42);
+    }
+    let how = HostMemory {
+        portable: true,
+        write_combined: true,
+        ..Default::default()
+    };
+    assert_eq!(entered.host_alloc(3, how).unwrap(), host());
+    assert_eq!(entered.mem_info().unwrap(), MemInfo { free: 5, total: 7 });
+    assert_eq!(entered.address_range(B).unwrap(), (A, 3));
+    entered.set_sync_memops(A, true).unwrap();
+    virtual_memory(&one, &devices);
+    sharing(&one);
+    pools(&one, &devices);
+    kernels_and_captures(&one);
+
+    // What looks at its arguments was called: a function forgotten here would go untested.
+    drop(entered);
+    let calls = driver.calls();
+    let untested: HashSet<&str> = crate::common::CHECKED_CALLS
+        .lines()
+        .filter_map(|line| line.strip_prefix("CUresult "))
+        .filter_map(|line| line.split('(').next())
+        .filter(|name| calls.get(name) == 0)
+        .collect();
+    assert!(untested.is_empty(), "{untested:?}");
+}
+
+fn virtual_memory(context: &Context, devices: &[Device]) {
+    let entered = context.enter().unwrap();
+    let properties = MemoryProperties {
+        device: context.device(),
+        export: POSIX,
+        gpu_direct_rdma: true,
+    };
+    assert_eq!(entered.granularity(&properties).unwrap(), 3);
+    assert_eq!(entered.address_reserve(3, 4, B).unwrap(), A);
+    assert!(entered.has_access(A, context.device()).unwrap());
+    // SAFETY: the fake driver never looks behind a handle or an address.
+    unsafe {
+        entered.mem_map(A, 3, HANDLE).unwrap();
+        entered.set_access(A, 3, devices).unwrap();
+        assert_eq!(entered.handle_properties(HANDLE).unwrap(), properties);
+        entered.mem_unmap(A, 3).unwrap();
+        entered.address_free(A, 3).unwrap();
+    }
+}
+
+fn sharing(context: &Context) {
+    let entered = context.enter().unwrap();
+    assert_eq!(entered.retain_handle(A).unwrap(), HANDLE);
+    // SAFETY: the fake driver never looks behind a handle.
+    let (fd, fabric) = unsafe {
+        (
+            entered.export_fd(HANDLE).unwrap(),
+            entered.export_fabric(HANDLE).unwrap(),
+        )
+    };
+    fd.as_fd().try_clone_to_owned().unwrap();
+    assert_eq!(entered.import_fd(standard_input()).unwrap(), HANDLE);
+    assert_eq!(entered.import_fabric(fabric).unwrap(), HANDLE);
+    entered.dma_buf(A, 3).unwrap();
+    let handle = entered.ipc_handle(A).unwrap();
+    assert_eq!(entered.ipc_open(handle).unwrap(), A);
+    // SAFETY: the fake driver never looks behind an address.
+    unsafe { entered.ipc_close(A) }.unwrap();
+}
+
+fn pools(context: &Context, devices: &[Device]) {
+    let properties = PoolProperties {
+        device: context.device(),
+        export: POSIX,
+        max_bytes: 3,
+    };
+    let pool = MemoryPool::new(context, &properties).unwrap();
+    let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    pool.set(threshold, u64::MAX - 1).unwrap();
+    assert_eq!(pool.get(threshold).unwrap(), u64::MAX - 1);
+    let policy = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC;
+    for value in [1, 0] {
+        pool.set(policy, value).unwrap();
+        assert_eq!(pool.get(policy).unwrap(), value);
+    }
+    pool.trim_to(3).unwrap();
+    pool.set_access(devices).unwrap();
+    assert!(pool.has_access(context.device()).unwrap());
+    pool.make_current().unwrap();
+    pool.export_fd().unwrap();
+    let data = pool.export_pointer(A).unwrap();
+    assert_eq!(pool.import_pointer(data).unwrap(), A);
+    let entered = context.enter().unwrap();
+    // SAFETY: the fake driver never looks behind a handle or an address.
+    unsafe {
+        assert_eq!(entered.mem_alloc_async(3, stream()).unwrap(), A);
+        let address = entered.mem_alloc_from_pool(3, &pool, stream()).unwrap();
+        assert_eq!(address, A);
+        entered.mem_free_async(A, stream()).unwrap();
+    }
+    // Ours and the imported one are destroyed, the device's are not.
+    let imported = MemoryPool::import_fd(context, standard_input()).unwrap();
+    let default = MemoryPool::default_of(context).unwrap();
+    // SAFETY: the fake pool is there for ever.
+    let current = unsafe { MemoryPool::current_of(context) }.unwrap();
+    assert_eq!(default.raw(), current.raw());
+    drop((pool, imported, default, current));
+    assert_eq!(context.driver().calls().get("cuMemPoolDestroy"), 2);
+}
+
+fn kernels_and_captures(context: &Context) {
+    let entered = context.enter().unwrap();
+    let module = entered.load_module(c"PTX").unwrap();
+    let function = module.function(c"k").unwrap();
+    drop(module);
+    let (mut value, mut ran) = (42_i32, 0_u32);
+    let data = ptr::from_mut(&mut ran).cast();
+    let mut parameters = [ptr::from_mut(&mut value).cast()];
+    // SAFETY: the fake driver reads the first parameter, calls the function at once, and never
+    // looks behind a handle.
+    unsafe {
+        entered
+            .launch(
+                &function,
+                [1, 2, 3],
+                [4, 5, 6],
+                7,
+                stream(),
+                &mut parameters,
+            )
+            .unwrap();
+        entered.launch_host(stream(), add_one, data).unwrap();
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        entered.begin_capture(stream(), mode).unwrap();
+        let info = entered.capture_info(stream()).unwrap().unwrap();
+        assert_eq!((info.invalidated, info.id), (false, 11));
+        assert!(entered.capture_info(ptr::null_mut()).unwrap().is_none());
+        let graph = entered.end_capture(stream()).unwrap();
+        assert_eq!(graph.raw(), info.graph);
+        entered
+            .on_graph_destroyed(graph.raw(), add_one, data)
+            .unwrap();
+    }
+    assert_eq!(ran, 1);
+    assert_eq!(context.driver().calls().get("cuModuleUnload"), 0);
+    drop(function);
+    assert_eq!(context.driver().calls().get("cuModuleUnload"), 1);
+}

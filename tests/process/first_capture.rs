@@ -1,0 +1,96 @@
+//! The first capture of a process: until then nobody is on the watch. So this test is alone in its
+//! program, and the other one runs it anew for itself.
+
+use crate::common::capturing::{begin, end};
+use crate::common::{MIB, Rig, interlude, only};
+use cualloc::allocator::Policy;
+use cualloc::driver::sys;
+
+/// R38: a capturing stream is neither asked nor marked when another one wants what was freed on it, and
+/// what was freed on it is not forgotten.
+#[test]
+fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
+    only(Policy::Packed, |rig| {
+        const BLOCK: usize = 12 * MIB;
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(512, &b).unwrap());
+        let block = allocator.allocate(BLOCK, &a).unwrap();
+        let ptr = block.ptr();
+        // From here on full batches wait until somebody asks.
+        for at in 0..600 {
+            drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
+        }
+        drop(block);
+        let calls = || rig.calls("cuEventRecord") + rig.calls("cuStreamQuery");
+        let before = calls();
+        let entered = rig.context.enter().unwrap();
+        // SAFETY: the stream is alive.
+        unsafe {
+            entered.begin_capture(
+                a.raw(),
+                sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+            )
+        }
+        .unwrap();
+        let elsewhere = allocator.allocate(BLOCK, &b).unwrap();
+        assert_eq!(calls(), before);
+        assert_ne!(elsewhere.ptr(), ptr);
+        // SAFETY: as above. A capture that was spoilt ends with an error.
+        drop(unsafe { entered.end_capture(a.raw()) }.unwrap());
+        // Once the capture is over it is there, without a wait for the context.
+        let mut taken = allocator.allocate(BLOCK, &b).unwrap();
+        if taken.ptr() != ptr {
+            // On a GPU a marker takes its time.
+            a.synchronize().unwrap();
+            drop(taken);
+            taken = allocator.allocate(BLOCK, &b).unwrap();
+        }
+        assert_eq!(taken.ptr(), ptr);
+        assert_eq!(allocator.stats().rungs.synchronised, 0);
+        drop((taken, elsewhere));
+        rig.close(&allocator);
+    });
+}
+
+/// D4: the process' first capture begins between two questions about its stream: it is spoilt, as the
+/// documents say, but the other stream's request goes on, and so does everything later. In a process of
+/// its own.
+#[test]
+fn d4_a_first_capture_that_meets_a_question_costs_nobody_else() {
+    const NAME: &str = "first_capture::d4_a_first_capture_that_meets_a_question_costs_nobody_else";
+    if std::env::var_os("CUALLOC_TEST_CHILD").is_none() {
+        let program = std::env::current_exe().unwrap();
+        let status = std::process::Command::new(program)
+            .args(["--exact", NAME])
+            .env("CUALLOC_TEST_CHILD", "1")
+            .status();
+        assert!(status.unwrap().success());
+        return;
+    }
+    let Some(rig) = Rig::with_interludes(Policy::Packed) else {
+        return;
+    };
+    const BLOCK: usize = 12 * MIB;
+    let allocator = rig.allocator();
+    let [a, b] = rig.streams();
+    drop(allocator.allocate(512, &b).unwrap());
+    let block = allocator.allocate(BLOCK, &a).unwrap();
+    let ptr = block.ptr();
+    // From here on full batches wait until somebody asks.
+    for at in 0..600 {
+        drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
+    }
+    drop(block);
+    interlude::before("cuStreamQuery", begin(&rig, a.raw()));
+    let elsewhere = allocator.allocate(BLOCK, &b).unwrap();
+    assert!(!interlude::is_due());
+    assert_ne!(elsewhere.ptr(), ptr);
+    let spoilt = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    assert_eq!(end(&rig, a.raw())(), spoilt);
+    let taken = allocator.allocate(BLOCK, &b).unwrap();
+    assert_eq!(taken.ptr(), ptr);
+    assert_eq!(allocator.stats().rungs.synchronised, 0);
+    drop((taken, elsewhere));
+    rig.close(&allocator);
+}

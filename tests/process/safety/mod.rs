@@ -1,0 +1,460 @@
+//! Safe code cannot free, lend or exchange memory that safe code still owns, mixes no drivers, and does not
+//! hang in a forked child. What could be broken and why it cannot: `docs/safety.md`.
+
+mod lent;
+
+use std::sync::Arc;
+
+use crate::common::*;
+use cualloc::allocator::{Allocator, Config, Error, Policy};
+use cualloc::buffer::BufferError;
+use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer};
+use cualloc::driver::{Context, Driver, Stream, sys};
+use cualloc::pool::{
+    NativeConfig, NativePool, PoolError, TypedPool, WorkspaceConfig, WorkspacePool,
+};
+use cualloc::resource::{
+    AsyncResource, DirectResource, MemoryResource, ResourceError, StreamMisuse, Tag,
+};
+use cualloc::sim::{Mode, SimConfig, Simulator};
+use cualloc::{DeviceBuffer, PinnedBuffer};
+
+struct World {
+    sim: Simulator,
+    driver: Driver,
+    context: Context,
+    allocator: Allocator,
+}
+
+impl World {
+    fn new(mode: Mode, strict: bool) -> World {
+        let mut config = SimConfig::with_devices(1, 1 << 30);
+        config.mode = mode;
+        config.strict_undefined = strict;
+        let sim = Simulator::new(config).unwrap();
+        let driver = sim.driver().unwrap();
+        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let allocator = Allocator::with_config(&context, Config::new()).unwrap();
+        World {
+            sim,
+            driver,
+            context,
+            allocator,
+        }
+    }
+
+    fn stream(&self) -> Stream {
+        Stream::new(&self.context).unwrap()
+    }
+
+    /// A second context of the device, which lives as long as the simulator.
+    fn beside(&self) -> Context {
+        let raw = self.sim.create_context(0).unwrap();
+        // SAFETY: just created, and never destroyed.
+        unsafe { Context::from_raw(&self.driver, raw) }.unwrap()
+    }
+
+    fn clean(&self) {
+        self.sim.complete_all();
+        let reports = self.sim.take_reports();
+        assert!(reports.is_empty(), "{}", reports[0]);
+    }
+}
+
+/// D2: what a block was used for is known to the resource that keeps the order of its uses, so it does not
+/// go back past that.
+#[test]
+fn d2_no_block_goes_back_past_who_knows_its_uses() {
+    let world = World::new(Mode::Lag(1000), false);
+    let (home, other) = (world.stream(), world.stream());
+    let ordered = AsyncResource::new(world.allocator.clone());
+    let twice = Arc::new(AsyncResource::new(Arc::new(ordered)));
+    let resource: Arc<dyn MemoryResource> = twice.clone();
+    let column = Column::zeroed_in(resource, ElementType::U32, 1 << 18, &home).unwrap();
+    let lent = column
+        .to_dlpack_versioned(&Consumer::Tracked(other.clone()))
+        .unwrap();
+    drop(lent);
+    let owned = column.into_owned().expect("nobody else has a part in it");
+    let mut block = owned.into_block().unwrap();
+    let kept = |error: &ResourceError| {
+        matches!(error, ResourceError::StreamMisuse(StreamMisuse::KeptAbove))
+    };
+    for below in [
+        &world.allocator as &dyn MemoryResource,
+        twice.inner().as_ref(),
+    ] {
+        let failed = below.deallocate(block).expect_err("past the keeper");
+        assert!(kept(&failed.error), "{}", failed.error);
+        block = *failed.block;
+    }
+    twice.deallocate(block).unwrap();
+    // What another resource of the kind handed out is not known.
+    let stranger = AsyncResource::new(world.allocator.clone());
+    let block = stranger.allocate(64, &home, Tag::default()).unwrap();
+    let failed = twice.deallocate(block).expect_err("a stranger's");
+    stranger.deallocate(*failed.block).unwrap();
+    // The same of sources that hand out names.
+    for source in [
+        Arc::new(NativePool::with_context(&world.context, NativeConfig::default()).unwrap())
+            as Arc<dyn MemoryResource>,
+        Arc::new(WorkspacePool::new(
+            &world.allocator,
+            WorkspaceConfig::default(),
+        )),
+        Arc::new(DirectResource::new(&world.context)),
+    ] {
+        let above = AsyncResource::new(Arc::clone(&source));
+        let Ok(block) = above.allocate(4096, &home, Tag::default()) else {
+            continue;
+        };
+        let failed = source.deallocate(block).expect_err("past the keeper");
+        assert!(kept(&failed.error), "{}", failed.error);
+        above.deallocate(*failed.block).unwrap();
+    }
+    world.clean();
+}
+
+/// D2: the same of small blocks, which their front could take back at once.
+#[test]
+fn d2_small_blocks_do_not_go_past_it_either() {
+    let world = World::new(Mode::Instant, false);
+    let (stream, resource) = (world.stream(), AsyncResource::new(world.allocator.clone()));
+    drop(world.allocator.allocate(100, &stream).unwrap());
+    let block = resource.allocate(100, &stream, Tag::default()).unwrap();
+    let failed = world
+        .allocator
+        .deallocate(block)
+        .expect_err("past the keeper");
+    resource.deallocate(*failed.block).unwrap();
+    let block = MemoryResource::allocate(&world.allocator, 100, &stream, Tag::default()).unwrap();
+    world.allocator.deallocate(block).unwrap();
+}
+
+/// D10: neither side of an exchange has to keep its word for our own memory to be in order.
+#[test]
+fn d10_memory_that_comes_back_is_in_order_whatever_was_said() {
+    let consumers: [fn(&Stream) -> Consumer; 3] = [
+        |_| Consumer::Unordered,
+        |other| Consumer::Untracked(other.clone()),
+        |other| Consumer::Tracked(other.clone()),
+    ];
+    for consumer in consumers {
+        let world = World::new(Mode::Manual, true);
+        let [home, named, other] = [0; 3].map(|_| world.stream());
+        let column = Column::zeroed(&world.allocator, ElementType::F32, 1000, &home).unwrap();
+        let tensor = column.to_dlpack_versioned(&consumer(&named)).unwrap();
+        let mut seen = Column::from_dlpack(tensor, &other, Producer::Ordered).unwrap();
+        assert_eq!(seen.to_vec::<f32>().unwrap(), [0.0; 1000]);
+        // And once more, from what came back.
+        let tensor = seen.to_dlpack_versioned(&Consumer::Unordered).unwrap();
+        let again = Column::from_dlpack(tensor, &named, Producer::Ordered).unwrap();
+        assert_eq!(again.to_vec::<f32>().unwrap(), [0.0; 1000]);
+        seen.copy_from_slice(&[1.0f32; 1000]).unwrap();
+        assert_eq!(column.to_vec::<f32>().unwrap(), [1.0; 1000]);
+        drop((column, seen, again));
+        world.clean();
+    }
+}
+
+/// D10: the same of an Arrow array.
+#[cfg(feature = "arrow")]
+#[test]
+fn d10_arrays_that_come_back_are_in_order() {
+    let world = World::new(Mode::Manual, true);
+    let (home, other) = (world.stream(), world.stream());
+    let column = Column::zeroed(&world.allocator, ElementType::F32, 1000, &home).unwrap();
+    let array = column.to_arrow(&Consumer::Unordered).unwrap();
+    let seen = Column::from_arrow(array, ElementType::F32, &other, Producer::Ordered).unwrap();
+    assert_eq!(seen.to_vec::<f32>().unwrap(), [0.0; 1000]);
+    drop((column, seen));
+    world.clean();
+}
+
+/// D10: columns over one memory take turns, whichever threads use them.
+#[test]
+fn d10_columns_of_one_memory_take_turns() {
+    let world = World::new(Mode::Lag(2), true);
+    let (home, other) = (world.stream(), world.stream());
+    let mut column = Column::zeroed(&world.allocator, ElementType::U32, 100, &home).unwrap();
+    let tensor = column.to_dlpack_versioned(&Consumer::Unordered).unwrap();
+    let mut seen = Column::from_dlpack(tensor, &other, Producer::Ordered).unwrap();
+    let round = |column: &mut Column, value: u32| {
+        for _ in 0..3000 {
+            column.copy_from_slice(&[value; 100]).unwrap();
+            let values = column.to_vec::<u32>().unwrap();
+            assert!(values.iter().all(|v| *v == values[0]), "torn");
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| round(&mut column, 1));
+        scope.spawn(|| round(&mut seen, 2));
+    });
+    drop((column, seen));
+    world.clean();
+}
+
+/// D10: on another thread the handle of a per-thread default stream means another stream.
+#[test]
+fn d10_a_column_of_a_threads_own_stream_stays_there() {
+    let world = World::new(Mode::Manual, true);
+    let own = Stream::per_thread_default(&world.context).unwrap();
+    let other = world.stream();
+    let mut column = Column::zeroed(&world.allocator, ElementType::F32, 1000, &own).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let wrong =
+                |error: ColumnError| matches!(error, ColumnError::Buffer(BufferError::WrongThread));
+            assert!(wrong(column.to_vec::<f32>().unwrap_err()));
+            assert!(wrong(column.copy_from_slice(&[1.0f32; 1000]).unwrap_err()));
+            // Lending and taking back is in order all the same.
+            let tensor = column.to_dlpack(&Consumer::Tracked(other.clone())).unwrap();
+            let seen = Column::from_dlpack(tensor, &other, Producer::Ordered).unwrap();
+            assert_eq!(seen.to_vec::<f32>().unwrap(), [0.0; 1000]);
+        });
+    });
+    assert_eq!(column.to_vec::<f32>().unwrap(), [0.0; 1000]);
+    drop(column);
+    world.clean();
+}
+
+/// S4: ids and handles of one driver mean nothing to another one.
+#[test]
+fn s4_streams_of_another_driver_are_refused() {
+    let (ours, theirs) = (
+        World::new(Mode::Instant, false),
+        World::new(Mode::Instant, false),
+    );
+    let (home, foreign) = (ours.stream(), theirs.stream());
+    assert_ne!(home.id().unwrap(), foreign.id().unwrap());
+    let a = &ours.allocator;
+    let refused = |result: Result<(), Error>| {
+        assert!(matches!(result, Err(Error::ForeignDriver)), "{result:?}");
+    };
+    for bytes in [100, 100 << 10, 8 << 20] {
+        refused(a.allocate(bytes, &foreign).map(drop));
+        refused(a.allocate_aligned(bytes, 4096, &foreign).map(drop));
+        refused(a.allocate_at_hand(bytes, 1, &foreign, &[]).map(drop));
+        refused(a.reserve(bytes, &foreign));
+        let block = a.allocate(bytes, &home).unwrap();
+        refused(block.record_stream(&foreign));
+        refused(block.record_use(&foreign));
+    }
+    refused(a.retire(&foreign));
+    let default = Stream::legacy_default(&theirs.context).unwrap();
+    refused(a.allocate(100, &default).map(drop));
+    let own = Stream::per_thread_default(&theirs.context).unwrap();
+    refused(a.allocate(100, &own).map(drop));
+
+    let buffered =
+        |error: BufferError| matches!(error, BufferError::Allocator(Error::ForeignDriver));
+    assert!(buffered(
+        DeviceBuffer::<u32>::zeroed(a, 100, &foreign).unwrap_err()
+    ));
+    let mut buffer = DeviceBuffer::<u32>::zeroed(a, 100, &home).unwrap();
+    assert!(buffered(buffer.fill(1, &foreign).unwrap_err()));
+    assert!(buffered(buffer.order_before(&foreign).unwrap_err()));
+    assert!(buffered(buffer.order_after(&foreign).unwrap_err()));
+    let host = PinnedBuffer::<u32>::zeroed(&ours.context, 100).unwrap();
+    assert!(buffered(
+        buffer
+            .as_slice()
+            .download(host, &foreign)
+            .unwrap_err()
+            .error
+    ));
+    let other = DeviceBuffer::<u32>::zeroed(&theirs.allocator, 100, &foreign).unwrap();
+    assert!(buffered(
+        buffer.copy_from(&other.as_slice(), &home).unwrap_err()
+    ));
+
+    assert!(Column::zeroed(a, ElementType::U32, 100, &foreign).is_err());
+    let column = Column::zeroed(a, ElementType::U32, 100, &home).unwrap();
+    let tensor = column.to_dlpack(&Consumer::Unordered).unwrap();
+    assert!(Column::from_dlpack(tensor, &foreign, Producer::Ordered).is_err());
+    assert!(
+        column
+            .to_dlpack(&Consumer::Tracked(foreign.clone()))
+            .is_err()
+    );
+
+    let pooled = |error: PoolError| matches!(error, PoolError::Allocator(Error::ForeignDriver));
+    let native = NativePool::with_context(&ours.context, NativeConfig::default()).unwrap();
+    assert!(pooled(native.allocate(100, &foreign).unwrap_err()));
+    let workspaces = WorkspacePool::new(a, WorkspaceConfig::default());
+    assert!(pooled(workspaces.lease(&foreign, 100).unwrap_err()));
+    let typed = TypedPool::over([a]);
+    drop(typed.uninit::<u32>(100, &home).unwrap());
+    assert!(pooled(typed.uninit::<u32>(100, &foreign).unwrap_err()));
+
+    let misused = |error: ResourceError| {
+        matches!(
+            error,
+            ResourceError::StreamMisuse(StreamMisuse::ForeignDriver)
+        )
+    };
+    let ordered = AsyncResource::new(a.clone());
+    let block = ordered.allocate(100, &home, Tag::default()).unwrap();
+    let (id, read) = (block.identity(), cualloc::resource::Access::Read);
+    assert!(misused(ordered.record_stream(&id, &foreign).unwrap_err()));
+    assert!(misused(ordered.record_use(&id, &foreign).unwrap_err()));
+    assert!(misused(
+        ordered.prepare_use(&id, &foreign, read).unwrap_err()
+    ));
+    assert!(misused(
+        ordered.finish_use(&id, &foreign, read).unwrap_err()
+    ));
+    ordered.deallocate(block).unwrap();
+
+    let event = theirs.context.enter().unwrap().create_event().unwrap();
+    let invalid = sys::CUresult::CUDA_ERROR_INVALID_HANDLE;
+    assert_eq!(home.record(&event).unwrap_err().code(), invalid);
+    assert_eq!(home.wait_event(&event).unwrap_err().code(), invalid);
+    let entered = ours.context.enter().unwrap();
+    assert_eq!(entered.query(&event).unwrap_err().code(), invalid);
+    assert_eq!(entered.wait(&event).unwrap_err().code(), invalid);
+    let peer = entered.enable_peer_access(&theirs.context).unwrap_err();
+    assert_eq!(peer.code(), invalid);
+    drop(entered);
+
+    // Another table over the same functions is the same driver.
+    let again = ours.sim.driver().unwrap();
+    let context = Context::primary(&again, again.device(0).unwrap()).unwrap();
+    let stream = Stream::new(&context).unwrap();
+    drop(a.allocate(100 << 10, &stream).unwrap());
+    assert!(!ours.driver.is_forked_child());
+    drop((buffer, other, column, native, workspaces, typed));
+    a.check().unwrap();
+}
+
+/// D9: whatever lock a thread of the parent holds, a child is answered at once.
+#[cfg(unix)]
+#[test]
+fn d9_children_of_busy_threads_do_not_hang() {
+    use cualloc::pool::{PinnedConfig, PinnedPool, PoolReport};
+    use cualloc::resource::{Budget, Guard, Manager, ManagerConfig, Runtime, Tracked};
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    unsafe extern "C" {
+        fn fork() -> i32;
+        fn alarm(seconds: u32) -> u32;
+        fn _exit(code: i32) -> !;
+        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
+    }
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    if rig.sim().is_none() {
+        eprintln!("SKIPPED: a child of a process that uses a GPU is not for a test");
+        return;
+    }
+    let context = rig.context.clone();
+    let a = Allocator::with_config(&context, Config::new()).unwrap();
+    let workspaces = WorkspacePool::new(&a, WorkspaceConfig::default());
+    let typed = TypedPool::over([&a]);
+    let pinned = PinnedPool::new(
+        &context,
+        PinnedConfig {
+            buffer_bytes: 4096,
+            ..PinnedConfig::default()
+        },
+    )
+    .unwrap();
+    let ordered = Arc::new(AsyncResource::new(Tracked::new(Budget::new(
+        a.clone(),
+        1 << 29,
+    ))));
+    let guard = Guard::<Allocator>::builder()
+        .budget(1 << 29)
+        .build(Arc::clone(&ordered))
+        .unwrap();
+    let manager =
+        Manager::new(ManagerConfig::new(0, 1 << 29).runtime(&Runtime::new(Arc::clone(&ordered))))
+            .unwrap();
+    let stream = rig.stream();
+    let stop = AtomicBool::new(false);
+    let work = |mut k: usize, stream: &Stream| {
+        while !stop.load(Ordering::Relaxed) {
+            k += 1;
+            drop(a.allocate(100_000 + 4096 * (k % 200), stream).unwrap());
+            drop(a.snapshot());
+            drop(workspaces.lease(stream, 1000 * (k % 9 + 1)).unwrap());
+            drop(typed.uninit::<u32>(k % 1000 + 1, stream).unwrap());
+            drop(pinned.acquire(100).unwrap());
+            let block = ordered.allocate(1000, stream, Tag::default()).unwrap();
+            drop(ordered.inner().live());
+            ordered.deallocate(block).unwrap();
+            drop(manager.allocate::<u8>(100, stream).unwrap());
+            let block = guard.allocate(1000, stream, Tag::default()).unwrap();
+            guard.deallocate(block).unwrap();
+        }
+    };
+    // All that a child may call: (whether calls that can fail did, whether the others know nothing).
+    let ask = || {
+        let block = ordered.allocate(100, &stream, Tag::default());
+        let refused = a.trim(0).is_err()
+            && a.allocate(100, &stream).is_err()
+            && a.allocate(1 << 20, &stream).is_err()
+            && a.test_views().is_err()
+            && workspaces.lease(&stream, 100).is_err()
+            && typed.uninit::<u32>(10, &stream).is_err()
+            && pinned.acquire(100).is_err()
+            && Context::primary(&rig.driver, context.device()).is_err()
+            && manager.allocate::<u8>(100, &stream).is_err()
+            && guard.allocate(100, &stream, Tag::default()).is_err()
+            && block.is_err();
+        a.set_limit(Some(1));
+        a.reset_peaks();
+        let unknown = a.stats() == Default::default()
+            && a.snapshot().is_empty()
+            && a.check().is_err()
+            && !a.owns(1 << 40)
+            && a.block_of(1 << 40).is_none()
+            && a.usable_size(1 << 40).is_none()
+            && a.cached() == 0
+            && a.fragmentation() == Default::default()
+            && a.limit().is_none()
+            && !a.remove_relief_hook("none");
+        let text = format!(
+            "{a:?} {workspaces:?} {typed:?} {pinned:?} {:?}",
+            PoolReport::of(&a)
+        );
+        workspaces.trim(0);
+        pinned.trim(0);
+        let _ = (
+            workspaces.stats(),
+            typed.stats(),
+            pinned.stats(),
+            pinned.generation(),
+        );
+        typed.reset_stats();
+        let outstanding = ordered.outstanding().total() + ordered.inner().live().len() as u64;
+        let (_, _) = (manager.outstanding(), guard.stats());
+        let _ = (guard.on_pressure(|_, _| ()), guard.remove_hook("none"));
+        refused && unknown && outstanding == 0 && !text.is_empty()
+    };
+    let statuses: Vec<i32> = std::thread::scope(|scope| {
+        for k in 0..2 {
+            let (work, stream) = (&work, rig.stream());
+            scope.spawn(move || work(k, &stream));
+        }
+        let forked = |_| {
+            // SAFETY: the child calls nothing of the driver and ends here.
+            let pid = unsafe { fork() };
+            if pid == 0 {
+                // SAFETY: as above; an alarm ends it if it hangs.
+                unsafe { alarm(30) };
+                let told = std::panic::catch_unwind(std::panic::AssertUnwindSafe(ask));
+                // SAFETY: as above.
+                unsafe { _exit(told.map_or(2, |good| i32::from(!good))) }
+            }
+            let mut status = 0;
+            // SAFETY: our child, and a local.
+            assert_eq!(unsafe { waitpid(pid, &mut status, 0) }, pid);
+            status
+        };
+        let statuses = (0..60).map(forked).collect();
+        stop.store(true, Ordering::Relaxed);
+        statuses
+    });
+    // The low bits are the signal: 14 is the alarm.
+    assert!(statuses.iter().all(|status| *status == 0), "{statuses:?}");
+}

@@ -1,0 +1,639 @@
+//! The guard, its hooks, policies and pressure; reservation and watchdog.
+
+mod guard {
+    use crate::common::*;
+    use cualloc::driver::sys;
+    use cualloc::resource::*;
+    use cualloc::sim::FailPlan;
+    use cualloc::{Allocator, Policy};
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    use std::sync::{Arc, Mutex, OnceLock};
+    use std::time::Duration;
+
+    const T: Tag = Tag::new("test");
+
+    fn packed(test: impl Fn(&Rig)) {
+        only(Policy::Packed, test);
+    }
+
+    fn guard(rig: &Rig, budget: u64) -> Guard<Allocator> {
+        Guard::builder()
+            .budget(budget)
+            .build(rig.allocator())
+            .unwrap()
+    }
+
+    /// S1.24, S1.36: a budget that can change; errors before any driver call; defaults.
+    #[test]
+    fn s1_24_s1_36_budget_is_set_at_run_time() {
+        packed(|rig| {
+            let stream = rig.stream();
+            let open = Guard::builder().open(&rig.driver).unwrap();
+            assert_eq!((open.budget(), open.policy()), (0, OomPolicy::Fail));
+            assert_eq!((open.device(), open.release_reservation().unwrap()), (0, 0));
+            let guard = Guard::builder()
+                .device(0)
+                .budget(1000)
+                .reservation(4 * MIB)
+                .policy(OomPolicy::FreeCaches)
+                .build(rig.allocator())
+                .unwrap();
+            assert_eq!(guard.policy(), OomPolicy::FreeCaches);
+            guard.set_policy(OomPolicy::Fail);
+            let calls = rig.memory_calls();
+            match guard.allocate(1001, &stream, T) {
+                Err(ResourceError::OutOfBudget {
+                    requested,
+                    limit,
+                    used,
+                    ..
+                }) => {
+                    assert_eq!((requested, limit, used), (1001, 1000, 0));
+                }
+                other => panic!("{other:?}"),
+            }
+            assert_eq!(rig.memory_calls(), calls);
+            guard.set_budget(0);
+            let block = guard.allocate(1001, &stream, T).unwrap();
+            guard.set_budget(500);
+            assert_eq!(guard.stats().used, 1001, "stays");
+            assert!(guard.allocate(1, &stream, T).is_err());
+            guard.deallocate(block).unwrap();
+            assert_eq!(guard.release_reservation().unwrap(), 4 * MIB as u64);
+            assert_eq!(guard.release_reservation().unwrap(), 0);
+            let wrong = Guard::builder().device(7).build(rig.allocator());
+            assert!(matches!(
+                wrong,
+                Err(ResourceError::WrongDevice {
+                    expected: 7,
+                    found: 0
+                })
+            ));
+            assert!(Guard::builder().device(99).open(&rig.driver).is_err());
+        });
+    }
+
+    /// S1.25, S1.48: caches are really given back; a recovery counts once it has succeeded.
+    #[test]
+    fn s1_25_s1_48_free_caches_recovers() {
+        packed(|rig| {
+            let stream = rig.stream();
+            let allocator = rig.allocator();
+            let guard = Guard::builder()
+                .policy(OomPolicy::FreeCaches)
+                .build(AsyncResource::new(allocator.clone()).shared())
+                .unwrap();
+            guard.set_budget(10 * MIB as u64);
+            let block = guard.allocate(8 * MIB, &stream, T).unwrap();
+            guard.deallocate(block).unwrap();
+            assert_eq!(guard.stats().used, 8 * MIB as u64, "pending counts");
+            let reserved = allocator.stats().all.reserved.current;
+            assert!(reserved >= 8 * MIB as u64);
+            let block = guard.allocate(4 * MIB, &stream, T).unwrap();
+            assert_eq!(guard.stats().oom_recoveries, 1);
+            assert!(
+                allocator.stats().all.reserved.current < reserved,
+                "caches were kept"
+            );
+            assert!(guard.allocate(7 * MIB, &stream, T).is_err());
+            assert!(guard.allocate(11 * MIB, &stream, T).is_err());
+            assert_eq!(
+                guard.stats().oom_recoveries,
+                1,
+                "a retry that failed is none"
+            );
+            guard.deallocate(block).unwrap();
+            guard.reap().unwrap();
+        });
+    }
+
+    trait Shared: Sized {
+        fn shared(self) -> Arc<Self> {
+            Arc::new(self)
+        }
+    }
+
+    impl Shared for AsyncResource {}
+
+    /// S1.25: waiting looks every 100 ms of the clock it was given, and gives up in time.
+    #[test]
+    fn s1_25_wait_policy_goes_by_its_clock() {
+        packed(|rig| {
+            let stream = rig.stream();
+            let clock = ManualClock::default();
+            let guard = Guard::builder()
+                .budget(1000)
+                .policy(OomPolicy::Wait(Duration::from_millis(250)))
+                .clock(clock.clone())
+                .build(rig.allocator())
+                .unwrap();
+            let block = guard.allocate(1000, &stream, T).unwrap();
+            std::thread::scope(|scope| {
+                let waiting = scope.spawn(|| guard.allocate(600, &stream, T));
+                clock.await_waiter(0);
+                guard.deallocate(block).unwrap();
+                clock.advance(Duration::from_millis(100));
+                let block = waiting.join().unwrap().unwrap();
+                assert_eq!(guard.stats().oom_recoveries, 1);
+                let seen = clock.waits();
+                let waiting = scope.spawn(|| guard.allocate(600, &stream, T));
+                for number in 0..3 {
+                    clock.await_waiter(seen + number);
+                    clock.advance(Duration::from_millis(100));
+                }
+                assert!(waiting.join().unwrap().is_err());
+                assert_eq!(clock.waits(), seen + 3, "100, 200 and 250 ms");
+                guard.deallocate(block).unwrap();
+            });
+            assert_eq!(guard.stats().oom_recoveries, 1);
+        });
+    }
+
+    /// S1.26: the checkpoint runs under its policy only, and the request fails.
+    #[test]
+    fn s1_26_checkpoint_runs_under_its_policy_only() {
+        packed(|rig| {
+            let (stream, guard) = (rig.stream(), guard(rig, 100));
+            let runs = Arc::new(AtomicU64::new(0));
+            let counted = Arc::clone(&runs);
+            guard.set_checkpoint(move |error| {
+                assert!(error.is_out_of_memory());
+                counted.fetch_add(1, Ordering::SeqCst);
+            });
+            for (policy, expected) in [
+                (OomPolicy::Fail, 0),
+                (OomPolicy::FreeCaches, 0),
+                (OomPolicy::Wait(Duration::ZERO), 0),
+                (OomPolicy::Checkpoint, 1),
+            ] {
+                guard.set_policy(policy);
+                assert!(guard.allocate(101, &stream, T).is_err());
+                assert_eq!(runs.load(Ordering::SeqCst), expected, "{policy:?}");
+            }
+        });
+    }
+
+    /// S1.27, S1.28, S1.29: order by priority, yield, registration; overhead; enough is enough.
+    #[test]
+    fn s1_27_s1_28_s1_29_hooks_run_in_order() {
+        packed(|rig| {
+            let stream = rig.stream();
+            let guard = Arc::new(guard(rig, 1000));
+            let order = Arc::new(Mutex::new(Vec::new()));
+            let add = |name: &'static str, priority, estimate, overhead| {
+                let order = Arc::clone(&order);
+                let hook = ReliefHook::new(name, move |missing| {
+                    order.lock().unwrap().push((name, missing));
+                    0
+                });
+                let hook = hook.priority(priority).estimated_yield(estimate);
+                guard.add_hook(hook.overhead(overhead))
+            };
+            add("late", 2, 900, 0);
+            add("small", 1, 10, 0);
+            add("large", 1, 20, 0);
+            add("second", 1, 20, 0);
+            add("hungry", 0, 0, 401);
+            add("modest", 0, 0, 400);
+            assert!(!add("first", -1, 0, 0));
+            assert!(add("first", -1, 0, 0), "names are unique");
+            let held = guard.allocate(600, &stream, T).unwrap();
+            assert!(guard.allocate(500, &stream, T).is_err());
+            let seen: Vec<_> = order.lock().unwrap().drain(..).collect();
+            let names: Vec<_> = seen.iter().map(|(name, _)| *name).collect();
+            assert_eq!(
+                names,
+                ["first", "modest", "large", "second", "small", "late"]
+            );
+            assert!(seen.iter().all(|(_, missing)| *missing == 100));
+            // One that frees enough is the last.
+            let (store, freeing) = (Arc::new(Mutex::new(Some(held))), Arc::downgrade(&guard));
+            let hook = ReliefHook::new("frees", move |_| {
+                let guard = freeing.upgrade().unwrap();
+                let block = store.lock().unwrap().take().unwrap();
+                guard.deallocate(block).unwrap();
+                600
+            });
+            guard.add_hook(hook.priority(-5));
+            let block = guard.allocate(500, &stream, T).unwrap();
+            assert!(order.lock().unwrap().is_empty());
+            // S1.52: what a hook freed is counted once, by the free.
+            assert_eq!(guard.stats().used, 500);
+            guard.deallocate(block).unwrap();
+            assert_eq!(guard.stats().used, 0);
+        });
+    }
+
+    /// S1.30: hooks come before the policy; removal says whether there was one.
+    #[test]
+    fn s1_30_hooks_run_before_the_policy() {
+        packed(|rig| {
+            let (stream, guard) = (rig.stream(), guard(rig, 100));
+            let order = Arc::new(Mutex::new(Vec::new()));
+            let (one, two) = (Arc::clone(&order), Arc::clone(&order));
+            guard.add_hook(ReliefHook::new("hook", move |_| {
+                one.lock().unwrap().push("hook");
+                0
+            }));
+            guard.set_policy(OomPolicy::Checkpoint);
+            guard.set_checkpoint(move |_| two.lock().unwrap().push("policy"));
+            let fits = guard.allocate(100, &stream, T).unwrap();
+            assert!(
+                order.lock().unwrap().is_empty(),
+                "nobody is asked for what fits"
+            );
+            guard.deallocate(fits).unwrap();
+            assert!(guard.allocate(101, &stream, T).is_err());
+            assert_eq!(*order.lock().unwrap(), ["hook", "policy"]);
+            assert!(guard.remove_hook("hook"));
+            assert!(!guard.remove_hook("hook"));
+        });
+    }
+
+    /// S1.31: the levels and their borders.
+    #[test]
+    fn s1_31_pressure_levels() {
+        let of = |free: u64| Pressure::of(1000 - free, 1000);
+        for (free, level) in [
+            (1000, Pressure::None),
+            (301, Pressure::None),
+            (300, Pressure::Low),
+            (101, Pressure::Low),
+            (100, Pressure::Medium),
+            (51, Pressure::Medium),
+            (50, Pressure::High),
+            (1, Pressure::High),
+            (0, Pressure::Critical),
+        ] {
+            assert_eq!(of(free), level, "{free} free");
+        }
+        assert_eq!(Pressure::of(2000, 1000), Pressure::Critical);
+        assert_eq!(Pressure::of(u64::MAX, 0), Pressure::None);
+        assert_eq!(Pressure::of(u64::MAX - 1, u64::MAX), Pressure::High);
+        let all = [
+            Pressure::None,
+            Pressure::Low,
+            Pressure::Medium,
+            Pressure::High,
+            Pressure::Critical,
+        ];
+        assert!(all.is_sorted());
+        assert_eq!(
+            all.map(Pressure::name),
+            ["none", "low", "medium", "high", "critical"]
+        );
+    }
+
+    /// S1.32, S1.53: every entry point that changes the level tells it.
+    #[test]
+    fn s1_32_s1_53_listeners_hear_of_every_entry_point() {
+        packed(|rig| {
+            let stream = rig.stream();
+            let inner = AsyncResource::new(rig.allocator()).shared();
+            let guard = Arc::new(Guard::builder().budget(1000).build(inner).unwrap());
+            let heard = Arc::new(Mutex::new(Vec::new()));
+            let log = Arc::clone(&heard);
+            let number = guard.on_pressure(move |old, new| log.lock().unwrap().push((old, new)));
+            let told = || std::mem::take(&mut *heard.lock().unwrap());
+            use Pressure::*;
+            let block = guard.allocate(1000, &stream, T).unwrap();
+            assert_eq!(told(), [(None, Critical)], "allocate");
+            guard.deallocate(block).unwrap();
+            assert_eq!(told(), [], "still pending");
+            guard.reap().unwrap();
+            assert_eq!(told(), [(Critical, None)], "reap");
+            let owned = OwnedBlock::allocate(Arc::clone(&guard), 850, &stream, T).unwrap();
+            assert_eq!(told(), [(None, Low)], "owned");
+            guard.set_budget(900);
+            assert_eq!(told(), [(Low, Medium)], "a new budget");
+            drop(owned);
+            // Another request reaps for it.
+            guard.set_policy(OomPolicy::FreeCaches);
+            let block = guard.allocate_aligned(100, 256, &stream, T);
+            assert_eq!(told(), [(Medium, None)], "reaped by a request");
+            guard.deallocate(block.unwrap()).unwrap();
+            guard.reap().unwrap();
+            assert!(guard.remove_listener(number));
+            assert!(!guard.remove_listener(number));
+            let block = guard.allocate(900, &stream, T).unwrap();
+            assert_eq!(told(), []);
+            guard.deallocate(block).unwrap();
+            guard.reap().unwrap();
+        });
+    }
+
+    /// S1.33: a reservation holds real memory; what cannot be held is an error.
+    #[test]
+    fn s1_33_reservation_holds_memory() {
+        each(|rig| {
+            let (allocator, stream) = (rig.allocator(), rig.stream());
+            let before = allocator.stats().all.allocated.current;
+            let held = Reservation::new(allocator.clone(), 32 * MIB, &stream).unwrap();
+            assert_eq!((held.bytes(), held.device()), (32 * MIB as u64, 0));
+            assert!(allocator.stats().all.allocated.current >= before + 32 * MIB as u64);
+            if let Some(driver) = rig.driver_held() {
+                assert!(driver >= 32 * MIB as u64);
+            }
+            drop(held);
+            assert_eq!(allocator.stats().all.allocated.current, before);
+            assert!(Reservation::new(allocator.clone(), 1 << 50, &stream).is_err());
+            let build = Guard::builder()
+                .reservation(1 << 50)
+                .build(allocator.clone());
+            assert!(build.is_err());
+            rig.close(&allocator);
+        });
+    }
+
+    /// S1.34, S1.55: the figures; no observer sees a peak below what is used.
+    #[test]
+    fn s1_34_s1_55_peak_is_never_below_the_current_value() {
+        packed(|rig| {
+            let guard = guard(rig, 0);
+            let stop = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let workers: Vec<_> = (0..2)
+                    .map(|_| {
+                        scope.spawn(|| {
+                            let stream = rig_free_stream(&guard);
+                            for size in 1..400 {
+                                let block = guard.allocate(size * 100, &stream, T).unwrap();
+                                // Whoever resets has a turn while the block is there.
+                                for _ in 0..3 {
+                                    let stats = guard.stats();
+                                    assert!(stats.peak >= stats.used, "{stats:?}");
+                                    assert!(stats.peak >= block.bytes() as u64, "{stats:?}");
+                                    std::thread::yield_now();
+                                }
+                                guard.deallocate(block).unwrap();
+                            }
+                        })
+                    })
+                    .collect();
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        guard.reset_peak();
+                    }
+                });
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        let stats = guard.stats();
+                        assert!(stats.peak >= stats.used, "{stats:?}");
+                    }
+                });
+                let ended: Vec<_> = workers.into_iter().map(|w| w.join()).collect();
+                stop.store(true, Ordering::Relaxed);
+                ended.into_iter().for_each(|end| end.unwrap());
+            });
+            guard.reset_peak();
+            let stats = guard.stats();
+            assert_eq!((stats.used, stats.peak, stats.live_allocations), (0, 0, 0));
+            assert!(stats.device_total >= stats.device_free && stats.device_total > 0);
+            let stream = rig.stream();
+            let block = guard.allocate(100, &stream, T).unwrap();
+            assert_eq!(guard.stats().live_allocations, 1);
+            guard.deallocate(block).unwrap();
+            assert_eq!(guard.stats().peak, 100);
+        });
+    }
+
+    fn rig_free_stream(guard: &Guard<Allocator>) -> cualloc::driver::Stream {
+        guard.inner().create_stream().unwrap()
+    }
+
+    /// S1.35, S1.54: pauses by its clock and threshold, without a device; a stop lets all go.
+    #[test]
+    fn s1_35_s1_54_watchdog_pauses_and_stops() {
+        let clock = ManualClock::default();
+        let free = Arc::new(AtomicU64::new(50));
+        let config = || WatchdogConfig {
+            threshold: 100,
+            interval: Duration::from_secs(1),
+            clock: Arc::new(clock.clone()),
+        };
+        let probe = Arc::clone(&free);
+        let watchdog = Watchdog::start(config(), move || Some(probe.load(Ordering::SeqCst)));
+        let watchdog = watchdog.unwrap();
+        assert!(watchdog.wait_for_first_check(Duration::from_secs(1)));
+        assert!(watchdog.is_paused(), "50 of 100 bytes");
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| watchdog.wait_if_paused());
+            free.store(100, Ordering::SeqCst);
+            // The thread and the waiter wait; the next look is an interval away.
+            while watchdog.is_paused() {
+                clock.advance(Duration::from_secs(1));
+                std::thread::yield_now();
+            }
+            waiter.join().unwrap();
+        });
+        free.store(0, Ordering::SeqCst);
+        while !watchdog.is_paused() {
+            clock.advance(Duration::from_secs(1));
+            std::thread::yield_now();
+        }
+        // Not joined before they said that they are through: one that waits for ever must fail the
+        // test, not hold it up.
+        let watchdog = Arc::new(watchdog);
+        let (through, done) = std::sync::mpsc::channel();
+        let before = clock.waits();
+        for _ in 0..4 {
+            let (watchdog, through) = (Arc::clone(&watchdog), through.clone());
+            std::thread::spawn(move || {
+                watchdog.wait_if_paused();
+                through.send(()).unwrap();
+            });
+        }
+        // The watchdog's own thread may have begun a wait as well.
+        for waits in before..before + 4 {
+            clock.await_waiter(waits);
+        }
+        // The clock stands still from here on: the stop alone lets them go.
+        watchdog.stop();
+        for _ in 0..4 {
+            let limit = Duration::from_secs(30);
+            done.recv_timeout(limit).expect("a waiter is let go");
+        }
+        watchdog.stop();
+        let blind = Watchdog::start(config(), || None).unwrap();
+        assert!(blind.wait_for_first_check(Duration::from_secs(1)));
+        assert!(!blind.is_paused());
+        blind.wait_if_paused();
+    }
+
+    /// S1.49: out of memory is known by the driver's code.
+    #[test]
+    fn s1_49_only_the_code_says_out_of_memory() {
+        each(|rig| {
+            let Some(sim) = rig.sim() else { return };
+            let (stream, guard) = (rig.stream(), guard(rig, 0));
+            guard.set_policy(OomPolicy::Checkpoint);
+            let runs = Arc::new(AtomicU64::new(0));
+            let counted = Arc::clone(&runs);
+            guard.set_checkpoint(move |_| {
+                counted.fetch_add(1, Ordering::SeqCst);
+            });
+            for (code, expected) in [
+                (sys::CUresult::CUDA_ERROR_INVALID_VALUE, 0),
+                (sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY, 1),
+            ] {
+                for call in ["cuMemAlloc_v2", "cuMemCreate"] {
+                    sim.fail(FailPlan::call(call, code).unwrap().times(1000));
+                }
+                let error = guard.allocate(64 * MIB, &stream, T).unwrap_err();
+                assert_eq!(error.is_out_of_memory(), expected == 1);
+                assert_eq!(runs.load(Ordering::SeqCst), expected);
+                sim.clear_failures();
+            }
+            assert_eq!(guard.stats().used, 0);
+            // And no text does.
+            let loud = Guard::builder()
+                .build(Arc::new(Loud(rig.allocator())))
+                .unwrap();
+            loud.set_policy(OomPolicy::Checkpoint);
+            let counted = Arc::clone(&runs);
+            loud.set_checkpoint(move |_| {
+                counted.fetch_add(1, Ordering::SeqCst);
+            });
+            let error = loud.allocate(64, &stream, T).unwrap_err();
+            assert!(error.to_string().contains("out of memory"), "{error}");
+            assert!(!error.is_out_of_memory());
+            assert_eq!(runs.load(Ordering::SeqCst), 1);
+        });
+    }
+
+    /// Refuses everything, in words that mean something else.
+    struct Loud(Allocator);
+
+    // SAFETY: hands out nothing.
+    unsafe impl MemoryResource for Loud {
+        fn allocate_aligned(
+            &self,
+            _bytes: usize,
+            _alignment: usize,
+            _stream: &cualloc::driver::Stream,
+            _tag: Tag,
+        ) -> Result<ResourceBlock, ResourceError> {
+            Err(ResourceError::from(StreamMisuse::RecorderOrder {
+                asked: "out of memory",
+                because: "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+            }))
+        }
+        fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+            self.0.deallocate(block)
+        }
+        fn context(&self) -> &cualloc::driver::Context {
+            self.0.context()
+        }
+        fn outstanding(&self) -> Outstanding {
+            self.0.outstanding()
+        }
+        fn state(&self, block: &BlockIdentity) -> BlockState {
+            self.0.state(block)
+        }
+    }
+
+    /// S1.52: what a hook frees through the guard counts once, whatever it says that it freed.
+    #[test]
+    fn s1_52_bytes_freed_by_a_hook_count_once() {
+        packed(|rig| {
+            let stream = rig.stream();
+            let guard = Arc::new(guard(rig, 10_000));
+            let kept: Arc<std::sync::Mutex<Vec<ResourceBlock>>> = Arc::default();
+            for _ in 0..3 {
+                kept.lock()
+                    .unwrap()
+                    .push(guard.allocate(3000, &stream, T).unwrap());
+            }
+            let (weak, list) = (Arc::downgrade(&guard), Arc::clone(&kept));
+            guard.add_hook(ReliefHook::new("frees two", move |_| {
+                let guard = weak.upgrade().unwrap();
+                for _ in 0..2 {
+                    let block = list.lock().unwrap().pop().unwrap();
+                    guard.deallocate(block).unwrap();
+                }
+                6000
+            }));
+            let block = guard.allocate(5000, &stream, T).unwrap();
+            assert_eq!(guard.stats().used, 8000);
+            assert_eq!(guard.inner().outstanding().live, 8000);
+            guard.remove_hook("frees two");
+            assert!(guard.allocate(2001, &stream, T).is_err());
+            let rest = guard.allocate(2000, &stream, T).unwrap();
+            guard.deallocate(rest).unwrap();
+            guard.deallocate(block).unwrap();
+            for block in kept.lock().unwrap().drain(..) {
+                guard.deallocate(block).unwrap();
+            }
+            assert_eq!(guard.stats().used, 0);
+        });
+    }
+
+    /// S1.50, S1.43: hooks and listeners may use everything, and may panic.
+    #[test]
+    fn s1_43_s1_50_hooks_and_listeners_run_without_a_lock() {
+        packed(|rig| {
+            let stream = rig.stream();
+            let guard = Arc::new(guard(rig, 1000));
+            let inside: Arc<OnceLock<Arc<Guard<Allocator>>>> = Arc::default();
+            let _ = inside.set(Arc::clone(&guard));
+            let (one, two) = (Arc::clone(&inside), Arc::clone(&inside));
+            let busy = stream.clone();
+            guard.add_hook(ReliefHook::new("busy", move |_| {
+                let guard = one.get().unwrap();
+                let block = guard.allocate(10, &busy, T).unwrap();
+                guard.deallocate(block).unwrap();
+                guard.add_hook(ReliefHook::new("added", |_| 0));
+                guard.remove_hook("added");
+                guard.remove_hook("busy");
+                guard.set_budget(1000);
+                0
+            }));
+            guard.add_hook(ReliefHook::new("panics", |_| panic!("in a hook")).priority(-1));
+            let also = stream.clone();
+            guard.on_pressure(move |_, new| {
+                let guard = two.get().unwrap();
+                if new == Pressure::None {
+                    let block = guard.allocate(1, &also, T).unwrap();
+                    guard.deallocate(block).unwrap();
+                }
+            });
+            guard.on_pressure(|_, _| panic!("in a listener"));
+            let held = guard.allocate(900, &stream, T).unwrap();
+            assert!(guard.allocate(200, &stream, T).is_err());
+            assert!(!guard.remove_hook("busy"), "it ran");
+            guard.deallocate(held).unwrap();
+            assert_eq!(guard.stats().used, 0);
+            let block = guard.allocate(1000, &stream, T).unwrap();
+            guard.deallocate(block).unwrap();
+            guard.remove_hook("panics");
+        });
+    }
+
+    /// S1.51, S1.52: at the border of the budget many threads never pass it.
+    #[test]
+    fn s1_51_s1_52_reservation_is_one_step() {
+        packed(|rig| {
+            let guard = guard(rig, 10_000);
+            std::thread::scope(|scope| {
+                for _ in 0..8 {
+                    scope.spawn(|| {
+                        let stream = rig_free_stream(&guard);
+                        for _ in 0..300 {
+                            if let Ok(block) = guard.allocate(3000, &stream, T) {
+                                let below = guard.inner().stats().all.requested.current;
+                                assert!(below <= 10_000, "{below}");
+                                assert!(guard.stats().used <= 10_000);
+                                guard.deallocate(block).unwrap();
+                            }
+                        }
+                    });
+                }
+            });
+            assert_eq!(
+                guard.stats().used,
+                guard.inner().stats().all.requested.current
+            );
+            assert_eq!(guard.stats().used, 0);
+        });
+    }
+}

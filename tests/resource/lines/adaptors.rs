@@ -1,0 +1,223 @@
+//! Logging, probes and tracking.
+
+use cualloc::Allocator;
+use cualloc::driver::{Context, Stream};
+use cualloc::resource::*;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::*;
+use crate::common::*;
+
+/// S5.31, S5.32: one record per call with all its fields, in one order.
+#[test]
+fn s5_31_s5_32_records_say_everything() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let ring = Arc::new(RingSink::default());
+        let clock = ManualClock::default();
+        clock.advance(std::time::Duration::from_secs(5));
+        let budget = Budget::new(rig.allocator(), 1000);
+        let log = Logging::with_clock(budget, ring.clone(), Arc::new(clock));
+        let block = log.allocate(1000, &stream, "named".into()).unwrap();
+        let (ptr, generation) = (block.ptr(), block.generation());
+        assert!(log.allocate(1, &stream, T).is_err());
+        log.reap().unwrap();
+        let log = &log;
+        std::thread::scope(|scope| {
+            scope.spawn(move || log.deallocate(block).unwrap());
+        });
+        let records = ring.snapshot();
+        assert_eq!(records.len(), 4);
+        assert!(records.windows(2).all(|pair| pair[0].order < pair[1].order));
+        let first = &records[0];
+        assert_eq!((first.action, first.device), (LogAction::Allocate, 0));
+        assert_eq!(
+            (first.ptr, first.bytes, first.generation),
+            (ptr, 1000, generation)
+        );
+        assert_eq!(
+            (first.tag.as_str(), first.stream),
+            ("named", stream.id().unwrap())
+        );
+        assert_eq!((first.time.as_secs(), first.error), (5, None));
+        assert_eq!(records[1].error, Some("out of budget"));
+        assert!(!records[1].message().is_empty());
+        assert_eq!(records[2].action, LogAction::Reap);
+        assert_eq!(records[3].action, LogAction::Deallocate);
+        assert_ne!(records[3].thread, first.thread);
+        ring.clear();
+        assert!(ring.is_empty());
+        // A sink that fails costs its caller nothing.
+        let broken = Logging::new(rig.allocator(), Broken);
+        let block = broken.allocate(8, &stream, T).unwrap();
+        broken.deallocate(block).unwrap();
+        assert_eq!(broken.dropped(), 2);
+    });
+}
+
+struct Broken;
+
+impl LogSink for Broken {
+    fn write(&self, _: &LogRecord) -> Result<(), SinkError> {
+        Err(SinkError)
+    }
+}
+
+/// S5.68, S5.69: nothing is allocated for nobody, and the ring is bounded.
+#[test]
+fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let plain = rig.allocator();
+        let logged = Logging::new(plain.clone(), NullSink);
+        let count = |resource: &dyn MemoryResource| {
+            let before = ALLOCATIONS.with(Cell::get);
+            for _ in 0..100 {
+                let block = resource.allocate(512, &stream, T).unwrap();
+                resource.deallocate(block).unwrap();
+            }
+            ALLOCATIONS.with(Cell::get) - before
+        };
+        count(&plain);
+        let (without, with) = (count(&plain), count(&logged));
+        assert_eq!(with, without, "heap allocations of the adaptor");
+        let ring = Arc::new(RingSink::new(10));
+        let kept = Logging::new(plain.clone(), ring.clone());
+        count(&kept);
+        assert_eq!((ring.len(), ring.dropped()), (10, 190));
+    });
+}
+
+/// S5.70, S5.11: fills are in the order of the block's stream, after all recorded uses.
+#[test]
+fn s5_11_s5_70_poison_comes_after_recorded_uses() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let mut config = ProbeConfig::from_settings(|name| {
+            (name == "CUALLOC_POISON_FREE").then(|| "1".to_owned())
+        });
+        assert_eq!(
+            (config.poison_allocated, config.poison_freed),
+            (None, Some(0xDD))
+        );
+        assert_eq!(
+            ProbeConfig::from_settings(|_| Some("0".into())),
+            ProbeConfig::default()
+        );
+        assert_eq!(ProbeConfig::from_settings(|_| None), ProbeConfig::default());
+        config.poison_allocated = Some(0xCD);
+        let stacks: [Box<dyn MemoryResource>; 2] = [
+            Box::new(Probe::new(asynchronous(rig), config)),
+            Box::new(Probe::new(rig.allocator(), config)),
+        ];
+        for resource in stacks {
+            let [a, b] = rig.streams();
+            let block = resource.allocate(4096, &a, T).unwrap();
+            let (ptr, id) = (block.ptr(), block.identity());
+            a.synchronize().unwrap();
+            assert_eq!(sim.read_memory(ptr, 4096), Some(vec![0xCD; 4096]));
+            let hold = rig.hold(&b);
+            rig.stamp(ptr, 4096, 0x0101_0101, &b);
+            resource.record_use(&id, &b).unwrap();
+            resource.deallocate(block).unwrap();
+            // The fill waits for b, and nobody waited on the host.
+            assert!(!a.is_complete().unwrap(), "the fill came before the use");
+            hold.release();
+            rig.settle(&a);
+            assert_eq!(sim.read_memory(ptr, 4096), Some(vec![0xDD; 4096]));
+            resource.reap().unwrap();
+        }
+    });
+}
+
+/// S5.71: an overlap is an error value; it panics only if asked to.
+#[test]
+fn s5_71_overlap_is_an_error_with_both_ranges() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let mut config = ProbeConfig::default();
+        config.overlap = true;
+        let probe = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
+        let block = probe.allocate(600, &stream, T).unwrap();
+        match probe.allocate(600, &stream, T) {
+            Err(ResourceError::Overlap {
+                new_ptr,
+                old_ptr,
+                old_bytes,
+                ..
+            }) => {
+                assert_eq!(
+                    (new_ptr, old_ptr, old_bytes),
+                    (block.ptr(), block.ptr(), 1024)
+                );
+            }
+            other => panic!("{other:?}"),
+        }
+        probe.deallocate(block).unwrap();
+        config.panic = true;
+        let loud = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
+        let block = loud.allocate(600, &stream, T).unwrap();
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _ = loud.allocate(600, &stream, T);
+        }));
+        assert!(panicked.is_err());
+        loud.deallocate(block).unwrap();
+    });
+}
+
+/// R69: the entry goes before the block does.
+#[test]
+fn r69_tracking_erases_before_the_free() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let seen = Arc::new(AtomicU64::new(u64::MAX));
+        let tracked: Arc<std::sync::OnceLock<Arc<Tracked<Spy>>>> = Arc::default();
+        let (look, count) = (Arc::clone(&tracked), Arc::clone(&seen));
+        let spy = Spy(
+            rig.allocator(),
+            Box::new(move || {
+                let live = look.get().map_or(0, |t| t.live().len());
+                count.store(live as u64, Ordering::SeqCst);
+            }),
+        );
+        let adaptor = Arc::new(Tracked::new(spy));
+        let _ = tracked.set(Arc::clone(&adaptor));
+        let block = adaptor.allocate(64, &stream, T).unwrap();
+        adaptor.deallocate(block).unwrap();
+        assert_eq!(
+            seen.load(Ordering::SeqCst),
+            0,
+            "the entry was there during the free"
+        );
+    });
+}
+
+/// Runs something before each deallocation.
+struct Spy(Allocator, Box<dyn Fn() + Send + Sync>);
+
+// SAFETY: passes everything on.
+unsafe impl MemoryResource for Spy {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        MemoryResource::allocate_aligned(&self.0, bytes, alignment, stream, tag)
+    }
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        (self.1)();
+        self.0.deallocate(block)
+    }
+    fn context(&self) -> &Context {
+        self.0.context()
+    }
+    fn outstanding(&self) -> Outstanding {
+        self.0.outstanding()
+    }
+    fn state(&self, block: &BlockIdentity) -> BlockState {
+        self.0.state(block)
+    }
+}

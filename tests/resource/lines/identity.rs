@@ -1,0 +1,160 @@
+//! Who a block is, and what is said about it.
+
+use cualloc::driver::Stream;
+use cualloc::resource::*;
+
+use super::*;
+
+/// S5.13, S5.14: identity is source, record and generation, never used again.
+#[test]
+fn s5_13_s5_14_identity_survives_reuse_of_the_address() {
+    packed(|rig| {
+        let (allocator, other, stream) = (rig.allocator(), rig.allocator(), rig.stream());
+        let first = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        let old = first.identity();
+        assert!(old.key.source >= 1 && old.key.generation >= 1);
+        assert_eq!((old.ptr, old.bytes, old.device), (first.ptr(), 512, 0));
+        assert_eq!(
+            (first.alignment(), first.stream_id()),
+            (1, stream.id().unwrap())
+        );
+        allocator.deallocate(first).unwrap();
+        let second = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        assert_eq!(second.ptr(), old.ptr, "the same memory");
+        assert_ne!(second.identity().key, old.key);
+        assert_eq!(allocator.state(&old), BlockState::Freed);
+        let used = MemoryResource::record_use(&allocator, &old, &stream);
+        assert!(matches!(used, Err(ResourceError::UseAfterFree { .. })));
+        // Another allocator's block is refused and comes back.
+        let failure = other.deallocate(second).unwrap_err();
+        assert!(matches!(failure.error, ResourceError::UseAfterFree { .. }));
+        assert_eq!(other.outstanding().live, 0);
+        allocator.deallocate(*failure.block).unwrap();
+        let direct = DirectResource::new(&rig.context);
+        let block = direct.allocate(8, &stream, T).unwrap();
+        assert_ne!(block.identity().key.source, old.key.source);
+        direct.deallocate(block).unwrap();
+    });
+}
+
+/// S5.13: nor when the page around the address was given back meanwhile.
+#[test]
+fn s5_13_identity_survives_the_return_of_a_page() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let first = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        let old = first.identity();
+        allocator.deallocate(first).unwrap();
+        // Releases nothing, and leaves no page to a stream.
+        allocator.trim(u64::MAX).unwrap();
+        let second = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        assert_eq!(second.ptr(), old.ptr, "the same memory");
+        assert_ne!(second.identity().key, old.key);
+        assert_eq!(allocator.state(&old), BlockState::Freed);
+        allocator.deallocate(second).unwrap();
+    });
+}
+
+/// S5.15, S5.16, S5.17: tags, accesses and errors with their data.
+#[test]
+fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
+    packed(|rig| {
+        assert_eq!(Tag::default().as_str(), "untagged");
+        assert_eq!(Access::Read.merge(Access::Write), Access::ReadWrite);
+        assert_eq!(Access::Read.merge(Access::Read), Access::Read);
+        let budget = Budget::new(rig.allocator(), 100);
+        let stream = rig.stream();
+        let block = budget.allocate(60, &stream, T).unwrap();
+        match budget.allocate(41, &stream, T) {
+            Err(ResourceError::OutOfBudget {
+                requested,
+                remaining,
+                limit,
+                used,
+                ..
+            }) => {
+                assert_eq!((requested, remaining, limit, used), (41, 40, 100, 60));
+            }
+            other => panic!("{other:?}"),
+        }
+        let id = block.identity();
+        assert_eq!(id.range(20, 40).unwrap(), id.ptr + 20);
+        let outside = id.range(20, 41);
+        assert!(matches!(
+            outside,
+            Err(ResourceError::OutOfBounds { size: 60, .. })
+        ));
+        assert!(id.range(usize::MAX, 2).is_err());
+        budget.deallocate(block).unwrap();
+        // Stream 0 is the default stream.
+        let pool = StreamPool::new(&rig.context);
+        let default = pool.resolve(0).unwrap();
+        let legacy = Stream::legacy_default(&rig.context).unwrap();
+        assert_eq!(default.id().unwrap(), legacy.id().unwrap());
+    });
+}
+
+/// S5.18: what cannot track says so.
+#[test]
+fn s5_18_use_tracking_is_refused_by_default() {
+    packed(|rig| {
+        let [a, b] = rig.streams();
+        let direct = DirectResource::new(&rig.context);
+        let block = direct.allocate(64, &a, T).unwrap();
+        let id = block.identity();
+        assert_eq!(direct.tracking(), Tracking::None);
+        for refused in [
+            direct.record_use(&id, &b),
+            direct.prepare_use(&id, &b, Access::Read),
+            direct.finish_use(&id, &b, Access::Write),
+        ] {
+            let misuse = StreamMisuse::NotTracked {
+                asked: "",
+                stream: b.id().unwrap(),
+            };
+            match refused {
+                Err(ResourceError::StreamMisuse(StreamMisuse::NotTracked { stream, .. })) => {
+                    assert!(
+                        matches!(misuse, StreamMisuse::NotTracked { stream: s, .. } if s == stream)
+                    );
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        direct.deallocate(block).unwrap();
+        // The caching resource does not put streams in order, and says so.
+        let caching = rig.allocator();
+        let block = MemoryResource::allocate(&caching, 64, &a, T).unwrap();
+        let refused = caching.prepare_use(&block.identity(), &b, Access::Read);
+        assert!(matches!(refused, Err(ResourceError::StreamMisuse(_))));
+        caching
+            .prepare_use(&block.identity(), &a, Access::Write)
+            .unwrap();
+        caching.deallocate(block).unwrap();
+    });
+}
+
+/// S5.27: a stale identity is refused at every call, without a driver call.
+#[test]
+fn s5_27_stale_identity_has_no_effect() {
+    packed(|rig| {
+        let resource = asynchronous(rig);
+        let [a, b] = rig.streams();
+        let old = resource.allocate(512, &a, T).unwrap();
+        let id = old.identity();
+        resource.deallocate(old).unwrap();
+        let new = resource.allocate(512, &a, T).unwrap();
+        assert_eq!(new.ptr(), id.ptr, "the address is in use again");
+        let calls = rig.driver.calls().total();
+        for refused in [
+            resource.record_use(&id, &b),
+            resource.prepare_use(&id, &b, Access::Write),
+            resource.finish_use(&id, &b, Access::Write),
+        ] {
+            assert!(matches!(refused, Err(ResourceError::UseAfterFree { .. })));
+        }
+        assert_eq!(rig.driver.calls().total(), calls);
+        resource.deallocate(new).unwrap();
+        resource.reap().unwrap();
+    });
+}

@@ -1,0 +1,102 @@
+//! Resources, line by line.
+
+mod adaptors;
+mod identity;
+mod order;
+mod pending;
+mod rare;
+mod sources;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::Mutex;
+
+use cualloc::driver::{Context, Stream, sys};
+use cualloc::resource::*;
+use cualloc::sim::FailPlan;
+use cualloc::{Allocator, Policy};
+
+use crate::common::*;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: passes everything on.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller's contract.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's contract.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static GLOBAL: Counting = Counting;
+
+const T: Tag = Tag::new("test");
+
+fn packed(test: impl Fn(&Rig)) {
+    only(Policy::Packed, test);
+}
+
+fn asynchronous(rig: &Rig) -> AsyncResource {
+    AsyncResource::new(rig.allocator())
+}
+
+fn code() -> sys::CUresult {
+    sys::CUresult::CUDA_ERROR_LAUNCH_FAILED
+}
+
+/// Not fatal, so that the driver goes on.
+fn refusal() -> sys::CUresult {
+    sys::CUresult::CUDA_ERROR_INVALID_VALUE
+}
+
+fn fail(rig: &Rig, call: &str) -> bool {
+    let Some(sim) = rig.sim() else { return false };
+    sim.fail(FailPlan::call(call, refusal()).unwrap());
+    true
+}
+
+/// Hands its first block out again and again, under new keys.
+struct Twice(Allocator, Mutex<Option<(BlockIdentity, u64)>>);
+
+// SAFETY: none: that a block is handed out twice is what is looked for, and nobody uses its memory.
+unsafe impl MemoryResource for Twice {
+    fn allocate_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        let mut first = self.1.lock().unwrap();
+        if let Some((mut identity, size)) = *first {
+            identity.key.generation += 1;
+            // SAFETY: none, see above.
+            return Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) });
+        }
+        let block = MemoryResource::allocate_aligned(&self.0, bytes, alignment, stream, tag)?;
+        *first = Some((block.identity(), block.size()));
+        Ok(block)
+    }
+    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        self.0.deallocate(block)
+    }
+    fn context(&self) -> &Context {
+        self.0.context()
+    }
+    fn outstanding(&self) -> Outstanding {
+        self.0.outstanding()
+    }
+    fn state(&self, block: &BlockIdentity) -> BlockState {
+        self.0.state(block)
+    }
+}

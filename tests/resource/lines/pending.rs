@@ -1,0 +1,207 @@
+//! Bytes that have not left, and budgets over them.
+
+use cualloc::resource::*;
+use cualloc::sim::{FailPlan, Mode};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::*;
+use crate::common::*;
+
+/// S5.25, S5.26, S5.66: live, retired, quarantined, freed; per stream.
+#[test]
+fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let resource = asynchronous(rig);
+        let [a, b] = rig.streams();
+        assert_eq!(resource.reap().unwrap(), 0, "nothing pending");
+        let first = resource.allocate(1000, &a, T).unwrap();
+        let second = resource.allocate(2000, &b, T).unwrap();
+        let (one, two) = (first.identity(), second.identity());
+        resource.deallocate(first).unwrap();
+        resource.deallocate(second).unwrap();
+        assert_eq!(resource.state(&one), BlockState::Retired);
+        assert_eq!(
+            resource.outstanding(),
+            Outstanding {
+                live: 0,
+                pending: 3000
+            }
+        );
+        assert_eq!(resource.pending_on(a.id().unwrap()), 1000);
+        assert_eq!(resource.pending_on(b.id().unwrap()), 2000);
+        // The second stream fails: the first has left, the second stays for the next call.
+        sim.fail(
+            FailPlan::call("cuEventSynchronize", refusal())
+                .unwrap()
+                .nth(2),
+        );
+        assert!(resource.reap().is_err());
+        assert_eq!(resource.state(&one), BlockState::Freed);
+        assert_eq!(resource.state(&two), BlockState::Quarantined);
+        assert_eq!(resource.outstanding().pending, 2000);
+        assert_eq!(resource.reap().unwrap(), 2000);
+        assert_eq!(resource.state(&two), BlockState::Freed);
+        assert_eq!(resource.outstanding(), Outstanding::default());
+    });
+}
+
+/// S5.28, S5.29: exact limit, no reap for the impossible, one reap and one retry otherwise.
+#[test]
+fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let inner = asynchronous(rig);
+        let early = inner.allocate(24, &stream, T).unwrap();
+        let budget = Budget::new(inner, 1024);
+        assert_eq!((budget.reserved(), budget.remaining()), (24, 1000));
+        let block = budget.allocate(1000, &stream, T).unwrap();
+        assert!(budget.allocate(1, &stream, T).is_err());
+        budget.deallocate(block).unwrap();
+        assert_eq!(budget.reserved(), 1024, "pending counts");
+        let waits = rig.calls("cuEventSynchronize");
+        assert!(budget.allocate(1025, &stream, T).is_err());
+        assert_eq!(
+            rig.calls("cuEventSynchronize"),
+            waits,
+            "no reap for the impossible"
+        );
+        let block = budget.allocate(1000, &stream, T).unwrap();
+        assert_eq!(rig.calls("cuEventSynchronize"), waits + 1, "one reap");
+        budget.deallocate(block).unwrap();
+        budget.deallocate(early).unwrap();
+        budget.reap().unwrap();
+        assert_eq!(budget.reserved(), 0, "what was there before has left too");
+        if !fail(rig, "cuEventRecord") {
+            return;
+        }
+        assert!(budget.allocate(100, &stream, T).is_err());
+        assert_eq!(budget.reserved(), 0, "rolled back");
+    });
+}
+
+/// S5.30: only what leaves the inner resource is released, and an unknown block is nothing.
+#[test]
+fn s5_30_budget_follows_what_really_left() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let direct = Budget::new(DirectResource::new(&rig.context), 4096);
+        let block = direct.allocate(4096, &stream, T).unwrap();
+        let stranger = DirectResource::new(&rig.context);
+        let unknown = stranger.allocate(4096, &stream, T).unwrap();
+        let failure = direct.deallocate(unknown).unwrap_err();
+        assert_eq!(direct.reserved(), 4096);
+        stranger.deallocate(*failure.block).unwrap();
+        direct.deallocate(block).unwrap();
+        assert_eq!(direct.reserved(), 0, "synchronous: at once");
+        // Two budgets over one resource keep apart what each has let through.
+        let shared = Arc::new(asynchronous(rig));
+        let one = Budget::new(Arc::clone(&shared), 4096);
+        let two = Budget::new(Arc::clone(&shared), 4096);
+        let first = one.allocate(1000, &stream, T).unwrap();
+        let second = two.allocate(2000, &stream, T).unwrap();
+        one.deallocate(first).unwrap();
+        two.deallocate(second).unwrap();
+        assert_eq!((one.reserved(), two.reserved()), (1000, 2000));
+        one.reap().unwrap();
+        assert_eq!((one.reserved(), two.reserved()), (0, 0));
+    });
+}
+
+/// S5.56: a reap that waits for a stream holds nobody up.
+#[test]
+fn s5_56_reap_holds_nobody_up() {
+    packed(|rig| {
+        let resource = asynchronous(rig);
+        let [a, b] = rig.streams();
+        let block = resource.allocate(4096, &a, T).unwrap();
+        if let Some(sim) = rig.maybe_sim() {
+            sim.set_mode(Mode::Manual);
+        }
+        // Work of stream a ends when another thread has allocated, or after a long time.
+        let (begin, begun) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel();
+        let meeting = Arc::new(Meeting(begin, Mutex::new(ended), AtomicU64::new(0)));
+        let data = Arc::into_raw(Arc::clone(&meeting)) as *mut c_void;
+        let entered = rig.context.enter().unwrap();
+        // SAFETY: the stream is alive, the meeting is counted for the callback.
+        unsafe { entered.launch_host(a.raw(), meet, data) }.unwrap();
+        resource.deallocate(block).unwrap();
+        let (shared, other) = (&resource, &b);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                begun.recv().unwrap();
+                let hit = shared.allocate(4096, other, T).unwrap();
+                shared.deallocate(hit).unwrap();
+                let _ = end.send(());
+            });
+            resource.reap().unwrap();
+        });
+        assert_eq!(meeting.2.load(Ordering::SeqCst), 1, "held up by the reap");
+        if let Some(sim) = rig.maybe_sim() {
+            sim.set_mode(Mode::Instant);
+        }
+        resource.reap().unwrap();
+        assert_eq!(resource.outstanding(), Outstanding::default());
+    });
+}
+
+struct Meeting(Sender<()>, Mutex<Receiver<()>>, AtomicU64);
+
+unsafe extern "C" fn meet(data: *mut c_void) {
+    // SAFETY: counted for this call.
+    let meeting = unsafe { Arc::from_raw(data.cast_const().cast::<Meeting>()) };
+    let _ = meeting.0.send(());
+    let ended = meeting.1.lock().unwrap();
+    if ended.recv_timeout(Duration::from_secs(20)).is_ok() {
+        meeting.2.store(1, Ordering::SeqCst);
+    }
+}
+
+/// S5.57: sixteen threads, and the budget agrees with what is below it.
+#[test]
+fn s5_57_budget_agrees_with_the_resource_below() {
+    packed(|rig| {
+        let limit = 4 * MIB as u64;
+        let budget = Budget::new(asynchronous(rig), limit);
+        let streams: Vec<_> = (0..16).map(|_| rig.stream()).collect();
+        std::thread::scope(|scope| {
+            for (number, stream) in streams.iter().enumerate() {
+                let budget = &budget;
+                scope.spawn(move || {
+                    let mut live = Vec::new();
+                    for step in 0..200usize {
+                        let size = 1 + (step * 7919 + number * 104_729) % (300 * KIB);
+                        match budget.allocate(size, stream, T) {
+                            Ok(block) => live.push(block),
+                            Err(error) => assert!(error.is_out_of_memory(), "{error:?}"),
+                        }
+                        assert!(budget.reserved() <= limit);
+                        assert!(budget.inner().outstanding().total() <= limit);
+                        if step % 2 == 0 && !live.is_empty() {
+                            budget
+                                .deallocate(live.swap_remove(step % live.len()))
+                                .unwrap();
+                        }
+                        if step % 50 == 0 {
+                            budget.reap().unwrap();
+                        }
+                    }
+                    for block in live {
+                        budget.deallocate(block).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(budget.reserved(), budget.inner().outstanding().total());
+        budget.reap().unwrap();
+        assert_eq!(
+            (budget.reserved(), budget.inner().outstanding().total()),
+            (0, 0)
+        );
+    });
+}

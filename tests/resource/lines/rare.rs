@@ -1,0 +1,269 @@
+//! Rare orders: captures, retired streams, failures and drops from within.
+
+use std::sync::Arc;
+
+use cualloc::driver::{Stream, sys};
+use cualloc::pool::{NativeConfig, NativePool, WorkspaceConfig, WorkspacePool};
+use cualloc::resource::*;
+use cualloc::sim::{Mode, Simulator};
+
+use super::*;
+use crate::common::*;
+
+fn poisoned<R: MemoryResource>(resource: R) -> Probe<R> {
+    let mut config = ProbeConfig::default();
+    config.poison_freed = Some(0xDD);
+    Probe::new(resource, config)
+}
+
+/// Runs something while a stream captures; the capture must end well.
+fn captured<T>(rig: &Rig, stream: &Stream, act: impl FnOnce() -> T) -> T {
+    let entered = rig.context.enter().unwrap();
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the stream is alive.
+    unsafe { entered.begin_capture(stream.raw(), mode) }.unwrap();
+    let done = act();
+    // SAFETY: as above.
+    drop(unsafe { entered.end_capture(stream.raw()) }.unwrap());
+    done
+}
+
+/// The fill and its waits stay out of a graph.
+#[test]
+fn a_probe_leaves_captures_alone() {
+    packed(|rig| {
+        let [home, other] = rig.streams();
+        let probe = poisoned(rig.allocator());
+        let block = probe.allocate(4096, &home, T).unwrap();
+        probe.record_stream(&block.identity(), &other).unwrap();
+        let refused = captured(rig, &home, || probe.deallocate(block)).unwrap_err();
+        let refused = captured(rig, &other, || probe.deallocate(*refused.block)).unwrap_err();
+        let block = *refused.block;
+        probe.deallocate(block).unwrap();
+    });
+}
+
+/// A free waits for no stream whose wait would draw the block's own into a capture.
+#[test]
+fn a_free_does_not_join_the_capture_of_a_recorded_stream() {
+    packed(|rig| {
+        let [home, other] = rig.streams();
+        let resource = asynchronous(rig);
+        let block = resource.allocate(4096, &home, T).unwrap();
+        resource.record_stream(&block.identity(), &other).unwrap();
+        let failure = captured(rig, &other, || {
+            let refused = resource.deallocate(block).unwrap_err();
+            assert!(!home.is_capturing().unwrap());
+            refused
+        });
+        assert!(matches!(
+            failure.error,
+            ResourceError::StreamMisuse(StreamMisuse::Capturing(_))
+        ));
+        resource.deallocate(*failure.block).unwrap();
+        resource.reap().unwrap();
+    });
+}
+
+/// What is put on a retired stream at the free is work that reuse waits for.
+fn retired<R: MemoryResource>(rig: &Rig, make: impl Fn(&Allocator) -> R, access: bool) {
+    let Some(sim) = rig.sim() else { return };
+    let allocator = rig.allocator();
+    let resource = make(&allocator);
+    let [home, other, next] = rig.streams();
+    sim.set_mode(Mode::Manual);
+    for foreign in [false, true] {
+        let home = if foreign { rig.stream() } else { home.clone() };
+        let block = resource.allocate(1 << 20, &home, T).unwrap();
+        let id = block.identity();
+        let stamp = |on| rig.stamp(id.ptr, 1 << 20, 1, on);
+        stamp(&home);
+        if access {
+            resource.finish_use(&id, &home, Access::Write).unwrap();
+        }
+        allocator.retire(&home).unwrap();
+        sim.complete_all();
+        if foreign && access {
+            resource.prepare_use(&id, &other, Access::Write).unwrap();
+            stamp(&other);
+            resource.finish_use(&id, &other, Access::Write).unwrap();
+        }
+        resource.deallocate(block).unwrap();
+        let again = allocator.allocate(1 << 20, &next).unwrap();
+        rig.stamp(again.ptr(), 1 << 20, 2, &next);
+        sim.complete_all();
+        rig.assert_clean();
+        drop(again);
+        allocator.trim(0).unwrap();
+    }
+}
+
+#[test]
+fn frees_on_a_retired_stream_are_waited_for() {
+    packed(|rig| {
+        retired(rig, |a| poisoned(a.clone()), false);
+        retired(rig, |a| poisoned(AsyncResource::new(a.clone())), true);
+        retired(rig, |a| AsyncResource::new(a.clone()), true);
+    });
+}
+
+/// The default stream of the thread is named by its handle where that means the same stream.
+#[test]
+fn a_threads_own_stream_is_waited_for_by_an_event() {
+    packed(|rig| {
+        let resource = asynchronous(rig);
+        let home = rig.stream();
+        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        let block = resource.allocate(4096, &home, T).unwrap();
+        resource.record_stream(&block.identity(), &mine).unwrap();
+        let before = rig.calls("cuCtxSynchronize");
+        resource.deallocate(block).unwrap();
+        assert_eq!(rig.calls("cuCtxSynchronize"), before);
+        resource.reap().unwrap();
+    });
+}
+
+/// Another thread's stream cannot be filled on: its work is waited for, and so is the fill.
+#[test]
+fn a_probe_frees_what_is_of_another_threads_stream() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let probe = poisoned(allocator.clone());
+        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        sim.set_mode(Mode::Manual);
+        let block = probe.allocate(1 << 20, &mine, T).unwrap();
+        {
+            let _entered = rig.context.enter().unwrap();
+            rig.stamp(block.ptr(), 1 << 20, 1, &mine);
+        }
+        let freed = std::thread::scope(|scope| {
+            let free = || probe.deallocate(block);
+            scope.spawn(free).join().unwrap()
+        });
+        freed.unwrap();
+        let again = allocator.allocate(1 << 20, &mine).unwrap();
+        rig.stamp(again.ptr(), 1 << 20, 2, &mine);
+        sim.complete_all();
+        rig.assert_clean();
+    });
+}
+
+/// What a hook or listener captured is dropped without a lock, whatever that does.
+#[test]
+fn hooks_may_own_what_they_look_after() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        for replaced in [false, true] {
+            let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+            allocator.add_relief_hook("mine", move |_| pool.trim(0));
+            if replaced {
+                assert!(allocator.add_relief_hook("mine", |_| 0));
+            }
+            assert!(allocator.remove_relief_hook("mine"));
+        }
+        let guard = Guard::builder().budget(MIB as u64).build(allocator);
+        let guard = Arc::new(guard.unwrap());
+        let held = OwnedBlock::allocate(Arc::clone(&guard), MIB, &stream, T).unwrap();
+        let number = guard.on_pressure(move |_, _| assert!(held.ptr() > 0));
+        assert!(guard.remove_listener(number));
+        assert!(!guard.remove_listener(number));
+        assert_eq!(guard.stats().used, 0);
+    });
+}
+
+/// A use that was given counts until the free where its end could not be marked.
+fn finished_in_vain(
+    (rig, sim): (&Rig, &Simulator),
+    resource: &impl MemoryResource,
+    call: &str,
+    nth: u64,
+) -> bool {
+    sim.set_mode(Mode::Manual);
+    let [home, other] = rig.streams();
+    let block = resource.allocate(MIB, &home, T).unwrap();
+    let id = block.identity();
+    let entered = rig.context.enter().unwrap();
+    let allocated = entered.create_event().unwrap();
+    home.record(&allocated).unwrap();
+    other.wait_event(&allocated).unwrap();
+    rig.stamp(id.ptr, MIB, 1, &other);
+    sim.fail(FailPlan::call(call, refusal()).unwrap().nth(nth));
+    let finished = resource.finish_use(&id, &other, Access::Write);
+    sim.clear_failures();
+    resource.deallocate(block).unwrap();
+    let again = resource.allocate(MIB, &home, T).unwrap();
+    rig.stamp(again.ptr(), MIB, 2, &home);
+    sim.complete_all();
+    rig.assert_clean();
+    resource.deallocate(again).unwrap();
+    sim.complete_all();
+    sim.set_mode(Mode::Instant);
+    finished.is_ok()
+}
+
+#[test]
+fn a_use_counts_until_the_free_where_its_end_cannot_be_marked() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let native = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+        let probes = (poisoned(allocator.clone()), poisoned(native.clone()));
+        for (call, most) in [("cuStreamIsCapturing", 1), ("cuEventRecord", 2)] {
+            for nth in 1..=most {
+                let told = [
+                    finished_in_vain((rig, sim), &allocator, call, nth),
+                    finished_in_vain((rig, sim), &native, call, nth),
+                    finished_in_vain((rig, sim), &probes.0, call, nth),
+                    finished_in_vain((rig, sim), &probes.1, call, nth),
+                ];
+                let of_probes = nth == 2;
+                assert_eq!(told, [of_probes, of_probes, false, false], "{call} {nth}");
+            }
+        }
+    });
+}
+
+/// A thread's default stream is asked for its name at each allocation, which may be refused.
+#[test]
+fn no_block_leaks_whose_stream_cannot_be_named() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        let mut refused = 0;
+        for nth in 1..=4 {
+            sim.fail(FailPlan::call("cuStreamGetId", refusal()).unwrap().nth(nth));
+            let got = MemoryResource::allocate(&allocator, 37, &mine, T);
+            sim.clear_failures();
+            match got {
+                Ok(block) => allocator.deallocate(block).unwrap(),
+                Err(_) => refused += 1,
+            }
+            assert_eq!(allocator.stats().all.requested.current, 0);
+        }
+        assert!(refused > 1);
+    });
+}
+
+/// On the thread of the use its handle means that stream still: no wait for the whole context, which
+/// would spoil what captures there.
+#[test]
+fn a_stream_that_could_not_be_named_is_waited_for_by_an_event() {
+    packed(|rig| {
+        let resource = asynchronous(rig);
+        let [home, other] = rig.streams();
+        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        let block = resource.allocate(4096, &home, T).unwrap();
+        let id = block.identity();
+        if !fail(rig, "cuStreamGetId") {
+            return;
+        }
+        resource.finish_use(&id, &mine, Access::Write).unwrap_err();
+        let freed = captured(rig, &other, || resource.deallocate(block));
+        freed.unwrap();
+        rig.assert_clean();
+        resource.reap().unwrap();
+    });
+}

@@ -1,0 +1,178 @@
+//! The direct and the async resource, and what runtimes are made of.
+
+use cualloc::Policy;
+use cualloc::driver::{Context, Stream};
+use cualloc::resource::*;
+use cualloc::sim::{FailPlan, SimConfig};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::*;
+use crate::common::*;
+
+/// S5.19, S5.61, S5.62: synchronous, whatever the stream does.
+#[test]
+fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let direct = DirectResource::new(&rig.context);
+        let calls = rig.calls("cuMemAlloc_v2");
+        let zero = direct.allocate(0, &stream, T);
+        assert!(matches!(
+            zero,
+            Err(ResourceError::InvalidSize { requested: 0 })
+        ));
+        assert_eq!(rig.calls("cuMemAlloc_v2"), calls);
+        let block = direct.allocate(4096, &stream, T).unwrap();
+        let id = block.identity();
+        let busy = rig.busy(&stream);
+        rig.stamp(block.ptr(), 4096, 9, &stream);
+        // The driver does not promise that its free waits: this is asked for.
+        let waits = rig.calls("cuCtxSynchronize");
+        direct.deallocate(block).unwrap();
+        assert_eq!(rig.calls("cuCtxSynchronize"), waits + 1);
+        assert!(stream.is_complete().unwrap(), "the work is done");
+        assert_eq!(direct.outstanding(), Outstanding::default());
+        assert_eq!(direct.state(&id), BlockState::Freed);
+        busy.release();
+    });
+}
+
+/// S5.20: what is refused is refused before any change.
+#[test]
+fn s5_20_foreign_streams_and_collisions_change_nothing() {
+    only_on(
+        Policy::Packed,
+        SimConfig::with_devices(2, GIB as u64),
+        |rig| {
+            if rig.driver.device_count().unwrap() < 2 {
+                eprintln!("SKIPPED: needs two devices");
+                return;
+            }
+            let resource = asynchronous(rig);
+            let second = Context::primary(&rig.driver, rig.driver.device(1).unwrap()).unwrap();
+            let elsewhere = Stream::new(&second).unwrap();
+            let calls = rig.memory_calls();
+            let wrong = resource.allocate(64, &elsewhere, T);
+            assert!(
+                matches!(
+                    wrong,
+                    Err(ResourceError::WrongDevice {
+                        expected: 0,
+                        found: 1
+                    })
+                ),
+                "{wrong:?}"
+            );
+            let Some(_) = rig.sim() else { return };
+            let sim = cualloc::sim::Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
+            let driver = sim.driver().unwrap();
+            let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+            let foreign = Stream::new(&context).unwrap();
+            let refused = resource.allocate(64, &foreign, T);
+            assert!(
+                matches!(
+                    refused,
+                    Err(ResourceError::StreamMisuse(StreamMisuse::ForeignDriver))
+                ),
+                "{refused:?}"
+            );
+            assert_eq!(rig.memory_calls(), calls);
+            // A source that hands the same memory out twice.
+            let same = AsyncResource::new(Twice(rig.allocator(), Mutex::default()));
+            let stream = rig.stream();
+            let block = same.allocate(64, &stream, T).unwrap();
+            let collision = same.allocate(64, &stream, T);
+            assert!(
+                matches!(collision, Err(ResourceError::Collision { .. })),
+                "{collision:?}"
+            );
+            assert_eq!(same.state(&block.identity()), BlockState::Live);
+            assert_eq!(same.outstanding().live, 64);
+            same.prepare_use(&block.identity(), &stream, Access::Read)
+                .unwrap();
+            same.deallocate(block).unwrap();
+            assert_eq!(same.reap().unwrap(), 64);
+        },
+    );
+}
+
+/// S5.34: bounded, numbered, and never a stream that was not asked for.
+#[test]
+fn s5_34_stream_pool_is_bounded() {
+    packed(|rig| {
+        let pool = StreamPool::new(&rig.context);
+        assert_eq!(pool.capacity(), 16);
+        assert_eq!(StreamPool::with_capacity(&rig.context, 0).capacity(), 1);
+        let ids: Vec<u64> = (0..16).map(|_| pool.acquire().unwrap().0).collect();
+        assert_eq!(ids, (1..=16).collect::<Vec<u64>>());
+        let full = pool.acquire();
+        assert!(matches!(
+            full,
+            Err(ResourceError::NoStreamLeft { capacity: 16 })
+        ));
+        assert!(pool.resolve(17).is_none());
+        let unknown = pool.get(17);
+        assert!(matches!(
+            unknown,
+            Err(ResourceError::StreamMisuse(StreamMisuse::UnknownId(17)))
+        ));
+        assert!(pool.resolve(16).is_some());
+        let one = StreamPool::with_capacity(&rig.context, 1);
+        if fail(rig, "cuStreamCreate") {
+            assert!(one.acquire().is_err());
+            assert_eq!(one.acquire().unwrap().0, 1, "a failure takes no place");
+        }
+    });
+}
+
+/// S5.35: one per device, built once, failed builds tried again.
+#[test]
+fn s5_35_runtimes_are_built_once() {
+    only_on(
+        Policy::Packed,
+        SimConfig::with_devices(2, GIB as u64),
+        |rig| {
+            let builds = Arc::new(AtomicU64::new(0));
+            let counted = Arc::clone(&builds);
+            let runtimes = Runtimes::with(&rig.driver, move |context| {
+                if counted.fetch_add(1, Ordering::SeqCst) == 0 {
+                    return Err(ResourceError::NoRuntime { device: 0 });
+                }
+                Runtime::on(context)
+            });
+            assert!(runtimes.get(0).is_err());
+            let all: Vec<Runtime> = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| runtimes.get(0))).collect();
+                threads
+                    .into_iter()
+                    .map(|t| t.join().unwrap().unwrap())
+                    .collect()
+            });
+            assert!(all.iter().all(|runtime| runtime.is_same(&all[0])));
+            assert_eq!(builds.load(Ordering::SeqCst), 2);
+            let count = rig.driver.device_count().unwrap();
+            let beyond = runtimes.get(count);
+            assert!(
+                matches!(beyond, Err(ResourceError::InvalidDevice { .. })),
+                "{beyond:?}"
+            );
+            assert_eq!(all[0].device(), 0);
+        },
+    );
+}
+
+/// The code that is fatal is not used here, where drivers must go on.
+#[test]
+fn lost_context_is_an_error() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let resource = asynchronous(rig);
+        let stream = rig.stream();
+        let block = resource.allocate(64, &stream, T).unwrap();
+        sim.fail(FailPlan::call("cuEventRecord", code()).unwrap());
+        let failure = resource.deallocate(block).unwrap_err();
+        assert!(failure.error.driver_error().is_some_and(|e| e.is_fatal()));
+        std::mem::forget(failure);
+    });
+}

@@ -1,0 +1,469 @@
+//! The launch recorder and the manager.
+
+mod manager {
+    use crate::common::*;
+    use cualloc::driver::{Stream, sys};
+    use cualloc::resource::*;
+    use cualloc::sim::FailPlan;
+    use cualloc::{Allocator, Policy};
+    use std::sync::Arc;
+
+    const T: Tag = Tag::new("test");
+    type Order = AsyncResource<Allocator>;
+
+    fn packed(test: impl Fn(&Rig)) {
+        only(Policy::Packed, test);
+    }
+
+    fn managed(rig: &Rig, budget: u64) -> (Manager, Runtime, Stream) {
+        let runtime = Runtime::new(AsyncResource::new(rig.allocator()));
+        let manager = Manager::new(ManagerConfig::new(0, budget).runtime(&runtime)).unwrap();
+        let (_, stream) = runtime.streams().acquire().unwrap();
+        (manager, runtime, stream)
+    }
+
+    fn refusal(call: &str) -> FailPlan {
+        FailPlan::call(call, sys::CUresult::CUDA_ERROR_INVALID_VALUE).unwrap()
+    }
+
+    /// S5.1: without a runtime there is no memory, and no other way to it.
+    #[test]
+    fn s5_1_manager_without_a_runtime_refuses() {
+        packed(|rig| {
+            let manager = Manager::new(ManagerConfig::new(0, 1 << 20)).unwrap();
+            let (calls, stream) = (rig.memory_calls(), rig.stream());
+            let refused = manager.allocate::<u8>(100, &stream);
+            assert!(matches!(
+                refused,
+                Err(ResourceError::NoRuntime { device: 0 })
+            ));
+            assert_eq!((manager.allocated(), rig.memory_calls()), (0, calls));
+            let other = Runtime::on(&rig.context).unwrap();
+            let wrong = Manager::new(ManagerConfig::new(1, 1).runtime(&other));
+            assert!(matches!(wrong, Err(ResourceError::WrongDevice { .. })));
+        });
+    }
+
+    /// S5.2, S5.3: exact bytes, reserved before the driver is asked, rolled back on any failure.
+    #[test]
+    fn s5_2_s5_3_budget_is_exact_and_rolled_back() {
+        packed(|rig| {
+            let (manager, _runtime, stream) = managed(rig, 1024);
+            let slice = manager.allocate::<u16>(333, &stream).unwrap();
+            assert_eq!(
+                (manager.allocated(), slice.bytes(), slice.len()),
+                (666, 666, 333)
+            );
+            drop(slice);
+            match manager.allocate::<u8>(2048, &stream) {
+                Err(ResourceError::OutOfBudget {
+                    context,
+                    requested,
+                    limit,
+                    ..
+                }) => {
+                    assert_eq!((context, requested, limit), ("manager", 2048, 1024));
+                }
+                other => panic!("{other:?}"),
+            }
+            let overflow = manager.allocate::<u64>(usize::MAX / 4, &stream);
+            assert!(matches!(
+                overflow,
+                Err(ResourceError::SizeOverflow { size: 8, .. })
+            ));
+            assert_eq!(manager.allocated(), 0);
+            let Some(sim) = rig.sim() else { return };
+            sim.fail(refusal("cuEventRecord"));
+            assert!(manager.allocate::<u8>(1024, &stream).is_err());
+            assert_eq!((manager.allocated(), manager.outstanding().live), (0, 0));
+        });
+    }
+
+    /// S5.4, S5.67: the count drops at once, the device's budget when the memory has left.
+    #[test]
+    fn s5_4_s5_67_live_and_pending_are_apart() {
+        packed(|rig| {
+            let budget = Arc::new(Budget::new(AsyncResource::new(rig.allocator()), 3000));
+            let runtime = Runtime::new(Arc::clone(&budget));
+            let manager = Manager::new(ManagerConfig::new(0, 2000).runtime(&runtime)).unwrap();
+            let (_, stream) = runtime.streams().acquire().unwrap();
+            let slice = manager
+                .allocate_tagged::<u8>(2000, &stream, "raw".into())
+                .unwrap();
+            assert_eq!(slice.block().unwrap().ptr, slice.ptr());
+            drop(slice);
+            assert_eq!(manager.allocated(), 0);
+            assert_eq!(
+                manager.outstanding(),
+                Outstanding {
+                    live: 0,
+                    pending: 2000
+                }
+            );
+            assert_eq!(budget.reserved(), 2000, "bounds live and pending");
+            let slice = manager.allocate::<u8>(1500, &stream).unwrap();
+            assert_eq!(
+                manager.outstanding(),
+                Outstanding {
+                    live: 1500,
+                    pending: 0
+                }
+            );
+            drop(slice);
+            runtime.resource().reap().unwrap();
+            assert_eq!((budget.reserved(), manager.outstanding().total()), (0, 0));
+        });
+    }
+
+    /// S5.5: the inner refusal has the same shape.
+    #[test]
+    fn s5_5_both_budgets_refuse_alike() {
+        packed(|rig| {
+            let runtime = Runtime::new(Budget::new(rig.allocator(), 500));
+            let manager = Manager::new(ManagerConfig::new(0, 1000).runtime(&runtime)).unwrap();
+            let stream = rig.stream();
+            match manager.allocate::<u8>(501, &stream) {
+                Err(ResourceError::OutOfBudget {
+                    context,
+                    requested,
+                    remaining,
+                    limit,
+                    ..
+                }) => {
+                    assert_eq!((context, requested), ("budget", 501));
+                    assert_eq!((remaining, limit), (500, 500));
+                }
+                other => panic!("{other:?}"),
+            }
+            assert_eq!(manager.allocated(), 0);
+        });
+    }
+
+    /// S5.6, S5.7: queries, resets, and the proof that a region allocates nothing.
+    #[test]
+    fn s5_6_s5_7_queries_and_counts() {
+        packed(|rig| {
+            let (manager, _runtime, stream) = managed(rig, 1000);
+            assert_eq!((manager.budget(), manager.remaining()), (1000, 1000));
+            let slice = manager.allocate::<u8>(800, &stream).unwrap();
+            assert_eq!((manager.peak(), manager.remaining()), (800, 200));
+            manager.check_budget(200).unwrap();
+            let tight = manager.check_budget(201);
+            assert!(matches!(
+                tight,
+                Err(ResourceError::OutOfBudget { requested: 201, .. })
+            ));
+            drop(slice);
+            assert_eq!((manager.peak(), manager.allocated()), (800, 0));
+            manager.reset_peak();
+            assert_eq!(manager.peak(), 0);
+            assert_eq!(manager.requests(), 1);
+            manager.reset_requests();
+            let _ = manager.check_budget(1);
+            assert_eq!(manager.requests(), 0, "nothing was allocated");
+            assert!(manager.allocate::<u8>(2000, &stream).is_err());
+            assert_eq!(manager.requests(), 1);
+        });
+    }
+
+    /// S5.8, S5.54: as bytes it is the same memory with the same owner, freed once.
+    #[test]
+    fn s5_8_s5_54_bytes_of_a_slice_are_freed_once() {
+        packed(|rig| {
+            let (manager, runtime, stream) = managed(rig, 1 << 20);
+            let slice = manager.allocate::<f64>(100, &stream).unwrap();
+            let (ptr, block) = (slice.ptr(), slice.block());
+            let bytes = slice.into_bytes();
+            assert_eq!((bytes.ptr(), bytes.len(), bytes.block()), (ptr, 800, block));
+            assert_eq!(bytes.manager().id(), manager.id());
+            assert_eq!(manager.allocated(), 800);
+            drop(bytes);
+            assert_eq!(manager.allocated(), 0);
+            let outstanding = runtime.resource().outstanding();
+            assert_eq!(
+                outstanding,
+                Outstanding {
+                    live: 0,
+                    pending: 800
+                }
+            );
+            let resource = Arc::downgrade(runtime.resource());
+            drop((manager, runtime));
+            assert!(resource.upgrade().is_none(), "nothing keeps the runtime");
+        });
+    }
+
+    /// S5.9, S5.10: who owns it; nothing costs nothing.
+    #[test]
+    fn s5_9_s5_10_identity_and_empty_slices() {
+        packed(|rig| {
+            let (manager, _runtime, stream) = managed(rig, 100);
+            let calls = rig.driver.calls().total();
+            let none = manager.allocate::<u32>(0, &stream).unwrap();
+            let unit = manager.allocate::<()>(7, &stream).unwrap();
+            assert!(none.is_empty() && none.block().is_none());
+            assert_eq!((unit.len(), unit.bytes()), (7, 0));
+            assert_eq!(rig.driver.calls().total(), calls);
+            assert_eq!(manager.allocated(), 0);
+            assert!(matches!(none.buffer(), Buffer::Empty));
+            let slice = manager.allocate::<u8>(100, &stream).unwrap();
+            // SAFETY: the slice lives longer.
+            let foreign = unsafe { manager.external::<u8>(slice.ptr(), 100) };
+            assert!(foreign.block().is_none());
+            assert!(matches!(foreign.buffer(), Buffer::External));
+            drop(foreign);
+            assert_eq!(manager.allocated(), 100);
+            assert_eq!(slice.manager().id(), manager.id());
+            assert!(manager.id() >= 1);
+            let Some(sim) = rig.sim() else { return };
+            sim.fail(refusal("cuEventRecord"));
+            let slice = *slice.free().unwrap_err().slice;
+            assert_eq!(manager.allocated(), 100, "still there");
+            slice.free().unwrap();
+            assert_eq!(manager.allocated(), 0);
+        });
+    }
+
+    /// S5.55: whatever is called, the books stay with what is there.
+    #[test]
+    fn s5_55_no_call_desynchronises_the_books() {
+        packed(|rig| {
+            let (manager, runtime, stream) = managed(rig, 10_000);
+            let slice = manager.allocate::<u8>(1000, &stream).unwrap();
+            let id = slice.block().unwrap();
+            manager.reset_peak();
+            manager.reset_requests();
+            runtime.resource().record_use(&id, &stream).unwrap();
+            runtime.resource().reap().unwrap();
+            runtime.resource().trim(0).unwrap();
+            assert_eq!(manager.allocated(), 1000);
+            drop(slice);
+            assert_eq!((manager.allocated(), manager.remaining()), (0, 10_000));
+            manager
+                .allocate::<u8>(10_000, &stream)
+                .unwrap()
+                .free()
+                .unwrap();
+            runtime.resource().reap().unwrap();
+            assert_eq!(manager.outstanding(), Outstanding::default());
+        });
+    }
+
+    fn pair(rig: &Rig) -> (Order, Stream, Stream, ResourceBlock, ResourceBlock) {
+        let resource = AsyncResource::new(rig.allocator());
+        let [a, b] = rig.streams();
+        let one = resource.allocate(4096, &a, T).unwrap();
+        let two = resource.allocate(4096, &a, T).unwrap();
+        (resource, a, b, one, two)
+    }
+
+    fn finish(resource: &Order, blocks: [ResourceBlock; 2]) {
+        for block in blocks {
+            resource.deallocate(block).unwrap();
+        }
+        resource.reap().unwrap();
+    }
+
+    /// S5.37, S5.39, S5.41: record, preflight, launch, commit; each block once.
+    #[test]
+    fn s5_37_s5_39_s5_41_recorder_orders_a_launch() {
+        packed(|rig| {
+            let (resource, a, b, one, two) = pair(rig);
+            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            recorder.read(&one).unwrap().write(&one.identity()).unwrap();
+            recorder.read_write(&two).unwrap().read(&two).unwrap();
+            let recorded: Vec<_> = recorder.blocks().collect();
+            assert_eq!(recorded.len(), 2);
+            assert!(
+                recorded
+                    .iter()
+                    .all(|(_, access)| *access == Access::ReadWrite)
+            );
+            let (waits, records) = ("cuStreamWaitEvent", "cuEventRecord");
+            let (before, marks) = (rig.calls(waits), rig.calls(records));
+            recorder.preflight().unwrap();
+            assert_eq!(
+                rig.calls(waits) - before,
+                2,
+                "all waits are queued before the launch"
+            );
+            assert_eq!(rig.calls(records), marks, "and no use yet");
+            let hold = rig.busy(&b);
+            rig.stamp(one.ptr(), 4096, 1, &b);
+            recorder.commit().unwrap();
+            assert_eq!(rig.calls(records) - marks, 2);
+            resource
+                .prepare_use(&one.identity(), &a, Access::Write)
+                .unwrap();
+            rig.stamp(one.ptr(), 4096, 2, &a);
+            hold.release();
+            assert_eq!(rig.mismatches(one.ptr(), 4096, 2, &a), 0);
+            finish(&resource, [one, two]);
+        });
+    }
+
+    /// S5.38: strict says which kind it refuses, permissive passes over it.
+    #[test]
+    fn s5_38_strict_refuses_what_permissive_passes_over() {
+        packed(|rig| {
+            let (resource, _a, b, one, two) = pair(rig);
+            for (buffer, kind) in [
+                (Buffer::Untracked, RejectedKind::Untracked),
+                (Buffer::External, RejectedKind::External),
+            ] {
+                let waits = rig.calls("cuStreamWaitEvent");
+                let mut strict = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+                strict.read(&one).unwrap().write(&buffer).unwrap();
+                match strict.preflight() {
+                    Err(ResourceError::RejectedBuffer { index, kind: found }) => {
+                        assert_eq!((index, found), (1, kind));
+                    }
+                    other => panic!("{other:?}"),
+                }
+                assert_eq!(rig.calls("cuStreamWaitEvent"), waits, "nothing was queued");
+                let mut lenient = LaunchRecorder::new(&resource, &b, RecordMode::Permissive);
+                lenient.read(&one).unwrap().write(&buffer).unwrap();
+                lenient.preflight().unwrap();
+                lenient.commit().unwrap();
+            }
+            // A resource that does not track.
+            let direct = DirectResource::new(&rig.context);
+            let block = direct.allocate(64, &b, T).unwrap();
+            let mut strict = LaunchRecorder::new(&direct, &b, RecordMode::Strict);
+            strict.read(&block).unwrap();
+            assert!(matches!(
+                strict.preflight(),
+                Err(ResourceError::RejectedBuffer {
+                    index: 0,
+                    kind: RejectedKind::Untracked
+                })
+            ));
+            let mut lenient = LaunchRecorder::new(&direct, &b, RecordMode::Permissive);
+            lenient.read(&block).unwrap();
+            lenient.preflight().unwrap();
+            lenient.commit().unwrap();
+            direct.deallocate(block).unwrap();
+            finish(&resource, [one, two]);
+        });
+    }
+
+    /// S5.40, S5.42: steps out of order are errors; an abandoned recorder only warns.
+    #[test]
+    fn s5_40_s5_42_steps_out_of_order_are_misuse() {
+        packed(|rig| {
+            let (resource, _a, b, one, two) = pair(rig);
+            let misuse = |result: Result<(), ResourceError>| {
+                assert!(matches!(
+                    result,
+                    Err(ResourceError::StreamMisuse(
+                        StreamMisuse::RecorderOrder { .. }
+                    ))
+                ));
+            };
+            let empty = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            empty.commit().unwrap();
+            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            recorder.read(&one).unwrap();
+            misuse(recorder.commit());
+            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            recorder.read(&one).unwrap();
+            recorder.preflight().unwrap();
+            misuse(recorder.read(&two).map(|_| ()));
+            misuse(recorder.preflight());
+            drop(recorder);
+            finish(&resource, [one, two]);
+        });
+    }
+
+    /// S5.43, S5.73: a preflight that fails in the middle may be tried again; no wait is missing.
+    #[test]
+    fn s5_43_s5_73_failed_preflight_may_be_tried_again() {
+        packed(|rig| {
+            let Some(sim) = rig.sim() else { return };
+            let (resource, a, b, one, two) = pair(rig);
+            for block in [&one, &two] {
+                rig.stamp(block.ptr(), 4096, 1, &a);
+                resource
+                    .finish_use(&block.identity(), &a, Access::Write)
+                    .unwrap();
+            }
+            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            recorder.write(&one).unwrap().write(&two).unwrap();
+            sim.fail(refusal("cuStreamWaitEvent").nth(2));
+            let records = rig.calls("cuEventRecord");
+            assert!(recorder.preflight().is_err());
+            assert_eq!(rig.calls("cuEventRecord"), records, "no use is recorded");
+            let before = rig.calls("cuStreamWaitEvent");
+            recorder.preflight().unwrap();
+            assert_eq!(
+                rig.calls("cuStreamWaitEvent") - before,
+                2,
+                "all of them again"
+            );
+            rig.stamp(two.ptr(), 4096, 2, &b);
+            recorder.commit().unwrap();
+            // Stale blocks are found before any wait.
+            let stale = one.identity();
+            finish(&resource, [one, two]);
+            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Permissive);
+            recorder.read(&stale).unwrap();
+            assert!(matches!(
+                recorder.preflight(),
+                Err(ResourceError::UseAfterFree { .. })
+            ));
+        });
+    }
+
+    /// S5.44: one slice, without a recorder.
+    #[test]
+    fn s5_44_single_slice_helpers() {
+        packed(|rig| {
+            let (manager, runtime, stream) = managed(rig, 1 << 20);
+            let other = rig.stream();
+            let slice = manager.allocate::<u32>(1024, &stream).unwrap();
+            let waits = rig.calls("cuStreamWaitEvent");
+            slice.prepare_use(&other, Access::Write).unwrap();
+            assert_eq!(rig.calls("cuStreamWaitEvent") - waits, 1);
+            rig.stamp(slice.ptr(), 4096, 5, &other);
+            slice.finish_use(&other, Access::Write).unwrap();
+            drop(slice);
+            assert_eq!(
+                rig.calls("cuStreamWaitEvent") - waits,
+                2,
+                "its stream follows"
+            );
+            let empty = manager.allocate::<u32>(0, &stream).unwrap();
+            empty.prepare_use(&other, Access::Read).unwrap();
+            runtime.resource().reap().unwrap();
+        });
+    }
+
+    /// S5.74: a commit that fails half-way leaves every block used on the launch's stream.
+    #[test]
+    fn s5_74_failed_commit_marks_every_block() {
+        packed(|rig| {
+            let Some(sim) = rig.sim() else { return };
+            // Each of them alone must hold the next user back, whichever is asked for first.
+            for second in [false, true] {
+                let (resource, a, b, one, two) = pair(rig);
+                let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+                recorder.write(&one).unwrap().write(&two).unwrap();
+                recorder.preflight().unwrap();
+                let hold = rig.busy(&b);
+                rig.stamp(one.ptr(), 4096, 1, &b);
+                rig.stamp(two.ptr(), 4096, 1, &b);
+                sim.fail(refusal("cuEventRecord"));
+                assert!(recorder.commit().is_err());
+                let block = if second { &two } else { &one };
+                let id = block.identity();
+                resource.prepare_use(&id, &a, Access::Write).unwrap();
+                rig.stamp(id.ptr, 4096, 2, &a);
+                assert!(!a.is_complete().unwrap());
+                hold.release();
+                // The race detector of the simulator has the last word.
+                assert_eq!(rig.mismatches(id.ptr, 4096, 2, &a), 0);
+                finish(&resource, [one, two]);
+            }
+        });
+    }
+}

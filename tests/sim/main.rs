@@ -1,0 +1,15 @@
+//! The simulator itself: what it answers, what it is harsh about, and what it reports.
+
+mod capture;
+mod faults;
+#[cfg(unix)]
+mod library;
+mod modes;
+mod pools;
+mod races;
+mod random;
+mod sharing;
+mod speed;
+mod support;
+mod threads;
+mod vmm;

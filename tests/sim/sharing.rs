@@ -1,0 +1,199 @@
+//! Pointer attributes, IPC, peers, pool pointers, contexts.
+
+use crate::support::*;
+use cualloc::driver::sys::*;
+use cualloc::sim::{DeviceConfig, SimConfig};
+use std::ptr::{addr_of_mut, null_mut};
+
+fn attribute<T: Default>(bench: &Bench, which: CUpointer_attribute, address: u64) -> (CUresult, T) {
+    let mut value = T::default();
+    let code = call!(
+        bench,
+        cuPointerGetAttribute(addr_of_mut!(value).cast(), which, address)
+    );
+    (code, value)
+}
+
+#[test]
+fn pointer_attributes_tell_plain_from_mapped_memory() {
+    type A = CUpointer_attribute;
+    let bench = bench();
+    let plain = bench.alloc(1000);
+    let (mapped, _) = bench.mapped(GRANULE);
+    let legacy = A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE;
+    assert_eq!(attribute::<u8>(&bench, legacy, plain + 5), (OK, 1));
+    assert_eq!(attribute::<u8>(&bench, legacy, mapped + 5), (OK, 0));
+    let kinds = A::CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES;
+    assert_eq!(attribute::<u64>(&bench, kinds, mapped), (OK, 1));
+    let start = A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR;
+    assert_eq!(attribute::<u64>(&bench, start, plain + 999), (OK, plain));
+    let unknown = attribute::<u64>(&bench, start, plain + (1 << 30)).0;
+    assert_eq!(unknown, CUresult::CUDA_ERROR_INVALID_VALUE);
+
+    let mut asked = [
+        A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+        A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+    ];
+    let (mut device, mut kind) = (9i32, 9u32);
+    let mut places = [addr_of_mut!(device).cast(), addr_of_mut!(kind).cast()];
+    let (list, data) = (asked.as_mut_ptr(), places.as_mut_ptr());
+    assert_eq!(
+        call!(bench, cuPointerGetAttributes(2, list, data, plain)),
+        OK
+    );
+    assert_eq!((device, kind), (0, 2));
+    assert_eq!(
+        call!(bench, cuPointerGetAttributes(2, list, data, 12345)),
+        OK
+    );
+    assert_eq!((device, kind), (-2, 0));
+}
+
+#[test]
+fn ipc_shares_plain_memory_and_nothing_else() {
+    let bench = bench();
+    let plain = bench.alloc(1000);
+    let (mapped, _) = bench.mapped(GRANULE);
+    let mut handle = CUipcMemHandle { reserved: [0; 64] };
+    assert_ne!(call!(bench, cuIpcGetMemHandle(&mut handle, mapped)), OK);
+    assert_eq!(call!(bench, cuIpcGetMemHandle(&mut handle, plain)), OK);
+    let mut view = 0;
+    assert_eq!(
+        call!(bench, cuIpcOpenMemHandle_v2(&mut view, handle, 1)),
+        OK
+    );
+    assert_ne!(view, plain);
+    bench.memset(plain, 4, 16, bench.stream());
+    assert_eq!(bench.word(view), 0x0404_0404);
+    assert_eq!(
+        call!(bench, cuMemFree_v2(view)),
+        CUresult::CUDA_ERROR_INVALID_VALUE
+    );
+    assert_eq!(call!(bench, cuIpcCloseMemHandle(view)), OK);
+    assert_eq!(
+        call!(bench, cuIpcCloseMemHandle(view)),
+        CUresult::CUDA_ERROR_INVALID_VALUE
+    );
+    assert_eq!(call!(bench, cuMemFree_v2(plain)), OK);
+    assert_ne!(
+        call!(bench, cuIpcOpenMemHandle_v2(&mut view, handle, 1)),
+        OK
+    );
+}
+
+#[test]
+fn a_retained_handle_keeps_memory_and_needs_its_own_release() {
+    let bench = bench();
+    let (at, handle) = bench.mapped(GRANULE);
+    let mut again = 0;
+    let inside = (at + 4096) as *mut std::ffi::c_void;
+    assert_eq!(
+        call!(bench, cuMemRetainAllocationHandle(&mut again, inside)),
+        OK
+    );
+    assert_eq!(call!(bench, cuMemRelease(handle)), OK);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+    assert_eq!(bench.sim.memory_in_use(0), GRANULE as u64);
+    assert_eq!(call!(bench, cuMemRelease(again)), OK);
+    assert_eq!(bench.sim.memory_in_use(0), 0);
+    bench.silent();
+}
+
+#[test]
+fn peers_copy_and_reach_each_other_where_the_devices_can() {
+    let apart = DeviceConfig {
+        peers: false,
+        ..DeviceConfig::default()
+    };
+    let devices = vec![DeviceConfig::default(), DeviceConfig::default(), apart];
+    let bench = with(SimConfig {
+        devices,
+        // What is not allowed is tried, and then what is.
+        sticky_errors: false,
+        ..SimConfig::default()
+    });
+    let mut can = [9; 2];
+    assert_eq!(call!(bench, cuDeviceCanAccessPeer(&mut can[0], 0, 1)), OK);
+    assert_eq!(call!(bench, cuDeviceCanAccessPeer(&mut can[1], 0, 2)), OK);
+    assert_eq!(can, [1, 0]);
+    let (mut second, mut third) = (null_mut(), null_mut());
+    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut second, 1)), OK);
+    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut third, 2)), OK);
+    let (first, here) = (bench.context.raw(), bench.alloc(64));
+    assert_eq!(call!(bench, cuCtxSetCurrent(second)), OK);
+    let there = bench.alloc(64);
+    assert_eq!(call!(bench, cuCtxSetCurrent(first)), OK);
+    let stream = bench.stream();
+    bench.memset(here, 5, 64, stream);
+    assert_eq!(
+        call!(
+            bench,
+            cuMemcpyPeerAsync(there, second, here, first, 64, stream)
+        ),
+        OK
+    );
+    assert_eq!(bench.word(there), 0x0505_0505);
+    bench.silent();
+    bench.fill(there, 4, 0, stream);
+    assert_eq!(bench.sim.take_reports().len(), 1, "no access yet");
+    assert_eq!(call!(bench, cuCtxEnablePeerAccess(second, 0)), OK);
+    bench.fill(there, 4, 0, stream);
+    bench.silent();
+    let twice = call!(bench, cuCtxEnablePeerAccess(second, 0));
+    assert_eq!(twice, CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+    let never = call!(bench, cuCtxEnablePeerAccess(third, 0));
+    assert_eq!(never, CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+}
+
+#[test]
+fn a_released_primary_context_takes_its_memory_along() {
+    let bench = with(SimConfig::with_devices(2, 1 << 30));
+    let mut second = null_mut();
+    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut second, 1)), OK);
+    assert_eq!(call!(bench, cuCtxSetCurrent(second)), OK);
+    bench.alloc(1000);
+    bench.stream();
+    assert_eq!(call!(bench, cuDevicePrimaryCtxRelease_v2(1)), OK);
+    assert!(bench.sim.leaks().is_empty());
+    bench.silent();
+    assert_eq!(
+        call!(bench, cuCtxSetCurrent(second)),
+        CUresult::CUDA_ERROR_INVALID_CONTEXT
+    );
+}
+
+#[test]
+fn a_foreign_context_has_its_own_id_and_streams() {
+    let bench = bench();
+    let foreign = bench.sim.create_context(0).unwrap();
+    let (mut a, mut b) = (0, 0);
+    assert_eq!(call!(bench, cuCtxGetId(bench.context.raw(), &mut a)), OK);
+    assert_eq!(call!(bench, cuCtxGetId(foreign, &mut b)), OK);
+    assert_ne!(a, b);
+    assert_eq!(call!(bench, cuCtxSetCurrent(foreign)), OK);
+    let stream = bench.stream();
+    let mut ctx = null_mut();
+    assert_eq!(call!(bench, cuStreamGetCtx(stream, &mut ctx)), OK);
+    assert_eq!(ctx, foreign);
+    assert!(bench.sim.destroy_context(foreign));
+    assert_ne!(call!(bench, cuStreamQuery(stream)), OK);
+    assert!(bench.sim.create_context(7).is_none());
+}
+
+#[test]
+fn host_memory_is_known_by_its_address() {
+    let bench = bench();
+    let mut host = null_mut();
+    assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 100, 0)), OK);
+    let kind = CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    assert_eq!(attribute::<u32>(&bench, kind, host as u64 + 50), (OK, 1));
+    let again = call!(bench, cuMemHostRegister_v2(host, 100, 0));
+    assert_eq!(again, CUresult::CUDA_ERROR_INVALID_VALUE);
+    assert_eq!(call!(bench, cuMemFreeHost(host)), OK);
+    let mut own = [0u8; 64];
+    let own = own.as_mut_ptr().cast();
+    assert_eq!(call!(bench, cuMemHostRegister_v2(own, 64, 0)), OK);
+    assert_eq!(bench.sim.leaks().host, 1);
+    assert_eq!(call!(bench, cuMemHostUnregister(own)), OK);
+    assert!(bench.sim.leaks().is_empty());
+}

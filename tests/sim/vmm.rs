@@ -1,0 +1,251 @@
+//! Mapping rules: whole handles only, access per mapping, memory lives as long as anything shows it.
+
+use crate::support::*;
+use cualloc::driver::sys::CUresult;
+use cualloc::sim::{Leaks, Report, SimConfig};
+
+const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
+
+/// Work that may not do what it does is reported, and the test goes on.
+fn reporting(devices: usize) -> Bench {
+    with(SimConfig {
+        sticky_errors: false,
+        ..SimConfig::with_devices(devices, 1 << 30)
+    })
+}
+
+#[test]
+fn a_handle_is_mapped_whole_and_once_per_address() {
+    let bench = bench();
+    let at = bench.reserve(4 * GRANULE);
+    let (_, handle) = bench.create(2 * GRANULE);
+    let offset = call!(bench, cuMemMap(at, GRANULE, GRANULE, handle, 0));
+    assert_eq!(offset, CUresult::CUDA_ERROR_NOT_SUPPORTED);
+    assert_eq!(bench.map(at, GRANULE, handle), INVALID);
+    assert_eq!(bench.map(at, 2 * GRANULE, handle), OK);
+    let (_, other) = bench.create(GRANULE);
+    bench.silent();
+    let taken = bench.map(at + GRANULE as u64, GRANULE, other);
+    assert_eq!(taken, CUresult::CUDA_ERROR_ALREADY_MAPPED);
+    assert_eq!(bench.map(at + 4 * GRANULE as u64, GRANULE, other), INVALID);
+    assert_eq!(bench.create(GRANULE + 4096).0, INVALID);
+}
+
+#[test]
+fn parts_of_a_mapping_are_not_unmapped_several_whole_ones_are() {
+    let bench = bench();
+    let at = bench.reserve(3 * GRANULE);
+    let (_, big) = bench.create(2 * GRANULE);
+    let (_, small) = bench.create(GRANULE);
+    assert_eq!(bench.map(at, 2 * GRANULE, big), OK);
+    assert_eq!(bench.map(at + 2 * GRANULE as u64, GRANULE, small), OK);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), INVALID);
+    assert_eq!(bench.access(at, GRANULE), INVALID);
+    assert_eq!(bench.access(at, 3 * GRANULE), OK);
+    let before = bench.sim.counters().nanos;
+    assert_eq!(call!(bench, cuMemUnmap(at, 3 * GRANULE)), OK);
+    assert_eq!(bench.sim.counters().nanos - before, 2 * 13_500);
+    assert_eq!(call!(bench, cuMemUnmap(at, 3 * GRANULE)), INVALID);
+}
+
+#[test]
+fn memory_lives_until_the_last_mapping_and_the_last_reference_are_gone() {
+    let bench = bench();
+    let (at, handle) = bench.mapped(GRANULE);
+    let view = bench.reserve(GRANULE);
+    assert_eq!(bench.map(view, GRANULE, handle), OK);
+    assert_eq!(bench.access(view, GRANULE), OK);
+    assert_eq!(call!(bench, cuMemRelease(handle)), OK);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+    assert_eq!(bench.sim.memory_in_use(0), GRANULE as u64);
+    bench.memset(view, 1, 16, bench.stream());
+    bench.sync();
+    assert_eq!(call!(bench, cuMemUnmap(view, GRANULE)), OK);
+    assert_eq!(bench.sim.memory_in_use(0), 0);
+    bench.silent();
+    assert_eq!(call!(bench, cuMemRelease(handle)), INVALID);
+    bench.reported(|report| {
+        matches!(
+            report,
+            Report::Destroyed {
+                object: "handle",
+                ..
+            }
+        )
+    });
+}
+
+#[test]
+fn use_without_mapping_or_access_is_reported() {
+    let bench = reporting(1);
+    let stream = bench.stream();
+    let at = bench.reserve(GRANULE);
+    bench.memset(at, 1, 16, stream);
+    bench.reported(|report| matches!(report, Report::Unmapped { site } if site.bytes == 16));
+    let (_, handle) = bench.create(GRANULE);
+    assert_eq!(bench.map(at, GRANULE, handle), OK);
+    bench.memset(at, 1, 16, stream);
+    bench.reported(|report| matches!(report, Report::Unauthorised { device: 0, .. }));
+    assert_eq!(bench.access(at, GRANULE), OK);
+    bench.memset(at, 1, 16, stream);
+    bench.silent();
+    bench.memset(at + GRANULE as u64 - 8, 1, 16, stream);
+    bench.reported(|report| matches!(report, Report::Unmapped { site } if site.bytes == 8));
+}
+
+#[test]
+fn access_is_lost_at_unmap() {
+    let bench = bench();
+    let (at, handle) = bench.mapped(GRANULE);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+    assert_eq!(bench.map(at, GRANULE, handle), OK);
+    let mut flags = 9;
+    let place = location(0);
+    assert_eq!(call!(bench, cuMemGetAccess(&mut flags, &place, at)), OK);
+    assert_eq!(flags, 0);
+}
+
+#[test]
+fn unmapping_asks_that_the_host_has_seen_all_uses_complete() {
+    let bench = bench();
+    let stream = bench.stream();
+    let event = bench.event();
+    let (at, _) = bench.mapped(GRANULE);
+    bench.memset(at, 1, 16, stream);
+    bench.record(event, stream);
+    assert_eq!(bench.query(event), OK);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+    bench.silent();
+    let (at, _) = bench.mapped(GRANULE);
+    bench.memset(at, 1, 16, stream);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+    bench.reported(|report| {
+        matches!(
+            report,
+            Report::InUse {
+                call: "cuMemUnmap",
+                ..
+            }
+        )
+    });
+}
+
+#[test]
+fn unmapping_under_pending_work_is_reported_and_the_work_hits_what_is_there_later() {
+    let bench = with(SimConfig {
+        strict_unmap: false,
+        ..SimConfig::with_devices(1, 1 << 30)
+    });
+    bench.manual();
+    let stream = bench.stream();
+    let (at, _) = bench.mapped(GRANULE);
+    bench.memset(at, 7, 16, stream);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+    bench.reported(|report| matches!(report, Report::InUse { user, .. } if user.bytes == 16));
+    let (_, other) = bench.create(GRANULE);
+    assert_eq!(bench.map(at, GRANULE, other), OK);
+    assert_eq!(bench.access(at, GRANULE), OK);
+    bench.sim.complete_all();
+    assert_eq!(bench.word(at), 0x0707_0707);
+}
+
+#[test]
+fn reservations_are_freed_exactly_and_empty_and_hints_are_honoured() {
+    let bench = bench();
+    let (at, handle) = bench.mapped(GRANULE);
+    assert_eq!(call!(bench, cuMemAddressFree(at, GRANULE)), INVALID);
+    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+    assert_eq!(call!(bench, cuMemAddressFree(at, 2 * GRANULE)), INVALID);
+    assert_eq!(call!(bench, cuMemAddressFree(at + 4096, GRANULE)), INVALID);
+    assert_eq!(call!(bench, cuMemAddressFree(at, GRANULE)), OK);
+    let wanted = at + (1 << 30);
+    let mut got = 0;
+    assert_eq!(
+        call!(bench, cuMemAddressReserve(&mut got, GRANULE, 0, wanted, 0)),
+        OK
+    );
+    assert_eq!(got, wanted);
+    assert_eq!(
+        call!(
+            bench,
+            cuMemAddressReserve(&mut got, GRANULE, 1 << 30, wanted, 0)
+        ),
+        OK
+    );
+    assert_eq!((got % (1 << 30), got != wanted), (0, true));
+    assert_eq!(call!(bench, cuMemRelease(handle)), OK);
+    let leaks = bench.sim.leaks();
+    assert_eq!(
+        leaks,
+        Leaks {
+            reservations: 2,
+            ..Leaks::default()
+        }
+    );
+}
+
+#[test]
+fn physical_memory_is_finite_and_shared_with_others() {
+    let bench = with(SimConfig::with_devices(1, 8 * MIB));
+    bench.sim.take_memory(0, 3 * MIB);
+    let (code, first) = bench.create(2 * GRANULE);
+    assert_eq!(code, OK);
+    assert_eq!(bench.create(GRANULE).0, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+    let info = bench.entered().mem_info().unwrap();
+    assert_eq!((info.free, info.total), (MIB, 8 * MIB));
+    bench.sim.take_memory(0, 0);
+    assert_eq!(bench.create(GRANULE).0, OK);
+    assert_eq!(call!(bench, cuMemRelease(first)), OK);
+    assert_eq!(bench.sim.memory_in_use(0), 2 * MIB);
+}
+
+#[test]
+fn other_devices_need_access_of_their_own() {
+    let bench = reporting(2);
+    let (at, _) = bench.mapped(GRANULE);
+    let mut second = std::ptr::null_mut();
+    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut second, 1)), OK);
+    assert_eq!(call!(bench, cuCtxSetCurrent(second)), OK);
+    let stream = bench.stream();
+    bench.memset(at, 1, 16, stream);
+    bench.reported(|report| matches!(report, Report::Unauthorised { device: 1, .. }));
+    let grant = access(1);
+    assert_eq!(call!(bench, cuMemSetAccess(at, GRANULE, &grant, 1)), OK);
+    bench.memset(at, 1, 16, stream);
+    bench.silent();
+}
+
+#[cfg(unix)]
+#[test]
+fn an_exported_descriptor_imports_the_same_memory() {
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    let bench = bench();
+    let (at, handle) = bench.mapped(GRANULE);
+    bench.memset(at, 3, 16, bench.stream());
+    bench.sync();
+    let mut fd = -1i32;
+    let kind =
+        cualloc::driver::sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    let place = std::ptr::addr_of_mut!(fd).cast();
+    assert_eq!(
+        call!(bench, cuMemExportToShareableHandle(place, handle, kind, 0)),
+        OK
+    );
+    // SAFETY: the export has just given us this descriptor.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let copy = fd.try_clone().unwrap();
+    drop(fd);
+    let mut imported = 0;
+    let number = copy.as_raw_fd() as usize as *mut std::ffi::c_void;
+    assert_eq!(
+        call!(
+            bench,
+            cuMemImportFromShareableHandle(&mut imported, number, kind)
+        ),
+        OK
+    );
+    let view = bench.reserve(GRANULE);
+    assert_eq!(bench.map(view, GRANULE, imported), OK);
+    assert_eq!(bench.word(view), 0x0303_0303);
+    assert_eq!(bench.sim.memory_in_use(0), GRANULE as u64);
+}

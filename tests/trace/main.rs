@@ -1,0 +1,6 @@
+//! Recordings: read, made up, and replayed.
+
+mod format;
+mod generate;
+#[cfg(feature = "sim")]
+mod replay;
