@@ -93,6 +93,7 @@ impl Engine {
             let events = std::mem::take(&mut state.streams.events);
             drop(state);
             drop(events);
+            self.events.clear();
             // From here on the streams may be destroyed.
             foreign.into_iter().for_each(Holder::let_go);
         }

@@ -9,11 +9,11 @@ use crate::driver::{Context, Event, Stream, process};
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
 use crate::allocator::heap::State;
-use crate::allocator::stream::answers::{is_capture_refusal, is_of_capture, is_void_event};
 use crate::allocator::stream::poll::{Answer, Poll};
 use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
+use crate::sync::capture::{is_capture_refusal, is_of_capture, is_void_event};
 
 impl Engine {
     /// Records a marker on a stream, if it is one on which that may be done here and now.

@@ -24,6 +24,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::driver::{Context, Device, Driver, DriverError, MemoryProperties, process};
+use crate::sync::event::EventPools;
 
 use crate::allocator::cache::front::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
@@ -77,6 +78,8 @@ pub(crate) struct Engine {
     /// Address space of the device.
     pub addresses: Arc<Addresses>,
     pub hooks: Hooks,
+    /// Events that put the uses of typed buffers in order, of the allocator's own context.
+    pub events: EventPools,
     pub log: RareLog,
     /// Which front has which page.
     pub pages: Arc<PageTable>,
@@ -168,6 +171,7 @@ impl Engine {
                 total_memory,
                 addresses: Addresses::of(driver, device, total_memory),
                 hooks: Hooks::default(),
+                events: EventPools::of(context),
                 log: RareLog::default(),
                 handles: AtomicUsize::new(1),
                 retirements: AtomicU64::new(0),

@@ -5,9 +5,9 @@ use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
 use crate::allocator::heap::State;
-use crate::allocator::stream::answers::is_capture_refusal;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::allocator::stream::slot::{is_per_thread, is_special};
+use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
     /// Streams of another driver are refused: ids tell apart the streams of one.

@@ -15,8 +15,8 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::report::SelfTest;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
-use crate::allocator::stream::answers::is_of_capture;
 use crate::allocator::stream::slot::Holder;
+use crate::sync::capture::is_of_capture;
 use crate::sync::held::locked;
 
 /// How often to try to wait for the test's own work before its memory is given up.

@@ -15,7 +15,7 @@ use crate::allocator::heap::figures::free_among;
 use crate::allocator::physical::GrowthFailure;
 use crate::allocator::reclaim::climb::{Climb, Step};
 use crate::allocator::report::GrowthReason;
-use crate::allocator::stream::answers::is_void_wait;
+use crate::sync::capture::is_void_wait;
 
 /// So many markers that stand for nothing may stand in the way of a request.
 const VOID_WAITS: u32 = 16;
