@@ -122,7 +122,7 @@ impl Fronts {
         if inner.allocator != self.id {
             return None;
         }
-        let run = inner.heap.around(page, ptr)?;
+        let run = inner.runs.around(page, ptr)?;
         run.live?;
         Some((front, run, inner.slot))
     }

@@ -10,14 +10,14 @@ use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId, State as Extent};
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::PAGE_GRANULES;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
 static POOL: FrontPool = FrontPool::new();
 
-impl State {
+impl Heap {
     // ---- fronts and their streams --------------------------------------------------------------
 
     /// The front of a stream that the calling thread should use. Makes the first one.
@@ -41,7 +41,7 @@ impl State {
             inner.allocator = self.fronts.id;
             inner.key = slot.key.number();
             inner.slot = stream;
-            inner.heap.set_ticket(slot.open);
+            inner.runs.set_ticket(slot.open);
             inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
         }
         self.streams[stream].fronts.push(front);
@@ -142,7 +142,7 @@ impl State {
         hot.stream = stream;
         self.fronts.page_ids.insert(base, id);
         self.streams[stream].pages += 1;
-        let page = inner.heap.add_page(info);
+        let page = inner.runs.add_page(info);
         self.fronts.table.set(base, front, page);
         Ok(())
     }
@@ -156,7 +156,7 @@ impl State {
     ) -> bool {
         let (mut inner, mut any) = (front.lock(), false);
         let stream = inner.slot;
-        while let Some((info, ticket)) = inner.heap.remove_page(keep) {
+        while let Some((info, ticket)) = inner.runs.remove_page(keep) {
             self.fronts.table.clear(info);
             any = true;
             let u = self.streams.ticket(stream, Some(ticket));
@@ -182,7 +182,7 @@ impl State {
             match self.streams[inner.slot].holder {
                 Holder::Retired => {
                     inner.take_back(false);
-                    inner.heap.flush_quick();
+                    inner.runs.flush_quick();
                     Some(0)
                 }
                 _ => inner.pages_to_keep(),
@@ -206,7 +206,7 @@ impl State {
         {
             let mut inner = front.lock();
             inner.take_back(false);
-            inner.heap.flush_quick();
+            inner.runs.flush_quick();
         }
         settled | self.return_pages(front, 0, &mut AfterFree::default())
     }
@@ -222,7 +222,7 @@ impl State {
                 (
                     inner.slot,
                     inner.take_quiet(),
-                    inner.heap.take_needed_pages(),
+                    inner.runs.take_needed_pages(),
                 )
             };
             let gave = match quiet {
@@ -270,7 +270,7 @@ impl State {
                 return false;
             };
             // In one step with reading it: another thread may be noting a use of its own there.
-            inner.heap.set_using(run.node, Using::MANY);
+            inner.runs.set_using(run.node, Using::MANY);
             live.using
         };
         let mut known = self.recorded_uses(run.ptr, using);
@@ -355,7 +355,7 @@ impl State {
             };
             inner.account_free(live);
             if live.using == Using::NONE {
-                inner.heap.put(node, live.granules);
+                inner.runs.put(node, live.granules);
             } else {
                 inner.hold_back(node);
                 inner.waiting += 1;

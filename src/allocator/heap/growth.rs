@@ -4,7 +4,7 @@ use crate::allocator::extent::plan::{Growth, Opening, Release, fresh_uses};
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::physical::LEVELS;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
 use crate::allocator::stream::finder::Finder;
@@ -22,7 +22,7 @@ const SCARCE_PART: u64 = 2048;
 
 const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 
-impl State {
+impl Heap {
     /// Size of the handles for a growth.
     pub(crate) fn handle_size(&self, want: &Want, missing: u64) -> u64 {
         if want.space == SpaceId::Small {

@@ -2,11 +2,11 @@
 
 use crate::driver::Context;
 
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::Holder;
 
-impl State {
+impl Heap {
     /// The streams of a context get no more work, and what they were given cannot be asked for: it is
     /// complete when everything was waited for.
     pub(crate) fn context_gone(&mut self, key: u64, own: &Context) {

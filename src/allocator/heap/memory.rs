@@ -5,12 +5,12 @@ use crate::allocator::extent::handle::Stray;
 use crate::allocator::extent::plan::{Growth, Release};
 use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::physical::GrowthFailure;
 use crate::allocator::size::GRANULE;
 use crate::driver::DriverError;
 
-impl State {
+impl Heap {
     /// Enters address space that was leased for an arena; `grown`: it lengthens the lease before it.
     pub(crate) fn add_addresses(&mut self, space: SpaceId, base: u64, bytes: u64, grown: bool) {
         match self.physical.spans.range_mut(..base).next_back() {
@@ -78,7 +78,7 @@ impl State {
         &mut self,
         release: Release,
         (unmapped, freed): GivenBack,
-        still_mapped: impl FnOnce(&mut State, Release),
+        still_mapped: impl FnOnce(&mut Heap, Release),
     ) -> (u64, Option<DriverError>) {
         if let Err(error) = unmapped {
             still_mapped(self, release);

@@ -58,7 +58,7 @@ fn mixed_bytes(shards: &[Shard]) -> u64 {
 
 /// What one lock guards.
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct Heap {
     /// Ordinal of the device.
     pub device: usize,
     pub packed: bool,
@@ -85,7 +85,7 @@ pub(crate) struct State {
     pub orphaned: bool,
 }
 
-impl State {
+impl Heap {
     pub(crate) fn new(
         owner: (Weak<dyn KeepAlive>, u64),
         table: Arc<PageTable>,
@@ -94,7 +94,7 @@ impl State {
         limit: Option<u64>,
         tuning: Tuning,
     ) -> Self {
-        State {
+        Heap {
             device,
             packed,
             extents: Extents::default(),

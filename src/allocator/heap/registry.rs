@@ -5,14 +5,14 @@ use crate::driver::Context;
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Space;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
 /// Idle streams of the caller are forgotten above this number of known streams.
 const MANY_STREAMS: usize = 64;
 
-impl State {
+impl Heap {
     pub(crate) fn adopt(
         &mut self,
         key: StreamKey,

@@ -2,10 +2,10 @@
 
 use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::stream::finder::Run;
 
-impl State {
+impl Heap {
     /// Plans a segment of the classic policy.
     pub(crate) fn plan_segment(&mut self, want: &Want) -> Option<Growth> {
         let bytes = self.missing(want)?;

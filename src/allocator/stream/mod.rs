@@ -256,7 +256,7 @@ impl Streams {
         slot.open += 1;
         // Before any event is recorded for the batch.
         for front in &slot.fronts {
-            front.lock().heap.set_ticket(slot.open);
+            front.lock().runs.set_ticket(slot.open);
         }
         let uses = std::mem::take(&mut slot.open_uses);
         let bytes = std::mem::take(&mut slot.open_bytes);
