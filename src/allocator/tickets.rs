@@ -232,7 +232,7 @@ fn d3_fronts_of_a_stream_that_leaves_stay_shut() -> Outcome {
     drop(rig.allocator.allocate(KIB, &a)?);
     let (slot, key) = slot_of(&rig, &a)?;
     let mut heap = engine.lock();
-    let front = heap.streams[slot].fronts[0];
+    let front = heap.fronts.of(slot)[0];
     assert!(front.lock().is_fast());
     let leaving = Leaving::begin(engine, &mut heap, slot, key);
     heap.open_fronts();
@@ -258,7 +258,7 @@ fn d3_pages_of_a_stream_that_leaves_go_with_its_last_marker() -> Outcome {
     rig.allocator.retire(&a)?;
     let heap = rig.allocator.engine().lock();
     assert!(heap.streams[slot].in_use, "its work is under way");
-    assert_eq!(heap.streams[slot].pages, 0);
+    assert_eq!(heap.fronts.pages_of(slot), 0);
     drop(heap);
     rig.end()
 }
@@ -284,7 +284,7 @@ fn d6_memory_of_a_context_that_is_gone_is_not_lost() -> Outcome {
     allocator.engine().context_gone(&there);
     {
         let heap = allocator.engine().lock();
-        assert_eq!(heap.streams[slot].pages, 0);
+        assert_eq!(heap.fronts.pages_of(slot), 0);
         let free = heap.streams.ticket(slot, None);
         assert!(!heap.streams.complete(&free));
     }

@@ -4,12 +4,12 @@ use crate::driver::{DriverError, Entered};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
-use crate::allocator::extent::plan::Release;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::memory::GivenBack;
 use crate::allocator::physical::GrowthFailure;
+use crate::allocator::physical::plan::Release;
 use crate::allocator::size::PHYSICAL_GRANULE;
 
 /// Address space that an arena leases first; then as much again as it has, while that is less than
@@ -207,7 +207,7 @@ impl Engine {
                 Err(error) => (Err(*error), Ok(())),
             };
             match self.lock().given_back(release, done, |heap, release| {
-                heap.extents.quarantine(release);
+                heap.quarantine(release.id);
             }) {
                 (bytes, None) => released += bytes,
                 (_, failed) => first = first.or(failed),

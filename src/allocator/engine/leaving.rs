@@ -10,12 +10,12 @@ use std::sync::Arc;
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
 
-use crate::allocator::cache::front::pause;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, Slot, StreamKey};
+use crate::sync::lock::pause;
 
 impl Streams {
     /// The stream is known by its name again, unless another slot is by now. Whether it is.
@@ -137,7 +137,7 @@ impl<'a> Leaving<'a> {
         heap.streams[stream].leaving += 1;
         heap.streams.forget_key(stream);
         engine.count_retirement();
-        heap.set_fast(stream, false);
+        heap.fronts.set_fast(stream, false);
         heap.prepare_last_marker(stream);
         Leaving {
             engine,
@@ -167,7 +167,7 @@ impl Drop for Leaving<'_> {
         if slot.leaving == 0 && heap.streams.name_again(self.stream) {
             let known = matches!(self.key, StreamKey::Id(_));
             let open = !heap.closed && !heap.orphaned;
-            heap.set_fast(self.stream, known && open);
+            heap.fronts.set_fast(self.stream, known && open);
         }
     }
 }

@@ -43,7 +43,7 @@ impl Engine {
             let holder = slot.holder.clone();
             // The bound is taken before the event is recorded, and frees from here on get a later
             // ticket: so the event covers every ticket up to the bound, and no other.
-            let batch = heap.streams.close_batch(stream);
+            let batch = heap.close_batch(stream);
             (batch, raw, context, holder)
         };
         // Nothing is recorded into somebody's graph; the next marker covers this batch.
@@ -492,7 +492,7 @@ impl Engine {
                     working.push(stream);
                 }
             }
-            let batches = working.iter().map(|s| heap.streams.close_batch(*s));
+            let batches = working.iter().map(|s| heap.close_batch(*s));
             batches.collect()
         };
         let waited = contexts.iter().try_for_each(|context| {

@@ -38,6 +38,7 @@ pub(crate) struct Sums {
     pages: u64,
     /// Bytes lent to blocks in views.
     lent: u64,
+    quarantined: u64,
 }
 
 impl Heap {
@@ -57,6 +58,11 @@ impl Heap {
             "block starts known",
             sums.live[0] + sums.live[1],
             self.extents.lookup.len() as u64,
+        )?;
+        same(
+            "quarantined extents listed",
+            sums.quarantined,
+            self.physical.quarantined.len() as u64,
         )?;
         same("pages known", sums.pages, self.fronts.page_ids.len() as u64)?;
         self.check_fronts(&sums)?;
@@ -137,7 +143,14 @@ impl Heap {
                     }
                     Extent::Used => self.check_used(space, at, sums)?,
                     Extent::Lent => sums.lent += hot.bytes(),
-                    Extent::Busy | Extent::Quarantined => {}
+                    Extent::Quarantined => {
+                        sums.quarantined += 1;
+                        holds(
+                            "a quarantined extent is listed",
+                            self.physical.quarantined.contains(&at),
+                        )?;
+                    }
+                    Extent::Busy => {}
                     Extent::Vacant => holds("a linked record is in use", false)?,
                 }
                 if hot.state != Extent::Unmapped && space.id != SpaceId::Views {
@@ -342,9 +355,9 @@ impl Heap {
                 *held_back.entry((held.front.rank, *node)).or_default() += 1;
             }
         }
-        for (stream, slot) in self.streams.iter() {
+        for (stream, _) in self.streams.iter() {
             let mut own = 0;
-            for front in &slot.fronts {
+            for front in self.fronts.of(stream) {
                 let inner = front.lock();
                 fronts += 1;
                 own += inner.runs.page_count() as u64;
@@ -397,7 +410,6 @@ impl Heap {
                     inner.waiting.into(),
                 )?;
             }
-            same("pages of a stream", own, slot.pages.into())?;
             pages += own;
         }
         holds("what is held back waits in a page", held_back.is_empty())?;

@@ -129,8 +129,8 @@ impl Heap {
 
     /// Frees what nobody holds on the shelves of one stream.
     pub(crate) fn settle_shelves_of(&mut self, stream: u32) {
-        for at in 0..self.streams[stream].fronts.len() {
-            self.settle_shelf(self.streams[stream].fronts[at]);
+        for at in 0..self.fronts.of(stream).len() {
+            self.settle_shelf(self.fronts.of(stream)[at]);
         }
     }
 

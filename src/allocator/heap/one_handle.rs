@@ -1,9 +1,9 @@
 //! Blocks that lie inside one physical handle.
 
-use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::finder::Finder;
 use crate::allocator::view::mapping::Openings;

@@ -1,8 +1,8 @@
 //! Segments of the classic policy: which to ask the driver for.
 
-use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::stream::finder::Run;
 
 impl Heap {

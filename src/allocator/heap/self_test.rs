@@ -1,10 +1,10 @@
 //! Memory for the test of second layouts.
 
-use crate::allocator::extent::plan::Release;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
+use crate::allocator::physical::plan::Release;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::{Lent, Site, Stitch};
 

@@ -28,9 +28,10 @@ impl Heap {
             return None;
         }
         let stream = self.streams.find_again(key)?;
-        let slot = &mut self.streams[stream];
-        let front = *slot.fronts.first()?;
-        if slot.fronts.len() > 1 || slot.context.device() != device {
+        let &[front] = self.fronts.of(stream) else {
+            return None;
+        };
+        if self.streams[stream].context.device() != device {
             return None;
         }
         self.unshelve_loose();

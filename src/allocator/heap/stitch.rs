@@ -3,10 +3,10 @@
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
-use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use crate::allocator::view::mapping::{Layout, Openings, Stitch};
 use crate::allocator::view::sources::Sources;

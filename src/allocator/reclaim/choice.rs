@@ -214,7 +214,7 @@ impl Engine {
         if !climb.flushed {
             return Step::Flush;
         }
-        if !climb.retried && heap.has_leftovers() {
+        if !climb.retried && heap.physical.has_leftovers() {
             return Step::Retry;
         }
         if self.views_for(want) && !self.stitches(want) && !climb.unstitched {

@@ -6,12 +6,12 @@
 
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
-use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::figures::free_among;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::physical::GrowthFailure;
 use crate::allocator::reclaim::climb::{Climb, Step};
 use crate::allocator::report::GrowthReason;

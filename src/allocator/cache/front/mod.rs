@@ -28,7 +28,7 @@ mod worn;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::sync::lock::AtomicPtr;
-pub(crate) use crate::sync::lock::{Held, Lock, pause};
+pub(crate) use crate::sync::lock::{Held, Lock};
 pub(crate) use account::{Accounts, QUANTITIES};
 pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};
