@@ -1,5 +1,7 @@
 //! The extents of address space: their records, and where each is found.
 
+#![forbid(unsafe_code)]
+
 pub(crate) mod boxed;
 pub(crate) mod handle;
 pub(crate) mod hash;

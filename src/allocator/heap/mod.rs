@@ -1,5 +1,7 @@
 //! Everything that one lock guards: extents, streams, statistics. No driver calls here.
 
+#![forbid(unsafe_code)]
+
 pub(crate) mod blocks;
 pub(crate) mod budget;
 pub(crate) mod bursts;

@@ -3,6 +3,8 @@
 //! Tickets of a slot only rise, also when a later stream takes the slot over, so that nothing that
 //! is known about an old ticket can be mistaken for knowledge about a new one.
 
+#![forbid(unsafe_code)]
+
 pub(crate) mod answers;
 pub(crate) mod finder;
 pub(crate) mod poll;
