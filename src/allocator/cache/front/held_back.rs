@@ -1,6 +1,6 @@
 //! Freed blocks that other streams still use, on their way out of a front and back.
 
-use super::Heap;
+use super::Runs;
 use super::grain::Node;
 
 /// Frees of blocks that one other stream used, which nothing orders yet.
@@ -21,7 +21,7 @@ pub(crate) struct Returned {
     pub over: bool,
 }
 
-impl Heap {
+impl Runs {
     /// Takes back a live block that other streams may still use.
     pub(crate) fn hold_back(&mut self, node: Node) {
         let page = &mut self.pages[node.page()];

@@ -1,11 +1,11 @@
-//! Walks over a heap: what lies where, and whether all of it agrees.
+//! Walks over the runs of a front: what lies where, and whether all of it agrees.
 
 use super::grain::{GRAINS, Kind, NIL, Node, PAGE_GRAINS, PageInfo, Run};
-use super::heap::{Heap, NO_QUICK};
+use super::runs::{NO_QUICK, Runs};
 use crate::allocator::size::GRANULE;
 
-impl Heap {
-    /// Pages with their places in the heap.
+impl Runs {
+    /// Pages with their places in the front.
     pub(crate) fn pages(&self) -> impl Iterator<Item = (u32, PageInfo)> + '_ {
         (0u32..)
             .zip(&self.pages)

@@ -63,7 +63,7 @@ pub(super) const NO_QUICK: [Quick; LISTS] = {
 /// See the module's text.
 #[derive(Debug)]
 #[repr(C)]
-pub(crate) struct Heap {
+pub(crate) struct Runs {
     #[expect(
         clippy::vec_box,
         reason = "pages are large, and stay where they are when there are more"
@@ -91,9 +91,9 @@ pub(crate) struct Heap {
     pub(super) worn: Vec<u32>,
 }
 
-impl Default for Heap {
+impl Default for Runs {
     fn default() -> Self {
-        Heap {
+        Runs {
             pages: Vec::new(),
             quick_room: 0,
             cap: 0,
@@ -111,7 +111,7 @@ impl Default for Heap {
     }
 }
 
-impl Heap {
+impl Runs {
     #[inline(always)]
     pub(super) fn grain(&self, node: Node) -> &Grain {
         &self.pages[node.page()].grains[node.place()]
@@ -489,7 +489,7 @@ impl Heap {
 
     // ---- pages -----------------------------------------------------------------------------
 
-    /// Adds a page as one free run. Returns its place in the heap.
+    /// Adds a page as one free run. Returns its place in the front.
     pub(crate) fn add_page(&mut self, info: PageInfo) -> u32 {
         // Of its ticket: the stream may be using it still, or follow who is.
         let page = Page::new(info, self.ticket);
