@@ -176,6 +176,11 @@ impl Heap {
             pending_peak += inner.pending_peak;
             quick += u64::from(inner.runs.quick_granules()) * GRANULE;
             free += inner.free_bytes();
+            let runs = inner.runs.free_runs();
+            stats.free_blocks += runs + inner.shelf.held().blocks;
+            stats.nodes += runs;
+            let largest = inner.runs.largest_free().max(inner.shelf.largest_free());
+            stats.largest_free = stats.largest_free.max(largest);
         }
         let current = self::totals(&locked);
         let (small, all) = self.bounds(&locked);
@@ -199,6 +204,7 @@ impl Heap {
                 bound.max(active.current)
             };
         }
+        stats.nodes += current[2];
         let held = held(&locked);
         let mut reused = self.fronts.reused;
         for inner in &locked {

@@ -29,6 +29,7 @@ impl Runs {
         let grain = &mut page.grains[node.place()];
         grain.set_pending();
         self.pending_grains += u64::from(grain.len);
+        self.pending += 1;
     }
 
     /// The other streams are done with a block that was held back; or, not `over` yet, its own
@@ -40,6 +41,7 @@ impl Runs {
         grain.set_out();
         let granules = u32::from(grain.len);
         self.pending_grains -= u64::from(granules);
+        self.pending -= 1;
         let worn = self.is_worn_at(node);
         if keep && !worn && self.put_quick(node, granules) {
             return;

@@ -82,6 +82,10 @@ pub(crate) struct Runs {
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
     pub(super) pending_grains: u64,
+    /// Runs that other streams may still use.
+    pub(super) pending: u32,
+    /// Runs in the lists of free ones.
+    pub(super) listed: u32,
     /// Lists of free runs by length less one, and a bit for each that is not empty.
     pub(super) filled: Bits,
     pub(super) free: [u32; GRAINS],
@@ -102,6 +106,8 @@ impl Default for Runs {
             idle: 0,
             ticket: 0,
             pending_grains: 0,
+            pending: 0,
+            listed: 0,
             filled: Bits::default(),
             free: [NIL; GRAINS],
             quick: NO_QUICK,
@@ -360,6 +366,7 @@ impl Runs {
             None => self.filled.set(length),
         }
         self.whole += u32::from(granules == PAGE_GRAINS);
+        self.listed += 1;
     }
 
     #[inline]
@@ -396,6 +403,7 @@ impl Runs {
     /// Counts a run of `granules` that is no more in its list.
     #[inline]
     fn unlisted(&mut self, granules: u32) {
+        self.listed -= 1;
         if granules == PAGE_GRAINS {
             self.whole -= 1;
             self.idle = self.idle.min(self.whole);
@@ -577,6 +585,21 @@ impl Runs {
     /// Granules in quick runs.
     pub(crate) fn quick_granules(&self) -> u32 {
         self.cap - self.quick_room
+    }
+
+    /// Runs that are not live blocks: free ones, quick ones, and those that other streams may still use.
+    pub(crate) fn free_runs(&self) -> u64 {
+        let quick = self.quick.iter().zip(&NO_QUICK);
+        let quick: u32 = quick.map(|(now, none)| none.left - now.left).sum();
+        u64::from(quick) + u64::from(self.listed) + u64::from(self.pending)
+    }
+
+    /// Bytes of the longest run that is free or quick.
+    pub(crate) fn largest_free(&self) -> u64 {
+        let is_free =
+            |length: &usize| self.filled.has(length - 1) || self.quick[length % LISTS].head != NIL;
+        let longest = (1..=GRAINS).rev().find(is_free);
+        longest.map_or(0, |length| length as u64 * GRANULE)
     }
 
     /// Granules of freed blocks that other streams may still use.
