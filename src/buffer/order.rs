@@ -9,7 +9,9 @@ use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::allocator::{Allocator, Beside, Block, User};
-use crate::driver::{Context, DriverError, Entered, Event, Stream, StreamKind, process, sys};
+use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
+use crate::sync::event::EventPools;
+use crate::sync::{capture, order};
 
 use super::error::BufferError;
 use super::late::{self, Late};
@@ -195,7 +197,7 @@ impl Memory {
         let id = stream.id()?;
         self.admit(stream, id)?;
         if id != self.stream_id {
-            order(&self.stream, stream)?;
+            order::order(&self.stream, stream, self.events())?;
         }
         Ok(())
     }
@@ -229,7 +231,7 @@ impl Memory {
 
     /// Lets the home wait for the work of `stream`, or else the host.
     fn let_home_wait(&self, stream: &Stream) -> Result<(), DriverError> {
-        order(stream, &self.stream).or_else(|error| {
+        order::order(stream, &self.stream, self.events()).or_else(|error| {
             // A wait for what is captured cannot end, and would spoil the capture.
             if refuse_capture(stream).is_err() {
                 return Err(error);
@@ -241,6 +243,11 @@ impl Memory {
     #[cold]
     fn note_late(&self, stream: &Stream, id: u64) {
         late::note(&self.astray, self.key(), stream, id);
+    }
+
+    /// Where events for its order come from.
+    pub(super) fn events(&self) -> &EventPools {
+        &self.block.engine().events
     }
 
     fn key(&self) -> late::Key {
@@ -299,29 +306,11 @@ impl Drop for Memory {
     }
 }
 
-/// Lets later work of `second` come after the work of `first` so far.
-fn order(first: &Stream, second: &Stream) -> Result<(), DriverError> {
-    second.wait_event(&mark(first)?)
-}
-
-/// An event that stands for the work of `stream` so far.
-pub(super) fn mark(stream: &Stream) -> Result<Event, DriverError> {
-    let event = stream.context().enter()?.create_event()?;
-    stream.mark(&event)?;
-    Ok(event)
-}
-
 /// Work on a graph's stream would run when the graph does, which may be after the buffer's end.
 fn refuse_capture(stream: &Stream) -> Result<(), BufferError> {
-    match stream.is_capturing() {
-        Ok(false) => Ok(()),
-        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            Err(error.into())
-        }
-        Ok(true) | Err(_) => Err(BufferError::Capturing {
-            stream: stream.raw() as usize,
-        }),
-    }
+    capture::refuse_capture(stream, |stream| BufferError::Capturing {
+        stream: stream.raw() as usize,
+    })
 }
 
 /// An operation that failed.
@@ -353,7 +342,7 @@ pub(super) fn submit(
         memory.admit(stream, id).map_err(Failed::Before)?;
     }
     for memory in used.iter().filter(|memory| memory.stream_id != id) {
-        order(&memory.stream, stream).map_err(before)?;
+        order::order(&memory.stream, stream, memory.events()).map_err(before)?;
     }
     let entered = stream.context().enter().map_err(before)?;
     // A failure may be that of earlier work, reported late, so it does not say that nothing was
@@ -368,6 +357,20 @@ pub(super) fn submit(
     refuse_capture(stream).map_err(Failed::Submitted)
 }
 
+/// As [`submit`] of an operation on one memory, and waits until it is complete.
+pub(super) fn submit_and_wait(
+    stream: &Stream,
+    memory: &Memory,
+    operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
+) -> Ended {
+    let result = match submit(stream, &[memory], operation) {
+        Ok(()) => Ok(()),
+        Err(Failed::Before(error)) => return Ended::Over(Err(error)),
+        Err(Failed::Submitted(error)) => Err(error),
+    };
+    end_of(stream, result, memory.events())
+}
+
 /// How an operation ended that was waited for.
 #[must_use]
 pub(crate) enum Ended {
@@ -378,58 +381,16 @@ pub(crate) enum Ended {
     Unseen(DriverError),
 }
 
-/// As [`submit`], and waits until the operation is complete.
-pub(super) fn submit_and_wait(
-    stream: &Stream,
-    used: &[&Memory],
-    operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
-) -> Ended {
-    let result = match submit(stream, used, operation) {
-        Ok(()) => Ok(()),
-        Err(Failed::Before(error)) => return Ended::Over(Err(error)),
-        Err(Failed::Submitted(error)) => Err(error),
-    };
-    end_of(stream, result)
-}
-
-/// Waits for the work of `stream` so far, by all means: an event, the stream, the whole context.
-pub(super) fn wait(stream: &Stream) -> Result<(), DriverError> {
-    let context = stream.context();
-    let by_event = || context.enter()?.wait(&mark(stream)?);
-    by_event().or_else(|error| {
-        // A wait for what is captured cannot end, and would spoil the capture.
-        if refuse_capture(stream).is_err() {
-            return Err(error);
-        }
-        stream
-            .synchronize()
-            .or_else(|_| context.enter()?.synchronize())
-            .map_err(|_| error)
-    })
-}
-
-/// How often a wait is tried again whose failure says nothing about the work.
-const TRIES: u32 = 100;
-
 /// Waits for the end of an operation that was given to `stream` with this result.
-pub(crate) fn end_of(stream: &Stream, result: Result<(), BufferError>) -> Ended {
-    let mut tries = 0;
-    loop {
-        match wait(stream) {
-            Ok(()) => return Ended::Over(result),
-            Err(error) if ends_work(error) || stream.context().driver().is_forked_child() => {
-                return Ended::Over(result.and(Err(error.into())));
-            }
-            Err(error) if tries == TRIES => return Ended::Unseen(error),
-            Err(_) => std::thread::yield_now(),
-        }
-        tries += 1;
+pub(crate) fn end_of(
+    stream: &Stream,
+    result: Result<(), BufferError>,
+    events: &EventPools,
+) -> Ended {
+    match order::see_end(stream, events) {
+        order::Ended::Over(end) => Ended::Over(result.and(end.map_err(BufferError::from))),
+        order::Ended::Unseen(error) => Ended::Unseen(error),
     }
-}
-
-/// Whether an error says that the context does no work any more.
-fn ends_work(error: DriverError) -> bool {
-    error.is_fatal() || error.code() == sys::CUresult::CUDA_ERROR_INVALID_CONTEXT
 }
 
 /// A block that could not become a buffer, and why.

@@ -11,6 +11,8 @@ use super::described::Described;
 use super::dlpack::DlpackTensor;
 use super::element::{Element, ElementType};
 use super::error::{ColumnError, ImportError};
+use crate::sync::event::EventPools;
+
 use super::memory::{ColumnSource, Foreign, Memory};
 use super::order::{Consumer, Producer};
 
@@ -77,6 +79,10 @@ impl Column {
                 .map_err(|(_, error)| error)?,
         };
         Ok(Column::new(memory, element, rows, false))
+    }
+
+    pub(super) fn events(&self) -> &EventPools {
+        self.memory.events()
     }
 
     /// [`uninit`](Self::uninit) with memory of any resource, to which it goes back.

@@ -331,7 +331,11 @@ impl Table {
         }
         // The number may depend on work in the columns' own order.
         for column in &self.columns {
-            order(column.stream(), self.row_count.stream())?;
+            order(
+                column.stream(),
+                self.row_count.stream(),
+                self.row_count.events(),
+            )?;
         }
         let read = self.row_count.to_vec::<u64>()?;
         let rows = self.check(read.first().copied().unwrap_or(UNSET))?;

@@ -67,7 +67,8 @@ pub use crate::resource::{Gauge, PoolUsage};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator;
-use crate::driver::{Context, Device, Driver, Stream, process, sys};
+use crate::driver::{Context, Device, Driver, Stream, process};
+use crate::sync::{capture, order};
 
 /// The first of many equal failures is logged, then those whose number is a power of two.
 #[derive(Debug, Default)]
@@ -99,39 +100,18 @@ fn device_of(driver: &Driver, ordinal: i64) -> Result<Device, PoolError> {
 
 /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
 fn refuse_capture(stream: &Stream) -> Result<(), PoolError> {
-    let capturing = if stream.raw() as usize > 2 {
-        // SAFETY: the stream is alive by the contract under which it was made; one that is not a
-        // default stream can be asked whatever context is current.
-        unsafe { stream.context().driver().is_capturing(stream.raw()) }
-    } else {
-        stream.is_capturing()
-    };
-    match capturing {
-        Ok(false) => Ok(()),
-        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            Err(error.into())
-        }
-        Ok(true) | Err(_) => Err(allocator::Error::Capturing {
-            stream: stream.raw() as usize,
-        }
-        .into()),
-    }
+    capture::refuse_capture(stream, |stream| capturing(stream.raw() as usize))
+}
+
+fn capturing(stream: usize) -> PoolError {
+    allocator::Error::Capturing { stream }.into()
 }
 
 /// Waits for everything that a context was given; refuses while something captures there, which would suffer.
 fn wait_for(context: &Context) -> Result<(), PoolError> {
-    let capturing = |stream| allocator::Error::Capturing { stream };
-    if let Some((stream, _)) = context.driver().found_capturing().first() {
-        return Err(capturing(*stream).into());
-    }
-    let entered = context.enter()?;
-    // SAFETY: the null handle is valid while a context is current.
-    match unsafe { context.driver().is_capturing(std::ptr::null_mut()) } {
-        Ok(false) => Ok(entered.synchronize()?),
-        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            Err(error.into())
-        }
-        Ok(true) | Err(_) => Err(capturing(0).into()),
+    match capture::capture_in(context)? {
+        Some(stream) => Err(capturing(stream)),
+        None => Ok(order::wait_for_context(context)?),
     }
 }
 

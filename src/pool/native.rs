@@ -1,14 +1,15 @@
 //! The driver's own stream-ordered pools, as one pool among others.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use crate::allocator::{self, OutOfMemory, size};
 use crate::driver::{
     Context, Device, Driver, DriverError, Feature, MemoryPool, PoolProperties, Stream, sys,
 };
 use crate::resource::{Gauge, PoolUsage, Table};
+use crate::sync::event::EventPools;
 
 use super::error::PoolError;
 use super::native_block::{DESTROYED, Inner, NativeBlock, free_those_of};
@@ -141,7 +142,7 @@ impl NativePool {
             users: AtomicU64::new(0),
             requested: AtomicU64::new(0),
             keyed: Table::default(),
-            events: Mutex::default(),
+            events: EventPools::of(context),
             log: RareLog::default(),
         }))
     }

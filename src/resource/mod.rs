@@ -32,7 +32,6 @@ mod callback;
 mod clock;
 mod direct;
 mod error;
-mod events;
 mod foreign;
 mod gauge;
 mod guard;

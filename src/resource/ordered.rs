@@ -9,7 +9,6 @@ use crate::sync::held::{Locked, locked};
 
 use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
 use super::error::{ResourceError, StreamMisuse};
-use super::events::{EventPools, Pooled};
 use super::gauge::Charge;
 use super::key::BlockKey;
 use super::owned::{give_back, log_rarely};
@@ -17,6 +16,7 @@ use super::stranded::Stranded;
 use super::traits::{MemoryResource, Outstanding, Tracking};
 use super::usage::PoolUsage;
 use super::uses::{Uses, refuse_capture};
+use crate::sync::event::{EventPools, Pooled};
 
 /// Deallocations that share a marker at most.
 const BATCH: usize = 256;

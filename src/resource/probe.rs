@@ -8,10 +8,10 @@ use crate::sync::held::Locked;
 
 use super::block::{Access, BlockIdentity, DeallocateError, ResourceBlock, Tag};
 use super::error::ResourceError;
-use super::events::{EventPools, Pooled};
 use super::owned::give_back;
 use super::traits::{MemoryResource, Tracking, count_anyway, forward, forward_reap};
 use super::uses::{Point, refuse_capture};
+use crate::sync::event::{EventPools, Pooled};
 
 /// What a [`Probe`] does. Everything is off by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -491,6 +491,54 @@ fn s1_19_statistics_say_what_happened() {
     });
 }
 
+/// S1.19: free blocks, the largest of them and records count small blocks, as the snapshot shows them.
+#[test]
+fn s1_19_small_blocks_count_as_free_blocks_and_records() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let streams: [Stream; 2] = rig.streams();
+        let compare = |what: &str| {
+            let (stats, segments) = allocator.stats_and_snapshot();
+            let blocks = segments.iter().flat_map(|segment| &segment.blocks);
+            let live = blocks.clone().filter(|b| b.state == BlockState::Allocated);
+            let free =
+                blocks.filter(|b| matches!(b.state, BlockState::Free | BlockState::PendingFree));
+            let sizes: Vec<u64> = free.map(|block| block.size).collect();
+            assert_eq!(stats.free_blocks, sizes.len() as u64, "{what}");
+            let largest = sizes.iter().max().copied();
+            assert_eq!(stats.largest_free, largest.unwrap_or(0), "{what}");
+            assert!(
+                stats.nodes >= stats.free_blocks + live.count() as u64,
+                "{what}"
+            );
+            allocator.check().unwrap();
+            stats.free_blocks
+        };
+        let mut blocks: Vec<Option<Block>> = (0..1000)
+            .map(|at| {
+                Some(
+                    allocator
+                        .allocate(1 + at % 7 * 900, &streams[at / 2 % 2])
+                        .unwrap(),
+                )
+            })
+            .collect();
+        let before = compare("all live");
+        blocks.iter_mut().step_by(2).for_each(|block| *block = None);
+        assert!(compare("every second one free") > before + 200);
+        for block in blocks.iter().flatten().step_by(3) {
+            block.record_stream(&streams[0]).unwrap();
+        }
+        blocks.clear();
+        compare("some pending");
+        drop(allocator.allocate(3 * MIB, &streams[0]).unwrap());
+        compare("a large one free");
+        allocator.empty_cache().unwrap();
+        compare("cache empty");
+        rig.close(&allocator);
+    });
+}
+
 /// S1.45: the null handle is the legacy default stream, with an order of its own.
 #[test]
 fn s1_45_default_streams_are_served() {

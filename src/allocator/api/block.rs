@@ -90,12 +90,12 @@ impl Block {
     /// for the end of all its work. If it is not, a last marker will come after everything that the stream was
     /// given until now.
     pub(crate) fn stream_retired(&self) -> bool {
-        let state = self.engine().lock();
+        let heap = self.engine().lock();
         let stream = match self.place.record() {
-            Some(id) => state.extents.records[id].stream,
+            Some(id) => heap.extents.records[id].stream,
             None => self.place.home().lock().slot,
         };
-        !state.streams[stream].named
+        !heap.streams[stream].named
     }
 
     /// The front that a small block comes from.

@@ -268,9 +268,9 @@ impl Allocator {
         };
         engine.add_handle();
         {
-            let mut state = engine.lock();
-            if state.orphaned {
-                state.set_orphaned(false);
+            let mut heap = engine.lock();
+            if heap.orphaned {
+                heap.set_orphaned(false);
             }
         }
         Allocator { engine }
@@ -334,30 +334,30 @@ impl Allocator {
 
     /// Whether a live block lies around `ptr`.
     pub fn owns(&self, ptr: sys::CUdeviceptr) -> bool {
-        let Some(mut state) = self.engine.readable() else {
+        let Some(mut heap) = self.engine.readable() else {
             return false;
         };
-        state.fronts.small_around(ptr).is_some() || state.large_around(ptr).is_some()
+        heap.fronts.small_around(ptr).is_some() || heap.large_around(ptr).is_some()
     }
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
-        let mut state = self.engine.readable()?;
-        if let Some((_, run, stream)) = state.fronts.small_around(ptr) {
-            return Some(state.run_info(stream, &run, &[]));
+        let mut heap = self.engine.readable()?;
+        if let Some((_, run, stream)) = heap.fronts.small_around(ptr) {
+            return Some(heap.run_info(stream, &run, &[]));
         }
-        let id = state.large_around(ptr)?;
-        Some(state.block_info(id))
+        let id = heap.large_around(ptr)?;
+        Some(heap.block_info(id))
     }
 
     /// Usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
-        let mut state = self.engine.readable()?;
-        if let Some((_, run, _)) = state.fronts.small_around(ptr) {
+        let mut heap = self.engine.readable()?;
+        if let Some((_, run, _)) = heap.fronts.small_around(ptr) {
             return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
         }
-        let id = state.large_around(ptr)?;
-        let hot = &state.extents.records[id];
+        let id = heap.large_around(ptr)?;
+        let hot = &heap.extents.records[id];
         (hot.addr == ptr).then(|| hot.bytes())
     }
 
@@ -418,8 +418,8 @@ impl Allocator {
     /// Sets or lifts the bound on bytes held from the driver. Memory above a lowered bound stays
     /// until it is trimmed.
     pub fn set_limit(&self, bytes: Option<u64>) {
-        if let Some(mut state) = self.engine.readable() {
-            state.physical.limit = bytes;
+        if let Some(mut heap) = self.engine.readable() {
+            heap.physical.limit = bytes;
         }
     }
 
@@ -466,26 +466,26 @@ impl Allocator {
 
     /// All figures, at one instant.
     pub fn stats(&self) -> Stats {
-        let state = self.engine.readable();
-        state.map_or_else(Stats::default, |state| state.statistics())
+        let heap = self.engine.readable();
+        heap.map_or_else(Stats::default, |heap| heap.statistics())
     }
 
     /// How far the free memory could serve: a walk over all of it.
     pub fn fragmentation(&self) -> Fragmentation {
-        let Some(mut state) = self.engine.readable() else {
+        let Some(mut heap) = self.engine.readable() else {
             return Fragmentation::default();
         };
-        state.clear_shelves();
-        state.fragmentation()
+        heap.clear_shelves();
+        heap.fragmentation()
     }
 
     /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
     pub fn cached(&self) -> u64 {
-        let Some(mut state) = self.engine.readable() else {
+        let Some(mut heap) = self.engine.readable() else {
             return 0;
         };
-        let (_, allocated) = state.live_totals();
-        state.stats.all.reserved.current.saturating_sub(allocated)
+        let (_, allocated) = heap.live_totals();
+        heap.stats.all.reserved.current.saturating_sub(allocated)
     }
 
     /// Calls of the driver so far, by name, as the function table counted them: those of everything
@@ -496,8 +496,8 @@ impl Allocator {
 
     /// Sets all peaks to the current values, at one instant.
     pub fn reset_peaks(&self) {
-        if let Some(mut state) = self.engine.readable() {
-            state.reset_peaks();
+        if let Some(mut heap) = self.engine.readable() {
+            heap.reset_peaks();
         }
     }
 
@@ -508,11 +508,11 @@ impl Allocator {
 
     /// [`stats`](Self::stats) and [`snapshot`](Self::snapshot) of the same instant.
     pub fn stats_and_snapshot(&self) -> (Stats, Vec<SegmentInfo>) {
-        let Some(mut state) = self.engine.readable() else {
+        let Some(mut heap) = self.engine.readable() else {
             return Default::default();
         };
-        state.clear_shelves();
-        (state.statistics(), state.snapshot())
+        heap.clear_shelves();
+        (heap.statistics(), heap.snapshot())
     }
 
     /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
@@ -523,7 +523,7 @@ impl Allocator {
     /// The first thing that does not agree. In a forked child there is nothing to look at, which is one.
     pub fn check(&self) -> Result<(), CheckError> {
         match self.engine.readable() {
-            Some(state) => state.check(),
+            Some(heap) => heap.check(),
             None => {
                 crate::allocator::extent::invariant::holds("the books of a forked child", false)
             }
@@ -545,7 +545,7 @@ impl fmt::Debug for Allocator {
     }
 }
 
-impl crate::allocator::heap::State {
+impl crate::allocator::heap::Heap {
     fn statistics(&self) -> Stats {
         let mut stats = self.stats;
         stats.free = self.extents.free_bytes();

@@ -158,10 +158,10 @@ impl Engine {
         }
         let named = self.named(stream)?;
         self.refuse_capture(&named)?;
-        let (mut state, slot) = self.slot(self.open()?, &named)?;
-        self.same_device(&state, slot)?;
-        let front = state.front_of(slot, cache::thread_number());
-        drop(state);
+        let (mut heap, slot) = self.slot(self.open()?, &named)?;
+        self.same_device(&heap, slot)?;
+        let front = heap.front_of(slot, cache::thread_number());
+        drop(heap);
         if let Some(key) = key {
             cache::remember(key, front);
         }

@@ -12,7 +12,7 @@ use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId};
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::heap::blocks::Suspect;
 use crate::allocator::heap::request::Request;
 use crate::allocator::size::GRANULE;
@@ -29,14 +29,9 @@ pub(crate) struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    pub(crate) fn begin(
-        engine: &'a Engine,
-        state: &mut State,
-        stream: u32,
-        requested: u64,
-    ) -> Self {
-        state.streams[stream].calls += 1;
-        let peak = state.announce(requested);
+    pub(crate) fn begin(engine: &'a Engine, heap: &mut Heap, stream: u32, requested: u64) -> Self {
+        heap.streams[stream].calls += 1;
+        let peak = heap.announce(requested);
         Call {
             engine,
             stream,
@@ -45,17 +40,17 @@ impl<'a> Call<'a> {
     }
 
     /// The call got its block.
-    pub(crate) fn end(self, state: &mut State) {
-        state.streams[self.stream].calls -= 1;
+    pub(crate) fn end(self, heap: &mut Heap) {
+        heap.streams[self.stream].calls -= 1;
         std::mem::forget(self);
     }
 }
 
 impl Drop for Call<'_> {
     fn drop(&mut self) {
-        let mut state = self.engine.lock();
-        state.streams[self.stream].calls -= 1;
-        state.withdraw(self.peak);
+        let mut heap = self.engine.lock();
+        heap.streams[self.stream].calls -= 1;
+        heap.withdraw(self.peak);
     }
 }
 
@@ -114,16 +109,16 @@ impl Engine {
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }
-        let mut state = self.lock();
-        if state.closed {
+        let mut heap = self.lock();
+        if heap.closed {
             return Err(Error::Closed);
         }
-        if !state.contended
-            && let Some(grant) = state.take_ready(self.device, named.key, request)
+        if !heap.contended
+            && let Some(grant) = heap.take_ready(self.device, named.key, request)
         {
             return Ok(grant);
         }
-        self.allocate_in_order(state, named, request)
+        self.allocate_in_order(heap, named, request)
     }
 
     /// Goes on where more is to be done than to take memory that is ready. Apart from that, which needs less
@@ -131,46 +126,46 @@ impl Engine {
     #[inline(never)]
     fn allocate_in_order<'a>(
         &'a self,
-        state: Guard<'a>,
+        heap: Guard<'a>,
         named: &Named<'_>,
         request: &Request,
     ) -> Result<Grant, Error> {
-        let (mut state, stream) = self.slot(state, named)?;
-        self.same_device(&state, stream)?;
-        if state.closed {
+        let (mut heap, stream) = self.slot(heap, named)?;
+        self.same_device(&heap, stream)?;
+        if heap.closed {
             return Err(Error::Closed);
         }
-        let front = state.front_of(stream, front::cache::thread_number());
-        let call = Call::begin(self, &mut state, stream, request.requested);
-        let (mut state, grant) = match self.small_request(request) {
-            Some(small) => match self.obtain_small(state, (named.key, stream), front, small) {
+        let front = heap.front_of(stream, front::cache::thread_number());
+        let call = Call::begin(self, &mut heap, stream, request.requested);
+        let (mut heap, grant) = match self.small_request(request) {
+            Some(small) => match self.obtain_small(heap, (named.key, stream), front, small) {
                 // At a limit memory of the other arena is better than none.
                 Err(Error::OutOfMemory(refusal)) => self
                     .left_over(&request.want(SpaceId::Large, stream), front)
                     .ok_or(Error::OutOfMemory(refusal))?,
                 obtained => obtained?,
             },
-            None => self.allocate_large(state, (named.key, stream), front, request)?,
+            None => self.allocate_large(heap, (named.key, stream), front, request)?,
         };
-        call.end(&mut state);
-        self.repay(state, stream, grant.bytes());
+        call.end(&mut heap);
+        self.repay(heap, stream, grant.bytes());
         Ok(grant)
     }
 
     /// Room for a small request in the arena of large ones, when no page could be had for it.
     fn left_over(&self, want: &Want, front: &'static Front) -> Option<(Guard<'_>, Grant)> {
-        let mut state = self.lock();
-        let run = state.finder(want.space, want.stream)?.ready_run(want)?;
-        let id = state.take(want, run)?;
+        let mut heap = self.lock();
+        let run = heap.finder(want.space, want.stream)?.ready_run(want)?;
+        let id = heap.take(want, run)?;
         // It did not run out after all.
-        state.stats.ooms -= 1;
-        let grant = state.granted(id, want.stream, want.requested, front);
-        Some((state, grant))
+        heap.stats.ooms -= 1;
+        let grant = heap.granted(id, want.stream, want.requested, front);
+        Some((heap, grant))
     }
 
     fn allocate_large<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         (key, stream): (StreamKey, u32),
         front: &'static Front,
         request: &Request,
@@ -178,37 +173,37 @@ impl Engine {
         if let StreamKey::Id(key) = key {
             front::cache::remember(key, front);
         }
-        let want = request.want(state.space_of(request), stream);
+        let want = request.want(heap.space_of(request), stream);
         if self.packed {
-            let contended = state.contended;
-            state.pass_by_shelf(front, contended);
+            let contended = heap.contended;
+            heap.pass_by_shelf(front, contended);
         }
-        let state = self.mark_due(state, stream);
-        let (mut state, id, missed) = self.obtain(state, &want)?;
+        let heap = self.mark_due(heap, stream);
+        let (mut heap, id, missed) = self.obtain(heap, &want)?;
         if missed {
-            state.stats.misses += 1;
+            heap.stats.misses += 1;
         } else {
-            state.stats.hits += 1;
+            heap.stats.hits += 1;
         }
-        let mut grant = state.granted(id, stream, request.requested, front);
+        let mut grant = heap.granted(id, stream, request.requested, front);
         if self.packed {
             let id = grant.place.record().unwrap_or(id);
-            grant.set_shelved(state.shelve(id, front, request.is_plain()));
+            grant.set_shelved(heap.shelve(id, front, request.is_plain()));
         }
-        Ok((state, grant))
+        Ok((heap, grant))
     }
 
     /// The live large block that starts at a pointer.
-    fn live(&self, state: &mut State, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
-        if let Some(id) = state.extents.lookup.exact(ptr) {
+    fn live(&self, heap: &mut Heap, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
+        if let Some(id) = heap.extents.lookup.exact(ptr) {
             return Ok(id);
         }
         let interior = |base| Error::InteriorPointer { ptr, base };
-        Err(match state.large_around(ptr) {
-            Some(id) => interior(state.extents.records[id].addr),
-            None => match state.fronts.small_around(ptr) {
+        Err(match heap.large_around(ptr) {
+            Some(id) => interior(heap.extents.records[id].addr),
+            None => match heap.fronts.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
-                None if state.physical.ours(ptr) => Error::NotLive { ptr },
+                None if heap.physical.ours(ptr) => Error::NotLive { ptr },
                 None => Error::NotOurs { ptr },
             },
         })
@@ -238,20 +233,20 @@ impl Engine {
 
     #[inline(never)]
     fn free_large(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        let mut state = self.open()?;
-        let id = self.live(&mut state, ptr)?;
-        self.free_record(state, (id, None), ptr)
+        let mut heap = self.open()?;
+        let id = self.live(&mut heap, ptr)?;
+        self.free_record(heap, (id, None), ptr)
     }
 
     /// Frees the large block of a record; with a generation only that life of it.
     fn free_record<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         (id, generation): (u32, Option<u32>),
         ptr: sys::CUdeviceptr,
     ) -> Result<(), Error> {
         if !self.watchful()
-            && let Some(freed) = state.free_on_shelf(id, generation)
+            && let Some(freed) = heap.free_on_shelf(id, generation)
         {
             return if freed {
                 Ok(())
@@ -259,27 +254,27 @@ impl Engine {
                 Err(Error::NotLive { ptr })
             };
         }
-        state.unshelve(id);
-        let generation = generation.unwrap_or(state.extents.records[id].generation);
+        heap.unshelve(id);
+        let generation = generation.unwrap_or(heap.extents.records[id].generation);
         let block = (id, generation);
-        if !state.is_live(block) {
+        if !heap.is_live(block) {
             return Err(Error::NotLive { ptr });
         }
-        let stream = state.extents.records[id].stream;
+        let stream = heap.extents.records[id].stream;
         if self.watchful()
-            && let Some(suspect) = state.capture_suspect(stream)
+            && let Some(suspect) = heap.capture_suspect(stream)
         {
-            drop(state);
+            drop(heap);
             self.refuse_if_capturing(&suspect)?;
             // It may be the last to hold its stream, which is destroyed outside the lock.
             drop(suspect);
-            state = self.open()?;
-            if !state.is_live(block) {
+            heap = self.open()?;
+            if !heap.is_live(block) {
                 return Err(Error::NotLive { ptr });
             }
         }
-        let after = state.free(id);
-        self.finish_free(state, &after);
+        let after = heap.free(id);
+        self.finish_free(heap, &after);
         Ok(())
     }
 
@@ -290,7 +285,7 @@ impl Engine {
         }
         self.small_at(block.ptr).is_some_and(|(front, node)| {
             let inner = front.lock();
-            inner.heap.is_numbered(node, page_of(block.id))
+            inner.runs.is_numbered(node, page_of(block.id))
                 && inner
                     .live(node, block.ptr, Some(block.generation))
                     .is_some()
@@ -304,25 +299,25 @@ impl Engine {
             self.usable()?;
             let (front, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
             // A page that came again has another number, and its generations begin anew.
-            if !front.lock().heap.is_numbered(node, page_of(block.id)) {
+            if !front.lock().runs.is_numbered(node, page_of(block.id)) {
                 return Err(Error::NotLive { ptr });
             }
             return self.free_small(front, node, ptr, Some(block.generation));
         }
-        let state = self.open()?;
-        self.free_record(state, (block.id, Some(block.generation)), ptr)
+        let heap = self.open()?;
+        self.free_record(heap, (block.id, Some(block.generation)), ptr)
     }
 
     /// What a free leaves to do without the lock: markers, and the end of an allocator whose last
     /// block it was.
-    pub(crate) fn finish_free(&self, state: Guard<'_>, after: &AfterFree) {
-        if after.is_empty() && !state.orphaned {
+    pub(crate) fn finish_free(&self, heap: Guard<'_>, after: &AfterFree) {
+        if after.is_empty() && !heap.orphaned {
             return;
         }
         // Without the block nothing may keep the engine but this.
         let keep = self.keep();
-        let orphaned = state.orphaned;
-        drop(state);
+        let orphaned = heap.orphaned;
+        drop(heap);
         self.mark_all(after.streams());
         if orphaned {
             self.abandon();
@@ -366,9 +361,9 @@ impl Engine {
         now: bool,
     ) -> Result<(), Error> {
         {
-            let mut state = self.open()?;
-            if state.large_around(ptr).is_none() && state.fronts.small_around(ptr).is_none() {
-                return Err(if state.physical.ours(ptr) {
+            let mut heap = self.open()?;
+            if heap.large_around(ptr).is_none() && heap.fronts.small_around(ptr).is_none() {
+                return Err(if heap.physical.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
                     Error::NotOurs { ptr }
@@ -376,15 +371,15 @@ impl Engine {
             }
         }
         self.refuse_capture(named)?;
-        let (mut state, stream) = self.slot(self.open()?, named)?;
-        let front = state.front_of(stream, front::cache::thread_number());
+        let (mut heap, stream) = self.slot(self.open()?, named)?;
+        let front = heap.front_of(stream, front::cache::thread_number());
         if let StreamKey::Id(key) = named.key {
             front::cache::remember(key, front);
         }
-        let block = state.large_around(ptr);
+        let block = heap.large_around(ptr);
         let owner = match block {
-            Some(id) => Some(state.extents.records[id].stream),
-            None => state.fronts.small_around(ptr).map(|(_, _, owner)| owner),
+            Some(id) => Some(heap.extents.records[id].stream),
+            None => heap.fronts.small_around(ptr).map(|(_, _, owner)| owner),
         };
         let Some(owner) = owner else {
             return Err(Error::NotLive { ptr });
@@ -392,25 +387,25 @@ impl Engine {
         let now = now && owner != stream;
         // Covered by the marker below: frees after it get a later ticket.
         let ticket = now.then(|| {
-            let slot = &mut state.streams[stream];
+            let slot = &mut heap.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
             slot.open
         });
         if now {
             // What may fail comes first: a use of which the caller hears that it failed is not recorded.
-            drop(state);
+            drop(heap);
             self.mark(stream, named.key)?;
-            state = self.open()?;
-            let slot = &state.streams[stream];
+            heap = self.open()?;
+            let slot = &heap.streams[stream];
             if !slot.in_use || slot.key != named.key {
                 // Only a stream of which everything is complete is forgotten.
                 return Ok(());
             }
         }
-        match state.large_around(ptr) {
-            Some(id) => state.record(id, stream, ticket),
+        match heap.large_around(ptr) {
+            Some(id) => heap.record(id, stream, ticket),
             None => {
-                if !state.record_small(ptr, Recorded { stream, ticket }) {
+                if !heap.record_small(ptr, Recorded { stream, ticket }) {
                     return Err(Error::NotLive { ptr });
                 }
             }
@@ -420,17 +415,17 @@ impl Engine {
 
     /// The slot of a stream that is known, or why it is not.
     pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
-        let state = self.open()?;
-        let known = state.streams.find(named.key);
-        known.ok_or_else(|| state.streams.not_here(named.raw as usize))
+        let heap = self.open()?;
+        let known = heap.streams.find(named.key);
+        known.ok_or_else(|| heap.streams.not_here(named.raw as usize))
     }
 
     /// All slots of a stream that is known: more than one where others retired it while it went on.
     fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
-        let state = self.open()?;
-        let slots = state.streams.all_of(named.key);
+        let heap = self.open()?;
+        let slots = heap.streams.all_of(named.key);
         if slots.is_empty() {
-            return Err(state.streams.not_here(named.raw as usize));
+            return Err(heap.streams.not_here(named.raw as usize));
         }
         Ok(slots)
     }

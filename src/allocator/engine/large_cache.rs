@@ -31,15 +31,15 @@ impl Engine {
     /// Records the markers that are due for what came off the shelves, in a call that names a stream. Of
     /// other streams only on those that we keep alive: since a block was freed to a shelf its stream may have
     /// been destroyed, and its handle be another's by now. Its next marker covers that free, too.
-    pub(crate) fn mark_due<'a>(&'a self, mut state: Guard<'a>, named: u32) -> Guard<'a> {
-        if state.fronts.due.is_empty() {
-            return state;
+    pub(crate) fn mark_due<'a>(&'a self, mut heap: Guard<'a>, named: u32) -> Guard<'a> {
+        if heap.fronts.due.is_empty() {
+            return heap;
         }
-        let mut due = std::mem::take(&mut state.fronts.due);
+        let mut due = std::mem::take(&mut heap.fronts.due);
         due.retain(|(stream, _)| {
-            *stream == named || matches!(state.streams[*stream].holder, Holder::Kept(_))
+            *stream == named || matches!(heap.streams[*stream].holder, Holder::Kept(_))
         });
-        drop(state);
+        drop(heap);
         self.mark_all(due);
         self.lock()
     }

@@ -4,10 +4,10 @@ use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
-use crate::allocator::heap::State;
-use crate::allocator::stream::answers::is_capture_refusal;
+use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::allocator::stream::slot::{is_per_thread, is_special};
+use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
     /// Streams of another driver are refused: ids tell apart the streams of one.
@@ -120,7 +120,7 @@ impl Engine {
     /// The slot of a stream, registered if it is new.
     pub(crate) fn slot<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         named: &Named<'_>,
     ) -> Result<(Guard<'a>, u32), Error> {
         let kept = named.stream.filter(|stream| {
@@ -129,16 +129,16 @@ impl Engine {
                 StreamKind::Borrowed | StreamKind::PerThreadDefault
             )
         });
-        if let Some(stream) = state.streams.find(named.key) {
-            let slot = &mut state.streams[stream];
+        if let Some(stream) = heap.streams.find(named.key) {
+            let slot = &mut heap.streams[stream];
             if let (Holder::Foreign(_), Some(kept)) = (&slot.holder, kept) {
                 // It was named by its handle until now.
                 let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
                 slot.former = Some(former);
             }
-            return Ok((state, stream));
+            return Ok((heap, stream));
         }
-        drop(state);
+        drop(heap);
         let context = self.context_of(named)?;
         // A handle may be that of a stream which somebody here destroys.
         let by_handle = match named.key {
@@ -152,9 +152,9 @@ impl Engine {
         self.prune();
         let former = std::mem::take(&mut self.lock().streams.former);
         drop(former);
-        state = self.lock();
-        let stream = state.adopt(named.key, named.raw as usize, context, holder);
-        Ok((state, stream))
+        heap = self.lock();
+        let stream = heap.adopt(named.key, named.raw as usize, context, holder);
+        Ok((heap, stream))
     }
 
     pub(crate) fn context_of(&self, named: &Named<'_>) -> Result<Context, Error> {
@@ -174,8 +174,8 @@ impl Engine {
     }
 
     /// Memory of this device is allocated on streams of this device.
-    pub(crate) fn same_device(&self, state: &State, stream: u32) -> Result<(), Error> {
-        let other = state.streams[stream].context.device();
+    pub(crate) fn same_device(&self, heap: &Heap, stream: u32) -> Result<(), Error> {
+        let other = heap.streams[stream].context.device();
         if other == self.device {
             return Ok(());
         }

@@ -32,67 +32,67 @@ impl Engine {
         drop(self.open()?);
         self.refuse_capture(named)?;
         self.free_deferred();
-        let (mut state, stream) = self.slot(self.open()?, named)?;
-        self.same_device(&state, stream)?;
-        if state.closed {
+        let (mut heap, stream) = self.slot(self.open()?, named)?;
+        self.same_device(&heap, stream)?;
+        if heap.closed {
             return Err(Error::Closed);
         }
         // Nothing is announced before there is a block: a request for what is at hand may find none.
-        let call = Call::begin(self, &mut state, stream, 0);
-        let front = state.front_of(stream, cache::thread_number());
-        let (mut state, found, free) = match self.small_request(&request) {
+        let call = Call::begin(self, &mut heap, stream, 0);
+        let front = heap.front_of(stream, cache::thread_number());
+        let (mut heap, found, free) = match self.small_request(&request) {
             Some(small) => {
                 if let StreamKey::Id(key) = named.key {
                     cache::remember(key, front);
                 }
-                let (state, found) = self.take_small(state, front, small, near)?;
+                let (heap, found) = self.take_small(heap, front, small, near)?;
                 let free = near.iter().copied();
                 (
-                    state,
+                    heap,
                     found,
                     free.filter(|at| self.is_free_small(*at)).collect(),
                 )
             }
-            None => self.take_on(state, front, &request, near)?,
+            None => self.take_on(heap, front, &request, near)?,
         };
-        call.end(&mut state);
+        call.end(&mut heap);
         Ok((found, free))
     }
 
     fn take_on<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         front: &'static Front,
         request: &Request,
         near: &[u64],
     ) -> Result<(Guard<'a>, Option<Grant>, Vec<u64>), Error> {
-        let space = state.space_of(request);
+        let space = heap.space_of(request);
         let stream = front.lock().slot;
-        state.unshelve_loose();
-        state.settle_shelves_of(stream);
+        heap.unshelve_loose();
+        heap.settle_shelves_of(stream);
         let want = request.want(space, stream);
-        let mut found = state.take_near(&want, near);
-        if found.is_none() && (!near.is_empty() || state.best(&want).is_none()) {
+        let mut found = heap.take_near(&want, near);
+        if found.is_none() && (!near.is_empty() || heap.best(&want).is_none()) {
             // Memory that other streams used may be free by now.
-            state.streams.ask_again();
-            state = self.poll_for(state, stream)?;
-            found = state.take_near(&want, near);
+            heap.streams.ask_again();
+            heap = self.poll_for(heap, stream)?;
+            found = heap.take_near(&want, near);
         }
-        let mut found = found.or_else(|| state.take_best(&want));
+        let mut found = found.or_else(|| heap.take_best(&want));
         if found.is_none()
-            && let Some(run) = self.view_at_hand(&state, &want)
+            && let Some(run) = self.view_at_hand(&heap, &want)
         {
-            (state, found) = self.take_in_view(state, &want, run)?;
+            (heap, found) = self.take_in_view(heap, &want, run)?;
         }
         let free = near.iter().copied();
-        let free = free.filter(|addr| state.extents.piece_around(space, *addr).is_some());
+        let free = free.filter(|addr| heap.extents.piece_around(space, *addr).is_some());
         let free = free.collect();
         let Some(id) = found else {
-            return Ok((state, None, free));
+            return Ok((heap, None, free));
         };
-        state.stats.hits += 1;
-        state.announce(want.requested);
-        let grant = state.granted(id, stream, want.requested, front);
-        Ok((state, Some(grant), free))
+        heap.stats.hits += 1;
+        heap.announce(want.requested);
+        let grant = heap.granted(id, stream, want.requested, front);
+        Ok((heap, Some(grant), free))
     }
 }

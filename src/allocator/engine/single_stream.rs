@@ -11,24 +11,24 @@ impl Engine {
     /// captures, nor what comes after the last block. False, with nothing changed, if it does.
     #[inline(never)]
     pub(crate) fn drop_large(&self, id: u32, generation: u32) -> bool {
-        let mut state = self.lock();
-        if state.closed || state.orphaned {
+        let mut heap = self.lock();
+        if heap.closed || heap.orphaned {
             return false;
         }
-        if state.free_alone(id, generation) {
+        if heap.free_alone(id, generation) {
             return true;
         }
-        self.drop_among(state, id, generation)
+        self.drop_among(heap, id, generation)
     }
 
     /// Goes on where others are to be thought of.
     #[inline(never)]
-    fn drop_among(&self, mut state: Guard<'_>, id: u32, generation: u32) -> bool {
-        if !state.is_live((id, generation)) || state.extents.records[id].shelved {
+    fn drop_among(&self, mut heap: Guard<'_>, id: u32, generation: u32) -> bool {
+        if !heap.is_live((id, generation)) || heap.extents.records[id].shelved {
             return false;
         }
-        let after = state.free(id);
-        self.finish_free(state, &after);
+        let after = heap.free(id);
+        self.finish_free(heap, &after);
         true
     }
 }

@@ -106,7 +106,7 @@ impl Engine {
             outcome = inner.take(request);
             match outcome {
                 Allocated::NoRun if inner.take_back(true) => {}
-                Allocated::NoRun if inner.heap.flush_for(request.span()) => {}
+                Allocated::NoRun if inner.runs.flush_for(request.span()) => {}
                 Allocated::NoRoom if rounds < ROUNDS => {
                     rounds += 1;
                     let bytes = request.bytes();
@@ -147,20 +147,20 @@ impl Engine {
     #[cold]
     pub(crate) fn crowded(&self, key: u64, front: &'static Front) {
         cache::forget(key);
-        let mut state = self.lock();
+        let mut heap = self.lock();
         let (stream, own) = {
             let inner = front.lock();
             (inner.slot, inner.allocator == self.id && inner.key == key)
         };
         if own {
-            state.split_front(stream, StreamKey::Id(key));
+            heap.split_front(stream, StreamKey::Id(key));
         }
     }
 
     /// Allocates from a front with the books at hand.
     pub(crate) fn obtain_small<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         (key, stream): (StreamKey, u32),
         front: &'static Front,
         request: Small,
@@ -172,19 +172,19 @@ impl Engine {
         loop {
             let outcome = front.lock().take(request);
             let outcome = match outcome {
-                Allocated::NoRoom => state.take_at_peak(front, request, None),
+                Allocated::NoRoom => heap.take_at_peak(front, request, None),
                 outcome => outcome,
             };
             if let Allocated::Taken(taken) = outcome {
                 if missed {
-                    state.stats.misses += 1;
-                    state.fronts.misses += 1;
+                    heap.stats.misses += 1;
+                    heap.fronts.misses += 1;
                 }
-                return Ok((state, Grant::small(front, taken, request.granules)));
+                return Ok((heap, Grant::small(front, taken, request.granules)));
             }
             {
                 let mut inner = front.lock();
-                if inner.take_back(true) || inner.heap.flush_for(request.span()) {
+                if inner.take_back(true) || inner.runs.flush_for(request.span()) {
                     continue;
                 }
             }
@@ -193,12 +193,12 @@ impl Engine {
                 polled = true;
                 let close = front.lock().holds_much();
                 let freed;
-                (state, freed) = self.reclaim(state, front, close)?;
+                (heap, freed) = self.reclaim(heap, front, close)?;
                 front.lock().asked(freed);
                 continue;
             }
             let grown;
-            (state, grown) = self.obtain_page(state, stream, front, request)?;
+            (heap, grown) = self.obtain_page(heap, stream, front, request)?;
             missed |= grown;
         }
     }
@@ -207,7 +207,7 @@ impl Engine {
     /// added for it.
     fn obtain_page<'a>(
         &'a self,
-        state: Guard<'a>,
+        heap: Guard<'a>,
         stream: u32,
         front: &'static Front,
         request: Small,
@@ -222,65 +222,65 @@ impl Engine {
             single: false,
             views: true,
         };
-        let mut state = state;
-        if front.lock().heap.is_worn() {
-            state.return_pages(front, u32::MAX, &mut AfterFree::default());
+        let mut heap = heap;
+        if front.lock().runs.is_worn() {
+            heap.return_pages(front, u32::MAX, &mut AfterFree::default());
         }
-        let mut ready = state.take_best(&page);
-        if ready.is_none() && front.lock().heap.flush_quick() {
-            return Ok((state, false));
+        let mut ready = heap.take_best(&page);
+        if ready.is_none() && front.lock().runs.flush_quick() {
+            return Ok((heap, false));
         }
         if ready.is_none() {
             // What other fronts did not need lately comes before more memory.
-            let mut givers = state.flush_idle();
+            let mut givers = heap.flush_idle();
             if !givers.is_empty() {
                 givers.retain(|giver| *giver != stream);
-                state = self.cover(state, &givers)?;
-                ready = state.take_best(&page);
+                heap = self.cover(heap, &givers)?;
+                ready = heap.take_best(&page);
             }
         }
         if let Some(id) = ready {
-            state.page_taken(id, front)?;
-            return Ok((state, false));
+            heap.page_taken(id, front)?;
+            return Ok((heap, false));
         }
-        let (mut state, id, missed) = self.obtain(state, &page)?;
-        state.page_taken(id, front)?;
-        Ok((state, missed))
+        let (mut heap, id, missed) = self.obtain(heap, &page)?;
+        heap.page_taken(id, front)?;
+        Ok((heap, missed))
     }
 
     /// Covers what streams freed by markers, as far as that may be done here, and asks about them.
-    fn cover<'a>(&'a self, state: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
-        let mut ours = state.streams.kept_uncovered();
+    fn cover<'a>(&'a self, heap: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
+        let mut ours = heap.streams.kept_uncovered();
         ours.retain(|(stream, _)| streams.contains(stream));
         if ours.is_empty() {
-            return Ok(state);
+            return Ok(heap);
         }
-        drop(state);
-        let state = self.cover_all(&ours)?;
-        self.poll_some(state, |stream| streams.contains(&stream))
+        drop(heap);
+        let heap = self.cover_all(&ours)?;
+        self.poll_some(heap, |stream| streams.contains(&stream))
     }
 
     /// Asks whether other streams are done with what a front holds back for them; with `close` also
     /// about what no batch was full of yet. Whether anything came of it.
     fn reclaim<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         front: &'static Front,
         close: bool,
     ) -> Result<(Guard<'a>, bool), Error> {
         let before = front.lock().pending_bytes();
-        if close && state.close_batches(front, None, &mut AfterFree::default()) {
-            let ours = state.streams.kept_uncovered();
-            drop(state);
-            state = self.cover_all(&ours)?;
+        if close && heap.close_batches(front, None, &mut AfterFree::default()) {
+            let ours = heap.streams.kept_uncovered();
+            drop(heap);
+            heap = self.cover_all(&ours)?;
         }
         // Of no use to ask about streams for which others hold blocks back: they ask themselves.
-        let users = state.fronts.held_back_for(front);
-        state = self.mark_full(state, |stream| users.contains(&stream))?;
-        state = self.poll_some(state, |stream| users.contains(&stream))?;
-        state.settle_held_back();
+        let users = heap.fronts.held_back_for(front);
+        heap = self.mark_full(heap, |stream| users.contains(&stream))?;
+        heap = self.poll_some(heap, |stream| users.contains(&stream))?;
+        heap.settle_held_back();
         let freed = front.lock().pending_bytes() < before;
-        Ok((state, freed))
+        Ok((heap, freed))
     }
 
     // ---- memory at hand ----------------------------------------------------------------------
@@ -307,7 +307,7 @@ impl Engine {
         let free = near.iter().copied().filter(|ptr| {
             let page = self.pages.find(*ptr);
             let own = page.filter(|(owner, _)| std::ptr::eq(*owner, front));
-            own.is_some_and(|(_, page)| inner.heap.is_free(page, *ptr))
+            own.is_some_and(|(_, page)| inner.runs.is_free(page, *ptr))
         });
         let free = free.collect();
         drop(inner);
@@ -338,7 +338,7 @@ impl Engine {
     /// Takes a request from memory that its stream may use without a wait, if there is any.
     pub(crate) fn take_small<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         front: &'static Front,
         request: Small,
         near: &[u64],
@@ -354,22 +354,22 @@ impl Engine {
                 }
             };
             let outcome = match outcome {
-                Allocated::NoRoom => state.take_at_peak(front, request, None),
+                Allocated::NoRoom => heap.take_at_peak(front, request, None),
                 outcome => outcome,
             };
             if let Allocated::Taken(taken) = outcome {
-                return Ok((state, Some(Grant::small(front, taken, request.granules))));
+                return Ok((heap, Some(Grant::small(front, taken, request.granules))));
             }
-            if front.lock().heap.flush_quick() {
+            if front.lock().runs.flush_quick() {
                 continue;
             }
             if !polled {
                 // Memory that other streams used may be free by now.
                 polled = true;
-                state.streams.ask_again();
-                (state, _) = self.reclaim(state, front, true)?;
+                heap.streams.ask_again();
+                (heap, _) = self.reclaim(heap, front, true)?;
                 let stream = front.lock().slot;
-                state = self.poll_for(state, stream)?;
+                heap = self.poll_for(heap, stream)?;
                 continue;
             }
             let page = Want {
@@ -381,12 +381,12 @@ impl Engine {
                 single: false,
                 views: true,
             };
-            let page = if paged { None } else { state.take_best(&page) };
+            let page = if paged { None } else { heap.take_best(&page) };
             let Some(id) = page else {
-                return Ok((state, None));
+                return Ok((heap, None));
             };
             paged = true;
-            state.page_taken(id, front)?;
+            heap.page_taken(id, front)?;
         }
     }
 
@@ -394,7 +394,7 @@ impl Engine {
     pub(crate) fn is_free_small(&self, ptr: u64) -> bool {
         self.pages.find(ptr).is_some_and(|(front, page)| {
             let inner = front.lock();
-            inner.allocator == self.id && inner.heap.is_free(page, ptr)
+            inner.allocator == self.id && inner.runs.is_free(page, ptr)
         })
     }
 
@@ -441,7 +441,7 @@ impl Engine {
         generation: Option<u32>,
         freed: Freed,
     ) -> Result<(), Error> {
-        let mut state = self.lock();
+        let mut heap = self.lock();
         let ours = front.lock().allocator == self.id;
         let mut after = AfterFree::default();
         match freed {
@@ -449,22 +449,22 @@ impl Engine {
             // The page, or the batch, may have gone with the last of its blocks.
             Freed::Page | Freed::Full(_) if !ours => {}
             Freed::Page => {
-                state.return_surplus(front, &mut after);
+                heap.return_surplus(front, &mut after);
             }
             Freed::Full(stream) => {
-                if state.close_batches(front, Some(stream), &mut after) {
-                    after.mark(stream, state.streams[stream].key);
+                if heap.close_batches(front, Some(stream), &mut after) {
+                    after.mark(stream, heap.streams[stream].key);
                 }
             }
-            Freed::Books if state.closed => return Err(Error::Closed),
+            Freed::Books if heap.closed => return Err(Error::Closed),
             Freed::Books => {
-                if !ours || !state.free_small(front, block, generation, &mut after) {
+                if !ours || !heap.free_small(front, block, generation, &mut after) {
                     return Err(Error::NotLive { ptr: block.1 });
                 }
             }
             Freed::NotLive => {
                 let (_, ptr) = block;
-                return Err(match state.fronts.small_around(ptr) {
+                return Err(match heap.fronts.small_around(ptr) {
                     Some((_, run, _)) if generation.is_none() && run.ptr != ptr => {
                         Error::InteriorPointer { ptr, base: run.ptr }
                     }
@@ -472,7 +472,7 @@ impl Engine {
                 });
             }
         }
-        self.finish_free(state, &after);
+        self.finish_free(heap, &after);
         Ok(())
     }
 
@@ -500,11 +500,11 @@ impl Engine {
         generation: Option<u32>,
     ) -> Result<(), Error> {
         let suspect = {
-            let state = self.lock();
+            let heap = self.lock();
             let inner = front.lock();
             // What is not live is refused for that, also where the driver would not answer.
             (inner.allocator == self.id && inner.live(node, ptr, generation).is_some())
-                .then(|| state.capture_suspect(inner.slot))
+                .then(|| heap.capture_suspect(inner.slot))
                 .flatten()
         };
         match suspect {
@@ -540,7 +540,7 @@ impl Engine {
             let mut inner = front.lock();
             match inner.live(node, ptr, None) {
                 Some(live) if live.using == Using::NONE && Some(inner.slot) != using.slot() => {
-                    inner.heap.set_using(node, using);
+                    inner.runs.set_using(node, using);
                     return Some(Ok(()));
                 }
                 Some(live) => live.using == using || Some(inner.slot) == using.slot(),

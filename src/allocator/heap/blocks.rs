@@ -5,12 +5,12 @@ use crate::driver::Context;
 use crate::allocator::cache::front::Front;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::heap::request::Request;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
-impl State {
+impl Heap {
     /// Makes a taken extent a live block, and says what it is.
     pub(crate) fn granted(
         &mut self,

@@ -3,11 +3,11 @@
 
 use crate::allocator::extent::record::COMPLETE;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, Stranded};
 use crate::allocator::size::GRANULE;
 
-impl State {
+impl Heap {
     /// The figures of how memory lies that cost little.
     pub(crate) fn packing(&self) -> Packing {
         let view_granules: u64 = self.views.map.values().map(|v| u64::from(v.granules)).sum();

@@ -1,5 +1,7 @@
 //! Everything that one lock guards: extents, streams, statistics. No driver calls here.
 
+#![forbid(unsafe_code)]
+
 pub(crate) mod blocks;
 pub(crate) mod budget;
 pub(crate) mod bursts;
@@ -58,7 +60,7 @@ fn mixed_bytes(shards: &[Shard]) -> u64 {
 
 /// What one lock guards.
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct Heap {
     /// Ordinal of the device.
     pub device: usize,
     pub packed: bool,
@@ -85,7 +87,7 @@ pub(crate) struct State {
     pub orphaned: bool,
 }
 
-impl State {
+impl Heap {
     pub(crate) fn new(
         owner: (Weak<dyn KeepAlive>, u64),
         table: Arc<PageTable>,
@@ -94,7 +96,7 @@ impl State {
         limit: Option<u64>,
         tuning: Tuning,
     ) -> Self {
-        State {
+        Heap {
             device,
             packed,
             extents: Extents::default(),

@@ -1,9 +1,9 @@
 //! Blocks that lie inside one physical handle.
 
-use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::finder::Finder;
 use crate::allocator::view::mapping::Openings;
@@ -42,7 +42,7 @@ impl Want {
     }
 }
 
-impl State {
+impl Heap {
     /// The next thing to try: the tightest open stretch of a handle, a handle of its own below the
     /// soft cap, a stretch behind waits, a handle below the limit.
     pub(crate) fn next_in_one_handle(&mut self, want: &Want) -> Next {

@@ -4,12 +4,12 @@ use crate::allocator::cache::front::cache;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::extent::uses::Use;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::heap::request::Request;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::Device;
 
-impl State {
+impl Heap {
     /// Takes a large request out of the stream's own free memory. `None`, with nothing changed that
     /// the ladder would not change, if something else is to be done for it.
     pub(crate) fn take_ready(
@@ -28,9 +28,10 @@ impl State {
             return None;
         }
         let stream = self.streams.find_again(key)?;
-        let slot = &mut self.streams[stream];
-        let front = *slot.fronts.first()?;
-        if slot.fronts.len() > 1 || slot.context.device() != device {
+        let &[front] = self.fronts.of(stream) else {
+            return None;
+        };
+        if self.streams[stream].context.device() != device {
             return None;
         }
         self.unshelve_loose();

@@ -2,11 +2,11 @@
 
 use crate::allocator::cache::front::{Kind, Node, PAGE_GRAINS, Run};
 use crate::allocator::extent::record::{NIL, SpaceId, State as Extent};
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
 use crate::allocator::size::GRANULE;
 
-impl State {
+impl Heap {
     pub(crate) fn block_info(&self, id: u32) -> BlockInfo {
         let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
         let number = |stream: u32| self.streams[stream].key.number();

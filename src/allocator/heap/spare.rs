@@ -2,9 +2,9 @@
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 
-impl State {
+impl Heap {
     /// Whether a request should leave handles whole where it can: near the limit, where others must find
     /// whole ones to stitch, if it is small. Not of a lone stream, whose requests are served without any
     /// look at handles.

@@ -16,11 +16,11 @@ use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Lent, Openings, View, ViewRun};
 
-impl State {
+impl Heap {
     /// The smallest run over all views that holds a request, given what is open at home.
     pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;

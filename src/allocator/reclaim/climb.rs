@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use crate::allocator::extent::plan::{Growth, Release};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::heap::cut::Cut;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::heap::one_handle::Place;
 use crate::allocator::physical::LEVELS;
+use crate::allocator::physical::plan::Release;
 use crate::allocator::stream::finder::Run;
 use crate::allocator::view::mapping::{Stitch, ViewRun};
 

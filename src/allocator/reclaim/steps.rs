@@ -6,16 +6,16 @@
 
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::error::Error;
-use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::heap::figures::free_among;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::physical::GrowthFailure;
 use crate::allocator::reclaim::climb::{Climb, Step};
 use crate::allocator::report::GrowthReason;
-use crate::allocator::stream::answers::is_void_wait;
+use crate::sync::capture::is_void_wait;
 
 /// So many markers that stand for nothing may stand in the way of a request.
 const VOID_WAITS: u32 = 16;
@@ -25,21 +25,21 @@ impl Engine {
     /// stream, with whether the ladder had to be climbed for it.
     pub(crate) fn obtain<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         want: &Want,
     ) -> Result<(Guard<'a>, u32, bool), Error> {
-        if state.streams.several() {
-            state = self.poll_for(state, want.stream)?;
+        if heap.streams.several() {
+            heap = self.poll_for(heap, want.stream)?;
         } else {
-            state.extents.adopt_complete(want.space, want.stream);
+            heap.extents.adopt_complete(want.space, want.stream);
         }
-        state.physical.large_request(want);
+        heap.physical.large_request(want);
         let mut climb = Climb::default();
         let mut void = 0;
         loop {
-            let step = self.next_step(&mut state, want, &mut climb);
+            let step = self.next_step(&mut heap, want, &mut climb);
             let taken;
-            (state, taken) = match self.take_step(state, want, step, &mut climb) {
+            (heap, taken) = match self.take_step(heap, want, step, &mut climb) {
                 // The marker is gone that it was about, and stood for nothing.
                 Err(Error::Driver(error)) if is_void_wait(&error) && void < VOID_WAITS => {
                     void += 1;
@@ -48,7 +48,7 @@ impl Engine {
                 step => step?,
             };
             if let Some(id) = taken {
-                return Ok((state, id, climb.missed));
+                return Ok((heap, id, climb.missed));
             }
         }
     }
@@ -56,38 +56,38 @@ impl Engine {
     /// Takes a step of the climb, with the extent if that found or made one.
     fn take_step<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         want: &Want,
         step: Step,
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
         climb.note(&step);
-        let state = match step {
+        let heap = match step {
             Step::Take(run) => {
-                let id = state.take(want, run);
-                state.stats.rungs.ready += u64::from(id.is_some());
-                return Ok((state, id));
+                let id = heap.take(want, run);
+                heap.stats.rungs.ready += u64::from(id.is_some());
+                return Ok((heap, id));
             }
             Step::Wait(run) => {
-                let claimed = state.claim_run(want, run);
-                return self.wait_for(state, want, claimed);
+                let claimed = heap.claim_run(want, run);
+                return self.wait_for(heap, want, claimed);
             }
             Step::Place(place) => {
-                let claimed = state.claim(want.space, place.first, place.skip, want.granules);
-                return self.wait_for(state, want, claimed);
+                let claimed = heap.claim(want.space, place.first, place.skip, want.granules);
+                return self.wait_for(heap, want, claimed);
             }
-            Step::View(run) => return self.take_in_view(state, want, run),
+            Step::View(run) => return self.take_in_view(heap, want, run),
             Step::Stitch(stitch) => {
-                let (state, id) = self.stitch(state, want, *stitch, climb)?;
+                let (heap, id) = self.stitch(heap, want, *stitch, climb)?;
                 climb.unstitched = id.is_none();
-                return Ok((state, id));
+                return Ok((heap, id));
             }
-            Step::Grow(growth) => return self.grow(state, want, growth, climb),
-            Step::Supply(growth) => self.supply(state, want, growth, climb)?,
-            Step::Reserve(space, bytes) => self.reserve_for(state, want, (space, bytes), climb)?,
-            Step::Evict(idle) => self.apart(state, || self.evict(&idle))?,
-            Step::MakeWay(idle) => self.make_way(state, &idle, climb)?,
-            Step::Shorten(cut) => self.apart(state, || match self.shorten(cut) {
+            Step::Grow(growth) => return self.grow(heap, want, growth, climb),
+            Step::Supply(growth) => self.supply(heap, want, growth, climb)?,
+            Step::Reserve(space, bytes) => self.reserve_for(heap, want, (space, bytes), climb)?,
+            Step::Evict(idle) => self.apart(heap, || self.evict(&idle))?,
+            Step::MakeWay(idle) => self.make_way(heap, &idle, climb)?,
+            Step::Shorten(cut) => self.apart(heap, || match self.shorten(cut) {
                 // A view that keeps its end stands in nobody's way.
                 Err(Error::Driver(error)) => {
                     log::debug!("a view was kept: {error}");
@@ -95,67 +95,67 @@ impl Engine {
                 }
                 done => done,
             })?,
-            Step::Settle => self.settle_for(state, want)?,
+            Step::Settle => self.settle_for(heap, want)?,
             Step::Flush => {
-                state.stats.rungs.flushed += u64::from(state.flush_fronts());
-                state
+                heap.stats.rungs.flushed += u64::from(heap.flush_fronts());
+                heap
             }
-            Step::Retry => self.apart(state, || match self.retry_strays() {
+            Step::Retry => self.apart(heap, || match self.retry_strays() {
                 // What still cannot be released stays behind.
                 Ok(_) | Err(Error::Driver(_)) => Ok(()),
                 Err(error) => Err(error),
             })?,
             Step::Release(plan) => {
-                state.stats.rungs.released += 1;
-                self.apart(state, || self.release(plan).map(drop))?
+                heap.stats.rungs.released += 1;
+                self.apart(heap, || self.release(plan).map(drop))?
             }
             Step::Mark => {
-                let key = state.streams[want.stream].key;
-                self.apart(state, || self.mark_unless_idle(want.stream, key))?
+                let key = heap.streams[want.stream].key;
+                self.apart(heap, || self.mark_unless_idle(want.stream, key))?
             }
             Step::AskAgain => {
-                state.physical.full_at = None;
-                state
+                heap.physical.full_at = None;
+                heap
             }
             Step::HostWait(stream, bound, event) => {
-                state.stats.rungs.host_waits += 1;
-                self.apart(state, || self.host_wait(stream, bound, event))?
+                heap.stats.rungs.host_waits += 1;
+                self.apart(heap, || self.host_wait(stream, bound, event))?
             }
             Step::Hook(hook, bytes) => {
-                state.stats.rungs.hooks += 1;
-                drop(state);
+                heap.stats.rungs.hooks += 1;
+                drop(heap);
                 hook(bytes);
-                state = self.lock();
+                heap = self.lock();
                 // What it freed may be the driver's again, without having been ours.
-                state.physical.full_at = None;
-                state
+                heap.physical.full_at = None;
+                heap
             }
             Step::Synchronise => {
-                state.stats.rungs.synchronised += 1;
-                self.apart(state, || match self.synchronise(false) {
+                heap.stats.rungs.synchronised += 1;
+                self.apart(heap, || match self.synchronise(false) {
                     // The rung is not there while something captures.
                     Err(Error::Capturing { .. }) => Ok(()),
                     done => done,
                 })?
             }
             Step::Fail => {
-                state.stats.misses += 1;
-                state.stats.ooms += 1;
+                heap.stats.misses += 1;
+                heap.stats.ooms += 1;
                 // The next request asks the driver anew: others may have freed meanwhile.
-                state.physical.full_at = None;
-                return Err(self.out_of_memory(state, want, climb.refusal.or(climb.failure)));
+                heap.physical.full_at = None;
+                return Err(self.out_of_memory(heap, want, climb.refusal.or(climb.failure)));
             }
         };
-        Ok((state, None))
+        Ok((heap, None))
     }
 
     /// Does something without the lock.
     fn apart<'a>(
         &'a self,
-        state: Guard<'a>,
+        heap: Guard<'a>,
         work: impl FnOnce() -> Result<(), Error>,
     ) -> Result<Guard<'a>, Error> {
-        drop(state);
+        drop(heap);
         work()?;
         Ok(self.lock())
     }
@@ -163,58 +163,58 @@ impl Engine {
     /// Has the stream wait for what it needs of a claimed extent, which goes back if it cannot.
     fn wait_for<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         want: &Want,
         claimed: Option<(u32, Vec<Shard>)>,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
         let Some((id, shards)) = claimed else {
-            return Ok((state, None));
+            return Ok((heap, None));
         };
-        let waits = state.streams.waits_for(want.stream, &shards);
+        let waits = heap.streams.waits_for(want.stream, &shards);
         if waits.is_empty() {
-            return Ok((state, Some(id)));
+            return Ok((heap, Some(id)));
         }
-        drop(state);
+        drop(heap);
         let waited = self.queue_waits(want.stream, &waits);
         drop(waits);
-        state = self.lock();
+        heap = self.lock();
         if let Err(error) = waited {
-            state.restore(want.space, id, shards);
+            heap.restore(want.space, id, shards);
             return Err(error);
         }
-        Ok((state, Some(id)))
+        Ok((heap, Some(id)))
     }
 
     /// Reserves so much more address space.
     fn reserve_for<'a>(
         &'a self,
-        state: Guard<'a>,
+        heap: Guard<'a>,
         want: &Want,
         (space, bytes): (SpaceId, u64),
         climb: &mut Climb,
     ) -> Result<Guard<'a>, Error> {
-        drop(state);
+        drop(heap);
         let reserved = self.reserve_span(space, bytes);
-        let mut state = self.lock();
+        let mut heap = self.lock();
         match reserved {
-            Ok(()) => Ok(state),
+            Ok(()) => Ok(heap),
             // Without addresses for a view there is always growth.
             Err(Error::Driver(error)) if space == SpaceId::Views => {
                 climb.unstitched = true;
                 climb.failure = Some(error);
-                Ok(state)
+                Ok(heap)
             }
-            Err(Error::Driver(error)) if state.missing(want).is_some() => {
+            Err(Error::Driver(error)) if heap.missing(want).is_some() => {
                 climb.cramped = true;
                 climb.failure = Some(error);
-                Ok(state)
+                Ok(heap)
             }
             Err(error) => match error.driver_error() {
                 // No address space: as good as no memory.
                 Some(refusal) if refusal.is_out_of_memory() => {
-                    state.stats.misses += 1;
-                    state.stats.ooms += 1;
-                    Err(self.out_of_memory(state, want, Some(refusal)))
+                    heap.stats.misses += 1;
+                    heap.stats.ooms += 1;
+                    Err(self.out_of_memory(heap, want, Some(refusal)))
                 }
                 _ => Err(error),
             },
@@ -224,11 +224,11 @@ impl Engine {
     /// Lets idle views go for their addresses.
     fn make_way<'a>(
         &'a self,
-        state: Guard<'a>,
+        heap: Guard<'a>,
         idle: &[u64],
         climb: &mut Climb,
     ) -> Result<Guard<'a>, Error> {
-        self.apart(state, || match self.evict(idle) {
+        self.apart(heap, || match self.evict(idle) {
             // Without addresses for a view there is always growth.
             Err(Error::Driver(error)) => {
                 climb.unstitched = true;
@@ -241,24 +241,24 @@ impl Engine {
 
     /// Takes off the shelves what nobody holds, and sees what is complete by now: of the asking stream, too,
     /// for what only complete memory is good for.
-    fn settle_for<'a>(&'a self, mut state: Guard<'a>, want: &Want) -> Result<Guard<'a>, Error> {
-        if state.settle_shelves() {
-            state = self.mark_due(state, want.stream);
-            state = self.poll_for(state, want.stream)?;
+    fn settle_for<'a>(&'a self, mut heap: Guard<'a>, want: &Want) -> Result<Guard<'a>, Error> {
+        if heap.settle_shelves() {
+            heap = self.mark_due(heap, want.stream);
+            heap = self.poll_for(heap, want.stream)?;
         }
-        self.mark_full(state, |stream| stream == want.stream)
+        self.mark_full(heap, |stream| stream == want.stream)
     }
 
     /// Asks the driver for memory.
     fn grow<'a>(
         &'a self,
-        state: Guard<'a>,
+        heap: Guard<'a>,
         want: &Want,
         mut growth: Growth,
         climb: &mut Climb,
     ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let reason = state.growth_reason(want, free_among(&growth.shards));
-        drop(state);
+        let reason = heap.growth_reason(want, free_among(&growth.shards));
+        drop(heap);
         if !self.packed {
             return self.grow_segment(want, growth, reason, climb);
         }
@@ -269,17 +269,17 @@ impl Engine {
                 // Before anything is cut: if one fails, each part is what it was.
                 let waited = self.queue_waits(want.stream, &waits);
                 drop(waits);
-                let mut state = self.lock();
+                let mut heap = self.lock();
                 let bytes = growth.bytes();
                 let id = match &waited {
-                    Ok(()) => Some(state.grown(want, &growth, &handles)),
+                    Ok(()) => Some(heap.grown(want, &growth, &handles)),
                     Err(_) => {
-                        state.ungrown(want, growth, &handles);
+                        heap.ungrown(want, growth, &handles);
                         None
                     }
                 };
-                state.note_growth(reason, want, bytes);
-                waited.map(|()| (state, id))
+                heap.note_growth(reason, want, bytes);
+                waited.map(|()| (heap, id))
             }
             Err(failure) => {
                 drop(waits);
@@ -291,19 +291,19 @@ impl Engine {
     /// Asks the driver for free memory.
     fn supply<'a>(
         &'a self,
-        state: Guard<'a>,
+        heap: Guard<'a>,
         want: &Want,
         growth: Growth,
         climb: &mut Climb,
     ) -> Result<Guard<'a>, Error> {
-        let reason = state.growth_reason(want, 0);
-        drop(state);
+        let reason = heap.growth_reason(want, 0);
+        drop(heap);
         match self.map(growth.addr, &growth.sizes) {
             Ok(handles) => {
-                let mut state = self.lock();
-                state.supplied(want, &growth, &handles);
-                state.note_growth(reason, want, growth.bytes());
-                Ok(state)
+                let mut heap = self.lock();
+                heap.supplied(want, &growth, &handles);
+                heap.note_growth(reason, want, growth.bytes());
+                Ok(heap)
             }
             Err(failure) => self.not_grown(growth, failure, climb),
         }
@@ -318,10 +318,10 @@ impl Engine {
     ) -> Result<Guard<'a>, Error> {
         let (error, asked) = (failure.error, growth.bytes());
         let free = self.driver_free(error);
-        let mut state = self.lock();
-        state.growth_failed(growth, failure);
-        self.refused(&mut state, error, free.min(asked - 1), climb)?;
-        Ok(state)
+        let mut heap = self.lock();
+        heap.growth_failed(growth, failure);
+        self.refused(&mut heap, error, free.min(asked - 1), climb)?;
+        Ok(heap)
     }
 
     fn grow_segment<'a>(
@@ -340,17 +340,17 @@ impl Engine {
             .as_ref()
             .err()
             .map_or(0, |error| self.driver_free(*error));
-        let mut state = self.lock();
-        state.physical.planned -= bytes;
+        let mut heap = self.lock();
+        heap.physical.planned -= bytes;
         match made {
             Ok(addr) => {
-                let id = state.segment(want, addr, bytes);
-                state.note_growth(reason, want, bytes);
-                Ok((state, id))
+                let id = heap.segment(want, addr, bytes);
+                heap.note_growth(reason, want, bytes);
+                Ok((heap, id))
             }
             Err(error) => {
-                self.refused(&mut state, error, free.min(bytes - 1), climb)?;
-                Ok((state, None))
+                self.refused(&mut heap, error, free.min(bytes - 1), climb)?;
+                Ok((heap, None))
             }
         }
     }
@@ -369,7 +369,7 @@ impl Engine {
     /// something is given back; anything else is an error.
     pub(crate) fn refused(
         &self,
-        state: &mut State,
+        heap: &mut Heap,
         error: crate::driver::DriverError,
         free: u64,
         climb: &mut Climb,
@@ -377,9 +377,9 @@ impl Engine {
         if !error.is_out_of_memory() {
             return Err(self.error(error));
         }
-        state.stats.retries += 1;
-        state.physical.full_at =
-            Some(state.stats.all.reserved.current + state.physical.planned + free);
+        heap.stats.retries += 1;
+        heap.physical.full_at =
+            Some(heap.stats.all.reserved.current + heap.physical.planned + free);
         climb.refusal = Some(error);
         Ok(())
     }

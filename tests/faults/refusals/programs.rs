@@ -361,7 +361,7 @@ fn native(w: &World) -> Outcome {
     work(&w.context, second.ptr(), 4096, &b)?;
     if let Err(error) = second.record_use(&b) {
         // Nobody knows of the use but who made it.
-        b.synchronize()?;
+        b.synchronize().or_else(|_| b.synchronize())?;
         return Err(error.into());
     }
     drop(second);
