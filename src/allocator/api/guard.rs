@@ -110,6 +110,8 @@ impl Engine {
             Guarding::Record(id) => state.unguard(id),
             Guarding::Small(ptr) => state.unguard_small(ptr),
         }
-        self.finish_free(state, &AfterFree::default());
+        let rest = self.rest_of_free(&state, AfterFree::default());
+        drop(state);
+        self.finish_free(rest);
     }
 }

@@ -20,12 +20,12 @@ impl Engine {
             state.flush_fronts();
             state.streams.kept_uncovered()
         };
-        drop(self.cover_all(&ours)?);
+        self.cover_all(&ours)?;
         let retried = self.retry_strays();
         let finished = self.finish_tests(false)?;
+        self.lock().streams.ask_again();
+        self.poll()?;
         let mut state = self.lock();
-        state.streams.ask_again();
-        let mut state = self.poll(state)?;
         state.settle();
         // What was held back for streams that are done by now.
         state.flush_fronts();
@@ -136,7 +136,7 @@ impl Engine {
                 .map(|(stream, slot)| (stream, slot.key))
                 .collect()
         };
-        drop(self.cover_all(&ours)?);
+        self.cover_all(&ours)?;
         loop {
             let oldest = {
                 let state = self.lock();

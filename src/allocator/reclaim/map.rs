@@ -2,60 +2,26 @@
 
 use crate::driver::DriverError;
 
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::State;
 use crate::allocator::physical::LEVELS;
-use crate::allocator::reclaim::climb::{Climb, VIEW_ADDRESSES};
+use crate::allocator::reclaim::choice::VIEW_ADDRESSES;
+use crate::allocator::reclaim::stage::Climb;
+use crate::allocator::report::GrowthReason;
 use crate::allocator::size::GRANULE;
-use crate::allocator::view::mapping::{Stitch, Unmapped, ViewRun};
+use crate::allocator::view::mapping::{Stitch, Unmapped};
 
 impl Engine {
-    /// Takes a run in a view, after the waits that it needs.
-    pub(crate) fn take_in_view<'a>(
-        &'a self,
-        mut state: Guard<'a>,
-        want: &Want,
-        run: ViewRun,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let Some(view) = state.views.map.get(&run.base) else {
-            return Ok((state, None));
-        };
-        let parts = view.home_parts(run.offset, want.granules);
-        let Some(mut lent) = state.lend(want.space, want.stream, &parts) else {
-            return Ok((state, None));
-        };
-        if !lent.waits.is_empty() {
-            // The view must not go while the waits are made.
-            state.views.hold_view(run.base, true);
-            drop(state);
-            let waits = std::mem::take(&mut lent.waits);
-            let waited = self.queue_waits(want.stream, &waits);
-            drop(waits);
-            state = self.lock();
-            state.views.hold_view(run.base, false);
-            if let Err(error) = waited {
-                state.give_home(want.space, lent);
-                return Err(error);
-            }
-        }
-        state.stats.rungs.views += 1;
-        let parts = lent.parts.into_iter().map(|(id, _)| id).collect();
-        let id = state.view_block(run.base, run.offset, want.granules, parts);
-        Ok((state, Some(id)))
-    }
-
     /// Maps what a stitch planned, and takes the block.
-    pub(crate) fn stitch<'a>(
-        &'a self,
-        state: Guard<'a>,
+    pub(crate) fn stitch(
+        &self,
         want: &Want,
         mut stitch: Stitch,
-        climb: &mut Climb,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let reason = state.growth_reason(want, 0);
-        drop(state);
+        reason: GrowthReason,
+        climb: &mut Climb<'_>,
+    ) -> Result<Option<u32>, Error> {
         let new = stitch.fresh.as_ref().map_or(0, |f| f.bytes());
         // Their events may have no other holder by then, and are not destroyed under the lock.
         let waits = std::mem::take(&mut stitch.lent.waits);
@@ -63,9 +29,8 @@ impl Engine {
             Ok(true) => {}
             refused => {
                 drop(waits);
-                let mut state = self.lock();
-                state.not_stitched(want, stitch, 0, &[]);
-                return refused.map(|_| (state, None));
+                self.lock().not_stitched(want, stitch, 0, &[]);
+                return refused.map(|_| None);
             }
         }
         let waited = self.queue_waits(want.stream, &waits);
@@ -95,12 +60,12 @@ impl Engine {
                 if let Err(error) = self.shed_views(want.stream) {
                     log::debug!("idle views were kept: {error}");
                 }
-                return Ok((self.lock(), Some(id)));
+                return Ok(Some(id));
             }
             Err(failed) => state.not_mapped(want, stitch, failed),
         };
         self.refused(&mut state, error, free.min(new.saturating_sub(1)), climb)?;
-        Ok((state, None))
+        Ok(None)
     }
 
     /// After a stitch: lets idle views go if all of them have too many mappings.
@@ -133,8 +98,7 @@ impl Engine {
     fn see_views_idle(&self, stream: u32) -> Result<(), Error> {
         let key = self.lock().streams[stream].key;
         self.mark_all([(stream, key)]);
-        drop(self.poll(self.lock())?);
-        Ok(())
+        self.poll()
     }
 
     pub(crate) fn map_stitch(&self, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {
