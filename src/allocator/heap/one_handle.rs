@@ -71,6 +71,14 @@ impl Heap {
         Next::MakeRoom
     }
 
+    /// Takes a request that has to lie inside one handle from memory that is ready.
+    pub(crate) fn take_in_handle(&mut self, want: &Want) -> Option<u32> {
+        let place = self.place_in_handle(want, |finder, id| finder.ready(id))?;
+        let (id, _) = self.claim(want.space, place.first, place.skip, want.granules)?;
+        self.stats.rungs.ready += 1;
+        Some(id)
+    }
+
     fn place_in_handle(
         &self,
         want: &Want,
