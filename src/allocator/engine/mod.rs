@@ -13,10 +13,8 @@ pub(crate) mod large_cache;
 pub(crate) mod leaving;
 pub(crate) mod markers;
 pub(crate) mod naming;
-pub(crate) mod near;
 pub(crate) mod orphans;
 pub(crate) mod self_test;
-pub(crate) mod single_stream;
 pub(crate) mod small;
 pub(crate) mod trial;
 

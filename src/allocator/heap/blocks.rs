@@ -6,7 +6,7 @@ use crate::allocator::cache::front::Front;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::heap::Heap;
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
@@ -26,7 +26,7 @@ impl Heap {
     }
 
     /// The arena of a request that fronts do not serve.
-    pub(crate) fn space_of(&self, request: &Request) -> SpaceId {
+    pub(crate) fn space_of(&self, request: &Checked) -> SpaceId {
         if !self.packed && self.is_small(request.span_bytes()) {
             SpaceId::Small
         } else {

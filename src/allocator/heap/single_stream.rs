@@ -5,7 +5,7 @@ use crate::allocator::cache::grant::Grant;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::extent::uses::Use;
 use crate::allocator::heap::Heap;
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::Device;
 
@@ -16,7 +16,7 @@ impl Heap {
         &mut self,
         device: Device,
         key: StreamKey,
-        request: &Request,
+        request: &Checked,
     ) -> Option<Grant> {
         let StreamKey::Id(id) = key else {
             return None;
