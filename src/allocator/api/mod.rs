@@ -130,11 +130,7 @@ impl Allocator {
 
     /// The segment policy in effect: never [`Policy::Auto`].
     pub fn policy(&self) -> Policy {
-        if self.engine.packed {
-            Policy::Packed
-        } else {
-            Policy::Classic
-        }
+        self.engine.rules.policy()
     }
 
     /// Tests whether the device keeps memory the same through two addresses, if views are allowed

@@ -146,7 +146,7 @@ impl Engine {
     /// The front that the calling thread should use for a stream. `None` if small blocks do not come
     /// from fronts.
     pub(crate) fn front_for(&self, stream: &Stream) -> Result<Option<&'static Front>, Error> {
-        if !self.packed {
+        if !self.rules.caches() {
             return Ok(None);
         }
         let key = stream.known_id();

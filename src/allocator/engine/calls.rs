@@ -203,7 +203,7 @@ impl Engine {
             }
             None => {
                 let (heap, found) = self.take_cached(heap, (stream, front), request, near)?;
-                let space = heap.space_of(request);
+                let space = heap.rules.space_of(request.span_bytes());
                 let free = near_left.filter(|at| heap.extents.piece_around(space, *at).is_some());
                 let free = free.collect();
                 (heap, found, free)
@@ -222,8 +222,8 @@ impl Engine {
     ) -> Result<(Guard<'a>, Option<Grant>), Error> {
         heap.unshelve_loose();
         heap.settle_shelves_of(stream);
-        let want = request.want(heap.space_of(request), stream);
-        let whole = self.packed && want.in_one_handle();
+        let want = heap.want(request, stream);
+        let whole = want.in_one_handle();
         let take = |heap: &mut Heap| match whole {
             true => heap.take_in_handle(&want),
             false => heap.take_near(&want, near),
@@ -298,11 +298,9 @@ impl Engine {
         if let StreamKey::Id(key) = key {
             front::cache::remember(key, front);
         }
-        let want = request.want(heap.space_of(request), stream);
-        if self.packed {
-            let contended = heap.contended;
-            heap.pass_by_shelf(front, contended);
-        }
+        let want = heap.want(request, stream);
+        let contended = heap.contended;
+        heap.pass_by_shelf(front, contended);
         let heap = self.mark_due(heap, stream);
         let (mut heap, id, missed) = self.obtain(heap, &want)?;
         if missed {
@@ -311,7 +309,7 @@ impl Engine {
             heap.stats.hits += 1;
         }
         let mut grant = heap.granted(id, stream, request.requested, front);
-        if self.packed {
+        if self.rules.caches() {
             let id = grant.place.record().unwrap_or(id);
             grant.set_shelved(heap.shelve(id, front, request.is_plain()));
         }

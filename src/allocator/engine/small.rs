@@ -40,7 +40,11 @@ impl Engine {
     /// The request to a front, if fronts serve it here.
     #[inline]
     pub(crate) fn small_request(&self, request: &Checked) -> Option<Small> {
-        if self.packed { request.small() } else { None }
+        if self.rules.caches() {
+            request.small()
+        } else {
+            None
+        }
     }
 
     // ---- allocation --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ impl Heap {
         let StreamKey::Id(id) = key else {
             return None;
         };
-        let plain = self.packed && request.is_plain() && request.small().is_none();
+        let plain = self.rules.caches() && request.is_plain() && request.small().is_none();
         let alone = !self.streams.several() && self.fronts.due.is_empty();
         let calm = self.fronts.crowd == 0 && !self.physical.bursts.debt;
         if !(plain && alone && calm) {
@@ -62,7 +62,7 @@ impl Heap {
         if self.streams.several()
             || !self.extents.large.merge_own
             || self.guards.any()
-            || !self.packed
+            || !self.rules.caches()
         {
             return false;
         }

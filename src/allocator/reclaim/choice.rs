@@ -38,7 +38,7 @@ impl Climb<'_> {
     }
 
     fn choose(&mut self, heap: &mut Heap, want: &Want) -> Step {
-        if heap.packed && want.in_one_handle() {
+        if want.in_one_handle() {
             if self.stage < Stage::Settled {
                 return Step::Settle;
             }
@@ -52,11 +52,11 @@ impl Climb<'_> {
         if let Some(step) = fitting(heap, want) {
             return step;
         }
-        if heap.packed && self.stage < Stage::Settled {
+        if heap.rules.caches() && self.stage < Stage::Settled {
             return Step::Settle;
         }
         let mut open = None;
-        if heap.packed {
+        if heap.rules.maps() {
             if heap.missing(want).is_none() || (!self.cramped && !heap.extents.has_hole(want)) {
                 return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
             }
@@ -79,7 +79,7 @@ impl Climb<'_> {
             heap.stats.rungs.waited += 1;
             return Step::Wait(run);
         }
-        if heap.packed {
+        if heap.rules.maps() {
             if self.stitches(want)
                 && !self.unstitched
                 && let Some(step) = self.stitch_step(heap, want, open)
@@ -253,14 +253,14 @@ fn grow(heap: &Heap, want: &Want, growth: Growth) -> Step {
 fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
     let finder = heap.finder(want.space, want.stream)?;
     let mut ready = finder.ready_run(want)?;
-    if heap.packed && heap.spares_handles(want) {
+    if heap.spares_handles(want) {
         ready = finder.sparing_run(want, ready, &heap.physical.handles);
     }
     let loose = |tight: u64| {
         ready.granules > (1 + TOLERANCES[heap.physical.level]) * tight + TOLERANCE_SLACK
     };
     // No run is tighter than the request itself.
-    if heap.packed
+    if heap.rules.maps()
         && heap.streams.several()
         && loose(u64::from(want.granules))
         && let Some(tight) = finder.tightest_run(want, ready.granules)

@@ -25,7 +25,7 @@ impl Engine {
                 climb.unstitched = id.is_none();
                 return Ok(id);
             }
-            Step::Grow(growth, reason) if self.packed => {
+            Step::Grow(growth, reason) if self.rules.maps() => {
                 return self.grow(want, growth, reason, climb);
             }
             Step::Grow(growth, reason) => return self.grow_segment(want, growth, reason, climb),
