@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::size::GRANULE;
-use super::{Allocator, Config, Policy};
+use super::{Allocator, Config, Error, Policy, Request};
 use crate::Block;
 use crate::allocator::cache::front::PAGE_GRAINS;
 use crate::allocator::cache::grant::Lifetime;
@@ -21,6 +21,11 @@ const MIB: usize = 1 << 20;
 const PAGE: usize = 64 * KIB;
 
 pub(super) type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+/// Asks for cached memory alone.
+pub(super) fn cached(allocator: &Allocator, bytes: usize, stream: &Stream) -> Result<Block, Error> {
+    allocator.allocate_with(Request::new(bytes).cached_only(), stream)
+}
 
 /// An allocator on a simulator of its own.
 pub(super) struct Rig {
@@ -139,8 +144,9 @@ fn let_go_behind_a_wait(another: bool) -> Outcome {
     let heap = allocator.engine().lock();
     assert!(heap.fronts.held_back.is_empty(), "its stream follows");
     drop(heap);
-    let got = allocator.allocate_at_hand(PAGE, 1, &c, &[])?;
-    assert!(got.is_none(), "{got:?} at {at:#x} is in use");
+    let got = cached(allocator, PAGE, &c);
+    let none = matches!(got, Err(Error::NotCached));
+    assert!(none, "{got:?}: {at:#x} is in use");
     rig.sim.complete_all();
     drop((others, behind));
     rig.end()
@@ -250,8 +256,8 @@ fn the_rest_of_a_piece_stays_its_streams() -> Outcome {
     rig.write(block.ptr(), 4 * MIB, &a)?;
     drop(block);
     let half = allocator.allocate(2 * MIB, &a)?;
-    assert!(allocator.allocate_at_hand(MIB, 1, &b, &[])?.is_none());
-    assert!(allocator.allocate_at_hand(MIB, 1, &a, &[])?.is_some());
+    assert!(matches!(cached(allocator, MIB, &b), Err(Error::NotCached)));
+    assert!(cached(allocator, MIB, &a).is_ok());
     drop(half);
     rig.end()
 }
@@ -296,7 +302,7 @@ fn a_guarded_block_keeps_its_uses() -> Outcome {
     block.record_stream(&b)?;
     drop(block);
     drop(guard);
-    assert!(allocator.allocate_at_hand(MIB, 1, &a, &[])?.is_none());
+    assert!(matches!(cached(allocator, MIB, &a), Err(Error::NotCached)));
     assert_eq!(allocator.trim(0)?.pending, 2 << 20);
     rig.end()
 }
@@ -545,7 +551,8 @@ fn generations_of_small_blocks_do_not_come_again() -> Outcome {
                 age_pages(allocator, u32::MAX - 2);
             }
             let align = if round % 5 == 4 { 1024 } else { 1 };
-            let block = allocator.allocate_aligned(512 + 512 * (round % 3), align, &a)?;
+            let block =
+                allocator.allocate_with(Request::new(512 + 512 * (round % 3)).align(align), &a)?;
             assert!(
                 lives.insert((block.generation(), block.ptr())),
                 "round {round}"

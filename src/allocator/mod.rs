@@ -14,6 +14,7 @@ pub(crate) mod heap;
 pub(crate) mod physical;
 pub(crate) mod reclaim;
 mod report;
+mod request;
 pub mod size;
 mod stats;
 pub(crate) mod stream;
@@ -25,7 +26,6 @@ pub use api::Allocator;
 pub use api::block::{Block, FreeError};
 pub use api::carver::{CarveError, Carved, Carver};
 pub use api::guard::RangeGuard;
-pub use api::placement::Placement;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
@@ -39,4 +39,5 @@ pub use report::{
     BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
     PhysicalSegment, SegmentInfo, SelfTest, Stranded, Trimmed,
 };
+pub use request::Request;
 pub use stats::{Counter, PoolStats, Rungs, Stats};

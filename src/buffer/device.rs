@@ -63,7 +63,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// [`BufferError::TooLarge`] before any driver call, and those of
-    /// [`Allocator::allocate_aligned`].
+    /// [`Allocator::allocate_with`].
     pub fn uninit(
         alloc: &Allocator,
         len: usize,

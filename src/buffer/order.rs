@@ -8,7 +8,7 @@
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Beside, Block, User};
+use crate::allocator::{Allocator, Beside, Block, Request, User};
 use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
@@ -36,7 +36,7 @@ impl Memory {
         stream: &Stream,
     ) -> Result<Memory, BufferError> {
         let stream_id = stream.id()?;
-        let block = alloc.allocate_aligned(bytes, alignment, stream)?;
+        let block = alloc.allocate_with(Request::new(bytes).align(alignment), stream)?;
         Ok(Memory::new(block, stream.clone(), stream_id))
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::error::{PoolError, zero_is_invalid};
 use super::notes::{Gone, Left, Notes, Sought, TRIES, TypedStats};
 use super::surplus::Surplus;
-use crate::allocator::{Allocator, Beside, Block, Error, Sides};
+use crate::allocator::{Allocator, Beside, Block, Error, Request, Sides};
 use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
 use crate::driver::{Stream, process, sys};
 use crate::sync::lock::Lock;
@@ -223,6 +223,10 @@ pub(super) struct Wish<'a> {
 }
 
 impl Wish<'_> {
+    fn request(&self) -> Request {
+        Request::new(self.sought.bytes).align(self.alignment)
+    }
+
     /// A block from memory at hand, else a new one.
     pub fn obtain(&self, stream: &Stream) -> Result<Block, PoolError> {
         if let Some(found) = self.at_hand(stream)? {
@@ -230,7 +234,7 @@ impl Wish<'_> {
         }
         self.cache.surplus.release(true);
         let allocator = &self.cache.allocator;
-        let made = allocator.allocate_aligned(self.sought.bytes, self.alignment, stream);
+        let made = allocator.allocate_with(self.request(), stream);
         made.map_err(zero_is_invalid)
     }
 
@@ -239,8 +243,7 @@ impl Wish<'_> {
         let (cache, sought) = (self.cache, &self.sought);
         let asked = cache.ask(sought, self.alignment, stream)?;
         let allocator = &cache.allocator;
-        let (block, free) =
-            allocator.allocate_near(sought.bytes, self.alignment, stream, asked.hints())?;
+        let (block, free) = allocator.allocate_near(self.request(), stream, asked.hints())?;
         cache.answered(sought, &asked, block.is_some(), &free);
         Ok(block)
     }

@@ -1,6 +1,6 @@
 //! The caching resource: the allocator itself.
 
-use crate::allocator::{Allocator, Block, Engine, Error, Grant, Lifetime, Trimmed, size};
+use crate::allocator::{Allocator, Block, Engine, Error, Grant, Lifetime, Request, Trimmed, size};
 use crate::driver::{Context, Stream};
 
 use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
@@ -90,7 +90,7 @@ fn allocate_named(
     let asks = engine.named(stream)?;
     // Before there is a block that could leak: a thread's default stream is asked each time.
     let id = stream.id()?;
-    let grant = engine.allocate(&asks, bytes, alignment)?;
+    let grant = engine.allocate(&asks, &Request::new(bytes).align(alignment))?;
     Ok(named(engine, &grant, (bytes, alignment), id, tag))
 }
 
@@ -134,7 +134,7 @@ unsafe impl MemoryResource for Allocator {
         if alignment.is_power_of_two()
             && alignment as u64 <= size::GRANULE
             && let Some(key) = stream.known_id()
-            && let Ok(grant) = engine.allocate_at_once(key, bytes)
+            && let Ok(grant) = engine.hit(key, bytes)
         {
             return Ok(named(engine, &grant, (bytes, alignment), key, tag));
         }

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Block, BlockState, Config, Error};
+use cualloc::allocator::{Allocator, Block, BlockState, Config, Error, Request};
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::sim::{Mode, SimConfig};
 
@@ -317,7 +317,7 @@ fn s1_45_every_special_case_has_a_result() {
             let allocator = rig.limited(64 * MIB);
             let stream = rig.stream();
             for alignment in [0, 3, 513, 4 << 20, usize::MAX] {
-                let refused = allocator.allocate_aligned(512, alignment, &stream);
+                let refused = allocator.allocate_with(Request::new(512).align(alignment), &stream);
                 assert!(
                     matches!(refused, Err(Error::InvalidAlignment { .. })),
                     "{alignment}"
@@ -327,7 +327,7 @@ fn s1_45_every_special_case_has_a_result() {
             for alignment in [1, 256, 512, 4096, 1 << 16, 1 << 20, 2 << 20] {
                 for bytes in [512, 3 * MIB] {
                     let block = allocator
-                        .allocate_aligned(bytes, alignment, &stream)
+                        .allocate_with(Request::new(bytes).align(alignment), &stream)
                         .unwrap();
                     assert_eq!(block.ptr() % alignment as u64, 0, "{alignment}");
                     rig.stamp(block.ptr(), bytes, 1, &stream);

@@ -216,7 +216,7 @@ impl Block {
     fn drop_large(&self, id: u32) {
         let engine = self.engine();
         let done = if engine.unwatched() {
-            self.free_large() || engine.drop_large(id, self.place.generation)
+            self.free_large() || engine.free_in_heap(id, self.place.generation)
         } else {
             !engine.watchful() && self.free_large()
         };

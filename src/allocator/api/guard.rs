@@ -110,6 +110,8 @@ impl Engine {
             Guarding::Record(id) => heap.unguard(id),
             Guarding::Small(ptr) => heap.unguard_small(ptr),
         }
-        self.finish_free(heap, &AfterFree::default());
+        let rest = self.rest_of_free(&heap, AfterFree::default());
+        drop(heap);
+        self.finish_free(rest);
     }
 }

@@ -3,7 +3,6 @@
 pub(crate) mod block;
 pub(crate) mod carver;
 pub(crate) mod guard;
-pub(crate) mod placement;
 pub(crate) mod raw;
 
 use std::fmt;
@@ -20,10 +19,11 @@ use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::error::Error;
 use crate::allocator::extent::invariant::CheckError;
 use crate::allocator::heap::growth::Keep;
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::report::Trimmed;
 use crate::allocator::report::{BlockInfo, SegmentInfo};
 use crate::allocator::report::{Fragmentation, SelfTest};
+use crate::allocator::request::Request;
 use crate::allocator::size;
 use crate::allocator::stats::Stats;
 use crate::allocator::stream::slot::StreamKey;
@@ -130,11 +130,7 @@ impl Allocator {
 
     /// The segment policy in effect: never [`Policy::Auto`].
     pub fn policy(&self) -> Policy {
-        if self.engine.packed {
-            Policy::Packed
-        } else {
-            Policy::Classic
-        }
+        self.engine.rules.policy()
     }
 
     /// Tests whether the device keeps memory the same through two addresses, if views are allowed
@@ -167,15 +163,15 @@ impl Allocator {
     /// [`Error::ForeignDriver`], [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
-        let grant = match self.engine.allocate_at_once(stream.id_at_hand(), bytes) {
+        let grant = match self.engine.hit(stream.id_at_hand(), bytes) {
             Ok(grant) => grant,
             Err(missed) => self.allocate_missed(bytes, stream, missed)?,
         };
         Ok(Block::new(&self.engine, grant, bytes))
     }
 
-    /// [`allocate`](Self::allocate) of what no front served at once. Apart from it, and with a result
-    /// of another type, so that the common case needs no copy in memory.
+    /// [`allocate`](Self::allocate) of what the stream's cache did not serve at once. Apart from it, and with
+    /// a result of another type, so that the common case needs no copy in memory.
     #[inline(never)]
     fn allocate_missed(
         &self,
@@ -184,16 +180,10 @@ impl Allocator {
         missed: Missed,
     ) -> Result<Grant, Error> {
         let key = stream.id_at_hand();
-        match self.engine.allocate_with_effort(key, bytes, missed) {
-            Some(grant) => Ok(grant),
-            None => self.allocate_in_books(bytes, stream),
+        if let Some(grant) = self.engine.hit_slowly(key, bytes, missed) {
+            return Ok(grant);
         }
-    }
-
-    /// Apart from what comes before it, which needs less of the stack.
-    #[inline(never)]
-    fn allocate_in_books(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
-        let request = Request::new(bytes, 1)?;
+        let request = Checked::new(bytes, 1)?;
         self.engine.same_driver(stream)?;
         let named = match stream.known_id() {
             Some(id) => Named {
@@ -203,58 +193,33 @@ impl Allocator {
             },
             None => self.engine.named(stream)?,
         };
-        self.engine.allocate_request_here(&named, &request)
+        self.engine.allocate_missed(&named, &request)
     }
 
-    /// [`allocate`](Self::allocate) at a multiple of `alignment` bytes, a power of two up to 2 MiB.
-    /// Every block is aligned to 512 bytes in any case.
+    /// [`allocate`](Self::allocate) with wishes.
     ///
     /// # Errors
-    /// [`Error::InvalidAlignment`], else as [`allocate`](Self::allocate).
-    pub fn allocate_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-    ) -> Result<Block, Error> {
+    /// As [`allocate`](Self::allocate), and [`Error::InvalidAlignment`]; [`Error::NotCached`] if the request is
+    /// [for cached memory only](Request::cached_only) and there is none.
+    pub fn allocate_with(&self, request: Request, stream: &Stream) -> Result<Block, Error> {
         let grant = self
             .engine
-            .allocate(&self.engine.named(stream)?, bytes, alignment)?;
-        Ok(Block::new(&self.engine, grant, bytes))
+            .allocate(&self.engine.named(stream)?, &request)?;
+        Ok(Block::new(&self.engine, grant, request.bytes()))
     }
 
-    /// Allocates only from memory at hand which the stream may use without a wait; `None` if there
-    /// is none. Never asks the driver for memory, never waits, and gives nothing back.
-    ///
-    /// Of the addresses `near` the first one at which the block fits is taken, so that a caller may
-    /// have the memory again that it freed last; if there is none, the best fit.
-    ///
-    /// # Errors
-    /// As [`allocate_aligned`](Self::allocate_aligned), except for want of memory.
-    pub fn allocate_at_hand(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        near: &[sys::CUdeviceptr],
-    ) -> Result<Option<Block>, Error> {
-        Ok(self.allocate_near(bytes, alignment, stream, near)?.0)
-    }
-
-    /// [`allocate_at_hand`](Self::allocate_at_hand) which also returns those of the addresses that lie
-    /// in free memory still.
+    /// Allocates from cached memory alone: at the first of the addresses `near` that is free, else the best
+    /// fit. Also returns those of the addresses that lie in free memory still.
     pub(crate) fn allocate_near(
         &self,
-        bytes: usize,
-        alignment: usize,
+        request: Request,
         stream: &Stream,
         near: &[sys::CUdeviceptr],
     ) -> Result<(Option<Block>, Vec<u64>), Error> {
+        let checked = Checked::of(&request)?;
         let named = self.engine.named(stream)?;
-        let (grant, free) = self
-            .engine
-            .allocate_at_hand(&named, bytes, alignment, near)?;
-        let block = grant.map(|grant| Block::new(&self.engine, grant, bytes));
+        let (grant, free) = self.engine.allocate_cached(&named, &checked, near)?;
+        let block = grant.map(|grant| Block::new(&self.engine, grant, request.bytes()));
         Ok((block, free))
     }
 

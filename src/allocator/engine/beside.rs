@@ -13,7 +13,7 @@ use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::small::unaligned;
 use crate::allocator::error::Error;
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::request::Checked;
 use crate::driver::Stream;
 
 /// Notes under the lock of one front.
@@ -115,7 +115,7 @@ impl<N: Default> Sides<N> {
 }
 
 impl Engine {
-    /// Allocates as [`allocate_at_once`](Self::allocate_at_once), and notes it beside the front.
+    /// Allocates as [`hit`](Self::hit), and notes it beside the front.
     ///
     /// First `latest` says at which address the block must lie, 0 being anywhere, and the front is asked
     /// whether it would give that out next. Then `note` is told of the block. `None`, with nothing
@@ -146,7 +146,7 @@ impl Engine {
     /// The front that the calling thread should use for a stream. `None` if small blocks do not come
     /// from fronts.
     pub(crate) fn front_for(&self, stream: &Stream) -> Result<Option<&'static Front>, Error> {
-        if !self.packed {
+        if !self.rules.caches() {
             return Ok(None);
         }
         let key = stream.known_id();
@@ -158,10 +158,10 @@ impl Engine {
         }
         let named = self.named(stream)?;
         self.refuse_capture(&named)?;
-        let (mut heap, slot) = self.slot(self.open()?, &named)?;
-        self.same_device(&heap, slot)?;
-        let front = heap.front_of(slot, cache::thread_number());
-        drop(heap);
+        let front = self.on_stream(&named, |heap, slot| {
+            self.same_device(heap, slot)?;
+            Ok(heap.front_of(slot, cache::thread_number()))
+        })?;
         if let Some(key) = key {
             cache::remember(key, front);
         }
@@ -170,7 +170,7 @@ impl Engine {
 
     /// Whether fronts serve requests of this size.
     pub(crate) fn is_small(&self, bytes: usize, alignment: usize) -> bool {
-        let request = Request::new(bytes, alignment);
+        let request = Checked::new(bytes, alignment);
         request.is_ok_and(|request| self.small_request(&request).is_some())
     }
 

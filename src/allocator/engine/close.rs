@@ -20,12 +20,12 @@ impl Engine {
             heap.flush_fronts();
             heap.streams.kept_uncovered()
         };
-        drop(self.cover_all(&ours)?);
+        self.cover_all(&ours)?;
         let retried = self.retry_strays();
         let finished = self.finish_tests(false)?;
+        self.lock().streams.ask_again();
+        self.poll()?;
         let mut heap = self.lock();
-        heap.streams.ask_again();
-        let mut heap = self.poll(heap)?;
         heap.settle();
         // What was held back for streams that are done by now.
         heap.flush_fronts();
@@ -137,7 +137,7 @@ impl Engine {
                 .map(|(stream, slot)| (stream, slot.key))
                 .collect()
         };
-        drop(self.cover_all(&ours)?);
+        self.cover_all(&ours)?;
         loop {
             let oldest = {
                 let heap = self.lock();

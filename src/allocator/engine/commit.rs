@@ -3,9 +3,8 @@
 use crate::driver::{DriverError, Entered};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
+use crate::allocator::error::{Error, OutOfMemory};
 use crate::allocator::extent::record::SpaceId;
-use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::memory::GivenBack;
 use crate::allocator::physical::GrowthFailure;
@@ -219,15 +218,12 @@ impl Engine {
         }
     }
 
-    /// The error that says everything about a failed request. Cannot fail itself.
+    /// Adds to the heap's picture what only the driver knows. Cannot fail itself.
     pub(crate) fn out_of_memory(
         &self,
-        mut heap: crate::allocator::engine::Guard<'_>,
-        want: &Want,
+        mut oom: OutOfMemory,
         refusal: Option<DriverError>,
     ) -> Error {
-        let mut oom = heap.picture(want.requested);
-        drop(heap);
         oom.device = self.device.ordinal();
         oom.driver = refusal;
         if let Ok(info) = self.context.enter().and_then(|entered| entered.mem_info()) {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
 
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
@@ -47,6 +47,41 @@ impl Streams {
         let left = self.iter().any(|(_, slot)| !slot.named && kept(slot));
         let ours = || self.iter().filter(|(_, slot)| kept(slot)).count();
         !left || stream.holders() > ours()
+    }
+
+    /// The last marker of a stream of another context, if its event is that context's: that context may be
+    /// destroyed once the stream is retired, and its events with it.
+    fn foreign_marker(&self, stream: u32, own: u64) -> Option<Marker> {
+        let slot = &self[stream];
+        if slot.context.key() == own || !matches!(slot.holder, Holder::Foreign(_)) {
+            return None;
+        }
+        let last = slot.markers.back()?;
+        (last.event.context().key() != own).then(|| last.clone())
+    }
+
+    /// An event of our own context stands for what the last marker of a stream, up to a bound, stood for.
+    /// Whether that still covers everything.
+    fn bring_home(
+        &mut self,
+        (stream, key): (u32, StreamKey),
+        bound: u64,
+        event: Arc<Event>,
+    ) -> bool {
+        let slot = &self[stream];
+        let newest = slot.in_use && slot.key == key && slot.covered();
+        let same = slot.markers.back().is_some_and(|m| m.bound == bound);
+        let gone = if newest && same {
+            self.replace_markers(stream, event)
+        } else {
+            vec![event]
+        };
+        let done = newest && (same || self[stream].markers.is_empty());
+        for event in gone {
+            let context = event.context().key();
+            self.events.entry(context).or_default().push(event);
+        }
+        done
     }
 
     /// Takes the markers of a stream that are events of a context.
@@ -173,48 +208,6 @@ impl Drop for Leaving<'_> {
 }
 
 impl Engine {
-    /// Sees to it that the last marker of a stream of another context is an event of ours: that context may
-    /// be destroyed once the stream is retired, and its events with it. Whether that is so and the marker
-    /// still covers everything.
-    pub(crate) fn bring_home<'a>(
-        &'a self,
-        heap: Guard<'a>,
-        stream: u32,
-    ) -> Result<(Guard<'a>, bool), Error> {
-        let slot = &heap.streams[stream];
-        let own = self.context.key();
-        if slot.context.key() == own || !matches!(slot.holder, Holder::Foreign(_)) {
-            return Ok((heap, true));
-        }
-        let Some(last) = slot.markers.back().cloned() else {
-            return Ok((heap, true));
-        };
-        if last.event.context().key() == own {
-            return Ok((heap, true));
-        }
-        let key = slot.key;
-        drop(heap);
-        let event = self.follow(&last.event)?;
-        let bound = last.bound;
-        // Its event may have been found void meanwhile: then it is destroyed here, so not under the lock.
-        drop(last);
-        let mut heap = self.lock();
-        let slot = &heap.streams[stream];
-        let newest = slot.in_use && slot.key == key && slot.covered();
-        let same = slot.markers.back().is_some_and(|m| m.bound == bound);
-        let gone = if newest && same {
-            heap.streams.replace_markers(stream, event)
-        } else {
-            vec![event]
-        };
-        let done = newest && (same || heap.streams[stream].markers.is_empty());
-        for event in gone {
-            let context = event.context().key();
-            heap.streams.events.entry(context).or_default().push(event);
-        }
-        Ok((heap, done))
-    }
-
     /// An event of our own context behind one of another.
     fn follow(&self, event: &Event) -> Result<Arc<Event>, Error> {
         let follower = Stream::new(&self.context).map_err(|e| self.error(e))?;
@@ -367,9 +360,16 @@ impl Engine {
                 break;
             }
             if heap.streams[stream].covered() {
-                let home;
-                (heap, home) = self.bring_home(heap, stream)?;
-                if home || gone(&heap) {
+                let Some(last) = heap.streams.foreign_marker(stream, self.context.key()) else {
+                    break;
+                };
+                drop(heap);
+                let event = self.follow(&last.event)?;
+                let bound = last.bound;
+                // Its event may have been found void meanwhile: then it is destroyed here, so not under the lock.
+                drop(last);
+                heap = self.lock();
+                if heap.streams.bring_home((stream, key), bound, event) || gone(&heap) {
                     break;
                 }
             }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use crate::driver::sys::CUstream;
 use crate::driver::{Context, Event, Stream, process};
 
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::poll::{Answer, Poll};
@@ -14,6 +14,37 @@ use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
 use crate::sync::capture::{is_capture_refusal, is_of_capture, is_void_event};
+
+/// What is to be found out for a request of a stream before memory of other streams may serve it.
+pub(crate) struct Questions {
+    /// The limit is near, so the stream's own memory matters, too.
+    near: bool,
+    /// Streams whose full batches have no marker yet.
+    full: Vec<(u32, StreamKey)>,
+    /// Markers that are due to be asked, where no batch is full.
+    due: Option<Poll>,
+}
+
+impl Heap {
+    /// The full batches that wait for somebody to ask for them, of the streams that are wanted.
+    pub(crate) fn full_batches(&self, wanted: impl Fn(u32) -> bool) -> Vec<(u32, StreamKey)> {
+        let full = self.streams.full().iter().copied();
+        full.filter(|stream| wanted(*stream))
+            .map(|stream| (stream, self.streams[stream].key))
+            .collect()
+    }
+
+    /// What is to be found out for a request of a stream, if anything is.
+    pub(crate) fn questions_for(&mut self, stream: u32) -> Option<Questions> {
+        let near = !self.bounds_hold(0);
+        let full = self.full_batches(|other| near || other != stream);
+        let due = match full.is_empty() {
+            true => Some(self.streams.due_markers(|_| true)?),
+            false => None,
+        };
+        Some(Questions { near, full, due })
+    }
+}
 
 impl Engine {
     /// Records a marker on a stream, if it is one on which that may be done here and now.
@@ -203,25 +234,9 @@ impl Engine {
         }
     }
 
-    /// Sees to the full batches that wait for somebody to ask for them, of the streams that are wanted.
-    pub(crate) fn mark_full<'a>(
-        &'a self,
-        heap: Guard<'a>,
-        wanted: impl Fn(u32) -> bool,
-    ) -> Result<Guard<'a>, Error> {
-        let full = heap.streams.full().iter().copied();
-        let mut due = full.filter(|stream| wanted(*stream)).peekable();
-        if due.peek().is_none() {
-            return Ok(heap);
-        }
-        let due: Vec<_> = due.map(|s| (s, heap.streams[s].key)).collect();
-        drop(heap);
-        self.cover_all(&due)
-    }
-
     /// [`mark_unless_idle`](Self::mark_unless_idle) of each. A failure costs nothing but time, as in
     /// [`mark_all`](Self::mark_all), unless the context is lost.
-    pub(crate) fn cover_all(&self, streams: &[(u32, StreamKey)]) -> Result<Guard<'_>, Error> {
+    pub(crate) fn cover_all(&self, streams: &[(u32, StreamKey)]) -> Result<(), Error> {
         for (stream, key) in streams {
             match self.mark_unless_idle(*stream, *key) {
                 Ok(()) => {}
@@ -229,50 +244,62 @@ impl Engine {
                 Err(error) => self.log_marker_failure(&error),
             }
         }
-        Ok(self.lock())
+        Ok(())
     }
 
     /// Finds out what other streams are done with, for a request of a stream. Its own memory it may
     /// have at once; near the limit it is asked all the same, since complete memory fits in more ways.
-    pub(crate) fn poll_for<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        stream: u32,
-    ) -> Result<Guard<'a>, Error> {
-        let near = !heap.bounds_hold(0);
-        let mut again = false;
-        loop {
-            heap = self.mark_full(heap, |other| near || other != stream)?;
-            let failed = heap.stats.failed_markers;
-            heap = self.poll(heap)?;
-            if again || heap.stats.failed_markers == failed {
-                return Ok(heap);
-            }
-            // What had fallen into a capture gets its new marker at once, where that may be done.
-            again = true;
+    pub(crate) fn poll_for(&self, stream: u32) -> Result<(), Error> {
+        let questions = self.lock().questions_for(stream);
+        match questions {
+            Some(questions) => self.poll_with(stream, questions),
+            None => Ok(()),
         }
     }
 
-    /// Finds out which markers of each stream are complete.
-    pub(crate) fn poll<'a>(&'a self, heap: Guard<'a>) -> Result<Guard<'a>, Error> {
-        self.poll_some(heap, |_| true)
+    /// [`poll_for`](Self::poll_for), begun with what was found to be done first.
+    pub(crate) fn poll_with(&self, stream: u32, questions: Questions) -> Result<(), Error> {
+        if !questions.full.is_empty() {
+            self.cover_all(&questions.full)?;
+        }
+        let void = match questions.due {
+            Some(due) => self.poll_due(due, |_| true)?,
+            None => self.poll_some(|_| true)?,
+        };
+        if void {
+            // What had fallen into a capture gets its new marker at once, where that may be done.
+            let full = self
+                .lock()
+                .full_batches(|other| questions.near || other != stream);
+            self.cover_all(&full)?;
+            self.poll()?;
+        }
+        Ok(())
     }
 
-    /// [`poll`](Self::poll) of the streams that are wanted.
-    pub(crate) fn poll_some<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
+    /// Finds out which markers of each stream are complete.
+    pub(crate) fn poll(&self) -> Result<(), Error> {
+        self.poll_some(|_| true).map(drop)
+    }
+
+    /// [`poll`](Self::poll) of the streams that are wanted. Whether a marker stood for nothing.
+    pub(crate) fn poll_some(&self, wanted: impl Fn(u32) -> bool) -> Result<bool, Error> {
+        let due = self.lock().streams.due_markers(&wanted);
+        due.map_or(Ok(false), |due| self.poll_due(due, wanted))
+    }
+
+    /// [`poll_some`](Self::poll_some), begun with the markers that are due first.
+    pub(crate) fn poll_due(
+        &self,
+        mut due: Poll,
         wanted: impl Fn(u32) -> bool,
-    ) -> Result<Guard<'a>, Error> {
+    ) -> Result<bool, Error> {
+        let mut voided = false;
         loop {
-            let Some(mut due) = heap.streams.due_markers(&wanted) else {
-                return Ok(heap);
-            };
-            drop(heap);
             let mut queries = 0;
             let asked = self.ask(&mut due, &mut queries);
             due.let_go();
-            heap = self.lock();
+            let mut heap = self.lock();
             heap.stats.queries += queries;
             let mut progress = false;
             for outcome in due.outcomes() {
@@ -287,12 +314,15 @@ impl Engine {
             if progress {
                 heap.settle_advanced();
             }
-            if !void.is_empty() {
-                heap = self.drop_void(heap, &void);
-            }
+            drop(heap);
+            voided |= self.drop_void(&void);
             asked?;
             if !goes_on {
-                return Ok(heap);
+                return Ok(voided);
+            }
+            match self.lock().streams.due_markers(&wanted) {
+                Some(more) => due = more,
+                None => return Ok(voided),
             }
         }
     }
@@ -325,9 +355,14 @@ impl Engine {
 
     /// Takes markers away that stand for nothing, each by its stream and bound: their events fell into a
     /// capture that began between the question and the record. What they covered gets a new marker.
-    fn drop_void<'a>(&'a self, mut heap: Guard<'a>, void: &[(u32, u64)]) -> Guard<'a> {
+    /// Whether there were any.
+    fn drop_void(&self, void: &[(u32, u64)]) -> bool {
+        if void.is_empty() {
+            return false;
+        }
         process::captures_streams();
         let mut gone = Vec::new();
+        let mut heap = self.lock();
         for (stream, bound) in void {
             if let Some(marker) = heap.streams.void(*stream, *bound) {
                 heap.stats.failed_markers += 1;
@@ -336,8 +371,7 @@ impl Engine {
         }
         drop(heap);
         // Their events are destroyed, if nobody else asks them just now.
-        drop(gone);
-        self.lock()
+        !gone.is_empty()
     }
 
     /// Queues waits on a stream.
@@ -372,7 +406,7 @@ impl Engine {
             if let Err(error) = queued {
                 let of = wait.event.context();
                 if is_void_event(error.code()) {
-                    drop(self.drop_void(self.lock(), &[(wait.stream, wait.bound)]));
+                    self.drop_void(&[(wait.stream, wait.bound)]);
                 } else if self.is_gone(of, &error) && of.key() != context.key() {
                     self.context_gone(of);
                     return Err(Error::Driver(error));
@@ -403,18 +437,15 @@ impl Engine {
             return Ok(());
         }
         drop(event);
-        let mut heap = self.lock();
         match waited {
             Ok(()) => {}
             Err(error) if is_void_event(error.code()) => {
-                drop(self.drop_void(heap, &[(stream, bound)]));
+                self.drop_void(&[(stream, bound)]);
                 return Ok(());
             }
-            Err(error) => {
-                drop(heap);
-                return Err(self.error(error));
-            }
+            Err(error) => return Err(self.error(error)),
         }
+        let mut heap = self.lock();
         heap.streams.observed(stream, bound);
         heap.settle();
         Ok(())

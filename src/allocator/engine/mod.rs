@@ -13,10 +13,8 @@ pub(crate) mod large_cache;
 pub(crate) mod leaving;
 pub(crate) mod markers;
 pub(crate) mod naming;
-pub(crate) mod near;
 pub(crate) mod orphans;
 pub(crate) mod self_test;
-pub(crate) mod single_stream;
 pub(crate) mod small;
 pub(crate) mod trial;
 
@@ -34,6 +32,7 @@ use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::address::Addresses;
+use crate::allocator::physical::policy::Rules;
 
 /// Marker failures are logged this often at most: the first, then at every power of two.
 #[derive(Debug, Default)]
@@ -64,7 +63,7 @@ pub(crate) struct Engine {
     me: Weak<Engine>,
     pub context: Context,
     pub device: Device,
-    pub packed: bool,
+    pub rules: Rules,
     /// Whether memory may be used through second layouts, as far as the settings say,
     pub views: bool,
     /// whether the device is tested before that,
@@ -119,8 +118,11 @@ impl Engine {
             Policy::Classic => None,
             Policy::Auto | Policy::Packed => trial::memory_of(context, config.policy)?,
         };
-        let packed = mapped.is_some();
-        if !packed && !config.peers.is_empty() {
+        let rules = match &mapped {
+            Some(_) => Rules::Packed,
+            None => Rules::Classic,
+        };
+        if !rules.maps() && !config.peers.is_empty() {
             return Err(Error::NotSupported {
                 what: "peer access without virtual memory management",
             });
@@ -152,7 +154,7 @@ impl Engine {
                 (me.clone() as Weak<dyn KeepAlive>, id),
                 Arc::clone(&pages),
                 device.ordinal(),
-                packed,
+                rules,
                 limit,
                 config.tuning(),
             );
@@ -162,8 +164,8 @@ impl Engine {
                 me: me.clone(),
                 context: context.clone(),
                 device,
-                packed,
-                views: packed && config.views,
+                rules,
+                views: rules.maps() && config.views,
                 self_test: config.self_test,
                 views_failed: AtomicBool::new(false),
                 properties,
@@ -182,7 +184,7 @@ impl Engine {
                 heap: Apart(Lock::new(heap)),
                 pages,
                 lost: OnceLock::new(),
-                at_once: AtomicU64::new(if packed && !config.capture_checks {
+                at_once: AtomicU64::new(if rules.caches() && !config.capture_checks {
                     id
                 } else {
                     0

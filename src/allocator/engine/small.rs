@@ -9,11 +9,9 @@ use crate::allocator::cache::front::{
     Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRAINS, Small, Using, cache,
 };
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
-use crate::allocator::extent::record::SpaceId;
-use crate::allocator::extent::want::{PAGE_GRANULES, Want};
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
@@ -41,8 +39,12 @@ pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
 impl Engine {
     /// The request to a front, if fronts serve it here.
     #[inline]
-    pub(crate) fn small_request(&self, request: &Request) -> Option<Small> {
-        if self.packed { request.small() } else { None }
+    pub(crate) fn small_request(&self, request: &Checked) -> Option<Small> {
+        if self.rules.caches() {
+            request.small()
+        } else {
+            None
+        }
     }
 
     // ---- allocation --------------------------------------------------------------------------
@@ -50,7 +52,7 @@ impl Engine {
     /// Allocates from the front that the thread used last for the stream, if that can be done
     /// without a look at anything else.
     #[inline(always)]
-    pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
+    pub(crate) fn hit(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
         let Some(request) = unaligned(bytes).filter(|_| process::is_quiet()) else {
             return Err(Missed(None));
         };
@@ -69,23 +71,18 @@ impl Engine {
 
     /// Allocates from a front that could not serve at once, if it can be had without the driver.
     #[inline]
-    pub(crate) fn allocate_with_effort(
-        &self,
-        key: u64,
-        bytes: usize,
-        missed: Missed,
-    ) -> Option<Grant> {
+    pub(crate) fn hit_slowly(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
             return match self.on_shelves.load(Ordering::Relaxed) {
                 0 => None,
-                _ => self.allocate_shelved(key, bytes),
+                _ => self.hit_large(key, bytes),
             };
         }
-        self.take_with_effort(key, bytes, missed)
+        self.hit_small(key, bytes, missed)
     }
 
     #[inline(never)]
-    fn take_with_effort(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
+    fn hit_small(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         let (front, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
@@ -157,132 +154,6 @@ impl Engine {
         }
     }
 
-    /// Allocates from a front with the books at hand.
-    pub(crate) fn obtain_small<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        (key, stream): (StreamKey, u32),
-        front: &'static Front,
-        request: Small,
-    ) -> Result<(Guard<'a>, Grant), Error> {
-        if let StreamKey::Id(key) = key {
-            cache::remember(key, front);
-        }
-        let (mut missed, mut polled) = (false, false);
-        loop {
-            let outcome = front.lock().take(request);
-            let outcome = match outcome {
-                Allocated::NoRoom => heap.take_at_peak(front, request, None),
-                outcome => outcome,
-            };
-            if let Allocated::Taken(taken) = outcome {
-                if missed {
-                    heap.stats.misses += 1;
-                    heap.fronts.misses += 1;
-                }
-                return Ok((heap, Grant::small(front, taken, request.granules)));
-            }
-            {
-                let mut inner = front.lock();
-                if inner.take_back(true) || inner.runs.flush_for(request.span()) {
-                    continue;
-                }
-            }
-            if !polled && front.lock().asks() {
-                // Blocks that other streams used may be free by now.
-                polled = true;
-                let close = front.lock().holds_much();
-                let freed;
-                (heap, freed) = self.reclaim(heap, front, close)?;
-                front.lock().asked(freed);
-                continue;
-            }
-            let grown;
-            (heap, grown) = self.obtain_page(heap, stream, front, request)?;
-            missed |= grown;
-        }
-    }
-
-    /// Brings another page to a front, or merges what it keeps at hand. Returns whether memory was
-    /// added for it.
-    fn obtain_page<'a>(
-        &'a self,
-        heap: Guard<'a>,
-        stream: u32,
-        front: &'static Front,
-        request: Small,
-    ) -> Result<(Guard<'a>, bool), Error> {
-        let page = Want {
-            space: SpaceId::Small,
-            stream,
-            granules: PAGE_GRANULES,
-            // Everything in the arena of pages is a multiple of a page.
-            align: 1,
-            requested: u64::from(request.requested),
-            single: false,
-            views: true,
-        };
-        let mut heap = heap;
-        if front.lock().runs.is_worn() {
-            heap.return_pages(front, u32::MAX, &mut AfterFree::default());
-        }
-        let mut ready = heap.take_best(&page);
-        if ready.is_none() && front.lock().runs.flush_quick() {
-            return Ok((heap, false));
-        }
-        if ready.is_none() {
-            // What other fronts did not need lately comes before more memory.
-            let mut givers = heap.flush_idle();
-            if !givers.is_empty() {
-                givers.retain(|giver| *giver != stream);
-                heap = self.cover(heap, &givers)?;
-                ready = heap.take_best(&page);
-            }
-        }
-        if let Some(id) = ready {
-            heap.page_taken(id, front)?;
-            return Ok((heap, false));
-        }
-        let (mut heap, id, missed) = self.obtain(heap, &page)?;
-        heap.page_taken(id, front)?;
-        Ok((heap, missed))
-    }
-
-    /// Covers what streams freed by markers, as far as that may be done here, and asks about them.
-    fn cover<'a>(&'a self, heap: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
-        let mut ours = heap.streams.kept_uncovered();
-        ours.retain(|(stream, _)| streams.contains(stream));
-        if ours.is_empty() {
-            return Ok(heap);
-        }
-        drop(heap);
-        let heap = self.cover_all(&ours)?;
-        self.poll_some(heap, |stream| streams.contains(&stream))
-    }
-
-    /// Asks whether other streams are done with what a front holds back for them; with `close` also
-    /// about what no batch was full of yet. Whether anything came of it.
-    fn reclaim<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        front: &'static Front,
-        close: bool,
-    ) -> Result<(Guard<'a>, bool), Error> {
-        let before = front.lock().pending_bytes();
-        if close && heap.close_batches(front, None, &mut AfterFree::default()) {
-            let ours = heap.streams.kept_uncovered();
-            drop(heap);
-            heap = self.cover_all(&ours)?;
-        }
-        // Of no use to ask about streams for which others hold blocks back: they ask themselves.
-        let users = heap.fronts.held_back_for(front);
-        heap = self.mark_full(heap, |stream| users.contains(&stream))?;
-        heap = self.poll_some(heap, |stream| users.contains(&stream))?;
-        heap.settle_held_back();
-        let freed = front.lock().pending_bytes() < before;
-        Ok((heap, freed))
-    }
-
     // ---- memory at hand ----------------------------------------------------------------------
 
     /// Takes a request at the first of the addresses that is free in the front which the thread used
@@ -314,7 +185,7 @@ impl Engine {
         Some((Some(Grant::small(front, taken, request.granules)), free))
     }
 
-    fn take_near(
+    pub(crate) fn take_near(
         &self,
         front: &'static Front,
         inner: &mut Inner,
@@ -333,61 +204,6 @@ impl Engine {
             }
         }
         Allocated::NoRun
-    }
-
-    /// Takes a request from memory that its stream may use without a wait, if there is any.
-    pub(crate) fn take_small<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        front: &'static Front,
-        request: Small,
-        near: &[u64],
-    ) -> Result<(Guard<'a>, Option<Grant>), Error> {
-        let (mut polled, mut paged) = (false, false);
-        loop {
-            let outcome = {
-                let mut inner = front.lock();
-                inner.take_back(true);
-                match self.take_near(front, &mut inner, request, near) {
-                    Allocated::NoRun => inner.take(request),
-                    outcome => outcome,
-                }
-            };
-            let outcome = match outcome {
-                Allocated::NoRoom => heap.take_at_peak(front, request, None),
-                outcome => outcome,
-            };
-            if let Allocated::Taken(taken) = outcome {
-                return Ok((heap, Some(Grant::small(front, taken, request.granules))));
-            }
-            if front.lock().runs.flush_quick() {
-                continue;
-            }
-            if !polled {
-                // Memory that other streams used may be free by now.
-                polled = true;
-                heap.streams.ask_again();
-                (heap, _) = self.reclaim(heap, front, true)?;
-                let stream = front.lock().slot;
-                heap = self.poll_for(heap, stream)?;
-                continue;
-            }
-            let page = Want {
-                space: SpaceId::Small,
-                stream: front.lock().slot,
-                granules: PAGE_GRANULES,
-                align: 1,
-                requested: u64::from(request.requested),
-                single: false,
-                views: true,
-            };
-            let page = if paged { None } else { heap.take_best(&page) };
-            let Some(id) = page else {
-                return Ok((heap, None));
-            };
-            paged = true;
-            heap.page_taken(id, front)?;
-        }
     }
 
     /// Whether an address lies in free memory of a page.
@@ -472,7 +288,9 @@ impl Engine {
                 });
             }
         }
-        self.finish_free(heap, &after);
+        let rest = self.rest_of_free(&heap, after);
+        drop(heap);
+        self.finish_free(rest);
         Ok(())
     }
 

@@ -87,13 +87,14 @@ mod tests {
     use super::*;
     use crate::allocator::extent::record::SpaceId;
     use crate::allocator::extent::want::Want;
+    use crate::allocator::physical::policy::Rules;
 
     #[test]
     fn stitching_beyond_the_budget_raises_the_level() {
         let nobody = (crate::allocator::cache::front::nobody(), 0);
         let table = std::sync::Arc::new(crate::allocator::cache::front::PageTable::new());
         let tuning = crate::allocator::Config::new().tuning();
-        let mut heap = Heap::new(nobody, table, 0, true, None, tuning);
+        let mut heap = Heap::new(nobody, table, 0, Rules::Packed, None, tuning);
         let want = Want {
             space: SpaceId::Large,
             stream: 0,

@@ -50,7 +50,7 @@ impl Heap {
     /// Threads keep meeting at a front: gives its stream twice as many.
     pub(crate) fn split_front(&mut self, stream: u32, key: StreamKey) {
         let slot = &self.streams[stream];
-        if !slot.in_use || slot.key != key || !self.packed {
+        if !slot.in_use || slot.key != key || !self.rules.caches() {
             return;
         }
         let most = self.fronts.threads.min(MOST_FRONTS);

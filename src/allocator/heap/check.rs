@@ -169,7 +169,7 @@ impl Heap {
 
     fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
         let hot = &self.extents.records[id];
-        if self.packed && space.id == SpaceId::Small {
+        if self.rules.caches() && space.id == SpaceId::Small {
             sums.pages += 1;
             same("a page has its size", PAGE, hot.bytes())?;
             same(
@@ -314,7 +314,7 @@ impl Heap {
         // What a growth is mapping right now stands in a claimed extent but is not held yet.
         same(
             "mapped extents are held from the driver",
-            held + self.physical.planned * u64::from(self.packed),
+            held + self.physical.planned * u64::from(self.rules.maps()),
             mapped,
         )?;
         same(

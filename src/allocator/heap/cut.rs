@@ -134,6 +134,7 @@ mod tests {
     use crate::allocator::cache::front::PageTable;
     use crate::allocator::extent::handle::Borders;
     use crate::allocator::extent::record::{SpaceId, State as Extent};
+    use crate::allocator::physical::policy::Rules;
     use std::sync::Arc;
 
     const HANDLE: u64 = 16 << 20;
@@ -148,7 +149,7 @@ mod tests {
             (crate::allocator::cache::front::nobody(), 0),
             table,
             0,
-            true,
+            Rules::Packed,
             None,
             tuning,
         );

@@ -12,7 +12,7 @@ impl Heap {
     pub(crate) fn packing(&self) -> Packing {
         let view_granules: u64 = self.views.map.values().map(|v| u64::from(v.granules)).sum();
         Packing {
-            soft_cap: match self.packed && self.peak_live > 0 {
+            soft_cap: match self.rules.maps() && self.peak_live > 0 {
                 true => self.soft_cap(),
                 false => 0,
             },
@@ -93,7 +93,7 @@ impl Heap {
             reason,
             requested: want.requested,
             added,
-            beyond_cap: self.packed && held > self.soft_cap(),
+            beyond_cap: self.rules.maps() && held > self.soft_cap(),
         });
     }
 }

@@ -130,7 +130,7 @@ impl Heap {
 
     /// Bytes that a growth for this request would add at least, if there is address space for it.
     pub(crate) fn missing(&self, want: &Want) -> Option<u64> {
-        if !self.packed {
+        if !self.rules.maps() {
             return Some(classic_segment_for(u64::from(want.span()) * GRANULE));
         }
         if want.in_one_handle() {

@@ -137,6 +137,9 @@ impl Heap {
     /// A large request that the shelf of its front could not serve: what nobody holds there goes back,
     /// so that the request finds what it would find without shelves.
     pub(crate) fn pass_by_shelf(&mut self, front: &'static Front, contended: bool) {
+        if !self.rules.caches() {
+            return;
+        }
         self.unshelve_loose();
         if self.fronts.crowd > 0 {
             self.settle_shelf(front);

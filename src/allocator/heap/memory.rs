@@ -168,8 +168,10 @@ impl Heap {
         }
     }
 
-    /// What an out-of-memory error reports of the books.
-    pub(crate) fn picture(&mut self, requested: u64) -> OutOfMemory {
+    /// Counts a request that found no memory. What the error reports of the heap.
+    pub(crate) fn out_of_memory(&mut self, requested: u64) -> OutOfMemory {
+        self.stats.misses += 1;
+        self.stats.ooms += 1;
         let (_, allocated) = self.live_totals();
         OutOfMemory {
             requested,

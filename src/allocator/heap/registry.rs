@@ -32,7 +32,7 @@ impl Heap {
     /// must not.
     pub(crate) fn streams_changed(&mut self) {
         self.stats.streams = self.streams.len() as u64;
-        if !self.packed {
+        if !self.rules.maps() {
             return;
         }
         let single = !self.streams.several();

@@ -5,7 +5,7 @@ use crate::allocator::cache::grant::Grant;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::extent::uses::Use;
 use crate::allocator::heap::Heap;
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::Device;
 
@@ -16,12 +16,12 @@ impl Heap {
         &mut self,
         device: Device,
         key: StreamKey,
-        request: &Request,
+        request: &Checked,
     ) -> Option<Grant> {
         let StreamKey::Id(id) = key else {
             return None;
         };
-        let plain = self.packed && request.is_plain() && request.small().is_none();
+        let plain = self.rules.caches() && request.is_plain() && request.small().is_none();
         let alone = !self.streams.several() && self.fronts.due.is_empty();
         let calm = self.fronts.crowd == 0 && !self.physical.bursts.debt;
         if !(plain && alone && calm) {
@@ -62,7 +62,7 @@ impl Heap {
         if self.streams.several()
             || !self.extents.large.merge_own
             || self.guards.any()
-            || !self.packed
+            || !self.rules.caches()
         {
             return false;
         }

@@ -75,7 +75,7 @@ impl Heap {
                                 address: hot.addr,
                                 size: hot.bytes(),
                                 small: space.id != SpaceId::Large,
-                                mapped: self.packed,
+                                mapped: self.rules.maps(),
                                 view: false,
                                 blocks,
                             }),
@@ -122,7 +122,7 @@ impl Heap {
     /// A page stands for the blocks that were carved from it.
     fn blocks_of(&self, space: SpaceId, id: u32, blocks: &mut Vec<BlockInfo>) {
         let hot = &self.extents.records[id];
-        let page = (self.packed && space == SpaceId::Small && hot.state == Extent::Used)
+        let page = (self.rules.caches() && space == SpaceId::Small && hot.state == Extent::Used)
             .then(|| self.fronts.table.find(hot.addr))
             .flatten();
         let Some((front, page)) = page else {

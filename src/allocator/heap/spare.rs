@@ -9,7 +9,8 @@ impl Heap {
     /// whole ones to stitch, if it is small. Not of a lone stream, whose requests are served without any
     /// look at handles.
     pub(crate) fn spares_handles(&self, want: &Want) -> bool {
-        want.space == SpaceId::Large
+        self.rules.maps()
+            && want.space == SpaceId::Large
             && u64::from(want.granules) * crate::allocator::size::GRANULE < SPARING_BELOW
             && self.streams.several()
             && !self.bounds_hold(0)

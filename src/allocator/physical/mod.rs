@@ -3,6 +3,7 @@
 pub(crate) mod address;
 pub(crate) mod bursts;
 pub(crate) mod plan;
+pub(crate) mod policy;
 
 use std::collections::BTreeMap;
 

@@ -2,60 +2,26 @@
 
 use crate::driver::DriverError;
 
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::LEVELS;
-use crate::allocator::reclaim::climb::{Climb, VIEW_ADDRESSES};
+use crate::allocator::reclaim::choice::VIEW_ADDRESSES;
+use crate::allocator::reclaim::stage::Climb;
+use crate::allocator::report::GrowthReason;
 use crate::allocator::size::GRANULE;
-use crate::allocator::view::mapping::{Stitch, Unmapped, ViewRun};
+use crate::allocator::view::mapping::{Stitch, Unmapped};
 
 impl Engine {
-    /// Takes a run in a view, after the waits that it needs.
-    pub(crate) fn take_in_view<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        want: &Want,
-        run: ViewRun,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let Some(view) = heap.views.map.get(&run.base) else {
-            return Ok((heap, None));
-        };
-        let parts = view.home_parts(run.offset, want.granules);
-        let Some(mut lent) = heap.lend(want.space, want.stream, &parts) else {
-            return Ok((heap, None));
-        };
-        if !lent.waits.is_empty() {
-            // The view must not go while the waits are made.
-            heap.views.hold_view(run.base, true);
-            drop(heap);
-            let waits = std::mem::take(&mut lent.waits);
-            let waited = self.queue_waits(want.stream, &waits);
-            drop(waits);
-            heap = self.lock();
-            heap.views.hold_view(run.base, false);
-            if let Err(error) = waited {
-                heap.give_home(want.space, lent);
-                return Err(error);
-            }
-        }
-        heap.stats.rungs.views += 1;
-        let parts = lent.parts.into_iter().map(|(id, _)| id).collect();
-        let id = heap.view_block(run.base, run.offset, want.granules, parts);
-        Ok((heap, Some(id)))
-    }
-
     /// Maps what a stitch planned, and takes the block.
-    pub(crate) fn stitch<'a>(
-        &'a self,
-        heap: Guard<'a>,
+    pub(crate) fn stitch(
+        &self,
         want: &Want,
         mut stitch: Stitch,
-        climb: &mut Climb,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let reason = heap.growth_reason(want, 0);
-        drop(heap);
+        reason: GrowthReason,
+        climb: &mut Climb<'_>,
+    ) -> Result<Option<u32>, Error> {
         let new = stitch.fresh.as_ref().map_or(0, |f| f.bytes());
         // Their events may have no other holder by then, and are not destroyed under the lock.
         let waits = std::mem::take(&mut stitch.lent.waits);
@@ -63,9 +29,8 @@ impl Engine {
             Ok(true) => {}
             refused => {
                 drop(waits);
-                let mut heap = self.lock();
-                heap.not_stitched(want, stitch, 0, &[]);
-                return refused.map(|_| (heap, None));
+                self.lock().not_stitched(want, stitch, 0, &[]);
+                return refused.map(|_| None);
             }
         }
         let waited = self.queue_waits(want.stream, &waits);
@@ -95,12 +60,12 @@ impl Engine {
                 if let Err(error) = self.shed_views(want.stream) {
                     log::debug!("idle views were kept: {error}");
                 }
-                return Ok((self.lock(), Some(id)));
+                return Ok(Some(id));
             }
             Err(failed) => heap.not_mapped(want, stitch, failed),
         };
         self.refused(&mut heap, error, free.min(new.saturating_sub(1)), climb)?;
-        Ok((heap, None))
+        Ok(None)
     }
 
     /// After a stitch: lets idle views go if all of them have too many mappings.
@@ -133,8 +98,7 @@ impl Engine {
     fn see_views_idle(&self, stream: u32) -> Result<(), Error> {
         let key = self.lock().streams[stream].key;
         self.mark_all([(stream, key)]);
-        drop(self.poll(self.lock())?);
-        Ok(())
+        self.poll()
     }
 
     pub(crate) fn map_stitch(&self, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {

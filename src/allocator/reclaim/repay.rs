@@ -7,20 +7,16 @@
 //! a hard limit none of this holds: there memory always wins. Nothing here reads a clock: times are counted
 //! in handles.
 
-use crate::allocator::engine::{Engine, Guard};
-use crate::allocator::size::PACKED_SMALL_LIMIT;
+use crate::allocator::engine::Engine;
 
 impl Engine {
-    /// After an allocation of so many bytes: gives a part back of what an earlier one created beyond
+    /// After a large allocation: gives a part back of what an earlier one created beyond
     /// the soft cap. Never waits; what cannot go now goes with a later allocation.
-    pub(crate) fn repay(&self, heap: Guard<'_>, stream: u32, bytes: u64) {
-        if !heap.physical.bursts.debt || bytes <= PACKED_SMALL_LIMIT {
-            return;
+    pub(crate) fn repay(&self, stream: u32) {
+        if let Err(error) = self.poll_for(stream) {
+            return log::debug!("nothing was repaid: {error}");
         }
-        let mut heap = match self.poll_for(heap, stream) {
-            Ok(heap) => heap,
-            Err(error) => return log::debug!("nothing was repaid: {error}"),
-        };
+        let mut heap = self.lock();
         let plan = heap.plan_repayment();
         let handles = plan.len() as u64;
         let slot = &heap.streams[stream];

@@ -6,7 +6,7 @@ mod lent;
 use std::sync::Arc;
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Error, Policy};
+use cualloc::allocator::{Allocator, Config, Error, Policy, Request};
 use cualloc::buffer::BufferError;
 use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
@@ -233,8 +233,14 @@ fn s4_streams_of_another_driver_are_refused() {
     };
     for bytes in [100, 100 << 10, 8 << 20] {
         refused(a.allocate(bytes, &foreign).map(drop));
-        refused(a.allocate_aligned(bytes, 4096, &foreign).map(drop));
-        refused(a.allocate_at_hand(bytes, 1, &foreign, &[]).map(drop));
+        refused(
+            a.allocate_with(Request::new(bytes).align(4096), &foreign)
+                .map(drop),
+        );
+        refused(
+            a.allocate_with(Request::new(bytes).cached_only(), &foreign)
+                .map(drop),
+        );
         refused(a.reserve(bytes, &foreign));
         let block = a.allocate(bytes, &home).unwrap();
         refused(block.record_stream(&foreign));
