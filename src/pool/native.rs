@@ -12,7 +12,7 @@ use crate::resource::{Gauge, PoolUsage, Table};
 
 use super::error::PoolError;
 use super::native_block::{DESTROYED, Inner, NativeBlock, free_those_of};
-use super::native_config::{NativeConfig, PoolAttribute};
+use super::native_config::{NativeConfig, PoolAttribute, within};
 use super::{RareLog, device_of};
 
 /// Opportunistic reuse can hand out memory in use on drivers before this version.
@@ -66,16 +66,16 @@ impl NativePool {
         let properties = PoolProperties {
             device: context.device(),
             export,
-            max_bytes: config.max_bytes as usize,
+            max_bytes: config.max_bytes.unwrap_or(0) as usize,
         };
         let pool = MemoryPool::new(context, &properties)?;
         let pool = Self::wrap(context, pool, config.max_bytes);
         // The driver's own default, 0, gives everything back at every synchronisation.
-        let threshold = match (config.release_threshold, config.max_bytes) {
-            (u64::MAX, max) if max > 0 => max,
-            (threshold, _) => threshold,
-        };
-        pool.set(PoolAttribute::ReleaseThreshold, threshold)?;
+        let threshold = config.release_threshold.or(config.max_bytes);
+        pool.set(
+            PoolAttribute::ReleaseThreshold,
+            threshold.unwrap_or(u64::MAX),
+        )?;
         if driver.version() < SAFE_OPPORTUNISTIC {
             pool.set(PoolAttribute::Opportunistic, 0)?;
         }
@@ -95,7 +95,7 @@ impl NativePool {
     /// [`PoolError::NotSupported`], driver errors.
     pub fn default_of(context: &Context) -> Result<NativePool, PoolError> {
         supported(context)?;
-        Ok(Self::wrap(context, MemoryPool::default_of(context)?, 0))
+        Ok(Self::wrap(context, MemoryPool::default_of(context)?, None))
     }
 
     /// The pool that `cuMemAllocAsync` takes from on the device at present. Never destroyed from here.
@@ -116,7 +116,7 @@ impl NativePool {
         supported(context)?;
         // SAFETY: the caller's contract.
         let pool = unsafe { MemoryPool::current_of(context) }?;
-        Ok(Self::wrap(context, pool, 0))
+        Ok(Self::wrap(context, pool, None))
     }
 
     /// The pool of another process behind a descriptor of [`export`](Self::export).
@@ -130,10 +130,10 @@ impl NativePool {
     ) -> Result<NativePool, PoolError> {
         supported(context)?;
         let pool = MemoryPool::import_fd(context, descriptor).map_err(absent)?;
-        Ok(Self::wrap(context, pool, 0))
+        Ok(Self::wrap(context, pool, None))
     }
 
-    fn wrap(context: &Context, pool: MemoryPool, max_bytes: u64) -> NativePool {
+    fn wrap(context: &Context, pool: MemoryPool, max_bytes: Option<u64>) -> NativePool {
         NativePool(Arc::new(Inner {
             context: context.clone(),
             pool,
@@ -218,16 +218,8 @@ impl NativePool {
                 what: "opportunistic reuse by a driver before CUDA 11.5",
             });
         }
-        if attribute == PoolAttribute::ReleaseThreshold
-            && self.0.max_bytes > 0
-            && value > self.0.max_bytes
-        {
-            return Err(PoolError::Contradiction {
-                larger: "release_threshold",
-                value,
-                bound: "max_bytes",
-                limit: self.0.max_bytes,
-            });
+        if attribute == PoolAttribute::ReleaseThreshold {
+            within("release_threshold", value, self.0.max_bytes)?;
         }
         Ok(self.0.pool.set(attribute.raw(), value)?)
     }
@@ -406,7 +398,7 @@ impl NativePool {
         let picture = OutOfMemory {
             device: self.ordinal(),
             requested: bytes as u64,
-            limit: (self.0.max_bytes > 0).then_some(self.0.max_bytes),
+            limit: self.0.max_bytes,
             reserved: usage.reserved.current,
             allocated: usage.used.current,
             cached: usage.unused(),

@@ -17,7 +17,7 @@ use super::native_config::PoolAttribute;
 pub(super) struct Inner {
     pub(super) context: Context,
     pub(super) pool: MemoryPool,
-    pub(super) max_bytes: u64,
+    pub(super) max_bytes: Option<u64>,
     /// Blocks that are live and calls that are under way; [`DESTROYED`] once it is over.
     pub(super) users: AtomicU64,
     /// Bytes of live blocks, as they were asked for.

@@ -192,9 +192,13 @@ fn s3_10_only_an_exportable_pool_has_a_descriptor() {
 #[test]
 fn s3_11_usage_and_settings() {
     let bad = [
-        NativeConfig::on(-1),
-        NativeConfig::default().max_bytes(10).initial_bytes(11),
-        NativeConfig::default().max_bytes(10).release_threshold(11),
+        NativeConfig::on(1).max_bytes(Some(0)),
+        NativeConfig::default()
+            .max_bytes(Some(10))
+            .initial_bytes(11),
+        NativeConfig::default()
+            .max_bytes(Some(10))
+            .release_threshold(Some(11)),
     ];
     for config in bad {
         assert!(config.validate().is_err(), "{config:?}");
@@ -202,11 +206,11 @@ fn s3_11_usage_and_settings() {
     }
     NativeConfig::default()
         .initial_bytes(11)
-        .release_threshold(12)
+        .release_threshold(Some(12))
         .validate()
         .unwrap();
     let config = NativeConfig::default()
-        .max_bytes(64 << 20)
+        .max_bytes(Some(64 << 20))
         .initial_bytes(32 << 20);
     with_pool(config, |rig, pool| {
         let usage = pool.usage().unwrap();
