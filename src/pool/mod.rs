@@ -50,14 +50,13 @@ pub use native_config::{NativeConfig, PoolAttribute};
 pub use pinned::{PinnedPool, PinnedStats};
 pub use pinned_buffers::PinnedConfig;
 pub use pinned_lease::PinnedLease;
-pub use pressure::{Pressure, PressureConfig, PressureMonitor};
+pub use pressure::PressureMonitor;
 pub use report::{Fragmentation, PoolReport};
 pub use table::TypedStats;
 pub use threshold::{ThresholdPool, ThresholdStats};
 pub use typed::{TypedPool, round_elements};
 pub use workspace::{
-    Lease, LeaseRef, LeaseView, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats,
-    size_class,
+    Lease, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats, size_class,
 };
 
 #[doc(no_inline)]

@@ -308,6 +308,29 @@ impl NativePool {
         Ok(block)
     }
 
+    /// Frees memory of the pool by its address, in the order of a stream: work that the stream was given
+    /// before may still use it. For blocks that were [given up](NativeBlock::into_raw), and for what other
+    /// code took from the pool.
+    ///
+    /// # Errors
+    /// A stream that is capturing or of another device; driver errors, among them that the address is not
+    /// live; [`PoolError::Destroyed`]. The memory is live still then.
+    ///
+    /// # Safety
+    /// No [`NativeBlock`] stands for the memory, its allocation is complete on the stream or in its order, and
+    /// so are all uses of it on other streams.
+    pub unsafe fn free_raw_on(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: &Stream,
+    ) -> Result<(), PoolError> {
+        let _use = self.0.enter()?;
+        super::admit(stream, &self.0.context)?;
+        let entered = stream.context().enter()?;
+        // SAFETY: the stream is alive by the contract under which it was made; the rest is the caller's.
+        Ok(unsafe { entered.mem_free_async(ptr, stream.raw()) }?)
+    }
+
     /// Gives unused memory back to the driver until at most `keep` bytes of it are held; returns how
     /// many bytes went. What is in use, also by work in flight, stays, and so does what the host has
     /// not seen to be unused, by a synchronisation. Does not wait.

@@ -198,6 +198,15 @@ impl NativeBlock {
         }
     }
 
+    /// Gives the block up without freeing it; the address is for
+    /// [`NativePool::free_raw_on`](super::NativePool::free_raw_on). The pool does not count the block any more,
+    /// and recorded uses are forgotten.
+    #[must_use = "the address is all that is left of the block"]
+    pub fn into_raw(self) -> sys::CUdeviceptr {
+        self.gone();
+        self.ptr
+    }
+
     pub(super) fn is_of(&self, pool: &Arc<Inner>) -> bool {
         Arc::ptr_eq(&self.pool, pool)
     }

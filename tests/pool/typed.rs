@@ -309,6 +309,26 @@ fn s2_10_s2_11_buffers_return_by_themselves() {
     });
 }
 
+/// S2.11: settings of the process that are invalid are reported, not left out.
+#[test]
+fn s2_11_the_pool_of_the_process_reports_invalid_settings() {
+    const NAME: &str = "typed::s2_11_the_pool_of_the_process_reports_invalid_settings";
+    if std::env::var_os("CUALLOC_CONFIG").is_some_and(|set| set == "policy=none") {
+        for _ in 0..2 {
+            let error = TypedPool::global().unwrap_err();
+            assert!(matches!(error, PoolError::Allocator(_)), "{error:?}");
+        }
+        return;
+    }
+    // In a process of its own, which alone has these settings.
+    let test = std::env::current_exe().unwrap();
+    let mut command = std::process::Command::new(test);
+    let child = command.args(["--exact", NAME, "--test-threads=1"]);
+    let done = child.env("CUALLOC_CONFIG", "policy=none").output().unwrap();
+    let said = String::from_utf8_lossy(&done.stdout);
+    assert!(done.status.success() && said.contains("1 passed"), "{said}");
+}
+
 static GATE: (Mutex<u8>, Condvar) = (Mutex::new(0), Condvar::new());
 static RELEASE: AtomicUsize = AtomicUsize::new(0);
 static GUARDED: AtomicBool = AtomicBool::new(false);
