@@ -30,7 +30,6 @@ pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
 pub(crate) use engine::Engine;
-pub(crate) use engine::beside::{Beside, Sides};
 pub use engine::hooks::ReliefHook;
 pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
 pub(crate) use extent::hash::Mixed;

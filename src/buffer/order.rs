@@ -8,7 +8,7 @@
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Beside, Block, Request, User};
+use crate::allocator::{Allocator, Block, Request, User};
 use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
@@ -20,8 +20,6 @@ use super::late::{self, Late};
 pub(crate) struct Memory {
     block: ManuallyDrop<Block>,
     stream: ManuallyDrop<Stream>,
-    /// The stream is somebody else's, who keeps it for as long.
-    lent: bool,
     /// For the per-thread default stream this is the one of the thread that allocated.
     stream_id: u64,
     /// Streams were given work on the block that the home does not wait for: see [`late`].
@@ -55,55 +53,8 @@ impl Memory {
         Memory {
             block: ManuallyDrop::new(block),
             stream: ManuallyDrop::new(stream),
-            lent: false,
             stream_id,
             astray: AtomicBool::new(false),
-        }
-    }
-
-    /// [`new`](Self::new) without a count of the stream's users, which would be a word that they all
-    /// write.
-    ///
-    /// # Safety
-    /// A clone of the stream lives until after the memory, and whatever it becomes part of.
-    #[inline(always)]
-    pub(crate) unsafe fn on_lent_stream(block: Block, stream: &Stream, stream_id: u64) -> Memory {
-        Memory {
-            block: ManuallyDrop::new(block),
-            // SAFETY: the copy is never dropped, and the original outlives it.
-            stream: ManuallyDrop::new(unsafe { std::ptr::read(stream) }),
-            lent: true,
-            stream_id,
-            astray: AtomicBool::new(false),
-        }
-    }
-
-    /// Frees a small block if that takes no more than its front, and notes it beside that in the same
-    /// step.
-    ///
-    /// # Safety
-    /// If it returns something the memory is gone: it must not be used, nor dropped.
-    #[inline(always)]
-    pub(super) unsafe fn free_beside<N, R>(
-        &mut self,
-        side: &Beside<N>,
-        note: impl FnOnce(&mut N) -> R,
-    ) -> Option<R> {
-        if *self.astray.get_mut() {
-            return None;
-        }
-        // SAFETY: the caller's contract.
-        let noted = unsafe { self.block.free_beside(side, note) }?;
-        self.let_go_of_stream();
-        Some(noted)
-    }
-
-    /// The stream must not be used after this.
-    #[inline]
-    fn let_go_of_stream(&mut self) {
-        if !self.lent {
-            // SAFETY: all callers are at the end of the memory.
-            unsafe { ManuallyDrop::drop(&mut self.stream) };
         }
     }
 
@@ -275,9 +226,11 @@ impl Memory {
             return Err((self, error));
         }
         let mut this = ManuallyDrop::new(self);
-        this.let_go_of_stream();
-        // SAFETY: `this` is not dropped, and the field is not used again.
-        Ok(unsafe { ManuallyDrop::take(&mut this.block) })
+        // SAFETY: `this` is not dropped, and the fields are not used again.
+        unsafe {
+            ManuallyDrop::drop(&mut this.stream);
+            Ok(ManuallyDrop::take(&mut this.block))
+        }
     }
 }
 
@@ -301,8 +254,11 @@ impl Drop for Memory {
                 users.push(User::of(&self.stream));
             }
             block.drop_after(users);
+        } else {
+            drop(block);
         }
-        self.let_go_of_stream();
+        // SAFETY: as above; a block goes before its stream.
+        unsafe { ManuallyDrop::drop(&mut self.stream) };
     }
 }
 

@@ -19,7 +19,7 @@ use super::native_config::PoolAttribute;
 pub(super) struct Inner {
     pub(super) context: Context,
     pub(super) pool: MemoryPool,
-    pub(super) max_bytes: u64,
+    pub(super) max_bytes: Option<u64>,
     /// Blocks that are live and calls that are under way; [`DESTROYED`] once it is over.
     pub(super) users: AtomicU64,
     /// Bytes of live blocks, as they were asked for.
@@ -185,6 +185,15 @@ impl NativeBlock {
             Ok(()) => Ok(()),
             Err(error) => Err(Box::new(NativeFreeError { block: self, error })),
         }
+    }
+
+    /// Gives the block up without freeing it; the address is for
+    /// [`NativePool::free_raw_on`](super::NativePool::free_raw_on). The pool does not count the block any more,
+    /// and recorded uses are forgotten.
+    #[must_use = "the address is all that is left of the block"]
+    pub fn into_raw(self) -> sys::CUdeviceptr {
+        self.gone();
+        self.ptr
     }
 
     pub(super) fn is_of(&self, pool: &Arc<Inner>) -> bool {

@@ -6,7 +6,7 @@
 //! |---|---|---|---|
 //! | [`Allocator`](crate::Allocator) | from its cache | into its cache, no driver call on one stream | `record_use`: reuse waits |
 //! | [`AsyncResource`] over another | that one's, with a ready point | its stream waits for all uses | reads and writes are put in order |
-//! | [`OpenThresholdPool`], [`DeviceTypedPool`] | from their allocator | into its cache | as there |
+//! | [`DevicePool`] | from its allocator | into its cache | as there |
 //! | [`WorkspacePool`] | a slab of its size class | kept for the stream | `record_use`: reuse waits |
 //! | [`NativePool`] | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
 //! | [`DirectResource`] | `cuMemAlloc` | waits for the device, `cuMemFree` | none needed |
@@ -17,8 +17,7 @@
 //! slices out of it under a budget of its own; a [`LaunchRecorder`] says what a launch reads and
 //! writes.
 //!
-//! [`OpenThresholdPool`]: crate::pool::OpenThresholdPool
-//! [`DeviceTypedPool`]: crate::pool::DeviceTypedPool
+//! [`DevicePool`]: crate::pool::DevicePool
 //! [`WorkspacePool`]: crate::pool::WorkspacePool
 //! [`NativePool`]: crate::pool::NativePool
 //!

@@ -13,17 +13,15 @@ fn config(rig: &Rig) -> Config {
     Config::new().policy(rig.policy)
 }
 
-fn typed(rig: &Rig) -> DeviceTypedPool {
+fn typed(rig: &Rig) -> DevicePool {
     TypedPool::new(&rig.driver, config(rig))
         .on_device(0)
         .unwrap()
 }
 
-fn threshold(rig: &Rig) -> OpenThresholdPool {
-    ThresholdPool::on_driver(&rig.driver, 0, config(rig))
-        .unwrap()
-        .open()
-        .unwrap()
+fn threshold(rig: &Rig) -> DevicePool {
+    let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
+    pool.open().unwrap()
 }
 
 fn workspaces(rig: &Rig, sizing: WorkspaceSizing) -> WorkspacePool {
@@ -52,9 +50,9 @@ fn s3_7_s3_25_s3_32_threshold_pool_passes_the_suite() {
 #[test]
 fn s3_5_threshold_of_nothing() {
     run(|rig| {
-        let pool = threshold(rig);
-        pool.pool().set_release_threshold(0).unwrap();
-        pool
+        let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
+        pool.set_release_threshold(Some(0)).unwrap();
+        pool.open().unwrap()
     });
 }
 
@@ -183,11 +181,11 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
 #[test]
 fn s3_5_threshold_holds_for_blocks() {
     only(cualloc::Policy::Packed, |rig| {
-        let pool = threshold(rig);
-        pool.pool().set_release_threshold(4 * MIB as u64).unwrap();
-        let stream = rig.stream();
-        let block = pool.allocate(64 * MIB, &stream, Tag::default()).unwrap();
-        pool.deallocate(block).unwrap();
-        assert!(pool.pool().stats().cached <= 4 * MIB as u64);
+        let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
+        pool.set_release_threshold(Some(4 * MIB as u64)).unwrap();
+        let (resource, stream) = (pool.open().unwrap(), rig.stream());
+        let block = resource.allocate(64 * MIB, &stream, Tag::default());
+        resource.deallocate(block.unwrap()).unwrap();
+        assert!(pool.stats().cached <= 4 * MIB as u64);
     });
 }

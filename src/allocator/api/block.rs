@@ -5,11 +5,9 @@ use std::fmt;
 use crate::driver::{Stream, process, sys};
 
 use crate::allocator::cache::deferred::User;
-use crate::allocator::cache::front::Front;
 use crate::allocator::cache::front::{Freed, Held, Inner, Life, Node};
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::beside::Beside;
 use crate::allocator::error::Error;
 use crate::allocator::size;
 
@@ -96,32 +94,6 @@ impl Block {
             None => self.place.home().lock().slot,
         };
         !heap.streams[stream].named
-    }
-
-    /// The front that a small block comes from.
-    pub(crate) fn front(&self) -> Option<&'static Front> {
-        self.place.node().map(|_| self.place.home())
-    }
-
-    /// Frees a small block if its front can do it at once, as it cannot once the block's stream was
-    /// retired, and notes it beside the front in the same step.
-    ///
-    /// # Safety
-    /// If it returns something the block is gone: it must not be used, nor dropped.
-    #[inline(always)]
-    pub(crate) unsafe fn free_beside<N, R>(
-        &mut self,
-        side: &Beside<N>,
-        note: impl FnOnce(&mut N) -> R,
-    ) -> Option<R> {
-        let node = self.place.node()?;
-        if !side.is_beside(self.place.home()) || !process::is_quiet() {
-            return None;
-        }
-        let mut both = side.lock();
-        let life = Life::Generation(self.place.generation);
-        let freed = both.inner.free_at_once(node, life);
-        freed.then(|| note(both.notes()))
     }
 
     /// Says that another stream uses the block: after the drop it is reused only when everything

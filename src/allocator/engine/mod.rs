@@ -1,7 +1,6 @@
 //! The allocator's inside: one lock around the books, driver calls outside it.
 
 pub(crate) mod bench;
-pub(crate) mod beside;
 pub(crate) mod calls;
 pub(crate) mod close;
 pub(crate) mod commit;

@@ -426,7 +426,7 @@ fn threshold(w: &World) -> Outcome {
     let mut one = pool.zeroed::<u8>(9 << 20, &a)?;
     one.as_mut_slice().fill(4, &b)?;
     drop(one);
-    pool.set_release_threshold(0)?;
+    pool.set_release_threshold(Some(0))?;
     let two = pool.uninit::<u8>(5 << 20, &b)?;
     drop(two);
     pool.trim(0)?;

@@ -225,14 +225,14 @@ fn interleavings_of_a_retirement() {
             inner.set_fast(false);
             inner.accounts.blocks.current()
         });
-        let mine = front.lock().take_at_once(OWNER, request(1));
+        let mine = front.lock().take_anywhere(OWNER, request(1));
         let seen = other.join().unwrap_or(0);
         assert_eq!(seen == 1, mine.is_some(), "what was given was seen");
-        assert!(front.lock().take_at_once(OWNER, request(1)).is_none());
+        assert!(front.lock().take_anywhere(OWNER, request(1)).is_none());
         // Another stream gets the front.
         front.lock().key = OWNER.key + 1;
         front.lock().set_fast(true);
-        assert!(front.lock().take_at_once(OWNER, request(1)).is_none());
+        assert!(front.lock().take_anywhere(OWNER, request(1)).is_none());
     });
 }
 

@@ -9,7 +9,6 @@
 //! Lock order: the books, then fronts by rank. A front is never waited for with a higher one held.
 
 mod account;
-mod again;
 mod batch;
 pub(crate) mod cache;
 mod grain;
@@ -322,22 +321,6 @@ impl Inner {
     #[inline(always)]
     pub(crate) fn is_fast(&self) -> bool {
         self.open != CLOSED
-    }
-
-    /// Takes an unaligned request if nothing stands in the way, and a run of just its length is at
-    /// hand.
-    #[inline(always)]
-    pub(crate) fn take_at_once(&mut self, owner: Owner, request: Small) -> Option<Taken> {
-        if !self.serves(owner) {
-            return None;
-        }
-        let bytes = request.bytes();
-        if !self.accounts.allocated.fits(bytes) {
-            return None;
-        }
-        let taken = self.runs.take_quick(request.granules, request.requested)?;
-        self.account(bytes, request.requested);
-        Some(taken)
     }
 
     /// Takes an unaligned request if nothing stands in the way, and any free run is long enough.

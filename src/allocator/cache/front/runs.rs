@@ -130,20 +130,6 @@ impl Runs {
 
     // ---- blocks ----------------------------------------------------------------------------
 
-    /// Takes a quick run of just `granules` (1 to 128) for a block of which `requested` bytes were
-    /// asked for.
-    #[inline(always)]
-    pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
-        let quick = &mut self.quick[granules as usize % LISTS];
-        let node = Node(quick.head);
-        // There is no page for `NIL`.
-        let page = &mut **self.pages.get_mut(node.page())?;
-        quick.head = page.grains[node.place()].a;
-        quick.left += 1;
-        self.quick_room += granules;
-        Some(page.hand_out(node, requested))
-    }
-
     /// Takes a run of `granules` (1 to 128) at a multiple of `align` granules.
     pub(crate) fn take(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
         if align > 1 {

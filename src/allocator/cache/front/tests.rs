@@ -93,11 +93,11 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
     assert_eq!(inner.runs.quick_granules(), 0);
     assert!(!inner.free_at_once(second.node, life(second.generation)));
     assert_eq!(inner.free_merged(second.node, second.generation), None);
-    assert_eq!(inner.take_at_once(owner, request), None);
+    assert_eq!(inner.take_anywhere(owner, request), None);
     inner.set_fast(true);
     assert!(inner.free_at_once(second.node, life(second.generation)));
     assert_eq!(
-        inner.take_at_once(owner, request).map(|t| t.ptr),
+        inner.take_anywhere(owner, request).map(|t| t.ptr),
         Some(second.ptr)
     );
     assert_eq!(inner.runs.check(), Ok(()));
