@@ -17,9 +17,9 @@ const TAG: Tag = Tag::new("benchmark");
 
 fn resource_pair(rig: &Rig, resource: &impl MemoryResource) {
     let block = resource
-        .allocate(black_box(BYTES), &rig.stream, TAG)
+        .allocate_block(black_box(BYTES), &rig.stream, TAG)
         .unwrap();
-    resource.deallocate(block).unwrap();
+    resource.deallocate_block(block).unwrap();
 }
 
 fn front_ends(criterion: &mut Criterion) {

@@ -45,7 +45,7 @@ mod guard {
             assert_eq!(guard.policy(), OomPolicy::FreeCaches);
             guard.set_policy(OomPolicy::Fail);
             let calls = rig.memory_calls();
-            match guard.allocate(1001, &stream, T) {
+            match guard.allocate_block(1001, &stream, T) {
                 Err(ResourceError::OutOfBudget {
                     requested,
                     limit,
@@ -58,11 +58,11 @@ mod guard {
             }
             assert_eq!(rig.memory_calls(), calls);
             guard.set_budget(0);
-            let block = guard.allocate(1001, &stream, T).unwrap();
+            let block = guard.allocate_block(1001, &stream, T).unwrap();
             guard.set_budget(500);
             assert_eq!(guard.stats().used, 1001, "stays");
-            assert!(guard.allocate(1, &stream, T).is_err());
-            guard.deallocate(block).unwrap();
+            assert!(guard.allocate_block(1, &stream, T).is_err());
+            guard.deallocate_block(block).unwrap();
             assert_eq!(guard.release_reservation().unwrap(), 4 * MIB as u64);
             assert_eq!(guard.release_reservation().unwrap(), 0);
             let wrong = Guard::builder().device(7).build(rig.allocator());
@@ -88,25 +88,25 @@ mod guard {
                 .build(AsyncResource::new(allocator.clone()).shared())
                 .unwrap();
             guard.set_budget(10 * MIB as u64);
-            let block = guard.allocate(8 * MIB, &stream, T).unwrap();
-            guard.deallocate(block).unwrap();
+            let block = guard.allocate_block(8 * MIB, &stream, T).unwrap();
+            guard.deallocate_block(block).unwrap();
             assert_eq!(guard.stats().used, 8 * MIB as u64, "pending counts");
             let reserved = allocator.stats().all.reserved.current;
             assert!(reserved >= 8 * MIB as u64);
-            let block = guard.allocate(4 * MIB, &stream, T).unwrap();
+            let block = guard.allocate_block(4 * MIB, &stream, T).unwrap();
             assert_eq!(guard.stats().oom_recoveries, 1);
             assert!(
                 allocator.stats().all.reserved.current < reserved,
                 "caches were kept"
             );
-            assert!(guard.allocate(7 * MIB, &stream, T).is_err());
-            assert!(guard.allocate(11 * MIB, &stream, T).is_err());
+            assert!(guard.allocate_block(7 * MIB, &stream, T).is_err());
+            assert!(guard.allocate_block(11 * MIB, &stream, T).is_err());
             assert_eq!(
                 guard.stats().oom_recoveries,
                 1,
                 "a retry that failed is none"
             );
-            guard.deallocate(block).unwrap();
+            guard.deallocate_block(block).unwrap();
             guard.reap().unwrap();
         });
     }
@@ -131,23 +131,23 @@ mod guard {
                 .clock(clock.clone())
                 .build(rig.allocator())
                 .unwrap();
-            let block = guard.allocate(1000, &stream, T).unwrap();
+            let block = guard.allocate_block(1000, &stream, T).unwrap();
             std::thread::scope(|scope| {
-                let waiting = scope.spawn(|| guard.allocate(600, &stream, T));
+                let waiting = scope.spawn(|| guard.allocate_block(600, &stream, T));
                 clock.await_waiter(0);
-                guard.deallocate(block).unwrap();
+                guard.deallocate_block(block).unwrap();
                 clock.advance(Duration::from_millis(100));
                 let block = waiting.join().unwrap().unwrap();
                 assert_eq!(guard.stats().oom_recoveries, 1);
                 let seen = clock.waits();
-                let waiting = scope.spawn(|| guard.allocate(600, &stream, T));
+                let waiting = scope.spawn(|| guard.allocate_block(600, &stream, T));
                 for number in 0..3 {
                     clock.await_waiter(seen + number);
                     clock.advance(Duration::from_millis(100));
                 }
                 assert!(waiting.join().unwrap().is_err());
                 assert_eq!(clock.waits(), seen + 3, "100, 200 and 250 ms");
-                guard.deallocate(block).unwrap();
+                guard.deallocate_block(block).unwrap();
             });
             assert_eq!(guard.stats().oom_recoveries, 1);
         });
@@ -171,7 +171,7 @@ mod guard {
                 (OomPolicy::Checkpoint, 1),
             ] {
                 guard.set_policy(policy);
-                assert!(guard.allocate(101, &stream, T).is_err());
+                assert!(guard.allocate_block(101, &stream, T).is_err());
                 assert_eq!(runs.load(Ordering::SeqCst), expected, "{policy:?}");
             }
         });
@@ -201,8 +201,8 @@ mod guard {
             add("modest", 0, 0, 400);
             assert!(!add("first", -1, 0, 0));
             assert!(add("first", -1, 0, 0), "names are unique");
-            let held = guard.allocate(600, &stream, T).unwrap();
-            assert!(guard.allocate(500, &stream, T).is_err());
+            let held = guard.allocate_block(600, &stream, T).unwrap();
+            assert!(guard.allocate_block(500, &stream, T).is_err());
             let seen: Vec<_> = order.lock().unwrap().drain(..).collect();
             let names: Vec<_> = seen.iter().map(|(name, _)| *name).collect();
             assert_eq!(
@@ -215,15 +215,15 @@ mod guard {
             let hook = ReliefHook::new("frees", move |_| {
                 let guard = freeing.upgrade().unwrap();
                 let block = store.lock().unwrap().take().unwrap();
-                guard.deallocate(block).unwrap();
+                guard.deallocate_block(block).unwrap();
                 600
             });
             guard.add_hook(hook.priority(-5));
-            let block = guard.allocate(500, &stream, T).unwrap();
+            let block = guard.allocate_block(500, &stream, T).unwrap();
             assert!(order.lock().unwrap().is_empty());
             // S1.52: what a hook freed is counted once, by the free.
             assert_eq!(guard.stats().used, 500);
-            guard.deallocate(block).unwrap();
+            guard.deallocate_block(block).unwrap();
             assert_eq!(guard.stats().used, 0);
         });
     }
@@ -241,13 +241,13 @@ mod guard {
             }));
             guard.set_policy(OomPolicy::Checkpoint);
             guard.set_checkpoint(move |_| two.lock().unwrap().push("policy"));
-            let fits = guard.allocate(100, &stream, T).unwrap();
+            let fits = guard.allocate_block(100, &stream, T).unwrap();
             assert!(
                 order.lock().unwrap().is_empty(),
                 "nobody is asked for what fits"
             );
-            guard.deallocate(fits).unwrap();
-            assert!(guard.allocate(101, &stream, T).is_err());
+            guard.deallocate_block(fits).unwrap();
+            assert!(guard.allocate_block(101, &stream, T).is_err());
             assert_eq!(*order.lock().unwrap(), ["hook", "policy"]);
             assert!(guard.remove_hook("hook"));
             assert!(!guard.remove_hook("hook"));
@@ -300,9 +300,9 @@ mod guard {
             let number = guard.on_pressure(move |old, new| log.lock().unwrap().push((old, new)));
             let told = || std::mem::take(&mut *heard.lock().unwrap());
             use Pressure::*;
-            let block = guard.allocate(1000, &stream, T).unwrap();
+            let block = guard.allocate_block(1000, &stream, T).unwrap();
             assert_eq!(told(), [(None, Critical)], "allocate");
-            guard.deallocate(block).unwrap();
+            guard.deallocate_block(block).unwrap();
             assert_eq!(told(), [], "still pending");
             guard.reap().unwrap();
             assert_eq!(told(), [(Critical, None)], "reap");
@@ -313,15 +313,15 @@ mod guard {
             drop(owned);
             // Another request reaps for it.
             guard.set_policy(OomPolicy::FreeCaches);
-            let block = guard.allocate_aligned(100, 256, &stream, T);
+            let block = guard.allocate_block_aligned(100, 256, &stream, T);
             assert_eq!(told(), [(Medium, None)], "reaped by a request");
-            guard.deallocate(block.unwrap()).unwrap();
+            guard.deallocate_block(block.unwrap()).unwrap();
             guard.reap().unwrap();
             assert!(guard.remove_listener(number));
             assert!(!guard.remove_listener(number));
-            let block = guard.allocate(900, &stream, T).unwrap();
+            let block = guard.allocate_block(900, &stream, T).unwrap();
             assert_eq!(told(), []);
-            guard.deallocate(block).unwrap();
+            guard.deallocate_block(block).unwrap();
             guard.reap().unwrap();
         });
     }
@@ -361,7 +361,7 @@ mod guard {
                         scope.spawn(|| {
                             let stream = rig_free_stream(&guard);
                             for size in 1..400 {
-                                let block = guard.allocate(size * 100, &stream, T).unwrap();
+                                let block = guard.allocate_block(size * 100, &stream, T).unwrap();
                                 // Whoever resets has a turn while the block is there.
                                 for _ in 0..3 {
                                     let stats = guard.stats();
@@ -369,7 +369,7 @@ mod guard {
                                     assert!(stats.peak >= block.bytes() as u64, "{stats:?}");
                                     std::thread::yield_now();
                                 }
-                                guard.deallocate(block).unwrap();
+                                guard.deallocate_block(block).unwrap();
                             }
                         })
                     })
@@ -394,9 +394,9 @@ mod guard {
             assert_eq!((stats.used, stats.peak, stats.live_allocations), (0, 0, 0));
             assert!(stats.device_total >= stats.device_free && stats.device_total > 0);
             let stream = rig.stream();
-            let block = guard.allocate(100, &stream, T).unwrap();
+            let block = guard.allocate_block(100, &stream, T).unwrap();
             assert_eq!(guard.stats().live_allocations, 1);
-            guard.deallocate(block).unwrap();
+            guard.deallocate_block(block).unwrap();
             assert_eq!(guard.stats().peak, 100);
         });
     }
@@ -483,7 +483,7 @@ mod guard {
                 for call in ["cuMemAlloc_v2", "cuMemCreate"] {
                     sim.fail(FailPlan::call(call, code).unwrap().times(1000));
                 }
-                let error = guard.allocate(64 * MIB, &stream, T).unwrap_err();
+                let error = guard.allocate_block(64 * MIB, &stream, T).unwrap_err();
                 assert_eq!(error.is_out_of_memory(), expected == 1);
                 assert_eq!(runs.load(Ordering::SeqCst), expected);
                 sim.clear_failures();
@@ -498,7 +498,7 @@ mod guard {
             loud.set_checkpoint(move |_| {
                 counted.fetch_add(1, Ordering::SeqCst);
             });
-            let error = loud.allocate(64, &stream, T).unwrap_err();
+            let error = loud.allocate_block(64, &stream, T).unwrap_err();
             assert!(error.to_string().contains("out of memory"), "{error}");
             assert!(!error.is_out_of_memory());
             assert_eq!(runs.load(Ordering::SeqCst), 1);
@@ -510,7 +510,7 @@ mod guard {
 
     // SAFETY: hands out nothing.
     unsafe impl MemoryResource for Loud {
-        fn allocate_aligned(
+        fn allocate_block_aligned(
             &self,
             _bytes: usize,
             _alignment: usize,
@@ -522,8 +522,8 @@ mod guard {
                 because: "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
             }))
         }
-        fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-            self.0.deallocate(block)
+        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+            self.0.deallocate_block(block)
         }
         fn context(&self) -> &cualloc::driver::Context {
             self.0.context()
@@ -546,27 +546,27 @@ mod guard {
             for _ in 0..3 {
                 kept.lock()
                     .unwrap()
-                    .push(guard.allocate(3000, &stream, T).unwrap());
+                    .push(guard.allocate_block(3000, &stream, T).unwrap());
             }
             let (weak, list) = (Arc::downgrade(&guard), Arc::clone(&kept));
             guard.add_hook(ReliefHook::new("frees two", move |_| {
                 let guard = weak.upgrade().unwrap();
                 for _ in 0..2 {
                     let block = list.lock().unwrap().pop().unwrap();
-                    guard.deallocate(block).unwrap();
+                    guard.deallocate_block(block).unwrap();
                 }
                 6000
             }));
-            let block = guard.allocate(5000, &stream, T).unwrap();
+            let block = guard.allocate_block(5000, &stream, T).unwrap();
             assert_eq!(guard.stats().used, 8000);
             assert_eq!(guard.inner().outstanding().live, 8000);
             guard.remove_hook("frees two");
-            assert!(guard.allocate(2001, &stream, T).is_err());
-            let rest = guard.allocate(2000, &stream, T).unwrap();
-            guard.deallocate(rest).unwrap();
-            guard.deallocate(block).unwrap();
+            assert!(guard.allocate_block(2001, &stream, T).is_err());
+            let rest = guard.allocate_block(2000, &stream, T).unwrap();
+            guard.deallocate_block(rest).unwrap();
+            guard.deallocate_block(block).unwrap();
             for block in kept.lock().unwrap().drain(..) {
-                guard.deallocate(block).unwrap();
+                guard.deallocate_block(block).unwrap();
             }
             assert_eq!(guard.stats().used, 0);
         });
@@ -584,8 +584,8 @@ mod guard {
             let busy = stream.clone();
             guard.add_hook(ReliefHook::new("busy", move |_| {
                 let guard = one.get().unwrap();
-                let block = guard.allocate(10, &busy, T).unwrap();
-                guard.deallocate(block).unwrap();
+                let block = guard.allocate_block(10, &busy, T).unwrap();
+                guard.deallocate_block(block).unwrap();
                 guard.add_hook(ReliefHook::new("added", |_| 0));
                 guard.remove_hook("added");
                 guard.remove_hook("busy");
@@ -597,18 +597,18 @@ mod guard {
             guard.on_pressure(move |_, new| {
                 let guard = two.get().unwrap();
                 if new == Pressure::None {
-                    let block = guard.allocate(1, &also, T).unwrap();
-                    guard.deallocate(block).unwrap();
+                    let block = guard.allocate_block(1, &also, T).unwrap();
+                    guard.deallocate_block(block).unwrap();
                 }
             });
             guard.on_pressure(|_, _| panic!("in a listener"));
-            let held = guard.allocate(900, &stream, T).unwrap();
-            assert!(guard.allocate(200, &stream, T).is_err());
+            let held = guard.allocate_block(900, &stream, T).unwrap();
+            assert!(guard.allocate_block(200, &stream, T).is_err());
             assert!(!guard.remove_hook("busy"), "it ran");
-            guard.deallocate(held).unwrap();
+            guard.deallocate_block(held).unwrap();
             assert_eq!(guard.stats().used, 0);
-            let block = guard.allocate(1000, &stream, T).unwrap();
-            guard.deallocate(block).unwrap();
+            let block = guard.allocate_block(1000, &stream, T).unwrap();
+            guard.deallocate_block(block).unwrap();
             guard.remove_hook("panics");
         });
     }
@@ -623,11 +623,11 @@ mod guard {
                     scope.spawn(|| {
                         let stream = rig_free_stream(&guard);
                         for _ in 0..300 {
-                            if let Ok(block) = guard.allocate(3000, &stream, T) {
+                            if let Ok(block) = guard.allocate_block(3000, &stream, T) {
                                 let below = guard.inner().stats().all.requested.current;
                                 assert!(below <= 10_000, "{below}");
                                 assert!(guard.stats().used <= 10_000);
-                                guard.deallocate(block).unwrap();
+                                guard.deallocate_block(block).unwrap();
                             }
                         }
                     });

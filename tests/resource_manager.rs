@@ -256,14 +256,14 @@ mod manager {
     fn pair(rig: &Rig) -> (Order, Stream, Stream, ResourceBlock, ResourceBlock) {
         let resource = AsyncResource::new(rig.allocator());
         let [a, b] = rig.streams();
-        let one = resource.allocate(4096, &a, T).unwrap();
-        let two = resource.allocate(4096, &a, T).unwrap();
+        let one = resource.allocate_block(4096, &a, T).unwrap();
+        let two = resource.allocate_block(4096, &a, T).unwrap();
         (resource, a, b, one, two)
     }
 
     fn finish(resource: &Order, blocks: [ResourceBlock; 2]) {
         for block in blocks {
-            resource.deallocate(block).unwrap();
+            resource.deallocate_block(block).unwrap();
         }
         resource.reap().unwrap();
     }
@@ -332,7 +332,7 @@ mod manager {
             }
             // A resource that does not track.
             let direct = DirectResource::new(&rig.context);
-            let block = direct.allocate(64, &b, T).unwrap();
+            let block = direct.allocate_block(64, &b, T).unwrap();
             let mut strict = LaunchRecorder::new(&direct, &b, RecordMode::Strict);
             strict.read(&block).unwrap();
             assert!(matches!(
@@ -346,7 +346,7 @@ mod manager {
             lenient.read(&block).unwrap();
             lenient.preflight().unwrap();
             lenient.commit().unwrap();
-            direct.deallocate(block).unwrap();
+            direct.deallocate_block(block).unwrap();
             finish(&resource, [one, two]);
         });
     }

@@ -86,7 +86,7 @@ impl Column {
     /// own copies and exports take part in it.
     ///
     /// # Errors
-    /// [`ColumnError::TooLarge`], and those of [`MemoryResource::allocate`].
+    /// [`ColumnError::TooLarge`], and those of [`MemoryResource::allocate_block`].
     ///
     /// ```
     /// # #[cfg(feature = "sim")] {
@@ -124,7 +124,7 @@ impl Column {
             0 => Memory::empty(stream),
             _ => {
                 let tag = Tag::new("column");
-                let block = resource.allocate(bytes, stream, tag)?;
+                let block = resource.allocate_block(bytes, stream, tag)?;
                 let identity = block.identity();
                 let block = OwnedBlock::from_parts(resource, block);
                 Memory::resource(block, identity, bytes, stream)

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, Stream};
 use crate::resource::{
-    Access, BlockIdentity, BlockKey, BlockState, DeallocateError, MemoryResource, Outstanding,
-    PoolUsage, ResourceBlock, ResourceError, Tag, Tracking, callers_order, not_tracked,
+    BlockIdentity, BlockKey, BlockState, DeallocateError, MemoryResource, Outstanding, PoolUsage,
+    ResourceBlock, ResourceError, Tag, Tracking,
 };
 
 use super::native::NativePool;
@@ -52,8 +52,6 @@ macro_rules! known_uses {
         ) -> Result<(), ResourceError> {
             Ok($known(self, block)?.record_stream(stream)?)
         }
-
-        callers_order!($known);
     };
 }
 
@@ -66,7 +64,7 @@ fn lease(pool: &WorkspacePool, block: &BlockIdentity) -> Result<Arc<Lease>, Reso
 /// Each block is a [`Lease`]; idle slabs count as used.
 // SAFETY: each block stands for a lease, which waits for its uses.
 unsafe impl MemoryResource for WorkspacePool {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -93,7 +91,7 @@ unsafe impl MemoryResource for WorkspacePool {
         Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) })
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
         if let Err(kept) = block.returned() {
             return Err(DeallocateError::new(block, kept));
         }
@@ -147,7 +145,7 @@ fn native(pool: &NativePool, block: &BlockIdentity) -> Result<Arc<NativeBlock>, 
 /// A live block keeps the pool, also when its last handle is dropped.
 // SAFETY: each block stands for one of the pool, which waits for its uses.
 unsafe impl MemoryResource for NativePool {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -173,7 +171,7 @@ unsafe impl MemoryResource for NativePool {
         Ok(unsafe { ResourceBlock::new(identity, bytes as u64, alignment, tag) })
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
         if let Err(kept) = block.returned() {
             return Err(DeallocateError::new(block, kept));
         }

@@ -6,10 +6,8 @@ use std::sync::Arc;
 
 use crate::allocator::{Allocator, Config, Trimmed, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
-use crate::driver::{Driver, Stream};
-use crate::resource::{
-    DeallocateError, MemoryResource, ResourceBlock, ResourceError, Tag, forward, forward_uses,
-};
+use crate::driver::{Context, Driver, Stream};
+use crate::resource::{DeallocateError, MemoryResource, ResourceBlock, ResourceError, Tag};
 
 use super::buffer::{Pool, PooledBuffer};
 use super::error::PoolError;
@@ -258,7 +256,7 @@ impl OpenThresholdPool {
 /// allocation.
 // SAFETY: the blocks are its allocator's.
 unsafe impl MemoryResource for OpenThresholdPool {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -270,19 +268,21 @@ unsafe impl MemoryResource for OpenThresholdPool {
             return Err(ResourceError::InvalidSize { requested });
         }
         self.release_surplus(true);
-        MemoryResource::allocate_aligned(self.allocator(), bytes, alignment, stream, tag)
+        MemoryResource::allocate_block_aligned(self.allocator(), bytes, alignment, stream, tag)
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        self.allocator().deallocate(block)?;
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        self.allocator().deallocate_block(block)?;
         self.release_surplus(false);
         Ok(())
     }
 
-    fn reap(&self) -> Result<u64, ResourceError> {
-        self.allocator().reap()
+    fn context(&self) -> &Context {
+        Allocator::context(self.allocator())
     }
 
-    forward!(allocator());
-    forward_uses!(allocator());
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(self.allocator())
+    }
 }

@@ -5,10 +5,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, Block};
-use crate::driver::{Stream, sys};
+use crate::driver::{Context, Stream, sys};
 use crate::resource::{
     BlockIdentity, DeallocateError, MemoryResource, ResourceBlock, ResourceError, Tag, adopt,
-    forward, forward_uses,
 };
 
 use super::error::PoolError;
@@ -88,7 +87,7 @@ impl fmt::Debug for DeviceTypedPool {
 /// The last returned of equal size come first.
 // SAFETY: the blocks are its allocator's.
 unsafe impl MemoryResource for DeviceTypedPool {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -99,20 +98,22 @@ unsafe impl MemoryResource for DeviceTypedPool {
         Ok(adopt(block, stream.id()?, alignment, tag))
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
         let BlockIdentity {
             stream, bytes, ptr, ..
         } = block.identity();
         let returned = self.when_returned(stream, bytes, ptr);
-        self.allocator().deallocate(block)?;
+        self.allocator().deallocate_block(block)?;
         returned();
         Ok(())
     }
 
-    fn reap(&self) -> Result<u64, ResourceError> {
-        self.allocator().reap()
+    fn context(&self) -> &Context {
+        Allocator::context(self.allocator())
     }
 
-    forward!(allocator());
-    forward_uses!(allocator());
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(self.allocator())
+    }
 }

@@ -2,12 +2,12 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::driver::{Stream, process};
+use crate::driver::{Context, Stream, process};
 
 use super::block::{DeallocateError, ResourceBlock, Tag};
 use super::error::ResourceError;
 use super::gauge::{Charge, Gauge};
-use super::traits::{MemoryResource, forward, forward_uses};
+use super::traits::MemoryResource;
 
 /// Bounds the bytes outstanding below it: live and pending together never pass the limit, at any
 /// instant and from any number of threads.
@@ -25,10 +25,10 @@ use super::traits::{MemoryResource, forward, forward_uses};
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let budget = Budget::new(allocator, 1024);
-/// let block = budget.allocate(1024, &stream, "all".into())?;
-/// let refused = budget.allocate(1, &stream, "more".into());
+/// let block = budget.allocate_block(1024, &stream, "all".into())?;
+/// let refused = budget.allocate_block(1, &stream, "more".into());
 /// assert!(matches!(refused, Err(ResourceError::OutOfBudget { requested: 1, remaining: 0, .. })));
-/// budget.deallocate(block)?;
+/// budget.deallocate_block(block)?;
 /// assert_eq!(budget.remaining(), 1024);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -102,7 +102,7 @@ impl<R: MemoryResource> Budget<R> {
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     #[inline]
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -118,13 +118,15 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
             Err(_) => self.charge_after_reap(wanted)?,
         };
         // An error drops the charge.
-        let mut block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        let mut block = self
+            .inner
+            .allocate_block_aligned(bytes, alignment, stream, tag)?;
         block.attach(charge);
         Ok(block)
     }
 
     #[inline]
-    fn deallocate(&self, mut block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, mut block: ResourceBlock) -> Result<(), DeallocateError> {
         let known = block.charges().any(|charge| charge.is_of(&self.gauge));
         if !known
             && self.inner.state(&block.identity()) == super::BlockState::Live
@@ -132,7 +134,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         {
             block.attach(charge);
         }
-        self.inner.deallocate(block)
+        self.inner.deallocate_block(block)
     }
 
     fn reap(&self) -> Result<u64, ResourceError> {
@@ -141,6 +143,12 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         Ok(left)
     }
 
-    forward!(inner);
-    forward_uses!(inner);
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
 }

@@ -3,10 +3,10 @@
 use crate::allocator::{Allocator, Block, Engine, Error, Grant, Lifetime, Trimmed, size};
 use crate::driver::{Context, Stream};
 
-use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
+use super::block::{BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
 use super::error::ResourceError;
 use super::key::BlockKey;
-use super::traits::{MemoryResource, Outstanding, Tracking, callers_order, not_tracked};
+use super::traits::{MemoryResource, Outstanding, Tracking};
 use super::usage::PoolUsage;
 
 /// The life of a block that came from here.
@@ -123,7 +123,7 @@ fn deallocate_watched(allocator: &Allocator, block: ResourceBlock) -> Result<(),
 // every recorded use is complete, and finds blocks by a key that is theirs alone.
 unsafe impl MemoryResource for Allocator {
     #[inline]
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -142,7 +142,7 @@ unsafe impl MemoryResource for Allocator {
     }
 
     #[inline]
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
         if block.keepers() == 0
             && let Some(life) = life(self, &block.identity())
             && self.engine().free_at_once(&life)
@@ -203,6 +203,4 @@ unsafe impl MemoryResource for Allocator {
         let engine = self.engine();
         Ok(engine.record(block.ptr, &engine.named(stream)?, false)?)
     }
-
-    callers_order!(live);
 }

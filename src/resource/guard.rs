@@ -15,7 +15,7 @@ use super::foreign::guarded;
 use super::gauge::{Charge, Gauge, Pressure, UNLIMITED};
 use super::relief::{Hooks, ReliefHook};
 use super::reservation::Reservation;
-use super::traits::{MemoryResource, forward, forward_uses};
+use super::traits::MemoryResource;
 
 /// How often the waiting policy looks.
 const POLL: Duration = Duration::from_millis(100);
@@ -82,13 +82,13 @@ type Checkpoint = dyn Fn(&ResourceError) + Send + Sync;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let guard = Guard::builder().budget(1000).policy(OomPolicy::FreeCaches).build(allocator)?;
-/// let block = guard.allocate(960, &stream, "most".into())?;
+/// let block = guard.allocate_block(960, &stream, "most".into())?;
 /// assert_eq!(guard.pressure(), Pressure::High);
-/// assert!(guard.allocate(41, &stream, "rest".into()).is_err());
+/// assert!(guard.allocate_block(41, &stream, "rest".into()).is_err());
 /// guard.set_budget(0); // no budget
-/// let more = guard.allocate(41, &stream, "rest".into())?;
-/// # guard.deallocate(more)?;
-/// # guard.deallocate(block)?;
+/// let more = guard.allocate_block(41, &stream, "rest".into())?;
+/// # guard.deallocate_block(more)?;
+/// # guard.deallocate_block(block)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Guard<R: MemoryResource> {
@@ -222,7 +222,9 @@ impl<R: MemoryResource> Guard<R> {
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
         let charge: Charge = self.gauge.charge(bytes as u64)?;
-        let mut block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        let mut block = self
+            .inner
+            .allocate_block_aligned(bytes, alignment, stream, tag)?;
         block.attach(charge);
         Ok(block)
     }
@@ -314,7 +316,7 @@ impl Guard<Allocator> {
 
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Guard<R> {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -336,16 +338,18 @@ unsafe impl<R: MemoryResource> MemoryResource for Guard<R> {
     }
 
     #[inline]
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        self.inner.deallocate(block)
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        self.inner.deallocate_block(block)
     }
 
-    fn reap(&self) -> Result<u64, ResourceError> {
-        self.inner.reap()
+    fn context(&self) -> &Context {
+        self.inner.context()
     }
 
-    forward!(inner);
-    forward_uses!(inner);
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
 }
 
 impl<R: MemoryResource> fmt::Debug for Guard<R> {

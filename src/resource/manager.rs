@@ -157,7 +157,7 @@ impl Manager {
         let charge = self.0.gauge.charge(bytes as u64)?;
         let resource = Arc::clone(runtime.resource());
         let align = align_of::<T>();
-        let block = resource.allocate_aligned(bytes, align, stream, tag)?;
+        let block = resource.allocate_block_aligned(bytes, align, stream, tag)?;
         let ptr = block.ptr();
         let held = Held {
             block: Some(OwnedBlock::from_parts(resource, block)),
@@ -346,7 +346,7 @@ impl<T> Slice<T> {
     /// Frees it; unlike a drop it reports failures, and gives the slice back with them.
     ///
     /// # Errors
-    /// As [`MemoryResource::deallocate`].
+    /// As [`MemoryResource::deallocate_block`].
     pub fn free(mut self) -> Result<(), SliceFreeError<T>> {
         let Some(owned) = self.held.block.take() else {
             return Ok(());

@@ -82,4 +82,3 @@ pub use watchdog::{Watchdog, WatchdogConfig};
 
 pub(crate) use caching::adopt;
 pub(crate) use key::Table;
-pub(crate) use traits::{callers_order, count_anyway, forward, forward_uses, not_tracked};

@@ -22,14 +22,14 @@ impl<R: MemoryResource> OwnedBlock<R> {
     /// Allocates.
     ///
     /// # Errors
-    /// As [`MemoryResource::allocate_aligned`].
+    /// As [`MemoryResource::allocate_block_aligned`].
     pub fn allocate(
         resource: R,
         bytes: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<Self, ResourceError> {
-        let block = resource.allocate(bytes, stream, tag)?;
+        let block = resource.allocate_block(bytes, stream, tag)?;
         Ok(Self::from_parts(resource, block))
     }
 
@@ -101,10 +101,10 @@ impl<R: MemoryResource> OwnedBlock<R> {
     /// Deallocates; unlike a drop it reports failures, and gives the block back with them.
     ///
     /// # Errors
-    /// As [`MemoryResource::deallocate`].
+    /// As [`MemoryResource::deallocate_block`].
     pub fn free(mut self) -> Result<(), DeallocateError> {
         match self.block.take() {
-            Some(block) => self.resource.deallocate(block),
+            Some(block) => self.resource.deallocate_block(block),
             None => Ok(()),
         }
     }
@@ -146,8 +146,8 @@ pub(super) fn give_back(
     what: &str,
 ) {
     block.abandon();
-    let done = resource.deallocate(block);
-    if let Err(failure) = done.or_else(|failure| resource.deallocate(*failure.block)) {
+    let done = resource.deallocate_block(block);
+    if let Err(failure) = done.or_else(|failure| resource.deallocate_block(*failure.block)) {
         log_rarely(&failure.error, what);
     }
 }

@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
 
-use crate::driver::{Stream, process};
+use crate::driver::{Context, Stream, process};
 use crate::sync::held::Locked;
 
 use super::block::{Access, BlockIdentity, DeallocateError, ResourceBlock, Tag};
 use super::error::ResourceError;
 use super::events::{EventPools, Pooled};
 use super::owned::give_back;
-use super::traits::{MemoryResource, Tracking, count_anyway, forward, forward_reap};
+use super::traits::{MemoryResource, Tracking, must_last};
 use super::uses::{Point, refuse_capture};
 
 /// What a [`Probe`] does. Everything is off by default.
@@ -71,9 +71,9 @@ impl ProbeConfig {
 /// let mut config = ProbeConfig::from_env();
 /// config.poison_freed = Some(0xDD);
 /// let probe = Probe::new(allocator, config);
-/// let block = probe.allocate(64, &stream, "x".into())?;
+/// let block = probe.allocate_block(64, &stream, "x".into())?;
 /// let ptr = block.ptr();
-/// probe.deallocate(block)?;
+/// probe.deallocate_block(block)?;
 /// assert_eq!(sim.read_memory(ptr, 64), Some(vec![0xDD; 64]));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -249,14 +249,16 @@ impl<R: MemoryResource> Probe<R> {
 
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
-        let block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        let block = self
+            .inner
+            .allocate_block_aligned(bytes, alignment, stream, tag)?;
         if !self.config.is_on() {
             return Ok(block);
         }
@@ -271,11 +273,11 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
         Ok(block)
     }
 
-    /// As [`MemoryResource::deallocate`]; where it fails after the fill was queued, the contents
+    /// As [`MemoryResource::deallocate_block`]; where it fails after the fill was queued, the contents
     /// are gone.
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
         if !self.config.is_on() {
-            return self.inner.deallocate(block);
+            return self.inner.deallocate_block(block);
         }
         let identity = block.identity();
         let entry = {
@@ -286,14 +288,14 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
             }
         };
         let Some(entry) = entry else {
-            return self.inner.deallocate(block);
+            return self.inner.deallocate_block(block);
         };
         let poisoned = match self.config.poison_freed {
             Some(byte) => self.poison_old(&entry, byte),
             None => Ok(()),
         };
         let result = match poisoned {
-            Ok(()) => self.inner.deallocate(block),
+            Ok(()) => self.inner.deallocate_block(block),
             Err(error) => Err(DeallocateError::new(block, error)),
         };
         if result.is_err() {
@@ -331,9 +333,19 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
     ) -> Result<(), ResourceError> {
         let finished = self.inner.finish_use(block, stream, access);
         let noted = finished.and_then(|()| self.used(block, stream));
-        count_anyway(self, block, stream, noted)
+        if must_last(&noted) {
+            // The first error is the one to tell of.
+            let _ = self.record_stream(block, stream);
+        }
+        noted
     }
 
-    forward!(inner);
-    forward_reap!(inner);
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
 }

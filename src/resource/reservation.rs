@@ -33,7 +33,7 @@ impl<R: MemoryResource + Clone> Reservation<R> {
     /// Takes the memory.
     ///
     /// # Errors
-    /// As [`MemoryResource::allocate`].
+    /// As [`MemoryResource::allocate_block`].
     pub fn new(resource: R, bytes: usize, stream: &Stream) -> Result<Self, ResourceError> {
         let tag = Tag::new("reservation");
         let block = OwnedBlock::allocate(resource.clone(), bytes, stream, tag)?;
@@ -57,7 +57,7 @@ impl<R: MemoryResource + Clone> Reservation<R> {
     /// Gives the memory back; how many bytes, or 0 if none are held.
     ///
     /// # Errors
-    /// As [`MemoryResource::deallocate`]; the memory is still held then.
+    /// As [`MemoryResource::deallocate_block`]; the memory is still held then.
     pub fn release(&mut self) -> Result<u64, ResourceError> {
         let bytes = self.bytes();
         let Some(block) = self.block.take() else {

@@ -19,13 +19,13 @@ fn s5_31_s5_32_records_say_everything() {
         clock.advance(std::time::Duration::from_secs(5));
         let budget = Budget::new(rig.allocator(), 1000);
         let log = Logging::with_clock(budget, ring.clone(), Arc::new(clock));
-        let block = log.allocate(1000, &stream, "named".into()).unwrap();
+        let block = log.allocate_block(1000, &stream, "named".into()).unwrap();
         let (ptr, generation) = (block.ptr(), block.generation());
-        assert!(log.allocate(1, &stream, T).is_err());
+        assert!(log.allocate_block(1, &stream, T).is_err());
         log.reap().unwrap();
         let log = &log;
         std::thread::scope(|scope| {
-            scope.spawn(move || log.deallocate(block).unwrap());
+            scope.spawn(move || log.deallocate_block(block).unwrap());
         });
         let records = ring.snapshot();
         assert_eq!(records.len(), 4);
@@ -50,8 +50,8 @@ fn s5_31_s5_32_records_say_everything() {
         assert!(ring.is_empty());
         // A sink that fails costs its caller nothing.
         let broken = Logging::new(rig.allocator(), Broken);
-        let block = broken.allocate(8, &stream, T).unwrap();
-        broken.deallocate(block).unwrap();
+        let block = broken.allocate_block(8, &stream, T).unwrap();
+        broken.deallocate_block(block).unwrap();
         assert_eq!(broken.dropped(), 2);
     });
 }
@@ -74,8 +74,8 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
         let count = |resource: &dyn MemoryResource| {
             let before = ALLOCATIONS.with(Cell::get);
             for _ in 0..100 {
-                let block = resource.allocate(512, &stream, T).unwrap();
-                resource.deallocate(block).unwrap();
+                let block = resource.allocate_block(512, &stream, T).unwrap();
+                resource.deallocate_block(block).unwrap();
             }
             ALLOCATIONS.with(Cell::get) - before
         };
@@ -113,14 +113,14 @@ fn s5_11_s5_70_poison_comes_after_recorded_uses() {
         ];
         for resource in stacks {
             let [a, b] = rig.streams();
-            let block = resource.allocate(4096, &a, T).unwrap();
+            let block = resource.allocate_block(4096, &a, T).unwrap();
             let (ptr, id) = (block.ptr(), block.identity());
             a.synchronize().unwrap();
             assert_eq!(sim.read_memory(ptr, 4096), Some(vec![0xCD; 4096]));
             let hold = rig.hold(&b);
             rig.stamp(ptr, 4096, 0x0101_0101, &b);
             resource.record_use(&id, &b).unwrap();
-            resource.deallocate(block).unwrap();
+            resource.deallocate_block(block).unwrap();
             // The fill waits for b, and nobody waited on the host.
             assert!(!a.is_complete().unwrap(), "the fill came before the use");
             hold.release();
@@ -139,8 +139,8 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
         let mut config = ProbeConfig::default();
         config.overlap = true;
         let probe = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
-        let block = probe.allocate(600, &stream, T).unwrap();
-        match probe.allocate(600, &stream, T) {
+        let block = probe.allocate_block(600, &stream, T).unwrap();
+        match probe.allocate_block(600, &stream, T) {
             Err(ResourceError::Overlap {
                 new_ptr,
                 old_ptr,
@@ -154,15 +154,15 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
             }
             other => panic!("{other:?}"),
         }
-        probe.deallocate(block).unwrap();
+        probe.deallocate_block(block).unwrap();
         config.panic = true;
         let loud = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
-        let block = loud.allocate(600, &stream, T).unwrap();
+        let block = loud.allocate_block(600, &stream, T).unwrap();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let _ = loud.allocate(600, &stream, T);
+            let _ = loud.allocate_block(600, &stream, T);
         }));
         assert!(panicked.is_err());
-        loud.deallocate(block).unwrap();
+        loud.deallocate_block(block).unwrap();
     });
 }
 
@@ -183,8 +183,8 @@ fn r69_tracking_erases_before_the_free() {
         );
         let adaptor = Arc::new(Tracked::new(spy));
         let _ = tracked.set(Arc::clone(&adaptor));
-        let block = adaptor.allocate(64, &stream, T).unwrap();
-        adaptor.deallocate(block).unwrap();
+        let block = adaptor.allocate_block(64, &stream, T).unwrap();
+        adaptor.deallocate_block(block).unwrap();
         assert_eq!(
             seen.load(Ordering::SeqCst),
             0,
@@ -198,18 +198,18 @@ struct Spy(Allocator, Box<dyn Fn() + Send + Sync>);
 
 // SAFETY: passes everything on.
 unsafe impl MemoryResource for Spy {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
-        MemoryResource::allocate_aligned(&self.0, bytes, alignment, stream, tag)
+        MemoryResource::allocate_block_aligned(&self.0, bytes, alignment, stream, tag)
     }
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
         (self.1)();
-        self.0.deallocate(block)
+        self.0.deallocate_block(block)
     }
     fn context(&self) -> &Context {
         self.0.context()

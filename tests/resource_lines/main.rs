@@ -74,7 +74,7 @@ struct Twice(Allocator, Mutex<Option<(BlockIdentity, u64)>>);
 
 // SAFETY: none: that a block is handed out twice is what is looked for, and nobody uses its memory.
 unsafe impl MemoryResource for Twice {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -87,12 +87,12 @@ unsafe impl MemoryResource for Twice {
             // SAFETY: none, see above.
             return Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) });
         }
-        let block = MemoryResource::allocate_aligned(&self.0, bytes, alignment, stream, tag)?;
+        let block = MemoryResource::allocate_block_aligned(&self.0, bytes, alignment, stream, tag)?;
         *first = Some((block.identity(), block.size()));
         Ok(block)
     }
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        self.0.deallocate(block)
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        self.0.deallocate_block(block)
     }
     fn context(&self) -> &Context {
         self.0.context()

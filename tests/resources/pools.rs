@@ -126,14 +126,14 @@ fn s1_44_pools_refuse_blocks_of_others() {
         // All of them are at their first block.
         let blocks: Vec<_> = pools
             .iter()
-            .map(|pool| pool.allocate(1000, &stream, Tag::default()).unwrap())
+            .map(|pool| pool.allocate_block(1000, &stream, Tag::default()).unwrap())
             .collect();
         for (at, (mine, mut block)) in pools.iter().zip(blocks).enumerate() {
             let id = block.identity();
             let others = pools.iter().enumerate().filter(|(n, _)| *n != at);
             for (_, other) in others {
                 let live = other.outstanding();
-                let refused = other.deallocate(block).unwrap_err();
+                let refused = other.deallocate_block(block).unwrap_err();
                 assert!(matches!(refused.error, ResourceError::UseAfterFree { .. }));
                 block = *refused.block;
                 assert_eq!(
@@ -143,7 +143,7 @@ fn s1_44_pools_refuse_blocks_of_others() {
                 assert!(other.record_use(&id, &stream).is_err());
             }
             assert_eq!(mine.state(&id), BlockState::Live);
-            mine.deallocate(block).unwrap();
+            mine.deallocate_block(block).unwrap();
             assert_eq!(mine.state(&id), BlockState::Freed);
         }
     });
@@ -157,14 +157,14 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
         let resource = pool.on_device(0).unwrap();
         let stream = rig.stream();
         let blocks: Vec<_> = (0..4)
-            .map(|_| resource.allocate(MIB, &stream, Tag::default()).unwrap())
+            .map(|_| resource.allocate_block(MIB, &stream, Tag::default()).unwrap())
             .collect();
         let at: Vec<_> = blocks.iter().map(ResourceBlock::ptr).collect();
         let [a, b, c, d] = <[_; 4]>::try_from(blocks).unwrap();
         for block in [b, d] {
-            resource.deallocate(block).unwrap();
+            resource.deallocate_block(block).unwrap();
         }
-        let next = resource.allocate(MIB, &stream, Tag::default()).unwrap();
+        let next = resource.allocate_block(MIB, &stream, Tag::default()).unwrap();
         assert_eq!(next.ptr(), at[3]);
         let then = pool.uninit::<u8>(MIB, &stream).unwrap();
         assert_eq!(
@@ -174,7 +174,7 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
         );
         assert_eq!(pool.stats().returns, 2);
         for block in [a, c, next] {
-            resource.deallocate(block).unwrap();
+            resource.deallocate_block(block).unwrap();
         }
     });
 }
@@ -186,8 +186,8 @@ fn s3_5_threshold_holds_for_blocks() {
         let pool = threshold(rig);
         pool.pool().set_release_threshold(4 * MIB as u64).unwrap();
         let stream = rig.stream();
-        let block = pool.allocate(64 * MIB, &stream, Tag::default()).unwrap();
-        pool.deallocate(block).unwrap();
+        let block = pool.allocate_block(64 * MIB, &stream, Tag::default()).unwrap();
+        pool.deallocate_block(block).unwrap();
         assert!(pool.pool().stats().cached <= 4 * MIB as u64);
     });
 }
