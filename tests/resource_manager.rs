@@ -21,7 +21,7 @@ mod manager {
 
     fn managed(rig: &Rig, budget: u64) -> (Manager, Runtime, Stream) {
         let runtime = Runtime::new(AsyncResource::new(rig.allocator()));
-        let manager = Manager::new(ManagerConfig::new(0, budget).runtime(&runtime)).unwrap();
+        let manager = Manager::new(ManagerConfig::new(0, Some(budget)).runtime(&runtime)).unwrap();
         let (_, stream) = runtime.streams().acquire().unwrap();
         (manager, runtime, stream)
     }
@@ -34,7 +34,7 @@ mod manager {
     #[test]
     fn s5_1_manager_without_a_runtime_refuses() {
         packed(|rig| {
-            let manager = Manager::new(ManagerConfig::new(0, 1 << 20)).unwrap();
+            let manager = Manager::new(ManagerConfig::new(0, Some(1 << 20))).unwrap();
             let (calls, stream) = (rig.memory_calls(), rig.stream());
             let refused = manager.allocate::<u8>(100, &stream);
             assert!(matches!(
@@ -43,7 +43,7 @@ mod manager {
             ));
             assert_eq!((manager.allocated(), rig.memory_calls()), (0, calls));
             let other = Runtime::on(&rig.context).unwrap();
-            let wrong = Manager::new(ManagerConfig::new(1, 1).runtime(&other));
+            let wrong = Manager::new(ManagerConfig::new(1, Some(1)).runtime(&other));
             assert!(matches!(wrong, Err(ResourceError::WrongDevice { .. })));
         });
     }
@@ -87,9 +87,10 @@ mod manager {
     #[test]
     fn s5_4_s5_67_live_and_pending_are_apart() {
         packed(|rig| {
-            let budget = Arc::new(Budget::new(AsyncResource::new(rig.allocator()), 3000));
+            let budget = Arc::new(Budget::new(AsyncResource::new(rig.allocator()), Some(3000)));
             let runtime = Runtime::new(Arc::clone(&budget));
-            let manager = Manager::new(ManagerConfig::new(0, 2000).runtime(&runtime)).unwrap();
+            let manager =
+                Manager::new(ManagerConfig::new(0, Some(2000)).runtime(&runtime)).unwrap();
             let (_, stream) = runtime.streams().acquire().unwrap();
             let slice = manager
                 .allocate_tagged::<u8>(2000, &stream, "raw".into())
@@ -104,7 +105,7 @@ mod manager {
                     pending: 2000
                 }
             );
-            assert_eq!(budget.reserved(), 2000, "bounds live and pending");
+            assert_eq!(budget.used(), 2000, "bounds live and pending");
             let slice = manager.allocate::<u8>(1500, &stream).unwrap();
             assert_eq!(
                 manager.outstanding(),
@@ -115,7 +116,7 @@ mod manager {
             );
             drop(slice);
             runtime.resource().reap().unwrap();
-            assert_eq!((budget.reserved(), manager.outstanding().total()), (0, 0));
+            assert_eq!((budget.used(), manager.outstanding().total()), (0, 0));
         });
     }
 
@@ -123,8 +124,9 @@ mod manager {
     #[test]
     fn s5_5_both_budgets_refuse_alike() {
         packed(|rig| {
-            let runtime = Runtime::new(Budget::new(rig.allocator(), 500));
-            let manager = Manager::new(ManagerConfig::new(0, 1000).runtime(&runtime)).unwrap();
+            let runtime = Runtime::new(Budget::new(rig.allocator(), Some(500)));
+            let manager =
+                Manager::new(ManagerConfig::new(0, Some(1000)).runtime(&runtime)).unwrap();
             let stream = rig.stream();
             match manager.allocate::<u8>(501, &stream) {
                 Err(ResourceError::OutOfBudget {
@@ -148,11 +150,14 @@ mod manager {
     fn s5_6_s5_7_queries_and_counts() {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 1000);
-            assert_eq!((manager.budget(), manager.remaining()), (1000, 1000));
+            assert_eq!(
+                (manager.budget(), manager.remaining()),
+                (Some(1000), Some(1000))
+            );
             let slice = manager.allocate::<u8>(800, &stream).unwrap();
-            assert_eq!((manager.peak(), manager.remaining()), (800, 200));
-            manager.check_budget(200).unwrap();
-            let tight = manager.check_budget(201);
+            assert_eq!((manager.peak(), manager.remaining()), (800, Some(200)));
+            manager.check(200).unwrap();
+            let tight = manager.check(201);
             assert!(matches!(
                 tight,
                 Err(ResourceError::OutOfBudget { requested: 201, .. })
@@ -163,7 +168,7 @@ mod manager {
             assert_eq!(manager.peak(), 0);
             assert_eq!(manager.requests(), 1);
             manager.reset_requests();
-            let _ = manager.check_budget(1);
+            let _ = manager.check(1);
             assert_eq!(manager.requests(), 0, "nothing was allocated");
             assert!(manager.allocate::<u8>(2000, &stream).is_err());
             assert_eq!(manager.requests(), 1);
@@ -242,7 +247,10 @@ mod manager {
             runtime.resource().trim(0).unwrap();
             assert_eq!(manager.allocated(), 1000);
             drop(slice);
-            assert_eq!((manager.allocated(), manager.remaining()), (0, 10_000));
+            assert_eq!(
+                (manager.allocated(), manager.remaining()),
+                (0, Some(10_000))
+            );
             manager
                 .allocate::<u8>(10_000, &stream)
                 .unwrap()

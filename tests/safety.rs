@@ -124,7 +124,9 @@ fn d2_small_blocks_do_not_go_past_it_either() {
     let world = World::new(Mode::Instant, false);
     let (stream, resource) = (world.stream(), AsyncResource::new(world.allocator.clone()));
     drop(world.allocator.allocate(100, &stream).unwrap());
-    let block = resource.allocate_block(100, &stream, Tag::default()).unwrap();
+    let block = resource
+        .allocate_block(100, &stream, Tag::default())
+        .unwrap();
     let failed = world
         .allocator
         .deallocate_block(block)
@@ -364,15 +366,16 @@ fn d9_children_of_busy_threads_do_not_hang() {
     .unwrap();
     let ordered = Arc::new(AsyncResource::new(Tracked::new(Budget::new(
         a.clone(),
-        1 << 29,
+        Some(1 << 29),
     ))));
     let guard = Guard::<Allocator>::builder()
-        .budget(1 << 29)
+        .budget(Some(1 << 29))
         .build(Arc::clone(&ordered))
         .unwrap();
-    let manager =
-        Manager::new(ManagerConfig::new(0, 1 << 29).runtime(&Runtime::new(Arc::clone(&ordered))))
-            .unwrap();
+    let manager = Manager::new(
+        ManagerConfig::new(0, Some(1 << 29)).runtime(&Runtime::new(Arc::clone(&ordered))),
+    )
+    .unwrap();
     let stream = rig.stream();
     let stop = AtomicBool::new(false);
     let work = |mut k: usize, stream: &Stream| {
@@ -383,7 +386,9 @@ fn d9_children_of_busy_threads_do_not_hang() {
             drop(workspaces.lease(stream, 1000 * (k % 9 + 1)).unwrap());
             drop(typed.uninit::<u32>(k % 1000 + 1, stream).unwrap());
             drop(pinned.acquire(100).unwrap());
-            let block = ordered.allocate_block(1000, stream, Tag::default()).unwrap();
+            let block = ordered
+                .allocate_block(1000, stream, Tag::default())
+                .unwrap();
             drop(ordered.inner().live());
             ordered.deallocate_block(block).unwrap();
             drop(manager.allocate::<u8>(100, stream).unwrap());
@@ -432,7 +437,10 @@ fn d9_children_of_busy_threads_do_not_hang() {
         typed.reset_stats();
         let outstanding = ordered.outstanding().total() + ordered.inner().live().len() as u64;
         let (_, _) = (manager.outstanding(), guard.stats());
-        let _ = (guard.on_pressure(|_, _| ()), guard.remove_hook("none"));
+        let _ = (
+            guard.inner().on_pressure(|_, _| ()),
+            guard.remove_relief_hook("none"),
+        );
         refused && unknown && outstanding == 0 && !text.is_empty()
     };
     let statuses: Vec<i32> = std::thread::scope(|scope| {

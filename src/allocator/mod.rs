@@ -31,6 +31,7 @@ pub(crate) use cache::grant::{Grant, Lifetime};
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
 pub(crate) use engine::Engine;
 pub(crate) use engine::beside::{Beside, Sides};
+pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
 pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
 pub(crate) use extent::hash::Mixed;

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::allocator::{Allocator, Block, Error, size};
+use crate::allocator::{Allocator, Block, Error, ReliefHook, size};
 use crate::driver::{Stream, process, sys};
 use crate::resource::Table;
 use crate::sync::lock::Lock;
@@ -171,9 +171,9 @@ impl WorkspacePool {
             }
         });
         let weak = Arc::downgrade(&inner);
-        allocator.add_relief_hook(inner.name.clone(), move |missing| {
+        allocator.add_relief_hook(ReliefHook::new(inner.name.clone(), move |missing| {
             weak.upgrade().map_or(0, |pool| pool.shrink_by(missing))
-        });
+        }));
         WorkspacePool(Arc::new(Handle(inner)))
     }
 

@@ -5,8 +5,8 @@ use std::fmt;
 use crate::driver::sys;
 
 use super::error::{ResourceError, StreamMisuse};
-use super::gauge::Charge;
 use super::key::BlockKey;
+use super::meter::Charge;
 
 /// A short static label of an allocation, for logs and statistics. "untagged" by default.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

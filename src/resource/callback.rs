@@ -21,7 +21,7 @@ use super::traits::MemoryResource;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let asked = std::sync::atomic::AtomicU32::new(0);
-/// let resource = FailureCallback::new(Budget::new(allocator, 100), |_bytes, _error, times| {
+/// let resource = FailureCallback::new(Budget::new(allocator, Some(100)), |_bytes, _error, times| {
 ///     asked.store(times, std::sync::atomic::Ordering::Relaxed);
 ///     times < 3
 /// });

@@ -9,7 +9,7 @@ use crate::driver::{Stream, sys};
 
 use super::block::{Access, BlockIdentity, DeallocateError, Tag};
 use super::error::ResourceError;
-use super::gauge::{Charge, Gauge};
+use super::meter::{Charge, Meter};
 use super::owned::OwnedBlock;
 use super::recorder::{Buffer, Recordable};
 use super::runtime::Runtime;
@@ -21,15 +21,15 @@ use super::traits::{MemoryResource, Outstanding};
 pub struct ManagerConfig {
     /// The ordinal of the device.
     pub device: usize,
-    /// Bytes of live slices that are allowed.
-    pub budget: u64,
+    /// Bytes of live slices that are allowed; none for no bound.
+    pub budget: Option<u64>,
     /// Where memory comes from. Without one every allocation is an error.
     pub runtime: Option<Runtime>,
 }
 
 impl ManagerConfig {
     /// A budget in bytes for a device, without a runtime.
-    pub fn new(device: usize, budget: u64) -> ManagerConfig {
+    pub fn new(device: usize, budget: Option<u64>) -> ManagerConfig {
         ManagerConfig {
             device,
             budget,
@@ -59,10 +59,10 @@ impl ManagerConfig {
 /// # let driver = sim.driver()?;
 /// # let context = Context::primary(&driver, driver.device(0)?)?;
 /// let runtime = Runtime::on(&context)?;
-/// let manager = Manager::new(ManagerConfig::new(0, 1024).runtime(&runtime))?;
+/// let manager = Manager::new(ManagerConfig::new(0, Some(1024)).runtime(&runtime))?;
 /// let (_, stream) = runtime.streams().acquire()?;
 /// let slice = manager.allocate::<f32>(256, &stream)?;
-/// assert_eq!((manager.allocated(), manager.remaining()), (1024, 0));
+/// assert_eq!((manager.allocated(), manager.remaining()), (1024, Some(0)));
 /// let refused = manager.allocate::<u8>(2048, &stream);
 /// assert!(matches!(
 ///     refused,
@@ -79,7 +79,7 @@ struct Inner {
     id: u64,
     device: usize,
     runtime: Option<Runtime>,
-    gauge: Arc<Gauge>,
+    meter: Arc<Meter>,
     requests: AtomicU64,
 }
 
@@ -102,7 +102,7 @@ impl Manager {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             device: config.device,
             runtime: config.runtime,
-            gauge: Gauge::new("manager", config.budget),
+            meter: Meter::new("manager", config.budget),
             requests: AtomicU64::new(0),
         })))
     }
@@ -154,7 +154,7 @@ impl Manager {
             device: self.device(),
         })?;
         // An error below drops the charge.
-        let charge = self.0.gauge.charge(bytes as u64)?;
+        let charge = self.0.meter.charge(bytes as u64)?;
         let resource = Arc::clone(runtime.resource());
         let align = align_of::<T>();
         let block = resource.allocate_block_aligned(bytes, align, stream, tag)?;
@@ -183,18 +183,18 @@ impl Manager {
 
     /// Bytes of live slices.
     pub fn allocated(&self) -> u64 {
-        self.0.gauge.used()
+        self.0.meter.used()
     }
 
     /// The most of them since the start or the last reset; never below
     /// [`allocated`](Self::allocated).
     pub fn peak(&self) -> u64 {
-        self.0.gauge.peak()
+        self.0.meter.peak()
     }
 
     /// Sets the peak to what is live.
     pub fn reset_peak(&self) {
-        self.0.gauge.reset_peak();
+        self.0.meter.reset_peak();
     }
 
     /// Requests for memory since the start or the last reset, also those that failed: 0 over a
@@ -209,25 +209,21 @@ impl Manager {
     }
 
     /// The budget in bytes.
-    pub fn budget(&self) -> u64 {
-        self.0.gauge.limit()
+    pub fn budget(&self) -> Option<u64> {
+        self.0.meter.limit()
     }
 
-    /// Bytes that are left of the budget.
-    pub fn remaining(&self) -> u64 {
-        self.0.gauge.remaining()
+    /// Bytes that are left of the budget; none without one.
+    pub fn remaining(&self) -> Option<u64> {
+        self.0.meter.remaining()
     }
 
     /// Whether `bytes` would fit now, without taking them.
     ///
     /// # Errors
     /// [`ResourceError::OutOfBudget`].
-    pub fn check_budget(&self, bytes: u64) -> Result<(), ResourceError> {
-        if self.0.gauge.has_room(bytes) {
-            Ok(())
-        } else {
-            Err(self.0.gauge.refusal(bytes))
-        }
+    pub fn check(&self, bytes: u64) -> Result<(), ResourceError> {
+        self.0.meter.check(bytes)
     }
 
     /// Live and pending bytes of the runtime, other users' included; nothing without a runtime.
@@ -242,7 +238,7 @@ impl fmt::Debug for Manager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Manager")
             .field("device", &self.0.device)
-            .field("gauge", &self.0.gauge)
+            .field("meter", &self.0.meter)
             .finish_non_exhaustive()
     }
 }

@@ -23,7 +23,7 @@ use super::traits::MemoryResource;
 /// # let context = Context::primary(&driver, driver.device(0)?)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// // A stack of one's own ...
-/// let mine = Runtime::new(Budget::new(allocator, 1 << 20));
+/// let mine = Runtime::new(Budget::new(allocator, Some(1 << 20)));
 /// // ... or one per device, of the usual stack.
 /// let runtimes = Runtimes::new(&driver);
 /// assert_eq!(runtimes.get(1)?.resource().device(), 1);

@@ -155,6 +155,12 @@ pub unsafe trait MemoryResource: Send + Sync {
             .unwrap_or_default()
     }
 
+    /// Bytes that every budget on the way down still has room for; none if there is no budget. More may
+    /// fit once pending bytes were [reaped](Self::reap), and less where the device is short.
+    fn headroom(&self) -> Option<u64> {
+        self.upstream()?.headroom()
+    }
+
     /// Waits for the streams that deallocated blocks are pending on; how many bytes left. May block
     /// the calling thread, and nobody else.
     ///

@@ -68,7 +68,9 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
                 0 => drop(resource.reap().unwrap()),
                 1 => drop(resource.trim(0).unwrap()),
                 2 => {
-                    let block = resource.allocate_block(bytes, &other, "next".into()).unwrap();
+                    let block = resource
+                        .allocate_block(bytes, &other, "next".into())
+                        .unwrap();
                     resource.deallocate_block(block).unwrap();
                 }
                 _ => {}

@@ -188,7 +188,11 @@ fn s2_2_small_blocks_and_buffers_share_what_came_back() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         let resource = pool.on_device(0).unwrap();
-        let [a, b] = [0; 2].map(|_| resource.allocate_block(12_288, &stream, Tag::default()).unwrap());
+        let [a, b] = [0; 2].map(|_| {
+            resource
+                .allocate_block(12_288, &stream, Tag::default())
+                .unwrap()
+        });
         let [first, second] = [a.ptr(), b.ptr()];
         let buffer = pool.uninit::<u8>(12_288, &stream).unwrap();
         let third = buffer.as_device_ptr();

@@ -509,18 +509,18 @@ fn adaptors(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     let inner = Arc::new(AsyncResource::new(Statistics::new(w.alloc.clone())));
     let guard = Guard::<Allocator>::builder()
-        .budget(1 << 30)
-        .reservation(4 << 20)
+        .budget(Some(1 << 30))
+        .reserve(4 << 20)
         .build(inner)?;
     use_across(w, &guard, &a, &b)?;
-    guard.release_reservation()?;
+    guard.release_reserve()?;
     Ok(())
 }
 
 fn manager(w: &World) -> Outcome {
     let resource = AsyncResource::new(w.alloc.clone());
     let runtime = Runtime::new(resource);
-    let manager = Manager::new(ManagerConfig::new(0, 1 << 30).runtime(&runtime))?;
+    let manager = Manager::new(ManagerConfig::new(0, Some(1 << 30)).runtime(&runtime))?;
     let (_, stream) = runtime.streams().acquire()?;
     let slice = manager.allocate::<u32>(5000, &stream)?;
     slice.prepare_use(&stream, Access::Write)?;

@@ -17,7 +17,7 @@ fn s5_31_s5_32_records_say_everything() {
         let ring = Arc::new(RingSink::default());
         let clock = ManualClock::default();
         clock.advance(std::time::Duration::from_secs(5));
-        let budget = Budget::new(rig.allocator(), 1000);
+        let budget = Budget::new(rig.allocator(), Some(1000));
         let log = Logging::with_clock(budget, ring.clone(), Arc::new(clock));
         let block = log.allocate_block(1000, &stream, "named".into()).unwrap();
         let (ptr, generation) = (block.ptr(), block.generation());

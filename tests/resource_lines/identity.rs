@@ -62,7 +62,7 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
         assert_eq!(Tag::default().as_str(), "untagged");
         assert_eq!(Access::Read.merge(Access::Write), Access::ReadWrite);
         assert_eq!(Access::Read.merge(Access::Read), Access::Read);
-        let budget = Budget::new(rig.allocator(), 100);
+        let budget = Budget::new(rig.allocator(), Some(100));
         let stream = rig.stream();
         let block = budget.allocate_block(60, &stream, T).unwrap();
         match budget.allocate_block(41, &stream, T) {

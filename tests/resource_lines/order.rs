@@ -94,7 +94,7 @@ fn s5_23_unprepared_write_keeps_other_uses() {
 fn s5_24_s5_60_failed_deallocation_returns_the_block() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let resource = Statistics::new(Tracked::new(Budget::new(asynchronous(rig), 1 << 30)));
+        let resource = Statistics::new(Tracked::new(Budget::new(asynchronous(rig), Some(1 << 30))));
         let [a, b] = rig.streams();
         let mut block = resource.allocate_block(4096, &a, T).unwrap();
         let id = block.identity();
@@ -114,7 +114,7 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
                     pending: 0
                 }
             );
-            assert_eq!(resource.inner().inner().reserved(), 4096);
+            assert_eq!(resource.inner().inner().used(), 4096);
             assert_eq!(resource.inner().live().len(), 1);
             assert_eq!(resource.stats().bytes, 4096);
             resource.record_use(&id, &b).unwrap();
@@ -128,7 +128,7 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
             }
         );
         resource.reap().unwrap();
-        assert_eq!(resource.inner().inner().reserved(), 0);
+        assert_eq!(resource.inner().inner().used(), 0);
     });
 }
 

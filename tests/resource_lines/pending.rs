@@ -57,12 +57,12 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
         let stream = rig.stream();
         let inner = asynchronous(rig);
         let early = inner.allocate_block(24, &stream, T).unwrap();
-        let budget = Budget::new(inner, 1024);
-        assert_eq!((budget.reserved(), budget.remaining()), (24, 1000));
+        let budget = Budget::new(inner, Some(1024));
+        assert_eq!((budget.used(), budget.remaining()), (24, Some(1000)));
         let block = budget.allocate_block(1000, &stream, T).unwrap();
         assert!(budget.allocate_block(1, &stream, T).is_err());
         budget.deallocate_block(block).unwrap();
-        assert_eq!(budget.reserved(), 1024, "pending counts");
+        assert_eq!(budget.used(), 1024, "pending counts");
         let waits = rig.calls("cuEventSynchronize");
         assert!(budget.allocate_block(1025, &stream, T).is_err());
         assert_eq!(
@@ -75,12 +75,12 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
         budget.deallocate_block(block).unwrap();
         budget.deallocate_block(early).unwrap();
         budget.reap().unwrap();
-        assert_eq!(budget.reserved(), 0, "what was there before has left too");
+        assert_eq!(budget.used(), 0, "what was there before has left too");
         if !fail(rig, "cuEventRecord") {
             return;
         }
         assert!(budget.allocate_block(100, &stream, T).is_err());
-        assert_eq!(budget.reserved(), 0, "rolled back");
+        assert_eq!(budget.used(), 0, "rolled back");
     });
 }
 
@@ -89,26 +89,26 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
 fn s5_30_budget_follows_what_really_left() {
     packed(|rig| {
         let stream = rig.stream();
-        let direct = Budget::new(DirectResource::new(&rig.context), 4096);
+        let direct = Budget::new(DirectResource::new(&rig.context), Some(4096));
         let block = direct.allocate_block(4096, &stream, T).unwrap();
         let stranger = DirectResource::new(&rig.context);
         let unknown = stranger.allocate_block(4096, &stream, T).unwrap();
         let failure = direct.deallocate_block(unknown).unwrap_err();
-        assert_eq!(direct.reserved(), 4096);
+        assert_eq!(direct.used(), 4096);
         stranger.deallocate_block(*failure.block).unwrap();
         direct.deallocate_block(block).unwrap();
-        assert_eq!(direct.reserved(), 0, "synchronous: at once");
+        assert_eq!(direct.used(), 0, "synchronous: at once");
         // Two budgets over one resource keep apart what each has let through.
         let shared = Arc::new(asynchronous(rig));
-        let one = Budget::new(Arc::clone(&shared), 4096);
-        let two = Budget::new(Arc::clone(&shared), 4096);
+        let one = Budget::new(Arc::clone(&shared), Some(4096));
+        let two = Budget::new(Arc::clone(&shared), Some(4096));
         let first = one.allocate_block(1000, &stream, T).unwrap();
         let second = two.allocate_block(2000, &stream, T).unwrap();
         one.deallocate_block(first).unwrap();
         two.deallocate_block(second).unwrap();
-        assert_eq!((one.reserved(), two.reserved()), (1000, 2000));
+        assert_eq!((one.used(), two.used()), (1000, 2000));
         one.reap().unwrap();
-        assert_eq!((one.reserved(), two.reserved()), (0, 0));
+        assert_eq!((one.used(), two.used()), (0, 0));
     });
 }
 
@@ -167,7 +167,7 @@ unsafe extern "C" fn meet(data: *mut c_void) {
 fn s5_57_budget_agrees_with_the_resource_below() {
     packed(|rig| {
         let limit = 4 * MIB as u64;
-        let budget = Budget::new(asynchronous(rig), limit);
+        let budget = Budget::new(asynchronous(rig), Some(limit));
         let streams: Vec<_> = (0..16).map(|_| rig.stream()).collect();
         std::thread::scope(|scope| {
             for (number, stream) in streams.iter().enumerate() {
@@ -180,7 +180,7 @@ fn s5_57_budget_agrees_with_the_resource_below() {
                             Ok(block) => live.push(block),
                             Err(error) => assert!(error.is_out_of_memory(), "{error:?}"),
                         }
-                        assert!(budget.reserved() <= limit);
+                        assert!(budget.used() <= limit);
                         assert!(budget.inner().outstanding().total() <= limit);
                         if step % 2 == 0 && !live.is_empty() {
                             budget
@@ -197,10 +197,10 @@ fn s5_57_budget_agrees_with_the_resource_below() {
                 });
             }
         });
-        assert_eq!(budget.reserved(), budget.inner().outstanding().total());
+        assert_eq!(budget.used(), budget.inner().outstanding().total());
         budget.reap().unwrap();
         assert_eq!(
-            (budget.reserved(), budget.inner().outstanding().total()),
+            (budget.used(), budget.inner().outstanding().total()),
             (0, 0)
         );
     });

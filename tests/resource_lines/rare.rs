@@ -157,18 +157,24 @@ fn hooks_may_own_what_they_look_after() {
         let stream = rig.stream();
         for replaced in [false, true] {
             let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
-            allocator.add_relief_hook("mine", move |_| pool.trim(0));
+            allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("mine", move |_| {
+                pool.trim(0)
+            }));
             if replaced {
-                assert!(allocator.add_relief_hook("mine", |_| 0));
+                assert!(
+                    allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("mine", |_| 0))
+                );
             }
             assert!(allocator.remove_relief_hook("mine"));
         }
-        let guard = Guard::builder().budget(MIB as u64).build(allocator);
+        let guard = Guard::builder().budget(Some(MIB as u64)).build(allocator);
         let guard = Arc::new(guard.unwrap());
         let held = OwnedBlock::allocate(Arc::clone(&guard), MIB, &stream, T).unwrap();
-        let number = guard.on_pressure(move |_, _| assert!(held.ptr() > 0));
-        assert!(guard.remove_listener(number));
-        assert!(!guard.remove_listener(number));
+        let number = guard
+            .inner()
+            .on_pressure(move |_, _| assert!(held.ptr() > 0));
+        assert!(guard.inner().remove_listener(number));
+        assert!(!guard.inner().remove_listener(number));
         assert_eq!(guard.stats().used, 0);
     });
 }

@@ -51,7 +51,9 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
             .is_err()
     );
     assert_eq!(memory_calls(), calls, "no driver call for what cannot be");
-    let first = resource.allocate_block(1000, &stream, "first".into()).unwrap();
+    let first = resource
+        .allocate_block(1000, &stream, "first".into())
+        .unwrap();
     assert_eq!((first.bytes(), first.tag().as_str()), (1000, "first"));
     assert!(first.size() >= 1000);
     assert_eq!(first.stream_id(), stream.id().unwrap());
@@ -103,7 +105,9 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
 fn figures(rig: &Rig, resource: &dyn MemoryResource) {
     let stream = rig.stream();
     let before = resource.usage().unwrap();
-    let block = resource.allocate_block(3 * MIB, &stream, Tag::default()).unwrap();
+    let block = resource
+        .allocate_block(3 * MIB, &stream, Tag::default())
+        .unwrap();
     let with = resource.usage().unwrap();
     assert!(
         with.used.current >= before.used.current.min(1) + 3 * MIB as u64,
@@ -136,7 +140,9 @@ fn mixes(rig: &Rig, resource: &dyn MemoryResource) {
         if live.len() < 30 && random.below(100) < 60 {
             let bits = 2 + random.below(17);
             let size = 4 * (1 + random.below(1 << bits)) as usize;
-            let block = resource.allocate_block(size, &stream, Tag::default()).unwrap();
+            let block = resource
+                .allocate_block(size, &stream, Tag::default())
+                .unwrap();
             rig.stamp(block.ptr(), size, step, &stream);
             bytes += size as u64;
             live.push((block, step));
@@ -180,7 +186,9 @@ fn threads(rig: &Rig, resource: &dyn MemoryResource) {
                 let mut random = Random(number as u64 + 1);
                 for step in 0..100 {
                     let size = 1 + random.below(100_000) as usize;
-                    let block = resource.allocate_block(size, stream, Tag::default()).unwrap();
+                    let block = resource
+                        .allocate_block(size, stream, Tag::default())
+                        .unwrap();
                     match step % 3 {
                         0 => sender.send(block).unwrap(),
                         1 => {
@@ -229,7 +237,11 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     let kept = live.len();
     resource.deallocate_block(live.pop().unwrap()).unwrap();
     resource.reap().unwrap();
-    live.push(resource.allocate_block(most, &stream, Tag::default()).unwrap());
+    live.push(
+        resource
+            .allocate_block(most, &stream, Tag::default())
+            .unwrap(),
+    );
     assert_eq!(live.len(), kept);
     for block in live {
         resource.deallocate_block(block).unwrap();
@@ -246,7 +258,9 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     let refused = resource.allocate_block(200 * MIB, &stream, Tag::default());
     assert!(refused.unwrap_err().is_out_of_memory());
     sim.clear_failures();
-    let block = resource.allocate_block(MIB, &stream, Tag::default()).unwrap();
+    let block = resource
+        .allocate_block(MIB, &stream, Tag::default())
+        .unwrap();
     resource.deallocate_block(block).unwrap();
     resource.reap().unwrap();
 }
@@ -259,7 +273,9 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
         if foreign && resource.tracking() == Tracking::None {
             continue;
         }
-        let block = resource.allocate_block(4 * MIB, &a, Tag::default()).unwrap();
+        let block = resource
+            .allocate_block(4 * MIB, &a, Tag::default())
+            .unwrap();
         let (ptr, id) = (block.ptr(), block.identity());
         rig.stamp(ptr, 4 * MIB, 1, &a);
         let user = if foreign { &b } else { &a };
@@ -283,7 +299,9 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
         }
         resource.deallocate_block(block).unwrap();
         let other = if foreign { &a } else { &b };
-        let next = resource.allocate_block(4 * MIB, other, Tag::default()).unwrap();
+        let next = resource
+            .allocate_block(4 * MIB, other, Tag::default())
+            .unwrap();
         rig.stamp(next.ptr(), 4 * MIB, 3, other);
         busy.release();
         assert_eq!(rig.mismatches(next.ptr(), 4 * MIB, 3, other), 0);
@@ -296,11 +314,15 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
 fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
     let [a, b] = rig.streams();
     for first_freed in [true, false] {
-        let block = resource.allocate_block(3 * MIB, &a, Tag::default()).unwrap();
+        let block = resource
+            .allocate_block(3 * MIB, &a, Tag::default())
+            .unwrap();
         let busy = rig.busy(&a);
         rig.stamp(block.ptr(), 3 * MIB, 1, &a);
         resource.deallocate_block(block).unwrap();
-        let other = resource.allocate_block(3 * MIB, &b, Tag::default()).unwrap();
+        let other = resource
+            .allocate_block(3 * MIB, &b, Tag::default())
+            .unwrap();
         // Were it the same memory without a wait, the simulator would report a race.
         rig.stamp(other.ptr(), 3 * MIB, 2, &b);
         if first_freed {
@@ -319,7 +341,11 @@ fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
         let device = rig.driver.device(1).unwrap();
         let context = Context::primary(&rig.driver, device).unwrap();
         let foreign = Stream::new(&context).unwrap();
-        assert!(resource.allocate_block(100, &foreign, Tag::default()).is_err());
+        assert!(
+            resource
+                .allocate_block(100, &foreign, Tag::default())
+                .is_err()
+        );
         assert_eq!(resource.outstanding().live, 0);
     }
 }

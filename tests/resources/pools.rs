@@ -75,7 +75,7 @@ fn s4_12_s4_15_s4_17_exact_workspaces_pass_the_suite() {
 
 /// Every pool carries every adaptor.
 fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource {
-    let budget = Budget::new(AsyncResource::new(pool), GIB as u64);
+    let budget = Budget::new(AsyncResource::new(pool), Some(GIB as u64));
     let watched = Statistics::new(Logging::new(budget, RingSink::new(16)));
     let below: Arc<dyn MemoryResource> = Arc::new(watched);
     let guarded = Guard::builder().build(below).unwrap();
@@ -157,14 +157,20 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
         let resource = pool.on_device(0).unwrap();
         let stream = rig.stream();
         let blocks: Vec<_> = (0..4)
-            .map(|_| resource.allocate_block(MIB, &stream, Tag::default()).unwrap())
+            .map(|_| {
+                resource
+                    .allocate_block(MIB, &stream, Tag::default())
+                    .unwrap()
+            })
             .collect();
         let at: Vec<_> = blocks.iter().map(ResourceBlock::ptr).collect();
         let [a, b, c, d] = <[_; 4]>::try_from(blocks).unwrap();
         for block in [b, d] {
             resource.deallocate_block(block).unwrap();
         }
-        let next = resource.allocate_block(MIB, &stream, Tag::default()).unwrap();
+        let next = resource
+            .allocate_block(MIB, &stream, Tag::default())
+            .unwrap();
         assert_eq!(next.ptr(), at[3]);
         let then = pool.uninit::<u8>(MIB, &stream).unwrap();
         assert_eq!(
@@ -186,7 +192,9 @@ fn s3_5_threshold_holds_for_blocks() {
         let pool = threshold(rig);
         pool.pool().set_release_threshold(4 * MIB as u64).unwrap();
         let stream = rig.stream();
-        let block = pool.allocate_block(64 * MIB, &stream, Tag::default()).unwrap();
+        let block = pool
+            .allocate_block(64 * MIB, &stream, Tag::default())
+            .unwrap();
         pool.deallocate_block(block).unwrap();
         assert!(pool.pool().stats().cached <= 4 * MIB as u64);
     });

@@ -155,7 +155,9 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
     for below in 0..300 {
         all.push(Arc::new(AsyncResource::new(all[below].clone())));
     }
-    let block = all[300].allocate_block(64, &stream, Tag::default()).unwrap();
+    let block = all[300]
+        .allocate_block(64, &stream, Tag::default())
+        .unwrap();
     let failed = all[299]
         .deallocate_block(block)
         .expect_err("past the keeper");
@@ -191,7 +193,9 @@ fn d2_a_commit_on_another_thread_waits_for_the_launch() {
     let world = World::new(Mode::Manual, false);
     let home = world.stream();
     let resource = AsyncResource::new(world.allocator.clone());
-    let block = resource.allocate_block(1 << 20, &home, Tag::default()).unwrap();
+    let block = resource
+        .allocate_block(1 << 20, &home, Tag::default())
+        .unwrap();
     let launch = || {
         let own = Stream::per_thread_default(&world.context).unwrap();
         let mut recorder = LaunchRecorder::new(&resource, &own, RecordMode::Strict);

@@ -120,7 +120,7 @@ pub struct Stack<'a> {
 
 impl<'a> Stack<'a> {
     pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Stack<'a> {
-        let resource = Logging::new(Budget::new(allocator.clone(), 1 << 40), NullSink);
+        let resource = Logging::new(Budget::new(allocator.clone(), Some(1 << 40)), NullSink);
         Stack { resource, streams }
     }
 }

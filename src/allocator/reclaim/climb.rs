@@ -38,7 +38,7 @@ pub(crate) struct Climb {
     pub asked_again: bool,
     /// No more address space can be had; what there is may do.
     pub cramped: bool,
-    pub hooks: Option<std::vec::IntoIter<Arc<crate::allocator::engine::hooks::ReliefHook>>>,
+    pub hooks: Option<std::vec::IntoIter<crate::allocator::engine::hooks::ReliefHook>>,
     pub synchronised: bool,
     pub missed: bool,
     /// The driver's last refusal.
@@ -116,7 +116,7 @@ pub(crate) enum Step {
     /// Memory that the driver refused earlier may be there now.
     AskAgain,
     HostWait(u32, u64, Arc<crate::driver::Event>),
-    Hook(Arc<crate::allocator::engine::hooks::ReliefHook>, u64),
+    Hook(crate::allocator::engine::hooks::ReliefHook, u64),
     Synchronise,
     Fail,
 }

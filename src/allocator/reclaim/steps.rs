@@ -124,7 +124,7 @@ impl Engine {
             Step::Hook(hook, bytes) => {
                 state.stats.rungs.hooks += 1;
                 drop(state);
-                hook(bytes);
+                hook.run(bytes);
                 state = self.lock();
                 // What it freed may be the driver's again, without having been ours.
                 state.physical.full_at = None;
