@@ -6,7 +6,8 @@ mod common;
 #[cfg(feature = "sim")]
 mod manager {
     use super::common::*;
-    use cualloc::driver::{Stream, sys};
+    use cualloc::column::{Column, ElementType, Schema, Table};
+    use cualloc::driver::{KernelParam, Stream, sys};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
     use cualloc::{Allocator, Policy};
@@ -30,21 +31,95 @@ mod manager {
         FailPlan::call(call, sys::CUresult::CUDA_ERROR_INVALID_VALUE).unwrap()
     }
 
-    /// S5.1: without a runtime there is no memory, and no other way to it.
+    /// S5.1: without a runtime typed slices come from the driver within the budget, and raw blocks from
+    /// nowhere.
     #[test]
-    fn s5_1_manager_without_a_runtime_refuses() {
+    fn s5_1_manager_without_a_runtime_gives_typed_slices_only() {
         packed(|rig| {
-            let manager = Manager::new(ManagerConfig::new(0, Some(1 << 20))).unwrap();
-            let (calls, stream) = (rig.memory_calls(), rig.stream());
-            let refused = manager.allocate::<u8>(100, &stream);
+            let manager = Manager::new(ManagerConfig::new(0, Some(1024))).unwrap();
+            let (before, stream) = (rig.memory_calls(), rig.stream());
+            let slice = manager.allocate::<f32>(200, &stream).unwrap();
+            assert_eq!((manager.allocated(), slice.bytes()), (800, 800));
+            assert!(rig.memory_calls() > before);
+            rig.stamp(slice.ptr(), 800, 1, &stream);
+            let calls = rig.memory_calls();
+            let refused = manager.allocate::<u8>(225, &stream);
             assert!(matches!(
                 refused,
-                Err(ResourceError::NoRuntime { device: 0 })
+                Err(ResourceError::OutOfBudget { requested: 225, .. })
             ));
-            assert_eq!((manager.allocated(), rig.memory_calls()), (0, calls));
+            let raw = manager.resource();
+            assert!(matches!(raw, Err(ResourceError::NoRuntime { device: 0 })));
+            assert_eq!((manager.allocated(), rig.memory_calls()), (800, calls));
+            // A column of it is charged as the slice was.
+            let owned = slice.into_owned().unwrap();
+            // SAFETY: the stream is the slice's.
+            let column = unsafe { Column::from_owned(owned, ElementType::F32, 200, &stream) };
+            assert_eq!(manager.allocated(), 800);
+            drop(column.unwrap());
+            assert_eq!((manager.allocated(), manager.peak()), (0, 800));
+            let elsewhere = Manager::new(ManagerConfig::new(1, None)).unwrap();
+            let wrong = elsewhere.allocate::<u8>(1, &stream);
+            assert!(matches!(wrong, Err(ResourceError::WrongDevice { .. })));
             let other = Runtime::on(&rig.context).unwrap();
             let wrong = Manager::new(ManagerConfig::new(1, Some(1)).runtime(&other));
             assert!(matches!(wrong, Err(ResourceError::WrongDevice { .. })));
+        });
+    }
+
+    /// S5.45, S5.48: columns, and the row counts of tables, count against a manager's budget.
+    #[test]
+    fn s5_45_s5_48_columns_count_against_the_budget() {
+        packed(|rig| {
+            let (manager, runtime, stream) = managed(rig, 1024);
+            let source = || Arc::new(manager.resource().unwrap());
+            let column = |element| Column::uninit_in(source(), element, 64, &stream);
+            let schema = Schema::new([("key", ElementType::U32), ("value", ElementType::F64)]);
+            let columns: Result<_, _> = schema.fields().iter().map(|f| column(f.element)).collect();
+            let rows = Column::zeroed_in(source(), ElementType::U64, 1, &stream).unwrap();
+            let table = Table::new(schema, columns.unwrap(), 64, rows).unwrap();
+            assert_eq!(manager.allocated(), 64 * 12 + 8);
+            assert_eq!(
+                (table.byte_len(), table.schema().row_bytes()),
+                (64 * 12, 12)
+            );
+            assert!(!table.is_empty());
+            assert!(column(ElementType::U64).is_err(), "512 bytes more");
+            assert_eq!(manager.resource().unwrap().headroom(), Some(1024 - 776));
+            drop(table);
+            assert_eq!(manager.allocated(), 0);
+            runtime.resource().reap().unwrap();
+        });
+    }
+
+    const WORDS: &str = concat!(include_str!("../src/driver/words.ptx"), "\0");
+
+    /// S5.45: slices and columns are parameters of kernels.
+    #[test]
+    fn s5_45_slices_and_columns_are_kernel_parameters() {
+        packed(|rig| {
+            let (manager, runtime, stream) = managed(rig, 1 << 20);
+            let slice = manager.allocate::<u32>(64, &stream).unwrap();
+            let source = Arc::new(manager.resource().unwrap());
+            let column = Column::zeroed_in(source, ElementType::U32, 64, &stream).unwrap();
+            let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
+            let module = rig.context.enter().unwrap().load_module(text).unwrap();
+            let fill = module.function(c"cualloc_fill").unwrap();
+            for (target, seed) in [(&slice as &dyn KernelParam, 7_u32), (&column, 9)] {
+                let (grid, block) = ([1, 1, 1], [32, 1, 1]);
+                let params: [&dyn KernelParam; 3] = [target, &64_u64, &seed];
+                // SAFETY: 64 words at an address, from a seed on; all of them live.
+                unsafe { fill.launch(&stream, grid, block, 0, &params) }.unwrap();
+            }
+            stream.synchronize().unwrap();
+            let first = rig
+                .sim()
+                .map(|sim| sim.read_memory(slice.ptr(), 8).unwrap());
+            assert!(first.is_none_or(|bytes| bytes == [7, 0, 0, 0, 8, 0, 0, 0]));
+            let expected: Vec<u32> = (9..9 + 64).collect();
+            assert_eq!(column.to_vec::<u32>().unwrap(), expected);
+            drop((slice, column));
+            runtime.resource().reap().unwrap();
         });
     }
 

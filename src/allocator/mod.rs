@@ -23,7 +23,7 @@ pub(crate) mod view;
 
 pub use api::Allocator;
 pub use api::block::{Block, FreeError};
-pub use api::carver::{CarveError, Carved, Carver};
+pub use api::carver::{CarveError, Carved, Carver, CarverStats};
 pub use api::guard::RangeGuard;
 pub use api::placement::Placement;
 pub(crate) use cache::deferred::User;

@@ -1,10 +1,11 @@
 //! One column.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, Block};
-use crate::driver::{Device, Stream, sys};
+use crate::driver::{Device, KernelParam, Stream, sys};
 use crate::resource::{BlockIdentity, Buffer, MemoryResource, OwnedBlock, Recordable, Tag};
 
 use super::described::Described;
@@ -479,6 +480,13 @@ fn bytes_of(element: ElementType, rows: usize) -> Result<usize, ColumnError> {
     element
         .bytes_of(rows)
         .ok_or(ColumnError::TooLarge { rows, element })
+}
+
+// SAFETY: the address of its first element is what the driver reads.
+unsafe impl KernelParam for Column {
+    fn as_param(&self) -> *const c_void {
+        self.memory.param()
+    }
 }
 
 impl fmt::Debug for Column {

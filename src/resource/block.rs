@@ -1,12 +1,13 @@
 //! Blocks of a resource: plain values with an identity.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::driver::sys;
 
 use super::error::{ResourceError, StreamMisuse};
 use super::key::BlockKey;
-use super::meter::Charge;
+use super::meter::{Charge, Meter};
 
 /// A short static label of an allocation, for logs and statistics. "untagged" by default.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -141,7 +142,6 @@ pub enum BlockState {
 /// can.
 ///
 /// `Send` and `Sync`. Losing it leaks the memory and what budgets charged for it.
-#[derive(Debug)]
 #[must_use = "a lost block is leaked memory"]
 pub struct ResourceBlock {
     identity: BlockIdentity,
@@ -290,6 +290,16 @@ impl ResourceBlock {
             .chain(self.more.iter().flat_map(|more| &**more))
     }
 
+    /// Takes the charge of a meter.
+    pub(crate) fn detach(&mut self, meter: &Arc<Meter>) -> Option<Charge> {
+        if self.first.as_ref().is_some_and(|first| first.is_of(meter)) {
+            return self.first.take();
+        }
+        let more = self.more.as_mut()?;
+        let at = more.iter().position(|charge| charge.is_of(meter))?;
+        Some(more.remove(at))
+    }
+
     /// Takes the charges above the first `keep`, in their order.
     pub(crate) fn split_charges(&mut self, keep: usize) -> Vec<Charge> {
         if keep == 0 {
@@ -305,6 +315,18 @@ impl ResourceBlock {
         };
         let at = (keep - usize::from(self.first.is_some())).min(more.len());
         more.split_off(at)
+    }
+}
+
+impl fmt::Debug for ResourceBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResourceBlock")
+            .field("ptr", &format_args!("{:#x}", self.ptr()))
+            .field("bytes", &self.bytes())
+            .field("tag", &self.tag)
+            .field("stream", &self.stream_id())
+            .field("generation", &self.generation())
+            .finish_non_exhaustive()
     }
 }
 

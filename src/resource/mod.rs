@@ -64,7 +64,7 @@ pub use error::{RejectedKind, ResourceError, StreamMisuse};
 pub use guard::{Guard, GuardBuilder, GuardStats};
 pub use key::BlockKey;
 pub use logging::{LogAction, LogRecord, LogSink, Logging, NullSink, RingSink, SinkError};
-pub use manager::{Manager, ManagerConfig, Slice, SliceFreeError};
+pub use manager::{Managed, Manager, ManagerConfig, Slice, SliceFreeError};
 pub use meter::Pressure;
 pub use ordered::AsyncResource;
 pub use owned::OwnedBlock;

@@ -120,7 +120,11 @@ impl<R: MemoryResource> Drop for OwnedBlock<R> {
 
 impl<R: MemoryResource> fmt::Debug for OwnedBlock<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("OwnedBlock").field(&self.block).finish()
+        let state = self.identity().map(|block| self.resource.state(&block));
+        f.debug_struct("OwnedBlock")
+            .field("block", &self.block)
+            .field("state", &state)
+            .finish_non_exhaustive()
     }
 }
 

@@ -13,6 +13,9 @@ use super::owned::give_back;
 use super::traits::{MemoryResource, Tracking, must_last};
 use super::uses::{Point, refuse_capture};
 
+/// What probes that the environment turns on fill memory with.
+const POISON: u8 = 0xDD;
+
 /// What a [`Probe`] does. Everything is off by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -28,9 +31,9 @@ pub struct ProbeConfig {
 }
 
 impl ProbeConfig {
-    /// By the environment: `CUALLOC_POISON_ALLOC` (fills with 0xCD), `CUALLOC_POISON_FREE` (fills
-    /// with 0xDD) and `CUALLOC_OVERLAP_GUARD`, each on if set to anything but nothing or 0. Each is
-    /// read once in the life of the process.
+    /// By the environment: `CUALLOC_POISON_ALLOC` and `CUALLOC_POISON_FREE` (fill with 0xDD) and
+    /// `CUALLOC_OVERLAP_GUARD`, each on if set to anything but nothing or 0. Each is read once in the life
+    /// of the process. [`Runtime::on`](super::Runtime::on) asks for them.
     pub fn from_env() -> ProbeConfig {
         static READ: OnceLock<ProbeConfig> = OnceLock::new();
         *READ.get_or_init(|| Self::from_settings(|name| std::env::var(name).ok()))
@@ -40,14 +43,14 @@ impl ProbeConfig {
     pub fn from_settings(get: impl Fn(&str) -> Option<String>) -> ProbeConfig {
         let on = |name| get(name).is_some_and(|value| !matches!(value.trim(), "" | "0"));
         ProbeConfig {
-            poison_allocated: on("CUALLOC_POISON_ALLOC").then_some(0xCD),
-            poison_freed: on("CUALLOC_POISON_FREE").then_some(0xDD),
+            poison_allocated: on("CUALLOC_POISON_ALLOC").then_some(POISON),
+            poison_freed: on("CUALLOC_POISON_FREE").then_some(POISON),
             overlap: on("CUALLOC_OVERLAP_GUARD"),
             panic: false,
         }
     }
 
-    fn is_on(&self) -> bool {
+    pub(super) fn is_on(&self) -> bool {
         *self != ProbeConfig::default()
     }
 }

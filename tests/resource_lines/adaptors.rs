@@ -3,6 +3,7 @@
 use cualloc::Allocator;
 use cualloc::driver::{Context, Stream};
 use cualloc::resource::*;
+use cualloc::sim::{SimConfig, Simulator};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -129,6 +130,71 @@ fn s5_11_s5_70_poison_comes_after_recorded_uses() {
             resource.reap().unwrap();
         }
     });
+}
+
+/// The variables of the probes, and what each sets.
+const PROBES: [(&str, &str); 3] = [
+    ("CUALLOC_POISON_ALLOC", "poison_allocated: Some(221)"),
+    ("CUALLOC_POISON_FREE", "poison_freed: Some(221)"),
+    ("CUALLOC_OVERLAP_GUARD", "overlap: true"),
+];
+
+/// S5.11: each probe has a variable of its own; what is not set, 0 or empty is off.
+#[test]
+fn s5_11_each_variable_turns_its_probe_on() {
+    let told = |set: Option<(&str, &str)>| {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "adaptors::probe_child", "--nocapture"]);
+        child.env("CUALLOC_PROBE_CHILD", "1");
+        for (name, _) in PROBES {
+            child.env_remove(name);
+        }
+        child.envs(set);
+        let output = child.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{text}");
+        text
+    };
+    for (at, (name, _)) in PROBES.iter().enumerate() {
+        let text = told(Some((name, "1")));
+        for (other, (_, sign)) in PROBES.iter().enumerate() {
+            assert_eq!(text.contains(sign), other == at, "{name}: {sign} in {text}");
+        }
+        assert_eq!(text.contains("new memory: 221"), at == 0, "{text}");
+    }
+    for set in [None, Some((PROBES[0].0, "0")), Some((PROBES[1].0, ""))] {
+        let text = told(set);
+        let on = PROBES.iter().any(|(_, sign)| text.contains(sign));
+        assert!(!on && !text.contains("new memory: 221"), "{text}");
+    }
+}
+
+/// The other process of the test above, and nothing by itself: what the environment asks for, also of the
+/// usual runtime, and once for all.
+#[test]
+fn probe_child() {
+    if std::env::var_os("CUALLOC_PROBE_CHILD").is_none() {
+        return;
+    }
+    let probes = ProbeConfig::from_env();
+    println!("probes: {probes:?}");
+    let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
+    let driver = sim.driver().unwrap();
+    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let runtime = Runtime::on(&context).unwrap();
+    let (_, stream) = runtime.streams().acquire().unwrap();
+    let resource = runtime.resource();
+    let block = resource.allocate_block(64, &stream, T).unwrap();
+    stream.synchronize().unwrap();
+    let memory = sim.read_memory(block.ptr(), 1).unwrap();
+    println!("new memory: {}", memory[0]);
+    resource.deallocate_block(block).unwrap();
+    resource.reap().unwrap();
+    for (name, _) in PROBES {
+        // SAFETY: no other thread of this process reads the environment.
+        unsafe { std::env::set_var(name, "1") };
+    }
+    assert_eq!(ProbeConfig::from_env(), probes, "read once");
 }
 
 /// S5.71: an overlap is an error value; it panics only if asked to.

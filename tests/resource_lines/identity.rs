@@ -80,10 +80,18 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
         let id = block.identity();
         assert_eq!(id.range(20, 40).unwrap(), id.ptr + 20);
         let outside = id.range(20, 41);
-        assert!(matches!(
-            outside,
-            Err(ResourceError::OutOfBounds { size: 60, .. })
-        ));
+        match outside {
+            Err(ResourceError::OutOfBounds {
+                generation,
+                offset,
+                bytes,
+                size,
+            }) => {
+                assert_eq!(generation, id.key.generation);
+                assert_eq!((offset, bytes, size), (20, 41, 60));
+            }
+            other => panic!("{other:?}"),
+        }
         assert!(id.range(usize::MAX, 2).is_err());
         budget.deallocate_block(block).unwrap();
         // Stream 0 is the default stream.
@@ -91,6 +99,29 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
         let default = pool.resolve(0).unwrap();
         let legacy = Stream::legacy_default(&rig.context).unwrap();
         assert_eq!(default.id().unwrap(), legacy.id().unwrap());
+    });
+}
+
+/// S5.13, S5.15: a block's debug text names it, its label, its stream and its state.
+#[test]
+fn s5_13_s5_15_debug_text_of_a_block() {
+    packed(|rig| {
+        let (resource, stream) = (asynchronous(rig), rig.stream());
+        let owned = OwnedBlock::allocate(&resource, 512, &stream, "label".into()).unwrap();
+        let id = owned.identity().unwrap();
+        let text = format!("{owned:?}");
+        for part in [
+            format!("ptr: {:#x}", id.ptr),
+            "bytes: 512".into(),
+            "tag: \"label\"".into(),
+            format!("stream: {}", id.stream),
+            format!("generation: {}", id.key.generation),
+            "state: Some(Live)".into(),
+        ] {
+            assert!(text.contains(&part), "{part} in {text}");
+        }
+        owned.free().unwrap();
+        resource.reap().unwrap();
     });
 }
 

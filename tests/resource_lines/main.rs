@@ -24,6 +24,8 @@ use common::*;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+    /// Bytes that the thread has allocated and not freed.
+    static HEAP: Cell<i64> = const { Cell::new(0) };
 }
 
 struct Counting;
@@ -32,10 +34,12 @@ struct Counting;
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+        let _ = HEAP.try_with(|bytes| bytes.set(bytes.get() + layout.size() as i64));
         // SAFETY: the caller's contract.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        let _ = HEAP.try_with(|bytes| bytes.set(bytes.get() - layout.size() as i64));
         // SAFETY: the caller's contract.
         unsafe { System.dealloc(ptr, layout) }
     }

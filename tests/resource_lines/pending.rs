@@ -17,24 +17,27 @@ fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let resource = asynchronous(rig);
-        let [a, b] = rig.streams();
+        let [a, b, c] = rig.streams();
         assert_eq!(resource.reap().unwrap(), 0, "nothing pending");
-        let first = resource.allocate_block(1000, &a, T).unwrap();
-        let second = resource.allocate_block(2000, &b, T).unwrap();
-        let (one, two) = (first.identity(), second.identity());
-        resource.deallocate_block(first).unwrap();
-        resource.deallocate_block(second).unwrap();
+        let sizes = [(&a, 1000), (&b, 2000), (&c, 4000)];
+        let blocks =
+            sizes.map(|(stream, bytes)| resource.allocate_block(bytes, stream, T).unwrap());
+        let [one, two, three] = [0, 1, 2].map(|at: usize| blocks[at].identity());
+        for block in blocks {
+            resource.deallocate_block(block).unwrap();
+        }
         assert_eq!(resource.state(&one), BlockState::Retired);
         assert_eq!(
             resource.outstanding(),
             Outstanding {
                 live: 0,
-                pending: 3000
+                pending: 7000
             }
         );
-        assert_eq!(resource.pending_on(a.id().unwrap()), 1000);
-        assert_eq!(resource.pending_on(b.id().unwrap()), 2000);
-        // The second stream fails: the first has left, the second stays for the next call.
+        for (stream, bytes) in sizes {
+            assert_eq!(resource.pending_on(stream.id().unwrap()), bytes as u64);
+        }
+        // The second stream fails: the first has left, the second and the rest stay for the next call.
         sim.fail(
             FailPlan::call("cuEventSynchronize", refusal())
                 .unwrap()
@@ -43,9 +46,13 @@ fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
         assert!(resource.reap().is_err());
         assert_eq!(resource.state(&one), BlockState::Freed);
         assert_eq!(resource.state(&two), BlockState::Quarantined);
-        assert_eq!(resource.outstanding().pending, 2000);
-        assert_eq!(resource.reap().unwrap(), 2000);
-        assert_eq!(resource.state(&two), BlockState::Freed);
+        assert_eq!(resource.state(&three), BlockState::Retired);
+        assert_eq!(resource.outstanding().pending, 6000);
+        assert_eq!(resource.pending_on(c.id().unwrap()), 4000, "the rest");
+        assert_eq!(resource.reap().unwrap(), 6000);
+        for id in [two, three] {
+            assert_eq!(resource.state(&id), BlockState::Freed);
+        }
         assert_eq!(resource.outstanding(), Outstanding::default());
     });
 }
@@ -134,7 +141,8 @@ fn s5_56_reap_holds_nobody_up() {
         let (shared, other) = (&resource, &b);
         std::thread::scope(|scope| {
             scope.spawn(move || {
-                begun.recv().unwrap();
+                // A reap that does not wait lets nothing begin: that fails the test, not its runner.
+                begun.recv_timeout(Duration::from_secs(60)).unwrap();
                 let hit = shared.allocate_block(4096, other, T).unwrap();
                 shared.deallocate_block(hit).unwrap();
                 let _ = end.send(());
