@@ -111,7 +111,7 @@ mod guard {
             }
             self.0.allocate_block_aligned(bytes, alignment, stream, tag)
         }
-        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
             self.0.deallocate_block(block)
         }
         fn context(&self) -> &cualloc::driver::Context {
@@ -521,13 +521,12 @@ mod guard {
     fn s1_35_s1_54_watchdog_pauses_and_stops() {
         let clock = ManualClock::default();
         let free = Arc::new(AtomicU64::new(50));
-        let config = || WatchdogConfig {
-            threshold: 100,
-            interval: Duration::from_secs(1),
-            clock: Arc::new(clock.clone()),
-        };
+        let second = Duration::from_secs(1);
+        let by_clock = || Arc::new(clock.clone());
         let probe = Arc::clone(&free);
-        let watchdog = Watchdog::start(config(), move || Some(probe.load(Ordering::SeqCst)));
+        let watchdog = Watchdog::start_with_clock(by_clock(), 100, second, move || {
+            Some(probe.load(Ordering::SeqCst))
+        });
         let watchdog = watchdog.unwrap();
         assert!(watchdog.wait_for_first_check(Duration::from_secs(1)));
         assert!(watchdog.is_paused(), "50 of 100 bytes");
@@ -563,7 +562,7 @@ mod guard {
             done.recv_timeout(limit).expect("a waiter is let go");
         }
         watchdog.stop();
-        let blind = Watchdog::start(config(), || None).unwrap();
+        let blind = Watchdog::start_with_clock(by_clock(), 100, second, || None).unwrap();
         assert!(blind.wait_for_first_check(Duration::from_secs(1)));
         assert!(!blind.is_paused());
         blind.wait_if_paused();
@@ -627,7 +626,7 @@ mod guard {
                 because: "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
             }))
         }
-        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
             self.0.deallocate_block(block)
         }
         fn context(&self) -> &cualloc::driver::Context {

@@ -301,7 +301,7 @@ mod manager {
             assert!(manager.id() >= 1);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
-            let slice = *slice.free().unwrap_err().slice;
+            let slice = *slice.free().unwrap_err().value;
             assert_eq!(manager.allocated(), 100, "still there");
             slice.free().unwrap();
             assert_eq!(manager.allocated(), 0);

@@ -89,14 +89,14 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     ] {
         let failed = below.deallocate_block(block).expect_err("past the keeper");
         assert!(kept(&failed.error), "{}", failed.error);
-        block = *failed.block;
+        block = *failed.value;
     }
     twice.deallocate_block(block).unwrap();
     // What another resource of the kind handed out is not known.
     let stranger = AsyncResource::new(world.allocator.clone());
     let block = stranger.allocate_block(64, &home, Tag::default()).unwrap();
     let failed = twice.deallocate_block(block).expect_err("a stranger's");
-    stranger.deallocate_block(*failed.block).unwrap();
+    stranger.deallocate_block(*failed.value).unwrap();
     // The same of sources that hand out names.
     for source in [
         Arc::new(NativePool::with_context(&world.context, NativeConfig::default()).unwrap())
@@ -113,7 +113,7 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
         };
         let failed = source.deallocate_block(block).expect_err("past the keeper");
         assert!(kept(&failed.error), "{}", failed.error);
-        above.deallocate_block(*failed.block).unwrap();
+        above.deallocate_block(*failed.value).unwrap();
     }
     world.clean();
 }
@@ -131,7 +131,7 @@ fn d2_small_blocks_do_not_go_past_it_either() {
         .allocator
         .deallocate_block(block)
         .expect_err("past the keeper");
-    resource.deallocate_block(*failed.block).unwrap();
+    resource.deallocate_block(*failed.value).unwrap();
     let block =
         MemoryResource::allocate_block(&world.allocator, 100, &stream, Tag::default()).unwrap();
     world.allocator.deallocate_block(block).unwrap();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, Stream};
 use crate::resource::{
-    BlockIdentity, BlockKey, BlockState, DeallocateError, MemoryResource, Outstanding, PoolUsage,
+    BlockIdentity, BlockKey, BlockState, MemoryResource, Outstanding, PoolUsage, Refused,
     ResourceBlock, ResourceError, Tag, Tracking,
 };
 
@@ -91,9 +91,9 @@ unsafe impl MemoryResource for WorkspacePool {
         Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) })
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         if let Err(kept) = block.returned() {
-            return Err(DeallocateError::new(block, kept));
+            return Err(Refused::new(block, kept));
         }
         let identity = block.identity();
         let ours = identity.key.source == self.keyed().source();
@@ -102,7 +102,7 @@ unsafe impl MemoryResource for WorkspacePool {
                 drop(lease);
                 Ok(())
             }
-            _ => Err(DeallocateError::new(block, identity.gone())),
+            _ => Err(Refused::new(block, identity.gone())),
         }
     }
 
@@ -171,15 +171,15 @@ unsafe impl MemoryResource for NativePool {
         Ok(unsafe { ResourceBlock::new(identity, bytes as u64, alignment, tag) })
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         if let Err(kept) = block.returned() {
-            return Err(DeallocateError::new(block, kept));
+            return Err(Refused::new(block, kept));
         }
         let identity = block.identity();
         let number = identity.key.generation;
         let ours = identity.key.source == self.keyed().source();
         let Some(Some(native)) = ours.then(|| self.keyed().take(number)) else {
-            return Err(DeallocateError::new(block, identity.gone()));
+            return Err(Refused::new(block, identity.gone()));
         };
         if block.is_abandoned() {
             // Kept until it can go, as any dropped one.
@@ -188,7 +188,7 @@ unsafe impl MemoryResource for NativePool {
         }
         native.release().map_err(|error| {
             self.keyed().put(number, native);
-            DeallocateError::new(block, error)
+            Refused::new(block, error)
         })
     }
 

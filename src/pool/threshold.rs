@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::allocator::{Allocator, Config, Trimmed, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
-use crate::resource::{DeallocateError, MemoryResource, ResourceBlock, ResourceError, Tag};
+use crate::resource::{MemoryResource, Refused, ResourceBlock, ResourceError, Tag};
 
 use super::buffer::{Pool, PooledBuffer};
 use super::error::PoolError;
@@ -271,7 +271,7 @@ unsafe impl MemoryResource for OpenThresholdPool {
         MemoryResource::allocate_block_aligned(self.allocator(), bytes, alignment, stream, tag)
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         self.allocator().deallocate_block(block)?;
         self.release_surplus(false);
         Ok(())

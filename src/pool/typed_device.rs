@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::allocator::{Allocator, Block};
 use crate::driver::{Context, Stream, sys};
 use crate::resource::{
-    BlockIdentity, DeallocateError, MemoryResource, ResourceBlock, ResourceError, Tag, adopt,
+    BlockIdentity, MemoryResource, Refused, ResourceBlock, ResourceError, Tag, adopt,
 };
 
 use super::error::PoolError;
@@ -98,7 +98,7 @@ unsafe impl MemoryResource for DeviceTypedPool {
         Ok(adopt(block, stream.id()?, alignment, tag))
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let BlockIdentity {
             stream, bytes, ptr, ..
         } = block.identity();

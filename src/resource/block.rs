@@ -329,24 +329,3 @@ impl fmt::Debug for ResourceBlock {
             .finish_non_exhaustive()
     }
 }
-
-/// A block that could not be deallocated, and why. The block is still allocated.
-#[derive(Debug, thiserror::Error)]
-#[error("the block at {:#x} could not be deallocated", block.ptr())]
-pub struct DeallocateError {
-    /// The block.
-    pub block: Box<ResourceBlock>,
-    /// The reason.
-    #[source]
-    pub error: ResourceError,
-}
-
-impl DeallocateError {
-    /// Gives a block back with a reason.
-    pub fn new(block: ResourceBlock, error: impl Into<ResourceError>) -> DeallocateError {
-        DeallocateError {
-            block: Box::new(block),
-            error: error.into(),
-        }
-    }
-}

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::driver::{Context, Stream, process};
 
-use super::block::{DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::meter::{Charge, Meter, Pressure};
 use super::traits::MemoryResource;
 
@@ -175,7 +175,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     }
 
     #[inline]
-    fn deallocate_block(&self, mut block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, mut block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let known = block.charges().any(|charge| charge.is_of(&self.meter));
         if !known
             && self.inner.state(&block.identity()) == super::BlockState::Live

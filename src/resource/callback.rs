@@ -4,8 +4,8 @@ use std::fmt;
 
 use crate::driver::{Context, Stream};
 
-use super::block::{DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
 
 /// Asks a callback when memory runs out: it gets the bytes asked for, the error, and how often this
@@ -81,7 +81,7 @@ where
     }
 
     #[inline]
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         self.inner.deallocate_block(block)
     }
 

@@ -8,8 +8,8 @@ use crate::allocator::size::round_size;
 use crate::driver::{Context, Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{BlockIdentity, BlockState, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::key::{BlockKey, next_source};
 use super::traits::{MemoryResource, Outstanding};
 use super::usage::{Gauge, PoolUsage};
@@ -142,11 +142,11 @@ unsafe impl MemoryResource for DirectResource {
         Ok(unsafe { ResourceBlock::new(identity, bytes as u64, alignment, tag) })
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let returned = block.returned();
         returned
             .and_then(|()| self.release(&block.identity()))
-            .map_err(|error| DeallocateError::new(block, error))
+            .map_err(|error| Refused::new(block, error))
     }
 
     fn context(&self) -> &Context {

@@ -9,9 +9,9 @@ use std::time::Duration;
 use crate::driver::{Context, Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{DeallocateError, ResourceBlock, Tag};
+use super::block::{ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock};
-use super::error::ResourceError;
+use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
 
 /// Bytes of a message that are kept.
@@ -348,7 +348,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     }
 
     #[inline(never)]
-    fn deallocate_logged(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_logged(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let (identity, tag) = (block.identity(), block.tag());
         let result = self.inner.deallocate_block(block);
         let error = result.as_ref().err().map(|failure| &failure.error);
@@ -389,7 +389,7 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
     }
 
     #[inline]
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         if self.sink.is_enabled() {
             return self.deallocate_logged(block);
         }

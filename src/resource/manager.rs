@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex};
 
 use crate::driver::{Context, KernelParam, Stream, process, sys};
 
-use super::block::{Access, BlockIdentity, DeallocateError, ResourceBlock, Tag};
+use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
 use super::direct::DirectResource;
-use super::error::ResourceError;
+use super::error::{Refused, ResourceError};
 use super::meter::Meter;
 use super::owned::OwnedBlock;
 use super::recorder::{Buffer, Recordable};
@@ -347,7 +347,7 @@ unsafe impl MemoryResource for Managed {
         self.take(bytes, alignment, stream, tag)
     }
 
-    fn deallocate_block(&self, mut block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, mut block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         // It ends here, also while the memory is pending below.
         let charge = block.detach(&self.manager.0.meter);
         self.resource
@@ -355,7 +355,7 @@ unsafe impl MemoryResource for Managed {
             .map_err(|mut failure| {
                 charge
                     .into_iter()
-                    .for_each(|charge| failure.block.attach(charge));
+                    .for_each(|charge| failure.value.attach(charge));
                 failure
             })
     }
@@ -482,33 +482,19 @@ impl<T> Slice<T> {
     ///
     /// # Errors
     /// As [`MemoryResource::deallocate_block`].
-    pub fn free(mut self) -> Result<(), SliceFreeError<T>> {
+    pub fn free(mut self) -> Result<(), Refused<Slice<T>>> {
         let Some(owned) = self.block.take() else {
             return Ok(());
         };
         let resource = owned.resource().clone();
         match owned.free() {
             Ok(()) => Ok(()),
-            Err(DeallocateError { block, error }) => {
-                self.block = Some(OwnedBlock::from_parts(resource, *block));
-                Err(SliceFreeError {
-                    slice: Box::new(self),
-                    error,
-                })
+            Err(Refused { value, error }) => {
+                self.block = Some(OwnedBlock::from_parts(resource, *value));
+                Err(Refused::new(self, error))
             }
         }
     }
-}
-
-/// A slice that could not be freed, and why. It is still allocated.
-#[derive(Debug, thiserror::Error)]
-#[error("the slice at {:#x} could not be freed", slice.ptr())]
-pub struct SliceFreeError<T> {
-    /// The slice.
-    pub slice: Box<Slice<T>>,
-    /// The reason.
-    #[source]
-    pub error: ResourceError,
 }
 
 impl<T> Recordable for Slice<T> {

@@ -55,16 +55,16 @@ mod uses;
 mod watchdog;
 
 pub use crate::allocator::ReliefHook;
-pub use block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
+pub use block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
 pub use budget::Budget;
 pub use callback::FailureCallback;
 pub use clock::{Clock, ManualClock, SystemClock, Wakeup};
 pub use direct::DirectResource;
-pub use error::{RejectedKind, ResourceError, StreamMisuse};
+pub use error::{Refused, RejectedKind, ResourceError, StreamMisuse};
 pub use guard::{Guard, GuardBuilder, GuardStats};
 pub use key::BlockKey;
 pub use logging::{LogAction, LogRecord, LogSink, Logging, NullSink, RingSink, SinkError};
-pub use manager::{Managed, Manager, ManagerConfig, Slice, SliceFreeError};
+pub use manager::{Managed, Manager, ManagerConfig, Slice};
 pub use meter::Pressure;
 pub use ordered::AsyncResource;
 pub use owned::OwnedBlock;
@@ -77,7 +77,7 @@ pub use stream_pool::StreamPool;
 pub use tracked::{LiveBlock, Tracked};
 pub use traits::{MemoryResource, Outstanding, Tracking};
 pub use usage::{Gauge, PoolUsage};
-pub use watchdog::{Watchdog, WatchdogConfig};
+pub use watchdog::Watchdog;
 
 pub(crate) use caching::adopt;
 pub(crate) use key::Table;

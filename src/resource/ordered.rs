@@ -7,8 +7,8 @@ use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
 use crate::sync::held::{Locked, locked};
 
-use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
-use super::error::{ResourceError, StreamMisuse};
+use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError, StreamMisuse};
 use super::events::{EventPools, Pooled};
 use super::key::BlockKey;
 use super::meter::Charge;
@@ -201,19 +201,23 @@ impl<R: MemoryResource> AsyncResource<R> {
         Ok(Some(self.events.record(&entry.stream)?))
     }
 
-    fn retire(&self, entry: &Arc<Entry>, mut block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn retire(
+        &self,
+        entry: &Arc<Entry>,
+        mut block: ResourceBlock,
+    ) -> Result<(), Refused<ResourceBlock>> {
         let identity = entry.identity;
         let points = {
             let mut uses = entry.uses();
             if uses.closed {
-                return Err(DeallocateError::new(block, identity.gone()));
+                return Err(Refused::new(block, identity.gone()));
             }
             uses.closed = true;
             uses.all()
         };
         let reopen = |block, error: ResourceError| {
             entry.uses().closed = false;
-            Err(DeallocateError::new(block, error))
+            Err(Refused::new(block, error))
         };
         let newest = self.books().newest(identity.stream);
         let capture = refuse_capture(&entry.stream, identity.stream);
@@ -228,7 +232,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         block.set_keepers(entry.keepers_below);
         if let Err(failure) = self.inner.deallocate_block(block) {
             self.books().blocks.insert(identity.ptr, Arc::clone(entry));
-            let mut block = *failure.block;
+            let mut block = *failure.value;
             block.set_keepers(keepers);
             charges.into_iter().for_each(|charge| block.attach(charge));
             return reopen(block, failure.error);
@@ -243,17 +247,17 @@ impl<R: MemoryResource> AsyncResource<R> {
     }
 
     /// Takes a block back, or keeps one that nobody else can give back.
-    fn take_back(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn take_back(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let entry = match self.entry(&block.identity()) {
             Ok(entry) => entry,
-            Err(error) => return Err(DeallocateError::new(block, error)),
+            Err(error) => return Err(Refused::new(block, error)),
         };
         if block.keepers() != entry.keepers_below.saturating_add(1) {
-            return Err(DeallocateError::new(block, StreamMisuse::KeptAbove));
+            return Err(Refused::new(block, StreamMisuse::KeptAbove));
         }
         match self.retire(&entry, block) {
-            Err(failure) if failure.block.is_abandoned() => {
-                self.stranded.keep(*failure.block);
+            Err(failure) if failure.value.is_abandoned() => {
+                self.stranded.keep(*failure.value);
                 Ok(())
             }
             done => done,
@@ -409,7 +413,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         Ok(block)
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         self.retry();
         self.take_back(block)
     }

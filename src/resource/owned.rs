@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Stream, process, sys};
 
-use super::block::{BlockIdentity, DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{BlockIdentity, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
 
 /// A block that goes back to its resource when it is dropped.
@@ -102,7 +102,7 @@ impl<R: MemoryResource> OwnedBlock<R> {
     ///
     /// # Errors
     /// As [`MemoryResource::deallocate_block`].
-    pub fn free(mut self) -> Result<(), DeallocateError> {
+    pub fn free(mut self) -> Result<(), Refused<ResourceBlock>> {
         match self.block.take() {
             Some(block) => self.resource.deallocate_block(block),
             None => Ok(()),
@@ -151,7 +151,7 @@ pub(super) fn give_back(
 ) {
     block.abandon();
     let done = resource.deallocate_block(block);
-    if let Err(failure) = done.or_else(|failure| resource.deallocate_block(*failure.block)) {
+    if let Err(failure) = done.or_else(|failure| resource.deallocate_block(*failure.value)) {
         log_rarely(&failure.error, what);
     }
 }

@@ -6,8 +6,8 @@ use std::sync::{Mutex, OnceLock};
 use crate::driver::{Context, Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{Access, BlockIdentity, DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::events::{EventPools, Pooled};
 use super::owned::give_back;
 use super::traits::{MemoryResource, Tracking, must_last};
@@ -278,7 +278,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
 
     /// As [`MemoryResource::deallocate_block`]; where it fails after the fill was queued, the contents
     /// are gone.
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         if !self.config.is_on() {
             return self.inner.deallocate_block(block);
         }
@@ -299,7 +299,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
         };
         let result = match poisoned {
             Ok(()) => self.inner.deallocate_block(block),
-            Err(error) => Err(DeallocateError::new(block, error)),
+            Err(error) => Err(Refused::new(block, error)),
         };
         if result.is_err() {
             self.live().insert(identity.ptr, entry);

@@ -8,9 +8,9 @@ use std::time::Duration;
 use crate::allocator::{Hooks, ReliefHook};
 use crate::driver::{Context, Stream, process};
 
-use super::block::{DeallocateError, ResourceBlock, Tag};
+use super::block::{ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock, Wakeup};
-use super::error::ResourceError;
+use super::error::{Refused, ResourceError};
 use super::foreign::guarded;
 use super::owned::give_back;
 use super::traits::MemoryResource;
@@ -134,8 +134,8 @@ impl<R: MemoryResource> Relief<R> {
         let bytes = block.bytes() as u64;
         match self.inner.deallocate_block(block) {
             Ok(()) => Ok(bytes),
-            Err(DeallocateError { block, error }) => {
-                *process::lock(&self.reserve) = Some(*block);
+            Err(Refused { value, error }) => {
+                *process::lock(&self.reserve) = Some(*value);
                 Err(error)
             }
         }
@@ -293,7 +293,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Relief<R> {
     }
 
     #[inline]
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         self.inner.deallocate_block(block)
     }
 

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Context, Stream};
 
-use super::block::{DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
 
 /// What went through a [`Statistics`] adaptor.
@@ -123,7 +123,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Statistics<R> {
         result
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let bytes = block.bytes() as u64;
         self.inner.deallocate_block(block)?;
         // A block that did not come through here must not make the count wrap.

@@ -6,8 +6,8 @@ use std::sync::Mutex;
 use crate::driver::{Context, Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{BlockIdentity, DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{BlockIdentity, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::key::BlockKey;
 use super::traits::MemoryResource;
 
@@ -129,7 +129,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Tracked<R> {
         Ok(block)
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let key = block.identity().key;
         let entry = self.map().remove(&key);
         self.inner.deallocate_block(block).inspect_err(|_| {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use crate::allocator::Trimmed;
 use crate::driver::{Context, Stream};
 
-use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
-use super::error::{ResourceError, StreamMisuse};
+use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError, StreamMisuse};
 use super::usage::{Gauge, PoolUsage};
 
 /// Bytes that have not left a resource, at one instant.
@@ -94,7 +94,7 @@ pub enum Tracking {
 /// struct Mine;
 /// impl MemoryResource for Mine {
 /// #   fn allocate_block_aligned(&self, _: usize, _: usize, _: &Stream, _: Tag) -> Result<ResourceBlock, ResourceError> { todo!() }
-/// #   fn deallocate_block(&self, _: ResourceBlock) -> Result<(), DeallocateError> { todo!() }
+/// #   fn deallocate_block(&self, _: ResourceBlock) -> Result<(), Refused<ResourceBlock>> { todo!() }
 /// #   fn context(&self) -> &Context { todo!() }
 ///     // ...
 /// }
@@ -131,7 +131,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     ///
     /// # Errors
     /// The block, still allocated, with the reason.
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError>;
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>>;
 
     /// The context that the memory belongs to.
     fn context(&self) -> &Context;
@@ -327,7 +327,7 @@ macro_rules! pointer {
                 (**self).allocate_block_aligned(bytes, alignment, stream, tag)
             }
             #[inline]
-            fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+            fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
                 (**self).deallocate_block(block)
             }
             fn context(&self) -> &Context {

@@ -313,7 +313,7 @@ impl World {
                         return Err(format!("a deallocation was refused: {refused:?}"));
                     }
                     self.court.law().live_again(held.ptr, block);
-                    let kind = Kind::Layered(Layered::Resource(*refused.block, ordered));
+                    let kind = Kind::Layered(Layered::Resource(*refused.value, ordered));
                     self.held.push(super::world::Held { kind, ..held });
                 }
             }

@@ -166,7 +166,7 @@ fn resource_columns(w: &World) -> Outcome {
     let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::Bool, 2000, &b)?;
     let owned = zeros.into_owned().map_err(|_| "shared")?;
     if let Err(failed) = owned.free() {
-        resource.deallocate_block(*failed.block)?;
+        resource.deallocate_block(*failed.value)?;
         return Err(failed.error.into());
     }
     resource.reap()?;
@@ -449,7 +449,7 @@ fn use_across(w: &World, resource: &impl MemoryResource, a: &Stream, b: &Stream)
         Err(failed) => {
             work(&w.context, id.ptr, 4096, b)?;
             let error = failed.error;
-            resource.deallocate_block(*failed.block)?;
+            resource.deallocate_block(*failed.value)?;
             let next = OwnedBlock::allocate(resource, 4096, a, T)?;
             work(&w.context, next.ptr(), 4096, a)?;
             next.free()?;
@@ -482,7 +482,7 @@ fn direct(w: &World) -> Outcome {
     let block = direct.allocate_block(1 << 20, &stream, T)?;
     let used = work(&w.context, block.ptr(), 1 << 20, &stream);
     if let Err(failed) = direct.deallocate_block(block) {
-        direct.deallocate_block(*failed.block)?;
+        direct.deallocate_block(*failed.value)?;
         return Err(failed.error.into());
     }
     assert_eq!(direct.outstanding().total(), 0);

@@ -273,7 +273,7 @@ unsafe impl MemoryResource for Spy {
     ) -> Result<ResourceBlock, ResourceError> {
         MemoryResource::allocate_block_aligned(&self.0, bytes, alignment, stream, tag)
     }
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         (self.1)();
         self.0.deallocate_block(block)
     }

@@ -29,7 +29,7 @@ fn s5_13_s5_14_identity_survives_reuse_of_the_address() {
         let failure = other.deallocate_block(second).unwrap_err();
         assert!(matches!(failure.error, ResourceError::UseAfterFree { .. }));
         assert_eq!(other.outstanding().live, 0);
-        allocator.deallocate_block(*failure.block).unwrap();
+        allocator.deallocate_block(*failure.value).unwrap();
         let direct = DirectResource::new(&rig.context);
         let block = direct.allocate_block(8, &stream, T).unwrap();
         assert_ne!(block.identity().key.source, old.key.source);

@@ -95,7 +95,7 @@ unsafe impl MemoryResource for Twice {
         *first = Some((block.identity(), block.size()));
         Ok(block)
     }
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         self.0.deallocate_block(block)
     }
     fn context(&self) -> &Context {

@@ -104,7 +104,7 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
             sim.fail(FailPlan::call(call, refusal()).unwrap());
             let failure = resource.deallocate_block(block).unwrap_err();
             assert!(failure.error.driver_error().is_some());
-            block = *failure.block;
+            block = *failure.value;
             assert_eq!(block.identity(), id);
             assert_eq!(resource.state(&id), BlockState::Live);
             assert_eq!(

@@ -102,7 +102,7 @@ fn s5_30_budget_follows_what_really_left() {
         let unknown = stranger.allocate_block(4096, &stream, T).unwrap();
         let failure = direct.deallocate_block(unknown).unwrap_err();
         assert_eq!(direct.used(), 4096);
-        stranger.deallocate_block(*failure.block).unwrap();
+        stranger.deallocate_block(*failure.value).unwrap();
         direct.deallocate_block(block).unwrap();
         assert_eq!(direct.used(), 0, "synchronous: at once");
         // Two budgets over one resource keep apart what each has let through.

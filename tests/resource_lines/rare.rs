@@ -37,8 +37,8 @@ fn a_probe_leaves_captures_alone() {
         let block = probe.allocate_block(4096, &home, T).unwrap();
         probe.record_stream(&block.identity(), &other).unwrap();
         let refused = captured(rig, &home, || probe.deallocate_block(block)).unwrap_err();
-        let refused = captured(rig, &other, || probe.deallocate_block(*refused.block)).unwrap_err();
-        let block = *refused.block;
+        let refused = captured(rig, &other, || probe.deallocate_block(*refused.value)).unwrap_err();
+        let block = *refused.value;
         probe.deallocate_block(block).unwrap();
     });
 }
@@ -60,7 +60,7 @@ fn a_free_does_not_join_the_capture_of_a_recorded_stream() {
             failure.error,
             ResourceError::StreamMisuse(StreamMisuse::Capturing(_))
         ));
-        resource.deallocate_block(*failure.block).unwrap();
+        resource.deallocate_block(*failure.value).unwrap();
         resource.reap().unwrap();
     });
 }

@@ -135,7 +135,7 @@ fn s1_44_pools_refuse_blocks_of_others() {
                 let live = other.outstanding();
                 let refused = other.deallocate_block(block).unwrap_err();
                 assert!(matches!(refused.error, ResourceError::UseAfterFree { .. }));
-                block = *refused.block;
+                block = *refused.value;
                 assert_eq!(
                     (other.state(&id), other.outstanding()),
                     (BlockState::Freed, live)

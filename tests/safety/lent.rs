@@ -161,7 +161,7 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
     let failed = all[299]
         .deallocate_block(block)
         .expect_err("past the keeper");
-    all[300].deallocate_block(*failed.block).unwrap();
+    all[300].deallocate_block(*failed.value).unwrap();
     world.clean();
 }
 
