@@ -24,12 +24,13 @@ pub(crate) mod view;
 
 pub use api::Allocator;
 pub use api::block::{Block, FreeError};
-pub use api::carver::{CarveError, Carved, Carver};
+pub use api::carver::{CarveError, Carved, Carver, CarverStats};
 pub use api::guard::RangeGuard;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
 pub(crate) use engine::Engine;
+pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
 pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
 pub(crate) use extent::hash::Mixed;

@@ -1,10 +1,11 @@
 //! One column.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, Block};
-use crate::driver::{Device, Stream, sys};
+use crate::driver::{Device, KernelParam, Stream, sys};
 use crate::resource::{BlockIdentity, Buffer, MemoryResource, OwnedBlock, Recordable, Tag};
 
 use super::described::Described;
@@ -92,7 +93,7 @@ impl Column {
     /// own copies and exports take part in it.
     ///
     /// # Errors
-    /// [`ColumnError::TooLarge`], and those of [`MemoryResource::allocate`].
+    /// [`ColumnError::TooLarge`], and those of [`MemoryResource::allocate_block`].
     ///
     /// ```
     /// # #[cfg(feature = "sim")] {
@@ -130,7 +131,7 @@ impl Column {
             0 => Memory::empty(stream),
             _ => {
                 let tag = Tag::new("column");
-                let block = resource.allocate(bytes, stream, tag)?;
+                let block = resource.allocate_block(bytes, stream, tag)?;
                 let identity = block.identity();
                 let block = OwnedBlock::from_parts(resource, block);
                 Memory::resource(block, identity, bytes, stream)
@@ -485,6 +486,13 @@ fn bytes_of(element: ElementType, rows: usize) -> Result<usize, ColumnError> {
     element
         .bytes_of(rows)
         .ok_or(ColumnError::TooLarge { rows, element })
+}
+
+// SAFETY: the address of its first element is what the driver reads.
+unsafe impl KernelParam for Column {
+    fn as_param(&self) -> *const c_void {
+        self.memory.param()
+    }
 }
 
 impl fmt::Debug for Column {

@@ -1,5 +1,6 @@
 //! The memory under a column, whoever it belongs to, and the end of its life.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
@@ -277,6 +278,11 @@ impl Memory {
 
     pub(super) fn ptr(&self) -> sys::CUdeviceptr {
         self.ptr
+    }
+
+    /// Where the address stands, for kernels that take it.
+    pub(super) fn param(&self) -> *const c_void {
+        (&raw const self.ptr).cast()
     }
 
     /// What the memory is to a launch recorder.

@@ -48,6 +48,11 @@ impl Schema {
         self.fields.len()
     }
 
+    /// Bytes of one row: those of one element of each field.
+    pub fn row_bytes(&self) -> usize {
+        self.fields.iter().map(|field| field.element.bytes()).sum()
+    }
+
     /// Position of the first field of a name.
     pub fn position(&self, name: &str) -> Option<usize> {
         self.fields.iter().position(|field| field.name == name)
@@ -279,6 +284,16 @@ impl Table {
     /// Rows there is room for.
     pub fn capacity(&self) -> usize {
         self.capacity
+    }
+
+    /// Whether there is no room for a row.
+    pub fn is_empty(&self) -> bool {
+        self.capacity == 0
+    }
+
+    /// Bytes of the columns: the capacity times the bytes of a row, without the row count.
+    pub fn byte_len(&self) -> usize {
+        self.columns.iter().map(Column::byte_len).sum()
     }
 
     /// Address of the row count, a `u64`, for reading.

@@ -4,10 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, size};
-use crate::driver::Stream;
+use crate::driver::{Context, Stream};
 use crate::resource::{
-    BlockIdentity, DeallocateError, MemoryResource, ResourceBlock, ResourceError, Tag, adopt,
-    forward, forward_uses,
+    BlockIdentity, MemoryResource, Refused, ResourceBlock, ResourceError, Tag, adopt,
 };
 
 use super::error::PoolError;
@@ -54,7 +53,7 @@ impl fmt::Debug for DevicePool {
 
 // SAFETY: the blocks are its allocator's.
 unsafe impl MemoryResource for DevicePool {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -70,20 +69,22 @@ unsafe impl MemoryResource for DevicePool {
         Ok(adopt(block, id, alignment, tag))
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let BlockIdentity {
             stream, bytes, ptr, ..
         } = block.identity();
-        self.allocator.deallocate(block)?;
+        self.allocator.deallocate_block(block)?;
         self.part.table.remember(&(stream, bytes), ptr);
         self.part.release(false);
         Ok(())
     }
 
-    fn reap(&self) -> Result<u64, ResourceError> {
-        self.allocator.reap()
+    fn context(&self) -> &Context {
+        self.allocator.context()
     }
 
-    forward!(allocator());
-    forward_uses!(allocator());
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.allocator)
+    }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Block, Error, size};
+use crate::allocator::{Allocator, Block, Error, ReliefHook, size};
 use crate::driver::{Stream, process, sys};
 use crate::resource::Table;
 use crate::sync::lock::Lock;
@@ -145,9 +145,9 @@ impl WorkspacePool {
             }
         });
         let weak = Arc::downgrade(&inner);
-        allocator.add_relief_hook(inner.name.clone(), move |missing| {
+        allocator.add_relief_hook(ReliefHook::new(inner.name.clone(), move |missing| {
             weak.upgrade().map_or(0, |pool| pool.shrink_by(missing))
-        });
+        }));
         WorkspacePool(inner)
     }
 

@@ -244,7 +244,9 @@ fn s1_43_panic_in_a_hook_poisons_nothing() {
         let allocator = rig.limited(BLOCK);
         let stream = rig.stream();
         let first = allocator.allocate(BLOCK, &stream).unwrap();
-        allocator.add_relief_hook("panics", |_| panic!("on purpose"));
+        allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("panics", |_| {
+            panic!("on purpose")
+        }));
         let stats = allocator.stats();
         let caught = catch_unwind(AssertUnwindSafe(|| allocator.allocate(BLOCK, &stream)));
         assert!(caught.is_err(), "the hook was not asked");

@@ -473,7 +473,7 @@ fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
                 0
             }
         };
-        allocator.add_relief_hook("takes some", hook);
+        allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("takes some", hook));
         let large = allocator.allocate(8 * MIB, &a).unwrap();
         allocator.check().unwrap();
         let inner = taken.lock().unwrap().take().expect("the hook was asked");

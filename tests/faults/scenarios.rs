@@ -210,7 +210,8 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.put(16 * MIB, 0);
                 w.free(0).unwrap();
                 w.stream();
-                w.alloc.add_relief_hook("none", |_| 0);
+                w.alloc
+                    .add_relief_hook(cualloc::allocator::ReliefHook::new("none", |_| 0));
             },
             act: |w| {
                 // SAFETY: the stream outlives the allocator's use of it.

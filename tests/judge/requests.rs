@@ -462,28 +462,31 @@ impl World {
         }
         let stash = Arc::clone(&self.stash);
         let inner = allocator.clone();
-        allocator.add_relief_hook("judge", move |missing| {
-            if a % 5 == 1 {
-                let _ = inner.trim(0);
-            }
-            let mut freed = 0;
-            while freed < missing {
-                let next = stash.lock().unwrap().pop();
-                let Some(held) = next else { break };
-                freed += held.bytes;
-                let Kind::Block(block) = held.kind else { break };
-                court().law().freed(held.ptr);
-                drop(block);
-                if a.is_multiple_of(3) {
-                    break;
+        allocator.add_relief_hook(cualloc::allocator::ReliefHook::new(
+            "judge",
+            move |missing| {
+                if a % 5 == 1 {
+                    let _ = inner.trim(0);
                 }
-            }
-            if a % 5 == 2 {
-                let _ = inner.stats();
-                drop(inner.snapshot());
-            }
-            freed
-        });
+                let mut freed = 0;
+                while freed < missing {
+                    let next = stash.lock().unwrap().pop();
+                    let Some(held) = next else { break };
+                    freed += held.bytes;
+                    let Kind::Block(block) = held.kind else { break };
+                    court().law().freed(held.ptr);
+                    drop(block);
+                    if a.is_multiple_of(3) {
+                        break;
+                    }
+                }
+                if a % 5 == 2 {
+                    let _ = inner.stats();
+                    drop(inner.snapshot());
+                }
+                freed
+            },
+        ));
         self.slots[slot].hooked = true;
         Ok(())
     }

@@ -11,6 +11,7 @@ use std::sync::Once;
 use common::*;
 use cualloc::driver::sys;
 use cualloc::pool::{NativeConfig, NativePool, ThresholdPool};
+use cualloc::resource::{AsyncResource, LaunchRecorder, MemoryResource, RecordMode, Tag};
 use cualloc::sim::FailPlan;
 use cualloc::{Config, Policy};
 
@@ -92,6 +93,48 @@ fn s3_8_a_drop_that_destroys_no_pool_is_logged() {
         let lines = taken();
         assert_eq!(lines.len(), 1, "{lines:?}");
         assert!(lines[0].contains("a memory pool"), "{lines:?}");
+    });
+}
+
+/// S5.42: a recorder that goes without a commit says how many buffers, on which stream, in which mode; in
+/// debug builds, once, and never if it was committed.
+#[test]
+fn s5_42_an_abandoned_recorder_warns() {
+    collect();
+    each(|rig| {
+        let (resource, stream) = (AsyncResource::new(rig.allocator()), rig.stream());
+        let tag = Tag::new("test");
+        let blocks = [(); 2].map(|()| resource.allocate_block(64, &stream, tag).unwrap());
+        for (mode, name) in [
+            (RecordMode::Strict, "Strict"),
+            (RecordMode::Permissive, "Permissive"),
+        ] {
+            let mut recorder = LaunchRecorder::new(&resource, &stream, mode);
+            recorder.read(&blocks[0]).unwrap();
+            recorder.write(&blocks[1]).unwrap();
+            taken();
+            drop(recorder);
+            let lines = taken();
+            if cfg!(debug_assertions) {
+                let raw = format!("stream {:?}", stream.raw());
+                assert_eq!(lines.len(), 1, "{lines:?}");
+                for part in ["2 buffers", &raw, name, "without a commit"] {
+                    assert!(lines[0].contains(part), "{part} in {lines:?}");
+                }
+            } else {
+                assert!(lines.is_empty(), "{lines:?}");
+            }
+        }
+        let mut recorder = LaunchRecorder::new(&resource, &stream, RecordMode::Strict);
+        recorder.read(&blocks[0]).unwrap();
+        recorder.preflight().unwrap();
+        recorder.commit().unwrap();
+        drop(LaunchRecorder::new(&resource, &stream, RecordMode::Strict));
+        assert_eq!(taken(), [""; 0], "nothing was forgotten");
+        for block in blocks {
+            resource.deallocate_block(block).unwrap();
+        }
+        resource.reap().unwrap();
     });
 }
 

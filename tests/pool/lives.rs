@@ -177,13 +177,17 @@ fn s2_2_small_blocks_and_buffers_share_what_came_back() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         let resource = pool.on_device(0).unwrap();
-        let [a, b] = [0; 2].map(|_| resource.allocate(12_288, &stream, Tag::default()).unwrap());
+        let [a, b] = [0; 2].map(|_| {
+            resource
+                .allocate_block(12_288, &stream, Tag::default())
+                .unwrap()
+        });
         let [first, second] = [a.ptr(), b.ptr()];
         let buffer = pool.uninit::<u8>(12_288, &stream).unwrap();
         let third = buffer.as_device_ptr();
-        resource.deallocate(b).unwrap();
+        resource.deallocate_block(b).unwrap();
         drop(buffer);
-        resource.deallocate(a).unwrap();
+        resource.deallocate_block(a).unwrap();
         let taken = [0; 3].map(|_| pool.take::<u32>(3072, &stream).unwrap().expect("a hit"));
         assert_eq!(
             taken.each_ref().map(|b| b.as_device_ptr()),

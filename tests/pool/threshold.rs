@@ -290,7 +290,9 @@ fn s3_31_a_panic_in_a_hook_poisons_nothing() {
         let (pool, stream) = (pool_of(rig), rig.stream());
         let allocator = pool.allocator().unwrap();
         allocator.set_limit(Some((64 * MIB) as u64));
-        allocator.add_relief_hook("panics", |_| panic!("on purpose"));
+        allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("panics", |_| {
+            panic!("on purpose")
+        }));
         let asked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             pool.uninit::<u8>(128 * MIB, &stream).map(drop)
         }));
@@ -404,7 +406,8 @@ fn s2_19_relief_for_others() {
         drop(pool.uninit::<u8>(1 << 30, &stream).unwrap());
         pool.allocator().unwrap().synchronize().unwrap();
         let other = rig.allocator();
-        other.add_relief_hook("pool", pool.open().unwrap().relief());
+        let relief = pool.open().unwrap().relief();
+        other.add_relief_hook(cualloc::allocator::ReliefHook::new("pool", relief));
         let seen = Mutex::new(pool.stats().cached);
         let block = other.allocate(3 << 29, &stream).unwrap();
         assert!(pool.stats().cached < *seen.lock().unwrap());

@@ -469,7 +469,10 @@ fn s2_19_want_elsewhere_drains_the_cache() {
             pool.allocator(0).unwrap().synchronize().unwrap();
             let other = rig.allocator();
             assert!(other.allocate(700 * MIB, &stream).is_err());
-            other.add_relief_hook("typed pool", pool.on_device(0).unwrap().relief());
+            other.add_relief_hook(cualloc::allocator::ReliefHook::new(
+                "typed pool",
+                pool.on_device(0).unwrap().relief(),
+            ));
             drop(other.allocate(700 * MIB, &stream).unwrap());
             // And who uses the same allocator needs no hook.
             let shared = TypedPool::over([&other]);
@@ -506,7 +509,9 @@ fn s2_21_a_panic_does_not_make_the_pool_miss() {
         let allocator = pool.allocator(0).unwrap();
         drop(pool.uninit::<u8>(MIB, &stream).unwrap());
         allocator.set_limit(Some(allocator.stats().all.reserved.current));
-        allocator.add_relief_hook("panics", |_| panic!("on purpose"));
+        allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("panics", |_| {
+            panic!("on purpose")
+        }));
         let asked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             pool.uninit::<u8>(GIB, &stream).map(drop)
         }));

@@ -274,10 +274,10 @@ fn s4_14_s4_11_names_know_when_the_lease_is_over() {
     use cualloc::resource::{BlockState, MemoryResource, ResourceError, Tag};
     each(|rig| {
         let (pool, stream) = (pool_of(rig, WorkspaceSizing::Classes, 4), rig.stream());
-        let block = pool.allocate(MIB, &stream, Tag::default()).unwrap();
+        let block = pool.allocate_block(MIB, &stream, Tag::default()).unwrap();
         let (name, address) = (block.identity(), block.ptr());
         assert_eq!(pool.state(&name), BlockState::Live);
-        pool.deallocate(block).unwrap();
+        pool.deallocate_block(block).unwrap();
         assert_eq!(pool.state(&name), BlockState::Freed);
         let again = pool.lease(&stream, MIB).unwrap();
         assert_eq!(again.ptr(), address);

@@ -13,6 +13,7 @@ use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, proce
 use crate::allocator::api::block::Block;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::config::{Config, Policy};
+use crate::allocator::engine::hooks::ReliefHook;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::Missed;
 use crate::allocator::engine::{Engine, Shared};
@@ -395,13 +396,9 @@ impl Allocator {
 
     /// Adds a hook that is asked to free memory before a request fails, after everything that the
     /// allocator itself can do without stopping the device. Replaces a hook of the same name;
-    /// whether one was replaced. Hooks run in order of registration and without any lock held.
-    pub fn add_relief_hook(
-        &self,
-        name: impl Into<String>,
-        hook: impl Fn(u64) -> u64 + Send + Sync + 'static,
-    ) -> bool {
-        self.engine.hooks.set(name.into(), Arc::new(hook))
+    /// whether one was replaced. Hooks run without any lock held.
+    pub fn add_relief_hook(&self, hook: ReliefHook) -> bool {
+        self.engine.hooks.add(hook)
     }
 
     /// Removes a hook; whether it existed.

@@ -54,7 +54,7 @@ pub(crate) enum Answer {
 /// The steps that the program and the device notice.
 pub(crate) enum LastResort {
     /// Hooks that are still to be asked, once somebody looked for them.
-    Hooks(Option<std::vec::IntoIter<Arc<ReliefHook>>>),
+    Hooks(Option<std::vec::IntoIter<ReliefHook>>),
     /// The contexts were waited for.
     Synchronised,
 }
@@ -112,7 +112,7 @@ impl<'a> Climb<'a> {
     }
 
     /// The next hook to ask.
-    pub(crate) fn next_hook(&mut self) -> Option<Arc<ReliefHook>> {
+    pub(crate) fn next_hook(&mut self) -> Option<ReliefHook> {
         match &mut self.last_resort {
             LastResort::Hooks(hooks) => hooks
                 .get_or_insert_with(|| self.hooks.all().into_iter())
@@ -200,7 +200,7 @@ pub(crate) enum Step {
     /// Waits on the host for the marker of a stream up to a bound.
     HostWait(u32, u64, Arc<Event>),
     /// Asks a hook for so many bytes.
-    Hook(Arc<ReliefHook>, u64),
+    Hook(ReliefHook, u64),
     Synchronise,
     Fail,
 }

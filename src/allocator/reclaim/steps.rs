@@ -52,7 +52,7 @@ impl Engine {
             Step::Mark(key) => self.mark_unless_idle(want.stream, key)?,
             Step::HostWait(stream, bound, event) => self.host_wait(stream, bound, event)?,
             Step::Hook(hook, bytes) => {
-                hook(bytes);
+                hook.run(bytes);
                 // What it freed may be the driver's again, without having been ours.
                 self.lock().physical.full_at = None;
             }
