@@ -246,6 +246,22 @@ impl Stats {
         pool.freed(bytes, requested, over);
     }
 
+    /// Counts what was taken from the driver.
+    pub(crate) fn segment_added(&mut self, small: bool, bytes: u64) {
+        self.on_pool(small, |pool| {
+            pool.reserved.add(bytes);
+            pool.segments.add(1);
+        });
+    }
+
+    /// Counts what the driver has again.
+    pub(crate) fn segment_gone(&mut self, small: bool, bytes: u64) {
+        self.on_pool(small, |pool| {
+            pool.reserved.sub(bytes);
+            pool.segments.sub(1);
+        });
+    }
+
     #[inline(always)]
     pub(crate) fn on_pool(&mut self, small: bool, change: impl Fn(&mut PoolStats)) {
         change(&mut self.all);

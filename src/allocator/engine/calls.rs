@@ -21,12 +21,12 @@ use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId};
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
-use crate::allocator::heap::blocks::Suspect;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::request::Request;
 use crate::allocator::size::PACKED_SMALL_LIMIT;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
+use crate::allocator::stream::slot::Suspect;
 use crate::allocator::stream::slot::is_special;
 
 /// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
@@ -380,7 +380,7 @@ impl Engine {
         }
         let stream = heap.extents.records[id].stream;
         if self.watchful()
-            && let Some(suspect) = heap.capture_suspect(stream)
+            && let Some(suspect) = heap.streams[stream].suspect()
         {
             drop(heap);
             self.refuse_if_capturing(&suspect)?;

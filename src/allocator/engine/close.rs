@@ -164,7 +164,7 @@ impl Engine {
         let spans = {
             let mut heap = self.lock();
             // A segment that a trim beside this one frees just now is back in the books if that fails.
-            let held = heap.stats.all.reserved.current + heap.physical.planned;
+            let held = heap.held();
             if held > 0 || !heap.views.map.is_empty() {
                 return Err(Error::StillHeld { bytes: held });
             }

@@ -322,7 +322,7 @@ impl Engine {
             let inner = front.lock();
             // What is not live is refused for that, also where the driver would not answer.
             (inner.allocator == self.id && inner.live(node, ptr, generation).is_some())
-                .then(|| heap.capture_suspect(inner.slot))
+                .then(|| heap.streams[inner.slot].suspect())
                 .flatten()
         };
         match suspect {

@@ -3,25 +3,18 @@
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
-use crate::allocator::physical::bursts::{BURST_MAPS, MAPS, NEAR_PART, REPAID};
+use crate::allocator::physical::bursts::{BURST_MAPS, MAPS, REPAID};
 use crate::allocator::physical::plan::Release;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::layout::cut;
 use crate::allocator::view::mapping::{Layout, Openings};
 
 impl Heap {
-    /// Whether so many bytes more leave the bounds in force.
-    pub(crate) fn bounds_hold(&self, more: u64) -> bool {
-        let limit = self.physical.limit.unwrap_or(u64::MAX);
-        let bound = limit.min(self.physical.full_at.unwrap_or(u64::MAX));
-        let held = self.stats.all.reserved.current + self.physical.planned;
-        held.saturating_add(more) <= bound / NEAR_PART
-    }
-
     /// The layout itself if its number of handles is bearable, else one that maps fewer of the open
     /// ones and creates more.
     pub(crate) fn bounded(&mut self, want: &Want, layout: Layout, open: &Openings) -> Layout {
-        let size = self.handle_size(want, layout.fresh);
+        let reserved = self.stats.all.reserved.current;
+        let size = self.physical.handle_size(want, layout.fresh, reserved);
         let created = layout.fresh.div_ceil(size.max(PHYSICAL_GRANULE));
         let maps = layout.adds.len() + usize::try_from(created).unwrap_or(usize::MAX);
         if maps <= MAPS {
@@ -37,16 +30,14 @@ impl Heap {
             return layout;
         }
         self.physical.bursts.figures.cut += 1;
-        let held = self.stats.all.reserved.current + self.physical.planned;
-        self.physical.bursts.debt |= held + cut.fresh > self.soft_cap();
+        self.physical.bursts.debt |= self.held() + cut.fresh > self.soft_cap();
         cut
     }
 
     /// Claims free handles that go back because an allocation created more than the soft cap allows:
     /// the smallest first, and only such as nobody can touch.
     pub(crate) fn plan_repayment(&mut self) -> Vec<Release> {
-        let held = self.stats.all.reserved.current + self.physical.planned;
-        let mut excess = held.saturating_sub(self.soft_cap());
+        let mut excess = self.held().saturating_sub(self.soft_cap());
         if excess == 0 {
             self.physical.bursts.debt = false;
             return Vec::new();

@@ -355,7 +355,7 @@ impl Heap {
                 nodes: vec![node],
                 bytes,
             };
-            let held = self.unless_guarded_small(ptr, held);
+            let held = self.guards.unless_guarded(ptr, held);
             self.fronts.held_back.extend(held);
             self.settle_held_back();
         }

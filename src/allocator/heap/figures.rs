@@ -88,12 +88,11 @@ impl Heap {
 
     /// Notes a growth that has just been booked.
     pub(crate) fn note_growth(&mut self, reason: GrowthReason, want: &Want, added: u64) {
-        let held = self.stats.all.reserved.current + self.physical.planned;
         self.physical.last_growth = Some(GrowthInfo {
             reason,
             requested: want.requested,
             added,
-            beyond_cap: self.rules.maps() && held > self.soft_cap(),
+            beyond_cap: self.rules.maps() && self.held() > self.soft_cap(),
         });
     }
 }

@@ -5,22 +5,10 @@ use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
-use crate::allocator::physical::LEVELS;
 use crate::allocator::physical::plan::Release;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
 use crate::allocator::stream::finder::Finder;
 use crate::allocator::stream::slot::PendingWait;
-
-/// A new handle is at least this part of the request that it is made for, by level. Most memory is made
-/// on the levels between, and what is large there is pinned by a small part for ever: with an eighth from
-/// the fourth level on, random programs on eight streams that run 200 rows late held 1.10 of their peak
-/// instead of 1.07.
-const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 16, 16, 16, 8];
-/// The share of a handle in the pool grows until the pool has about this many.
-const POOL_HANDLES: u64 = 1024;
-const POOL_HANDLE_MAX: u64 = 32 << 20;
-/// Near a hard limit handles are at most this part of it.
-const SCARCE_PART: u64 = 2048;
 
 const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 
@@ -64,29 +52,6 @@ pub(crate) struct Opening {
 }
 
 impl Heap {
-    /// Size of the handles for a growth.
-    pub(crate) fn handle_size(&self, want: &Want, missing: u64) -> u64 {
-        if want.space == SpaceId::Small {
-            return PHYSICAL_GRANULE;
-        }
-        let held = self.stats.all.reserved.current;
-        let mut share = PHYSICAL_GRANULE;
-        while share * POOL_HANDLES < held && share < POOL_HANDLE_MAX {
-            share *= 2;
-        }
-        let request = u64::from(want.granules) * GRANULE;
-        let part =
-            request / HANDLE_PARTS[self.physical.level] / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
-        let size = self.physical.tuning.handle.unwrap_or(share.max(part));
-        match self.physical.limit {
-            Some(limit) if held + missing > limit / 2 => {
-                let scarce = limit / SCARCE_PART / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
-                size.min(scarce.max(PHYSICAL_GRANULE))
-            }
-            _ => size,
-        }
-    }
-
     /// The opening that needs the least new memory, the lowest on ties.
     fn opening(&self, want: &Want, usable: impl Fn(&Finder<'_>, u32) -> bool) -> Option<Opening> {
         let finder = self.finder(want.space, want.stream)?;
@@ -154,7 +119,8 @@ impl Heap {
         if missing > room {
             return None;
         }
-        let size = self.handle_size(want, missing);
+        let reserved = self.stats.all.reserved.current;
+        let size = self.physical.handle_size(want, missing, reserved);
         let addr = self.extents.records[opening.hole].addr;
         let granules = opening.before + opening.mapped + opening.behind;
         let (id, shards) =
@@ -220,7 +186,7 @@ impl Heap {
     /// then.
     pub(crate) fn plan_release(&mut self, arenas: &[SpaceId], missing: u64) -> Vec<Release> {
         let excess = missing.saturating_sub(self.room());
-        let held = self.stats.all.reserved.current + self.physical.planned;
+        let held = self.held();
         let certain = match self.physical.limit {
             Some(limit) => missing.saturating_sub(limit.saturating_sub(held)),
             None => 0,
@@ -387,19 +353,13 @@ impl Heap {
                 number,
             },
         );
-        self.stats.on_pool(space == SpaceId::Small, |pool| {
-            pool.reserved.add(bytes);
-            pool.segments.add(1);
-        });
+        self.stats.segment_added(space == SpaceId::Small, bytes);
     }
 
     /// Takes memory out of the books.
     pub(crate) fn unhold(&mut self, bytes: u64, space: SpaceId) {
         self.physical.full_at = None;
-        self.stats.on_pool(space == SpaceId::Small, |pool| {
-            pool.reserved.sub(bytes);
-            pool.segments.sub(1);
-        });
+        self.stats.segment_gone(space == SpaceId::Small, bytes);
     }
 
     /// Memory was unmapped, or a segment freed.

@@ -56,6 +56,16 @@ impl Guards {
             .filter_map(|guarded| guarded.freed.as_ref())
     }
 
+    /// A small block was freed: if a guard keeps its memory, that waits. Gives it back if none does.
+    pub(crate) fn unless_guarded(&mut self, ptr: u64, held: HeldBack) -> Option<HeldBack> {
+        let Some(guarded) = self.small.get_mut(&ptr) else {
+            return Some(held);
+        };
+        self.bytes += held.bytes;
+        guarded.freed = Some(held);
+        None
+    }
+
     /// Guards that live.
     pub(crate) fn count(&self) -> u64 {
         let small: u64 = self.small.values().map(|g| g.guards).sum();

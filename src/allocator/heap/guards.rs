@@ -1,6 +1,5 @@
 //! Where memory lies physically, and blocks that guards keep there.
 
-use crate::allocator::cache::HeldBack;
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
@@ -28,7 +27,7 @@ impl Heap {
             ));
         }
         let Some(id) = self.large_around(ptr) else {
-            return Err(self.not_live(ptr));
+            return Err(self.physical.not_live(ptr));
         };
         let hot = &self.extents.records[id];
         let end = ptr.checked_add(bytes).filter(|end| *end <= hot.end());
@@ -41,14 +40,6 @@ impl Heap {
             self.view_segments(ptr, end)
         };
         Ok((Guarding::Record(id), segments))
-    }
-
-    pub(crate) fn not_live(&self, ptr: u64) -> Error {
-        if self.physical.ours(ptr) {
-            Error::NotLive { ptr }
-        } else {
-            Error::NotOurs { ptr }
-        }
     }
 
     pub(crate) fn view_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
@@ -91,16 +82,6 @@ impl Heap {
             self.guards.small.entry(ptr).or_default().guards += 1;
         }
         noted
-    }
-
-    /// A small block was freed: if a guard keeps its memory, that waits. Gives it back if none does.
-    pub(crate) fn unless_guarded_small(&mut self, ptr: u64, held: HeldBack) -> Option<HeldBack> {
-        let Some(guarded) = self.guards.small.get_mut(&ptr) else {
-            return Some(held);
-        };
-        self.guards.bytes += held.bytes;
-        guarded.freed = Some(held);
-        None
     }
 
     /// As [`unguard`](Self::unguard).

@@ -40,7 +40,7 @@ impl Heap {
     /// Enters what could not be undone into the books. The homes of it are holes.
     pub(crate) fn set_apart(&mut self, space: SpaceId, failure: GrowthFailure) {
         for (handle, bytes) in failure.strays {
-            self.count_held(bytes, space);
+            self.stats.segment_added(space == SpaceId::Small, bytes);
             self.physical.strays.push(Stray {
                 handle,
                 bytes,
@@ -63,13 +63,6 @@ impl Heap {
                 self.hold(addr, bytes, Some(handle), space);
             }
         }
-    }
-
-    pub(crate) fn count_held(&mut self, bytes: u64, space: SpaceId) {
-        self.stats.on_pool(space == SpaceId::Small, |pool| {
-            pool.reserved.add(bytes);
-            pool.segments.add(1);
-        });
     }
 
     /// Books what became of a mapped handle that was to be given back. One that is still mapped goes

@@ -3,7 +3,6 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod blocks;
-pub(crate) mod budget;
 pub(crate) mod bursts;
 pub(crate) mod caches;
 pub(crate) mod check;
@@ -128,15 +127,32 @@ impl Heap {
         })
     }
 
+    // ---- what is held from the driver ------------------------------------------------------
+
+    /// Bytes that are held from the driver, and that growth under way will add.
+    pub(crate) fn held(&self) -> u64 {
+        self.stats.all.reserved.current + self.physical.planned
+    }
+
     /// Bytes that may still be taken from the driver.
     pub(crate) fn room(&self) -> u64 {
-        let held = self.stats.all.reserved.current + self.physical.planned;
-        let bound = self
-            .physical
-            .limit
-            .unwrap_or(u64::MAX)
-            .min(self.physical.full_at.unwrap_or(u64::MAX));
-        bound.saturating_sub(held)
+        self.physical.room(self.held())
+    }
+
+    /// Bytes that growth should not pass while anything else helps.
+    pub(crate) fn soft_cap(&self) -> u64 {
+        self.physical
+            .soft_cap(self.peak_live, self.streams.in_flight())
+    }
+
+    /// Bytes below the soft cap.
+    pub(crate) fn soft_room(&self) -> u64 {
+        self.soft_cap().saturating_sub(self.held())
+    }
+
+    /// Whether so many bytes more leave the bounds in force of what one allocation may map.
+    pub(crate) fn bounds_hold(&self, more: u64) -> bool {
+        self.physical.bounds_hold(self.held().saturating_add(more))
     }
 
     // ---- blocks ----------------------------------------------------------------------------

@@ -27,7 +27,10 @@ impl Heap {
     /// The layout for a request that needs the least new memory, then the fewest handles, given what
     /// is open at home.
     fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = Sources::new(self.physical.sources(&open.ranges), self.restless());
+        let sources = Sources::new(
+            self.physical.sources(&open.ranges),
+            self.physical.restless(self.streams.in_flight()),
+        );
         let extended = self.extended_layouts(want, open, &sources).into_iter();
         extended
             .chain(
@@ -71,7 +74,10 @@ impl Heap {
     /// The layout that needs the least new memory if that is made before: between an open tail, as long
     /// as there is one, and an open front.
     fn leanest_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = Sources::new(self.physical.sources(&open.ranges), self.restless());
+        let sources = Sources::new(
+            self.physical.sources(&open.ranges),
+            self.physical.restless(self.streams.in_flight()),
+        );
         let tail = sources.longest_tail().filter(|_| want.align == 1);
         let with_tail = tail.and_then(|tail| self.physical.new_layout(want, &sources, Some(tail)));
         let extended = self.extended_layouts(want, open, &sources).into_iter();
@@ -156,7 +162,11 @@ impl Heap {
     /// bytes.
     pub(crate) fn view_room(&self, want: &Want, at_least: u64) -> u32 {
         let need = u64::from(want.granules) * GRANULE;
-        (view_bytes(need, at_least, self.restless()) / GRANULE) as u32
+        (view_bytes(
+            need,
+            at_least,
+            self.physical.restless(self.streams.in_flight()),
+        ) / GRANULE) as u32
     }
 
     /// Address space that must be at hand before a new view for a request can be planned, if it is

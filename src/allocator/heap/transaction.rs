@@ -103,7 +103,10 @@ impl Heap {
         let addr = self.extents.records[hole].addr;
         let (id, shards) = self.claim(SpaceId::Large, hole, 0, granules)?;
         self.physical.planned += bytes;
-        let size = self.handle_size(want, bytes).max(least);
+        let size = self
+            .physical
+            .handle_size(want, bytes, self.stats.all.reserved.current)
+            .max(least);
         Some(Fresh {
             id,
             shards,

@@ -30,30 +30,7 @@ impl Heap {
         if !want.fits_views(views, total_memory) || self.views.map.is_empty() {
             return None;
         }
-        self.find_in_views(want, &self.openings(want, false)?)
-    }
-
-    /// The smallest run over all views that holds a request, given what is open at home.
-    pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
-        let mut best: Option<ViewRun> = None;
-        self.views
-            .views_with_runs(want.granules, &open.borders, |base, view| {
-                if view.dead || view.granules < want.granules {
-                    return want.granules;
-                }
-                let found = view.tightest(base, &open.borders, want);
-                if let Some((offset, granules)) = found
-                    && best.is_none_or(|b| (granules, base) < (b.granules, b.base))
-                {
-                    best = Some(ViewRun {
-                        base,
-                        offset,
-                        granules,
-                    });
-                }
-                want.granules
-            });
-        best
+        self.views.find(want, &self.openings(want, false)?)
     }
 
     /// What is open at home for a request.

@@ -1,6 +1,7 @@
 //! Physical memory: what is held from the driver, and by which rules more is.
 
 pub(crate) mod address;
+pub(crate) mod budget;
 pub(crate) mod bursts;
 pub(crate) mod plan;
 pub(crate) mod policy;
@@ -8,6 +9,7 @@ pub(crate) mod policy;
 use std::collections::BTreeMap;
 
 use crate::allocator::config::Tuning;
+use crate::allocator::error::Error;
 use crate::allocator::extent::handle::{Handles, Holding, Stray};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
@@ -113,6 +115,14 @@ impl Physical {
     pub(crate) fn tiles(&self, addr: u64, bytes: u64, size: u64) -> Vec<u64> {
         let stretches = self.stretches(addr, bytes).into_iter();
         stretches.flat_map(|(_, part)| tile(part, size)).collect()
+    }
+
+    /// Why a pointer is no live block.
+    pub(crate) fn not_live(&self, ptr: u64) -> Error {
+        match self.ours(ptr) {
+            true => Error::NotLive { ptr },
+            false => Error::NotOurs { ptr },
+        }
     }
 
     /// Whether an address lies in memory that the allocator holds.

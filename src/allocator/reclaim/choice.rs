@@ -126,7 +126,7 @@ impl Climb<'_> {
             false => None,
         };
         if let Some(reachable) = &reachable
-            && let Some(run) = heap.find_in_views(want, reachable)
+            && let Some(run) = heap.views.find(want, reachable)
         {
             return Some(Step::View(run));
         }
@@ -286,5 +286,5 @@ fn ready_in_view(heap: &Heap, want: &Want, open: &mut Option<Openings>) -> Optio
         return None;
     }
     let open = open.insert(heap.openings(want, false)?);
-    heap.find_in_views(want, open).map(Step::View)
+    heap.views.find(want, open).map(Step::View)
 }

@@ -52,7 +52,8 @@ impl Engine {
                     heap.note_growth(reason, want, new);
                 }
                 heap.stats.rungs.stitched += 1;
-                heap.spent(maps);
+                let in_flight = heap.streams.in_flight();
+                heap.physical.spent(maps, in_flight);
                 self.driver().add_view_maps(maps as u64);
                 let id = heap.stitched(want, stitch, &handles);
                 drop(heap);

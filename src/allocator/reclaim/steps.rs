@@ -230,8 +230,7 @@ impl Engine {
             return Err(self.error(error));
         }
         heap.stats.retries += 1;
-        heap.physical.full_at =
-            Some(heap.stats.all.reserved.current + heap.physical.planned + free);
+        heap.physical.full_at = Some(heap.held() + free);
         climb.answer = Answer::Refused(error);
         Ok(())
     }

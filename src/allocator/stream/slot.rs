@@ -167,9 +167,30 @@ impl Slot {
         self.in_use && self.named && self.key == key
     }
 
+    /// The stream, if it may be asked whether it is capturing.
+    pub(crate) fn suspect(&self) -> Option<Suspect> {
+        // The per-thread handle would ask about the calling thread's stream.
+        let ask = !matches!(self.holder, Holder::Retired) && !is_per_thread(self.raw);
+        ask.then(|| Suspect {
+            key: self.key,
+            raw: self.raw,
+            context: self.context.clone(),
+            _holder: self.holder.clone(),
+        })
+    }
+
     pub(crate) fn drained(&self) -> bool {
         matches!(self.holder, Holder::Retired) && self.live == 0 && self.completed + 1 >= self.open
     }
+}
+
+/// A stream that may be capturing. One that we hold stays alive with this.
+pub(crate) struct Suspect {
+    pub(crate) key: StreamKey,
+    pub(crate) raw: usize,
+    /// A default stream is asked in its own context.
+    pub(crate) context: Context,
+    pub(crate) _holder: Holder,
 }
 
 /// Frees after which a batch is full while several streams are active, and

@@ -120,6 +120,28 @@ impl Views {
         }
     }
 
+    /// The smallest run over all views that holds a request, given what is open at home.
+    pub(crate) fn find(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
+        let mut best: Option<ViewRun> = None;
+        self.views_with_runs(want.granules, &open.borders, |base, view| {
+            if view.dead || view.granules < want.granules {
+                return want.granules;
+            }
+            let found = view.tightest(base, &open.borders, want);
+            if let Some((offset, granules)) = found
+                && best.is_none_or(|b| (granules, base) < (b.granules, b.base))
+            {
+                best = Some(ViewRun {
+                    base,
+                    offset,
+                    granules,
+                });
+            }
+            want.granules
+        });
+        best
+    }
+
     /// Enters what was mapped into a view behind the handles that it has.
     pub(crate) fn extend_view(&mut self, base: u64, segs: Vec<Seg>) {
         if let Some(view) = self.map.get_mut(&base) {
