@@ -143,7 +143,7 @@ impl Part {
     /// Gives unused memory back until at most `keep` bytes of it are held.
     pub fn trim(&self, keep: u64) -> Result<Trimmed, PoolError> {
         match self.made() {
-            Some(allocator) => Ok(allocator.trim_cached(keep)?),
+            Some(allocator) => Ok(allocator.trim(keep)?),
             None => Ok(Trimmed::default()),
         }
     }
@@ -159,7 +159,7 @@ impl Part {
                 return 0;
             };
             let keep = allocator.cached().saturating_sub(missing);
-            allocator.trim_cached(keep).map_or(0, |done| done.released)
+            allocator.trim(keep).map_or(0, |done| done.released)
         }
     }
 
@@ -183,7 +183,7 @@ impl Part {
         if !may_wait && allocator.policy() == Policy::Classic {
             return;
         }
-        if let Err(error) = allocator.trim_cached(threshold)
+        if let Err(error) = allocator.trim(threshold)
             && let Some(count) = self.log.due()
         {
             log::warn!("surplus could not be given back ({count} such events): {error}");

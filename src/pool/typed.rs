@@ -377,6 +377,7 @@ impl TypedPool {
             let done = part.trim(0)?;
             sum.released += done.released;
             sum.pending += done.pending;
+            sum.streams.extend(done.streams);
         }
         Ok(sum)
     }

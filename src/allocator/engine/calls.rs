@@ -267,16 +267,6 @@ impl Engine {
         Ok((heap, stream))
     }
 
-    /// Does something with the slot of a stream, which is registered if it is new.
-    pub(crate) fn on_stream<T>(
-        &self,
-        named: &Named<'_>,
-        work: impl FnOnce(&mut Heap, u32) -> Result<T, Error>,
-    ) -> Result<T, Error> {
-        let (mut heap, stream) = self.slot(self.open()?, named)?;
-        work(&mut heap, stream)
-    }
-
     /// Room for a small request in the arena of large ones, when no page could be had for it.
     fn left_over(&self, want: &Want, front: &'static Front) -> Option<(Guard<'_>, Grant)> {
         let mut heap = self.lock();
