@@ -209,7 +209,7 @@ impl Engine {
                 Err(error) => (Err(*error), Ok(())),
             };
             match self.lock().given_back(release, done, |state, release| {
-                state.extents.quarantine(release);
+                state.extents.quarantine(release.id);
             }) {
                 (bytes, None) => released += bytes,
                 (_, failed) => first = first.or(failed),

@@ -15,7 +15,7 @@ pub(crate) mod want;
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
 use crate::allocator::extent::lookup::Lookup;
-use crate::allocator::extent::plan::{Release, fresh_uses};
+use crate::allocator::extent::plan::fresh_uses;
 use crate::allocator::extent::record::{COMPLETE, NIL, Records, SpaceId, State as Extent};
 use crate::allocator::extent::space::Space;
 use crate::allocator::extent::uses::Uses;
@@ -32,6 +32,8 @@ pub(crate) struct Extents {
     pub small: Space,
     /// Packed: the address space of views.
     pub views: Space,
+    /// Extents that an earlier failure keeps from everybody, as a number.
+    quarantined: usize,
 }
 
 impl Default for Extents {
@@ -42,6 +44,7 @@ impl Default for Extents {
             large: Space::new(SpaceId::Large, true),
             small: Space::new(SpaceId::Small, true),
             views: Space::new(SpaceId::Views, true),
+            quarantined: 0,
         }
     }
 }
@@ -103,9 +106,21 @@ impl Extents {
         })
     }
 
-    /// A handle that could not be unmapped stays apart.
-    pub(crate) fn quarantine(&mut self, release: Release) {
-        self.records[release.id].state = Extent::Quarantined;
+    /// A claimed extent whose handle could not be unmapped stays apart.
+    pub(crate) fn quarantine(&mut self, id: u32) {
+        self.records[id].state = Extent::Quarantined;
+        self.quarantined += 1;
+    }
+
+    /// An extent that stayed apart is claimed for another try.
+    pub(crate) fn claim_quarantined(&mut self, id: u32) {
+        self.records[id].state = Extent::Busy;
+        self.quarantined -= 1;
+    }
+
+    /// How many extents stay apart.
+    pub(crate) fn quarantined(&self) -> usize {
+        self.quarantined
     }
 
     /// Whether all of a request could be made new in one hole.

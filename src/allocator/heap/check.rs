@@ -36,6 +36,8 @@ pub(crate) struct Sums {
     /// Mapped ranges, merged.
     mapped: BTreeMap<u64, u64>,
     pages: u64,
+    /// Extents that an earlier failure keeps from everybody.
+    quarantined: u64,
     /// Bytes lent to blocks in views.
     lent: u64,
 }
@@ -59,6 +61,8 @@ impl State {
             self.extents.lookup.len() as u64,
         )?;
         same("pages known", sums.pages, self.fronts.page_ids.len() as u64)?;
+        let apart = self.extents.quarantined() as u64;
+        same("extents that stay apart", sums.quarantined, apart)?;
         self.check_fronts(&sums)?;
         self.check_held(&sums)?;
         self.check_streams(&sums)?;
@@ -137,7 +141,8 @@ impl State {
                     }
                     Extent::Used => self.check_used(space, at, sums)?,
                     Extent::Lent => sums.lent += hot.bytes(),
-                    Extent::Busy | Extent::Quarantined => {}
+                    Extent::Busy => {}
+                    Extent::Quarantined => sums.quarantined += 1,
                     Extent::Vacant => holds("a linked record is in use", false)?,
                 }
                 if hot.state != Extent::Unmapped && space.id != SpaceId::Views {

@@ -58,7 +58,7 @@ impl State {
             let Some((base, hole)) = hole else { continue };
             let skip = ((addr - base) / GRANULE) as u32;
             if let Some((id, _)) = self.claim(space, hole, skip, (bytes / GRANULE) as u32) {
-                self.extents.records[id].state = Extent::Quarantined;
+                self.extents.quarantine(id);
                 self.hold(addr, bytes, Some(handle), space);
             }
         }
@@ -123,17 +123,14 @@ impl State {
 
     /// Whether an earlier failure left memory behind that nobody can use.
     pub(crate) fn has_leftovers(&self) -> bool {
-        let quarantined = |(_, hot): (u32, &crate::allocator::extent::record::Hot)| {
-            hot.state == Extent::Quarantined
-        };
-        !self.physical.strays.is_empty() || self.extents.records.iter().any(quarantined)
+        !self.physical.strays.is_empty() || self.extents.quarantined() > 0
     }
 
     /// What an earlier failure left behind, claimed so that nobody else tries at the same time.
     pub(crate) fn claim_leftovers(&mut self) -> (Vec<Stray>, Vec<Release>) {
         let quarantined = self.quarantined();
         for release in &quarantined {
-            self.extents.records[release.id].state = Extent::Busy;
+            self.extents.claim_quarantined(release.id);
         }
         let idle = self.physical.strays.iter_mut().filter(|stray| !stray.busy);
         let claim = |stray: &mut Stray| {
