@@ -46,7 +46,7 @@ pub use error::PoolError;
 pub use histogram::SizeHistogram;
 pub use native::NativePool;
 pub use native_block::{NativeBlock, NativeFreeError};
-pub use native_config::{NativeConfig, PoolAttribute};
+pub use native_config::NativeConfig;
 pub use pinned::{PinnedPool, PinnedStats};
 pub use pinned_buffers::PinnedConfig;
 pub use pinned_lease::PinnedLease;
@@ -54,13 +54,8 @@ pub use pressure::PressureMonitor;
 pub use report::{Fragmentation, PoolReport};
 pub use table::TypedStats;
 pub use threshold::{ThresholdPool, ThresholdStats};
-pub use typed::{TypedPool, round_elements};
-pub use workspace::{
-    Lease, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats, size_class,
-};
-
-#[doc(no_inline)]
-pub use crate::resource::{Gauge, PoolUsage};
+pub use typed::TypedPool;
+pub use workspace::{Lease, WorkspacePool, WorkspaceStats};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
