@@ -9,7 +9,7 @@
 //! | [`NativePool`] | [`NativeBlock`] | the driver's `cuMemPool*` |
 //!
 //! All of them but the last stand on one [`Allocator`](crate::Allocator) for each device, which alone
-//! keeps the books of device memory: what a pool does not use is there for every other one, and memory
+//! accounts for device memory: what a pool does not use is there for every other one, and memory
 //! moves between streams by the allocator's rules only.
 //!
 //! What those of device memory have in common is [`MemoryResource`](crate::resource::MemoryResource):
@@ -67,7 +67,7 @@ use crate::driver::{Context, Device, Driver, Stream, process, sys};
 pub(crate) struct RareLog(AtomicU64);
 
 impl RareLog {
-    /// Whether this one should be logged, and the how-manieth it is.
+    /// The number of this failure, counted from 1, if it should be logged.
     fn due(&self) -> Option<u64> {
         // A logger has locks, and a thread of the parent may have held them.
         if process::is_forked_child() {
