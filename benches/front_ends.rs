@@ -7,7 +7,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use cualloc::pool::{TypedPool, WorkspaceConfig, WorkspacePool};
+use cualloc::pool::{TypedPool, WorkspacePool};
 use cualloc::resource::{AsyncResource, Budget, Logging, MemoryResource, NullSink, Tag};
 
 use common::{KIB, Rig, quick};
@@ -58,7 +58,7 @@ fn front_ends(criterion: &mut Criterion) {
     });
     group.bench_function("workspace lease", |bencher| {
         let rig = Rig::new();
-        let pool = WorkspacePool::new(&rig.allocator, WorkspaceConfig::default());
+        let pool = WorkspacePool::new(&rig.allocator);
         bencher.iter(|| drop(pool.lease(&rig.stream, black_box(BYTES)).unwrap()));
     });
     group.bench_function("typed pool", |bencher| {

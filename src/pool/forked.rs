@@ -9,7 +9,7 @@ fn d9_nothing_waits_for_workspaces_in_a_forked_child() -> Result<(), Box<dyn std
     let context = crate::driver::Context::primary(&driver, driver.device(0)?)?;
     let allocator = Allocator::with_config(&context, crate::allocator::Config::new())?;
     let stream = allocator.create_stream()?;
-    let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+    let pool = WorkspacePool::new(&allocator);
     let mut lease = Some(pool.lease(&stream, 100)?);
     let locked = pool.0.state.lock();
     let told = process::child_says(|| {

@@ -9,7 +9,7 @@
 //! | [`NativePool`] | [`NativeBlock`] | the driver's `cuMemPool*` |
 //!
 //! All of them but the last stand on one [`Allocator`](crate::Allocator) for each device, which alone
-//! keeps the books of device memory: what a pool does not use is there for every other one, and memory
+//! accounts for device memory: what a pool does not use is there for every other one, and memory
 //! moves between streams by the allocator's rules only.
 //!
 //! What those of device memory have in common is [`MemoryResource`](crate::resource::MemoryResource):
@@ -46,7 +46,7 @@ pub use error::PoolError;
 pub use histogram::SizeHistogram;
 pub use native::NativePool;
 pub use native_block::{NativeBlock, NativeFreeError};
-pub use native_config::{NativeConfig, PoolAttribute};
+pub use native_config::NativeConfig;
 pub use pinned::{PinnedPool, PinnedStats};
 pub use pinned_buffers::PinnedConfig;
 pub use pinned_lease::PinnedLease;
@@ -54,13 +54,8 @@ pub use pressure::PressureMonitor;
 pub use report::{Fragmentation, PoolReport};
 pub use table::TypedStats;
 pub use threshold::{ThresholdPool, ThresholdStats};
-pub use typed::{TypedPool, round_elements};
-pub use workspace::{
-    Lease, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats, size_class,
-};
-
-#[doc(no_inline)]
-pub use crate::resource::{Gauge, PoolUsage};
+pub use typed::TypedPool;
+pub use workspace::{Lease, WorkspacePool, WorkspaceStats};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -73,7 +68,7 @@ use crate::sync::{capture, order};
 pub(crate) struct RareLog(AtomicU64);
 
 impl RareLog {
-    /// Whether this one should be logged, and the how-manieth it is.
+    /// The number of this failure, counted from 1, if it should be logged.
     fn due(&self) -> Option<u64> {
         // A logger has locks, and a thread of the parent may have held them.
         if process::is_forked_child() {

@@ -13,7 +13,10 @@ use crate::sync::event::EventPools;
 
 use super::error::PoolError;
 use super::native_block::{DESTROYED, Inner, NativeBlock, free_those_of};
-use super::native_config::{NativeConfig, PoolAttribute, within};
+use super::native_config::{
+    NativeConfig, OPPORTUNISTIC, RELEASE_THRESHOLD, RESERVED_CURRENT, RESERVED_HIGH, USED_CURRENT,
+    USED_HIGH, takes, within,
+};
 use super::{RareLog, device_of};
 
 /// Opportunistic reuse can hand out memory in use on drivers before this version.
@@ -73,12 +76,9 @@ impl NativePool {
         let pool = Self::wrap(context, pool, config.max_bytes);
         // The driver's own default, 0, gives everything back at every synchronisation.
         let threshold = config.release_threshold.or(config.max_bytes);
-        pool.set(
-            PoolAttribute::ReleaseThreshold,
-            threshold.unwrap_or(u64::MAX),
-        )?;
+        pool.set(RELEASE_THRESHOLD, threshold.unwrap_or(u64::MAX))?;
         if driver.version() < SAFE_OPPORTUNISTIC {
-            pool.set(PoolAttribute::Opportunistic, 0)?;
+            pool.set(OPPORTUNISTIC, 0)?;
         }
         if config.initial_bytes > 0 {
             let stream = Stream::new(context)?;
@@ -189,40 +189,41 @@ impl NativePool {
         Ok(result?)
     }
 
-    /// Reads an attribute.
+    /// Reads an attribute. Reserved bytes are those held, used ones those in live blocks.
     ///
     /// # Errors
     /// Driver errors, [`PoolError::Destroyed`].
-    pub fn get(&self, attribute: PoolAttribute) -> Result<u64, PoolError> {
+    pub fn get(&self, attribute: sys::CUmemPool_attribute) -> Result<u64, PoolError> {
         let _use = self.0.enter()?;
         self.0.get(attribute)
     }
 
-    /// Sets an attribute.
+    /// Sets an attribute: a rule of reuse to 0 or 1, the release threshold to bytes, a high mark to 0, which
+    /// means the current value.
     ///
     /// # Errors
     /// [`PoolError::InvalidValue`] for a value that the attribute does not take,
     /// [`PoolError::NotSupported`] for opportunistic reuse on a driver where it is not safe,
     /// [`PoolError::Contradiction`] for a threshold above the maximum, driver errors,
     /// [`PoolError::Destroyed`].
-    pub fn set(&self, attribute: PoolAttribute, value: u64) -> Result<(), PoolError> {
+    pub fn set(&self, attribute: sys::CUmemPool_attribute, value: u64) -> Result<(), PoolError> {
         let _use = self.0.enter()?;
-        if !attribute.takes(value) {
+        if !takes(attribute, value) {
             return Err(PoolError::InvalidValue {
-                what: attribute.name(),
+                what: "a pool's attribute",
                 value,
             });
         }
         let old = self.0.context.driver().version() < SAFE_OPPORTUNISTIC;
-        if attribute == PoolAttribute::Opportunistic && value == 1 && old {
+        if attribute == OPPORTUNISTIC && value == 1 && old {
             return Err(PoolError::NotSupported {
                 what: "opportunistic reuse by a driver before CUDA 11.5",
             });
         }
-        if attribute == PoolAttribute::ReleaseThreshold {
+        if attribute == RELEASE_THRESHOLD {
             within("release_threshold", value, self.0.max_bytes)?;
         }
-        Ok(self.0.pool.set(attribute.raw(), value)?)
+        Ok(self.0.pool.set(attribute, value)?)
     }
 
     /// Gives a device access to everything in the pool, or takes it away.
@@ -341,7 +342,7 @@ impl NativePool {
     pub fn trim(&self, keep: u64) -> Result<u64, PoolError> {
         free_those_of(&self.0);
         let _use = self.0.enter()?;
-        let used = self.0.get(PoolAttribute::UsedCurrent)?;
+        let used = self.0.get(USED_CURRENT)?;
         self.shrink_to(keep.saturating_add(used))
     }
 
@@ -353,10 +354,10 @@ impl NativePool {
     }
 
     fn shrink_to(&self, keep: u64) -> Result<u64, PoolError> {
-        let before = self.0.get(PoolAttribute::ReservedCurrent)?;
+        let before = self.0.get(RESERVED_CURRENT)?;
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
         self.0.pool.trim_to(keep)?;
-        let after = self.0.get(PoolAttribute::ReservedCurrent)?;
+        let after = self.0.get(RESERVED_CURRENT)?;
         Ok(before.saturating_sub(after))
     }
 
@@ -374,8 +375,8 @@ impl NativePool {
     /// # Errors
     /// As [`set`](Self::set).
     pub fn reset_peaks(&self) -> Result<(), PoolError> {
-        self.set(PoolAttribute::ReservedHigh, 0)?;
-        self.set(PoolAttribute::UsedHigh, 0)
+        self.set(RESERVED_HIGH, 0)?;
+        self.set(USED_HIGH, 0)
     }
 
     /// The context that the memory belongs to.
@@ -442,8 +443,8 @@ impl NativePool {
             })
         };
         Ok(PoolUsage {
-            reserved: gauge(PoolAttribute::ReservedCurrent, PoolAttribute::ReservedHigh)?,
-            used: gauge(PoolAttribute::UsedCurrent, PoolAttribute::UsedHigh)?,
+            reserved: gauge(RESERVED_CURRENT, RESERVED_HIGH)?,
+            used: gauge(USED_CURRENT, USED_HIGH)?,
         })
     }
 }

@@ -13,7 +13,6 @@ use crate::sync::order;
 
 use super::RareLog;
 use super::error::PoolError;
-use super::native_config::PoolAttribute;
 
 /// A pool of the driver, as its handles and blocks know it.
 pub(super) struct Inner {
@@ -61,8 +60,8 @@ impl Inner {
         self.users.fetch_sub(1, Ordering::Release);
     }
 
-    pub(super) fn get(&self, attribute: PoolAttribute) -> Result<u64, PoolError> {
-        Ok(self.pool.get(attribute.raw())?)
+    pub(super) fn get(&self, attribute: sys::CUmemPool_attribute) -> Result<u64, PoolError> {
+        Ok(self.pool.get(attribute)?)
     }
 }
 

@@ -1,6 +1,8 @@
 //! Settings and attributes of the driver's own pools.
 
-use crate::driver::sys;
+#![forbid(unsafe_code)]
+
+use crate::driver::sys::CUmemPool_attribute as A;
 
 use super::error::PoolError;
 
@@ -89,67 +91,21 @@ pub(super) fn within(
     }
 }
 
-/// An attribute of a [`NativePool`](super::NativePool).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum PoolAttribute {
-    /// 1 if memory may be reused where an event already orders the reuse.
-    FollowEvents,
-    /// 1 if memory may be reused when its free happens to have completed. Not to be had on drivers
-    /// before CUDA 11.5, which hand out memory in use with it.
-    Opportunistic,
-    /// 1 if the driver may insert waits in order to reuse memory.
-    InternalDependencies,
-    /// Unused bytes above this go back to the driver whenever the host synchronises.
-    ReleaseThreshold,
-    /// Bytes held. Cannot be set.
-    ReservedCurrent,
-    /// The most bytes held. Can be set to 0, which means the current value.
-    ReservedHigh,
-    /// Bytes in live blocks. Cannot be set.
-    UsedCurrent,
-    /// The most bytes in live blocks. Can be set to 0, which means the current value.
-    UsedHigh,
-}
-
-impl PoolAttribute {
-    pub(super) fn raw(self) -> sys::CUmemPool_attribute {
-        use sys::CUmemPool_attribute as A;
-        match self {
-            PoolAttribute::FollowEvents => A::CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES,
-            PoolAttribute::Opportunistic => A::CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC,
-            PoolAttribute::InternalDependencies => {
-                A::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES
-            }
-            PoolAttribute::ReleaseThreshold => A::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
-            PoolAttribute::ReservedCurrent => A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
-            PoolAttribute::ReservedHigh => A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH,
-            PoolAttribute::UsedCurrent => A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT,
-            PoolAttribute::UsedHigh => A::CU_MEMPOOL_ATTR_USED_MEM_HIGH,
-        }
-    }
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            PoolAttribute::FollowEvents => "follow event dependencies",
-            PoolAttribute::Opportunistic => "opportunistic reuse",
-            PoolAttribute::InternalDependencies => "internal dependencies",
-            PoolAttribute::ReleaseThreshold => "release threshold",
-            PoolAttribute::ReservedCurrent => "reserved bytes",
-            PoolAttribute::ReservedHigh => "most reserved bytes",
-            PoolAttribute::UsedCurrent => "used bytes",
-            PoolAttribute::UsedHigh => "most used bytes",
-        }
-    }
-
-    pub(super) fn takes(self, value: u64) -> bool {
-        match self {
-            PoolAttribute::FollowEvents
-            | PoolAttribute::Opportunistic
-            | PoolAttribute::InternalDependencies => value <= 1,
-            PoolAttribute::ReleaseThreshold => true,
-            PoolAttribute::ReservedHigh | PoolAttribute::UsedHigh => value == 0,
-            PoolAttribute::ReservedCurrent | PoolAttribute::UsedCurrent => false,
-        }
+/// Whether an attribute of a pool takes a value.
+pub(super) fn takes(attribute: A, value: u64) -> bool {
+    match attribute {
+        FOLLOW_EVENTS | OPPORTUNISTIC | INTERNAL_DEPENDENCIES => value <= 1,
+        RESERVED_HIGH | USED_HIGH => value == 0,
+        RESERVED_CURRENT | USED_CURRENT => false,
+        _ => true,
     }
 }
+
+const FOLLOW_EVENTS: A = A::CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES;
+pub(super) const OPPORTUNISTIC: A = A::CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC;
+const INTERNAL_DEPENDENCIES: A = A::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+pub(super) const RELEASE_THRESHOLD: A = A::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+pub(super) const RESERVED_CURRENT: A = A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
+pub(super) const RESERVED_HIGH: A = A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
+pub(super) const USED_CURRENT: A = A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+pub(super) const USED_HIGH: A = A::CU_MEMPOOL_ATTR_USED_MEM_HIGH;

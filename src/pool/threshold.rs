@@ -36,7 +36,7 @@ pub struct ThresholdStats {
 /// Device memory of one device in stream order, of which unused bytes above a threshold go back to the
 /// driver.
 ///
-/// A view on an [`Allocator`], which keeps all books. Clones are handles to the same pool; all methods
+/// A view on an [`Allocator`], which accounts for all memory. Clones are handles to the same pool; all methods
 /// may be called from any thread.
 ///
 /// The threshold, by default none, is honoured whenever memory is freed, by what has been idle

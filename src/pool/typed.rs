@@ -20,20 +20,6 @@ use super::table::{Key, Live, TypedStats};
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
 
-/// Rounds a length up to a multiple of 256 elements; at the top it stays at the largest number.
-///
-/// ```
-/// use cualloc::pool::round_elements;
-/// assert_eq!([0, 1, 256, 257].map(round_elements), [0, 256, 256, 512]);
-/// assert_eq!(round_elements(usize::MAX - 1), usize::MAX);
-/// ```
-pub const fn round_elements(len: usize) -> usize {
-    match len.checked_next_multiple_of(UNIT) {
-        Some(rounded) => rounded,
-        None => usize::MAX,
-    }
-}
-
 /// A pool of typed buffers over all devices of a driver.
 ///
 /// A view on one allocator for each device. What is returned is free memory of the allocator, so that
@@ -108,6 +94,20 @@ impl Parts {
 }
 
 impl TypedPool {
+    /// Rounds a length up to a multiple of 256 elements; at the top it stays at the largest number.
+    ///
+    /// ```
+    /// use cualloc::pool::TypedPool;
+    /// assert_eq!([0, 1, 256, 257].map(TypedPool::round_len), [0, 256, 256, 512]);
+    /// assert_eq!(TypedPool::round_len(usize::MAX - 1), usize::MAX);
+    /// ```
+    pub const fn round_len(len: usize) -> usize {
+        match len.checked_next_multiple_of(UNIT) {
+            Some(rounded) => rounded,
+            None => usize::MAX,
+        }
+    }
+
     /// The pool of the process: over the process-wide driver, with the settings of `CUALLOC_CONFIG`.
     /// Made on first use; needs no driver before memory is asked for.
     ///
@@ -308,7 +308,7 @@ impl TypedPool {
         let Some(part) = self.0.parts.find(ordinal) else {
             return Ok(0);
         };
-        let live = part.table.live(round_elements(len), element);
+        let live = part.table.live(Self::round_len(len), element);
         let allocator = part.allocator()?;
         let mut recorded = 0;
         for address in live {
@@ -413,7 +413,7 @@ struct Wanted {
 impl Wanted {
     /// `None` for a request of no bytes.
     fn new<T: DeviceCopy>(len: usize, stream: &Stream) -> Result<Option<Wanted>, PoolError> {
-        let capacity = round_elements(len);
+        let capacity = TypedPool::round_len(len);
         let bytes = capacity.checked_mul(size_of::<T>());
         let Some(bytes) = bytes.filter(|bytes| isize::try_from(*bytes).is_ok()) else {
             return Err(PoolError::TooLarge {

@@ -14,47 +14,8 @@ use super::slabs::{Slab, Slabs};
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;
-
-/// The size class of a request in bytes: the next power of two, at least 1024. `None` where there is
-/// none.
-///
-/// ```
-/// use cualloc::pool::size_class;
-/// assert_eq!([0, 1024, 1025].map(size_class), [Some(1024), Some(1024), Some(2048)]);
-/// assert_eq!(size_class((1 << 63) + 1), None);
-/// ```
-pub const fn size_class(bytes: usize) -> Option<usize> {
-    let bytes = if bytes < SMALLEST { SMALLEST } else { bytes };
-    bytes.checked_next_power_of_two()
-}
-
-/// How large the slab for a request is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum WorkspaceSizing {
-    /// The request's [`size_class`]: few sizes, so that a slab fits again; up to twice the request.
-    #[default]
-    Classes,
-    /// The request rounded up to 512 bytes.
-    Exact,
-}
-
-/// Settings of a [`WorkspacePool`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct WorkspaceConfig {
-    /// How large slabs are.
-    pub sizing: WorkspaceSizing,
-    /// Idle slabs to keep of each size; 0 counts as 1.
-    pub cap: usize,
-}
-
-impl Default for WorkspaceConfig {
-    fn default() -> Self {
-        WorkspaceConfig {
-            sizing: WorkspaceSizing::Classes,
-            cap: 4,
-        }
-    }
-}
+/// Idle slabs to keep of each size, unless another number is set.
+const CAP: usize = 4;
 
 /// Figures of a [`WorkspacePool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -76,15 +37,17 @@ pub struct WorkspaceStats {
     pub misses: u64,
 }
 
-#[derive(Default)]
 struct State {
     idle: Slabs,
     stats: WorkspaceStats,
+    /// Idle slabs to keep of each size.
+    cap: usize,
 }
 
 struct Inner {
     allocator: Allocator,
-    config: WorkspaceConfig,
+    /// Whether a slab is the request rounded up to 512 bytes, instead of its size class.
+    exact: bool,
     name: String,
     state: Lock<State>,
     /// Leases that go by their keys.
@@ -96,8 +59,8 @@ struct Inner {
 ///
 /// A slab belongs to the stream it was leased on, so a lease that is dropped while its kernel is queued
 /// or running may be leased again on that stream at once, and on no other one: there the allocator
-/// decides, as with all memory. A few slabs of each size are kept (4, 32 and 256 MiB are common ones);
-/// what is beyond the cap goes back to the allocator, and all of them do when it runs out of memory.
+/// decides, as with all memory. Four slabs of each size are kept, or as many as
+/// [`set_slab_cap`](Self::set_slab_cap) says (4, 32 and 256 MiB are common sizes); what is beyond the cap goes back to the allocator, and all of them do when it runs out of memory.
 ///
 /// Handles are cheap to clone and share the pool. Idle slabs count as live blocks of the allocator:
 /// drop the pool, or [`trim`](Self::trim) it, before [`Allocator::close`].
@@ -106,14 +69,14 @@ struct Inner {
 /// # #[cfg(feature = "sim")] {
 /// # use cualloc::sim::{SimConfig, Simulator};
 /// # use cualloc::driver::Context;
-/// use cualloc::{Allocator, Config, pool::{WorkspaceConfig, WorkspacePool}};
+/// use cualloc::{Allocator, Config, pool::WorkspacePool};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
 /// # let context = Context::primary(&driver, driver.device(0)?)?;
 /// let allocator = Allocator::with_config(&context, Config::new())?;
 /// let stream = allocator.create_stream()?;
-/// let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+/// let pool = WorkspacePool::new(&allocator);
 /// for _ in 0..3 {
 ///     let lease = pool.lease(&stream, 3 << 20)?;
 ///     assert_eq!(lease.size(), 4 << 20);
@@ -127,20 +90,52 @@ struct Inner {
 pub struct WorkspacePool(Arc<Inner>);
 
 impl WorkspacePool {
-    /// A pool over an allocator.
-    pub fn new(allocator: &Allocator, config: WorkspaceConfig) -> WorkspacePool {
-        let config = WorkspaceConfig {
-            cap: config.cap.max(1),
-            ..config
-        };
+    /// A pool over an allocator, with slabs by [`size_class`](Self::size_class): few sizes, so that a slab
+    /// fits again, and up to twice the request.
+    pub fn new(allocator: &Allocator) -> WorkspacePool {
+        Self::make(allocator, false)
+    }
+
+    /// A pool over an allocator, with slabs of the requests rounded up to 512 bytes.
+    pub fn exact(allocator: &Allocator) -> WorkspacePool {
+        Self::make(allocator, true)
+    }
+
+    /// The size class of a request in bytes: the next power of two, at least 1024. `None` where there is
+    /// none.
+    ///
+    /// ```
+    /// # use cualloc::pool::WorkspacePool;
+    /// let classes = [0, 1024, 1025].map(WorkspacePool::size_class);
+    /// assert_eq!(classes, [Some(1024), Some(1024), Some(2048)]);
+    /// assert_eq!(WorkspacePool::size_class((1 << 63) + 1), None);
+    /// ```
+    pub const fn size_class(bytes: usize) -> Option<usize> {
+        let bytes = if bytes < SMALLEST { SMALLEST } else { bytes };
+        bytes.checked_next_power_of_two()
+    }
+
+    /// Sets how many idle slabs of each size are kept; 0 counts as 1. Those that are idle above it stay
+    /// until they are leased, or [trimmed](Self::trim).
+    pub fn set_slab_cap(&self, slabs: usize) {
+        if !process::is_forked_child() {
+            self.0.change(|state| state.cap = slabs.max(1));
+        }
+    }
+
+    fn make(allocator: &Allocator, exact: bool) -> WorkspacePool {
         let inner = Arc::new_cyclic(|weak: &std::sync::Weak<Inner>| {
             // Names of hooks tell them apart, and an address does for as long as the pool lives.
             let name = format!("workspaces at {:p}", weak.as_ptr());
             Inner {
                 allocator: allocator.clone(),
-                config,
+                exact,
                 name,
-                state: Lock::new(State::default()),
+                state: Lock::new(State {
+                    idle: Slabs::default(),
+                    stats: WorkspaceStats::default(),
+                    cap: CAP,
+                }),
                 keyed: Table::default(),
             }
         });
@@ -162,9 +157,10 @@ impl WorkspacePool {
     /// [`PoolError::InvalidSize`] for a request without a class, and those of [`Allocator::allocate`].
     pub fn lease(&self, stream: &Stream, bytes: usize) -> Result<Lease, PoolError> {
         let pool = &self.0;
-        let slab_bytes = match pool.config.sizing {
-            WorkspaceSizing::Classes => size_class(bytes),
-            WorkspaceSizing::Exact => size::round_size(bytes).map(|rounded| rounded as usize),
+        let slab_bytes = if pool.exact {
+            size::round_size(bytes).map(|rounded| rounded as usize)
+        } else {
+            Self::size_class(bytes)
         };
         let Some(slab_bytes) = slab_bytes else {
             return Err(PoolError::InvalidSize {
@@ -260,9 +256,9 @@ impl State {
 
     /// Takes a slab back; gives it again if it is too many.
     #[inline]
-    fn give(&mut self, slab: Slab, stream: u64, cap: usize) -> Option<Slab> {
+    fn give(&mut self, slab: Slab, stream: u64) -> Option<Slab> {
         let bytes = slab.bytes;
-        let surplus = self.idle.give(slab, stream, cap);
+        let surplus = self.idle.give(slab, stream, self.cap);
         if surplus.is_none() {
             self.stats.free_slabs += 1;
             self.stats.free_bytes += bytes as u64;
@@ -280,8 +276,7 @@ impl Inner {
             return;
         }
         slab.retirements = retirements;
-        let cap = self.config.cap;
-        let surplus = self.change(|state| state.give(slab, stream, cap));
+        let surplus = self.change(|state| state.give(slab, stream));
         drop(surplus);
     }
 
@@ -330,7 +325,7 @@ impl Drop for Inner {
 impl fmt::Debug for WorkspacePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("WorkspacePool")
-            .field("config", &self.0.config)
+            .field("exact", &self.0.exact)
             .field("stats", &self.stats())
             .finish()
     }
@@ -433,7 +428,7 @@ impl Drop for Lease {
             if shared {
                 Some(slab)
             } else {
-                state.give(slab, self.stream, self.pool.config.cap)
+                state.give(slab, self.stream)
             }
         };
         // Freed without the lock.
@@ -467,10 +462,10 @@ mod tests {
             ((4 << 20) + 1, 8 << 20),
             (1 << 63, 1 << 63),
         ] {
-            assert_eq!(size_class(bytes), Some(class), "{bytes}");
+            assert_eq!(WorkspacePool::size_class(bytes), Some(class), "{bytes}");
         }
         for bytes in [(1 << 63) + 1, usize::MAX] {
-            assert_eq!(size_class(bytes), None);
+            assert_eq!(WorkspacePool::size_class(bytes), None);
         }
     }
 }

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::Stream;
 use cualloc::pool::{
-    Lease, NativeBlock, NativeConfig, NativePool, PooledBuffer, TypedPool, WorkspaceConfig,
-    WorkspacePool,
+    Lease, NativeBlock, NativeConfig, NativePool, PooledBuffer, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{Access, AsyncResource, MemoryResource, ResourceBlock};
 use cualloc::{Allocator, DeviceBuffer};
@@ -133,11 +132,10 @@ impl World {
                 (place.0, place.1, Layered::Pooled(buffer))
             }
             Act::Lease => {
-                let config = WorkspaceConfig::default();
                 let leases = it
                     .layers
                     .leases
-                    .get_or_insert_with(|| WorkspacePool::new(allocator, config));
+                    .get_or_insert_with(|| WorkspacePool::new(allocator));
                 let lease = leases.lease(stream, bytes as usize).map_err(|e| say(&e))?;
                 (lease.ptr(), bytes, Layered::Lease(lease))
             }

@@ -1,12 +1,22 @@
 //! The driver's own pools.
 
-use cualloc::driver::sys::CUresult;
-use cualloc::pool::{NativeConfig, NativePool, PoolAttribute, PoolError, TypedPool};
+use cualloc::driver::sys::{CUmemPool_attribute as Attribute, CUresult};
+use cualloc::pool::{NativeConfig, NativePool, PoolError, TypedPool};
 use cualloc::sim::{FailPlan, Mode, SimConfig};
 use cualloc::{Config, Policy};
 
 use crate::common::{MIB, Rig, only, only_on};
 use crate::fill;
+
+const FOLLOW_EVENTS: Attribute = Attribute::CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES;
+const OPPORTUNISTIC: Attribute = Attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC;
+const INTERNAL_DEPENDENCIES: Attribute =
+    Attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+const RELEASE_THRESHOLD: Attribute = Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+const RESERVED_CURRENT: Attribute = Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
+const RESERVED_HIGH: Attribute = Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
+const USED_CURRENT: Attribute = Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+const USED_HIGH: Attribute = Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
 
 fn with_pool(config: NativeConfig, test: impl Fn(&Rig, &NativePool)) {
     only(Policy::Packed, |rig| {
@@ -137,8 +147,7 @@ fn s3_9_zero_and_absent_are_errors_of_their_own() {
 #[test]
 fn s3_10_attributes_are_read_and_set() {
     with_pool(NativeConfig::default(), |rig, pool| {
-        use PoolAttribute::*;
-        for rule in [FollowEvents, Opportunistic, InternalDependencies] {
+        for rule in [FOLLOW_EVENTS, OPPORTUNISTIC, INTERNAL_DEPENDENCIES] {
             assert_eq!(pool.get(rule).unwrap(), 1, "{rule:?}");
             for value in [0, 1] {
                 pool.set(rule, value).unwrap();
@@ -147,24 +156,24 @@ fn s3_10_attributes_are_read_and_set() {
             assert!(pool.set(rule, 2).is_err());
         }
         // Not the driver's default, which keeps nothing.
-        assert_eq!(pool.get(ReleaseThreshold).unwrap(), u64::MAX);
-        pool.set(ReleaseThreshold, 5 << 20).unwrap();
-        assert_eq!(pool.get(ReleaseThreshold).unwrap(), 5 << 20);
+        assert_eq!(pool.get(RELEASE_THRESHOLD).unwrap(), u64::MAX);
+        pool.set(RELEASE_THRESHOLD, 5 << 20).unwrap();
+        assert_eq!(pool.get(RELEASE_THRESHOLD).unwrap(), 5 << 20);
         let stream = rig.stream();
         drop(pool.allocate(MIB, &stream).unwrap());
-        assert!(pool.get(ReservedHigh).unwrap() >= MIB as u64);
-        assert!(pool.get(UsedHigh).unwrap() >= MIB as u64);
+        assert!(pool.get(RESERVED_HIGH).unwrap() >= MIB as u64);
+        assert!(pool.get(USED_HIGH).unwrap() >= MIB as u64);
         for (attribute, value) in [
-            (ReservedCurrent, 0),
-            (UsedCurrent, 0),
-            (UsedHigh, 1),
-            (ReservedHigh, 7),
+            (RESERVED_CURRENT, 0),
+            (USED_CURRENT, 0),
+            (USED_HIGH, 1),
+            (RESERVED_HIGH, 7),
         ] {
             let error = pool.set(attribute, value).unwrap_err();
             assert!(matches!(error, PoolError::InvalidValue { .. }), "{error:?}");
         }
-        pool.set(UsedHigh, 0).unwrap();
-        assert_eq!(pool.get(UsedHigh).unwrap(), 0);
+        pool.set(USED_HIGH, 0).unwrap();
+        assert_eq!(pool.get(USED_HIGH).unwrap(), 0);
         let own = rig.context.device();
         assert!(pool.has_access(own).unwrap());
         let default = NativePool::default_of(&rig.context).unwrap();
@@ -272,7 +281,7 @@ fn s3_11_usage_and_settings() {
         assert_eq!(usage.used.current, 8 << 20);
         assert!(usage.used.peak >= 8 << 20 && usage.reserved.peak >= 32 << 20);
         assert!(matches!(
-            pool.set(PoolAttribute::ReleaseThreshold, 65 << 20),
+            pool.set(RELEASE_THRESHOLD, 65 << 20),
             Err(PoolError::Contradiction { .. })
         ));
         drop(block);
@@ -373,8 +382,8 @@ fn r39_old_drivers_do_not_reuse_opportunistically() {
         };
         only_on(Policy::Packed, config, |rig| {
             let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
-            assert_eq!(pool.get(PoolAttribute::Opportunistic).unwrap(), on);
-            let set = pool.set(PoolAttribute::Opportunistic, 1);
+            assert_eq!(pool.get(OPPORTUNISTIC).unwrap(), on);
+            let set = pool.set(OPPORTUNISTIC, 1);
             assert_eq!(set.is_ok(), on == 1);
         });
     }

@@ -6,7 +6,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use cualloc::driver::{Context, Driver, Stream, sys};
-use cualloc::pool::{PoolError, TypedPool, TypedStats, round_elements};
+use cualloc::pool::{PoolError, TypedPool, TypedStats};
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Config, Policy};
 
@@ -30,7 +30,7 @@ fn s2_1_lengths_are_rounded() {
         (usize::MAX - 255, usize::MAX - 255),
         (usize::MAX - 254, usize::MAX),
     ] {
-        assert_eq!(round_elements(len), rounded, "{len}");
+        assert_eq!(TypedPool::round_len(len), rounded, "{len}");
     }
 }
 
@@ -55,7 +55,9 @@ fn s2_2_the_last_returned_comes_first() {
             let mut taken = Vec::new();
             for _ in 0..10 {
                 // Rounded to the same length.
-                let found = pool.take::<f32>(round_elements(len), &stream).unwrap();
+                let found = pool
+                    .take::<f32>(TypedPool::round_len(len), &stream)
+                    .unwrap();
                 taken.push(found.expect("a hit"));
             }
             let got: Vec<_> = taken.iter().map(|b| b.as_device_ptr()).collect();

@@ -2,24 +2,32 @@
 
 use cualloc::driver::sys::CUresult;
 use cualloc::driver::{Context, Driver, Stream};
-use cualloc::pool::{PoolError, WorkspaceConfig, WorkspacePool, WorkspaceSizing};
+use cualloc::pool::{PoolError, WorkspacePool};
 use cualloc::sim::{FailPlan, SimConfig, Simulator};
 use cualloc::{Allocator, Config};
 
 use crate::common::{KIB, MIB, Rig, each, on_cuda};
 use crate::fill;
 
-fn pool_of(rig: &Rig, sizing: WorkspaceSizing, cap: usize) -> WorkspacePool {
-    WorkspacePool::new(&rig.allocator(), WorkspaceConfig { sizing, cap })
+/// How a pool is made: by classes, or exact.
+type Made = fn(&Allocator) -> WorkspacePool;
+
+fn pool_of(rig: &Rig, made: Made, cap: usize) -> WorkspacePool {
+    let pool = made(&rig.allocator());
+    pool.set_slab_cap(cap);
+    pool
 }
 
 /// S4.2, S4.3
 #[test]
 fn s4_2_s4_3_slabs_come_back_up_to_the_cap() {
-    assert_eq!(WorkspaceConfig::default().cap, 4);
     each(|rig| {
+        let (pool, stream) = (WorkspacePool::new(&rig.allocator()), rig.stream());
+        let leases: Vec<_> = (0..6).map(|_| pool.lease(&stream, 1500).unwrap()).collect();
+        drop(leases);
+        assert_eq!(pool.stats().free_slabs, 4, "the default");
         for (cap, kept) in [(0, 1), (1, 1), (4, 4)] {
-            let pool = pool_of(rig, WorkspaceSizing::Classes, cap);
+            let pool = pool_of(rig, WorkspacePool::new, cap);
             let stream = rig.stream();
             let leases: Vec<_> = (0..6).map(|_| pool.lease(&stream, 1500).unwrap()).collect();
             assert!(
@@ -43,7 +51,7 @@ fn s4_2_s4_3_slabs_come_back_up_to_the_cap() {
 #[test]
 fn s4_4_s4_5_threads_share_a_pool_and_repeats_are_hits() {
     each(|rig| {
-        let pool = pool_of(rig, WorkspaceSizing::Classes, 4);
+        let pool = pool_of(rig, WorkspacePool::new, 4);
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 let pool = pool.clone();
@@ -84,8 +92,8 @@ fn rig_stream(pool: &WorkspacePool) -> Stream {
 #[test]
 fn s4_12_a_queued_kernel_keeps_its_slab() {
     each(|rig| {
-        for sizing in [WorkspaceSizing::Classes, WorkspaceSizing::Exact] {
-            let pool = pool_of(rig, sizing, 4);
+        for made in [WorkspacePool::new as Made, WorkspacePool::exact] {
+            let pool = pool_of(rig, made, 4);
             let [a, b] = rig.streams();
             let lease = pool.lease(&a, 3 * MIB).unwrap();
             let address = lease.ptr();
@@ -110,7 +118,7 @@ fn s4_12_a_queued_kernel_keeps_its_slab() {
 fn s4_12_recorded_streams_keep_their_slab() {
     each(|rig| {
         for over in [true, false] {
-            let pool = pool_of(rig, WorkspaceSizing::Classes, 4);
+            let pool = pool_of(rig, WorkspacePool::new, 4);
             let [a, b] = rig.streams();
             let lease = pool.lease(&a, MIB).unwrap();
             let hold = rig.busy(&b);
@@ -141,7 +149,7 @@ fn s4_13_devices_never_mix() {
     let context = |ordinal| Context::primary(&driver, driver.device(ordinal).unwrap()).unwrap();
     let [first, second] = [context(0), context(1)].map(|context| {
         let allocator = Allocator::with_config(&context, Config::new()).unwrap();
-        WorkspacePool::new(&allocator, WorkspaceConfig::default())
+        WorkspacePool::new(&allocator)
     });
     let [on_first, on_second] = [rig_stream(&first), rig_stream(&second)];
     let held = first.lease(&on_first, MIB).unwrap();
@@ -161,12 +169,12 @@ fn s4_15_exact_leases_cost_what_was_asked() {
     each(|rig| {
         let stream = rig.stream();
         let bytes = 4 * MIB + 1;
-        let exact = pool_of(rig, WorkspaceSizing::Exact, 4);
+        let exact = pool_of(rig, WorkspacePool::exact, 4);
         let lease = exact.lease(&stream, bytes).unwrap();
         assert_eq!(lease.size(), (4 * MIB + 512) as u64);
         assert_eq!(exact.stats().leased_bytes, (4 * MIB + 512) as u64);
         assert_eq!(exact.stats().requested_bytes, bytes as u64);
-        let classes = pool_of(rig, WorkspaceSizing::Classes, 4);
+        let classes = pool_of(rig, WorkspacePool::new, 4);
         let class = classes.lease(&stream, bytes).unwrap();
         let stats = classes.stats();
         assert_eq!(
@@ -182,8 +190,8 @@ fn s4_15_exact_leases_cost_what_was_asked() {
 #[test]
 fn s4_16_sizes_above_the_last_class_are_errors() {
     each(|rig| {
-        for sizing in [WorkspaceSizing::Classes, WorkspaceSizing::Exact] {
-            let (pool, stream) = (pool_of(rig, sizing, 4), rig.stream());
+        for made in [WorkspacePool::new as Made, WorkspacePool::exact] {
+            let (pool, stream) = (pool_of(rig, made, 4), rig.stream());
             let before = rig.memory_calls();
             for bytes in [(1 << 63) + 1, usize::MAX, 1 << 62] {
                 let error = pool.lease(&stream, bytes).unwrap_err();
@@ -201,7 +209,7 @@ fn s4_17_s4_20_failures_are_told_apart() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         let allocator = rig.limited(64 * MIB);
-        let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+        let pool = WorkspacePool::new(&allocator);
         let stream = rig.stream();
         let full = pool.lease(&stream, 512 * MIB).unwrap_err();
         assert!(full.is_out_of_memory());
@@ -233,7 +241,7 @@ fn s4_17_s4_20_failures_are_told_apart() {
 fn s4_18_idle_slabs_go_when_memory_is_needed() {
     each(|rig| {
         let allocator = rig.limited(128 * MIB);
-        let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+        let pool = WorkspacePool::new(&allocator);
         let stream = rig.stream();
         let leases: Vec<_> = (0..3)
             .map(|_| pool.lease(&stream, 32 * MIB).unwrap())
@@ -256,11 +264,11 @@ fn s4_18_idle_slabs_go_when_memory_is_needed() {
 #[test]
 fn s0_1_a_lease_of_nothing_has_the_smallest_size() {
     each(|rig| {
-        for (sizing, size) in [
-            (WorkspaceSizing::Classes, 1024),
-            (WorkspaceSizing::Exact, 512),
+        for (made, size) in [
+            (WorkspacePool::new as Made, 1024),
+            (WorkspacePool::exact, 512),
         ] {
-            let (pool, stream) = (pool_of(rig, sizing, 4), rig.stream());
+            let (pool, stream) = (pool_of(rig, made, 4), rig.stream());
             let lease = pool.lease(&stream, 0).unwrap();
             assert_eq!((lease.size(), lease.requested()), (size, 0));
             fill(&rig.context, lease.ptr(), size as usize, &stream);
@@ -273,7 +281,7 @@ fn s0_1_a_lease_of_nothing_has_the_smallest_size() {
 fn s4_14_s4_11_names_know_when_the_lease_is_over() {
     use cualloc::resource::{BlockState, MemoryResource, ResourceError, Tag};
     each(|rig| {
-        let (pool, stream) = (pool_of(rig, WorkspaceSizing::Classes, 4), rig.stream());
+        let (pool, stream) = (pool_of(rig, WorkspacePool::new, 4), rig.stream());
         let block = pool.allocate_block(MIB, &stream, Tag::default()).unwrap();
         let (name, address) = (block.identity(), block.ptr());
         assert_eq!(pool.state(&name), BlockState::Live);

@@ -24,10 +24,6 @@ fn threshold(rig: &Rig) -> DevicePool {
     pool.open().unwrap()
 }
 
-fn workspaces(rig: &Rig, sizing: WorkspaceSizing) -> WorkspacePool {
-    WorkspacePool::new(&rig.allocator(), WorkspaceConfig { sizing, cap: 4 })
-}
-
 fn native(rig: &Rig) -> NativePool {
     NativePool::with_context(&rig.context, NativeConfig::default()).unwrap()
 }
@@ -63,12 +59,12 @@ fn s3_7_s3_25_s3_32_native_pool_passes_the_suite() {
 
 #[test]
 fn s4_12_s4_17_workspaces_pass_the_suite() {
-    run(|rig| workspaces(rig, WorkspaceSizing::Classes));
+    run(|rig| WorkspacePool::new(&rig.allocator()));
 }
 
 #[test]
 fn s4_12_s4_15_s4_17_exact_workspaces_pass_the_suite() {
-    run(|rig| workspaces(rig, WorkspaceSizing::Exact));
+    run(|rig| WorkspacePool::exact(&rig.allocator()));
 }
 
 /// Every pool carries every adaptor.
@@ -100,7 +96,7 @@ fn stack_over_native_pool() {
 
 #[test]
 fn stack_over_workspaces() {
-    run(|rig| stacked(workspaces(rig, WorkspaceSizing::Exact)));
+    run(|rig| stacked(WorkspacePool::exact(&rig.allocator())));
 }
 
 #[test]
@@ -117,8 +113,8 @@ fn s1_44_pools_refuse_blocks_of_others() {
             Arc::new(threshold(rig)),
             Arc::new(native(rig)),
             Arc::new(native(rig)),
-            Arc::new(workspaces(rig, WorkspaceSizing::Classes)),
-            Arc::new(workspaces(rig, WorkspaceSizing::Exact)),
+            Arc::new(WorkspacePool::new(&rig.allocator())),
+            Arc::new(WorkspacePool::exact(&rig.allocator())),
         ];
         let stream = rig.stream();
         // All of them are at their first block.

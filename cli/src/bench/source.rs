@@ -6,7 +6,7 @@
 
 use super::workload::{Failure, Source};
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspaceConfig, WorkspacePool};
+use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspacePool};
 use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, ResourceBlock, Tag};
 use cualloc::{Allocator, Block};
 use std::alloc::{Layout, alloc, dealloc};
@@ -153,7 +153,7 @@ pub struct Workspaces<'a> {
 
 impl<'a> Workspaces<'a> {
     pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Workspaces<'a> {
-        let pool = WorkspacePool::new(allocator, WorkspaceConfig::default());
+        let pool = WorkspacePool::new(allocator);
         Workspaces { pool, streams }
     }
 }

@@ -6,7 +6,7 @@ use crate::common::*;
 use cualloc::allocator::{Allocator, Config, Policy, Request};
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Stream, sys};
-use cualloc::pool::{WorkspaceConfig, WorkspacePool};
+use cualloc::pool::WorkspacePool;
 use cualloc::sim::{FailPlan, Mode, Report, Simulator};
 use cualloc::{DeviceBuffer, Error};
 
@@ -564,7 +564,7 @@ fn s5_idle_workspaces_of_a_retired_stream_are_not_leased() {
         each_simulated(|rig, sim| {
             let allocator = rig.limited(16 * MIB);
             let [home, other] = rig.streams();
-            let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+            let pool = WorkspacePool::new(&allocator);
             let lease = pool.lease(&home, 16 * MIB).unwrap();
             if between {
                 allocator.retire(&home).unwrap();

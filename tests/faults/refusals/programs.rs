@@ -5,8 +5,7 @@ use std::sync::Arc;
 use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::{Context, Stream};
 use cualloc::pool::{
-    NativeConfig, NativePool, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspaceConfig,
-    WorkspacePool,
+    NativeConfig, NativePool, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{
     Access, AsyncResource, DirectResource, Guard, LaunchRecorder, Manager, ManagerConfig,
@@ -378,7 +377,7 @@ fn native(w: &World) -> Outcome {
 }
 
 fn workspaces(w: &World) -> Outcome {
-    let pool = WorkspacePool::new(&w.alloc, WorkspaceConfig::default());
+    let pool = WorkspacePool::new(&w.alloc);
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     for bytes in [1000, 3 << 20, 1000] {
         let lease = pool.lease(&a, bytes)?;

@@ -10,9 +10,7 @@ use cualloc::allocator::{Allocator, Config, Error, Policy, Request};
 use cualloc::buffer::BufferError;
 use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
-use cualloc::pool::{
-    NativeConfig, NativePool, PoolError, TypedPool, WorkspaceConfig, WorkspacePool,
-};
+use cualloc::pool::{NativeConfig, NativePool, PoolError, TypedPool, WorkspacePool};
 use cualloc::resource::{
     AsyncResource, DirectResource, MemoryResource, ResourceError, StreamMisuse, Tag,
 };
@@ -98,10 +96,7 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     for source in [
         Arc::new(NativePool::with_context(&world.context, NativeConfig::default()).unwrap())
             as Arc<dyn MemoryResource>,
-        Arc::new(WorkspacePool::new(
-            &world.allocator,
-            WorkspaceConfig::default(),
-        )),
+        Arc::new(WorkspacePool::new(&world.allocator)),
         Arc::new(DirectResource::new(&world.context)),
     ] {
         let above = AsyncResource::new(Arc::clone(&source));
@@ -290,7 +285,7 @@ fn s4_streams_of_another_driver_are_refused() {
     let pooled = |error: PoolError| matches!(error, PoolError::Allocator(Error::ForeignDriver));
     let native = NativePool::with_context(&ours.context, NativeConfig::default()).unwrap();
     assert!(pooled(native.allocate(100, &foreign).unwrap_err()));
-    let workspaces = WorkspacePool::new(a, WorkspaceConfig::default());
+    let workspaces = WorkspacePool::new(a);
     assert!(pooled(workspaces.lease(&foreign, 100).unwrap_err()));
     let typed = TypedPool::over([a]);
     drop(typed.uninit::<u32>(100, &home).unwrap());
@@ -357,7 +352,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
     }
     let context = rig.context.clone();
     let a = Allocator::with_config(&context, Config::new()).unwrap();
-    let workspaces = WorkspacePool::new(&a, WorkspaceConfig::default());
+    let workspaces = WorkspacePool::new(&a);
     let typed = TypedPool::over([&a]);
     let pinned = PinnedPool::new(
         &context,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{NativeConfig, NativePool, WorkspaceConfig, WorkspacePool};
+use cualloc::pool::{NativeConfig, NativePool, WorkspacePool};
 use cualloc::resource::*;
 use cualloc::sim::{Mode, Simulator};
 
@@ -156,7 +156,7 @@ fn hooks_may_own_what_they_look_after() {
         let allocator = rig.allocator();
         let stream = rig.stream();
         for replaced in [false, true] {
-            let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
+            let pool = WorkspacePool::new(&allocator);
             allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("mine", move |_| {
                 pool.trim(0)
             }));
