@@ -94,7 +94,7 @@ fn s1_38_counters_equal_a_walk() {
                         }
                     }
                     1 if step % 11 == 0 => {
-                        allocator.empty_cache().unwrap();
+                        allocator.trim(0).unwrap();
                     }
                     2..=10 if live.len() < 200 => {
                         let bytes = random.size(24);
@@ -147,7 +147,7 @@ fn s1_39_emptied_memory_does_not_come_back() {
         stream.synchronize().unwrap();
         let kept = allocator.allocate(512, &stream).unwrap();
         allocator.synchronize().unwrap();
-        allocator.empty_cache().unwrap();
+        allocator.trim(0).unwrap();
         let reserved = allocator.stats().all.reserved.current;
         assert_eq!(reserved, 2 * MIB as u64);
         if let Some(held) = rig.driver_held() {
@@ -155,7 +155,7 @@ fn s1_39_emptied_memory_does_not_come_back() {
         }
         drop(kept);
         allocator.synchronize().unwrap();
-        let trimmed = allocator.empty_cache().unwrap();
+        let trimmed = allocator.trim(0).unwrap();
         assert_eq!(trimmed.pending, 0);
         assert_eq!(allocator.stats().all.reserved.current, 0);
         for bytes in [MIB, 512, 6 * MIB] {

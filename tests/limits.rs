@@ -74,7 +74,7 @@ fn r7_full_device_is_a_limit() {
             // Another process takes memory: an error that says so, and later all is well.
             rig.sim().unwrap().take_memory(0, 200 << 20);
             allocator.synchronize().unwrap();
-            allocator.empty_cache().unwrap();
+            allocator.trim(0).unwrap();
             let picture = out_of_memory(allocator.allocate(BLOCK, &a).unwrap_err());
             let code = picture.driver.map(|e| e.code());
             assert_eq!(code, Some(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY));
@@ -142,7 +142,7 @@ fn r9_limit_counts_what_the_driver_gave() {
         assert_eq!(picture.requested, LIMIT as u64 + 1);
         // It can be set while blocks live; what is above stays until it goes.
         allocator.synchronize().unwrap();
-        allocator.empty_cache().unwrap();
+        allocator.trim(0).unwrap();
         allocator.set_limit(Some(16 * MIB as u64));
         assert!(allocator.allocate(24 * MIB, &stream).is_err());
         allocator.set_limit(None);

@@ -1,10 +1,14 @@
-//! Errors of the allocator: values with data and a source chain.
+//! Errors of the allocator: values with data.
+//!
+//! An error's text names its cause, and its `source` is what stands behind that cause: whoever prints a chain of
+//! errors prints nothing twice.
 
 use std::fmt;
 
 use crate::driver::{DriverError, LoadError};
 
 use super::config::ConfigError;
+use super::report::StreamBytes;
 use super::stats::Bytes;
 
 /// Why a call of the allocator failed. Nothing is lost and nothing has changed, except where a
@@ -13,14 +17,14 @@ use super::stats::Bytes;
 #[non_exhaustive]
 pub enum Error {
     /// The driver is not there or not usable.
-    #[error("the CUDA driver is unavailable")]
+    #[error(transparent)]
     DriverUnavailable(#[from] LoadError),
     /// A driver call failed in a way that has no variant of its own.
-    #[error("a driver call failed")]
+    #[error(transparent)]
     Driver(#[from] DriverError),
     /// The context is lost: nothing of it can be used any more. Memory is left alone.
-    #[error("the context is lost")]
-    ContextLost(#[source] DriverError),
+    #[error("the context is lost: {0}")]
+    ContextLost(DriverError),
     /// The process is a forked child; its parent's driver state is not usable here.
     #[error("a forked child cannot use its parent's device memory")]
     ForkedChild,
@@ -56,7 +60,7 @@ pub enum Error {
     },
     /// A pointer into this allocator's memory where no block is live: a double free, or a pointer
     /// that was never a block's start.
-    #[error("no live block at {ptr:#x}")]
+    #[error("no live block at {ptr:#x}: it was freed before, or no block ever began there")]
     NotLive {
         /// The pointer.
         ptr: u64,
@@ -78,7 +82,7 @@ pub enum Error {
         bytes: u64,
     },
     /// Close was asked for while guards keep memory; nothing was closed.
-    #[error("{guards} guards keep {bytes} bytes of freed blocks")]
+    #[error("{} {} {bytes} bytes of freed blocks", Count(*guards, "guard"), if *guards == 1 { "keeps" } else { "keep" })]
     Guarded {
         /// Guards that live.
         guards: u64,
@@ -130,7 +134,7 @@ pub enum Error {
         stream: usize,
     },
     /// Close was asked for while blocks are live; nothing was closed.
-    #[error("{blocks} blocks of {bytes} bytes are live")]
+    #[error("{} of {bytes} bytes {} live", Count(*blocks, "block"), if *blocks == 1 { "is" } else { "are" })]
     LiveBlocks {
         /// Live blocks.
         blocks: u64,
@@ -145,7 +149,7 @@ pub enum Error {
         bytes: u64,
     },
     /// Settings that are unknown or contradict each other.
-    #[error("invalid configuration")]
+    #[error(transparent)]
     InvalidConfig(#[from] ConfigError),
     /// The device cannot do what the configuration asks for.
     #[error("not supported by the device: {what}")]
@@ -154,12 +158,12 @@ pub enum Error {
         what: &'static str,
     },
     /// The device says that it can do what the configuration asks for, and refused it when it was tried.
-    #[error("refused by the device: {what}")]
+    #[error("refused by the device: {what}: {cause}")]
     Refused {
         /// The ability that is refused.
         what: &'static str,
         /// The call that was refused.
-        source: DriverError,
+        cause: DriverError,
     },
 }
 
@@ -174,22 +178,11 @@ impl Error {
         match self {
             Error::Driver(error)
             | Error::ContextLost(error)
-            | Error::Refused { source: error, .. } => Some(*error),
+            | Error::Refused { cause: error, .. } => Some(*error),
             Error::OutOfMemory(oom) => oom.driver,
             _ => None,
         }
     }
-}
-
-/// Free memory that waits for one stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PendingBytes {
-    /// The driver's id of the stream.
-    pub stream_id: u64,
-    /// Free bytes that this stream may still use.
-    pub bytes: u64,
-    /// Part of them that no marker covers: only a synchronised context can share it.
-    pub unmarked: u64,
 }
 
 /// Memory that cannot be given back because few live blocks lie in it.
@@ -230,7 +223,7 @@ pub struct OutOfMemory {
     /// In freed blocks that guards keep.
     pub guarded: u64,
     /// Free memory that waits for streams, most first.
-    pub pending: Vec<PendingBytes>,
+    pub pending: Vec<StreamBytes>,
     /// Where live blocks pin the most free memory, most first; a few.
     pub pinned: Vec<PinnedSegment>,
     /// Free on the device by the driver's account, if it could be asked.
@@ -277,12 +270,66 @@ impl fmt::Display for OutOfMemory {
                 pinned.block
             )?;
         }
-        Ok(())
+        match self.driver {
+            Some(cause) => write!(f, ", {cause}"),
+            None => Ok(()),
+        }
     }
 }
 
-impl std::error::Error for OutOfMemory {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.driver.as_ref().map(|e| e as _)
+impl std::error::Error for OutOfMemory {}
+
+/// A number of things, in words.
+struct Count(u64, &'static str);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plural = if self.0 == 1 { "" } else { "s" };
+        write!(f, "{} {}{plural}", self.0, self.1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+    use crate::driver::sys::CUresult;
+
+    #[test]
+    fn an_error_names_its_cause_once() {
+        let cause = DriverError::new("cuMemCreate", CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        let what = "handles";
+        for error in [
+            Error::Driver(cause),
+            Error::ContextLost(cause),
+            Error::Refused { what, cause },
+            Error::OutOfMemory(Box::new(OutOfMemory {
+                driver: Some(cause),
+                ..OutOfMemory::default()
+            })),
+        ] {
+            let text = error.to_string();
+            assert_eq!(text.matches(&cause.to_string()).count(), 1, "{text}");
+            assert!(error.source().is_none(), "{text}: printed already");
+        }
+        let config = ConfigError::UnknownKey("sise".into());
+        let text = Error::from(config).to_string();
+        assert!(text.contains("`sise`"), "{text}");
+    }
+
+    #[test]
+    fn one_is_no_plural_and_addresses_are_hexadecimal() {
+        let live = |blocks| Error::LiveBlocks { blocks, bytes: 512 }.to_string();
+        assert_eq!(live(1), "1 block of 512 bytes is live");
+        assert_eq!(live(2), "2 blocks of 512 bytes are live");
+        let guarded = |guards| Error::Guarded { guards, bytes: 7 }.to_string();
+        assert_eq!(guarded(1), "1 guard keeps 7 bytes of freed blocks");
+        assert_eq!(guarded(2), "2 guards keep 7 bytes of freed blocks");
+        let freed = Error::NotLive { ptr: 0x1200 }.to_string();
+        assert!(
+            freed.contains("0x1200") && freed.contains("freed before"),
+            "{freed}"
+        );
     }
 }

@@ -32,12 +32,12 @@ pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
 pub(crate) use engine::Engine;
 pub(crate) use engine::beside::{Beside, Sides};
 pub use engine::hooks::ReliefHook;
-pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
+pub use error::{Error, OutOfMemory, PinnedSegment};
 pub(crate) use extent::hash::Mixed;
 pub use extent::invariant::CheckError;
 pub use report::{
     BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
-    PhysicalSegment, SegmentInfo, SelfTest, Stranded, Trimmed,
+    PhysicalSegment, SegmentInfo, SelfTest, StreamBytes, Trimmed,
 };
 pub use request::Request;
 pub use stats::{Counter, PoolStats, Rungs, Stats};

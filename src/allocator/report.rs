@@ -94,17 +94,16 @@ pub struct Packing {
     pub self_test: SelfTest,
 }
 
-/// Free memory that one stream keeps from the others.
+/// Free memory that waits for one stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Stranded {
+pub struct StreamBytes {
     /// The driver's id of the stream.
     pub stream_id: u64,
-    /// Free bytes that no other stream can have without waiting for this one: the stream may still
-    /// use them, or they lie in pages that it owns.
+    /// Free bytes that no other stream can have, and the driver neither, before this stream is done with them.
     pub bytes: u64,
-    /// Those of them in its pages.
-    pub in_pages: u64,
+    /// Those of them that no marker covers: only a synchronised context tells that they are complete.
+    pub unmarked: u64,
 }
 
 /// External fragmentation: free memory, and how far it can serve.
@@ -115,8 +114,9 @@ pub struct Fragmentation {
     pub free: u64,
     /// Bytes of the largest run of adjacent free memory, whatever it is pending on.
     pub largest: u64,
-    /// What each stream keeps from the others, most first.
-    pub stranded: Vec<Stranded>,
+    /// What each stream keeps from the others, most first: memory that it may still use, and the free part of
+    /// the pages that it owns.
+    pub stranded: Vec<StreamBytes>,
     /// Bytes of live blocks that lie in views: scattered memory put to use.
     pub view_live: u64,
 }
@@ -153,12 +153,14 @@ pub struct Bursts {
 }
 
 /// What a trim did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Trimmed {
     /// Bytes given back to the driver.
     pub released: u64,
     /// Bytes that could go once work that is still pending has completed.
     pub pending: u64,
+    /// The streams for which free memory waits, most first; none if nothing is pending.
+    pub streams: Vec<StreamBytes>,
 }
 
 /// A part of a block that lies in one piece of memory from the driver.

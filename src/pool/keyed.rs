@@ -208,7 +208,7 @@ unsafe impl MemoryResource for NativePool {
     fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
         Ok(Trimmed {
             released: self.trim_held(keep)?,
-            pending: 0,
+            ..Trimmed::default()
         })
     }
 

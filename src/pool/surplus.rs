@@ -107,7 +107,7 @@ impl Surplus {
     /// Gives unused memory back until at most `keep` bytes of it are held.
     pub(super) fn trim(&self, keep: u64) -> Result<Trimmed, PoolError> {
         match self.made() {
-            Some(allocator) => Ok(allocator.trim_cached(keep)?),
+            Some(allocator) => Ok(allocator.trim(keep)?),
             None => Ok(Trimmed::default()),
         }
     }
@@ -123,7 +123,7 @@ impl Surplus {
                 return 0;
             };
             let keep = allocator.cached().saturating_sub(missing);
-            allocator.trim_cached(keep).map_or(0, |done| done.released)
+            allocator.trim(keep).map_or(0, |done| done.released)
         }
     }
 
@@ -140,7 +140,7 @@ impl Surplus {
         if !may_wait && allocator.policy() == Policy::Classic {
             return;
         }
-        if let Err(error) = allocator.trim_cached(threshold)
+        if let Err(error) = allocator.trim(threshold)
             && let Some(count) = self.log.due()
         {
             log::warn!("surplus could not be given back ({count} such events): {error}");

@@ -198,7 +198,7 @@ impl ThresholdPool {
     /// block lies.
     ///
     /// # Errors
-    /// As [`Allocator::trim_cached`].
+    /// As [`Allocator::trim`].
     pub fn trim(&self, keep: u64) -> Result<Trimmed, PoolError> {
         self.0.trim(keep)
     }

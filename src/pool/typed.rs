@@ -483,6 +483,7 @@ impl TypedPool {
             let done = cache.surplus.trim(0)?;
             sum.released += done.released;
             sum.pending += done.pending;
+            sum.streams.extend(done.streams);
         }
         Ok(sum)
     }

@@ -128,7 +128,7 @@ fn program(rig: &Rig, sim: &Simulator, alloc: &Allocator, random: &mut Random, s
                 assert_eq!(&buffer.to_vec().unwrap(), expected, "step {step}");
             }
             13 if random.below(8) == 0 => {
-                alloc.empty_cache().unwrap();
+                alloc.trim(0).unwrap();
             }
             13 if random.below(8) == 0 => {
                 // Buffers that are at home there go on using the stream.
@@ -257,7 +257,7 @@ fn a_free_comes_after_work_on_other_streams() {
         assert_eq!(next.to_vec().unwrap(), vec![3; 1 << 20]);
         drop(next);
         // A trim does not take it away under them either: that is reported.
-        alloc.empty_cache().unwrap();
+        alloc.trim(0).unwrap();
         sim.complete_all();
         sim.set_mode(Mode::Instant);
     });
@@ -281,7 +281,7 @@ fn a_retired_stream_still_frees_in_order() {
             let next = DeviceBuffer::filled(alloc, bytes, 2u8, &other).unwrap();
             assert_eq!(next.to_vec().unwrap(), vec![2; bytes]);
             drop(next);
-            alloc.empty_cache().unwrap();
+            alloc.trim(0).unwrap();
             sim.complete_all();
             assert_eq!(sim.take_reports(), []);
         }

@@ -11,7 +11,7 @@ fn hole(w: &mut World) {
     (0..3).for_each(|_| w.put(12 * MIB, 0));
     w.free(1).unwrap();
     w.alloc.synchronize().unwrap();
-    w.alloc.empty_cache().unwrap();
+    w.alloc.trim(0).unwrap();
 }
 
 /// Two streams; memory of the second between live blocks, its work unfinished.
@@ -76,7 +76,7 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.put(30 * MIB, 0);
                 w.free(0).unwrap();
                 w.alloc.synchronize().unwrap();
-                w.alloc.empty_cache().unwrap();
+                w.alloc.trim(0).unwrap();
             },
             act: |w| w.take(33 * MIB, 0),
             ..PLAIN

@@ -341,8 +341,7 @@ impl World {
         self.become_current(place);
         let allocator = &self.slots[slot].allocator;
         let result = match rng.below(3) {
-            0 => allocator.trim(keep),
-            1 => allocator.trim_cached(keep),
+            0 | 1 => allocator.trim(keep),
             _ => allocator.empty_cache(),
         };
         match result {

@@ -218,13 +218,7 @@ fn event(rng: &mut Rng, habits: &Habits) -> Option<Op> {
                 rng.below(habits.base)
             },
         },
-        13..20 => Op::TrimCached {
-            keep: if rng.chance(50) {
-                0
-            } else {
-                rng.below(habits.base)
-            },
-        },
+        13..20 => Op::EmptyCache,
         20..28 => Op::Spare { block },
         28..36 => Op::Hook {
             relief: rng.chance(85).then(|| {

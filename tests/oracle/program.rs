@@ -170,9 +170,7 @@ pub enum Op {
     Trim {
         keep: u64,
     },
-    TrimCached {
-        keep: u64,
-    },
+    EmptyCache,
     /// Leaves a block to the relief hook, which frees it when a request would fail.
     Spare {
         block: u16,

@@ -182,7 +182,7 @@ fn simpler(op: Op) -> Vec<Op> {
                 stream,
             });
         }
-        Op::TrimCached { keep } => list.push(Op::Trim { keep }),
+        Op::EmptyCache => list.push(Op::Trim { keep: 0 }),
         Op::Guard { block, .. } => list.push(Op::Guard {
             block,
             from: 0,

@@ -171,7 +171,7 @@ fn work(
                 streams[at] = stream(alloc);
             }
             96 if rng.chance(50) => drop(alloc.snapshot()),
-            96 => drop(alloc.trim_cached(rng.below(64 << 20)).unwrap()),
+            96 => drop(alloc.empty_cache().unwrap()),
             97 => alloc.check().unwrap(),
             _ => {
                 sim.advance_row();

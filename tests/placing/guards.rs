@@ -63,7 +63,7 @@ fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
                 assert!(other.ptr() + other.size() <= ptr || ptr + size <= other.ptr());
                 drop(other);
                 allocator.synchronize().unwrap();
-                allocator.empty_cache().unwrap();
+                allocator.trim(0).unwrap();
                 allocator.check().unwrap();
                 assert!(allocator.stats().all.reserved.current >= segments[0].handle_bytes);
                 let error = allocator.close().unwrap_err();
@@ -123,7 +123,7 @@ fn a_view_stays_while_a_freed_block_in_it_is_guarded() {
         allocator.check().unwrap();
         drop(kept);
         allocator.synchronize().unwrap();
-        allocator.empty_cache().unwrap();
+        allocator.trim(0).unwrap();
         let stats = allocator.stats();
         assert_eq!((stats.packing.views, guarded(&stats)), (1, 40 * MIB as u64));
         // All but the guarded handles is gone.
@@ -136,7 +136,7 @@ fn a_view_stays_while_a_freed_block_in_it_is_guarded() {
         assert_eq!(rig.mismatches(home.ptr(), 60 * MIB, 1, &stream), 0);
         drop((home, guard));
         allocator.synchronize().unwrap();
-        allocator.empty_cache().unwrap();
+        allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().packing.views, 0);
         rig.close(&allocator);
     });

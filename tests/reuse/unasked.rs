@@ -110,7 +110,7 @@ fn what_a_lone_stream_in_a_later_slot_freed_is_asked_for() {
             drop(allocator.allocate(2 * MIB, stream).unwrap());
         }
         allocator.retire(&a).unwrap();
-        allocator.empty_cache().unwrap();
+        allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().streams, 1);
         let block = allocator.allocate(20 * MIB, &b).unwrap();
         let ptr = block.ptr();
@@ -135,7 +135,7 @@ fn what_a_failed_request_saw_complete_is_free_for_others() {
         let block = allocator.allocate(small, &a).unwrap();
         let ptr = block.ptr();
         unasked(&allocator, &a, &b);
-        allocator.empty_cache().unwrap();
+        allocator.trim(0).unwrap();
         // Too little to wait for somebody who asks.
         drop(block);
         assert!(allocator.allocate(GIB, &a).unwrap_err().is_out_of_memory());
@@ -193,7 +193,7 @@ fn a_busy_stream_is_marked_when_somebody_asks() {
         hold.release();
         a.synchronize().unwrap();
         drop(elsewhere);
-        allocator.empty_cache().unwrap();
+        allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().all.reserved.current, 0);
         rig.close(&allocator);
     });
@@ -230,7 +230,7 @@ fn idle_streams_are_trimmed_without_a_marker() {
         unasked(&allocator, &a, &b);
         drop(allocator.allocate(BLOCK, &a).unwrap());
         let before = records(rig);
-        let trimmed = allocator.empty_cache().unwrap();
+        let trimmed = allocator.trim(0).unwrap();
         assert_eq!(trimmed.pending, 0, "{trimmed:?}");
         assert_eq!(records(rig), before);
         assert_eq!(allocator.stats().all.reserved.current, 0);

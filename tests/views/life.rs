@@ -198,9 +198,7 @@ fn a_trim_to_more_than_is_held_keeps_views() {
         a.synchronize().unwrap();
         allocator.synchronize().unwrap();
         let calls = rig.memory_calls();
-        allocator
-            .trim(allocator.stats().all.reserved.current)
-            .unwrap();
+        allocator.trim(allocator.cached()).unwrap();
         assert_eq!(allocator.allocate(TWO, &a).unwrap().ptr(), at);
         assert_eq!(rig.memory_calls(), calls);
         drop(kept);

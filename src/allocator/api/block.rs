@@ -286,11 +286,10 @@ impl fmt::Debug for Block {
 
 /// A block that could not be freed, and why.
 #[derive(Debug, thiserror::Error)]
-#[error("the block at {:#x} could not be freed", block.ptr())]
+#[error("the block at {:#x} could not be freed: {error}", block.ptr())]
 pub struct FreeError {
     /// The block, still allocated.
     pub block: Block,
-    /// The reason.
-    #[source]
+    /// The reason, which the text names.
     pub error: Error,
 }

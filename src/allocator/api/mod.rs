@@ -18,7 +18,6 @@ use crate::allocator::engine::small::Missed;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::error::Error;
 use crate::allocator::extent::invariant::CheckError;
-use crate::allocator::heap::growth::Keep;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::report::Trimmed;
 use crate::allocator::report::{BlockInfo, SegmentInfo};
@@ -337,35 +336,31 @@ impl Allocator {
         self.allocate(bytes, stream).map(drop)
     }
 
-    /// Gives memory that nobody uses back to the driver until at most `keep` bytes are held. Never
-    /// waits for the device itself: what is still in use is only counted. (The classic policy's segments
-    /// are freed by `cuMemFree`, which may wait for other work of their context.)
+    /// Gives memory that nobody uses back to the driver until at most `keep` bytes of it are held: what has been
+    /// idle longest first (a run of free memory counts as idle since its last part was freed), within one run
+    /// from its end. Never waits for the device itself: what is still in use is only counted, with the streams
+    /// that it waits for. (The classic policy's segments are freed by `cuMemFree`, which may wait for other work
+    /// of their context.)
     ///
     /// What was freed on a raw stream can go only after a marker was seen complete: call
-    /// [`mark_raw`](Self::mark_raw) before the work ends, or [`synchronize`](Self::synchronize).
+    /// [`mark_raw`](Self::mark_raw) before the work ends, or [`empty_cache`](Self::empty_cache), which waits.
     ///
     /// # Errors
-    /// Driver errors: what could not be released stays in the books, and the next call tries again.
+    /// Driver errors: what could not be released stays allocated, and the next call tries again.
     pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
-        self.engine.trim(Keep::Held(keep))
+        self.engine.trim(keep)
     }
 
-    /// [`trim`](Self::trim) to nothing.
+    /// Gives all memory that nobody uses back to the driver, and waits on the host where only a wait tells that
+    /// nobody does: for the markers that the allocator recorded on streams which do not capture, and for all work
+    /// of their contexts if memory without a marker is left and nothing there is known to capture.
+    ///
+    /// What a capture keeps from being waited for is no error: it is pending in the result, with its streams.
     ///
     /// # Errors
-    /// As [`trim`](Self::trim).
+    /// As [`trim`](Self::trim), and driver errors of the work that was waited for.
     pub fn empty_cache(&self) -> Result<Trimmed, Error> {
-        self.engine.trim(Keep::Held(0))
-    }
-
-    /// Gives memory that nobody uses back to the driver until at most `keep` bytes are held beside
-    /// the live blocks: what has been idle longest first (a run of free memory counts as idle since
-    /// its last part was freed), within one run from its end. Else as [`trim`](Self::trim).
-    ///
-    /// # Errors
-    /// As [`trim`](Self::trim).
-    pub fn trim_cached(&self, keep: u64) -> Result<Trimmed, Error> {
-        self.engine.trim(Keep::Cached(keep))
+        self.engine.empty_cache()
     }
 
     /// Waits until all work of the contexts involved is complete. All free memory can then be used

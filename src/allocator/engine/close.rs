@@ -1,18 +1,20 @@
 //! Giving memory back, and the end.
 
+use std::sync::Arc;
+
 use crate::driver::{StreamKind, process};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
-use crate::allocator::heap::growth::Keep;
 use crate::allocator::report::Trimmed;
+use crate::allocator::stream::answers::is_of_capture;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
 impl Engine {
-    /// Gives unused memory back until no more than `keep` is left. Never waits, unless to close others that
-    /// a capture kept from it.
-    pub(crate) fn trim(&self, keep: Keep) -> Result<Trimmed, Error> {
+    /// Gives unused memory back until no more than `keep` bytes of it are held. Never waits, unless to close
+    /// others that a capture kept from it.
+    pub(crate) fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         process::do_postponed();
         self.free_deferred();
         let ours: Vec<(u32, StreamKey)> = {
@@ -31,7 +33,7 @@ impl Engine {
         heap.flush_fronts();
         let (_, allocated) = heap.live_totals();
         let all = &heap.stats.all;
-        let idle = if keep.held(allocated) < all.reserved.current {
+        let idle = if keep.saturating_add(allocated) < all.reserved.current {
             heap.idle_views(usize::MAX)
         } else {
             Vec::new()
@@ -40,6 +42,10 @@ impl Engine {
         let evicted = self.evict(&idle);
         let mut heap = self.lock();
         let (plan, pending) = heap.plan_trim(keep);
+        let streams = match pending {
+            0 => Vec::new(),
+            _ => heap.pending_bytes(),
+        };
         heap.physical.level = 0;
         heap.physical.work = 0;
         heap.peak_live = heap.requested_now();
@@ -49,7 +55,61 @@ impl Engine {
         Ok(Trimmed {
             released: finished.released + released + retried?,
             pending,
+            streams,
         })
+    }
+
+    /// Gives all unused memory back, with waits for what only a wait can tell: first for the allocator's own
+    /// markers, then for the contexts, if memory without a marker is left and nothing is known to capture there.
+    pub(crate) fn empty_cache(&self) -> Result<Trimmed, Error> {
+        let mut done = self.trim(0)?;
+        for contexts in [false, true] {
+            if done.pending == 0 && self.lock().fronts.held_back.is_empty() {
+                break;
+            }
+            let waited = if contexts {
+                self.synchronise(false)
+            } else {
+                self.wait_for_markers()
+            };
+            match waited {
+                // What a capture keeps from its end stays pending.
+                Err(Error::Capturing { .. }) => break,
+                waited => waited?,
+            }
+            let more = self.trim(0)?;
+            done = Trimmed {
+                released: done.released + more.released,
+                ..more
+            };
+        }
+        Ok(done)
+    }
+
+    /// Waits on the host for the newest marker of each stream that is not known to capture.
+    fn wait_for_markers(&self) -> Result<(), Error> {
+        let waits: Vec<_> = {
+            let heap = self.lock();
+            let found = self.found_capturing(&heap);
+            let streams = heap.streams.iter();
+            streams
+                .filter(|(_, slot)| found.iter().all(|(raw, _)| *raw != slot.raw))
+                .filter_map(|(stream, slot)| Some((stream, slot.holder.clone(), slot.newest()?)))
+                .map(|(stream, holder, m)| (stream, holder, m.bound, Arc::clone(&m.event)))
+                .collect()
+        };
+        for (stream, holder, bound, event) in waits {
+            let asked = match &holder {
+                Holder::Kept(kept) => self.refuse_capture(&self.named(kept)?),
+                Holder::Foreign(_) | Holder::Retired => Ok(()),
+            };
+            match asked.and_then(|()| self.host_wait(stream, bound, event)) {
+                Err(Error::Capturing { .. }) => {}
+                Err(Error::Driver(error)) if is_of_capture(error.code()) => {}
+                waited => waited?,
+            }
+        }
+        Ok(())
     }
 
     /// Waits for the allocator's markers, gives everything back, and refuses further calls. After
@@ -115,7 +175,7 @@ impl Engine {
         let idle = self.lock().idle_views(usize::MAX);
         self.evict(&idle)?;
         let retried = self.retry_strays();
-        let (plan, _) = self.lock().plan_trim(Keep::Held(0));
+        let (plan, _) = self.lock().plan_trim(0);
         self.release(plan)?;
         retried?;
         self.return_spans()
@@ -142,7 +202,7 @@ impl Engine {
                 let heap = self.lock();
                 let fronts = heap.streams.iter().filter_map(|(stream, slot)| {
                     slot.newest()
-                        .map(|m| (stream, m.bound, std::sync::Arc::clone(&m.event)))
+                        .map(|m| (stream, m.bound, Arc::clone(&m.event)))
                 });
                 fronts.min_by_key(|(stream, _, _)| *stream)
             };

@@ -490,7 +490,7 @@ impl Engine {
     }
 
     /// The caller's streams that were capturing when they were asked last, with the numbers of the findings.
-    fn found_capturing(&self, heap: &Heap) -> Vec<(usize, u64)> {
+    pub(crate) fn found_capturing(&self, heap: &Heap) -> Vec<(usize, u64)> {
         let mut found = self.driver().found_capturing();
         found.retain(|(stream, _)| {
             let mut slots = heap.streams.iter();

@@ -48,9 +48,10 @@ pub(crate) fn memory_of(
     }
     match outcome(context, wished, trials).map_err(failed)? {
         Outcome::Usable(properties) | Outcome::Unknown(properties) => Ok(Some(properties)),
-        Outcome::Refused(source) if policy == Policy::Packed => {
-            Err(Error::Refused { what: WHAT, source })
-        }
+        Outcome::Refused(source) if policy == Policy::Packed => Err(Error::Refused {
+            what: WHAT,
+            cause: source,
+        }),
         Outcome::Refused(error) => {
             if trials.first_refusal(device) {
                 log::warn!(

@@ -1,10 +1,13 @@
 //! How the memory that is held lies: what is free in which pieces and for whom, what views show, and
 //! why there is as much of it.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
 use crate::allocator::extent::record::COMPLETE;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
-use crate::allocator::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, Stranded};
+use crate::allocator::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, StreamBytes};
 use crate::allocator::size::GRANULE;
 
 impl Heap {
@@ -38,34 +41,53 @@ impl Heap {
         }
     }
 
-    fn stranded(&self) -> Vec<Stranded> {
-        let mut by_slot: std::collections::BTreeMap<u32, (u64, u64)> = Default::default();
-        for space in self.extents.spaces() {
-            for entry in space.pieces() {
-                let bytes = u64::from(entry.granules) * GRANULE;
-                if self.extents.records[entry.id].stream == COMPLETE {
-                    continue;
-                }
-                let uses = self.extents.records.cold(entry.id).uses.as_slice();
-                for u in uses.iter().filter(|u| !self.streams.complete(u)) {
-                    by_slot.entry(u.stream).or_default().0 += bytes;
-                }
+    /// Free bytes that wait for each stream, and what of them no marker covers, by slot.
+    fn waiting(&self) -> BTreeMap<u32, (u64, u64)> {
+        let mut by_slot: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
+        for entry in self.extents.spaces().flat_map(|space| space.pieces()) {
+            if self.extents.records[entry.id].stream == COMPLETE {
+                continue;
+            }
+            let bytes = u64::from(entry.granules) * GRANULE;
+            let uses = self.extents.records.cold(entry.id).uses.as_slice();
+            for u in uses.iter().filter(|u| !self.streams.complete(u)) {
+                let sum = by_slot.entry(u.stream).or_default();
+                sum.0 += bytes;
+                sum.1 += if self.streams.marker(u).is_none() {
+                    bytes
+                } else {
+                    0
+                };
             }
         }
-        for (slot, bytes) in self.fronts.free_in_fronts() {
-            let sum = by_slot.entry(slot).or_default();
-            *sum = (sum.0 + bytes, sum.1 + bytes);
-        }
-        let mut stranded: Vec<Stranded> = by_slot
-            .into_iter()
-            .map(|(slot, (bytes, in_pages))| Stranded {
+        by_slot
+    }
+
+    fn by_stream(&self, by_slot: BTreeMap<u32, (u64, u64)>) -> Vec<StreamBytes> {
+        let streams = by_slot.into_iter();
+        let mut streams: Vec<_> = streams
+            .map(|(slot, (bytes, unmarked))| StreamBytes {
                 stream_id: self.streams[slot].key.number(),
                 bytes,
-                in_pages,
+                unmarked,
             })
             .collect();
-        stranded.sort_by_key(|s| std::cmp::Reverse(s.bytes));
-        stranded
+        streams.sort_by_key(|stream| Reverse(stream.bytes));
+        streams
+    }
+
+    /// Free bytes that wait for each stream, most first.
+    pub(crate) fn pending_bytes(&self) -> Vec<StreamBytes> {
+        self.by_stream(self.waiting())
+    }
+
+    /// What each stream keeps from the others, the free part of its pages included, most first.
+    fn stranded(&self) -> Vec<StreamBytes> {
+        let mut by_slot = self.waiting();
+        for (slot, bytes) in self.fronts.free_in_fronts() {
+            by_slot.entry(slot).or_default().0 += bytes;
+        }
+        self.by_stream(by_slot)
     }
 
     /// Why a request needs more memory. `claimed` are the free bytes that a plan has taken for it

@@ -220,9 +220,9 @@ impl Heap {
             .collect()
     }
 
-    /// Claims everything that can be released until at most `keep` bytes are held, and says how much
-    /// more could go once pending work is over.
-    pub(crate) fn plan_trim(&mut self, keep: Keep) -> (Vec<Release>, u64) {
+    /// Claims what can be released until at most `keep` bytes are cached, what has been idle longest first, and
+    /// says how much more could go once pending work is over.
+    pub(crate) fn plan_trim(&mut self, keep: u64) -> (Vec<Release>, u64) {
         let mut plan = Vec::new();
         let (mut now, mut later) = (0, 0);
         for space in [SpaceId::Large, SpaceId::Small] {
@@ -236,11 +236,11 @@ impl Heap {
             plan.extend(over.into_iter().map(|(addr, bytes)| (space, addr, bytes)));
         }
         let held = self.stats.all.reserved.current;
-        let mut excess = held.saturating_sub(keep.held(self.live_totals().1));
+        let mut excess = held.saturating_sub(keep.saturating_add(self.live_totals().1));
         let mut releases = Vec::new();
         // From the top of the address space, so that arenas shrink from their end.
         plan.sort_unstable_by_key(|(_, addr, _)| std::cmp::Reverse(*addr));
-        if matches!(keep, Keep::Cached(_)) {
+        if keep > 0 {
             // Idle longest first; the order from the top stays within one run of free memory.
             plan.sort_by_cached_key(|(space, addr, bytes)| {
                 self.extents.freed_at(*space, *addr, *bytes)
@@ -375,25 +375,6 @@ impl Heap {
         } else {
             records[release.id].state = Extent::Busy;
             space.remove_region(records, release.id);
-        }
-    }
-}
-
-/// What a trim leaves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Keep {
-    /// This many bytes held from the driver.
-    Held(u64),
-    /// This many bytes beside the live blocks.
-    Cached(u64),
-}
-
-impl Keep {
-    /// Bytes held then, with so many in live blocks.
-    pub(crate) fn held(self, allocated: u64) -> u64 {
-        match self {
-            Keep::Held(bytes) => bytes,
-            Keep::Cached(bytes) => bytes.saturating_add(allocated),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Growth and release in the books: what failed, what is set apart, what comes back, and the picture of a want of memory.
 
-use crate::allocator::error::{OutOfMemory, PendingBytes, PinnedSegment};
+use crate::allocator::error::{OutOfMemory, PinnedSegment};
 use crate::allocator::extent::handle::Stray;
-use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
+use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::growth::Growth;
@@ -185,42 +185,6 @@ impl Heap {
             pinned: self.pinned(),
             ..OutOfMemory::default()
         }
-    }
-
-    /// Free bytes that wait for each stream, most first.
-    pub(crate) fn pending_bytes(&self) -> Vec<PendingBytes> {
-        let mut by_stream: Vec<PendingBytes> = Vec::new();
-        let mut slots: Vec<u32> = Vec::new();
-        for entry in self.extents.spaces().flat_map(|s| s.pieces()) {
-            if self.extents.records[entry.id].stream == COMPLETE {
-                continue;
-            }
-            let bytes = u64::from(entry.granules) * GRANULE;
-            for u in self.extents.records.cold(entry.id).uses.as_slice() {
-                if self.streams.complete(u) {
-                    continue;
-                }
-                let at = slots
-                    .iter()
-                    .position(|s| *s == u.stream)
-                    .unwrap_or_else(|| {
-                        slots.push(u.stream);
-                        let stream_id = self.streams[u.stream].key.number();
-                        by_stream.push(PendingBytes {
-                            stream_id,
-                            bytes: 0,
-                            unmarked: 0,
-                        });
-                        by_stream.len() - 1
-                    });
-                by_stream[at].bytes += bytes;
-                if self.streams.marker(u).is_none() {
-                    by_stream[at].unmarked += bytes;
-                }
-            }
-        }
-        by_stream.sort_by_key(|p| std::cmp::Reverse(p.bytes));
-        by_stream
     }
 
     /// Where few live bytes hold the most memory.

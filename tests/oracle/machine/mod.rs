@@ -344,8 +344,8 @@ impl<'a> Machine<'a> {
                 let result = self.alloc.trim(keep);
                 self.tolerate(result).map(drop)
             }
-            Op::TrimCached { keep } => {
-                let result = self.alloc.trim_cached(keep);
+            Op::EmptyCache => {
+                let result = self.alloc.empty_cache();
                 self.tolerate(result).map(drop)
             }
             Op::Spare { block } => self.spare(block),

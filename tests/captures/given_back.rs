@@ -1,0 +1,137 @@
+//! What goes back to the driver at once, what after a wait, and what a capture keeps.
+
+use cualloc::allocator::{Allocator, Trimmed};
+use cualloc::driver::Stream;
+
+use crate::common::capturing::*;
+use crate::common::*;
+
+const BLOCK: usize = 24 * MIB;
+const NANOS: u64 = 1_000_000;
+
+/// Frees memory that a stream still uses, and that can go when it is done.
+fn freed_in_use(rig: &Rig, allocator: &Allocator, stream: &Stream) {
+    let block = allocator.allocate(BLOCK, stream).unwrap();
+    rig.stamp(block.ptr(), BLOCK, 1, stream);
+}
+
+/// Bytes that are pending, on which streams, and how much of them no marker covers.
+fn pending(trimmed: &Trimmed) -> (u64, Vec<(u64, u64, u64)>) {
+    let streams = trimmed.streams.iter();
+    let streams = streams.map(|s| (s.stream_id, s.bytes, s.unmarked));
+    (trimmed.pending, streams.collect())
+}
+
+/// Waits of the host so far: for markers, and for contexts.
+fn host_waits(rig: &Rig) -> (u64, u64) {
+    (
+        rig.calls("cuEventSynchronize"),
+        rig.calls("cuCtxSynchronize"),
+    )
+}
+
+#[test]
+fn a_trim_names_the_streams_that_memory_waits_for() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let hold = rig.hold(&stream);
+        freed_in_use(rig, &allocator, &stream);
+        let before = host_waits(rig);
+        let trimmed = allocator.trim(0).unwrap();
+        let bytes = BLOCK as u64;
+        // The stream is kept alive, so the trim itself marked it.
+        let expected = (bytes, vec![(stream.id().unwrap(), bytes, 0)]);
+        assert_eq!(pending(&trimmed), expected);
+        assert_eq!(host_waits(rig), before);
+        hold.release();
+        allocator.synchronize().unwrap();
+        let trimmed = allocator.trim(0).unwrap();
+        assert_eq!((trimmed.released, pending(&trimmed)), (bytes, (0, vec![])));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn an_emptied_cache_waits_for_markers_before_contexts() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let hold = rig.busy_for(&stream, NANOS);
+        freed_in_use(rig, &allocator, &stream);
+        let (_, contexts) = host_waits(rig);
+        let emptied = allocator.empty_cache().unwrap();
+        assert_eq!(emptied.released, BLOCK as u64);
+        assert_eq!(pending(&emptied), (0, vec![]));
+        assert_eq!(host_waits(rig).1, contexts);
+        hold.release();
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn an_emptied_cache_waits_for_the_context_where_no_marker_is() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let raw = RawStream::new(rig);
+        leave_work(&allocator, &raw);
+        let held = allocator.stats().all.reserved.current;
+        assert!(allocator.trim(0).unwrap().pending > 0);
+        let (_, contexts) = host_waits(rig);
+        let emptied = allocator.empty_cache().unwrap();
+        assert_eq!((emptied.released, emptied.pending), (held, 0));
+        assert_eq!(host_waits(rig).1, contexts + 1);
+        // SAFETY: the stream is alive.
+        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
+        raw.destroy();
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn an_emptied_cache_keeps_what_a_capture_does_not_let_it_wait_for() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let captures = rig.stream();
+        drop(allocator.allocate(512, &captures).unwrap());
+        let raw = RawStream::new(rig);
+        leave_work(&allocator, &raw);
+        captured(rig, captures.raw(), || {
+            let before = host_waits(rig);
+            let emptied = allocator.empty_cache().unwrap();
+            assert!(emptied.pending > 0);
+            let of_no_marker = emptied.streams.iter().find(|s| s.unmarked > 0);
+            assert_eq!(of_no_marker.map(|s| s.bytes), Some(4 * MIB as u64));
+            assert_eq!(host_waits(rig).1, before.1);
+        });
+        assert_eq!(allocator.empty_cache().unwrap().pending, 0);
+        // SAFETY: the stream is alive.
+        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
+        raw.destroy();
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn an_emptied_cache_does_not_wait_for_a_stream_that_captures() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let hold = rig.busy_for(&stream, NANOS);
+        freed_in_use(rig, &allocator, &stream);
+        // The marker comes before the capture.
+        drop(allocator.trim(0).unwrap());
+        captured(rig, stream.raw(), || {
+            let before = host_waits(rig);
+            let emptied = allocator.empty_cache().unwrap();
+            if rig.sim().is_some() {
+                assert_eq!(emptied.pending, BLOCK as u64);
+                assert_eq!(pending(&emptied).1.len(), 1);
+            }
+            assert_eq!(host_waits(rig), before);
+        });
+        assert_eq!(allocator.empty_cache().unwrap().pending, 0);
+        hold.release();
+        rig.close(&allocator);
+    });
+}
