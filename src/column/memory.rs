@@ -9,7 +9,7 @@ use crate::allocator::{Block, User};
 use crate::buffer::BufferError;
 use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
 use crate::resource::{
-    Access, BlockIdentity, BlockKey, Buffer, MemoryResource, OwnedBlock, Tracking,
+    Access, BlockIdentity, Buffer, MemoryResource, OwnedBlock, Tracking, identity_of,
 };
 use crate::sync::event::EventPools;
 use crate::sync::held::locked;
@@ -124,18 +124,7 @@ impl Memory {
             Err(error) => return Err((block, error)),
         };
         let ptr = block.ptr();
-        let (id, generation) = block.generation();
-        let identity = BlockIdentity {
-            key: BlockKey {
-                source: block.engine().id,
-                id,
-                generation: generation.into(),
-            },
-            ptr,
-            bytes: block.requested(),
-            stream: stream_id,
-            device: block.engine().device.ordinal(),
-        };
+        let identity = identity_of(&block, stream_id);
         Ok(Memory::new(
             Owner::Block(block, identity),
             stream,

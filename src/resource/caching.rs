@@ -35,11 +35,11 @@ fn live(allocator: &Allocator, block: &BlockIdentity) -> Result<(), ResourceErro
     }
 }
 
-/// A block of the allocator as one of a resource.
-pub(crate) fn adopt(block: Block, stream: u64, alignment: usize, tag: Tag) -> ResourceBlock {
+/// Who a block of an allocator is, as a block of a resource.
+pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockIdentity {
     let engine = block.engine();
     let (id, generation) = block.generation();
-    let identity = BlockIdentity {
+    BlockIdentity {
         key: BlockKey {
             source: engine.id,
             id,
@@ -49,7 +49,12 @@ pub(crate) fn adopt(block: Block, stream: u64, alignment: usize, tag: Tag) -> Re
         bytes: block.requested(),
         stream,
         device: engine.device.ordinal(),
-    };
+    }
+}
+
+/// A block of the allocator as one of a resource.
+pub(crate) fn adopt(block: Block, stream: u64, alignment: usize, tag: Tag) -> ResourceBlock {
+    let identity = identity_of(&block, stream);
     // SAFETY: the block's memory, and the block is given up below.
     let named = unsafe { ResourceBlock::new(identity, block.size(), alignment, tag) };
     block.into_raw();
@@ -122,7 +127,7 @@ fn deallocate_watched(
 /// Uses are tracked for reuse: [`record_use`](MemoryResource::record_use) on any stream;
 /// preparing and finishing a use on the block's own stream, where there is nothing to do, and on no
 /// other. Put an [`AsyncResource`](super::AsyncResource) on top to have the order of streams kept.
-// SAFETY: a block has one owner in the books of its allocator, which keeps memory from other streams until
+// SAFETY: a block has one owner by the metadata of its allocator, which keeps memory from other streams until
 // every recorded use is complete, and finds blocks by a key that is theirs alone.
 unsafe impl MemoryResource for Allocator {
     #[inline]

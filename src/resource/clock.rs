@@ -37,7 +37,7 @@ impl Wakeup {
 }
 
 /// Where policies and the watchdog get their time from.
-pub trait Clock: Send + Sync {
+pub trait Clock: std::fmt::Debug + Send + Sync {
     /// Time since some fixed moment.
     fn now(&self) -> Duration;
 

@@ -89,9 +89,9 @@ impl DirectResource {
         }
         let entered = self.context.enter()?;
         entered.synchronize()?;
-        // Out of the books before the address can be given to somebody else.
+        // Out of the table before the address can be given to somebody else.
         self.blocks().remove(&block.ptr);
-        // SAFETY: made by `mem_alloc` here and not yet freed, as the books said; the work of the
+        // SAFETY: made by `mem_alloc` here and not yet freed, as the table said; the work of the
         // context and of the stream's is complete, and that of others is the caller's to have waited for.
         if let Err(error) = unsafe { entered.mem_free(block.ptr) } {
             self.blocks().insert(block.ptr, live);

@@ -2,8 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs code of the user's. A panic in it is logged and goes no further: the books of the caller
-/// are half-way, and a drop may be under way.
+/// Runs code of the user's. A panic in it is logged and goes no further: the caller may be half-way
+/// through a change, or dropping something.
 pub(crate) fn guarded<T>(what: &str, run: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(value) => Some(value),

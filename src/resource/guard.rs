@@ -1,6 +1,5 @@
 //! The guard: relief over a budget.
 
-use std::fmt;
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, Config};
@@ -86,7 +85,7 @@ impl Guard<Allocator> {
 
 /// Sets up a [`Guard`]. By default there is no budget and no reserve, and the policy is
 /// [`OomPolicy::Fail`].
-#[derive(Clone, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct GuardBuilder {
     device: Option<usize>,
     budget: Option<u64>,
@@ -152,16 +151,5 @@ impl GuardBuilder {
         let context = Context::primary(driver, device)?;
         let allocator = Allocator::with_config(&context, Config::new())?;
         self.build(allocator)
-    }
-}
-
-impl fmt::Debug for GuardBuilder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("GuardBuilder")
-            .field("device", &self.device)
-            .field("budget", &self.budget)
-            .field("reserve", &self.reserve)
-            .field("policy", &self.policy)
-            .finish_non_exhaustive()
     }
 }

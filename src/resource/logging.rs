@@ -1,7 +1,7 @@
 //! The logging adaptor and its sinks.
 
 use std::collections::VecDeque;
-use std::fmt::{self, Write};
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -29,7 +29,7 @@ pub enum LogAction {
 }
 
 /// One call that went through a [`Logging`] adaptor.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogRecord {
     /// Its number: increases over all adaptors and threads of the process.
@@ -54,13 +54,13 @@ pub struct LogRecord {
     pub time: Duration,
     /// The kind of error; none if it went well.
     pub error: Option<&'static str>,
-    message: Message,
+    message: String,
 }
 
 impl LogRecord {
     /// The error's text, at most 256 bytes of it.
     pub fn message(&self) -> &str {
-        self.message.as_str()
+        &self.message
     }
 }
 
@@ -87,49 +87,14 @@ impl fmt::Debug for LogRecord {
     }
 }
 
-/// Text cut at a character's border, without an allocation.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Message {
-    bytes: [u8; MESSAGE],
-    length: usize,
-    cut: bool,
-}
-
-impl Message {
-    const EMPTY: Message = Message {
-        bytes: [0; MESSAGE],
-        length: 0,
-        cut: false,
-    };
-
-    fn of(text: &dyn fmt::Display) -> Message {
-        let mut message = Message::EMPTY;
-        // Cutting is no failure.
-        let _ = write!(message, "{text}");
-        message
+/// The text of an error, cut at a character's border.
+fn message(mut text: String) -> String {
+    let mut end = text.len().min(MESSAGE);
+    while !text.is_char_boundary(end) {
+        end -= 1;
     }
-
-    fn as_str(&self) -> &str {
-        // Always whole characters.
-        std::str::from_utf8(&self.bytes[..self.length]).unwrap_or_default()
-    }
-}
-
-impl Write for Message {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        if self.cut {
-            return Ok(());
-        }
-        let room = MESSAGE - self.length;
-        let mut end = text.len().min(room);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        self.cut = end < text.len();
-        self.bytes[self.length..self.length + end].copy_from_slice(&text.as_bytes()[..end]);
-        self.length += end;
-        Ok(())
-    }
+    text.truncate(end);
+    text
 }
 
 /// A sink could not take a record.
@@ -224,7 +189,7 @@ impl RingSink {
 
     /// A copy of the records, in the order in which they came.
     pub fn snapshot(&self) -> Vec<LogRecord> {
-        self.records().iter().copied().collect()
+        self.records().iter().cloned().collect()
     }
 
     /// Records kept.
@@ -255,7 +220,7 @@ impl LogSink for RingSink {
             records.pop_front();
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
-        records.push_back(*record);
+        records.push_back(record.clone());
         Ok(())
     }
 }
@@ -326,7 +291,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
             thread: thread_number(),
             time: self.clock.now(),
             error: error.map(ResourceError::kind),
-            message: error.map_or(Message::EMPTY, |error| Message::of(error)),
+            message: error.map_or_else(String::new, |error| message(error.to_string())),
         }
     }
 
@@ -432,9 +397,8 @@ mod tests {
     #[test]
     fn s5_31_messages_are_cut_at_a_character() {
         let text = format!("{}é{}", "a".repeat(MESSAGE - 1), "b".repeat(9));
-        let message = Message::of(&text);
-        assert_eq!(message.as_str(), "a".repeat(MESSAGE - 1));
-        assert_eq!(Message::of(&"é".repeat(128)).as_str(), "é".repeat(128));
-        assert_eq!(Message::of(&"short").as_str(), "short");
+        assert_eq!(message(text), "a".repeat(MESSAGE - 1));
+        assert_eq!(message("é".repeat(128)), "é".repeat(128));
+        assert_eq!(message("short".into()), "short");
     }
 }

@@ -77,5 +77,5 @@ pub use traits::{MemoryResource, Outstanding, Tracking};
 pub use usage::{Gauge, PoolUsage};
 pub use watchdog::Watchdog;
 
-pub(crate) use caching::adopt;
+pub(crate) use caching::{adopt, identity_of};
 pub(crate) use key::Table;

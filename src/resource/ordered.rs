@@ -57,12 +57,13 @@ const BATCH: usize = 256;
 pub struct AsyncResource<R: MemoryResource = Allocator> {
     inner: R,
     events: EventPools,
-    books: Mutex<Books>,
+    metadata: Mutex<Metadata>,
     stranded: Stranded,
 }
 
+/// What the resource knows of its blocks.
 #[derive(Debug, Default)]
-struct Books {
+struct Metadata {
     blocks: HashMap<u64, Arc<Entry>>,
     live: u64,
     pending: HashMap<u64, Queue>,
@@ -118,7 +119,7 @@ struct Retired {
     charges: Vec<Charge>,
 }
 
-/// Whether a stream means anything beside memory of a context.
+/// Whether a stream belongs to the driver of a context.
 fn same_driver(context: &Context, stream: &Stream) -> Result<(), ResourceError> {
     let (driver, other) = (context.driver(), stream.context().driver());
     if !driver.same_library(other) {
@@ -146,7 +147,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         AsyncResource {
             inner,
             events: EventPools::default(),
-            books: Mutex::default(),
+            metadata: Mutex::default(),
             stranded: Stranded::default(),
         }
     }
@@ -158,16 +159,16 @@ impl<R: MemoryResource> AsyncResource<R> {
 
     /// Bytes that are pending on a stream, by the driver's id of it.
     pub fn pending_on(&self, stream: u64) -> u64 {
-        let books = self.books();
-        books.pending.get(&stream).map_or(0, Queue::bytes)
+        let metadata = self.metadata();
+        metadata.pending.get(&stream).map_or(0, Queue::bytes)
     }
 
-    fn books(&self) -> Locked<'_, Books> {
-        process::lock(&self.books)
+    fn metadata(&self) -> Locked<'_, Metadata> {
+        process::lock(&self.metadata)
     }
 
     fn entry(&self, block: &BlockIdentity) -> Result<Arc<Entry>, ResourceError> {
-        match self.books().blocks.get(&block.ptr) {
+        match self.metadata().blocks.get(&block.ptr) {
             Some(entry) if entry.identity.key == block.key => Ok(Arc::clone(entry)),
             _ => Err(block.gone()),
         }
@@ -175,7 +176,7 @@ impl<R: MemoryResource> AsyncResource<R> {
 
     /// Makes the block's stream wait for all uses on others, and marks the place; no marker if all
     /// of it is already complete.
-    fn settle(
+    fn complete_uses(
         &self,
         entry: &Entry,
         points: &[super::uses::Point],
@@ -219,19 +220,21 @@ impl<R: MemoryResource> AsyncResource<R> {
             entry.uses().closed = false;
             Err(Refused::new(block, error))
         };
-        let newest = self.books().newest(identity.stream);
+        let newest = self.metadata().newest(identity.stream);
         let capture = refuse_capture(&entry.stream, identity.stream);
-        let marker = match capture.and_then(|()| self.settle(entry, &points)) {
+        let marker = match capture.and_then(|()| self.complete_uses(entry, &points)) {
             Ok(marker) => marker,
             Err(error) => return reopen(block, error),
         };
         // Out of the table before the address can be given to somebody else.
-        self.books().blocks.remove(&identity.ptr);
+        self.metadata().blocks.remove(&identity.ptr);
         let charges = block.split_charges(entry.charges_below);
         let keepers = block.keepers();
         block.set_keepers(entry.keepers_below);
         if let Err(failure) = self.inner.deallocate_block(block) {
-            self.books().blocks.insert(identity.ptr, Arc::clone(entry));
+            self.metadata()
+                .blocks
+                .insert(identity.ptr, Arc::clone(entry));
             let mut block = *failure.value;
             block.set_keepers(keepers);
             charges.into_iter().for_each(|charge| block.attach(charge));
@@ -276,18 +279,18 @@ impl<R: MemoryResource> AsyncResource<R> {
 
     /// Puts a deallocation into the queue of its stream.
     fn push(&self, stream: u64, retired: Retired, marker: Option<Pooled>, newest: u64) {
-        let mut guard = self.books();
-        let books = &mut *guard;
-        books.live -= retired.bytes;
+        let mut guard = self.metadata();
+        let metadata = &mut *guard;
+        metadata.live -= retired.bytes;
         let Some(marker) = marker else {
             drop(guard);
             drop(retired);
             return;
         };
-        books.pushes += 1;
-        let queue = books.pending.entry(stream).or_default();
+        metadata.pushes += 1;
+        let queue = metadata.pending.entry(stream).or_default();
         let alone = queue.newest == newest;
-        queue.newest = books.pushes;
+        queue.newest = metadata.pushes;
         let mut replaced = None;
         let oldest = match queue.batches.back_mut() {
             // The new marker was recorded after everything in the batch.
@@ -298,7 +301,7 @@ impl<R: MemoryResource> AsyncResource<R> {
             }
             _ => {
                 queue.batches.push_back(Batch {
-                    id: books.next_batch,
+                    id: metadata.next_batch,
                     marker: Arc::new(marker),
                     retired: vec![retired],
                     closed: false,
@@ -310,7 +313,7 @@ impl<R: MemoryResource> AsyncResource<R> {
                     batch.closed = true;
                     (batch.id, Arc::clone(&batch.marker))
                 });
-                books.next_batch += 1;
+                metadata.next_batch += 1;
                 oldest
             }
         };
@@ -326,14 +329,14 @@ impl<R: MemoryResource> AsyncResource<R> {
     /// A batch's marker was seen complete: its bytes leave. How many.
     fn complete(&self, stream: u64, batch: u64) -> u64 {
         let done = {
-            let mut books = self.books();
-            let Some(queue) = books.pending.get_mut(&stream) else {
+            let mut metadata = self.metadata();
+            let Some(queue) = metadata.pending.get_mut(&stream) else {
                 return 0;
             };
             let at = queue.batches.iter().position(|b| b.id == batch);
             let done = at.and_then(|at| queue.batches.remove(at));
             if queue.batches.is_empty() {
-                books.pending.remove(&stream);
+                metadata.pending.remove(&stream);
             }
             done
         };
@@ -362,7 +365,7 @@ impl Queue {
     }
 }
 
-impl Books {
+impl Metadata {
     fn newest(&self, stream: u64) -> u64 {
         self.pending.get(&stream).map_or(0, |queue| queue.newest)
     }
@@ -399,17 +402,17 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             keepers_below: block.keepers(),
             uses: Mutex::new(Uses::new(id, ready)),
         };
-        let mut books = self.books();
-        if books.blocks.contains_key(&ptr) {
-            drop(books);
+        let mut metadata = self.metadata();
+        if metadata.blocks.contains_key(&ptr) {
+            drop(metadata);
             // Giving it back below would free the memory of the block that is there.
             log::error!("memory at {ptr:#x} was handed out twice; the second block leaks");
             return Err(ResourceError::Collision { ptr });
         }
-        books.live += bytes as u64;
+        metadata.live += bytes as u64;
         block.set_keepers(entry.keepers_below.saturating_add(1));
-        books.blocks.insert(ptr, Arc::new(entry));
-        drop(books);
+        metadata.blocks.insert(ptr, Arc::new(entry));
+        drop(metadata);
         Ok(block)
     }
 
@@ -428,18 +431,18 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     }
 
     fn outstanding(&self) -> Outstanding {
-        let books = self.books();
+        let metadata = self.metadata();
         Outstanding {
-            live: books.live,
-            pending: books.pending.values().map(Queue::bytes).sum(),
+            live: metadata.live,
+            pending: metadata.pending.values().map(Queue::bytes).sum(),
         }
     }
 
     fn reap(&self) -> Result<u64, ResourceError> {
         self.retry();
         let mut waits: Vec<(u64, u64, Arc<Pooled>)> = {
-            let mut books = self.books();
-            let queues = books.pending.iter_mut();
+            let mut metadata = self.metadata();
+            let queues = metadata.pending.iter_mut();
             queues
                 .flat_map(|(stream, queue)| {
                     queue.batches.iter_mut().map(|batch| {
@@ -455,8 +458,8 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             let waited = marker.wait();
             drop(marker);
             if let Err(error) = waited {
-                let mut books = self.books();
-                let queue = books.pending.get_mut(&stream);
+                let mut metadata = self.metadata();
+                let queue = metadata.pending.get_mut(&stream);
                 for batch in queue.into_iter().flat_map(|queue| &mut queue.batches) {
                     batch.quarantined = true;
                 }
@@ -474,13 +477,13 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     }
 
     fn state(&self, block: &BlockIdentity) -> BlockState {
-        let books = self.books();
-        if let Some(entry) = books.blocks.get(&block.ptr)
+        let metadata = self.metadata();
+        if let Some(entry) = metadata.blocks.get(&block.ptr)
             && entry.identity.key == block.key
         {
             return BlockState::Live;
         }
-        let mut batches = books.pending.values().flat_map(|queue| &queue.batches);
+        let mut batches = metadata.pending.values().flat_map(|queue| &queue.batches);
         let found = batches.find(|batch| batch.retired.iter().any(|r| r.key == block.key));
         match found {
             Some(batch) if batch.quarantined => BlockState::Quarantined,

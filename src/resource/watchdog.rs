@@ -32,6 +32,7 @@ pub struct Watchdog {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
+#[derive(Debug)]
 struct Shared {
     /// Fewer free bytes than this pause.
     threshold: u64,
@@ -43,16 +44,6 @@ struct Shared {
     thread: Arc<Wakeup>,
     /// Wakes those who wait for the thread.
     waiters: Arc<Wakeup>,
-}
-
-impl std::fmt::Debug for Shared {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared")
-            .field("threshold", &self.threshold)
-            .field("interval", &self.interval)
-            .field("state", &self.state)
-            .finish_non_exhaustive()
-    }
 }
 
 #[derive(Debug, Default)]
