@@ -14,7 +14,7 @@ use super::surplus::Surplus;
 
 /// Device memory for elements, out of a [`TypedPool`](super::TypedPool) or
 /// [`ThresholdPool`](super::ThresholdPool), to which its drop returns it, in the order of its stream,
-/// without waiting. Everything else is as with a [`DeviceBuffer`], which it can be used as.
+/// without waiting. It can be read as a [`DeviceBuffer`], and written through `as_mut_slice`.
 ///
 /// `Send` and `Sync`.
 pub struct PooledBuffer<T: DeviceCopy> {
