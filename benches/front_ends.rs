@@ -17,9 +17,9 @@ const TAG: Tag = Tag::new("benchmark");
 
 fn resource_pair(rig: &Rig, resource: &impl MemoryResource) {
     let block = resource
-        .allocate(black_box(BYTES), &rig.stream, TAG)
+        .allocate_block(black_box(BYTES), &rig.stream, TAG)
         .unwrap();
-    resource.deallocate(block).unwrap();
+    resource.deallocate_block(block).unwrap();
 }
 
 fn front_ends(criterion: &mut Criterion) {
@@ -41,14 +41,14 @@ fn front_ends(criterion: &mut Criterion) {
     });
     group.bench_function("pooled, budget, logging", |bencher| {
         let rig = Rig::new();
-        let stack = Logging::new(Budget::new(rig.allocator.clone(), 1 << 30), NullSink);
+        let stack = Logging::new(Budget::new(rig.allocator.clone(), Some(1 << 30)), NullSink);
         bencher.iter(|| resource_pair(&rig, &stack));
     });
     group.bench_function("stack of stacks", |bencher| {
         let rig = Rig::new();
-        let inner = Logging::new(Budget::new(rig.allocator.clone(), 1 << 30), NullSink);
+        let inner = Logging::new(Budget::new(rig.allocator.clone(), Some(1 << 30)), NullSink);
         let inner: Arc<dyn MemoryResource> = Arc::new(inner);
-        let stack = Logging::new(Budget::new(inner, 1 << 29), NullSink);
+        let stack = Logging::new(Budget::new(inner, Some(1 << 29)), NullSink);
         bencher.iter(|| resource_pair(&rig, &stack));
     });
     group.bench_function("asynchronous resource", |bencher| {

@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let stream = allocator.create_stream()?;
 
     // Refusals of the budget are logged as well, since the log stands above it.
-    let budget = Arc::new(Budget::new(allocator.clone(), 64 * MIB as u64));
+    let budget = Arc::new(Budget::new(allocator.clone(), Some(64 * MIB as u64)));
     let memory = Arc::new(Logging::new(Arc::clone(&budget), ToLog));
 
     let weights =
@@ -52,10 +52,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         Err(error) => return Err(error.into()),
         Ok(_) => return Err("the budget was not kept".into()),
     }
-    assert_eq!(budget.remaining(), 16 * MIB as u64);
+    assert_eq!(budget.remaining(), Some(16 * MIB as u64));
 
     drop(weights);
-    assert_eq!(budget.reserved(), 0);
+    assert_eq!(budget.used(), 0);
     drop((memory, budget));
     allocator.close()?;
     Ok(())

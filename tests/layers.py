@@ -10,6 +10,9 @@ A file imports another if its code names something that the other defines: in a 
 (`super::x::y`, `crate::x::y`, `x::y` of a module in scope). Names are followed through re-exports to the
 file that defines them, so a `mod.rs` that only hands names on imports nothing. Code for tests (`cfg(test)`)
 is left out, and so are comments. What a method call reaches is not followed.
+
+The guard of the heap's lock has a rule of its own: the files of GUARDED alone may name its type, since only what
+takes a guard as a value, or returns one, can let go of the lock without its caller seeing it.
 """
 
 import argparse
@@ -22,6 +25,12 @@ import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ALLOW = "tests/layers.allow"
+# Who may name the guard of the heap's lock: the lock's own file, and the two that hand the guard on.
+GUARDED = {
+    "src/allocator/engine/mod.rs",
+    "src/allocator/engine/calls.rs",
+    "src/allocator/reclaim/climb.rs",
+}
 
 # Comments and literals; a lifetime is no character.
 BLANK = re.compile(
@@ -459,7 +468,20 @@ def judge(root):
     for room, knows in sorted(rooms.items()):
         for other in sorted(knows - taken[room]):
             wrong.append(f"{room} does not know {other} any more: take it off {ALLOW}")
-    return wrong
+    return wrong + guards(root)
+
+
+def guards(root):
+    """The files that name the guard of the heap's lock, and may not."""
+    wrong = []
+    for module in Tree(root).modules:
+        if not module.file.startswith("src/allocator/") or module.file in GUARDED:
+            continue
+        with open(os.path.join(root, module.file), encoding="utf-8") as opened:
+            code = " ".join(without_tests(TOKEN.findall(strip(opened.read()))))
+        if re.search(r"\bengine :: (?:\{[^}]*\b)?Guard\b|\bHeld < (?:'\w+ , )?(?:State|Heap)\b", code):
+            wrong.append(f"{module.file} must not name the guard of the heap's lock: see GUARDED")
+    return sorted(set(wrong))
 
 
 def shrink(root):
@@ -471,6 +493,21 @@ def shrink(root):
     lines = [line for line, after in heads if line.strip() != "circle" or after.startswith(" ")]
     with open(os.path.join(root, ALLOW), "w", encoding="utf-8") as opened:
         opened.write(re.sub(r"\n\n\n+", "\n\n", "".join(lines)).rstrip("\n") + "\n")
+
+
+def guard_in(file, names="Guard"):
+    """A tree with a lock, and a file that takes its guard."""
+    module = file[len("src/allocator/") : -3].split("/")
+    tree = {
+        "src/lib.rs": "mod allocator;\n",
+        "src/allocator/mod.rs": f"mod engine;\nmod {module[0]};\n",
+        "src/allocator/engine/mod.rs": "pub struct Engine;\npub type Guard<'a> = &'a Engine;\n",
+        file: f"use crate::allocator::engine::{names};\nfn f<'a>(state: Guard<'a>) -> Guard<'a> {{ state }}\n",
+        ALLOW: "allocator:\n",
+    }
+    if module[1:]:
+        tree[f"src/allocator/{module[0]}/mod.rs"] = f"mod {module[1]};\n"
+    return tree
 
 
 def self_test():
@@ -511,6 +548,10 @@ def self_test():
         ("rooms in a circle", {ALLOW: "high: low top\n"}, ["rooms that may know each other", "high does not know top"]),
         ("allowed", {"src/low/a.rs": "use super::B;\n", ALLOW: "circle\n    src/low/a.rs\n    src/low/b.rs\n"}, []),
         ("a circle that is gone", {ALLOW: "circle\n    src/low/a.rs\n    src/low/b.rs\n"}, ["src/low/a.rs is in no circle", "src/low/b.rs is in no circle"]),
+        ("a guard", guard_in("src/allocator/heap.rs"), ["src/allocator/heap.rs must not name the guard"]),
+        ("a guard among others", guard_in("src/allocator/heap.rs", "{Engine, Guard}"), ["src/allocator/heap.rs must not name the guard"]),
+        ("a guard by its own type", {"src/lib.rs": "mod allocator;\n", "src/allocator/mod.rs": "fn f(_: Held<'_, State>) {}\n", ALLOW: "allocator:\n"}, ["src/allocator/mod.rs must not name the guard"]),
+        ("a guard that may be named", guard_in("src/allocator/reclaim/climb.rs"), []),
         ("a circle that has grown", {"src/low/a.rs": "use super::B;\nuse crate::low::Made;\n", "src/low/mod.rs": "fn g(_: A) {}\n", ALLOW: "circle\n    src/low/a.rs\n    src/low/b.rs\n"}, ["circle of 3 files, grown by src/low/mod.rs"]),
     ]
     failed = 0

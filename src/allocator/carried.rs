@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::size::GRANULE;
-use super::{Allocator, Config, Policy};
+use super::{Allocator, Config, Error, Policy, Request};
 use crate::Block;
 use crate::allocator::cache::front::PAGE_GRAINS;
 use crate::allocator::cache::grant::Lifetime;
@@ -21,6 +21,11 @@ const MIB: usize = 1 << 20;
 const PAGE: usize = 64 * KIB;
 
 pub(super) type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+/// Asks for cached memory alone.
+pub(super) fn cached(allocator: &Allocator, bytes: usize, stream: &Stream) -> Result<Block, Error> {
+    allocator.allocate_with(Request::new(bytes).cached_only(), stream)
+}
 
 /// An allocator on a simulator of its own.
 pub(super) struct Rig {
@@ -77,19 +82,19 @@ fn lifetime(block: &Block) -> Lifetime {
 
 /// Gives all free records so many generations.
 fn age_records(allocator: &Allocator, generation: u32) {
-    let mut state = allocator.engine().lock();
-    let free: Vec<u32> = state.extents.records.iter().map(|(id, _)| id).collect();
+    let mut heap = allocator.engine().lock();
+    let free: Vec<u32> = heap.extents.records.iter().map(|(id, _)| id).collect();
     for id in free {
-        if state.extents.records[id].is_free() {
-            state.extents.records[id].generation = generation;
+        if heap.extents.records[id].is_free() {
+            heap.extents.records[id].generation = generation;
         }
     }
 }
 
 /// Gives all pages so many generations; after the next block its front looks at them.
 fn age_pages(allocator: &Allocator, generation: u32) {
-    let state = allocator.engine().lock();
-    for front in state.fronts.all() {
+    let heap = allocator.engine().lock();
+    for front in heap.fronts.all() {
         front.lock().age(generation, 0);
     }
 }
@@ -136,11 +141,12 @@ fn let_go_behind_a_wait(another: bool) -> Outcome {
     assert_eq!(allocator.stats().stream_waits, 1);
     allocator.trim(u64::MAX)?;
     allocator.check()?;
-    let state = allocator.engine().lock();
-    assert!(state.fronts.held_back.is_empty(), "its stream follows");
-    drop(state);
-    let got = allocator.allocate_at_hand(PAGE, 1, &c, &[])?;
-    assert!(got.is_none(), "{got:?} at {at:#x} is in use");
+    let heap = allocator.engine().lock();
+    assert!(heap.fronts.held_back.is_empty(), "its stream follows");
+    drop(heap);
+    let got = cached(allocator, PAGE, &c);
+    let none = matches!(got, Err(Error::NotCached));
+    assert!(none, "{got:?}: {at:#x} is in use");
     rig.sim.complete_all();
     drop((others, behind));
     rig.end()
@@ -184,33 +190,33 @@ fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
     let first = row[1].as_ref().ok_or("taken")?.ptr();
     [3, 1, 4, 2].into_iter().for_each(|at| row[at] = None);
     let picture = || {
-        let state = allocator.engine().lock();
-        let mut pieces: Vec<_> = state
+        let heap = allocator.engine().lock();
+        let mut pieces: Vec<_> = heap
             .extents
             .large
             .pieces()
             .map(|piece| {
-                let cold = state.extents.records.cold(piece.id);
+                let cold = heap.extents.records.cold(piece.id);
                 let uses = cold.uses.as_slice().to_vec();
                 (piece.addr, piece.granules, uses, cold.owner, cold.freed)
             })
             .collect();
         pieces.sort_unstable_by_key(|piece| piece.0);
-        (pieces, state.stats.all, state.mixed_peak)
+        (pieces, heap.stats.all, heap.mixed_peak)
     };
     let before = picture();
     assert_eq!(before.0.len(), 4);
     {
-        let mut state = allocator.engine().lock();
-        let piece = state
+        let mut heap = allocator.engine().lock();
+        let piece = heap
             .extents
             .piece_around(SpaceId::Large, first)
             .ok_or("no piece")?;
         let mib = (MIB as u64 / GRANULE) as u32;
-        let claimed = state.claim(SpaceId::Large, piece, mib, 6 * mib);
+        let claimed = heap.claim(SpaceId::Large, piece, mib, 6 * mib);
         let (id, shards) = claimed.ok_or("not claimed")?;
         assert_eq!(shards.len(), 4);
-        state.restore(SpaceId::Large, id, shards);
+        heap.restore(SpaceId::Large, id, shards);
     }
     assert_eq!(picture(), before);
     rig.sim.complete_all();
@@ -250,8 +256,8 @@ fn the_rest_of_a_piece_stays_its_streams() -> Outcome {
     rig.write(block.ptr(), 4 * MIB, &a)?;
     drop(block);
     let half = allocator.allocate(2 * MIB, &a)?;
-    assert!(allocator.allocate_at_hand(MIB, 1, &b, &[])?.is_none());
-    assert!(allocator.allocate_at_hand(MIB, 1, &a, &[])?.is_some());
+    assert!(matches!(cached(allocator, MIB, &b), Err(Error::NotCached)));
+    assert!(cached(allocator, MIB, &a).is_ok());
     drop(half);
     rig.end()
 }
@@ -271,8 +277,8 @@ fn what_a_front_noted_goes_into_the_books() -> Outcome {
     block.record_stream(&b)?;
     block.record_stream(&c)?;
     drop(block);
-    let uses = |state: &crate::allocator::heap::State| {
-        let held = state
+    let uses = |heap: &crate::allocator::heap::Heap| {
+        let held = heap
             .fronts
             .held_back
             .iter()
@@ -296,7 +302,7 @@ fn a_guarded_block_keeps_its_uses() -> Outcome {
     block.record_stream(&b)?;
     drop(block);
     drop(guard);
-    assert!(allocator.allocate_at_hand(MIB, 1, &a, &[])?.is_none());
+    assert!(matches!(cached(allocator, MIB, &a), Err(Error::NotCached)));
     assert_eq!(allocator.trim(0)?.pending, 2 << 20);
     rig.end()
 }
@@ -361,8 +367,8 @@ fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
         allocator.allocate(8 * MIB, &a)?,
     ];
     {
-        let state = allocator.engine().lock();
-        let view = |block: &Block| state.views.view_around(block.ptr()).map(|(base, _)| base);
+        let heap = allocator.engine().lock();
+        let view = |block: &Block| heap.views.view_around(block.ptr()).map(|(base, _)| base);
         assert!(view(&one).is_some() && view(&one) == view(&other));
     }
     one.record_stream(&b)?;
@@ -496,18 +502,18 @@ fn another_record_is_what_parts_are_lent_to() -> Outcome {
     let block = allocator.allocate(9 * MIB, &a)?;
     let mut life = lifetime(&block);
     drop(block);
-    let mut state = allocator.engine().lock();
+    let mut heap = allocator.engine().lock();
     let mib = (MIB as u64 / GRANULE) as u32;
-    let (base, view) = state.views.view_around(life.ptr).ok_or("not in a view")?;
+    let (base, view) = heap.views.view_around(life.ptr).ok_or("not in a view")?;
     let offset = ((life.ptr - base) / GRANULE) as u32;
     let parts = view.home_parts(offset, 9 * mib);
-    let lent = state.lend(SpaceId::Large, 0, &parts).ok_or("not free")?;
+    let lent = heap.lend(SpaceId::Large, 0, &parts).ok_or("not free")?;
     let parts = lent.parts.into_iter().map(|(id, _)| id).collect();
-    let id = state.view_block(base, offset, 9 * mib, parts);
-    state.extents.records[id].generation = SPENT;
-    life.id = state.born(id, 0, 9 << 20);
-    life.generation = state.extents.records[life.id].generation;
-    drop(state);
+    let id = heap.view_block(base, offset, 9 * mib, parts);
+    heap.extents.records[id].generation = SPENT;
+    life.id = heap.born(id, 0, 9 << 20);
+    life.generation = heap.extents.records[life.id].generation;
+    drop(heap);
     assert_ne!(life.id, id);
     allocator.check()?;
     allocator.engine().free_block(&life)?;
@@ -545,7 +551,8 @@ fn generations_of_small_blocks_do_not_come_again() -> Outcome {
                 age_pages(allocator, u32::MAX - 2);
             }
             let align = if round % 5 == 4 { 1024 } else { 1 };
-            let block = allocator.allocate_aligned(512 + 512 * (round % 3), align, &a)?;
+            let block =
+                allocator.allocate_with(Request::new(512 + 512 * (round % 3)).align(align), &a)?;
             assert!(
                 lives.insert((block.generation(), block.ptr())),
                 "round {round}"

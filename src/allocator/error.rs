@@ -45,6 +45,9 @@ pub enum Error {
     /// No memory, after everything was tried.
     #[error(transparent)]
     OutOfMemory(#[from] Box<OutOfMemory>),
+    /// There is no cached memory that the stream may use without a wait, and the request was for that alone.
+    #[error("no cached memory serves the request")]
+    NotCached,
     /// A pointer that this allocator never handed out.
     #[error("{ptr:#x} is not memory of this allocator")]
     NotOurs {

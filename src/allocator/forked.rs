@@ -1,6 +1,6 @@
 //! A forked child finds locks that a thread of its parent held: nothing waits for them.
 
-use super::{Allocator, Config, Error, Policy};
+use super::{Allocator, Config, Error, Policy, ReliefHook};
 use crate::DeviceBuffer;
 use crate::driver::process::child_says;
 use crate::driver::{Context, Stream};
@@ -76,7 +76,9 @@ fn d9_nothing_waits_for_hooks_in_a_forked_child() -> Test {
     let context = Context::primary(&driver, driver.device(0)?)?;
     let a = Allocator::with_config(&context, Config::new())?;
     let told = a.engine().hooks.while_locked(|| {
-        child_says(|| !a.add_relief_hook("new", |_| 0) && !a.remove_relief_hook("new"))
+        child_says(|| {
+            !a.add_relief_hook(ReliefHook::new("new", |_| 0)) && !a.remove_relief_hook("new")
+        })
     });
     assert!(told);
     Ok(())

@@ -14,6 +14,7 @@ pub(crate) mod heap;
 pub(crate) mod physical;
 pub(crate) mod reclaim;
 mod report;
+mod request;
 pub mod size;
 mod stats;
 pub(crate) mod stream;
@@ -23,14 +24,13 @@ pub(crate) mod view;
 
 pub use api::Allocator;
 pub use api::block::{Block, FreeError};
-pub use api::carver::{CarveError, Carved, Carver};
+pub use api::carver::{CarveError, Carved, Carver, CarverStats};
 pub use api::guard::RangeGuard;
-pub use api::placement::Placement;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
 pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
 pub(crate) use engine::Engine;
-pub(crate) use engine::beside::{Beside, Sides};
+pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
 pub use error::{Error, OutOfMemory, PendingBytes, PinnedSegment};
 pub(crate) use extent::hash::Mixed;
@@ -39,4 +39,5 @@ pub use report::{
     BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
     PhysicalSegment, SegmentInfo, SelfTest, Stranded, Trimmed,
 };
+pub use request::Request;
 pub use stats::{Counter, PoolStats, Rungs, Stats};

@@ -178,13 +178,14 @@ pub struct Stats {
     /// Bytes of freed blocks that fronts keep as they are, for the next request of their size; large ones
     /// are among them.
     pub front_bytes: u64,
-    /// Free pieces, apart from what fronts keep for the next request of their size.
+    /// Free pieces, small ones and those that other streams may still use among them.
     pub free_blocks: u64,
     /// Bytes of free memory, whatever it is pending on.
     pub free: u64,
-    /// The largest of the free pieces in bytes.
+    /// The largest of the free pieces, in bytes.
     pub largest_free: u64,
-    /// Records in use: blocks, free pieces, holes and pages.
+    /// Blocks, free pieces, holes and pages that have a record, small blocks and their free neighbours
+    /// among them.
     pub nodes: u64,
     /// The memory limit in bytes, if one is set.
     pub limit: Option<u64>,

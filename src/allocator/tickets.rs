@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::carried::{Outcome, Rig};
-use super::{Config, Policy};
+use super::carried::{Outcome, Rig, cached};
+use super::{Config, Error, Policy};
 use crate::Block;
 use crate::allocator::engine::leaving::Leaving;
 use crate::allocator::extent::uses::Use;
@@ -134,11 +134,11 @@ fn a_wait_brings_what_its_marker_follows() -> Outcome {
         row: row.into(),
     };
     rig.allocator.engine().queue_waits(c, &[wait])?;
-    let state = rig.allocator.engine().lock();
-    let ready = |stream, ticket| state.streams.ready(c, &Use { stream, ticket });
+    let heap = rig.allocator.engine().lock();
+    let ready = |stream, ticket| heap.streams.ready(c, &Use { stream, ticket });
     assert!(ready(b, 4) && !ready(b, 5));
     assert!(ready(a, 9) && !ready(a, 10));
-    drop(state);
+    drop(heap);
     rig.end()
 }
 
@@ -161,7 +161,7 @@ fn a_page_freed_behind_a_marker_is_not_covered_by_it() -> Outcome {
     rig.write(page.ptr(), PAGE, &a)?;
     drop(page);
     allocator.trim(u64::MAX)?;
-    assert!(allocator.allocate_at_hand(PAGE, 1, &b, &[])?.is_none());
+    assert!(matches!(cached(allocator, PAGE, &b), Err(Error::NotCached)));
     rig.sim.complete_all();
     drop(others);
     rig.end()
@@ -203,23 +203,23 @@ fn d3_a_slot_that_is_left_goes_once() -> Outcome {
     let rig = Rig::new(packed())?;
     let engine = rig.allocator.engine();
     let key = StreamKey::Id(900);
-    let mut state = engine.lock();
-    let slot = state.adopt(key, 900, rig.context.clone(), Holder::foreign());
-    let leaving = Leaving::begin(engine, &mut state, slot, key);
-    state.recycle(slot);
-    let stays = state.streams[slot].in_use;
-    drop(state);
+    let mut heap = engine.lock();
+    let slot = heap.adopt(key, 900, rig.context.clone(), Holder::foreign());
+    let leaving = Leaving::begin(engine, &mut heap, slot, key);
+    heap.recycle(slot);
+    let stays = heap.streams[slot].in_use;
+    drop(heap);
     drop(leaving);
     assert!(stays);
-    let mut state = engine.lock();
-    assert_eq!(state.streams.find(key), Some(slot));
-    state.recycle(slot);
-    assert!(state.streams[slot].in_use);
-    state.streams.forget_key(slot);
-    state.recycle(slot);
-    assert!(!state.streams[slot].in_use);
-    assert_eq!(state.streams.len(), 0);
-    drop(state);
+    let mut heap = engine.lock();
+    assert_eq!(heap.streams.find(key), Some(slot));
+    heap.recycle(slot);
+    assert!(heap.streams[slot].in_use);
+    heap.streams.forget_key(slot);
+    heap.recycle(slot);
+    assert!(!heap.streams[slot].in_use);
+    assert_eq!(heap.streams.len(), 0);
+    drop(heap);
     rig.end()
 }
 
@@ -231,13 +231,13 @@ fn d3_fronts_of_a_stream_that_leaves_stay_shut() -> Outcome {
     let [a] = rig.streams()?;
     drop(rig.allocator.allocate(KIB, &a)?);
     let (slot, key) = slot_of(&rig, &a)?;
-    let mut state = engine.lock();
-    let front = state.streams[slot].fronts[0];
+    let mut heap = engine.lock();
+    let front = heap.fronts.of(slot)[0];
     assert!(front.lock().is_fast());
-    let leaving = Leaving::begin(engine, &mut state, slot, key);
-    state.open_fronts();
+    let leaving = Leaving::begin(engine, &mut heap, slot, key);
+    heap.open_fronts();
     let opened = front.lock().is_fast();
-    drop(state);
+    drop(heap);
     drop(leaving);
     assert!(!opened);
     assert!(front.lock().is_fast());
@@ -256,10 +256,10 @@ fn d3_pages_of_a_stream_that_leaves_go_with_its_last_marker() -> Outcome {
     rig.write(page.ptr(), PAGE, &a)?;
     drop(page);
     rig.allocator.retire(&a)?;
-    let state = rig.allocator.engine().lock();
-    assert!(state.streams[slot].in_use, "its work is under way");
-    assert_eq!(state.streams[slot].pages, 0);
-    drop(state);
+    let heap = rig.allocator.engine().lock();
+    assert!(heap.streams[slot].in_use, "its work is under way");
+    assert_eq!(heap.fronts.pages_of(slot), 0);
+    drop(heap);
     rig.end()
 }
 
@@ -283,10 +283,10 @@ fn d6_memory_of_a_context_that_is_gone_is_not_lost() -> Outcome {
     drop((small, large));
     allocator.engine().context_gone(&there);
     {
-        let state = allocator.engine().lock();
-        assert_eq!(state.streams[slot].pages, 0);
-        let free = state.streams.ticket(slot, None);
-        assert!(!state.streams.complete(&free));
+        let heap = allocator.engine().lock();
+        assert_eq!(heap.fronts.pages_of(slot), 0);
+        let free = heap.streams.ticket(slot, None);
+        assert!(!heap.streams.complete(&free));
     }
     assert_eq!(allocator.trim(0)?.pending, 6 << 20);
     allocator.synchronize()?;

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::RangeBounds;
 
-use crate::allocator::{Allocator, Beside, Block};
+use crate::allocator::{Allocator, Block};
 use crate::driver::{Device, Stream, sys};
 
 use super::element::{DeviceCopy, FillValue, bytes_of};
@@ -63,7 +63,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// [`BufferError::TooLarge`] before any driver call, and those of
-    /// [`Allocator::allocate_aligned`].
+    /// [`Allocator::allocate_with`].
     pub fn uninit(
         alloc: &Allocator,
         len: usize,
@@ -166,21 +166,6 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     #[inline(always)]
     pub(crate) fn over(memory: Memory, len: usize) -> Self {
         Self::new(Some(memory), len)
-    }
-
-    /// Frees the buffer if that takes no more than the front of its block, and notes it beside that in
-    /// the same step.
-    ///
-    /// # Safety
-    /// If it returns something the buffer is gone: it must not be used, nor dropped.
-    #[inline(always)]
-    pub(crate) unsafe fn free_beside<N, R>(
-        &mut self,
-        side: &Beside<N>,
-        note: impl FnOnce(&mut N) -> R,
-    ) -> Option<R> {
-        // SAFETY: the caller's contract.
-        unsafe { self.memory.as_mut()?.free_beside(side, note) }
     }
 
     /// The home and its id; on another thread the handle of a per-thread default stream has another one.

@@ -3,11 +3,13 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 
-use crate::driver::{DriverError, Entered, Event, Stream, StreamKind, process};
+use crate::driver::{DriverError, Entered, Stream, process};
+use crate::sync::event::Pooled;
+use crate::sync::order::{wait, wait_for};
 
 use super::element::DeviceCopy;
 use super::error::BufferError;
-use super::order::{Failed, Memory, mark, submit, wait};
+use super::order::{Failed, Memory, submit};
 use super::pinned::{CopyError, PinnedBuffer};
 
 /// A copy between a device and a [`PinnedBuffer`], which it owns until the copy is complete.
@@ -18,7 +20,7 @@ use super::pinned::{CopyError, PinnedBuffer};
 pub struct CopyInFlight<T: DeviceCopy> {
     host: ManuallyDrop<PinnedBuffer<T>>,
     /// The copy's end and its stream; none if it is known to be complete.
-    end: Option<(Event, Stream)>,
+    end: Option<(Pooled, Stream)>,
 }
 
 impl<T: DeviceCopy> CopyInFlight<T> {
@@ -48,7 +50,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
         let raw = host.raw();
         let submitted = submit(stream, &[memory], |entered| operation(entered, raw));
         let error = match submitted {
-            Ok(()) => match mark(stream) {
+            Ok(()) => match memory.events().record(stream) {
                 Ok(event) => {
                     return Ok(CopyInFlight {
                         host: ManuallyDrop::new(host),
@@ -59,7 +61,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
             },
             Err(Failed::Before(error)) => return refused(host, error),
             Err(Failed::Submitted(error)) => {
-                return match wait(stream) {
+                return match wait(stream, memory.events()) {
                     Ok(()) => refused(host, error),
                     Err(_) => {
                         leak(host);
@@ -69,7 +71,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
             }
         };
         // It was submitted, but its end cannot be marked: this is as good.
-        match wait(stream) {
+        match wait(stream, memory.events()) {
             Ok(()) => Ok(Self::complete(host)),
             Err(_) => {
                 leak(host);
@@ -92,7 +94,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
     pub fn is_complete(&self) -> Result<bool, BufferError> {
         match &self.end {
             None => Ok(true),
-            Some((event, _)) => Ok(event.context().enter()?.query(event)?),
+            Some((event, _)) => Ok(event.is_complete()?),
         }
     }
 
@@ -120,21 +122,11 @@ impl<T: DeviceCopy> CopyInFlight<T> {
     }
 }
 
-fn settle(end: Option<(Event, Stream)>) -> Result<(), DriverError> {
+fn settle(end: Option<(Pooled, Stream)>) -> Result<(), DriverError> {
     let Some((event, stream)) = end else {
         return Ok(());
     };
-    let by_event = || event.context().enter()?.wait(&event);
-    by_event().or_else(|error| {
-        let waited = if stream.kind() == StreamKind::PerThreadDefault {
-            // On another thread the handle means another stream.
-            let context = stream.context();
-            context.enter().and_then(|entered| entered.synchronize())
-        } else {
-            wait(&stream)
-        };
-        waited.map_err(|_| error)
-    })
+    wait_for(&event, &stream)
 }
 
 fn leak<T: DeviceCopy>(host: PinnedBuffer<T>) {

@@ -8,8 +8,10 @@
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Beside, Block, User};
-use crate::driver::{Context, DriverError, Entered, Event, Stream, StreamKind, process, sys};
+use crate::allocator::{Allocator, Block, Request, User};
+use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
+use crate::sync::event::EventPools;
+use crate::sync::{capture, order};
 
 use super::error::BufferError;
 use super::late::{self, Late};
@@ -18,8 +20,6 @@ use super::late::{self, Late};
 pub(crate) struct Memory {
     block: ManuallyDrop<Block>,
     stream: ManuallyDrop<Stream>,
-    /// The stream is somebody else's, who keeps it for as long.
-    lent: bool,
     /// For the per-thread default stream this is the one of the thread that allocated.
     stream_id: u64,
     /// Streams were given work on the block that the home does not wait for: see [`late`].
@@ -34,7 +34,7 @@ impl Memory {
         stream: &Stream,
     ) -> Result<Memory, BufferError> {
         let stream_id = stream.id()?;
-        let block = alloc.allocate_aligned(bytes, alignment, stream)?;
+        let block = alloc.allocate_with(Request::new(bytes).align(alignment), stream)?;
         Ok(Memory::new(block, stream.clone(), stream_id))
     }
 
@@ -53,55 +53,8 @@ impl Memory {
         Memory {
             block: ManuallyDrop::new(block),
             stream: ManuallyDrop::new(stream),
-            lent: false,
             stream_id,
             astray: AtomicBool::new(false),
-        }
-    }
-
-    /// [`new`](Self::new) without a count of the stream's users, which would be a word that they all
-    /// write.
-    ///
-    /// # Safety
-    /// A clone of the stream lives until after the memory, and whatever it becomes part of.
-    #[inline(always)]
-    pub(crate) unsafe fn on_lent_stream(block: Block, stream: &Stream, stream_id: u64) -> Memory {
-        Memory {
-            block: ManuallyDrop::new(block),
-            // SAFETY: the copy is never dropped, and the original outlives it.
-            stream: ManuallyDrop::new(unsafe { std::ptr::read(stream) }),
-            lent: true,
-            stream_id,
-            astray: AtomicBool::new(false),
-        }
-    }
-
-    /// Frees a small block if that takes no more than its front, and notes it beside that in the same
-    /// step.
-    ///
-    /// # Safety
-    /// If it returns something the memory is gone: it must not be used, nor dropped.
-    #[inline(always)]
-    pub(super) unsafe fn free_beside<N, R>(
-        &mut self,
-        side: &Beside<N>,
-        note: impl FnOnce(&mut N) -> R,
-    ) -> Option<R> {
-        if *self.astray.get_mut() {
-            return None;
-        }
-        // SAFETY: the caller's contract.
-        let noted = unsafe { self.block.free_beside(side, note) }?;
-        self.let_go_of_stream();
-        Some(noted)
-    }
-
-    /// The stream must not be used after this.
-    #[inline]
-    fn let_go_of_stream(&mut self) {
-        if !self.lent {
-            // SAFETY: all callers are at the end of the memory.
-            unsafe { ManuallyDrop::drop(&mut self.stream) };
         }
     }
 
@@ -195,7 +148,7 @@ impl Memory {
         let id = stream.id()?;
         self.admit(stream, id)?;
         if id != self.stream_id {
-            order(&self.stream, stream)?;
+            order::order(&self.stream, stream, self.events())?;
         }
         Ok(())
     }
@@ -229,7 +182,7 @@ impl Memory {
 
     /// Lets the home wait for the work of `stream`, or else the host.
     fn let_home_wait(&self, stream: &Stream) -> Result<(), DriverError> {
-        order(stream, &self.stream).or_else(|error| {
+        order::order(stream, &self.stream, self.events()).or_else(|error| {
             // A wait for what is captured cannot end, and would spoil the capture.
             if refuse_capture(stream).is_err() {
                 return Err(error);
@@ -241,6 +194,11 @@ impl Memory {
     #[cold]
     fn note_late(&self, stream: &Stream, id: u64) {
         late::note(&self.astray, self.key(), stream, id);
+    }
+
+    /// Where events for its order come from.
+    pub(super) fn events(&self) -> &EventPools {
+        &self.block.engine().events
     }
 
     fn key(&self) -> late::Key {
@@ -268,9 +226,11 @@ impl Memory {
             return Err((self, error));
         }
         let mut this = ManuallyDrop::new(self);
-        this.let_go_of_stream();
-        // SAFETY: `this` is not dropped, and the field is not used again.
-        Ok(unsafe { ManuallyDrop::take(&mut this.block) })
+        // SAFETY: `this` is not dropped, and the fields are not used again.
+        unsafe {
+            ManuallyDrop::drop(&mut this.stream);
+            Ok(ManuallyDrop::take(&mut this.block))
+        }
     }
 }
 
@@ -294,34 +254,19 @@ impl Drop for Memory {
                 users.push(User::of(&self.stream));
             }
             block.drop_after(users);
+        } else {
+            drop(block);
         }
-        self.let_go_of_stream();
+        // SAFETY: as above; a block goes before its stream.
+        unsafe { ManuallyDrop::drop(&mut self.stream) };
     }
-}
-
-/// Lets later work of `second` come after the work of `first` so far.
-fn order(first: &Stream, second: &Stream) -> Result<(), DriverError> {
-    second.wait_event(&mark(first)?)
-}
-
-/// An event that stands for the work of `stream` so far.
-pub(super) fn mark(stream: &Stream) -> Result<Event, DriverError> {
-    let event = stream.context().enter()?.create_event()?;
-    stream.mark(&event)?;
-    Ok(event)
 }
 
 /// Work on a graph's stream would run when the graph does, which may be after the buffer's end.
 fn refuse_capture(stream: &Stream) -> Result<(), BufferError> {
-    match stream.is_capturing() {
-        Ok(false) => Ok(()),
-        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            Err(error.into())
-        }
-        Ok(true) | Err(_) => Err(BufferError::Capturing {
-            stream: stream.raw() as usize,
-        }),
-    }
+    capture::refuse_capture(stream, |stream| BufferError::Capturing {
+        stream: stream.raw() as usize,
+    })
 }
 
 /// An operation that failed.
@@ -353,7 +298,7 @@ pub(super) fn submit(
         memory.admit(stream, id).map_err(Failed::Before)?;
     }
     for memory in used.iter().filter(|memory| memory.stream_id != id) {
-        order(&memory.stream, stream).map_err(before)?;
+        order::order(&memory.stream, stream, memory.events()).map_err(before)?;
     }
     let entered = stream.context().enter().map_err(before)?;
     // A failure may be that of earlier work, reported late, so it does not say that nothing was
@@ -368,6 +313,20 @@ pub(super) fn submit(
     refuse_capture(stream).map_err(Failed::Submitted)
 }
 
+/// As [`submit`] of an operation on one memory, and waits until it is complete.
+pub(super) fn submit_and_wait(
+    stream: &Stream,
+    memory: &Memory,
+    operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
+) -> Ended {
+    let result = match submit(stream, &[memory], operation) {
+        Ok(()) => Ok(()),
+        Err(Failed::Before(error)) => return Ended::Over(Err(error)),
+        Err(Failed::Submitted(error)) => Err(error),
+    };
+    end_of(stream, result, memory.events())
+}
+
 /// How an operation ended that was waited for.
 #[must_use]
 pub(crate) enum Ended {
@@ -378,58 +337,16 @@ pub(crate) enum Ended {
     Unseen(DriverError),
 }
 
-/// As [`submit`], and waits until the operation is complete.
-pub(super) fn submit_and_wait(
-    stream: &Stream,
-    used: &[&Memory],
-    operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
-) -> Ended {
-    let result = match submit(stream, used, operation) {
-        Ok(()) => Ok(()),
-        Err(Failed::Before(error)) => return Ended::Over(Err(error)),
-        Err(Failed::Submitted(error)) => Err(error),
-    };
-    end_of(stream, result)
-}
-
-/// Waits for the work of `stream` so far, by all means: an event, the stream, the whole context.
-pub(super) fn wait(stream: &Stream) -> Result<(), DriverError> {
-    let context = stream.context();
-    let by_event = || context.enter()?.wait(&mark(stream)?);
-    by_event().or_else(|error| {
-        // A wait for what is captured cannot end, and would spoil the capture.
-        if refuse_capture(stream).is_err() {
-            return Err(error);
-        }
-        stream
-            .synchronize()
-            .or_else(|_| context.enter()?.synchronize())
-            .map_err(|_| error)
-    })
-}
-
-/// How often a wait is tried again whose failure says nothing about the work.
-const TRIES: u32 = 100;
-
 /// Waits for the end of an operation that was given to `stream` with this result.
-pub(crate) fn end_of(stream: &Stream, result: Result<(), BufferError>) -> Ended {
-    let mut tries = 0;
-    loop {
-        match wait(stream) {
-            Ok(()) => return Ended::Over(result),
-            Err(error) if ends_work(error) || stream.context().driver().is_forked_child() => {
-                return Ended::Over(result.and(Err(error.into())));
-            }
-            Err(error) if tries == TRIES => return Ended::Unseen(error),
-            Err(_) => std::thread::yield_now(),
-        }
-        tries += 1;
+pub(crate) fn end_of(
+    stream: &Stream,
+    result: Result<(), BufferError>,
+    events: &EventPools,
+) -> Ended {
+    match order::see_end(stream, events) {
+        order::Ended::Over(end) => Ended::Over(result.and(end.map_err(BufferError::from))),
+        order::Ended::Unseen(error) => Ended::Unseen(error),
     }
-}
-
-/// Whether an error says that the context does no work any more.
-fn ends_work(error: DriverError) -> bool {
-    error.is_fatal() || error.code() == sys::CUresult::CUDA_ERROR_INVALID_CONTEXT
 }
 
 /// A block that could not become a buffer, and why.

@@ -188,7 +188,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// Copies bytes to memory of ours, and waits.
     fn copy_out(&self, memory: &Memory, start: usize, bytes: usize, target: *mut u8) -> Ended {
         let (from, stream) = (self.ptr + start as u64, memory.stream());
-        submit_and_wait(stream, &[memory], |entered| {
+        submit_and_wait(stream, memory, |entered| {
             // SAFETY: the bytes lie in the memory, which is allocated until work on its home is done;
             // the target has room for them, and is kept until the copy is over.
             unsafe { entered.copy_device_to_host(target.cast(), from, bytes, stream.raw()) }
@@ -266,7 +266,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
                 entered.copy_device_to_host(target.as_mut_ptr().cast(), from, bytes, stream.raw())
             }
         };
-        started(stream, submit(stream, &[memory], operation))
+        started(stream, memory, submit(stream, &[memory], operation))
     }
 }
 
@@ -376,7 +376,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
                 let source = source.as_ptr().cast::<u8>().add(start);
                 from.copy_from_nonoverlapping(source, part);
             }
-            let ended = submit_and_wait(stream, &[memory], |entered| {
+            let ended = submit_and_wait(stream, memory, |entered| {
                 let to = to + start as u64;
                 // SAFETY: the bytes lie in the memory, which is allocated until work on its home is
                 // done; the staging memory is kept until the copy is over.
@@ -451,7 +451,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
             // SAFETY: the part lies in the memory; the caller vouches for the source.
             unsafe { entered.copy_host_to_device(to, source.as_ptr().cast(), bytes, stream.raw()) }
         };
-        started(stream, submit(stream, &[memory], operation))
+        started(stream, memory, submit(stream, &[memory], operation))
     }
 
     /// Copies another part, of the same or another device, on `stream`, which must belong to one of
@@ -531,11 +531,15 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
 }
 
 /// After a copy with memory of the caller: one that may have been started all the same is waited for.
-fn started(stream: &Stream, submitted: Result<(), Failed>) -> Result<(), BufferError> {
+fn started(
+    stream: &Stream,
+    memory: &Memory,
+    submitted: Result<(), Failed>,
+) -> Result<(), BufferError> {
     match submitted {
         Ok(()) => Ok(()),
         Err(Failed::Before(error)) => Err(error),
-        Err(Failed::Submitted(error)) => match end_of(stream, Err(error)) {
+        Err(Failed::Submitted(error)) => match end_of(stream, Err(error), memory.events()) {
             Ended::Over(result) => result,
             Ended::Unseen(error) => Err(BufferError::Unseen(error)),
         },

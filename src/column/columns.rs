@@ -1,16 +1,19 @@
 //! One column.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, Block};
-use crate::driver::{Device, Stream, sys};
+use crate::driver::{Device, KernelParam, Stream, sys};
 use crate::resource::{BlockIdentity, Buffer, MemoryResource, OwnedBlock, Recordable, Tag};
 
 use super::described::Described;
 use super::dlpack::DlpackTensor;
 use super::element::{Element, ElementType};
 use super::error::{ColumnError, ImportError};
+use crate::sync::event::EventPools;
+
 use super::memory::{ColumnSource, Foreign, Memory};
 use super::order::{Consumer, Producer};
 
@@ -79,6 +82,10 @@ impl Column {
         Ok(Column::new(memory, element, rows, false))
     }
 
+    pub(super) fn events(&self) -> &EventPools {
+        self.memory.events()
+    }
+
     /// [`uninit`](Self::uninit) with memory of any resource, to which it goes back.
     ///
     /// The block is the resource's: a launch recorder over that resource knows the column, and where
@@ -86,7 +93,7 @@ impl Column {
     /// own copies and exports take part in it.
     ///
     /// # Errors
-    /// [`ColumnError::TooLarge`], and those of [`MemoryResource::allocate`].
+    /// [`ColumnError::TooLarge`], and those of [`MemoryResource::allocate_block`].
     ///
     /// ```
     /// # #[cfg(feature = "sim")] {
@@ -124,7 +131,7 @@ impl Column {
             0 => Memory::empty(stream),
             _ => {
                 let tag = Tag::new("column");
-                let block = resource.allocate(bytes, stream, tag)?;
+                let block = resource.allocate_block(bytes, stream, tag)?;
                 let identity = block.identity();
                 let block = OwnedBlock::from_parts(resource, block);
                 Memory::resource(block, identity, bytes, stream)
@@ -479,6 +486,13 @@ fn bytes_of(element: ElementType, rows: usize) -> Result<usize, ColumnError> {
     element
         .bytes_of(rows)
         .ok_or(ColumnError::TooLarge { rows, element })
+}
+
+// SAFETY: the address of its first element is what the driver reads.
+unsafe impl KernelParam for Column {
+    fn as_param(&self) -> *const c_void {
+        self.memory.param()
+    }
 }
 
 impl fmt::Debug for Column {

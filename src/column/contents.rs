@@ -62,7 +62,14 @@ impl Column {
             // is over.
             let copied =
                 unsafe { entered.copy_host_to_device(to, from.cast(), part, stream.raw()) };
-            staging = keep(staging, end_of(stream, copied.map_err(BufferError::from)))?;
+            staging = keep(
+                staging,
+                end_of(
+                    stream,
+                    copied.map_err(BufferError::from),
+                    self.memory.events(),
+                ),
+            )?;
         }
         Ok(())
     }
@@ -90,7 +97,14 @@ impl Column {
                 stream.raw(),
             )
         };
-        bytes = keep(bytes, end_of(stream, copied.map_err(BufferError::from)))?;
+        bytes = keep(
+            bytes,
+            end_of(
+                stream,
+                copied.map_err(BufferError::from),
+                self.memory.events(),
+            ),
+        )?;
         Ok(bytes
             .chunks_exact(size_of::<T>())
             .map(T::from_device)

@@ -1,5 +1,6 @@
 //! The memory under a column, whoever it belongs to, and the end of its life.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
@@ -10,11 +11,13 @@ use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
 use crate::resource::{
     Access, BlockIdentity, BlockKey, Buffer, MemoryResource, OwnedBlock, Tracking,
 };
+use crate::sync::event::EventPools;
 use crate::sync::held::locked;
+use crate::sync::order::wait_until_idle;
 
 use super::described::Described;
 use super::error::{ColumnError, Invalid};
-use super::order::{Consumer, Producer, order, refuse_capture, settle, settle_context};
+use super::order::{Consumer, Producer, order, refuse_capture, settle};
 
 /// Where a column's memory came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -80,6 +83,7 @@ pub(super) struct Memory {
     bytes: usize,
     /// Contexts of consumers whose streams are not known, or are not told of: freeing waits for them.
     untracked: Mutex<Vec<Context>>,
+    events: EventPools,
     /// Held by whoever copies to or from the memory, until that is done: of our own memory come back there
     /// may be several columns, each with a home of its own.
     turn: Mutex<()>,
@@ -87,6 +91,11 @@ pub(super) struct Memory {
 
 impl Memory {
     fn new(owner: Owner, stream: &Stream, ptr: sys::CUdeviceptr, bytes: usize) -> Arc<Memory> {
+        let events = match &owner {
+            Owner::Block(block, _) => block.engine().events.clone(),
+            Owner::Returned(_, memory) => memory.events.clone(),
+            Owner::Resource(..) | Owner::Foreign { .. } | Owner::Nobody => EventPools::default(),
+        };
         Arc::new(Memory {
             owner: Some(owner),
             stream: stream.clone(),
@@ -95,6 +104,7 @@ impl Memory {
             ptr,
             bytes,
             untracked: Mutex::default(),
+            events,
             turn: Mutex::new(()),
         })
     }
@@ -143,6 +153,11 @@ impl Memory {
     ) -> Arc<Memory> {
         let owner = Owner::Resource(block, identity);
         Memory::new(owner, stream, identity.ptr, bytes)
+    }
+
+    /// Where events for the order of the memory come from.
+    pub(super) fn events(&self) -> &EventPools {
+        &self.events
     }
 
     /// Whether the calling thread can name the memory's stream.
@@ -215,7 +230,7 @@ impl Memory {
             .into());
         }
         if let Producer::Stream(earlier) = producer {
-            order(earlier, stream)?;
+            order(earlier, stream, &EventPools::default())?;
         }
         match returned {
             // Whatever consumer and producer said of each other: this is ours to see to.
@@ -263,6 +278,11 @@ impl Memory {
 
     pub(super) fn ptr(&self) -> sys::CUdeviceptr {
         self.ptr
+    }
+
+    /// Where the address stands, for kernels that take it.
+    pub(super) fn param(&self) -> *const c_void {
+        (&raw const self.ptr).cast()
     }
 
     /// What the memory is to a launch recorder.
@@ -348,7 +368,7 @@ impl Memory {
         self.prepare(Access::ReadWrite)?;
         if !self.at_home() {
             // Here the handle means this thread's stream, not the one that was meant.
-            settle_context(self.stream.context())?;
+            wait_until_idle(self.stream.context())?;
         }
         Ok(())
     }
@@ -358,9 +378,9 @@ impl Memory {
         self.prepare(Access::ReadWrite)?;
         if !self.at_home() {
             // Here the handle means this thread's stream, not the one that was meant.
-            return Ok(settle_context(self.stream.context())?);
+            return Ok(wait_until_idle(self.stream.context())?);
         }
-        order(&self.stream, stream)
+        order(&self.stream, stream, &self.events)
     }
 
     /// The last release waits for a context.
@@ -417,7 +437,7 @@ impl Memory {
         match owner {
             Owner::Block(block, _) if block.stream_retired() => match self.at_home() {
                 true => Ok(block.record_stream(&self.stream)?),
-                false => Ok(settle_context(self.stream.context())?),
+                false => Ok(wait_until_idle(self.stream.context())?),
             },
             // A resource that orders accesses, or waits for all of them, sees to it by itself.
             Owner::Resource(block, _) if block.resource().tracking() == Tracking::Reuse => {
@@ -428,7 +448,7 @@ impl Memory {
                 if block.resource().tracking() == Tracking::None
                     && block.resource().context().key() != self.stream.context().key() =>
             {
-                Ok(settle_context(self.stream.context())?)
+                Ok(wait_until_idle(self.stream.context())?)
             }
             Owner::Returned(_, memory) => memory.record(&self.stream),
             Owner::Block(..) | Owner::Resource(..) | Owner::Foreign { .. } | Owner::Nobody => {
@@ -466,7 +486,7 @@ impl Memory {
         }
         let untracked = self.untracked.get_mut();
         for context in untracked.unwrap_or_else(PoisonError::into_inner) {
-            settle_context(context)?;
+            wait_until_idle(context)?;
         }
         self.settle(owner)?;
         let Owner::Foreign { producer, uses, .. } = owner else {
@@ -482,12 +502,13 @@ impl Memory {
         for stream in std::iter::once(&self.stream).chain(uses) {
             if stream.kind() == StreamKind::PerThreadDefault {
                 // Here the handle means this thread's stream, not the one that was meant.
-                settle_context(stream.context())?;
+                wait_until_idle(stream.context())?;
                 continue;
             }
             // A producer's stream that is another one on each thread cannot be named any more.
             let named = producer.filter(|p| p.kind() != StreamKind::PerThreadDefault);
-            let ordered = named.is_some_and(|producer| order(stream, producer).is_ok());
+            let ordered =
+                named.is_some_and(|producer| order(stream, producer, &self.events).is_ok());
             if !ordered {
                 settle(stream)?;
             }

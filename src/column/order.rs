@@ -1,6 +1,8 @@
 //! Order between streams: who waits for whom when memory changes hands.
 
-use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
+use crate::driver::{Context, Stream, StreamKind, sys};
+use crate::sync::event::EventPools;
+use crate::sync::{capture, order};
 
 use super::error::ColumnError;
 
@@ -77,45 +79,31 @@ pub enum Producer {
 
 /// Lets everything that `later` is given from now on come after everything that `earlier` was given
 /// so far.
-pub(super) fn order(earlier: &Stream, later: &Stream) -> Result<(), ColumnError> {
+pub(super) fn order(
+    earlier: &Stream,
+    later: &Stream,
+    events: &EventPools,
+) -> Result<(), ColumnError> {
     if earlier.id()? == later.id()? {
         return Ok(());
     }
     refuse_capture(earlier)?;
     refuse_capture(later)?;
-    let event = earlier.context().enter()?.create_event()?;
-    earlier.mark(&event)?;
-    later.wait_event(&event)?;
-    Ok(())
+    Ok(order::order(earlier, later, events)?)
 }
 
 /// A capturing stream would take the exchange into its graph, or be invalidated by it.
 pub(super) fn refuse_capture(stream: &Stream) -> Result<(), ColumnError> {
-    match stream.is_capturing() {
-        Ok(false) => Ok(()),
-        // The legacy stream stands behind the blocking streams of its context.
-        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            Err(error.into())
-        }
-        Ok(true) | Err(_) => Err(ColumnError::Capturing {
-            stream: stream.raw() as usize,
-        }),
-    }
+    capture::refuse_capture(stream, |stream| ColumnError::Capturing {
+        stream: stream.raw() as usize,
+    })
 }
 
 /// Waits on the host until everything that the stream was given is over, done or failed.
 pub(super) fn settle(stream: &Stream) -> Result<(), ColumnError> {
     refuse_capture(stream)?;
     if stream.synchronize().is_err() {
-        settle_context(stream.context())?;
+        order::wait_until_idle(stream.context())?;
     }
     Ok(())
-}
-
-/// Waits on the host for all work of a context. One that is lost runs nothing any more.
-pub(super) fn settle_context(context: &Context) -> Result<(), DriverError> {
-    match context.enter().and_then(|entered| entered.synchronize()) {
-        Err(error) if error.is_fatal() => Ok(()),
-        result => result,
-    }
 }

@@ -48,6 +48,11 @@ impl Schema {
         self.fields.len()
     }
 
+    /// Bytes of one row: those of one element of each field.
+    pub fn row_bytes(&self) -> usize {
+        self.fields.iter().map(|field| field.element.bytes()).sum()
+    }
+
     /// Position of the first field of a name.
     pub fn position(&self, name: &str) -> Option<usize> {
         self.fields.iter().position(|field| field.name == name)
@@ -281,6 +286,16 @@ impl Table {
         self.capacity
     }
 
+    /// Whether there is no room for a row.
+    pub fn is_empty(&self) -> bool {
+        self.capacity == 0
+    }
+
+    /// Bytes of the columns: the capacity times the bytes of a row, without the row count.
+    pub fn byte_len(&self) -> usize {
+        self.columns.iter().map(Column::byte_len).sum()
+    }
+
     /// Address of the row count, a `u64`, for reading.
     pub fn row_count_ptr(&self) -> sys::CUdeviceptr {
         self.row_count.ptr()
@@ -331,7 +346,11 @@ impl Table {
         }
         // The number may depend on work in the columns' own order.
         for column in &self.columns {
-            order(column.stream(), self.row_count.stream())?;
+            order(
+                column.stream(),
+                self.row_count.stream(),
+                self.row_count.events(),
+            )?;
         }
         let read = self.row_count.to_vec::<u64>()?;
         let rows = self.check(read.first().copied().unwrap_or(UNSET))?;

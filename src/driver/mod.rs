@@ -41,7 +41,7 @@ pub use error::{Candidate, DriverError, LoadError};
 pub use event::{Event, EventKind};
 pub use memory::{HostAllocation, HostMemory, MemInfo};
 pub(crate) use module::WORD_KERNELS;
-pub use module::{Function, Module};
+pub use module::{Function, KernelParam, Module};
 pub use pool::{MemoryPool, PoolProperties};
 pub(crate) use stream::NO_ID;
 pub use stream::{Stream, StreamKind};

@@ -3,6 +3,7 @@
 use super::context::{Context, Entered};
 use super::error::DriverError;
 use super::owed::Owed;
+use super::stream::Stream;
 use super::sys::{self, CUstream};
 use super::table::call;
 use std::ffi::{CStr, c_void};
@@ -100,6 +101,69 @@ impl Function {
         &self.module
     }
 }
+
+impl Function {
+    /// Launches the kernel on a stream, with typed parameters, whose values are read before the call
+    /// returns.
+    ///
+    /// ```
+    /// # use cualloc::{driver::{Context, Driver, Stream}, sim::{SimConfig, Simulator}};
+    /// # fn launch(function: &cualloc::driver::Function, stream: &Stream) -> Result<(), Box<dyn std::error::Error>> {
+    /// let (values, scale) = (0x7000_0000_u64, 2.0_f32);
+    /// // SAFETY: the kernel takes an address and a number, and the memory outlives the launch.
+    /// unsafe { function.launch(stream, [1, 1, 1], [256, 1, 1], 0, &[&values, &scale]) }?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// The function must belong to the stream's context; `params` must be as many values, of the types, as
+    /// the kernel declares; memory that the kernel touches must stay valid until it has completed, and
+    /// unused by others. The context must outlive the launch with the function's module loaded.
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        params: &[&dyn KernelParam],
+    ) -> Result<(), DriverError> {
+        let mut list: Vec<*mut c_void> = params
+            .iter()
+            .map(|param| param.as_param().cast_mut())
+            .collect();
+        let entered = stream.context().enter()?;
+        // SAFETY: the stream is alive, each pointer is that of a parameter's value, which the driver only
+        // reads, and the caller vouches for the rest.
+        unsafe { entered.launch(self, grid, block, shared_bytes, stream.raw(), &mut list) }
+    }
+}
+
+/// A value that a kernel takes as a parameter: a number, an address, or device memory, which stands for
+/// its address.
+///
+/// # Safety
+/// [`as_param`](Self::as_param) points to a value of a kernel's parameter type, which may be read for as
+/// long as the borrow lasts.
+pub unsafe trait KernelParam {
+    /// Where the parameter's value is.
+    fn as_param(&self) -> *const c_void;
+}
+
+macro_rules! numbers {
+    ($($number:ty)*) => {$(
+        // SAFETY: the value itself.
+        unsafe impl KernelParam for $number {
+            fn as_param(&self) -> *const c_void {
+                (&raw const *self).cast()
+            }
+        }
+    )*};
+}
+numbers!(u8 u16 u32 u64 usize i8 i16 i32 i64 isize f32 f64);
 
 impl fmt::Debug for Function {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -255,7 +255,13 @@ impl Stream {
     /// # Errors
     /// The driver's.
     pub fn is_capturing(&self) -> Result<bool, DriverError> {
-        let switched = self.0.context.switch()?;
+        // Other handles mean the same stream whichever context is current.
+        let switched = match self.0.kind {
+            StreamKind::LegacyDefault | StreamKind::PerThreadDefault => {
+                Some(self.0.context.switch()?)
+            }
+            StreamKind::Owned | StreamKind::Borrowed => None,
+        };
         // SAFETY: the handle is valid by the contract under which it was made.
         let result = unsafe { self.0.context.driver().is_capturing(self.0.raw) };
         drop(switched);

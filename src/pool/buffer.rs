@@ -1,57 +1,79 @@
 //! A typed buffer that goes back to its pool.
 
 use std::fmt;
-use std::mem::{ManuallyDrop, MaybeUninit};
-use std::ops::Deref;
+use std::mem::MaybeUninit;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use crate::buffer::{DeviceBuffer, DeviceCopy, DeviceSliceMut};
+use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Stream, process};
 
 use super::error::PoolError;
-use super::places::Place;
-use super::surplus::Surplus;
+use super::part::Part;
+use super::table::{Key, Live, Slot};
 
 /// Device memory for elements, out of a [`TypedPool`](super::TypedPool) or
 /// [`ThresholdPool`](super::ThresholdPool), to which its drop returns it, in the order of its stream,
-/// without waiting. It can be read as a [`DeviceBuffer`], and written through `as_mut_slice`.
+/// without waiting. It can be used as the [`DeviceBuffer`] that it dereferences to; one that is put in that
+/// buffer's place goes back to where it came from, as this one does.
 ///
 /// `Send` and `Sync`.
 pub struct PooledBuffer<T: DeviceCopy> {
-    buffer: ManuallyDrop<DeviceBuffer<T>>,
-    pool: ManuallyDrop<Pool>,
+    buffer: DeviceBuffer<T>,
+    /// `None` for a buffer without elements, which is no pool's.
+    home: Option<Home>,
 }
 
-/// Whose a buffer is.
-pub(super) enum Pool {
-    /// Without elements it is nobody's.
-    None,
-    Threshold(Arc<Surplus>),
-    Typed(Place),
+/// Where a buffer belongs.
+pub(super) struct Home {
+    pub part: Arc<Part>,
+    /// The entry in the table of a typed pool.
+    pub entry: Option<Entry>,
+}
+
+/// A live buffer in the table of its pool.
+#[derive(Clone, Copy)]
+pub(super) struct Entry {
+    pub slot: Slot,
+    /// The stream and the bytes with which it is returned.
+    pub key: Key,
+}
+
+impl Home {
+    /// Just before the buffer is freed.
+    fn leave(&self) -> Option<Live> {
+        let entry = self.entry.as_ref()?;
+        Some(self.part.table.leave(entry.slot, &entry.key))
+    }
+
+    /// After a [`leave`](Self::leave) the buffer could not be freed.
+    fn stay(&mut self, left: Option<Live>) {
+        if let (Some(entry), Some(live)) = (&mut self.entry, left) {
+            entry.slot = self.part.table.stay(&entry.key, live);
+        }
+    }
 }
 
 impl<T: DeviceCopy> PooledBuffer<T> {
-    #[inline(always)]
-    pub(super) fn new(buffer: DeviceBuffer<T>, pool: Pool) -> Self {
+    pub(super) fn new(buffer: DeviceBuffer<T>, home: Home) -> Self {
         PooledBuffer {
-            buffer: ManuallyDrop::new(buffer),
-            pool: ManuallyDrop::new(pool),
+            buffer,
+            home: Some(home),
         }
     }
 
-    #[inline(always)]
-    fn into_parts(self) -> (DeviceBuffer<T>, Pool) {
-        let mut this = ManuallyDrop::new(self);
-        // SAFETY: `this` is not dropped, and the fields are used no more.
-        unsafe {
-            let buffer = ManuallyDrop::take(&mut this.buffer);
-            (buffer, ManuallyDrop::take(&mut this.pool))
+    /// A buffer without elements.
+    pub(super) fn empty() -> Self {
+        PooledBuffer {
+            buffer: DeviceBuffer::empty(),
+            home: None,
         }
     }
 
-    /// All elements, to write to.
-    pub fn as_mut_slice(&mut self) -> DeviceSliceMut<'_, T> {
-        self.buffer.as_mut_slice()
+    /// What is left drops as a buffer without elements.
+    fn take_parts(&mut self) -> (DeviceBuffer<T>, Option<Home>) {
+        let buffer = std::mem::replace(&mut self.buffer, DeviceBuffer::empty());
+        (buffer, self.home.take())
     }
 
     /// Says that another stream uses the buffer: it is reused only when everything which that stream
@@ -84,42 +106,39 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     ///
     /// # Errors
     /// As [`DeviceBuffer::free`].
-    pub fn free(self) -> Result<(), Box<PooledFreeError<T>>> {
+    pub fn free(mut self) -> Result<(), Box<PooledFreeError<T>>> {
         if process::is_forked_child() {
             return Err(Box::new(PooledFreeError {
                 buffer: self,
                 error: crate::allocator::Error::ForkedChild.into(),
             }));
         }
-        let (buffer, mut pool) = self.into_parts();
-        let left = match &pool {
-            Pool::Typed(place) => Some(place.leave()),
-            _ => None,
-        };
-        let failed = match buffer.free() {
-            Err(failed) => failed,
-            Ok(()) => {
-                match (pool, left) {
-                    (Pool::Typed(place), Some(left)) => place.end(left),
-                    (Pool::Threshold(surplus), _) => surplus.release(false),
-                    _ => {}
-                }
-                return Ok(());
+        let (buffer, mut home) = self.take_parts();
+        let left = home.as_ref().and_then(Home::leave);
+        let Err(failed) = buffer.free() else {
+            if let Some(home) = home {
+                home.part.release(false);
             }
+            return Ok(());
         };
-        if let (Pool::Typed(place), Some(left)) = (&mut pool, left) {
-            place.stay(left, failed.buffer.as_device_ptr());
+        if let Some(home) = &mut home {
+            home.stay(left);
         }
         Err(Box::new(PooledFreeError {
-            buffer: Self::new(failed.buffer, pool),
+            buffer: PooledBuffer {
+                buffer: failed.buffer,
+                home,
+            },
             error: failed.error.into(),
         }))
     }
 
-    pub(super) fn place(&self) -> Option<&Place> {
-        match &*self.pool {
-            Pool::Typed(place) => Some(place),
-            _ => None,
+    /// The buffer is to be returned on another stream than its own.
+    pub(super) fn return_on(&mut self, stream: u64) {
+        if let Some(home) = &mut self.home
+            && let Some(entry) = &mut home.entry
+        {
+            entry.key.0 = stream;
         }
     }
 }
@@ -130,10 +149,13 @@ impl<T: DeviceCopy> PooledBuffer<MaybeUninit<T>> {
     /// # Safety
     /// Work that writes values to all elements was given to the buffer's stream, or that stream waits
     /// for it.
-    pub unsafe fn assume_init(self) -> PooledBuffer<T> {
-        let (buffer, pool) = self.into_parts();
-        // SAFETY: the caller's contract.
-        PooledBuffer::new(unsafe { buffer.assume_init() }, pool)
+    pub unsafe fn assume_init(mut self) -> PooledBuffer<T> {
+        let (buffer, home) = self.take_parts();
+        PooledBuffer {
+            // SAFETY: the caller's contract.
+            buffer: unsafe { buffer.assume_init() },
+            home,
+        }
     }
 
     pub(super) fn zeroed(self, stream: &Stream) -> Result<PooledBuffer<T>, PoolError> {
@@ -152,42 +174,27 @@ impl<T: DeviceCopy> Deref for PooledBuffer<T> {
     }
 }
 
-impl<T: DeviceCopy> Drop for PooledBuffer<T> {
-    #[inline]
-    fn drop(&mut self) {
-        if let Pool::Typed(place) = &*self.pool {
-            // SAFETY: this is the drop, which ends here if both are gone.
-            if unsafe { place.give_back_at_once(&mut self.buffer) } {
-                return;
-            }
-        }
-        self.drop_slowly();
+impl<T: DeviceCopy> DerefMut for PooledBuffer<T> {
+    fn deref_mut(&mut self) -> &mut DeviceBuffer<T> {
+        &mut self.buffer
     }
 }
 
-impl<T: DeviceCopy> PooledBuffer<T> {
-    /// The fields must not be used after this.
-    #[inline(never)]
-    fn drop_slowly(&mut self) {
-        // SAFETY: only the drop calls this, and it does nothing else then.
-        let (buffer, pool) = unsafe {
-            let buffer = ManuallyDrop::take(&mut self.buffer);
-            (buffer, ManuallyDrop::take(&mut self.pool))
+impl<T: DeviceCopy> Drop for PooledBuffer<T> {
+    fn drop(&mut self) {
+        // In a forked child a lock may be held by a thread that does not exist there.
+        let Some(home) = self.home.take().filter(|_| !process::is_gone()) else {
+            return;
         };
-        match pool {
-            Pool::Typed(place) => place.give_back(buffer),
-            Pool::Threshold(surplus) => {
-                drop(buffer);
-                surplus.release(false);
-            }
-            Pool::None => drop(buffer),
-        }
+        home.leave();
+        drop(std::mem::replace(&mut self.buffer, DeviceBuffer::empty()));
+        home.part.release(false);
     }
 }
 
 impl<T: DeviceCopy> fmt::Debug for PooledBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&*self.buffer, f)
+        fmt::Debug::fmt(&self.buffer, f)
     }
 }
 

@@ -19,9 +19,9 @@ pub enum PoolError {
     #[error("there is no device {ordinal}")]
     InvalidDevice {
         /// The ordinal asked for.
-        ordinal: i64,
-        /// Devices there are, if the driver was asked.
-        devices: Option<usize>,
+        ordinal: usize,
+        /// Devices that there are.
+        devices: usize,
     },
     /// A request of nothing, or of more than a size can say.
     #[error("{requested} bytes is not a valid size")]

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, Stream};
 use crate::resource::{
-    Access, BlockIdentity, BlockKey, BlockState, DeallocateError, MemoryResource, Outstanding,
-    PoolUsage, ResourceBlock, ResourceError, Tag, Tracking, callers_order, not_tracked,
+    BlockIdentity, BlockKey, BlockState, MemoryResource, Outstanding, PoolUsage, Refused,
+    ResourceBlock, ResourceError, Tag, Tracking,
 };
 
 use super::native::NativePool;
@@ -52,8 +52,6 @@ macro_rules! known_uses {
         ) -> Result<(), ResourceError> {
             Ok($known(self, block)?.record_stream(stream)?)
         }
-
-        callers_order!($known);
     };
 }
 
@@ -66,7 +64,7 @@ fn lease(pool: &WorkspacePool, block: &BlockIdentity) -> Result<Arc<Lease>, Reso
 /// Each block is a [`Lease`]; idle slabs count as used.
 // SAFETY: each block stands for a lease, which waits for its uses.
 unsafe impl MemoryResource for WorkspacePool {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -93,9 +91,9 @@ unsafe impl MemoryResource for WorkspacePool {
         Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) })
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         if let Err(kept) = block.returned() {
-            return Err(DeallocateError::new(block, kept));
+            return Err(Refused::new(block, kept));
         }
         let identity = block.identity();
         let ours = identity.key.source == self.keyed().source();
@@ -104,7 +102,7 @@ unsafe impl MemoryResource for WorkspacePool {
                 drop(lease);
                 Ok(())
             }
-            _ => Err(DeallocateError::new(block, identity.gone())),
+            _ => Err(Refused::new(block, identity.gone())),
         }
     }
 
@@ -147,7 +145,7 @@ fn native(pool: &NativePool, block: &BlockIdentity) -> Result<Arc<NativeBlock>, 
 /// A live block keeps the pool, also when its last handle is dropped.
 // SAFETY: each block stands for one of the pool, which waits for its uses.
 unsafe impl MemoryResource for NativePool {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -173,15 +171,15 @@ unsafe impl MemoryResource for NativePool {
         Ok(unsafe { ResourceBlock::new(identity, bytes as u64, alignment, tag) })
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         if let Err(kept) = block.returned() {
-            return Err(DeallocateError::new(block, kept));
+            return Err(Refused::new(block, kept));
         }
         let identity = block.identity();
         let number = identity.key.generation;
         let ours = identity.key.source == self.keyed().source();
         let Some(Some(native)) = ours.then(|| self.keyed().take(number)) else {
-            return Err(DeallocateError::new(block, identity.gone()));
+            return Err(Refused::new(block, identity.gone()));
         };
         if block.is_abandoned() {
             // Kept until it can go, as any dropped one.
@@ -190,7 +188,7 @@ unsafe impl MemoryResource for NativePool {
         }
         native.release().map_err(|error| {
             self.keyed().put(number, native);
-            DeallocateError::new(block, error)
+            Refused::new(block, error)
         })
     }
 

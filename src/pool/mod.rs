@@ -13,52 +13,50 @@
 //! moves between streams by the allocator's rules only.
 //!
 //! What those of device memory have in common is [`MemoryResource`](crate::resource::MemoryResource):
-//! [`WorkspacePool`] and [`NativePool`] are one, [`ThresholdPool::open`] gives one, and
-//! [`TypedPool::on_device`] one for each device. So each can be swapped for another, or for the bare
+//! [`WorkspacePool`] and [`NativePool`] are one, and [`ThresholdPool::open`] and
+//! [`TypedPool::on_device`] give one, a [`DevicePool`]. So each can be swapped for another, or for the bare
 //! [`Allocator`](crate::Allocator), and carries every adaptor.
 //!
 //! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, [`PressureMonitor`] says
 //! when it gets tight.
 
 mod buffer;
+mod device;
 mod error;
 mod histogram;
 mod keyed;
 mod native;
 mod native_block;
 mod native_config;
-mod notes;
+mod part;
 mod pinned;
 mod pinned_buffers;
 mod pinned_lease;
-mod places;
 mod pressure;
 mod report;
 mod slabs;
-mod surplus;
+mod table;
 mod threshold;
 mod typed;
-mod typed_device;
 mod workspace;
 
 pub use buffer::{PooledBuffer, PooledFreeError};
+pub use device::DevicePool;
 pub use error::PoolError;
 pub use histogram::SizeHistogram;
 pub use native::NativePool;
 pub use native_block::{NativeBlock, NativeFreeError};
 pub use native_config::{NativeConfig, PoolAttribute};
-pub use notes::TypedStats;
 pub use pinned::{PinnedPool, PinnedStats};
 pub use pinned_buffers::PinnedConfig;
 pub use pinned_lease::PinnedLease;
-pub use pressure::{Pressure, PressureConfig, PressureMonitor};
+pub use pressure::PressureMonitor;
 pub use report::{Fragmentation, PoolReport};
-pub use threshold::{OpenThresholdPool, ThresholdPool, ThresholdStats};
+pub use table::TypedStats;
+pub use threshold::{ThresholdPool, ThresholdStats};
 pub use typed::{TypedPool, round_elements};
-pub use typed_device::DeviceTypedPool;
 pub use workspace::{
-    Lease, LeaseRef, LeaseView, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats,
-    size_class,
+    Lease, WorkspaceConfig, WorkspacePool, WorkspaceSizing, WorkspaceStats, size_class,
 };
 
 #[doc(no_inline)]
@@ -67,7 +65,8 @@ pub use crate::resource::{Gauge, PoolUsage};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator;
-use crate::driver::{Context, Device, Driver, Stream, process, sys};
+use crate::driver::{Context, Device, Driver, Stream, process};
+use crate::sync::{capture, order};
 
 /// The first of many equal failures is logged, then those whose number is a power of two.
 #[derive(Debug, Default)]
@@ -85,53 +84,29 @@ impl RareLog {
     }
 }
 
-/// The device of an ordinal; negative and unknown ones are the same error.
-fn device_of(driver: &Driver, ordinal: i64) -> Result<Device, PoolError> {
+/// The device of an ordinal.
+fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, PoolError> {
     let devices = driver.device_count()?;
-    match usize::try_from(ordinal) {
-        Ok(known) if known < devices => Ok(driver.device(known)?),
-        _ => Err(PoolError::InvalidDevice {
-            ordinal,
-            devices: Some(devices),
-        }),
+    if ordinal >= devices {
+        return Err(PoolError::InvalidDevice { ordinal, devices });
     }
+    Ok(driver.device(ordinal)?)
 }
 
 /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
 fn refuse_capture(stream: &Stream) -> Result<(), PoolError> {
-    let capturing = if stream.raw() as usize > 2 {
-        // SAFETY: the stream is alive by the contract under which it was made; one that is not a
-        // default stream can be asked whatever context is current.
-        unsafe { stream.context().driver().is_capturing(stream.raw()) }
-    } else {
-        stream.is_capturing()
-    };
-    match capturing {
-        Ok(false) => Ok(()),
-        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            Err(error.into())
-        }
-        Ok(true) | Err(_) => Err(allocator::Error::Capturing {
-            stream: stream.raw() as usize,
-        }
-        .into()),
-    }
+    capture::refuse_capture(stream, |stream| capturing(stream.raw() as usize))
+}
+
+fn capturing(stream: usize) -> PoolError {
+    allocator::Error::Capturing { stream }.into()
 }
 
 /// Waits for everything that a context was given; refuses while something captures there, which would suffer.
 fn wait_for(context: &Context) -> Result<(), PoolError> {
-    let capturing = |stream| allocator::Error::Capturing { stream };
-    if let Some((stream, _)) = context.driver().found_capturing().first() {
-        return Err(capturing(*stream).into());
-    }
-    let entered = context.enter()?;
-    // SAFETY: the null handle is valid while a context is current.
-    match unsafe { context.driver().is_capturing(std::ptr::null_mut()) } {
-        Ok(false) => Ok(entered.synchronize()?),
-        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            Err(error.into())
-        }
-        Ok(true) | Err(_) => Err(capturing(0).into()),
+    match capture::capture_in(context)? {
+        Some(stream) => Err(capturing(stream)),
+        None => Ok(order::wait_for_context(context)?),
     }
 }
 

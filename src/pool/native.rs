@@ -1,18 +1,19 @@
 //! The driver's own stream-ordered pools, as one pool among others.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use crate::allocator::{self, OutOfMemory, size};
 use crate::driver::{
     Context, Device, Driver, DriverError, Feature, MemoryPool, PoolProperties, Stream, sys,
 };
 use crate::resource::{Gauge, PoolUsage, Table};
+use crate::sync::event::EventPools;
 
 use super::error::PoolError;
 use super::native_block::{DESTROYED, Inner, NativeBlock, free_those_of};
-use super::native_config::{NativeConfig, PoolAttribute};
+use super::native_config::{NativeConfig, PoolAttribute, within};
 use super::{RareLog, device_of};
 
 /// Opportunistic reuse can hand out memory in use on drivers before this version.
@@ -66,16 +67,16 @@ impl NativePool {
         let properties = PoolProperties {
             device: context.device(),
             export,
-            max_bytes: config.max_bytes as usize,
+            max_bytes: config.max_bytes.unwrap_or(0) as usize,
         };
         let pool = MemoryPool::new(context, &properties)?;
         let pool = Self::wrap(context, pool, config.max_bytes);
         // The driver's own default, 0, gives everything back at every synchronisation.
-        let threshold = match (config.release_threshold, config.max_bytes) {
-            (u64::MAX, max) if max > 0 => max,
-            (threshold, _) => threshold,
-        };
-        pool.set(PoolAttribute::ReleaseThreshold, threshold)?;
+        let threshold = config.release_threshold.or(config.max_bytes);
+        pool.set(
+            PoolAttribute::ReleaseThreshold,
+            threshold.unwrap_or(u64::MAX),
+        )?;
         if driver.version() < SAFE_OPPORTUNISTIC {
             pool.set(PoolAttribute::Opportunistic, 0)?;
         }
@@ -95,7 +96,7 @@ impl NativePool {
     /// [`PoolError::NotSupported`], driver errors.
     pub fn default_of(context: &Context) -> Result<NativePool, PoolError> {
         supported(context)?;
-        Ok(Self::wrap(context, MemoryPool::default_of(context)?, 0))
+        Ok(Self::wrap(context, MemoryPool::default_of(context)?, None))
     }
 
     /// The pool that `cuMemAllocAsync` takes from on the device at present. Never destroyed from here.
@@ -116,7 +117,7 @@ impl NativePool {
         supported(context)?;
         // SAFETY: the caller's contract.
         let pool = unsafe { MemoryPool::current_of(context) }?;
-        Ok(Self::wrap(context, pool, 0))
+        Ok(Self::wrap(context, pool, None))
     }
 
     /// The pool of another process behind a descriptor of [`export`](Self::export).
@@ -130,10 +131,10 @@ impl NativePool {
     ) -> Result<NativePool, PoolError> {
         supported(context)?;
         let pool = MemoryPool::import_fd(context, descriptor).map_err(absent)?;
-        Ok(Self::wrap(context, pool, 0))
+        Ok(Self::wrap(context, pool, None))
     }
 
-    fn wrap(context: &Context, pool: MemoryPool, max_bytes: u64) -> NativePool {
+    fn wrap(context: &Context, pool: MemoryPool, max_bytes: Option<u64>) -> NativePool {
         NativePool(Arc::new(Inner {
             context: context.clone(),
             pool,
@@ -141,7 +142,7 @@ impl NativePool {
             users: AtomicU64::new(0),
             requested: AtomicU64::new(0),
             keyed: Table::default(),
-            events: Mutex::default(),
+            events: EventPools::of(context),
             log: RareLog::default(),
         }))
     }
@@ -218,16 +219,8 @@ impl NativePool {
                 what: "opportunistic reuse by a driver before CUDA 11.5",
             });
         }
-        if attribute == PoolAttribute::ReleaseThreshold
-            && self.0.max_bytes > 0
-            && value > self.0.max_bytes
-        {
-            return Err(PoolError::Contradiction {
-                larger: "release_threshold",
-                value,
-                bound: "max_bytes",
-                limit: self.0.max_bytes,
-            });
+        if attribute == PoolAttribute::ReleaseThreshold {
+            within("release_threshold", value, self.0.max_bytes)?;
         }
         Ok(self.0.pool.set(attribute.raw(), value)?)
     }
@@ -314,6 +307,29 @@ impl NativePool {
             return Err(error);
         }
         Ok(block)
+    }
+
+    /// Frees memory of the pool by its address, in the order of a stream: work that the stream was given
+    /// before may still use it. For blocks that were [given up](NativeBlock::into_raw), and for what other
+    /// code took from the pool.
+    ///
+    /// # Errors
+    /// A stream that is capturing or of another device; driver errors, among them that the address is not
+    /// live; [`PoolError::Destroyed`]. The memory is live still then.
+    ///
+    /// # Safety
+    /// No [`NativeBlock`] stands for the memory, its allocation is complete on the stream or in its order, and
+    /// so are all uses of it on other streams.
+    pub unsafe fn free_raw_on(
+        &self,
+        ptr: sys::CUdeviceptr,
+        stream: &Stream,
+    ) -> Result<(), PoolError> {
+        let _use = self.0.enter()?;
+        super::admit(stream, &self.0.context)?;
+        let entered = stream.context().enter()?;
+        // SAFETY: the stream is alive by the contract under which it was made; the rest is the caller's.
+        Ok(unsafe { entered.mem_free_async(ptr, stream.raw()) }?)
     }
 
     /// Gives unused memory back to the driver until at most `keep` bytes of it are held; returns how
@@ -406,7 +422,7 @@ impl NativePool {
         let picture = OutOfMemory {
             device: self.ordinal(),
             requested: bytes as u64,
-            limit: (self.0.max_bytes > 0).then_some(self.0.max_bytes),
+            limit: self.0.max_bytes,
             reserved: usage.reserved.current,
             allocated: usage.used.current,
             cached: usage.unused(),

@@ -5,9 +5,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::allocator;
-use crate::driver::{Context, DriverError, Event, MemoryPool, Stream, process, sys};
+use crate::driver::{Context, MemoryPool, Stream, process, sys};
 use crate::resource::Table;
+use crate::sync::event::{EventPools, Pooled};
 use crate::sync::held::Locked;
+use crate::sync::order;
 
 use super::RareLog;
 use super::error::PoolError;
@@ -17,7 +19,7 @@ use super::native_config::PoolAttribute;
 pub(super) struct Inner {
     pub(super) context: Context,
     pub(super) pool: MemoryPool,
-    pub(super) max_bytes: u64,
+    pub(super) max_bytes: Option<u64>,
     /// Blocks that are live and calls that are under way; [`DESTROYED`] once it is over.
     pub(super) users: AtomicU64,
     /// Bytes of live blocks, as they were asked for.
@@ -25,7 +27,7 @@ pub(super) struct Inner {
     /// Blocks that go by their keys.
     pub(super) keyed: Table<NativeBlock>,
     /// Events that may be recorded again.
-    pub(super) events: Mutex<Vec<Event>>,
+    pub(super) events: EventPools,
     pub(super) log: RareLog,
 }
 
@@ -52,19 +54,6 @@ impl Inner {
         }
     }
 
-    fn event(&self) -> Result<Event, DriverError> {
-        let kept = process::lock(&self.events).pop();
-        match kept {
-            Some(event) => Ok(event),
-            None => self.context.enter()?.create_event(),
-        }
-    }
-
-    fn keep(&self, event: Event) {
-        let mut events = process::lock(&self.events);
-        events.push(event);
-    }
-
     /// A block is gone.
     fn left(&self, requested: usize) {
         self.requested
@@ -86,7 +75,7 @@ struct ForeignUse {
     begin: u64,
     done: u64,
     /// Marks the last use; none if it may go on until the free.
-    end: Option<Event>,
+    end: Option<Pooled>,
 }
 
 #[derive(Default)]
@@ -198,6 +187,15 @@ impl NativeBlock {
         }
     }
 
+    /// Gives the block up without freeing it; the address is for
+    /// [`NativePool::free_raw_on`](super::NativePool::free_raw_on). The pool does not count the block any more,
+    /// and recorded uses are forgotten.
+    #[must_use = "the address is all that is left of the block"]
+    pub fn into_raw(self) -> sys::CUdeviceptr {
+        self.gone();
+        self.ptr
+    }
+
     pub(super) fn is_of(&self, pool: &Arc<Inner>) -> bool {
         Arc::ptr_eq(&self.pool, pool)
     }
@@ -215,7 +213,10 @@ impl NativeBlock {
             return Ok(());
         }
         let begin = self.uses().tick();
-        let end = if over { Some(self.mark(stream)?) } else { None };
+        let end = match over {
+            true => Some(self.pool.events.record(stream)?),
+            false => None,
+        };
         let replaced = self.uses().enter(ForeignUse {
             stream: stream.clone(),
             id,
@@ -223,30 +224,9 @@ impl NativeBlock {
             done: 0,
             end,
         });
-        for end in replaced.into_iter().filter_map(|foreign| foreign.end) {
-            self.keep(end);
-        }
+        // Events that do not go back to the pool are destroyed, outside the lock.
+        drop(replaced);
         Ok(())
-    }
-
-    /// An event that stands for what a stream was given so far.
-    fn mark(&self, stream: &Stream) -> Result<Event, PoolError> {
-        // An event belongs to the context of its stream, and the pool's are of the pool's context.
-        let ours = stream.context().key() == self.pool.context.key();
-        let event = if ours {
-            self.pool.event()?
-        } else {
-            stream.context().enter()?.create_event()?
-        };
-        stream.mark(&event)?;
-        Ok(event)
-    }
-
-    /// An event that stands for nothing that is still needed can be recorded again.
-    fn keep(&self, event: Event) {
-        if event.context().key() == self.pool.context.key() {
-            self.pool.keep(event);
-        }
     }
 
     /// Gives the memory back. Called once: by the owner, or by who took the block out of its table.
@@ -264,9 +244,7 @@ impl NativeBlock {
             self.uses().list.extend(uses);
             return Err(error);
         }
-        for end in uses.into_iter().filter_map(|foreign| foreign.end) {
-            self.keep(end);
-        }
+        drop(uses);
         self.gone();
         Ok(())
     }
@@ -298,7 +276,7 @@ impl NativeBlock {
         let home = &self.home.0;
         for foreign in uses {
             if let Some(end) = &foreign.end {
-                home.wait_event(end)?;
+                end.hold_back(home)?;
                 continue;
             }
             if foreign.stream.id()? != foreign.id {
@@ -307,10 +285,7 @@ impl NativeBlock {
                 continue;
             }
             super::refuse_capture(&foreign.stream)?;
-            let end = self.mark(&foreign.stream)?;
-            home.wait_event(&end)?;
-            // A wait that is queued keeps what the event stood for, so it can be recorded again.
-            self.keep(end);
+            order::order(&foreign.stream, home, &self.pool.events)?;
         }
         Ok(())
     }

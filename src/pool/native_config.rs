@@ -5,45 +5,33 @@ use crate::driver::sys;
 use super::error::PoolError;
 
 /// Settings of a [`NativePool`](super::NativePool), final but for the threshold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct NativeConfig {
     /// The device. 0 by default.
-    pub ordinal: i64,
-    /// The most bytes that the pool may hold; 0, the default, for no limit.
-    pub max_bytes: u64,
+    pub ordinal: usize,
+    /// The most bytes that the pool may hold; `None`, the default, for any number.
+    pub max_bytes: Option<u64>,
     /// Bytes to take from the driver at once.
     pub initial_bytes: u64,
-    /// Unused bytes above this go back to the driver whenever the host synchronises. `u64::MAX`, the
-    /// default, keeps all; in a pool with a maximum it means that maximum.
-    pub release_threshold: u64,
+    /// Unused bytes above this go back to the driver whenever the host synchronises. `None`, the
+    /// default, keeps all.
+    pub release_threshold: Option<u64>,
     /// Whether other processes may get access by a file descriptor.
     pub exportable: bool,
 }
 
-impl Default for NativeConfig {
-    fn default() -> Self {
-        NativeConfig {
-            ordinal: 0,
-            max_bytes: 0,
-            initial_bytes: 0,
-            release_threshold: u64::MAX,
-            exportable: false,
-        }
-    }
-}
-
 impl NativeConfig {
     /// The default settings for a device.
-    pub fn on(ordinal: i64) -> Self {
+    pub fn on(ordinal: usize) -> Self {
         NativeConfig {
             ordinal,
             ..Self::default()
         }
     }
 
-    /// Bounds the bytes held; 0 lifts the bound.
-    pub fn max_bytes(mut self, bytes: u64) -> Self {
+    /// Bounds the bytes held, by at least 1; `None` lifts the bound.
+    pub fn max_bytes(mut self, bytes: Option<u64>) -> Self {
         self.max_bytes = bytes;
         self
     }
@@ -55,7 +43,7 @@ impl NativeConfig {
     }
 
     /// Sets the release threshold.
-    pub fn release_threshold(mut self, bytes: u64) -> Self {
+    pub fn release_threshold(mut self, bytes: Option<u64>) -> Self {
         self.release_threshold = bytes;
         self
     }
@@ -69,35 +57,35 @@ impl NativeConfig {
     /// Checks the settings against each other. Needs no driver.
     ///
     /// # Errors
-    /// [`PoolError::InvalidDevice`] for a negative ordinal, [`PoolError::Contradiction`].
+    /// [`PoolError::InvalidValue`] for a pool that may hold nothing, [`PoolError::Contradiction`].
     pub fn validate(&self) -> Result<(), PoolError> {
-        if self.ordinal < 0 {
-            return Err(PoolError::InvalidDevice {
-                ordinal: self.ordinal,
-                devices: None,
+        // To the driver a maximum of 0 is none.
+        if self.max_bytes == Some(0) {
+            return Err(PoolError::InvalidValue {
+                what: "max_bytes",
+                value: 0,
             });
         }
-        if self.max_bytes == 0 {
-            return Ok(());
-        }
-        let threshold = match self.release_threshold {
-            u64::MAX => self.max_bytes,
-            bytes => bytes,
-        };
-        for (larger, value) in [
-            ("initial_bytes", self.initial_bytes),
-            ("release_threshold", threshold),
-        ] {
-            if value > self.max_bytes {
-                return Err(PoolError::Contradiction {
-                    larger,
-                    value,
-                    bound: "max_bytes",
-                    limit: self.max_bytes,
-                });
-            }
-        }
-        Ok(())
+        within("initial_bytes", self.initial_bytes, self.max_bytes)?;
+        let threshold = self.release_threshold.unwrap_or(0);
+        within("release_threshold", threshold, self.max_bytes)
+    }
+}
+
+/// Checks a setting against the most bytes that a pool may hold.
+pub(super) fn within(
+    setting: &'static str,
+    value: u64,
+    max_bytes: Option<u64>,
+) -> Result<(), PoolError> {
+    match max_bytes {
+        Some(limit) if value > limit => Err(PoolError::Contradiction {
+            larger: setting,
+            value,
+            bound: "max_bytes",
+            limit,
+        }),
+        _ => Ok(()),
     }
 }
 

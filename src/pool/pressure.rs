@@ -4,76 +4,9 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
+use crate::resource::Pressure;
 
 use super::error::PoolError;
-
-/// How tight memory is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub enum Pressure {
-    /// Below the warning fraction.
-    #[default]
-    Normal,
-    /// From the warning fraction on.
-    Warning,
-    /// From the critical fraction on.
-    Critical,
-}
-
-/// From which shares of the total on memory counts as tight.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct PressureConfig {
-    /// The share in use that is worth a warning.
-    pub warning: f64,
-    /// The share in use that is critical.
-    pub critical: f64,
-}
-
-impl Default for PressureConfig {
-    /// 80 % and 95 %.
-    fn default() -> Self {
-        PressureConfig {
-            warning: 0.80,
-            critical: 0.95,
-        }
-    }
-}
-
-impl PressureConfig {
-    /// Checks that 0 < warning < critical <= 1.
-    ///
-    /// # Errors
-    /// [`PoolError::InvalidValue`] with the share in percent.
-    pub fn validate(&self) -> Result<(), PoolError> {
-        let wrong = |what, share: f64| {
-            Err(PoolError::InvalidValue {
-                what,
-                value: (share * 100.0) as u64,
-            })
-        };
-        if !(self.warning > 0.0 && self.warning < self.critical) {
-            return wrong("warning percentage", self.warning);
-        }
-        if self.critical > 1.0 {
-            return wrong("critical percentage", self.critical);
-        }
-        Ok(())
-    }
-
-    /// How tight memory is with `used` of `total` bytes in use. Nothing is tight if there is nothing.
-    pub fn classify(&self, used: u64, total: u64) -> Pressure {
-        if total == 0 {
-            return Pressure::Normal;
-        }
-        let share = used as f64 / total as f64;
-        if share >= self.critical {
-            Pressure::Critical
-        } else if share >= self.warning {
-            Pressure::Warning
-        } else {
-            Pressure::Normal
-        }
-    }
-}
 
 type Transition = dyn Fn(Pressure, Pressure) + Send + Sync;
 type Eviction = dyn Fn(u64) -> u64 + Send + Sync;
@@ -94,31 +27,64 @@ struct State {
 /// [`poll`](Self::poll).
 ///
 /// ```
-/// use cualloc::pool::{Pressure, PressureConfig, PressureMonitor};
-/// let monitor = PressureMonitor::new(PressureConfig { warning: 0.5, critical: 0.9 })?;
+/// use cualloc::{pool::PressureMonitor, resource::Pressure};
+/// let monitor = PressureMonitor::new(0.5, 0.9)?;
 /// monitor.on_eviction(|bytes| bytes);
-/// assert_eq!(monitor.observe(60, 100), Pressure::Warning);
+/// assert_eq!(monitor.observe(60, 100), Pressure::High);
 /// assert_eq!(monitor.observe(95, 100), Pressure::Critical);
 /// // Enough to be below the warning fraction again.
 /// assert_eq!(monitor.evicted(), 46);
 /// # Ok::<(), cualloc::pool::PoolError>(())
 /// ```
 pub struct PressureMonitor {
-    config: PressureConfig,
+    /// The share in use that is worth a warning.
+    warning: f64,
+    /// The share in use that is critical.
+    critical: f64,
     state: Mutex<State>,
 }
 
 impl PressureMonitor {
-    /// A monitor that has seen nothing yet.
+    /// A monitor that has seen nothing yet, for two shares of the total in use: the one that is worth a
+    /// warning, and the one that is critical.
     ///
     /// # Errors
-    /// As [`PressureConfig::validate`].
-    pub fn new(config: PressureConfig) -> Result<PressureMonitor, PoolError> {
-        config.validate()?;
+    /// [`PoolError::InvalidValue`], with the share in percent, unless 0 < warning < critical <= 1.
+    pub fn new(warning: f64, critical: f64) -> Result<PressureMonitor, PoolError> {
+        let wrong = |what, share: f64| {
+            Err(PoolError::InvalidValue {
+                what,
+                value: (share * 100.0) as u64,
+            })
+        };
+        if !(warning > 0.0 && warning < critical) {
+            return wrong("warning percentage", warning);
+        }
+        if critical > 1.0 {
+            return wrong("critical percentage", critical);
+        }
         Ok(PressureMonitor {
-            config,
+            warning,
+            critical,
             state: Mutex::default(),
         })
+    }
+
+    /// How tight memory is with `used` of `total` bytes in use: [`Pressure::None`] below the warning
+    /// share, [`Pressure::High`] from there on, [`Pressure::Critical`] from the critical share on. Nothing
+    /// is tight if there is nothing.
+    pub fn classify(&self, used: u64, total: u64) -> Pressure {
+        if total == 0 {
+            return Pressure::None;
+        }
+        let share = used as f64 / total as f64;
+        if share >= self.critical {
+            Pressure::Critical
+        } else if share >= self.warning {
+            Pressure::High
+        } else {
+            Pressure::None
+        }
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
@@ -157,7 +123,7 @@ impl PressureMonitor {
 
     /// Takes note of `used` of `total` bytes in use.
     pub fn observe(&self, used: u64, total: u64) -> Pressure {
-        let level = self.config.classify(used, total);
+        let level = self.classify(used, total);
         let (old, transition, eviction) = self.change(|state| {
             let old = std::mem::replace(&mut state.level, level);
             (old, state.transition.clone(), state.eviction.clone())
@@ -170,7 +136,7 @@ impl PressureMonitor {
         if level == Pressure::Critical
             && let Some(hook) = eviction
         {
-            let calm = (self.config.warning * total as f64).ceil() as u64;
+            let calm = (self.warning * total as f64).ceil() as u64;
             let freed = hook(used.saturating_add(1).saturating_sub(calm));
             self.change(|state| {
                 state.evicted = state.evicted.saturating_add(freed);
@@ -193,7 +159,8 @@ impl PressureMonitor {
 impl fmt::Debug for PressureMonitor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PressureMonitor")
-            .field("config", &self.config)
+            .field("warning", &self.warning)
+            .field("critical", &self.critical)
             .field("level", &self.level())
             .finish_non_exhaustive()
     }
@@ -214,16 +181,10 @@ mod tests {
             (f64::NAN, 0.5),
             (0.5, f64::NAN),
         ] {
-            let config = PressureConfig { warning, critical };
-            assert!(PressureMonitor::new(config).is_err(), "{config:?}");
+            let made = PressureMonitor::new(warning, critical);
+            assert!(made.is_err(), "{warning} {critical}");
         }
-        let monitor = Arc::new(
-            PressureMonitor::new(PressureConfig {
-                warning: 0.5,
-                critical: 1.0,
-            })
-            .unwrap(),
-        );
+        let monitor = Arc::new(PressureMonitor::new(0.5, 1.0).unwrap());
         let seen = Arc::new(Mutex::new(Vec::new()));
         let (log, again) = (Arc::clone(&seen), Arc::clone(&monitor));
         monitor.on_transition(move |old, new| {
@@ -235,15 +196,14 @@ mod tests {
         for used in [0, 49, 50, 99, 100, 100, 10] {
             monitor.observe(used, 100);
         }
-        use Pressure::{Critical, Normal, Warning};
+        use Pressure::{Critical, High, None};
         assert_eq!(
             *seen.lock().unwrap(),
-            [(Normal, Warning), (Warning, Critical), (Critical, Normal)]
+            [(None, High), (High, Critical), (Critical, None)]
         );
         assert_eq!((monitor.evictions(), monitor.evicted()), (2, 50));
         assert_eq!(monitor.poll(|| Err::<(u64, u64), _>("away")), Err("away"));
-        assert_eq!(monitor.poll(|| Ok::<_, ()>((0, 0))), Ok(Normal));
-        assert!(Normal < Warning && Warning < Critical);
+        assert_eq!(monitor.poll(|| Ok::<_, ()>((0, 0))), Ok(None));
     }
 
     #[test]
@@ -254,7 +214,7 @@ mod tests {
                 assert_eq!(self.0.level(), Pressure::Critical);
             }
         }
-        let monitor = Arc::new(PressureMonitor::new(PressureConfig::default()).unwrap());
+        let monitor = Arc::new(PressureMonitor::new(0.8, 0.95).unwrap());
         let asks = Asks(Arc::clone(&monitor));
         monitor.on_eviction(move |bytes| {
             let _keeps = &asks;

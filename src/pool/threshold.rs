@@ -4,16 +4,14 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use crate::allocator::{Allocator, Config, Trimmed, size};
+use crate::allocator::{Allocator, Config, Trimmed};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Driver, Stream};
-use crate::resource::{
-    DeallocateError, MemoryResource, ResourceBlock, ResourceError, Tag, forward, forward_uses,
-};
 
-use super::buffer::{Pool, PooledBuffer};
+use super::buffer::{Home, PooledBuffer};
+use super::device::DevicePool;
 use super::error::PoolError;
-use super::surplus::Surplus;
+use super::part::Part;
 
 /// Figures of a [`ThresholdPool`]: those of its allocator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -31,8 +29,8 @@ pub struct ThresholdStats {
     pub reserved: u64,
     /// Bytes held and not in live blocks.
     pub cached: u64,
-    /// The release threshold in bytes.
-    pub threshold: u64,
+    /// The release threshold in bytes; `None` keeps everything.
+    pub threshold: Option<u64>,
 }
 
 /// Device memory of one device in stream order, of which unused bytes above a threshold go back to the
@@ -54,13 +52,13 @@ pub struct ThresholdStats {
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// let pool = ThresholdPool::on_driver(&driver, 0, Config::new())?;
+/// let pool = ThresholdPool::on_driver(&driver, 0, Config::new());
 /// let stream = pool.allocator()?.create_stream()?;
 /// let mut buffer = pool.zeroed::<f32>(1000, &stream)?;
 /// buffer.as_mut_slice().fill(1.0, &stream)?;
 /// drop(buffer);
 /// assert!(pool.stats().cached >= 4000);
-/// pool.set_release_threshold(0)?;
+/// pool.set_release_threshold(Some(0))?;
 /// stream.synchronize()?;
 /// pool.trim(0)?;
 /// assert_eq!(pool.stats().cached, 0);
@@ -68,43 +66,33 @@ pub struct ThresholdStats {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
-pub struct ThresholdPool(Arc<Surplus>);
+pub struct ThresholdPool(Arc<Part>);
 
 impl ThresholdPool {
     /// A pool for a device of the process-wide driver, with the settings of `CUALLOC_CONFIG`. Neither
-    /// is needed before memory is.
+    /// the driver nor the device is needed before memory is.
     ///
     /// # Errors
-    /// [`PoolError::InvalidDevice`] for a negative ordinal; invalid settings.
-    pub fn new(ordinal: i64) -> Result<ThresholdPool, PoolError> {
+    /// Invalid settings.
+    pub fn new(ordinal: usize) -> Result<ThresholdPool, PoolError> {
         let config = Config::from_env().map_err(crate::allocator::Error::from)?;
-        Self::make(None, ordinal, config)
+        Ok(ThresholdPool(Arc::new(Part::new(None, ordinal, config))))
     }
 
     /// A pool for a device of a given driver, with an allocator of its own.
-    ///
-    /// # Errors
-    /// [`PoolError::InvalidDevice`] for a negative ordinal.
-    pub fn on_driver(
-        driver: &Driver,
-        ordinal: i64,
-        config: Config,
-    ) -> Result<ThresholdPool, PoolError> {
-        Self::make(Some(driver.clone()), ordinal, config)
+    pub fn on_driver(driver: &Driver, ordinal: usize, config: Config) -> ThresholdPool {
+        let part = Part::new(Some(driver.clone()), ordinal, config);
+        ThresholdPool(Arc::new(part))
     }
 
     /// A pool over an allocator, which others may use as well: the figures are those of the allocator.
     pub fn over(allocator: &Allocator) -> ThresholdPool {
-        ThresholdPool(Arc::new(Surplus::over(allocator)))
+        ThresholdPool(Arc::new(Part::over(allocator)))
     }
 
-    fn make(
-        driver: Option<Driver>,
-        ordinal: i64,
-        config: Config,
-    ) -> Result<ThresholdPool, PoolError> {
-        let surplus = Surplus::new(driver, ordinal, config)?;
-        Ok(ThresholdPool(Arc::new(surplus)))
+    /// The device's ordinal. Needs no driver.
+    pub fn ordinal(&self) -> usize {
+        self.0.ordinal
     }
 
     /// The allocator, made on first use. A failure is not remembered.
@@ -119,11 +107,8 @@ impl ThresholdPool {
     ///
     /// # Errors
     /// As [`allocator`](Self::allocator).
-    pub fn open(&self) -> Result<OpenThresholdPool, PoolError> {
-        Ok(OpenThresholdPool {
-            allocator: self.0.allocator()?.clone(),
-            pool: self.clone(),
-        })
+    pub fn open(&self) -> Result<DevicePool, PoolError> {
+        DevicePool::new(&self.0)
     }
 
     /// Memory for `len` elements (at least 1) that is not initialised.
@@ -141,10 +126,11 @@ impl ThresholdPool {
         let allocator = self.0.allocator()?;
         self.0.release(true);
         let buffer = DeviceBuffer::<T>::uninit(allocator, len, stream).map_err(too_large)?;
-        Ok(PooledBuffer::new(
-            buffer,
-            Pool::Threshold(Arc::clone(&self.0)),
-        ))
+        let home = Home {
+            part: Arc::clone(&self.0),
+            entry: None,
+        };
+        Ok(PooledBuffer::new(buffer, home))
     }
 
     /// Elements whose bytes are all zero, in the order of the stream.
@@ -180,16 +166,16 @@ impl ThresholdPool {
         }
     }
 
-    /// The release threshold in bytes; `u64::MAX`, the default, keeps everything.
-    pub fn release_threshold(&self) -> u64 {
+    /// The release threshold in bytes; `None`, the default, keeps everything.
+    pub fn release_threshold(&self) -> Option<u64> {
         self.0.threshold()
     }
 
-    /// Sets the release threshold, and gives back at once what is above it.
+    /// Sets the release threshold, and gives back at once what is above it; `Some(0)` keeps nothing.
     ///
     /// # Errors
     /// As [`trim`](Self::trim); the threshold is set all the same.
-    pub fn set_release_threshold(&self, bytes: u64) -> Result<(), PoolError> {
+    pub fn set_release_threshold(&self, bytes: Option<u64>) -> Result<(), PoolError> {
         self.0.set_threshold(bytes)
     }
 
@@ -201,12 +187,6 @@ impl ThresholdPool {
     /// As [`Allocator::trim_cached`].
     pub fn trim(&self, keep: u64) -> Result<Trimmed, PoolError> {
         self.0.trim(keep)
-    }
-
-    /// A relief hook for another allocator or program part that runs out of memory: gives up to all
-    /// unused memory of this pool back to the driver.
-    pub fn relief(&self) -> impl Fn(u64) -> u64 + Send + Sync + use<> {
-        self.0.relief()
     }
 }
 
@@ -222,67 +202,8 @@ pub(super) fn too_large(error: crate::buffer::BufferError) -> PoolError {
 impl fmt::Debug for ThresholdPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ThresholdPool")
-            .field("device", &self.0.ordinal())
+            .field("ordinal", &self.ordinal())
             .field("stats", &self.stats())
             .finish()
     }
-}
-
-/// A [`ThresholdPool`] that has its allocator, as a
-/// [`MemoryResource`]. The threshold is honoured as with buffers.
-/// Shares memory and figures with the pool; cheap to clone.
-#[derive(Debug, Clone)]
-pub struct OpenThresholdPool {
-    pool: ThresholdPool,
-    allocator: Allocator,
-}
-
-impl OpenThresholdPool {
-    /// The pool.
-    pub fn pool(&self) -> &ThresholdPool {
-        &self.pool
-    }
-
-    /// The allocator under the pool.
-    pub fn allocator(&self) -> &Allocator {
-        &self.allocator
-    }
-
-    /// Gives back what is above the threshold; `may_wait`: also by calls that wait for running work.
-    pub(crate) fn release_surplus(&self, may_wait: bool) {
-        self.pool.0.release(may_wait);
-    }
-}
-
-/// Surplus over the threshold goes when memory is given back, and under the classic policy at the next
-/// allocation.
-// SAFETY: the blocks are its allocator's.
-unsafe impl MemoryResource for OpenThresholdPool {
-    fn allocate_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
-        if bytes == 0 || size::round_size(bytes).is_none() {
-            let requested = bytes as u64;
-            return Err(ResourceError::InvalidSize { requested });
-        }
-        self.release_surplus(true);
-        MemoryResource::allocate_aligned(self.allocator(), bytes, alignment, stream, tag)
-    }
-
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        self.allocator().deallocate(block)?;
-        self.release_surplus(false);
-        Ok(())
-    }
-
-    fn reap(&self) -> Result<u64, ResourceError> {
-        self.allocator().reap()
-    }
-
-    forward!(allocator());
-    forward_uses!(allocator());
 }

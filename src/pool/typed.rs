@@ -6,20 +6,17 @@ use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::allocator::{Allocator, Block, Config, Error, Trimmed, size};
-use crate::buffer::{DeviceBuffer, DeviceCopy};
+use crate::allocator::{Allocator, Block, Config, Error, Trimmed};
+use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
 use crate::driver::{Driver, Stream};
 
-use super::buffer::{Pool, PooledBuffer};
+use super::buffer::{Entry, Home, PooledBuffer};
+use super::device::DevicePool;
 use super::device_of;
 use super::error::PoolError;
-use super::notes::{Sought, TypedStats};
-use super::places::{Cache, Wish};
-use super::surplus::Surplus;
-use super::typed_device::DeviceTypedPool;
+use super::part::Part;
+use super::table::{Key, Live, TypedStats};
 
-/// Every block is aligned to this many bytes.
-const GRANULE: usize = size::GRANULE as usize;
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
 
@@ -45,9 +42,7 @@ pub const fn round_elements(len: usize) -> usize {
 /// that its stream may use without a wait ([`take`](Self::take)) or from wherever the allocator finds
 /// it ([`uninit`](Self::uninit)), never from memory that a recorded use still needs.
 ///
-/// A buffer keeps its stream alive, as a [`DeviceBuffer`] does; for small buffers one clone of an owned
-/// stream does that for all of them, and stays for the next until the pool sees buffers of other streams
-/// and nobody but the allocator holds it.
+/// A buffer keeps its stream and its pool alive.
 ///
 /// The device is that of the stream. Clones are handles to the same pool; all methods may be called
 /// from any thread, and driver calls are made without any lock of the pool.
@@ -78,66 +73,53 @@ pub struct TypedPool(Arc<Inner>);
 struct Inner {
     driver: Option<Driver>,
     config: Config,
-    devices: Devices,
+    parts: Parts,
+    /// The cap in bytes, [`u64::MAX`] for none.
     cap: AtomicU64,
 }
 
-/// The caches of all devices that were used. Only ever added to, so that they are found without a lock.
+/// The parts of all devices that were used. Only ever added to, so that they are found without a lock.
 #[derive(Default)]
-struct Devices(OnceLock<Box<Device>>);
+struct Parts(OnceLock<Box<(Arc<Part>, Parts)>>);
 
-struct Device {
-    ordinal: usize,
-    cache: Arc<Cache>,
-    next: Devices,
-}
-
-impl Devices {
+impl Parts {
     #[inline]
-    fn iter(&self) -> impl Iterator<Item = &Device> {
-        std::iter::successors(self.0.get(), |device| device.next.0.get()).map(|device| &**device)
+    fn iter(&self) -> impl Iterator<Item = &Arc<Part>> {
+        std::iter::successors(self.0.get(), |known| known.1.0.get()).map(|known| &known.0)
     }
 
     #[inline]
-    fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
-        let mut devices = self.iter();
-        let device = devices.find(|device| device.ordinal == ordinal)?;
-        Some(&device.cache)
+    fn find(&self, ordinal: usize) -> Option<&Arc<Part>> {
+        self.iter().find(|part| part.ordinal == ordinal)
     }
 
-    /// The cache of a device: the given one, unless there is one already.
-    fn add(&self, ordinal: usize, cache: Arc<Cache>) -> &Arc<Cache> {
+    /// The part of a device: the given one, unless there is one already.
+    fn add(&self, part: Arc<Part>) -> &Arc<Part> {
         let mut at = self;
         loop {
-            let device = at.0.get_or_init(|| {
-                Box::new(Device {
-                    ordinal,
-                    cache: Arc::clone(&cache),
-                    next: Devices::default(),
-                })
-            });
-            if device.ordinal == ordinal {
-                return &device.cache;
+            let known =
+                at.0.get_or_init(|| Box::new((Arc::clone(&part), Parts::default())));
+            if known.0.ordinal == part.ordinal {
+                return &known.0;
             }
-            at = &device.next;
+            at = &known.1;
         }
     }
 }
 
-impl Drop for Inner {
-    fn drop(&mut self) {
-        // Live buffers keep their device's part.
-        self.devices.iter().for_each(|device| device.cache.close());
-    }
-}
-
 impl TypedPool {
-    /// The pool of the process: over the process-wide driver, with the settings of `CUALLOC_CONFIG`
-    /// (the default ones if those are invalid; [`Config::from_env`] tells). Made on first use; needs no
-    /// driver before memory is asked for.
-    pub fn global() -> &'static TypedPool {
+    /// The pool of the process: over the process-wide driver, with the settings of `CUALLOC_CONFIG`.
+    /// Made on first use; needs no driver before memory is asked for.
+    ///
+    /// # Errors
+    /// Invalid settings in `CUALLOC_CONFIG`, at each call until they are valid; the pool is there then.
+    pub fn global() -> Result<&'static TypedPool, PoolError> {
         static GLOBAL: OnceLock<TypedPool> = OnceLock::new();
-        GLOBAL.get_or_init(|| Self::make(None, Config::from_env().unwrap_or_default()))
+        if let Some(pool) = GLOBAL.get() {
+            return Ok(pool);
+        }
+        let config = Config::from_env().map_err(Error::from)?;
+        Ok(GLOBAL.get_or_init(|| Self::make(None, config)))
     }
 
     /// A pool of its own, with allocators of its own.
@@ -149,59 +131,46 @@ impl TypedPool {
     /// Of several for one device the last counts.
     pub fn over<'a>(allocators: impl IntoIterator<Item = &'a Allocator>) -> TypedPool {
         let allocators: Vec<&Allocator> = allocators.into_iter().collect();
-        let devices = Devices::default();
+        let first = allocators.first();
+        let driver = first.map(|allocator| allocator.context().driver().clone());
+        let pool = Self::make(driver, Config::new());
         // The first one that is added for a device stays.
         for allocator in allocators.iter().rev() {
-            let ordinal = allocator.context().device().ordinal();
-            let surplus = Arc::new(Surplus::over(allocator));
-            devices.add(ordinal, Cache::new(surplus, Allocator::clone(allocator)));
+            pool.0.parts.add(Arc::new(Part::over(allocator)));
         }
-        let first = allocators.first();
-        TypedPool(Arc::new(Inner {
-            driver: first.map(|allocator| allocator.context().driver().clone()),
-            config: Config::new(),
-            devices,
-            cap: AtomicU64::new(u64::MAX),
-        }))
+        pool
     }
 
     fn make(driver: Option<Driver>, config: Config) -> TypedPool {
         TypedPool(Arc::new(Inner {
             driver,
             config,
-            devices: Devices::default(),
+            parts: Parts::default(),
             cap: AtomicU64::new(u64::MAX),
         }))
     }
 
     /// By ordinal.
-    fn known(&self) -> Vec<&Arc<Cache>> {
-        let mut devices: Vec<_> = self.0.devices.iter().collect();
-        devices.sort_unstable_by_key(|device| device.ordinal);
-        devices.into_iter().map(|device| &device.cache).collect()
+    fn known(&self) -> Vec<&Arc<Part>> {
+        let mut parts: Vec<_> = self.0.parts.iter().collect();
+        parts.sort_unstable_by_key(|part| part.ordinal);
+        parts
     }
 
-    #[inline]
-    fn find(&self, ordinal: usize) -> Option<&Arc<Cache>> {
-        self.0.devices.find(ordinal)
-    }
-
-    fn cache(&self, ordinal: i64) -> Result<&Arc<Cache>, PoolError> {
-        let known = usize::try_from(ordinal).ok().and_then(|o| self.find(o));
-        if let Some(cache) = known {
-            return Ok(cache);
+    fn part(&self, ordinal: usize) -> Result<&Arc<Part>, PoolError> {
+        if let Some(part) = self.0.parts.find(ordinal) {
+            return Ok(part);
         }
         let driver = match &self.0.driver {
             Some(driver) => driver.clone(),
             None => Driver::load()?,
         };
-        let device = device_of(&driver, ordinal)?;
-        let surplus = Surplus::new(Some(driver.clone()), ordinal, self.0.config.clone())?;
-        let allocator = surplus.allocator()?.clone();
-        surplus.set_threshold(self.0.cap.load(Ordering::Relaxed))?;
+        device_of(&driver, ordinal)?;
+        let part = Part::new(Some(driver), ordinal, self.0.config.clone());
+        part.allocator()?;
+        part.set_threshold(self.cap())?;
         // Another thread may have been quicker; then this one's allocator, which holds nothing, goes.
-        let cache = Cache::new(Arc::new(surplus), allocator);
-        Ok(self.0.devices.add(device.ordinal(), cache))
+        Ok(self.0.parts.add(Arc::new(part)))
     }
 
     /// The allocator of a device, made on first use.
@@ -209,8 +178,8 @@ impl TypedPool {
     /// # Errors
     /// [`PoolError::InvalidDevice`]; a driver that cannot be had; those of
     /// [`Allocator::with_config`].
-    pub fn allocator(&self, ordinal: i64) -> Result<Allocator, PoolError> {
-        Ok(self.cache(ordinal)?.allocator.clone())
+    pub fn allocator(&self, ordinal: usize) -> Result<Allocator, PoolError> {
+        Ok(self.part(ordinal)?.allocator()?.clone())
     }
 
     /// The pool's part for one device, as a source of memory without a type; its allocator is made if
@@ -218,15 +187,15 @@ impl TypedPool {
     ///
     /// # Errors
     /// As [`allocator`](Self::allocator).
-    pub fn on_device(&self, ordinal: i64) -> Result<DeviceTypedPool, PoolError> {
-        let cache = Arc::clone(self.cache(ordinal)?);
-        Ok(DeviceTypedPool::new(cache))
+    pub fn on_device(&self, ordinal: usize) -> Result<DevicePool, PoolError> {
+        DevicePool::new(self.part(ordinal)?)
     }
 
-    /// A buffer of `len` elements from memory at hand that the stream may use without a wait: what was
+    /// A buffer of `len` elements from cached memory that the stream may use without a wait: what was
     /// returned last on the stream with the same number of bytes, else the best fit. `None`, a miss, if
-    /// there is none. Makes no driver call that takes memory, and creates no event; the memory is as its
-    /// last user left it.
+    /// there is none. Memory that was returned on another stream counts as soon as that stream is done with
+    /// it. Makes no driver call that takes memory, and creates no event; the memory is as its last user left
+    /// it.
     ///
     /// A buffer of no elements has no memory and is neither hit nor miss.
     ///
@@ -237,19 +206,15 @@ impl TypedPool {
         len: usize,
         stream: &Stream,
     ) -> Result<Option<PooledBuffer<MaybeUninit<T>>>, PoolError> {
-        if let Some(buffer) = self.at_once(len, stream) {
-            return Ok(Some(buffer));
-        }
-        let Some(wish) = self.wish::<T>(len, stream)? else {
-            return Ok(Some(Self::empty_buffer()));
+        let Some(wanted) = Wanted::new::<T>(len, stream)? else {
+            return Ok(Some(PooledBuffer::empty()));
         };
-        match wish.at_hand(stream)? {
-            Some(block) => Ok(Some(wish.buffer(block, stream)?)),
-            None => Ok(None),
-        }
+        let part = self.part(stream.context().device().ordinal())?;
+        let block = part.cached_block(&wanted.key, align_of::<T>(), stream)?;
+        Ok(block.map(|block| wanted.buffer(part, block, stream)))
     }
 
-    /// A buffer of `len` elements that is not initialised: one at hand as [`take`](Self::take), else a
+    /// A buffer of `len` elements that is not initialised: a cached one as [`take`](Self::take), else a
     /// new one.
     ///
     /// # Errors
@@ -259,44 +224,12 @@ impl TypedPool {
         len: usize,
         stream: &Stream,
     ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
-        if let Some(buffer) = self.at_once(len, stream) {
-            return Ok(buffer);
-        }
-        self.obtain(len, stream)
-    }
-
-    /// A buffer of the memory that was returned last, if it needs no closer look.
-    #[inline(always)]
-    fn at_once<T: DeviceCopy>(
-        &self,
-        len: usize,
-        stream: &Stream,
-    ) -> Option<PooledBuffer<MaybeUninit<T>>> {
-        let capacity = round_elements(len);
-        let sought = Sought {
-            stream: stream.known_id()?,
-            bytes: capacity.checked_mul(size_of::<T>())?,
-            capacity,
-            element: TypeId::of::<T>(),
+        let Some(wanted) = Wanted::new::<T>(len, stream)? else {
+            return Ok(PooledBuffer::empty());
         };
-        let cache = self.find(stream.context().device().ordinal())?;
-        if align_of::<T>() > GRANULE || cache.surplus.is_bounded() {
-            return None;
-        }
-        let (buffer, place) = cache.at_once(&sought, len, stream)?;
-        Some(PooledBuffer::new(buffer, Pool::Typed(place)))
-    }
-
-    #[inline(never)]
-    fn obtain<T: DeviceCopy>(
-        &self,
-        len: usize,
-        stream: &Stream,
-    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
-        let Some(wish) = self.wish::<T>(len, stream)? else {
-            return Ok(Self::empty_buffer());
-        };
-        wish.buffer(wish.obtain(stream)?, stream)
+        let part = self.part(stream.context().device().ordinal())?;
+        let block = part.block(&wanted.key, align_of::<T>(), stream)?;
+        Ok(wanted.buffer(part, block, stream))
     }
 
     /// A buffer of `len` elements whose bytes are all zero, in the order of the stream.
@@ -311,43 +244,6 @@ impl TypedPool {
         self.uninit::<T>(len, stream)?.zeroed(stream)
     }
 
-    fn empty_buffer<T: DeviceCopy>() -> PooledBuffer<MaybeUninit<T>> {
-        PooledBuffer::new(DeviceBuffer::empty(), Pool::None)
-    }
-
-    fn wish<T: DeviceCopy>(
-        &self,
-        len: usize,
-        stream: &Stream,
-    ) -> Result<Option<Wish<'_>>, PoolError> {
-        let capacity = round_elements(len);
-        let too_large = PoolError::TooLarge {
-            len,
-            element_bytes: size_of::<T>(),
-        };
-        let Some(bytes) = capacity.checked_mul(size_of::<T>()) else {
-            return Err(too_large);
-        };
-        if isize::try_from(bytes).is_err() {
-            return Err(too_large);
-        }
-        if bytes == 0 {
-            return Ok(None);
-        }
-        let ordinal = stream.context().device().ordinal();
-        Ok(Some(Wish {
-            cache: self.cache(ordinal as i64)?,
-            len,
-            alignment: align_of::<T>(),
-            sought: Sought {
-                stream: stream.id()?,
-                bytes,
-                capacity,
-                element: TypeId::of::<T>(),
-            },
-        }))
-    }
-
     /// Returns a buffer on a stream: that stream is to use it next. Without one it is the legacy
     /// default stream. Work of the buffer's own stream and of recorded ones comes first in any case; a
     /// drop returns it on its own stream.
@@ -357,7 +253,7 @@ impl TypedPool {
     /// stream.
     pub fn put<T: DeviceCopy>(
         &self,
-        buffer: PooledBuffer<T>,
+        mut buffer: PooledBuffer<T>,
         stream: Option<&Stream>,
     ) -> Result<(), PoolError> {
         let (Some((home, from)), Some(block)) = (buffer.home(), buffer.block()) else {
@@ -374,9 +270,7 @@ impl TypedPool {
         }
         block.record_use(&next)?;
         let allocator = Allocator::of(block);
-        if let Some(place) = buffer.place() {
-            place.move_to(id);
-        }
+        buffer.return_on(id);
         drop(buffer);
         // Without a marker the other stream could not see when the first one is done.
         // SAFETY: the buffer kept its stream alive, and so does this clone of it.
@@ -411,11 +305,11 @@ impl TypedPool {
         element: TypeId,
         stream: &Stream,
     ) -> Result<usize, PoolError> {
-        let Some(cache) = self.find(ordinal) else {
+        let Some(part) = self.0.parts.find(ordinal) else {
             return Ok(0);
         };
-        let live = cache.live(round_elements(len), element);
-        let allocator = &cache.allocator;
+        let live = part.table.live(round_elements(len), element);
+        let allocator = part.allocator()?;
         let mut recorded = 0;
         for address in live {
             match allocator.record_use_at(address, stream) {
@@ -432,34 +326,34 @@ impl TypedPool {
 
     /// Bytes held on a device and not in live blocks; 0 for one that was not used.
     pub fn cached_bytes(&self, ordinal: usize) -> u64 {
-        self.find(ordinal).map_or(0, |c| c.surplus.cached())
+        self.0.parts.find(ordinal).map_or(0, |part| part.cached())
     }
 
     /// [`cached_bytes`](Self::cached_bytes) of all devices together.
     pub fn cached_bytes_total(&self) -> u64 {
-        self.known().iter().map(|c| c.surplus.cached()).sum()
+        self.0.parts.iter().map(|part| part.cached()).sum()
     }
 
-    /// The most bytes to hold on each device beside live blocks; `u64::MAX`, the default, for any
-    /// number.
-    pub fn cap(&self) -> u64 {
-        self.0.cap.load(Ordering::Relaxed)
+    /// The most bytes to hold on each device beyond live blocks; `None`, the default, for any number.
+    pub fn cap(&self) -> Option<u64> {
+        Some(self.0.cap.load(Ordering::Relaxed)).filter(|bytes| *bytes != u64::MAX)
     }
 
     /// Sets the cap, and gives back at once what is above it. It is then honoured as the threshold of
-    /// a [`ThresholdPool`](super::ThresholdPool).
+    /// a [`ThresholdPool`](super::ThresholdPool); `Some(0)` caches nothing.
     ///
     /// # Errors
-    /// As [`ThresholdPool::set_release_threshold`](super::ThresholdPool::set_release_threshold); the cap is set all the same.
-    pub fn set_cap(&self, bytes: u64) -> Result<(), PoolError> {
-        self.0.cap.store(bytes, Ordering::Relaxed);
-        let results = self.known();
-        let mut results = results
-            .iter()
-            .map(|c| c.surplus.set_threshold(bytes))
-            .collect::<Vec<_>>()
-            .into_iter();
-        results.try_for_each(|result| result)
+    /// As [`ThresholdPool::set_release_threshold`](super::ThresholdPool::set_release_threshold); the cap is
+    /// set all the same, on all devices.
+    pub fn set_cap(&self, bytes: Option<u64>) -> Result<(), PoolError> {
+        self.0
+            .cap
+            .store(bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
+        let mut result = Ok(());
+        for part in self.known() {
+            result = result.and(part.set_threshold(bytes));
+        }
+        result
     }
 
     /// Gives all unused memory of one device back to the driver. Others are not touched.
@@ -467,8 +361,8 @@ impl TypedPool {
     /// # Errors
     /// As [`ThresholdPool::trim`](super::ThresholdPool::trim).
     pub fn empty(&self, ordinal: usize) -> Result<Trimmed, PoolError> {
-        match self.find(ordinal) {
-            Some(cache) => cache.surplus.trim(0),
+        match self.0.parts.find(ordinal) {
+            Some(part) => part.trim(0),
             None => Ok(Trimmed::default()),
         }
     }
@@ -479,24 +373,12 @@ impl TypedPool {
     /// As [`ThresholdPool::trim`](super::ThresholdPool::trim); devices behind the first failure are not reached.
     pub fn empty_all(&self) -> Result<Trimmed, PoolError> {
         let mut sum = Trimmed::default();
-        for cache in self.known() {
-            let done = cache.surplus.trim(0)?;
+        for part in self.known() {
+            let done = part.trim(0)?;
             sum.released += done.released;
             sum.pending += done.pending;
         }
         Ok(sum)
-    }
-
-    /// A relief hook, for an allocator of others that runs out of memory on the device: gives unused
-    /// memory of this pool back.
-    ///
-    /// # Errors
-    /// As [`allocator`](Self::allocator).
-    pub fn relief(
-        &self,
-        ordinal: i64,
-    ) -> Result<impl Fn(u64) -> u64 + Send + Sync + use<>, PoolError> {
-        Ok(self.cache(ordinal)?.surplus.relief())
     }
 
     // ---- figures ---------------------------------------------------------------------------
@@ -504,39 +386,73 @@ impl TypedPool {
     /// Counts over all devices.
     pub fn stats(&self) -> TypedStats {
         let mut sum = TypedStats::default();
-        for cache in self.known() {
-            sum.add(cache.stats());
+        for part in self.0.parts.iter() {
+            sum.add(part.table.stats());
         }
         sum
     }
 
     /// Sets all counts to 0.
     pub fn reset_stats(&self) {
-        for cache in self.known() {
-            cache.reset_stats();
+        for part in self.0.parts.iter() {
+            part.table.reset_stats();
         }
     }
 }
 
-impl Wish<'_> {
+/// A request whose numbers are in order.
+struct Wanted {
+    len: usize,
+    key: Key,
+    /// The rounded length.
+    capacity: usize,
+    element: TypeId,
+}
+
+impl Wanted {
+    /// `None` for a request of no bytes.
+    fn new<T: DeviceCopy>(len: usize, stream: &Stream) -> Result<Option<Wanted>, PoolError> {
+        let capacity = round_elements(len);
+        let bytes = capacity.checked_mul(size_of::<T>());
+        let Some(bytes) = bytes.filter(|bytes| isize::try_from(*bytes).is_ok()) else {
+            return Err(PoolError::TooLarge {
+                len,
+                element_bytes: size_of::<T>(),
+            });
+        };
+        if bytes == 0 {
+            return Ok(None);
+        }
+        Ok(Some(Wanted {
+            len,
+            key: (stream.id()?, bytes),
+            capacity,
+            element: TypeId::of::<T>(),
+        }))
+    }
+
+    /// The buffer in a block that was allocated for this request on the stream just now.
     fn buffer<T: DeviceCopy>(
-        &self,
+        self,
+        part: &Arc<Part>,
         block: Block,
         stream: &Stream,
-    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
-        let place = self.cache.enter(&self.sought, &block, stream);
-        // SAFETY: the block was allocated on the stream just now, and its elements need no
-        // initialisation.
-        let made = unsafe { DeviceBuffer::<MaybeUninit<T>>::from_block(block, self.len, stream) };
-        match made {
-            Ok(buffer) => Ok(PooledBuffer::new(buffer, Pool::Typed(place))),
-            Err(failed) => {
-                let left = place.leave();
-                drop(failed.block);
-                place.end(left);
-                Err(failed.error.into())
-            }
-        }
+    ) -> PooledBuffer<MaybeUninit<T>> {
+        let live = Live {
+            address: block.ptr(),
+            capacity: self.capacity,
+            element: self.element,
+        };
+        let entry = Entry {
+            slot: part.table.enter(&self.key, live),
+            key: self.key,
+        };
+        let memory = Memory::new(block, stream.clone(), self.key.0);
+        let home = Home {
+            part: Arc::clone(part),
+            entry: Some(entry),
+        };
+        PooledBuffer::new(DeviceBuffer::over(memory, self.len), home)
     }
 }
 

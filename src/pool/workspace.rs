@@ -1,18 +1,16 @@
 //! Scratch memory on lease.
 
 use std::fmt;
-use std::marker::PhantomData;
-use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Block, Error, size};
+use crate::allocator::{Allocator, Block, Error, ReliefHook, size};
 use crate::driver::{Stream, process, sys};
 use crate::resource::Table;
 use crate::sync::lock::Lock;
 
 use super::error::{PoolError, zero_is_invalid};
-use super::slabs::{Shelves, Slab};
+use super::slabs::{Slab, Slabs};
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;
@@ -80,11 +78,8 @@ pub struct WorkspaceStats {
 
 #[derive(Default)]
 struct State {
-    idle: Shelves,
+    idle: Slabs,
     stats: WorkspaceStats,
-    /// Keeps the pool as long as it has handles, or leases are out.
-    keep: Option<Arc<Inner>>,
-    closed: bool,
 }
 
 struct Inner {
@@ -94,27 +89,6 @@ struct Inner {
     state: Lock<State>,
     /// Leases that go by their keys.
     keyed: Table<Lease>,
-}
-
-/// What all handles share, and leases do not.
-struct Handle(Arc<Inner>);
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        if process::is_gone() {
-            // In a forked child a lock may be held by a thread that does not exist there.
-            return;
-        }
-        let last = self.0.change(|state| {
-            state.closed = true;
-            if state.stats.leases == 0 {
-                state.keep.take()
-            } else {
-                None
-            }
-        });
-        drop(last);
-    }
 }
 
 /// Scratch memory for kernels that need it for one launch, such as a matrix product's workspace: one
@@ -150,7 +124,7 @@ impl Drop for Handle {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
-pub struct WorkspacePool(Arc<Handle>);
+pub struct WorkspacePool(Arc<Inner>);
 
 impl WorkspacePool {
     /// A pool over an allocator.
@@ -171,20 +145,15 @@ impl WorkspacePool {
             }
         });
         let weak = Arc::downgrade(&inner);
-        allocator.add_relief_hook(inner.name.clone(), move |missing| {
+        allocator.add_relief_hook(ReliefHook::new(inner.name.clone(), move |missing| {
             weak.upgrade().map_or(0, |pool| pool.shrink_by(missing))
-        });
-        WorkspacePool(Arc::new(Handle(inner)))
-    }
-
-    #[inline]
-    fn inner(&self) -> &Arc<Inner> {
-        &self.0.0
+        }));
+        WorkspacePool(inner)
     }
 
     /// The allocator under the pool.
     pub fn allocator(&self) -> &Allocator {
-        &self.inner().allocator
+        &self.0.allocator
     }
 
     /// Leases at least `bytes` for use on a stream.
@@ -192,7 +161,7 @@ impl WorkspacePool {
     /// # Errors
     /// [`PoolError::InvalidSize`] for a request without a class, and those of [`Allocator::allocate`].
     pub fn lease(&self, stream: &Stream, bytes: usize) -> Result<Lease, PoolError> {
-        let pool = self.inner();
+        let pool = &self.0;
         let slab_bytes = match pool.config.sizing {
             WorkspaceSizing::Classes => size_class(bytes),
             WorkspaceSizing::Exact => size::round_size(bytes).map(|rounded| rounded as usize),
@@ -218,12 +187,12 @@ impl WorkspacePool {
                 continue;
             }
             state.stats.hits += 1;
-            state.leased(pool, bytes, slab_bytes);
+            state.leased(bytes, slab_bytes);
             break slab;
         };
         Ok(Lease {
             slab: Some(slab),
-            pool: NonNull::from(&**pool),
+            pool: Arc::clone(pool),
             stream: id,
             requested: bytes,
             shared: AtomicBool::new(false),
@@ -237,32 +206,31 @@ impl WorkspacePool {
         stream: &Stream,
         bytes: usize,
         (slab_bytes, retirements): (usize, u64),
-    ) -> Result<Box<Slab>, PoolError> {
-        let pool = self.inner();
+    ) -> Result<Slab, PoolError> {
+        let pool = &self.0;
         let allocated = pool.allocator.allocate(slab_bytes, stream);
         let block = allocated.map_err(zero_is_invalid)?;
         pool.change(|state| {
             state.stats.misses += 1;
-            state.leased(pool, bytes, slab_bytes);
+            state.leased(bytes, slab_bytes);
         });
-        Ok(Box::new(Slab {
+        Ok(Slab {
             block,
             bytes: slab_bytes,
-            life: Arc::default(),
             retirements,
-        }))
+        })
     }
 
     /// Gives idle slabs back to the allocator until at most `keep` bytes of them are left, the largest
     /// first; returns their bytes. The memory stays with the allocator, for all to use;
     /// [`Allocator::trim`] gives it back to the driver.
     pub fn trim(&self, keep: u64) -> u64 {
-        self.inner().shrink_to(keep)
+        self.0.shrink_to(keep)
     }
 
     /// Leases that go by their keys.
     pub(crate) fn keyed(&self) -> &Table<Lease> {
-        &self.inner().keyed
+        &self.0.keyed
     }
 
     /// The figures, all of one instant.
@@ -270,13 +238,13 @@ impl WorkspacePool {
         if process::is_forked_child() {
             return WorkspaceStats::default();
         }
-        self.inner().change(|state| state.stats)
+        self.0.change(|state| state.stats)
     }
 }
 
 impl State {
     #[inline]
-    fn take(&mut self, stream: u64, bytes: usize) -> Option<Box<Slab>> {
+    fn take(&mut self, stream: u64, bytes: usize) -> Option<Slab> {
         let slab = self.idle.take(stream, bytes)?;
         self.stats.free_slabs -= 1;
         self.stats.free_bytes -= bytes as u64;
@@ -284,18 +252,15 @@ impl State {
     }
 
     #[inline]
-    fn leased(&mut self, pool: &Arc<Inner>, requested: usize, bytes: usize) {
+    fn leased(&mut self, requested: usize, bytes: usize) {
         self.stats.leases += 1;
         self.stats.requested_bytes += requested as u64;
         self.stats.leased_bytes += bytes as u64;
-        if self.keep.is_none() {
-            self.keep = Some(Arc::clone(pool));
-        }
     }
 
     /// Takes a slab back; gives it again if it is too many.
     #[inline]
-    fn give(&mut self, slab: Box<Slab>, stream: u64, cap: usize) -> Option<Box<Slab>> {
+    fn give(&mut self, slab: Slab, stream: u64, cap: usize) -> Option<Slab> {
         let bytes = slab.bytes;
         let surplus = self.idle.give(slab, stream, cap);
         if surplus.is_none() {
@@ -310,7 +275,7 @@ impl Inner {
     /// Some stream was retired since a slab was taken: if it was the slab's it goes to the allocator, which
     /// does not count on more work of such a stream, else it is idle again.
     #[cold]
-    fn look_again(&self, mut slab: Box<Slab>, stream: u64, retirements: u64) {
+    fn look_again(&self, mut slab: Slab, stream: u64, retirements: u64) {
         if slab.block.stream_retired() {
             return;
         }
@@ -365,7 +330,7 @@ impl Drop for Inner {
 impl fmt::Debug for WorkspacePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("WorkspacePool")
-            .field("config", &self.inner().config)
+            .field("config", &self.0.config)
             .field("stats", &self.stats())
             .finish()
     }
@@ -382,14 +347,6 @@ impl fmt::Debug for WorkspacePool {
 ///     lease.ptr();
 /// }
 /// ```
-/// ```compile_fail,E0505
-/// # use cualloc::pool::Lease;
-/// fn view_after_return(lease: Lease) {
-///     let view = lease.view();
-///     drop(lease);
-///     view.ptr();
-/// }
-/// ```
 /// ```compile_fail,E0599
 /// # use cualloc::pool::Lease;
 /// fn second_owner(lease: Lease) -> Lease {
@@ -400,20 +357,13 @@ impl fmt::Debug for WorkspacePool {
 /// A lease that a captured graph uses must live as long as the graph. `Send` and `Sync`.
 #[must_use = "a lease that is dropped at once is of no use"]
 pub struct Lease {
-    slab: Option<Box<Slab>>,
-    /// Kept by its own state while leases are out: a count of references would be one more word that
-    /// all threads write.
-    pool: NonNull<Inner>,
+    slab: Option<Slab>,
+    pool: Arc<Inner>,
     stream: u64,
     requested: usize,
     /// Whether other streams were recorded on it.
     shared: AtomicBool,
 }
-
-// SAFETY: an `Inner` is `Send` and `Sync`, and so is all the rest.
-unsafe impl Send for Lease {}
-// SAFETY: as above.
-unsafe impl Sync for Lease {}
 
 impl Lease {
     /// The first byte's address. Using it is for `unsafe` code, which answers for doing so while the
@@ -430,28 +380,6 @@ impl Lease {
     /// Bytes as they were asked for.
     pub fn requested(&self) -> usize {
         self.requested
-    }
-
-    /// Address and size for as long as the lease is borrowed.
-    pub fn view(&self) -> LeaseView<'_> {
-        LeaseView {
-            ptr: self.ptr(),
-            size: self.size(),
-            lease: PhantomData,
-        }
-    }
-
-    /// What stands for the lease where it may be over.
-    pub fn reference(&self) -> LeaseRef {
-        let life = match &self.slab {
-            Some(slab) => Arc::clone(&slab.life),
-            None => Arc::default(),
-        };
-        LeaseRef {
-            generation: life.load(Ordering::Acquire),
-            life,
-            ptr: self.ptr(),
-        }
     }
 
     /// Says that another stream uses the lease, until it is dropped. The slab then goes back to the
@@ -496,28 +424,20 @@ impl Drop for Lease {
             // There is nothing to give back to, and the lock may be held by a thread of the parent.
             return std::mem::forget(slab);
         }
-        // Nobody else writes it, so this need not be one step.
-        let lives = slab.life.load(Ordering::Relaxed);
-        slab.life.store(lives + 1, Ordering::Release);
         let shared = *self.shared.get_mut();
-        // SAFETY: this lease is counted until the end of the next block, which keeps the pool.
-        let pool = unsafe { self.pool.as_ref() };
-        let (surplus, last) = {
-            let mut state = pool.state.lock();
+        let surplus = {
+            let mut state = self.pool.state.lock();
             state.stats.leases -= 1;
             state.stats.requested_bytes -= self.requested as u64;
             state.stats.leased_bytes -= slab.bytes as u64;
-            let surplus = if shared {
+            if shared {
                 Some(slab)
             } else {
-                state.give(slab, self.stream, pool.config.cap)
-            };
-            let last = state.closed && state.stats.leases == 0;
-            (surplus, if last { state.keep.take() } else { None })
+                state.give(slab, self.stream, self.pool.config.cap)
+            }
         };
         // Freed without the lock.
         drop(surplus);
-        drop(last);
     }
 }
 
@@ -528,51 +448,6 @@ impl fmt::Debug for Lease {
             .field("size", &self.size())
             .field("requested", &self.requested)
             .finish()
-    }
-}
-
-/// The memory of a [`Lease`], borrowed.
-#[derive(Debug, Clone, Copy)]
-pub struct LeaseView<'a> {
-    ptr: sys::CUdeviceptr,
-    size: u64,
-    lease: PhantomData<&'a Lease>,
-}
-
-impl LeaseView<'_> {
-    /// The first byte's address.
-    pub fn ptr(&self) -> sys::CUdeviceptr {
-        self.ptr
-    }
-
-    /// Bytes.
-    pub fn size(&self) -> u64 {
-        self.size
-    }
-}
-
-/// Stands for the memory of a [`Lease`] without keeping it. Cheap to clone; `Send` and `Sync`.
-#[derive(Debug, Clone)]
-pub struct LeaseRef {
-    life: Arc<AtomicU64>,
-    generation: u64,
-    ptr: sys::CUdeviceptr,
-}
-
-impl LeaseRef {
-    /// The address, if the lease lives.
-    ///
-    /// # Errors
-    /// [`PoolError::Stale`] if it was returned, also if its memory is on lease again.
-    pub fn resolve(&self) -> Result<sys::CUdeviceptr, PoolError> {
-        let current = self.life.load(Ordering::Acquire);
-        if current == self.generation {
-            return Ok(self.ptr);
-        }
-        Err(PoolError::Stale {
-            have: self.generation,
-            current,
-        })
     }
 }
 

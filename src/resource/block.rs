@@ -1,12 +1,13 @@
 //! Blocks of a resource: plain values with an identity.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::driver::sys;
 
 use super::error::{ResourceError, StreamMisuse};
-use super::gauge::Charge;
 use super::key::BlockKey;
+use super::meter::{Charge, Meter};
 
 /// A short static label of an allocation, for logs and statistics. "untagged" by default.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -141,7 +142,6 @@ pub enum BlockState {
 /// can.
 ///
 /// `Send` and `Sync`. Losing it leaks the memory and what budgets charged for it.
-#[derive(Debug)]
 #[must_use = "a lost block is leaked memory"]
 pub struct ResourceBlock {
     identity: BlockIdentity,
@@ -169,7 +169,7 @@ impl ResourceBlock {
     /// Whoever holds the result owns the memory, and safe code may give it back. So the memory is handed
     /// out by this and by nothing else: what is told of it is true, its alignment is a power of two, `size` bytes may be used of it, the
     /// key is new, nobody else uses the memory or gives it back before the result was taken by
-    /// [`deallocate`](super::MemoryResource::deallocate). No identity of a block that lives may be used
+    /// [`deallocate_block`](super::MemoryResource::deallocate_block). No identity of a block that lives may be used
     /// for it, which anybody can have.
     ///
     /// ```compile_fail,E0133
@@ -290,6 +290,16 @@ impl ResourceBlock {
             .chain(self.more.iter().flat_map(|more| &**more))
     }
 
+    /// Takes the charge of a meter.
+    pub(crate) fn detach(&mut self, meter: &Arc<Meter>) -> Option<Charge> {
+        if self.first.as_ref().is_some_and(|first| first.is_of(meter)) {
+            return self.first.take();
+        }
+        let more = self.more.as_mut()?;
+        let at = more.iter().position(|charge| charge.is_of(meter))?;
+        Some(more.remove(at))
+    }
+
     /// Takes the charges above the first `keep`, in their order.
     pub(crate) fn split_charges(&mut self, keep: usize) -> Vec<Charge> {
         if keep == 0 {
@@ -308,23 +318,14 @@ impl ResourceBlock {
     }
 }
 
-/// A block that could not be deallocated, and why. The block is still allocated.
-#[derive(Debug, thiserror::Error)]
-#[error("the block at {:#x} could not be deallocated", block.ptr())]
-pub struct DeallocateError {
-    /// The block.
-    pub block: Box<ResourceBlock>,
-    /// The reason.
-    #[source]
-    pub error: ResourceError,
-}
-
-impl DeallocateError {
-    /// Gives a block back with a reason.
-    pub fn new(block: ResourceBlock, error: impl Into<ResourceError>) -> DeallocateError {
-        DeallocateError {
-            block: Box::new(block),
-            error: error.into(),
-        }
+impl fmt::Debug for ResourceBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResourceBlock")
+            .field("ptr", &format_args!("{:#x}", self.ptr()))
+            .field("bytes", &self.bytes())
+            .field("tag", &self.tag)
+            .field("stream", &self.stream_id())
+            .field("generation", &self.generation())
+            .finish_non_exhaustive()
     }
 }

@@ -2,71 +2,122 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::driver::{Stream, process};
+use crate::driver::{Context, Stream, process};
 
-use super::block::{DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
-use super::gauge::{Charge, Gauge};
-use super::traits::{MemoryResource, forward, forward_uses};
+use super::block::{ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
+use super::meter::{Charge, Meter, Pressure};
+use super::traits::MemoryResource;
 
 /// Bounds the bytes outstanding below it: live and pending together never pass the limit, at any
-/// instant and from any number of threads.
+/// instant and from any number of threads. Tells how scarce they are, and whoever wants to hear of it.
 ///
 /// What is outstanding below when it is made counts. A request above the limit fails at once; one
 /// that does not fit now gets one reap and one more try. Bytes are released when they have really
 /// left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
 ///
 /// ```
-/// use cualloc::resource::{Budget, MemoryResource, ResourceError};
+/// use cualloc::resource::{Budget, MemoryResource, Pressure, ResourceError};
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = Context::primary(&driver, driver.device(0)?)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
-/// let budget = Budget::new(allocator, 1024);
-/// let block = budget.allocate(1024, &stream, "all".into())?;
-/// let refused = budget.allocate(1, &stream, "more".into());
+/// let budget = Budget::new(allocator, Some(1024));
+/// let block = budget.allocate_block(1024, &stream, "all".into())?;
+/// assert_eq!(budget.pressure(), Pressure::Critical);
+/// let refused = budget.allocate_block(1, &stream, "more".into());
 /// assert!(matches!(refused, Err(ResourceError::OutOfBudget { requested: 1, remaining: 0, .. })));
-/// budget.deallocate(block)?;
-/// assert_eq!(budget.remaining(), 1024);
+/// budget.deallocate_block(block)?;
+/// assert_eq!(budget.remaining(), Some(1024));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct Budget<R: MemoryResource> {
     inner: R,
-    gauge: Arc<Gauge>,
+    meter: Arc<Meter>,
     /// What was outstanding below at the start and has not left since. Touched only for blocks that
     /// were not allocated through here, and when a reap is asked for.
     base: Mutex<Option<Charge>>,
 }
 
 impl<R: MemoryResource> Budget<R> {
-    /// A budget of `limit` bytes; 0 allows nothing.
-    pub fn new(inner: R, limit: u64) -> Budget<R> {
-        let gauge = Gauge::new("budget", limit);
+    /// A budget of `limit` bytes: none bounds nothing, 0 allows nothing.
+    pub fn new(inner: R, limit: Option<u64>) -> Budget<R> {
+        let meter = Meter::new("budget", limit);
         let before = inner.outstanding().total();
-        let base = (before > 0).then(|| gauge.charge_existing(before));
+        let base = (before > 0).then(|| meter.charge_existing(before));
         Budget {
             inner,
-            gauge,
+            meter,
             base: Mutex::new(base),
         }
     }
 
     /// The limit in bytes.
-    pub fn limit(&self) -> u64 {
-        self.gauge.limit()
+    pub fn limit(&self) -> Option<u64> {
+        self.meter.limit()
     }
 
-    /// Bytes that count against the limit.
-    pub fn reserved(&self) -> u64 {
-        self.gauge.used()
+    /// Sets or lifts the limit. What is outstanding stays, also above a lowered one.
+    pub fn set_limit(&self, bytes: Option<u64>) {
+        self.meter.set_limit(bytes);
     }
 
-    /// Bytes that could be allocated now.
-    pub fn remaining(&self) -> u64 {
-        self.gauge.remaining()
+    /// Bytes that count against the limit, live and pending.
+    pub fn used(&self) -> u64 {
+        self.meter.used()
+    }
+
+    /// Bytes that could be allocated now; none without a limit.
+    pub fn remaining(&self) -> Option<u64> {
+        self.meter.remaining()
+    }
+
+    /// Whether `bytes` would fit now, without taking them.
+    ///
+    /// # Errors
+    /// [`ResourceError::OutOfBudget`].
+    pub fn check(&self, bytes: u64) -> Result<(), ResourceError> {
+        self.meter.check(bytes)
+    }
+
+    /// The most bytes that counted at once since the start or the last reset; never below
+    /// [`used`](Self::used).
+    pub fn peak(&self) -> u64 {
+        self.meter.peak()
+    }
+
+    /// Sets the peak to what counts now.
+    pub fn reset_peak(&self) {
+        self.meter.reset_peak();
+    }
+
+    /// Allocations that came through here and have not left.
+    pub fn allocations(&self) -> u64 {
+        let base = process::lock(&self.base).is_some();
+        self.meter.count() - u64::from(base)
+    }
+
+    /// How scarce the budget is now.
+    pub fn pressure(&self) -> Pressure {
+        self.meter.pressure()
+    }
+
+    /// Has a listener told the old and the new level at each change, whichever call caused it; the
+    /// listener's number. It runs without a lock, and may use the budget. Several threads may tell it at
+    /// the same time: each call's old level is another call's new one.
+    pub fn on_pressure(
+        &self,
+        listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static,
+    ) -> u64 {
+        self.meter.add_listener(Arc::new(listener))
+    }
+
+    /// Removes a listener by its number; whether it existed.
+    pub fn remove_listener(&self, number: u64) -> bool {
+        self.meter.remove_listener(number)
     }
 
     /// The resource below.
@@ -77,7 +128,7 @@ impl<R: MemoryResource> Budget<R> {
     #[cold]
     fn charge_after_reap(&self, bytes: u64) -> Result<Charge, ResourceError> {
         self.reap()?;
-        self.gauge.charge(bytes)
+        self.meter.charge(bytes)
     }
 
     fn take_base(&self, bytes: u64) -> Option<Charge> {
@@ -102,7 +153,7 @@ impl<R: MemoryResource> Budget<R> {
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     #[inline]
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -110,29 +161,29 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
         let wanted = bytes as u64;
-        if self.gauge.is_too_small(wanted) {
-            return Err(self.gauge.refusal(wanted));
-        }
-        let charge = match self.gauge.charge(wanted) {
+        let charge = match self.meter.charge(wanted) {
             Ok(charge) => charge,
+            Err(error) if self.meter.is_too_small(wanted) => return Err(error),
             Err(_) => self.charge_after_reap(wanted)?,
         };
         // An error drops the charge.
-        let mut block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        let mut block = self
+            .inner
+            .allocate_block_aligned(bytes, alignment, stream, tag)?;
         block.attach(charge);
         Ok(block)
     }
 
     #[inline]
-    fn deallocate(&self, mut block: ResourceBlock) -> Result<(), DeallocateError> {
-        let known = block.charges().any(|charge| charge.is_of(&self.gauge));
+    fn deallocate_block(&self, mut block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+        let known = block.charges().any(|charge| charge.is_of(&self.meter));
         if !known
             && self.inner.state(&block.identity()) == super::BlockState::Live
             && let Some(charge) = self.take_base(block.bytes() as u64)
         {
             block.attach(charge);
         }
-        self.inner.deallocate(block)
+        self.inner.deallocate_block(block)
     }
 
     fn reap(&self) -> Result<u64, ResourceError> {
@@ -141,6 +192,17 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         Ok(left)
     }
 
-    forward!(inner);
-    forward_uses!(inner);
+    fn headroom(&self) -> Option<u64> {
+        let below = self.inner.headroom();
+        self.remaining().into_iter().chain(below).min()
+    }
+
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
 }

@@ -1,12 +1,12 @@
 //! The caching resource: the allocator itself.
 
-use crate::allocator::{Allocator, Block, Engine, Error, Grant, Lifetime, Trimmed, size};
+use crate::allocator::{Allocator, Block, Engine, Error, Grant, Lifetime, Request, Trimmed, size};
 use crate::driver::{Context, Stream};
 
-use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{BlockIdentity, BlockState, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::key::BlockKey;
-use super::traits::{MemoryResource, Outstanding, Tracking, callers_order, not_tracked};
+use super::traits::{MemoryResource, Outstanding, Tracking};
 use super::usage::PoolUsage;
 
 /// The life of a block that came from here.
@@ -90,12 +90,15 @@ fn allocate_named(
     let asks = engine.named(stream)?;
     // Before there is a block that could leak: a thread's default stream is asked each time.
     let id = stream.id()?;
-    let grant = engine.allocate(&asks, bytes, alignment)?;
+    let grant = engine.allocate(&asks, &Request::new(bytes).align(alignment))?;
     Ok(named(engine, &grant, (bytes, alignment), id, tag))
 }
 
 #[inline(never)]
-fn deallocate_watched(allocator: &Allocator, block: ResourceBlock) -> Result<(), DeallocateError> {
+fn deallocate_watched(
+    allocator: &Allocator,
+    block: ResourceBlock,
+) -> Result<(), Refused<ResourceBlock>> {
     let identity = block.identity();
     let life = block.returned().and_then(|()| parts(allocator, &identity));
     if block.is_abandoned()
@@ -109,7 +112,7 @@ fn deallocate_watched(allocator: &Allocator, block: ResourceBlock) -> Result<(),
         Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(identity.gone()),
         other => other.map_err(Into::into),
     });
-    freed.map_err(|error| DeallocateError::new(block, error))
+    freed.map_err(|error| Refused::new(block, error))
 }
 
 /// The caching resource. Deallocated memory goes to the cache at once, which keeps it from other
@@ -123,7 +126,7 @@ fn deallocate_watched(allocator: &Allocator, block: ResourceBlock) -> Result<(),
 // every recorded use is complete, and finds blocks by a key that is theirs alone.
 unsafe impl MemoryResource for Allocator {
     #[inline]
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -134,7 +137,7 @@ unsafe impl MemoryResource for Allocator {
         if alignment.is_power_of_two()
             && alignment as u64 <= size::GRANULE
             && let Some(key) = stream.known_id()
-            && let Ok(grant) = engine.allocate_at_once(key, bytes)
+            && let Ok(grant) = engine.hit(key, bytes)
         {
             return Ok(named(engine, &grant, (bytes, alignment), key, tag));
         }
@@ -142,7 +145,7 @@ unsafe impl MemoryResource for Allocator {
     }
 
     #[inline]
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         if block.keepers() == 0
             && let Some(life) = life(self, &block.identity())
             && self.engine().free_at_once(&life)
@@ -203,6 +206,4 @@ unsafe impl MemoryResource for Allocator {
         let engine = self.engine();
         Ok(engine.record(block.ptr, &engine.named(stream)?, false)?)
     }
-
-    callers_order!(live);
 }

@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-use crate::driver::Stream;
+use crate::driver::{Context, Stream};
 
-use super::block::{DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
-use super::traits::{MemoryResource, forward, forward_reap, forward_uses};
+use super::block::{ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
+use super::traits::MemoryResource;
 
 /// Asks a callback when memory runs out: it gets the bytes asked for, the error, and how often this
 /// request has failed (1 at first), and says whether to try again. It may free through the same
@@ -21,11 +21,11 @@ use super::traits::{MemoryResource, forward, forward_reap, forward_uses};
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let asked = std::sync::atomic::AtomicU32::new(0);
-/// let resource = FailureCallback::new(Budget::new(allocator, 100), |_bytes, _error, times| {
+/// let resource = FailureCallback::new(Budget::new(allocator, Some(100)), |_bytes, _error, times| {
 ///     asked.store(times, std::sync::atomic::Ordering::Relaxed);
 ///     times < 3
 /// });
-/// assert!(resource.allocate(101, &stream, "big".into()).is_err());
+/// assert!(resource.allocate_block(101, &stream, "big".into()).is_err());
 /// assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 3);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -56,7 +56,7 @@ where
     R: MemoryResource,
     F: Fn(usize, &ResourceError, u32) -> bool + Send + Sync,
 {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -65,7 +65,10 @@ where
     ) -> Result<ResourceBlock, ResourceError> {
         let mut times = 0;
         loop {
-            match self.inner.allocate_aligned(bytes, alignment, stream, tag) {
+            match self
+                .inner
+                .allocate_block_aligned(bytes, alignment, stream, tag)
+            {
                 Err(error) if error.is_out_of_memory() => {
                     times += 1;
                     if !(self.callback)(bytes, &error, times) {
@@ -78,13 +81,18 @@ where
     }
 
     #[inline]
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        self.inner.deallocate(block)
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+        self.inner.deallocate_block(block)
     }
 
-    forward!(inner);
-    forward_uses!(inner);
-    forward_reap!(inner);
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
 }
 
 impl<R: fmt::Debug, F> fmt::Debug for FailureCallback<R, F> {

@@ -8,8 +8,8 @@ use crate::allocator::size::round_size;
 use crate::driver::{Context, Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{BlockIdentity, BlockState, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::key::{BlockKey, next_source};
 use super::traits::{MemoryResource, Outstanding};
 use super::usage::{Gauge, PoolUsage};
@@ -19,7 +19,7 @@ const ALIGNMENT: usize = 256;
 
 /// Memory straight from the driver, one call per block. Both calls are synchronous and the stream
 /// plays no part: a block may be used on every stream of the context as soon as it is there, and
-/// [`deallocate`](MemoryResource::deallocate) blocks the calling thread until all work of the
+/// [`deallocate_block`](MemoryResource::deallocate_block) blocks the calling thread until all work of the
 /// context, and of the context of the block's stream, is complete, so that no use needs to be recorded; its
 /// bytes leave at once.
 ///
@@ -33,9 +33,9 @@ const ALIGNMENT: usize = 256;
 /// # let context = Context::primary(&driver, driver.device(0)?)?;
 /// # let stream = Stream::new(&context)?;
 /// let direct = DirectResource::new(&context);
-/// let block = direct.allocate(1 << 20, &stream, "scratch".into())?;
+/// let block = direct.allocate_block(1 << 20, &stream, "scratch".into())?;
 /// assert_eq!(direct.outstanding().live, 1 << 20);
-/// direct.deallocate(block)?;
+/// direct.deallocate_block(block)?;
 /// assert_eq!(direct.outstanding().total(), 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -78,10 +78,7 @@ impl DirectResource {
     fn knows(&self, block: &BlockIdentity) -> Result<Live, ResourceError> {
         match self.blocks().get(&block.ptr) {
             Some(live) if live.key == block.key => Ok(live.clone()),
-            _ => Err(ResourceError::UseAfterFree {
-                ptr: block.ptr,
-                key: block.key,
-            }),
+            _ => Err(block.gone()),
         }
     }
 
@@ -107,7 +104,7 @@ impl DirectResource {
 
 // SAFETY: one driver allocation per block; a free comes after all work of the context, and of the stream's.
 unsafe impl MemoryResource for DirectResource {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -145,11 +142,11 @@ unsafe impl MemoryResource for DirectResource {
         Ok(unsafe { ResourceBlock::new(identity, bytes as u64, alignment, tag) })
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let returned = block.returned();
         returned
             .and_then(|()| self.release(&block.identity()))
-            .map_err(|error| DeallocateError::new(block, error))
+            .map_err(|error| Refused::new(block, error))
     }
 
     fn context(&self) -> &Context {

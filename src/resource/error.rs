@@ -29,17 +29,17 @@ pub enum ResourceError {
         remaining: u64,
     },
     /// The allocator's error.
-    #[error("the allocator refused")]
+    #[error("the allocator refused: {0}")]
     Allocator(#[from] allocator::Error),
     /// An error of a pool, or of another source of memory, that is none of the others: of
     /// [`PoolError`](crate::pool::PoolError), for the pools here.
-    #[error("the pool refused")]
+    #[error("the pool refused: {0}")]
     Pool(#[source] Box<dyn Error + Send + Sync>),
     /// A driver call failed.
-    #[error("a driver call failed")]
+    #[error("a driver call failed: {0}")]
     Driver(#[from] DriverError),
     /// The driver is not there or not usable.
-    #[error("the CUDA driver is unavailable")]
+    #[error("the CUDA driver is unavailable: {0}")]
     DriverUnavailable(#[from] LoadError),
     /// A stream, or a use on a stream, that the resource cannot deal with.
     #[error("{0}")]
@@ -243,6 +243,27 @@ impl ResourceError {
             ResourceError::NoStreamLeft { .. } => "no stream left",
             ResourceError::NoRuntime { .. } => "no runtime",
             ResourceError::RejectedBuffer { .. } => "rejected buffer",
+        }
+    }
+}
+
+/// What a call took and could not use, with the reason. It is as it was: a block is still allocated.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct Refused<T> {
+    /// What was taken.
+    pub value: Box<T>,
+    /// The reason.
+    #[source]
+    pub error: ResourceError,
+}
+
+impl<T> Refused<T> {
+    /// Gives something back with a reason.
+    pub fn new(value: T, error: impl Into<ResourceError>) -> Refused<T> {
+        Refused {
+            value: Box::new(value),
+            error: error.into(),
         }
     }
 }

@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::driver::{Stream, process};
+use crate::driver::{Context, Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{DeallocateError, ResourceBlock, Tag};
+use super::block::{ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock};
-use super::error::ResourceError;
-use super::traits::{MemoryResource, forward, forward_uses};
+use super::error::{Refused, ResourceError};
+use super::traits::MemoryResource;
 
 /// Bytes of a message that are kept.
 const MESSAGE: usize = 256;
@@ -189,8 +189,8 @@ impl LogSink for NullSink {
 /// use std::sync::Arc;
 /// let ring = Arc::new(RingSink::default());
 /// let logged = Logging::new(allocator, ring.clone());
-/// let block = logged.allocate(1000, &stream, "x".into())?;
-/// logged.deallocate(block)?;
+/// let block = logged.allocate_block(1000, &stream, "x".into())?;
+/// logged.deallocate_block(block)?;
 /// assert_eq!(ring.len(), 2);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -348,9 +348,9 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     }
 
     #[inline(never)]
-    fn deallocate_logged(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_logged(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let (identity, tag) = (block.identity(), block.tag());
-        let result = self.inner.deallocate(block);
+        let result = self.inner.deallocate_block(block);
         let error = result.as_ref().err().map(|failure| &failure.error);
         let mut record = self.record(LogAction::Deallocate, error);
         record.bytes = identity.bytes as u64;
@@ -372,14 +372,16 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
     #[inline]
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
-        let result = self.inner.allocate_aligned(bytes, alignment, stream, tag);
+        let result = self
+            .inner
+            .allocate_block_aligned(bytes, alignment, stream, tag);
         if self.sink.is_enabled() {
             self.log_allocation(&result, (bytes, stream, tag));
         }
@@ -387,11 +389,11 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
     }
 
     #[inline]
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         if self.sink.is_enabled() {
             return self.deallocate_logged(block);
         }
-        self.inner.deallocate(block)
+        self.inner.deallocate_block(block)
     }
 
     fn reap(&self) -> Result<u64, ResourceError> {
@@ -404,8 +406,14 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
         result
     }
 
-    forward!(inner);
-    forward_uses!(inner);
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
 }
 
 impl<R: fmt::Debug, S> fmt::Debug for Logging<R, S> {

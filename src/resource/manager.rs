@@ -1,15 +1,17 @@
 //! The memory manager: typed slices of a device under a budget.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
-use crate::driver::{Stream, sys};
+use crate::driver::{Context, KernelParam, Stream, process, sys};
 
-use super::block::{Access, BlockIdentity, DeallocateError, Tag};
-use super::error::ResourceError;
-use super::gauge::{Charge, Gauge};
+use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
+use super::direct::DirectResource;
+use super::error::{Refused, ResourceError};
+use super::meter::Meter;
 use super::owned::OwnedBlock;
 use super::recorder::{Buffer, Recordable};
 use super::runtime::Runtime;
@@ -21,15 +23,16 @@ use super::traits::{MemoryResource, Outstanding};
 pub struct ManagerConfig {
     /// The ordinal of the device.
     pub device: usize,
-    /// Bytes of live slices that are allowed.
-    pub budget: u64,
-    /// Where memory comes from. Without one every allocation is an error.
+    /// Bytes of live slices that are allowed; none for no bound.
+    pub budget: Option<u64>,
+    /// Where memory comes from. Without one typed slices are allocations of the driver's, and raw blocks
+    /// are refused.
     pub runtime: Option<Runtime>,
 }
 
 impl ManagerConfig {
     /// A budget in bytes for a device, without a runtime.
-    pub fn new(device: usize, budget: u64) -> ManagerConfig {
+    pub fn new(device: usize, budget: Option<u64>) -> ManagerConfig {
         ManagerConfig {
             device,
             budget,
@@ -47,6 +50,9 @@ impl ManagerConfig {
 /// Gives out typed slices of one device's memory, up to a budget of live bytes, exact to the byte.
 /// Cheap to clone; slices keep it alive.
 ///
+/// Memory comes from the runtime's stack. A manager without a runtime takes each slice straight from the
+/// driver, as [`DirectResource`] does, in the context of the slice's stream.
+///
 /// The budget bounds what is live: a slice leaves it when it is dropped, also while its memory is
 /// still pending below. [`outstanding`](Self::outstanding) tells both apart; to bound their sum put
 /// a [`Budget`](super::Budget) into the runtime's stack. Both then apply, and refuse in the same
@@ -59,10 +65,10 @@ impl ManagerConfig {
 /// # let driver = sim.driver()?;
 /// # let context = Context::primary(&driver, driver.device(0)?)?;
 /// let runtime = Runtime::on(&context)?;
-/// let manager = Manager::new(ManagerConfig::new(0, 1024).runtime(&runtime))?;
+/// let manager = Manager::new(ManagerConfig::new(0, Some(1024)).runtime(&runtime))?;
 /// let (_, stream) = runtime.streams().acquire()?;
 /// let slice = manager.allocate::<f32>(256, &stream)?;
-/// assert_eq!((manager.allocated(), manager.remaining()), (1024, 0));
+/// assert_eq!((manager.allocated(), manager.remaining()), (1024, Some(0)));
 /// let refused = manager.allocate::<u8>(2048, &stream);
 /// assert!(matches!(
 ///     refused,
@@ -79,8 +85,10 @@ struct Inner {
     id: u64,
     device: usize,
     runtime: Option<Runtime>,
-    gauge: Arc<Gauge>,
+    meter: Arc<Meter>,
     requests: AtomicU64,
+    /// Of a manager without a runtime, one for each context.
+    direct: Mutex<Vec<Arc<DirectResource>>>,
 }
 
 impl Manager {
@@ -102,8 +110,9 @@ impl Manager {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             device: config.device,
             runtime: config.runtime,
-            gauge: Gauge::new("manager", config.budget),
+            meter: Meter::new("manager", config.budget),
             requests: AtomicU64::new(0),
+            direct: Mutex::default(),
         })))
     }
 
@@ -122,13 +131,73 @@ impl Manager {
         self.0.runtime.as_ref()
     }
 
+    /// The runtime's stack under this manager's budget: for raw blocks, columns, tables and further
+    /// adaptors. Clones share the budget.
+    ///
+    /// # Errors
+    /// [`ResourceError::NoRuntime`].
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use cualloc::column::{Column, ElementType};
+    /// use cualloc::resource::{Manager, ManagerConfig, Runtime};
+    /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
+    /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+    /// # let driver = sim.driver()?;
+    /// # let context = Context::primary(&driver, driver.device(0)?)?;
+    /// let runtime = Runtime::on(&context)?;
+    /// let manager = Manager::new(ManagerConfig::new(0, Some(1024)).runtime(&runtime))?;
+    /// let (_, stream) = runtime.streams().acquire()?;
+    /// let column = Column::uninit_in(Arc::new(manager.resource()?), ElementType::F32, 100, &stream)?;
+    /// assert_eq!(manager.allocated(), 400);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn resource(&self) -> Result<Managed, ResourceError> {
+        let runtime = self.runtime().ok_or(ResourceError::NoRuntime {
+            device: self.device(),
+        })?;
+        Ok(self.over(Arc::clone(runtime.resource())))
+    }
+
+    fn over(&self, resource: Arc<dyn MemoryResource>) -> Managed {
+        Managed {
+            manager: self.clone(),
+            resource,
+        }
+    }
+
+    /// Where slices for a stream come from.
+    fn source(&self, stream: &Stream) -> Result<Managed, ResourceError> {
+        if self.runtime().is_some() {
+            return self.resource();
+        }
+        let context = stream.context();
+        let (expected, found) = (self.device(), context.device().ordinal());
+        if expected != found {
+            return Err(ResourceError::WrongDevice { expected, found });
+        }
+        let mut direct = process::lock(&self.0.direct);
+        let known = direct
+            .iter()
+            .find(|known| known.context().key() == context.key());
+        let resource = match known {
+            Some(known) => Arc::clone(known),
+            None => {
+                let new = Arc::new(DirectResource::new(context));
+                direct.push(Arc::clone(&new));
+                new
+            }
+        };
+        Ok(self.over(resource))
+    }
+
     /// Allocates `count` elements, whose contents are undefined. No elements, or elements without
     /// a size, give an empty slice without a driver call.
     ///
     /// # Errors
-    /// [`ResourceError::NoRuntime`], [`ResourceError::SizeOverflow`],
-    /// [`ResourceError::OutOfBudget`] by this budget or one below, and any other of the runtime's.
-    /// Nothing has changed then.
+    /// [`ResourceError::SizeOverflow`], [`ResourceError::OutOfBudget`] by this budget or one below, and
+    /// any other of the runtime's; [`ResourceError::WrongDevice`] without a runtime for a stream of
+    /// another device. Nothing has changed then.
     pub fn allocate<T>(&self, count: usize, stream: &Stream) -> Result<Slice<T>, ResourceError> {
         self.allocate_tagged(count, stream, Tag::default())
     }
@@ -148,23 +217,12 @@ impl Manager {
         let overflow = ResourceError::SizeOverflow { count, size };
         let bytes = count.checked_mul(size).ok_or(overflow)?;
         if bytes == 0 {
-            return Ok(Slice::of(self, 0, count, Held::default()));
+            return Ok(Slice::of(self, 0, count, None, false));
         }
-        let runtime = self.runtime().ok_or(ResourceError::NoRuntime {
-            device: self.device(),
-        })?;
-        // An error below drops the charge.
-        let charge = self.0.gauge.charge(bytes as u64)?;
-        let resource = Arc::clone(runtime.resource());
-        let align = align_of::<T>();
-        let block = resource.allocate_aligned(bytes, align, stream, tag)?;
-        let ptr = block.ptr();
-        let held = Held {
-            block: Some(OwnedBlock::from_parts(resource, block)),
-            charge: Some(charge),
-            external: false,
-        };
-        Ok(Slice::of(self, ptr, count, held))
+        let source = self.source(stream)?;
+        let block = source.take(bytes, align_of::<T>(), stream, tag)?;
+        let (ptr, block) = (block.ptr(), OwnedBlock::from_parts(source, block));
+        Ok(Slice::of(self, ptr, count, Some(block), false))
     }
 
     /// Names memory that somebody else owns as a slice: it counts against no budget, belongs to no
@@ -174,27 +232,23 @@ impl Manager {
     /// `ptr` is the address of `count` elements of device memory of this device, aligned for `T`,
     /// that outlive the slice.
     pub unsafe fn external<T>(&self, ptr: sys::CUdeviceptr, count: usize) -> Slice<T> {
-        let held = Held {
-            external: true,
-            ..Held::default()
-        };
-        Slice::of(self, ptr, count, held)
+        Slice::of(self, ptr, count, None, true)
     }
 
     /// Bytes of live slices.
     pub fn allocated(&self) -> u64 {
-        self.0.gauge.used()
+        self.0.meter.used()
     }
 
     /// The most of them since the start or the last reset; never below
     /// [`allocated`](Self::allocated).
     pub fn peak(&self) -> u64 {
-        self.0.gauge.peak()
+        self.0.meter.peak()
     }
 
     /// Sets the peak to what is live.
     pub fn reset_peak(&self) {
-        self.0.gauge.reset_peak();
+        self.0.meter.reset_peak();
     }
 
     /// Requests for memory since the start or the last reset, also those that failed: 0 over a
@@ -209,25 +263,21 @@ impl Manager {
     }
 
     /// The budget in bytes.
-    pub fn budget(&self) -> u64 {
-        self.0.gauge.limit()
+    pub fn budget(&self) -> Option<u64> {
+        self.0.meter.limit()
     }
 
-    /// Bytes that are left of the budget.
-    pub fn remaining(&self) -> u64 {
-        self.0.gauge.remaining()
+    /// Bytes that are left of the budget; none without one.
+    pub fn remaining(&self) -> Option<u64> {
+        self.0.meter.remaining()
     }
 
     /// Whether `bytes` would fit now, without taking them.
     ///
     /// # Errors
     /// [`ResourceError::OutOfBudget`].
-    pub fn check_budget(&self, bytes: u64) -> Result<(), ResourceError> {
-        if self.0.gauge.has_room(bytes) {
-            Ok(())
-        } else {
-            Err(self.0.gauge.refusal(bytes))
-        }
+    pub fn check(&self, bytes: u64) -> Result<(), ResourceError> {
+        self.0.meter.check(bytes)
     }
 
     /// Live and pending bytes of the runtime, other users' included; nothing without a runtime.
@@ -242,18 +292,86 @@ impl fmt::Debug for Manager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Manager")
             .field("device", &self.0.device)
-            .field("gauge", &self.0.gauge)
+            .field("meter", &self.0.meter)
             .finish_non_exhaustive()
     }
 }
 
-/// What a slice owns. The fields are dropped in this order.
-#[derive(Debug, Default)]
-struct Held {
-    block: Option<OwnedBlock<Arc<dyn MemoryResource>>>,
-    #[expect(dead_code, reason = "held for its drop")]
-    charge: Option<Charge>,
-    external: bool,
+/// The memory that a [`Manager`] bounds, as a resource: blocks count against the manager's budget while
+/// they are live. Cheap to clone.
+#[derive(Clone)]
+pub struct Managed {
+    manager: Manager,
+    resource: Arc<dyn MemoryResource>,
+}
+
+impl Managed {
+    /// The manager.
+    pub fn manager(&self) -> &Manager {
+        &self.manager
+    }
+
+    fn take(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        // An error below drops the charge.
+        let charge = self.manager.0.meter.charge(bytes as u64)?;
+        let mut block = self
+            .resource
+            .allocate_block_aligned(bytes, alignment, stream, tag)?;
+        block.attach(charge);
+        Ok(block)
+    }
+}
+
+impl fmt::Debug for Managed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Managed").field(&self.manager).finish()
+    }
+}
+
+// SAFETY: passes everything on.
+unsafe impl MemoryResource for Managed {
+    fn allocate_block_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        self.manager.0.requests.fetch_add(1, Ordering::Relaxed);
+        self.take(bytes, alignment, stream, tag)
+    }
+
+    fn deallocate_block(&self, mut block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+        // It ends here, also while the memory is pending below.
+        let charge = block.detach(&self.manager.0.meter);
+        self.resource
+            .deallocate_block(block)
+            .map_err(|mut failure| {
+                charge
+                    .into_iter()
+                    .for_each(|charge| failure.value.attach(charge));
+                failure
+            })
+    }
+
+    fn headroom(&self) -> Option<u64> {
+        let below = self.resource.headroom();
+        self.manager.remaining().into_iter().chain(below).min()
+    }
+
+    fn context(&self) -> &Context {
+        self.resource.context()
+    }
+
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&*self.resource)
+    }
 }
 
 /// `len` elements of device memory that go back to their [`Manager`] when they are dropped.
@@ -263,17 +381,25 @@ pub struct Slice<T> {
     manager: Manager,
     ptr: sys::CUdeviceptr,
     len: usize,
-    held: Held,
+    block: Option<OwnedBlock<Managed>>,
+    external: bool,
     elements: PhantomData<fn() -> T>,
 }
 
 impl<T> Slice<T> {
-    fn of(manager: &Manager, ptr: sys::CUdeviceptr, len: usize, held: Held) -> Slice<T> {
+    fn of(
+        manager: &Manager,
+        ptr: sys::CUdeviceptr,
+        len: usize,
+        block: Option<OwnedBlock<Managed>>,
+        external: bool,
+    ) -> Slice<T> {
         Slice {
             manager: manager.clone(),
             ptr,
             len,
-            held,
+            block,
+            external,
             elements: PhantomData,
         }
     }
@@ -304,9 +430,17 @@ impl<T> Slice<T> {
         &self.manager
     }
 
-    /// The runtime's block; none for an empty slice and for memory of somebody else.
+    /// The block under it; none for an empty slice and for memory of somebody else.
     pub fn block(&self) -> Option<BlockIdentity> {
-        self.held.block.as_ref().and_then(OwnedBlock::identity)
+        self.block.as_ref().and_then(OwnedBlock::identity)
+    }
+
+    /// The block, with its charge: for a [`Column`](crate::column::Column) of it. None for an empty slice
+    /// and for memory of somebody else.
+    pub fn into_owned(self) -> Option<OwnedBlock<Arc<dyn MemoryResource>>> {
+        let owned = self.block?;
+        let resource: Arc<dyn MemoryResource> = Arc::new(owned.resource().clone());
+        Some(OwnedBlock::from_parts(resource, owned.into_block()?))
     }
 
     /// The same memory as bytes; it is freed once, with the result.
@@ -315,7 +449,8 @@ impl<T> Slice<T> {
             len: self.bytes(),
             manager: self.manager,
             ptr: self.ptr,
-            held: self.held,
+            block: self.block,
+            external: self.external,
             elements: PhantomData,
         }
     }
@@ -326,7 +461,7 @@ impl<T> Slice<T> {
     /// # Errors
     /// As [`MemoryResource::prepare_use`].
     pub fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), ResourceError> {
-        match (&self.held.block, self.block()) {
+        match (&self.block, self.block()) {
             (Some(owned), Some(block)) => owned.resource().prepare_use(&block, stream, access),
             _ => Ok(()),
         }
@@ -337,7 +472,7 @@ impl<T> Slice<T> {
     /// # Errors
     /// As [`MemoryResource::finish_use`].
     pub fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), ResourceError> {
-        match (&self.held.block, self.block()) {
+        match (&self.block, self.block()) {
             (Some(owned), Some(block)) => owned.resource().finish_use(&block, stream, access),
             _ => Ok(()),
         }
@@ -346,34 +481,20 @@ impl<T> Slice<T> {
     /// Frees it; unlike a drop it reports failures, and gives the slice back with them.
     ///
     /// # Errors
-    /// As [`MemoryResource::deallocate`].
-    pub fn free(mut self) -> Result<(), SliceFreeError<T>> {
-        let Some(owned) = self.held.block.take() else {
+    /// As [`MemoryResource::deallocate_block`].
+    pub fn free(mut self) -> Result<(), Refused<Slice<T>>> {
+        let Some(owned) = self.block.take() else {
             return Ok(());
         };
-        let resource = Arc::clone(owned.resource());
+        let resource = owned.resource().clone();
         match owned.free() {
             Ok(()) => Ok(()),
-            Err(DeallocateError { block, error }) => {
-                self.held.block = Some(OwnedBlock::from_parts(resource, *block));
-                Err(SliceFreeError {
-                    slice: Box::new(self),
-                    error,
-                })
+            Err(Refused { value, error }) => {
+                self.block = Some(OwnedBlock::from_parts(resource, *value));
+                Err(Refused::new(self, error))
             }
         }
     }
-}
-
-/// A slice that could not be freed, and why. It is still allocated.
-#[derive(Debug, thiserror::Error)]
-#[error("the slice at {:#x} could not be freed", slice.ptr())]
-pub struct SliceFreeError<T> {
-    /// The slice.
-    pub slice: Box<Slice<T>>,
-    /// The reason.
-    #[source]
-    pub error: ResourceError,
 }
 
 impl<T> Recordable for Slice<T> {
@@ -381,9 +502,16 @@ impl<T> Recordable for Slice<T> {
         match self.block() {
             Some(block) => Buffer::Block(block),
             None if self.bytes() == 0 => Buffer::Empty,
-            None if self.held.external => Buffer::External,
+            None if self.external => Buffer::External,
             None => Buffer::Untracked,
         }
+    }
+}
+
+// SAFETY: the address of its first element is what the driver reads.
+unsafe impl<T> KernelParam for Slice<T> {
+    fn as_param(&self) -> *const c_void {
+        (&raw const self.ptr).cast()
     }
 }
 

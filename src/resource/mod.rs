@@ -6,19 +6,18 @@
 //! |---|---|---|---|
 //! | [`Allocator`](crate::Allocator) | from its cache | into its cache, no driver call on one stream | `record_use`: reuse waits |
 //! | [`AsyncResource`] over another | that one's, with a ready point | its stream waits for all uses | reads and writes are put in order |
-//! | [`OpenThresholdPool`], [`DeviceTypedPool`] | from their allocator | into its cache | as there |
+//! | [`DevicePool`] | from its allocator | into its cache | as there |
 //! | [`WorkspacePool`] | a slab of its size class | kept for the stream | `record_use`: reuse waits |
 //! | [`NativePool`] | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
 //! | [`DirectResource`] | `cuMemAlloc` | waits for the device, `cuMemFree` | none needed |
 //!
 //! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
-//! [`Guard`], [`Logging`], [`Statistics`], [`Tracked`], [`FailureCallback`], [`Probe`]. A
+//! [`Relief`] ([`Guard`] is both), [`Logging`], [`Statistics`], [`Tracked`], [`FailureCallback`], [`Probe`]. A
 //! [`Runtime`] is a stack with its streams, one per device where wanted; a [`Manager`] gives typed
 //! slices out of it under a budget of its own; a [`LaunchRecorder`] says what a launch reads and
 //! writes.
 //!
-//! [`OpenThresholdPool`]: crate::pool::OpenThresholdPool
-//! [`DeviceTypedPool`]: crate::pool::DeviceTypedPool
+//! [`DevicePool`]: crate::pool::DevicePool
 //! [`WorkspacePool`]: crate::pool::WorkspacePool
 //! [`NativePool`]: crate::pool::NativePool
 //!
@@ -32,19 +31,17 @@ mod callback;
 mod clock;
 mod direct;
 mod error;
-mod events;
 mod foreign;
-mod gauge;
 mod guard;
 mod key;
 mod logging;
 mod manager;
+mod meter;
 mod ordered;
 mod owned;
 mod probe;
 mod recorder;
 mod relief;
-mod reservation;
 mod runtime;
 mod statistics;
 mod stranded;
@@ -55,31 +52,30 @@ mod usage;
 mod uses;
 mod watchdog;
 
-pub use block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
+pub use crate::allocator::ReliefHook;
+pub use block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
 pub use budget::Budget;
 pub use callback::FailureCallback;
 pub use clock::{Clock, ManualClock, SystemClock, Wakeup};
 pub use direct::DirectResource;
-pub use error::{RejectedKind, ResourceError, StreamMisuse};
-pub use gauge::{Pressure, PressureListener};
-pub use guard::{Guard, GuardBuilder, GuardStats, OomPolicy};
+pub use error::{Refused, RejectedKind, ResourceError, StreamMisuse};
+pub use guard::{Guard, GuardBuilder, GuardStats};
 pub use key::BlockKey;
 pub use logging::{LogAction, LogRecord, LogSink, Logging, NullSink, RingSink, SinkError};
-pub use manager::{Manager, ManagerConfig, Slice, SliceFreeError};
+pub use manager::{Managed, Manager, ManagerConfig, Slice};
+pub use meter::Pressure;
 pub use ordered::AsyncResource;
 pub use owned::OwnedBlock;
 pub use probe::{Probe, ProbeConfig};
 pub use recorder::{Buffer, LaunchRecorder, RecordMode, Recordable};
-pub use relief::ReliefHook;
-pub use reservation::Reservation;
+pub use relief::{OomPolicy, Relief};
 pub use runtime::{Runtime, Runtimes, planned_stream_budget};
 pub use statistics::{ResourceStats, Statistics};
 pub use stream_pool::StreamPool;
 pub use tracked::{LiveBlock, Tracked};
 pub use traits::{MemoryResource, Outstanding, Tracking};
 pub use usage::{Gauge, PoolUsage};
-pub use watchdog::{Watchdog, WatchdogConfig};
+pub use watchdog::Watchdog;
 
 pub(crate) use caching::adopt;
 pub(crate) use key::Table;
-pub(crate) use traits::{callers_order, count_anyway, forward, forward_uses, not_tracked};

@@ -7,16 +7,15 @@ use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
 use crate::sync::held::{Locked, locked};
 
-use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
-use super::error::{ResourceError, StreamMisuse};
-use super::events::{EventPools, Pooled};
-use super::gauge::Charge;
+use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError, StreamMisuse};
 use super::key::BlockKey;
+use super::meter::Charge;
 use super::owned::{give_back, log_rarely};
 use super::stranded::Stranded;
 use super::traits::{MemoryResource, Outstanding, Tracking};
-use super::usage::PoolUsage;
 use super::uses::{Uses, refuse_capture};
+use crate::sync::event::{EventPools, Pooled};
 
 /// Deallocations that share a marker at most.
 const BATCH: usize = 256;
@@ -44,12 +43,12 @@ const BATCH: usize = 256;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// let resource = AsyncResource::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
-/// let block = resource.allocate(4096, &a, "pair".into())?;
+/// let block = resource.allocate_block(4096, &a, "pair".into())?;
 /// let id = block.identity();
 /// resource.prepare_use(&id, &b, Access::Write)?; // b waits for the allocation on a
 /// // ... launch on b ...
 /// resource.finish_use(&id, &b, Access::Write)?;
-/// resource.deallocate(block)?; // a waits for b
+/// resource.deallocate_block(block)?; // a waits for b
 /// assert_eq!(resource.outstanding().pending, 4096);
 /// assert_eq!(resource.reap()?, 4096);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -170,10 +169,7 @@ impl<R: MemoryResource> AsyncResource<R> {
     fn entry(&self, block: &BlockIdentity) -> Result<Arc<Entry>, ResourceError> {
         match self.books().blocks.get(&block.ptr) {
             Some(entry) if entry.identity.key == block.key => Ok(Arc::clone(entry)),
-            _ => Err(ResourceError::UseAfterFree {
-                ptr: block.ptr,
-                key: block.key,
-            }),
+            _ => Err(block.gone()),
         }
     }
 
@@ -205,19 +201,23 @@ impl<R: MemoryResource> AsyncResource<R> {
         Ok(Some(self.events.record(&entry.stream)?))
     }
 
-    fn retire(&self, entry: &Arc<Entry>, mut block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn retire(
+        &self,
+        entry: &Arc<Entry>,
+        mut block: ResourceBlock,
+    ) -> Result<(), Refused<ResourceBlock>> {
         let identity = entry.identity;
         let points = {
             let mut uses = entry.uses();
             if uses.closed {
-                return Err(DeallocateError::new(block, identity.gone()));
+                return Err(Refused::new(block, identity.gone()));
             }
             uses.closed = true;
             uses.all()
         };
         let reopen = |block, error: ResourceError| {
             entry.uses().closed = false;
-            Err(DeallocateError::new(block, error))
+            Err(Refused::new(block, error))
         };
         let newest = self.books().newest(identity.stream);
         let capture = refuse_capture(&entry.stream, identity.stream);
@@ -230,9 +230,9 @@ impl<R: MemoryResource> AsyncResource<R> {
         let charges = block.split_charges(entry.charges_below);
         let keepers = block.keepers();
         block.set_keepers(entry.keepers_below);
-        if let Err(failure) = self.inner.deallocate(block) {
+        if let Err(failure) = self.inner.deallocate_block(block) {
             self.books().blocks.insert(identity.ptr, Arc::clone(entry));
-            let mut block = *failure.block;
+            let mut block = *failure.value;
             block.set_keepers(keepers);
             charges.into_iter().for_each(|charge| block.attach(charge));
             return reopen(block, failure.error);
@@ -247,17 +247,17 @@ impl<R: MemoryResource> AsyncResource<R> {
     }
 
     /// Takes a block back, or keeps one that nobody else can give back.
-    fn take_back(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn take_back(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let entry = match self.entry(&block.identity()) {
             Ok(entry) => entry,
-            Err(error) => return Err(DeallocateError::new(block, error)),
+            Err(error) => return Err(Refused::new(block, error)),
         };
         if block.keepers() != entry.keepers_below.saturating_add(1) {
-            return Err(DeallocateError::new(block, StreamMisuse::KeptAbove));
+            return Err(Refused::new(block, StreamMisuse::KeptAbove));
         }
         match self.retire(&entry, block) {
-            Err(failure) if failure.block.is_abandoned() => {
-                self.stranded.keep(*failure.block);
+            Err(failure) if failure.value.is_abandoned() => {
+                self.stranded.keep(*failure.value);
                 Ok(())
             }
             done => done,
@@ -370,7 +370,7 @@ impl Books {
 
 // SAFETY: passes blocks on, and frees them behind every use it was told of.
 unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -381,7 +381,9 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         let id = stream.id()?;
         self.retry();
         refuse_capture(stream, id)?;
-        let mut block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        let mut block = self
+            .inner
+            .allocate_block_aligned(bytes, alignment, stream, tag)?;
         let ptr = block.ptr();
         let ready = match self.events.record(stream) {
             Ok(ready) => ready,
@@ -411,7 +413,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         Ok(block)
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         self.retry();
         self.take_back(block)
     }
@@ -420,16 +422,9 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         self.inner.context()
     }
 
-    fn device(&self) -> usize {
-        self.inner.device()
-    }
-
-    fn usage(&self) -> Result<PoolUsage, ResourceError> {
-        self.inner.usage()
-    }
-
-    fn reset_peaks(&self) -> Result<(), ResourceError> {
-        self.inner.reset_peaks()
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
     }
 
     fn outstanding(&self) -> Outstanding {
@@ -508,10 +503,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         let id = stream.id()?;
         let mut uses = entry.uses();
         if uses.closed {
-            return Err(ResourceError::UseAfterFree {
-                ptr: block.ptr,
-                key: block.key,
-            });
+            return Err(block.gone());
         }
         uses.until_freed(stream, id);
         Ok(())
@@ -530,10 +522,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         let (points, tick) = {
             let uses = entry.uses();
             if uses.closed {
-                return Err(ResourceError::UseAfterFree {
-                    ptr: block.ptr,
-                    key: block.key,
-                });
+                return Err(block.gone());
             }
             uses.before(access)
         };
@@ -554,10 +543,6 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
     ) -> Result<(), ResourceError> {
         same_driver(self.inner.context(), stream)?;
         let entry = self.entry(block)?;
-        let gone = || ResourceError::UseAfterFree {
-            ptr: block.ptr,
-            key: block.key,
-        };
         // A stream that cannot be named now is taken for one of its own.
         let (id, named) = match stream.id() {
             Ok(id) => (id, Ok(())),
@@ -571,7 +556,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         let begin = {
             let mut uses = entry.uses();
             if uses.closed {
-                return Err(gone());
+                return Err(block.gone());
             }
             uses.begin()
         };
@@ -584,6 +569,10 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         let mut uses = entry.uses();
         uses.done(stream, id, access, begin, event);
         // A free that began meanwhile does not know of this use.
-        if uses.closed { Err(gone()) } else { result }
+        if uses.closed {
+            Err(block.gone())
+        } else {
+            result
+        }
     }
 }

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Stream, process, sys};
 
-use super::block::{BlockIdentity, DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{BlockIdentity, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
 
 /// A block that goes back to its resource when it is dropped.
@@ -22,14 +22,14 @@ impl<R: MemoryResource> OwnedBlock<R> {
     /// Allocates.
     ///
     /// # Errors
-    /// As [`MemoryResource::allocate_aligned`].
+    /// As [`MemoryResource::allocate_block_aligned`].
     pub fn allocate(
         resource: R,
         bytes: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<Self, ResourceError> {
-        let block = resource.allocate(bytes, stream, tag)?;
+        let block = resource.allocate_block(bytes, stream, tag)?;
         Ok(Self::from_parts(resource, block))
     }
 
@@ -101,10 +101,10 @@ impl<R: MemoryResource> OwnedBlock<R> {
     /// Deallocates; unlike a drop it reports failures, and gives the block back with them.
     ///
     /// # Errors
-    /// As [`MemoryResource::deallocate`].
-    pub fn free(mut self) -> Result<(), DeallocateError> {
+    /// As [`MemoryResource::deallocate_block`].
+    pub fn free(mut self) -> Result<(), Refused<ResourceBlock>> {
         match self.block.take() {
-            Some(block) => self.resource.deallocate(block),
+            Some(block) => self.resource.deallocate_block(block),
             None => Ok(()),
         }
     }
@@ -120,7 +120,11 @@ impl<R: MemoryResource> Drop for OwnedBlock<R> {
 
 impl<R: MemoryResource> fmt::Debug for OwnedBlock<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("OwnedBlock").field(&self.block).finish()
+        let state = self.identity().map(|block| self.resource.state(&block));
+        f.debug_struct("OwnedBlock")
+            .field("block", &self.block)
+            .field("state", &state)
+            .finish_non_exhaustive()
     }
 }
 
@@ -146,8 +150,8 @@ pub(super) fn give_back(
     what: &str,
 ) {
     block.abandon();
-    let done = resource.deallocate(block);
-    if let Err(failure) = done.or_else(|failure| resource.deallocate(*failure.block)) {
+    let done = resource.deallocate_block(block);
+    if let Err(failure) = done.or_else(|failure| resource.deallocate_block(*failure.value)) {
         log_rarely(&failure.error, what);
     }
 }

@@ -3,15 +3,18 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
 
-use crate::driver::{Stream, process};
+use crate::driver::{Context, Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{Access, BlockIdentity, DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
-use super::events::{EventPools, Pooled};
+use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::owned::give_back;
-use super::traits::{MemoryResource, Tracking, count_anyway, forward, forward_reap};
+use super::traits::{MemoryResource, Tracking, must_last};
 use super::uses::{Point, refuse_capture};
+use crate::sync::event::{EventPools, Pooled};
+
+/// What probes that the environment turns on fill memory with.
+const POISON: u8 = 0xDD;
 
 /// What a [`Probe`] does. Everything is off by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -28,9 +31,9 @@ pub struct ProbeConfig {
 }
 
 impl ProbeConfig {
-    /// By the environment: `CUALLOC_POISON_ALLOC` (fills with 0xCD), `CUALLOC_POISON_FREE` (fills
-    /// with 0xDD) and `CUALLOC_OVERLAP_GUARD`, each on if set to anything but nothing or 0. Each is
-    /// read once in the life of the process.
+    /// By the environment: `CUALLOC_POISON_ALLOC` and `CUALLOC_POISON_FREE` (fill with 0xDD) and
+    /// `CUALLOC_OVERLAP_GUARD`, each on if set to anything but nothing or 0. Each is read once in the life
+    /// of the process. [`Runtime::on`](super::Runtime::on) asks for them.
     pub fn from_env() -> ProbeConfig {
         static READ: OnceLock<ProbeConfig> = OnceLock::new();
         *READ.get_or_init(|| Self::from_settings(|name| std::env::var(name).ok()))
@@ -40,14 +43,14 @@ impl ProbeConfig {
     pub fn from_settings(get: impl Fn(&str) -> Option<String>) -> ProbeConfig {
         let on = |name| get(name).is_some_and(|value| !matches!(value.trim(), "" | "0"));
         ProbeConfig {
-            poison_allocated: on("CUALLOC_POISON_ALLOC").then_some(0xCD),
-            poison_freed: on("CUALLOC_POISON_FREE").then_some(0xDD),
+            poison_allocated: on("CUALLOC_POISON_ALLOC").then_some(POISON),
+            poison_freed: on("CUALLOC_POISON_FREE").then_some(POISON),
             overlap: on("CUALLOC_OVERLAP_GUARD"),
             panic: false,
         }
     }
 
-    fn is_on(&self) -> bool {
+    pub(super) fn is_on(&self) -> bool {
         *self != ProbeConfig::default()
     }
 }
@@ -71,9 +74,9 @@ impl ProbeConfig {
 /// let mut config = ProbeConfig::from_env();
 /// config.poison_freed = Some(0xDD);
 /// let probe = Probe::new(allocator, config);
-/// let block = probe.allocate(64, &stream, "x".into())?;
+/// let block = probe.allocate_block(64, &stream, "x".into())?;
 /// let ptr = block.ptr();
-/// probe.deallocate(block)?;
+/// probe.deallocate_block(block)?;
 /// assert_eq!(sim.read_memory(ptr, 64), Some(vec![0xDD; 64]));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -249,14 +252,16 @@ impl<R: MemoryResource> Probe<R> {
 
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
-        let block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        let block = self
+            .inner
+            .allocate_block_aligned(bytes, alignment, stream, tag)?;
         if !self.config.is_on() {
             return Ok(block);
         }
@@ -271,11 +276,11 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
         Ok(block)
     }
 
-    /// As [`MemoryResource::deallocate`]; where it fails after the fill was queued, the contents
+    /// As [`MemoryResource::deallocate_block`]; where it fails after the fill was queued, the contents
     /// are gone.
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         if !self.config.is_on() {
-            return self.inner.deallocate(block);
+            return self.inner.deallocate_block(block);
         }
         let identity = block.identity();
         let entry = {
@@ -286,15 +291,15 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
             }
         };
         let Some(entry) = entry else {
-            return self.inner.deallocate(block);
+            return self.inner.deallocate_block(block);
         };
         let poisoned = match self.config.poison_freed {
             Some(byte) => self.poison_old(&entry, byte),
             None => Ok(()),
         };
         let result = match poisoned {
-            Ok(()) => self.inner.deallocate(block),
-            Err(error) => Err(DeallocateError::new(block, error)),
+            Ok(()) => self.inner.deallocate_block(block),
+            Err(error) => Err(Refused::new(block, error)),
         };
         if result.is_err() {
             self.live().insert(identity.ptr, entry);
@@ -331,9 +336,19 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
     ) -> Result<(), ResourceError> {
         let finished = self.inner.finish_use(block, stream, access);
         let noted = finished.and_then(|()| self.used(block, stream));
-        count_anyway(self, block, stream, noted)
+        if must_last(&noted) {
+            // The first error is the one to tell of.
+            let _ = self.record_stream(block, stream);
+        }
+        noted
     }
 
-    forward!(inner);
-    forward_reap!(inner);
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
 }

@@ -79,14 +79,14 @@ enum Phase {
 /// let resource = AsyncResource::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let (input, output) =
-///     (resource.allocate(64, &a, "in".into())?, resource.allocate(64, &a, "out".into())?);
+///     (resource.allocate_block(64, &a, "in".into())?, resource.allocate_block(64, &a, "out".into())?);
 /// let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
 /// recorder.read(&input)?.write(&output)?;
 /// recorder.preflight()?;
 /// // ... launch on b ...
 /// recorder.commit()?;
-/// resource.deallocate(input)?;
-/// resource.deallocate(output)?;
+/// resource.deallocate_block(input)?;
+/// resource.deallocate_block(output)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
@@ -234,10 +234,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
                 });
             }
             if self.resource.state(block) != BlockState::Live {
-                return Err(ResourceError::UseAfterFree {
-                    ptr: block.ptr,
-                    key: block.key,
-                });
+                return Err(block.gone());
             }
         }
         for entry in self.blocks.iter().filter(|entry| in_order(&entry.block)) {

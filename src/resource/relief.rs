@@ -1,141 +1,327 @@
-//! Hooks that free memory when a budget is short.
+//! The relief adaptor: what is done when memory runs out.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::Duration;
 
-use crate::driver::process;
+use crate::allocator::{Hooks, ReliefHook};
+use crate::driver::{Context, Stream, process};
 
+use super::block::{ResourceBlock, Tag};
+use super::clock::{Clock, SystemClock, Wakeup};
+use super::error::{Refused, ResourceError};
 use super::foreign::guarded;
+use super::owned::give_back;
+use super::traits::MemoryResource;
 
-/// Something that can free memory which the program can do without.
+/// How often the waiting policy looks.
+const POLL: Duration = Duration::from_millis(100);
+
+/// What a [`Relief`] does when memory has run out and its hooks did not help.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum OomPolicy {
+    /// Fail.
+    #[default]
+    Fail,
+    /// Reap what is pending, give caches back to the driver, and try once more.
+    FreeCaches,
+    /// Look every 100 ms for at most this long whether there is room, and try once more.
+    Wait(Duration),
+    /// Run the checkpoint callback and fail.
+    Checkpoint,
+}
+
+type Checkpoint = dyn Fn(&ResourceError) + Send + Sync;
+
+/// Helps a resource that has run out of memory: hooks that free some, a policy for when that does not
+/// help, and memory held in reserve for later.
+///
+/// When a request fails for want of memory, of a budget or of the device, the hooks run in the order of
+/// their priority until the request goes through; then the policy. A request above the whole limit of a
+/// budget can never go through: for it no hook runs, no cache is emptied, and nobody waits. Hooks and the
+/// checkpoint callback run without a lock and may use the resource.
 ///
 /// ```
-/// use cualloc::resource::ReliefHook;
-/// let hook = ReliefHook::new("activations", |missing| missing / 2)
-///     .priority(1)
-///     .estimated_yield(64 << 20)
-///     .overhead(1 << 20);
-/// assert_eq!(hook.name(), "activations");
+/// use cualloc::resource::{Budget, MemoryResource, Relief, ReliefHook};
+/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use std::sync::{Arc, Mutex};
+/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+/// # let driver = sim.driver()?;
+/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// # let stream = allocator.create_stream()?;
+/// use cualloc::resource::OwnedBlock;
+/// let relief = Arc::new(Relief::new(Budget::new(allocator, Some(1000))));
+/// let cached = OwnedBlock::allocate(relief.clone(), 800, &stream, "cache".into())?;
+/// let cache = Mutex::new(Some(cached));
+/// relief.add_relief_hook(ReliefHook::new("cache", move |_missing| {
+///     cache.lock().ok().and_then(|mut cache| cache.take()).map_or(0, |block| block.size())
+/// }));
+/// let block = relief.allocate_block(500, &stream, "work".into())?;
+/// assert_eq!(relief.recoveries(), 1);
+/// # relief.deallocate_block(block)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone)]
-pub struct ReliefHook {
-    name: Arc<str>,
-    estimated_yield: u64,
-    overhead: u64,
-    priority: i32,
-    order: u64,
-    run: Arc<dyn Fn(u64) -> u64 + Send + Sync>,
+pub struct Relief<R: MemoryResource> {
+    inner: R,
+    hooks: Hooks,
+    policy: RwLock<OomPolicy>,
+    checkpoint: RwLock<Option<Arc<Checkpoint>>>,
+    recoveries: AtomicU64,
+    clock: Arc<dyn Clock>,
+    reserve: Mutex<Option<ResourceBlock>>,
 }
 
-impl ReliefHook {
-    /// A hook of a unique name. It gets the bytes that are missing and returns how many it really
-    /// freed; what counts is what the budget shows afterwards.
-    pub fn new(
-        name: impl Into<Arc<str>>,
-        run: impl Fn(u64) -> u64 + Send + Sync + 'static,
-    ) -> ReliefHook {
-        ReliefHook {
-            name: name.into(),
-            estimated_yield: 0,
-            overhead: 0,
-            priority: 0,
-            order: 0,
-            run: Arc::new(run),
+impl<R: MemoryResource> Relief<R> {
+    /// Over another resource: without hooks, with [`OomPolicy::Fail`] and no reserve.
+    pub fn new(inner: R) -> Relief<R> {
+        Relief {
+            inner,
+            hooks: Hooks::default(),
+            policy: RwLock::default(),
+            checkpoint: RwLock::default(),
+            recoveries: AtomicU64::new(0),
+            clock: Arc::new(SystemClock::default()),
+            reserve: Mutex::default(),
         }
     }
 
-    /// Lower runs earlier; 0 by default.
-    pub fn priority(mut self, priority: i32) -> Self {
-        self.priority = priority;
+    /// With a policy.
+    pub fn with_policy(self, policy: OomPolicy) -> Relief<R> {
+        self.set_policy(policy);
         self
     }
 
-    /// Bytes that it will probably free: more runs earlier among equal priorities.
-    pub fn estimated_yield(mut self, bytes: u64) -> Self {
-        self.estimated_yield = bytes;
+    /// With a clock that [`OomPolicy::Wait`] goes by instead of the system's.
+    pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Relief<R> {
+        self.clock = clock;
         self
     }
 
-    /// Bytes that it needs while it runs. It is passed over where that is more than there is.
-    pub fn overhead(mut self, bytes: u64) -> Self {
-        self.overhead = bytes;
-        self
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-}
-
-impl fmt::Debug for ReliefHook {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReliefHook")
-            .field("name", &self.name)
-            .field("priority", &self.priority)
-            .field("estimated_yield", &self.estimated_yield)
-            .field("overhead", &self.overhead)
-            .finish_non_exhaustive()
-    }
-}
-
-/// The hooks of a guard, in the order in which they run.
-#[derive(Debug, Default)]
-pub(crate) struct Hooks {
-    list: Mutex<Vec<ReliefHook>>,
-    registered: AtomicU64,
-}
-
-impl Hooks {
-    /// Adds a hook, or replaces the one of its name; whether one was replaced.
-    pub(crate) fn add(&self, mut hook: ReliefHook) -> bool {
-        hook.order = self.registered.fetch_add(1, Ordering::Relaxed);
-        let replaced;
-        {
-            let mut list = process::lock(&self.list);
-            replaced = list
-                .iter()
-                .position(|known| known.name == hook.name)
-                .map(|at| list.remove(at));
-            list.push(hook);
-            list.sort_by_key(|hook| {
-                let most_first = std::cmp::Reverse(hook.estimated_yield);
-                (hook.priority, most_first, hook.order)
-            });
+    /// With so many bytes of the resource held in reserve, until they are released or the adaptor is
+    /// dropped; 0: none. They count against every budget below.
+    ///
+    /// # Errors
+    /// As [`MemoryResource::allocate_block`].
+    pub fn with_reserve(self, bytes: usize) -> Result<Relief<R>, ResourceError> {
+        if bytes > 0 {
+            let stream = Stream::legacy_default(self.inner.context())?;
+            let block = self
+                .inner
+                .allocate_block(bytes, &stream, Tag::new("reserve"))?;
+            *process::lock(&self.reserve) = Some(block);
         }
-        // What the old one captured is dropped outside the lock.
-        replaced.is_some()
+        Ok(self)
     }
 
-    pub(crate) fn remove(&self, name: &str) -> bool {
-        let removed = {
-            let mut list = process::lock(&self.list);
-            let at = list.iter().position(|hook| &*hook.name == name);
-            at.map(|at| list.remove(at))
+    /// Bytes held in reserve.
+    pub fn reserved(&self) -> u64 {
+        let reserve = process::lock(&self.reserve);
+        reserve.as_ref().map_or(0, |block| block.bytes() as u64)
+    }
+
+    /// Gives the memory held in reserve back; bytes, 0 if none is held.
+    ///
+    /// # Errors
+    /// As [`MemoryResource::deallocate_block`]; the memory is still held then.
+    pub fn release_reserve(&self) -> Result<u64, ResourceError> {
+        let held = process::lock(&self.reserve).take();
+        let Some(block) = held else {
+            return Ok(0);
         };
-        removed.is_some()
+        let bytes = block.bytes() as u64;
+        match self.inner.deallocate_block(block) {
+            Ok(()) => Ok(bytes),
+            Err(Refused { value, error }) => {
+                *process::lock(&self.reserve) = Some(*value);
+                Err(error)
+            }
+        }
     }
 
-    /// Runs hooks until `done` says that it is enough; whether it did. `headroom` says how much
-    /// there is for a hook to run in, `missing` how much is to be freed.
-    pub(crate) fn run(
+    /// The policy.
+    pub fn policy(&self) -> OomPolicy {
+        *process::read(&self.policy)
+    }
+
+    /// Sets the policy.
+    pub fn set_policy(&self, policy: OomPolicy) {
+        *process::write(&self.policy) = policy;
+    }
+
+    /// Registers what [`OomPolicy::Checkpoint`] runs; no other policy does.
+    pub fn set_checkpoint(&self, callback: impl Fn(&ResourceError) + Send + Sync + 'static) {
+        let callback: Arc<Checkpoint> = Arc::new(callback);
+        let mut place = process::write(&self.checkpoint);
+        let old = place.replace(callback);
+        drop(place);
+        drop(old);
+    }
+
+    /// Adds a hook, or replaces the one of its name; whether one was replaced.
+    pub fn add_relief_hook(&self, hook: ReliefHook) -> bool {
+        self.hooks.add(hook)
+    }
+
+    /// Removes a hook; whether it existed.
+    pub fn remove_relief_hook(&self, name: &str) -> bool {
+        self.hooks.remove(name)
+    }
+
+    /// Requests that failed at first and went through after hooks or the policy had done their work.
+    pub fn recoveries(&self) -> u64 {
+        self.recoveries.load(Ordering::Relaxed)
+    }
+
+    /// The resource below.
+    pub fn inner(&self) -> &R {
+        &self.inner
+    }
+
+    /// A request failed for want of memory: everything that may help, and what came of it.
+    #[cold]
+    fn relieve(
         &self,
-        headroom: impl Fn() -> u64,
-        missing: impl Fn() -> u64,
-        mut done: impl FnMut() -> bool,
-    ) -> bool {
-        // A copy, so that hooks may add and remove hooks.
-        let list = process::lock(&self.list).clone();
-        for hook in list {
-            if hook.overhead > headroom() {
+        bytes: u64,
+        attempt: impl Fn() -> Result<ResourceBlock, ResourceError>,
+        mut error: ResourceError,
+    ) -> Result<ResourceBlock, ResourceError> {
+        if !never_fits(&error) {
+            match self.run_hooks(bytes, &attempt, error) {
+                Err(last) if last.is_out_of_memory() => error = last,
+                done => return self.recovered(done),
+            }
+        }
+        match self.policy() {
+            OomPolicy::Checkpoint => {
+                let callback = process::read(&self.checkpoint).clone();
+                if let Some(callback) = callback {
+                    guarded("a checkpoint callback", || callback(&error));
+                }
+                return Err(error);
+            }
+            OomPolicy::Fail => return Err(error),
+            _ if never_fits(&error) => return Err(error),
+            OomPolicy::FreeCaches => {
+                self.inner.reap()?;
+                self.inner.trim(0)?;
+            }
+            OomPolicy::Wait(timeout) => self.wait(bytes, timeout)?,
+        }
+        self.recovered(attempt())
+    }
+
+    fn recovered(
+        &self,
+        done: Result<ResourceBlock, ResourceError>,
+    ) -> Result<ResourceBlock, ResourceError> {
+        if done.is_ok() {
+            self.recoveries.fetch_add(1, Ordering::Relaxed);
+        }
+        done
+    }
+
+    /// Runs hooks until the request goes through, or fails for another reason.
+    fn run_hooks(
+        &self,
+        bytes: u64,
+        attempt: impl Fn() -> Result<ResourceBlock, ResourceError>,
+        mut error: ResourceError,
+    ) -> Result<ResourceBlock, ResourceError> {
+        for hook in self.hooks.all() {
+            let room = self.inner.headroom();
+            if room.is_some_and(|room| !hook.runs_in(room)) {
                 continue;
             }
-            guarded("a relief hook", || (hook.run)(missing()));
-            if done() {
-                return true;
+            let missing = match room {
+                Some(room) if room < bytes => bytes - room,
+                // The device is short, not a budget.
+                _ => bytes,
+            };
+            guarded("a relief hook", || hook.run(missing));
+            match attempt() {
+                Err(last) if last.is_out_of_memory() => error = last,
+                done => return done,
             }
         }
-        false
+        Err(error)
+    }
+
+    /// Looks now and then whether a budget has room, for so long; if the device is short only time tells.
+    fn wait(&self, bytes: u64, timeout: Duration) -> Result<(), ResourceError> {
+        let has_room = || self.inner.headroom().is_none_or(|room| bytes <= room);
+        let device_short = has_room();
+        let wakeup = Wakeup::new();
+        let end = self.clock.now().saturating_add(timeout);
+        while self.clock.now() < end {
+            let next = self.clock.now().saturating_add(POLL).min(end);
+            self.clock.wait(next, &wakeup, wakeup.count());
+            self.inner.reap()?;
+            if !device_short && has_room() {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a request is above the whole limit of a budget, so that nothing which is freed can help.
+fn never_fits(error: &ResourceError) -> bool {
+    matches!(error, ResourceError::OutOfBudget { requested, limit, .. } if requested > limit)
+}
+
+// SAFETY: passes everything on.
+unsafe impl<R: MemoryResource> MemoryResource for Relief<R> {
+    #[inline]
+    fn allocate_block_aligned(
+        &self,
+        bytes: usize,
+        alignment: usize,
+        stream: &Stream,
+        tag: Tag,
+    ) -> Result<ResourceBlock, ResourceError> {
+        let attempt = || {
+            self.inner
+                .allocate_block_aligned(bytes, alignment, stream, tag)
+        };
+        match attempt() {
+            Err(error) if error.is_out_of_memory() => self.relieve(bytes as u64, attempt, error),
+            done => done,
+        }
+    }
+
+    #[inline]
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+        self.inner.deallocate_block(block)
+    }
+
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
+}
+
+impl<R: MemoryResource> Drop for Relief<R> {
+    fn drop(&mut self) {
+        let reserve = process::lock(&self.reserve).take();
+        if let Some(block) = reserve {
+            give_back(&self.inner, block, "a reserve leaks");
+        }
+    }
+}
+
+impl<R: MemoryResource + fmt::Debug> fmt::Debug for Relief<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Relief")
+            .field("inner", &self.inner)
+            .field("hooks", &self.hooks)
+            .field("policy", &self.policy())
+            .finish_non_exhaustive()
     }
 }

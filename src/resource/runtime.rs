@@ -10,6 +10,7 @@ use crate::sync::held::Locked;
 
 use super::error::ResourceError;
 use super::ordered::AsyncResource;
+use super::probe::{Probe, ProbeConfig};
 use super::stream_pool::StreamPool;
 use super::traits::MemoryResource;
 
@@ -23,7 +24,7 @@ use super::traits::MemoryResource;
 /// # let context = Context::primary(&driver, driver.device(0)?)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// // A stack of one's own ...
-/// let mine = Runtime::new(Budget::new(allocator, 1 << 20));
+/// let mine = Runtime::new(Budget::new(allocator, Some(1 << 20)));
 /// // ... or one per device, of the usual stack.
 /// let runtimes = Runtimes::new(&driver);
 /// assert_eq!(runtimes.get(1)?.resource().device(), 1);
@@ -46,13 +47,19 @@ impl Runtime {
         Runtime(Arc::new(Inner { resource, streams }))
     }
 
-    /// A runtime with the usual stack, an [`AsyncResource`] over a caching allocator.
+    /// A runtime with the usual stack, an [`AsyncResource`] over a caching allocator, under the [`Probe`]s
+    /// that the environment asks for.
     ///
     /// # Errors
     /// As [`Allocator::with_config`].
     pub fn on(context: &Context) -> Result<Runtime, ResourceError> {
         let allocator = Allocator::with_config(context, Config::new())?;
-        Ok(Runtime::new(AsyncResource::new(allocator)))
+        let ordered = AsyncResource::new(allocator);
+        let probes = ProbeConfig::from_env();
+        Ok(match probes.is_on() {
+            true => Runtime::new(Probe::new(ordered, probes)),
+            false => Runtime::new(ordered),
+        })
     }
 
     /// The process-wide runtime of a device, on its primary context. Loads the driver on first use.
@@ -203,8 +210,9 @@ impl fmt::Debug for Runtimes {
 /// Name of the environment variable that [`planned_stream_budget`] reads.
 const STREAM_BUDGET: &str = "CUALLOC_STREAM_BUDGET";
 
-/// Bytes that a pool should plan for each stream: 256 MiB, or what the environment variable
-/// `CUALLOC_STREAM_BUDGET` says in bytes; 0 and what is no number is ignored.
+/// Bytes that a program may plan for each stream, for instance as the limit of a
+/// [`Budget`](super::Budget): 256 MiB, or what the environment variable `CUALLOC_STREAM_BUDGET` says in
+/// bytes; 0 and what is no number is ignored. Nothing in this crate is sized by it, or held in reserve.
 pub fn planned_stream_budget() -> u64 {
     stream_budget(std::env::var(STREAM_BUDGET).ok().as_deref())
 }

@@ -2,11 +2,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::driver::Stream;
+use crate::driver::{Context, Stream};
 
-use super::block::{DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
-use super::traits::{MemoryResource, forward, forward_reap, forward_uses};
+use super::block::{ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
+use super::traits::MemoryResource;
 
 /// What went through a [`Statistics`] adaptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -39,8 +39,8 @@ pub struct ResourceStats {
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let counted = Statistics::new(allocator);
-/// let block = counted.allocate(1000, &stream, "x".into())?;
-/// counted.deallocate(block)?;
+/// let block = counted.allocate_block(1000, &stream, "x".into())?;
+/// counted.deallocate_block(block)?;
 /// let stats = counted.stats();
 /// assert_eq!((stats.bytes, stats.peak_bytes, stats.allocations), (0, 1000, 1));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -101,14 +101,16 @@ impl<R: MemoryResource> Statistics<R> {
 
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Statistics<R> {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
-        let result = self.inner.allocate_aligned(bytes, alignment, stream, tag);
+        let result = self
+            .inner
+            .allocate_block_aligned(bytes, alignment, stream, tag);
         if result.is_ok() {
             let bytes = bytes as u64;
             let now = self.bytes.fetch_add(bytes, Ordering::AcqRel) + bytes;
@@ -121,9 +123,9 @@ unsafe impl<R: MemoryResource> MemoryResource for Statistics<R> {
         result
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let bytes = block.bytes() as u64;
-        self.inner.deallocate(block)?;
+        self.inner.deallocate_block(block)?;
         // A block that did not come through here must not make the count wrap.
         let _ = self
             .bytes
@@ -134,7 +136,12 @@ unsafe impl<R: MemoryResource> MemoryResource for Statistics<R> {
         Ok(())
     }
 
-    forward!(inner);
-    forward_uses!(inner);
-    forward_reap!(inner);
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
 }

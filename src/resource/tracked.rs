@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-use crate::driver::{Stream, process};
+use crate::driver::{Context, Stream, process};
 use crate::sync::held::Locked;
 
-use super::block::{BlockIdentity, DeallocateError, ResourceBlock, Tag};
-use super::error::ResourceError;
+use super::block::{BlockIdentity, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError};
 use super::key::BlockKey;
-use super::traits::{MemoryResource, forward, forward_reap, forward_uses};
+use super::traits::MemoryResource;
 
 /// A block that a [`Tracked`] adaptor knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,11 +38,11 @@ pub struct LiveBlock {
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let tracked = Tracked::new(allocator);
-/// let block = tracked.allocate(1000, &stream, "cache".into())?;
+/// let block = tracked.allocate_block(1000, &stream, "cache".into())?;
 /// tracked.name(&block.identity(), "layer 3")?;
 /// assert_eq!(tracked.live()[0].name.as_deref(), Some("layer 3"));
 /// assert_eq!(tracked.bytes_by_tag(), [("cache".into(), 1000)]);
-/// tracked.deallocate(block)?;
+/// tracked.deallocate_block(block)?;
 /// assert!(tracked.live().is_empty());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -79,10 +79,7 @@ impl<R: MemoryResource> Tracked<R> {
                 live.name = Some(name.into());
                 Ok(())
             }
-            None => Err(ResourceError::UseAfterFree {
-                ptr: block.ptr,
-                key: block.key,
-            }),
+            None => Err(block.gone()),
         }
     }
 
@@ -112,14 +109,16 @@ impl<R: MemoryResource> Tracked<R> {
 
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Tracked<R> {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
-        let block = self.inner.allocate_aligned(bytes, alignment, stream, tag)?;
+        let block = self
+            .inner
+            .allocate_block_aligned(bytes, alignment, stream, tag)?;
         let identity = block.identity();
         let live = LiveBlock {
             identity,
@@ -130,17 +129,22 @@ unsafe impl<R: MemoryResource> MemoryResource for Tracked<R> {
         Ok(block)
     }
 
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         let key = block.identity().key;
         let entry = self.map().remove(&key);
-        self.inner.deallocate(block).inspect_err(|_| {
+        self.inner.deallocate_block(block).inspect_err(|_| {
             if let Some(entry) = entry {
                 self.map().insert(key, entry);
             }
         })
     }
 
-    forward!(inner);
-    forward_uses!(inner);
-    forward_reap!(inner);
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.inner)
+    }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use crate::allocator::Trimmed;
 use crate::driver::{Context, Stream};
 
-use super::block::{Access, BlockIdentity, BlockState, DeallocateError, ResourceBlock, Tag};
-use super::error::{ResourceError, StreamMisuse};
+use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
+use super::error::{Refused, ResourceError, StreamMisuse};
 use super::usage::{Gauge, PoolUsage};
 
 /// Bytes that have not left a resource, at one instant.
@@ -57,9 +57,9 @@ pub enum Tracking {
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// // The allocator is a resource: the caching one.
-/// let block = MemoryResource::allocate(&allocator, 1000, &stream, "weights".into())?;
+/// let block = MemoryResource::allocate_block(&allocator, 1000, &stream, "weights".into())?;
 /// assert_eq!((block.bytes(), block.tag().as_str()), (1000, "weights"));
-/// allocator.deallocate(block)?;
+/// allocator.deallocate_block(block)?;
 ///
 /// // And so are the pools: a program can swap one for another and compare.
 /// use cualloc::pool::{NativeConfig, NativePool};
@@ -80,21 +80,22 @@ pub enum Tracking {
 /// to one owner at a time, under a key that is never used again. What was said to be used by
 /// [`record_use`](Self::record_use), [`record_stream`](Self::record_stream) or
 /// [`finish_use`](Self::finish_use) with success, and everything that the block's own stream was given
-/// before [`deallocate`](Self::deallocate), is over before the memory goes to anybody whose work does not
+/// before [`deallocate_block`](Self::deallocate_block), is over before the memory goes to anybody whose work does not
 /// come behind it; where [`tracking`](Self::tracking) is [`Tracking::None`] that holds for all work of
 /// the [`context`](Self::context). It takes back only blocks that it handed out. An adaptor passes calls on to
-/// the resource below it that the block came from, with the same stream, and blocks unchanged.
+/// its [`upstream`](Self::upstream), from which its blocks come, with the same stream, and blocks unchanged.
+///
+/// A source writes [`outstanding`](Self::outstanding) and [`state`](Self::state), and what is said of uses
+/// where it tracks them; an adaptor names its upstream and writes what it changes.
 ///
 /// ```compile_fail,E0200
 /// # use cualloc::driver::{Context, Stream};
 /// # use cualloc::resource::*;
 /// struct Mine;
 /// impl MemoryResource for Mine {
-/// #   fn allocate_aligned(&self, _: usize, _: usize, _: &Stream, _: Tag) -> Result<ResourceBlock, ResourceError> { todo!() }
-/// #   fn deallocate(&self, _: ResourceBlock) -> Result<(), DeallocateError> { todo!() }
+/// #   fn allocate_block_aligned(&self, _: usize, _: usize, _: &Stream, _: Tag) -> Result<ResourceBlock, ResourceError> { todo!() }
+/// #   fn deallocate_block(&self, _: ResourceBlock) -> Result<(), Refused<ResourceBlock>> { todo!() }
 /// #   fn context(&self) -> &Context { todo!() }
-/// #   fn outstanding(&self) -> Outstanding { todo!() }
-/// #   fn state(&self, _: &BlockIdentity) -> BlockState { todo!() }
 ///     // ...
 /// }
 /// ```
@@ -104,7 +105,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     ///
     /// # Errors
     /// Any of [`ResourceError`]; nothing has changed then.
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -112,36 +113,53 @@ pub unsafe trait MemoryResource: Send + Sync {
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError>;
 
-    /// [`allocate_aligned`](Self::allocate_aligned) without a wish for the alignment.
+    /// [`allocate_block_aligned`](Self::allocate_block_aligned) without a wish for the alignment.
     ///
     /// # Errors
-    /// As [`allocate_aligned`](Self::allocate_aligned).
+    /// As [`allocate_block_aligned`](Self::allocate_block_aligned).
     #[inline]
-    fn allocate(
+    fn allocate_block(
         &self,
         bytes: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
-        self.allocate_aligned(bytes, 1, stream, tag)
+        self.allocate_block_aligned(bytes, 1, stream, tag)
     }
 
     /// Takes a block back.
     ///
     /// # Errors
     /// The block, still allocated, with the reason.
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError>;
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>>;
 
     /// The context that the memory belongs to.
     fn context(&self) -> &Context;
+
+    /// The resource that an adaptor's blocks come from, which answers every call that the adaptor does not
+    /// answer itself; none for a source of memory.
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        None
+    }
 
     /// The ordinal of the device.
     fn device(&self) -> usize {
         self.context().device().ordinal()
     }
 
-    /// Bytes that have not left.
-    fn outstanding(&self) -> Outstanding;
+    /// Bytes that have not left. A source that does not say has none.
+    fn outstanding(&self) -> Outstanding {
+        self.upstream()
+            .map(MemoryResource::outstanding)
+            .unwrap_or_default()
+    }
+
+    /// Bytes that every budget on the way down still has room for; none if there is no budget. More may
+    /// fit once pending bytes were [reaped](Self::reap), and less where the device is short.
+    fn headroom(&self) -> Option<u64> {
+        self.upstream()?.headroom()
+    }
 
     /// Waits for the streams that deallocated blocks are pending on; how many bytes left. May block
     /// the calling thread, and nobody else.
@@ -149,7 +167,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// # Errors
     /// Driver errors: what could not be seen complete stays pending, for the next call.
     fn reap(&self) -> Result<u64, ResourceError> {
-        Ok(0)
+        self.upstream().map_or(Ok(0), MemoryResource::reap)
     }
 
     /// Gives memory that is cached and unused back to the driver until at most `keep` bytes are
@@ -158,16 +176,19 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// # Errors
     /// Driver errors.
     fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
-        let _ = keep;
-        Ok(Trimmed::default())
+        self.upstream()
+            .map_or_else(|| Ok(Trimmed::default()), |below| below.trim(keep))
     }
 
     /// What is held from the driver and handed out of it; of everything under the resource, also where
-    /// others share that. By default what is outstanding, and no memory of peaks.
+    /// others share that. Of a source by default what is outstanding, and no memory of peaks.
     ///
     /// # Errors
     /// Driver errors.
     fn usage(&self) -> Result<PoolUsage, ResourceError> {
+        if let Some(below) = self.upstream() {
+            return below.usage();
+        }
         let current = self.outstanding().total();
         let all = Gauge {
             current,
@@ -184,15 +205,19 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// # Errors
     /// Driver errors.
     fn reset_peaks(&self) -> Result<(), ResourceError> {
-        Ok(())
+        self.upstream().map_or(Ok(()), MemoryResource::reset_peaks)
     }
 
-    /// Where a block is in its life.
-    fn state(&self, block: &BlockIdentity) -> BlockState;
+    /// Where a block is in its life. A source that does not say knows no block.
+    fn state(&self, block: &BlockIdentity) -> BlockState {
+        self.upstream()
+            .map_or(BlockState::Freed, |below| below.state(block))
+    }
 
     /// What is known about uses on other streams.
     fn tracking(&self) -> Tracking {
-        Tracking::None
+        self.upstream()
+            .map_or(Tracking::None, MemoryResource::tracking)
     }
 
     /// Says that work already given to `stream` uses the block, and none later does.
@@ -200,8 +225,10 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// # Errors
     /// [`StreamMisuse::NotTracked`] where uses are not tracked; [`ResourceError::UseAfterFree`].
     fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
-        let _ = block;
-        Err(not_tracked("a use", stream))
+        match self.upstream() {
+            Some(below) => below.record_use(block, stream),
+            None => Err(not_tracked("a use", stream)),
+        }
     }
 
     /// Says that `stream` uses the block until it is deallocated, by work that is not told of: the
@@ -211,11 +238,15 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// # Errors
     /// As [`record_use`](Self::record_use).
     fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
-        let _ = block;
-        Err(not_tracked("a stream", stream))
+        match self.upstream() {
+            Some(below) => below.record_stream(block, stream),
+            None => Err(not_tracked("a stream", stream)),
+        }
     }
 
     /// Lets work that is given to `stream` from now on access the block: queues the waits for it.
+    /// Of a source that tracks [`Tracking::Reuse`] by default nothing on the block's own stream, and
+    /// refused on others, whose order is the caller's.
     ///
     /// # Errors
     /// As [`record_use`](Self::record_use).
@@ -225,12 +256,22 @@ pub unsafe trait MemoryResource: Send + Sync {
         stream: &Stream,
         access: Access,
     ) -> Result<(), ResourceError> {
-        let _ = (block, access);
+        if let Some(below) = self.upstream() {
+            return below.prepare_use(block, stream, access);
+        }
+        if self.tracking() != Tracking::None {
+            if self.state(block) != BlockState::Live {
+                return Err(block.gone());
+            }
+            if stream.id()? == block.stream {
+                return Ok(());
+            }
+        }
         Err(not_tracked("preparing a use", stream))
     }
 
     /// Says that the work which [`prepare_use`](Self::prepare_use) made way for was given to
-    /// `stream`.
+    /// `stream`. Of a source by default what [`record_use`](Self::record_use) says.
     ///
     /// # Errors
     /// As [`record_use`](Self::record_use). After a driver error the block counts as used on
@@ -244,235 +285,66 @@ pub unsafe trait MemoryResource: Send + Sync {
         stream: &Stream,
         access: Access,
     ) -> Result<(), ResourceError> {
-        let _ = (block, access);
-        Err(not_tracked("finishing a use", stream))
-    }
-}
-
-/// Uses where reuse is the resource's and order between streams the caller's: on a block's own stream
-/// there is nothing to prepare, and elsewhere nothing that could be. `$known` refuses what is not live.
-macro_rules! callers_order {
-    ($known:ident) => {
-        fn prepare_use(
-            &self,
-            block: &BlockIdentity,
-            stream: &Stream,
-            _access: Access,
-        ) -> Result<(), ResourceError> {
-            $known(self, block)?;
-            if stream.id()? == block.stream {
-                return Ok(());
+        match self.upstream() {
+            Some(below) => below.finish_use(block, stream, access),
+            None => {
+                let recorded = self.record_use(block, stream);
+                if must_last(&recorded) {
+                    // The first error is the one to tell of.
+                    let _ = self.record_stream(block, stream);
+                }
+                recorded
             }
-            Err(not_tracked("preparing a use", stream))
         }
-
-        fn finish_use(
-            &self,
-            block: &BlockIdentity,
-            stream: &Stream,
-            _access: Access,
-        ) -> Result<(), ResourceError> {
-            $crate::resource::count_anyway(self, block, stream, self.record_use(block, stream))
-        }
-    };
-}
-pub(crate) use callers_order;
-
-/// What came of recording work that was given already: if the driver refused to mark its end, the
-/// stream counts until the block is freed.
-pub(crate) fn count_anyway(
-    resource: &impl MemoryResource,
-    block: &BlockIdentity,
-    stream: &Stream,
-    recorded: Result<(), ResourceError>,
-) -> Result<(), ResourceError> {
-    if let Err(error) = &recorded
-        && error.driver_error().is_some()
-    {
-        // The first error is the one to tell of.
-        let _ = resource.record_stream(block, stream);
     }
-    recorded
 }
 
-pub(crate) fn not_tracked(asked: &'static str, stream: &Stream) -> ResourceError {
+/// Whether the driver refused to mark the end of work that was given already: its stream counts until the
+/// block is freed.
+pub(crate) fn must_last(recorded: &Result<(), ResourceError>) -> bool {
+    matches!(recorded, Err(error) if error.driver_error().is_some())
+}
+
+fn not_tracked(asked: &'static str, stream: &Stream) -> ResourceError {
     match stream.id() {
         Ok(stream) => StreamMisuse::NotTracked { asked, stream }.into(),
         Err(error) => error.into(),
     }
 }
 
-/// The methods of an adaptor that only pass through.
-macro_rules! forward {
-    ($($inner:tt)+) => {
-        #[inline]
-        fn context(&self) -> &$crate::driver::Context {
-            self.$($inner)+.context()
-        }
-        #[inline]
-        fn device(&self) -> usize {
-            $crate::resource::MemoryResource::device(&self.$($inner)+)
-        }
-        #[inline]
-        fn usage(
-            &self,
-        ) -> Result<$crate::resource::PoolUsage, $crate::resource::ResourceError> {
-            $crate::resource::MemoryResource::usage(&self.$($inner)+)
-        }
-        #[inline]
-        fn reset_peaks(&self) -> Result<(), $crate::resource::ResourceError> {
-            $crate::resource::MemoryResource::reset_peaks(&self.$($inner)+)
-        }
-        #[inline]
-        fn outstanding(&self) -> $crate::resource::Outstanding {
-            $crate::resource::MemoryResource::outstanding(&self.$($inner)+)
-        }
-        #[inline]
-        fn trim(
-            &self,
-            keep: u64,
-        ) -> Result<$crate::allocator::Trimmed, $crate::resource::ResourceError> {
-            $crate::resource::MemoryResource::trim(&self.$($inner)+, keep)
-        }
-        #[inline]
-        fn state(
-            &self,
-            block: &$crate::resource::BlockIdentity,
-        ) -> $crate::resource::BlockState {
-            $crate::resource::MemoryResource::state(&self.$($inner)+, block)
-        }
-        #[inline]
-        fn tracking(&self) -> $crate::resource::Tracking {
-            $crate::resource::MemoryResource::tracking(&self.$($inner)+)
-        }
-        #[inline]
-        fn prepare_use(
-            &self,
-            block: &$crate::resource::BlockIdentity,
-            stream: &$crate::driver::Stream,
-            access: $crate::resource::Access,
-        ) -> Result<(), $crate::resource::ResourceError> {
-            $crate::resource::MemoryResource::prepare_use(&self.$($inner)+, block, stream, access)
-        }
-    };
-}
-/// And those that say that something was used.
-macro_rules! forward_uses {
-    ($($inner:tt)+) => {
-        #[inline]
-        fn record_stream(
-            &self,
-            block: &$crate::resource::BlockIdentity,
-            stream: &$crate::driver::Stream,
-        ) -> Result<(), $crate::resource::ResourceError> {
-            $crate::resource::MemoryResource::record_stream(&self.$($inner)+, block, stream)
-        }
-        #[inline]
-        fn record_use(
-            &self,
-            block: &$crate::resource::BlockIdentity,
-            stream: &$crate::driver::Stream,
-        ) -> Result<(), $crate::resource::ResourceError> {
-            $crate::resource::MemoryResource::record_use(&self.$($inner)+, block, stream)
-        }
-        #[inline]
-        fn finish_use(
-            &self,
-            block: &$crate::resource::BlockIdentity,
-            stream: &$crate::driver::Stream,
-            access: $crate::resource::Access,
-        ) -> Result<(), $crate::resource::ResourceError> {
-            $crate::resource::MemoryResource::finish_use(&self.$($inner)+, block, stream, access)
-        }
-    };
-}
-/// And the one that makes bytes leave.
-macro_rules! forward_reap {
-    ($($inner:tt)+) => {
-        #[inline]
-        fn reap(&self) -> Result<u64, $crate::resource::ResourceError> {
-            $crate::resource::MemoryResource::reap(&self.$($inner)+)
-        }
-    };
-}
-pub(crate) use {forward, forward_reap, forward_uses};
-
 macro_rules! pointer {
-    ($($pointer:ty),*) => {$(
+    ($([$($generics:tt)*] $pointer:ty),* $(,)?) => {$(
         // SAFETY: passes everything on.
-        unsafe impl<R: MemoryResource + ?Sized> MemoryResource for $pointer {
+        unsafe impl $($generics)* MemoryResource for $pointer {
             #[inline]
-            fn allocate_aligned(
+            fn allocate_block_aligned(
                 &self,
                 bytes: usize,
                 alignment: usize,
                 stream: &Stream,
                 tag: Tag,
             ) -> Result<ResourceBlock, ResourceError> {
-                (**self).allocate_aligned(bytes, alignment, stream, tag)
+                (**self).allocate_block_aligned(bytes, alignment, stream, tag)
             }
             #[inline]
-            fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-                (**self).deallocate(block)
+            fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+                (**self).deallocate_block(block)
             }
             fn context(&self) -> &Context {
                 (**self).context()
             }
-            fn device(&self) -> usize {
-                (**self).device()
-            }
-            fn usage(&self) -> Result<PoolUsage, ResourceError> {
-                (**self).usage()
-            }
-            fn reset_peaks(&self) -> Result<(), ResourceError> {
-                (**self).reset_peaks()
-            }
-            fn record_stream(
-                &self,
-                block: &BlockIdentity,
-                stream: &Stream,
-            ) -> Result<(), ResourceError> {
-                (**self).record_stream(block, stream)
-            }
-            fn outstanding(&self) -> Outstanding {
-                (**self).outstanding()
-            }
-            fn reap(&self) -> Result<u64, ResourceError> {
-                (**self).reap()
-            }
-            fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
-                (**self).trim(keep)
-            }
-            fn state(&self, block: &BlockIdentity) -> BlockState {
-                (**self).state(block)
-            }
-            fn tracking(&self) -> Tracking {
-                (**self).tracking()
-            }
-            fn record_use(
-                &self,
-                block: &BlockIdentity,
-                stream: &Stream,
-            ) -> Result<(), ResourceError> {
-                (**self).record_use(block, stream)
-            }
-            fn prepare_use(
-                &self,
-                block: &BlockIdentity,
-                stream: &Stream,
-                access: Access,
-            ) -> Result<(), ResourceError> {
-                (**self).prepare_use(block, stream, access)
-            }
-            fn finish_use(
-                &self,
-                block: &BlockIdentity,
-                stream: &Stream,
-                access: Access,
-            ) -> Result<(), ResourceError> {
-                (**self).finish_use(block, stream, access)
+            #[inline]
+            fn upstream(&self) -> Option<&dyn MemoryResource> {
+                Some(&**self)
             }
         }
     )*};
 }
-pointer!(&R, Arc<R>, Box<R>);
+pointer! {
+    [<R: MemoryResource>] &R,
+    [<R: MemoryResource>] Arc<R>,
+    [<R: MemoryResource>] Box<R>,
+    [] &dyn MemoryResource,
+    [] Arc<dyn MemoryResource>,
+    [] Box<dyn MemoryResource>,
+}

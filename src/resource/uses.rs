@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use crate::driver::{NO_ID, Stream, sys};
+use crate::driver::{NO_ID, Stream};
+use crate::sync::capture;
+use crate::sync::event::{EventPools, Pooled};
 
 use super::block::Access;
 use super::error::{ResourceError, StreamMisuse};
-use super::events::{EventPools, Pooled};
 
 /// A moment in the work of a stream.
 #[derive(Debug, Clone)]
@@ -211,12 +212,5 @@ impl Uses {
 
 /// Recording into somebody's graph would leave an event that nothing outside may wait for.
 pub(super) fn refuse_capture(stream: &Stream, id: u64) -> Result<(), ResourceError> {
-    match stream.is_capturing() {
-        Ok(false) => Ok(()),
-        // The legacy stream stands behind the blocking streams of its context.
-        Err(error) if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-            Err(error.into())
-        }
-        Ok(true) | Err(_) => Err(StreamMisuse::Capturing(id).into()),
-    }
+    capture::refuse_capture(stream, |_| StreamMisuse::Capturing(id).into())
 }

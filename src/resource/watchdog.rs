@@ -10,48 +10,18 @@ use crate::sync::held::Locked;
 use super::clock::{Clock, SystemClock, Wakeup};
 use super::foreign::guarded;
 
-/// Settings of a [`Watchdog`].
-#[derive(Clone)]
-pub struct WatchdogConfig {
-    /// Fewer free bytes than this pause.
-    pub threshold: u64,
-    /// Time between two looks.
-    pub interval: Duration,
-    /// Where time comes from.
-    pub clock: Arc<dyn Clock>,
-}
-
-impl Default for WatchdogConfig {
-    fn default() -> WatchdogConfig {
-        WatchdogConfig {
-            threshold: 512 << 20,
-            interval: Duration::from_secs(1),
-            clock: Arc::new(SystemClock::default()),
-        }
-    }
-}
-
-impl std::fmt::Debug for WatchdogConfig {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("WatchdogConfig")
-            .field("threshold", &self.threshold)
-            .field("interval", &self.interval)
-            .finish_non_exhaustive()
-    }
-}
-
 /// Looks at the device's free bytes at an interval, and pauses whoever asks while they are below a
 /// threshold. Stops when it is dropped.
 ///
 /// It works without a device: where the free bytes cannot be had, nothing is paused.
 ///
 /// ```
-/// use cualloc::resource::{ManualClock, Watchdog, WatchdogConfig};
-/// use std::{sync::Arc, time::Duration};
-/// let clock = ManualClock::default();
-/// let config = WatchdogConfig { threshold: 100, clock: Arc::new(clock), ..Default::default() };
-/// let watchdog = Watchdog::start(config, || Some(99))?;
-/// assert!(watchdog.wait_for_first_check(Duration::from_secs(5)) || !watchdog.is_paused());
+/// use cualloc::resource::Watchdog;
+/// use std::time::Duration;
+/// let watchdog = Watchdog::start(100, Duration::from_secs(1), || Some(99))?;
+/// if watchdog.wait_for_first_check(Duration::from_secs(60)) {
+///     assert!(watchdog.is_paused());
+/// }
 /// watchdog.stop();
 /// watchdog.wait_if_paused(); // stopped: nobody waits
 /// # Ok::<(), std::io::Error>(())
@@ -63,7 +33,11 @@ pub struct Watchdog {
 }
 
 struct Shared {
-    config: WatchdogConfig,
+    /// Fewer free bytes than this pause.
+    threshold: u64,
+    /// Time between two looks.
+    interval: Duration,
+    clock: Arc<dyn Clock>,
     state: Mutex<State>,
     /// Wakes the thread.
     thread: Arc<Wakeup>,
@@ -74,7 +48,8 @@ struct Shared {
 impl std::fmt::Debug for Shared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Shared")
-            .field("config", &self.config)
+            .field("threshold", &self.threshold)
+            .field("interval", &self.interval)
             .field("state", &self.state)
             .finish_non_exhaustive()
     }
@@ -101,29 +76,61 @@ impl Shared {
             let free = guarded("a watchdog's probe", &probe).flatten();
             {
                 let mut state = self.state();
-                state.paused = !state.stopped && free.is_some_and(|f| f < self.config.threshold);
+                state.paused = !state.stopped && free.is_some_and(|f| f < self.threshold);
                 state.checks += 1;
             }
             self.waiters.wake();
-            let clock = &self.config.clock;
-            let next = clock.now().saturating_add(self.config.interval);
-            clock.wait(next, &self.thread, seen);
+            let next = self.clock.now().saturating_add(self.interval);
+            self.clock.wait(next, &self.thread, seen);
+        }
+    }
+
+    /// Waits for an answer about the state; none in time is no.
+    fn wait(&self, end: Duration, answer: impl Fn(&State) -> Option<bool>) -> bool {
+        loop {
+            let seen = self.waiters.count();
+            if let Some(answer) = answer(&self.state()) {
+                return answer;
+            }
+            if self.clock.now() >= end {
+                return false;
+            }
+            // Woken by the next look, or by the stop.
+            self.clock.wait(end, &self.waiters, seen);
         }
     }
 }
 
 impl Watchdog {
-    /// Starts the thread. `probe` says how many bytes are free, or none if that is not known; see
+    /// Starts the thread, which pauses while there are fewer than `threshold` free bytes and looks once in
+    /// an `interval`. `probe` says how many bytes are free, or none if that is not known; see
     /// [`free_bytes_of`](Self::free_bytes_of) for the device's.
     ///
     /// # Errors
     /// The system's, if it gives no thread.
     pub fn start(
-        config: WatchdogConfig,
+        threshold: u64,
+        interval: Duration,
+        probe: impl Fn() -> Option<u64> + Send + 'static,
+    ) -> std::io::Result<Watchdog> {
+        let clock = Arc::new(SystemClock::default());
+        Watchdog::start_with_clock(clock, threshold, interval, probe)
+    }
+
+    /// [`start`](Self::start) by another clock than the system's.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_with_clock(
+        clock: Arc<dyn Clock>,
+        threshold: u64,
+        interval: Duration,
         probe: impl Fn() -> Option<u64> + Send + 'static,
     ) -> std::io::Result<Watchdog> {
         let shared = Arc::new(Shared {
-            config,
+            threshold,
+            interval,
+            clock,
             state: Mutex::default(),
             thread: Wakeup::new(),
             waiters: Wakeup::new(),
@@ -158,20 +165,8 @@ impl Watchdog {
 
     /// Blocks while it is paused and not stopped.
     pub fn wait_if_paused(&self) {
-        loop {
-            let seen = self.shared.waiters.count();
-            {
-                let state = self.shared.state();
-                if !state.paused || state.stopped {
-                    return;
-                }
-            }
-            // Woken by the next look, or by the stop.
-            self.shared
-                .config
-                .clock
-                .wait(Duration::MAX, &self.shared.waiters, seen);
-        }
+        let through = |state: &State| (!state.paused || state.stopped).then_some(true);
+        self.shared.wait(Duration::MAX, through);
     }
 
     /// Blocks until the first look, for at most `timeout`; whether there was one.
@@ -179,21 +174,12 @@ impl Watchdog {
         if process::is_forked_child() {
             return false;
         }
-        let clock = &self.shared.config.clock;
-        let end = clock.now().saturating_add(timeout);
-        loop {
-            let seen = self.shared.waiters.count();
-            {
-                let state = self.shared.state();
-                if state.checks > 0 {
-                    return true;
-                }
-                if state.stopped || clock.now() >= end {
-                    return false;
-                }
-            }
-            clock.wait(end, &self.shared.waiters, seen);
-        }
+        let end = self.shared.clock.now().saturating_add(timeout);
+        let looked = |state: &State| match state.checks {
+            0 => state.stopped.then_some(false),
+            _ => Some(true),
+        };
+        self.shared.wait(end, looked)
     }
 
     /// Stops the thread and lets everybody go who waits. Again does nothing.

@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use cualloc::allocator::{
-    Allocator, Block, BlockInfo, BlockState, CarveError, Carved, Carver, Error, Policy,
+    Allocator, Block, BlockInfo, BlockState, CarveError, Carved, Carver, CarverStats, Error, Policy,
 };
 use cualloc::driver::Stream;
 
@@ -421,6 +421,34 @@ fn s1_14_block_metadata_is_readable() {
         drop((block, alone));
         rig.close(&allocator);
     });
+}
+
+/// S1.15: the carving core counts what it finds, holds and hands out.
+#[test]
+fn s1_15_figures_of_the_carving_core() {
+    let (mut carver, stream) = (Carver::new(), 1);
+    assert_eq!(carver.stats(), CarverStats::default());
+    assert_eq!(carver.find(stream, 1000), Ok(None));
+    let first = carver.insert(0x4000_0000, 2 << 20, stream, 1000).unwrap();
+    let second = carver.find(stream, 4096).unwrap().unwrap();
+    let stats = carver.stats();
+    assert_eq!((stats.hits, stats.misses), (1, 1));
+    assert_eq!((stats.reserved, stats.allocated), (2 << 20, 5120));
+    assert_eq!((stats.cached, stats.blocks), ((2 << 20) - 5120, 3));
+    assert_eq!((stats.free_blocks, stats.peak), (1, 5120));
+    carver.give_back(first.address).unwrap();
+    let stats = carver.stats();
+    assert_eq!((stats.allocated, stats.peak), (4096, 5120));
+    assert_eq!((stats.blocks, stats.free_blocks), (3, 2));
+    // What waits for a stream is cached, and cannot be found.
+    carver.record(second.address, 2).unwrap();
+    carver.give_back(second.address).unwrap();
+    let stats = carver.stats();
+    assert_eq!((stats.allocated, stats.cached), (0, 2 << 20));
+    assert_eq!((stats.blocks, stats.free_blocks), (3, 2));
+    carver.complete(2);
+    let stats = carver.stats();
+    assert_eq!((stats.blocks, stats.free_blocks), (1, 1));
 }
 
 /// S1.15: find, insert, return, over memory from elsewhere.

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Block, BlockState, Config, Error};
+use cualloc::allocator::{Allocator, Block, BlockState, Config, Error, Request};
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::sim::{Mode, SimConfig};
 
@@ -244,7 +244,9 @@ fn s1_43_panic_in_a_hook_poisons_nothing() {
         let allocator = rig.limited(BLOCK);
         let stream = rig.stream();
         let first = allocator.allocate(BLOCK, &stream).unwrap();
-        allocator.add_relief_hook("panics", |_| panic!("on purpose"));
+        allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("panics", |_| {
+            panic!("on purpose")
+        }));
         let stats = allocator.stats();
         let caught = catch_unwind(AssertUnwindSafe(|| allocator.allocate(BLOCK, &stream)));
         assert!(caught.is_err(), "the hook was not asked");
@@ -317,7 +319,7 @@ fn s1_45_every_special_case_has_a_result() {
             let allocator = rig.limited(64 * MIB);
             let stream = rig.stream();
             for alignment in [0, 3, 513, 4 << 20, usize::MAX] {
-                let refused = allocator.allocate_aligned(512, alignment, &stream);
+                let refused = allocator.allocate_with(Request::new(512).align(alignment), &stream);
                 assert!(
                     matches!(refused, Err(Error::InvalidAlignment { .. })),
                     "{alignment}"
@@ -327,7 +329,7 @@ fn s1_45_every_special_case_has_a_result() {
             for alignment in [1, 256, 512, 4096, 1 << 16, 1 << 20, 2 << 20] {
                 for bytes in [512, 3 * MIB] {
                     let block = allocator
-                        .allocate_aligned(bytes, alignment, &stream)
+                        .allocate_with(Request::new(bytes).align(alignment), &stream)
                         .unwrap();
                     assert_eq!(block.ptr() % alignment as u64, 0, "{alignment}");
                     rig.stamp(block.ptr(), bytes, 1, &stream);
@@ -487,6 +489,54 @@ fn s1_19_statistics_say_what_happened() {
             stats.all.allocated.total_freed,
             stats.all.allocated.total_allocated
         );
+        rig.close(&allocator);
+    });
+}
+
+/// S1.19: free blocks, the largest of them and records count small blocks, as the snapshot shows them.
+#[test]
+fn s1_19_small_blocks_count_as_free_blocks_and_records() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let streams: [Stream; 2] = rig.streams();
+        let compare = |what: &str| {
+            let (stats, segments) = allocator.stats_and_snapshot();
+            let blocks = segments.iter().flat_map(|segment| &segment.blocks);
+            let live = blocks.clone().filter(|b| b.state == BlockState::Allocated);
+            let free =
+                blocks.filter(|b| matches!(b.state, BlockState::Free | BlockState::PendingFree));
+            let sizes: Vec<u64> = free.map(|block| block.size).collect();
+            assert_eq!(stats.free_blocks, sizes.len() as u64, "{what}");
+            let largest = sizes.iter().max().copied();
+            assert_eq!(stats.largest_free, largest.unwrap_or(0), "{what}");
+            assert!(
+                stats.nodes >= stats.free_blocks + live.count() as u64,
+                "{what}"
+            );
+            allocator.check().unwrap();
+            stats.free_blocks
+        };
+        let mut blocks: Vec<Option<Block>> = (0..1000)
+            .map(|at| {
+                Some(
+                    allocator
+                        .allocate(1 + at % 7 * 900, &streams[at / 2 % 2])
+                        .unwrap(),
+                )
+            })
+            .collect();
+        let before = compare("all live");
+        blocks.iter_mut().step_by(2).for_each(|block| *block = None);
+        assert!(compare("every second one free") > before + 200);
+        for block in blocks.iter().flatten().step_by(3) {
+            block.record_stream(&streams[0]).unwrap();
+        }
+        blocks.clear();
+        compare("some pending");
+        drop(allocator.allocate(3 * MIB, &streams[0]).unwrap());
+        compare("a large one free");
+        allocator.empty_cache().unwrap();
+        compare("cache empty");
         rig.close(&allocator);
     });
 }

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use crate::common::{KIB, MIB, RawStream, Rig, only};
-use cualloc::allocator::{BlockState, Counter, Placement, Policy, PoolStats};
+use cualloc::allocator::{BlockState, Counter, Policy, PoolStats, Request};
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Block, Config, Error};
 
@@ -230,8 +230,8 @@ fn s1_40_memory_on_shelves_is_there_for_others() {
         // Beside the block at hand there is no room.
         drop(allocator.allocate(4 * MIB, &b).unwrap());
         make_used(&allocator, &a);
-        let single = Placement::new().single_handle(true);
-        drop(allocator.allocate_with(2 * MIB, &single, &a).unwrap());
+        let single = Request::new(2 * MIB).single_handle();
+        drop(allocator.allocate_with(single, &a).unwrap());
         make_used(&allocator, &a);
         allocator.synchronize().unwrap();
         allocator.trim(0).unwrap();
@@ -391,7 +391,9 @@ fn blocks_with_wishes_do_not_go_on_a_shelf() {
         let wall = allocator.allocate(LARGE - 512, &a).unwrap();
         make_used(&allocator, &a);
         let first = allocator.allocate(LARGE, &a).unwrap().ptr();
-        let aligned = allocator.allocate_aligned(LARGE, 2 * MIB, &a).unwrap();
+        let aligned = allocator
+            .allocate_with(Request::new(LARGE).align(2 * MIB), &a)
+            .unwrap();
         assert_ne!(aligned.ptr(), first);
         drop(aligned);
         let block = allocator.allocate(LARGE, &a).unwrap();
@@ -414,7 +416,7 @@ fn layouts_do_not_depend_on_shelves() {
             let pairs = |mib: usize| {
                 for _ in 0..4 {
                     let block = if by_books {
-                        allocator.allocate_with(mib * MIB, &Placement::new(), &a)
+                        allocator.allocate_with(Request::new(mib * MIB).views(false), &a)
                     } else {
                         allocator.allocate(mib * MIB, &a)
                     };
@@ -471,7 +473,7 @@ fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
                 0
             }
         };
-        allocator.add_relief_hook("takes some", hook);
+        allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("takes some", hook));
         let large = allocator.allocate(8 * MIB, &a).unwrap();
         allocator.check().unwrap();
         let inner = taken.lock().unwrap().take().expect("the hook was asked");

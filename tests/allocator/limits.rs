@@ -354,3 +354,26 @@ fn r14_error_names_the_failure_behind_it() {
         },
     );
 }
+
+/// R2: memory that a failed growth could not give back is tried again before a request fails at a limit.
+#[test]
+fn r2_what_could_not_be_given_back_is_tried_again_at_a_limit() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        if !rig.packed() {
+            return;
+        }
+        let allocator = rig.limited(16 * MIB);
+        let stream = rig.stream();
+        let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+        for name in ["cuMemSetAccess", "cuMemUnmap"] {
+            sim.fail(FailPlan::call(name, code).unwrap().times(1000));
+        }
+        assert!(allocator.allocate(12 * MIB, &stream).is_err());
+        sim.clear_failures();
+        allocator.check().unwrap();
+        assert!(allocator.stats().all.reserved.current >= 12 * MIB as u64);
+        drop(allocator.allocate(16 * MIB, &stream).unwrap());
+        rig.close(&allocator);
+    });
+}

@@ -372,3 +372,21 @@ fn streams_that_capture_are_refused() {
         assert_eq!(buffer.to_vec().unwrap(), [1; 64]);
     });
 }
+
+/// The events that put the operations of other streams in order are used again.
+#[test]
+fn order_costs_no_new_events() {
+    Rig::each(|rig, alloc, home| {
+        let other = alloc.create_stream().unwrap();
+        let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 4096, home).unwrap();
+        buffer.fill(1, &other).unwrap();
+        let calls = rig.driver.calls();
+        for value in 2..10 {
+            buffer.fill(value, &other).unwrap();
+        }
+        let calls = rig.driver.calls().since(&calls);
+        assert_eq!(calls.get("cuEventRecord"), 16);
+        assert_eq!(calls.get("cuEventCreate"), 0);
+        assert_eq!(buffer.to_vec().unwrap(), [9; 4096]);
+    });
+}

@@ -34,7 +34,7 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
                 let fail = |name| FailPlan::call(name, code).unwrap();
                 sim.fail(fail("cuEventRecord").times(100));
                 sim.fail(fail("cuStreamIsCapturing").nth(first).times(100));
-                let made = resource.allocate(bytes, &stream, "never".into());
+                let made = resource.allocate_block(bytes, &stream, "never".into());
                 assert!(made.is_err(), "no ready point");
                 refused += live(&allocator);
                 sim.clear_failures();
@@ -68,8 +68,10 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
                 0 => drop(resource.reap().unwrap()),
                 1 => drop(resource.trim(0).unwrap()),
                 2 => {
-                    let block = resource.allocate(bytes, &other, "next".into()).unwrap();
-                    resource.deallocate(block).unwrap();
+                    let block = resource
+                        .allocate_block(bytes, &other, "next".into())
+                        .unwrap();
+                    resource.deallocate_block(block).unwrap();
                 }
                 _ => {}
             }

@@ -1,6 +1,6 @@
 //! D4: captures that begin between a question of the allocator's and its act.
 
-use cualloc::allocator::{Allocator, Block, Error, Policy, SelfTest};
+use cualloc::allocator::{Allocator, Block, Error, Policy, Request, SelfTest};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::FailPlan;
 use cualloc::{BufferError, DeviceBuffer};
@@ -197,8 +197,11 @@ fn d4_memory_under_a_captured_marker_stays_in_use_until_a_real_one() {
         sim.fail(FailPlan::call("cuEventQuery", answer).unwrap());
         sim.deny_host_waits(true);
         // All that is left is under it.
-        let taken = allocator.allocate_at_hand(BLOCK, 1, &b, &[]).unwrap();
-        assert!(taken.is_none_or(|block| !used.is_in(&block)));
+        let taken = allocator.allocate_with(Request::new(BLOCK).cached_only(), &b);
+        match taken {
+            Ok(block) => assert!(!used.is_in(&block)),
+            Err(error) => assert!(matches!(error, Error::NotCached)),
+        }
         // It has another marker, for whoever comes next.
         assert_eq!(allocator.stats().failed_markers, 1);
         sim.deny_host_waits(false);

@@ -444,7 +444,7 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
             shared(rig, |allocator| allocator),
             shared(rig, AsyncResource::new),
             shared(rig, |allocator| {
-                Budget::new(AsyncResource::new(allocator), 1 << 20)
+                Budget::new(AsyncResource::new(allocator), Some(1 << 20))
             }),
             Arc::new(DirectResource::new(&rig.context)),
         ];

@@ -1,6 +1,7 @@
 //! Paths through the allocator.
 
 use cualloc::Error;
+use cualloc::allocator::Request;
 use cualloc::driver::{Context, Stream};
 
 use crate::world::{CLASSIC, MIB, PACKED, PLAIN, Scenario, World};
@@ -38,7 +39,9 @@ pub fn scenarios() -> Vec<Scenario> {
         Scenario {
             name: "first aligned",
             act: |w| {
-                let block = w.alloc.allocate_aligned(5000, 2 * MIB, &w.streams[0])?;
+                let block = w
+                    .alloc
+                    .allocate_with(Request::new(5000).align(2 * MIB), &w.streams[0])?;
                 w.blocks.push(Some(block));
                 Ok(())
             },
@@ -116,7 +119,9 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.free(1).unwrap();
             },
             act: |w| {
-                let block = w.alloc.allocate_aligned(24 * MIB, 2 * MIB, &w.streams[0])?;
+                let block = w
+                    .alloc
+                    .allocate_with(Request::new(24 * MIB).align(2 * MIB), &w.streams[0])?;
                 w.blocks.push(Some(block));
                 Ok(())
             },
@@ -205,7 +210,8 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.put(16 * MIB, 0);
                 w.free(0).unwrap();
                 w.stream();
-                w.alloc.add_relief_hook("none", |_| 0);
+                w.alloc
+                    .add_relief_hook(cualloc::allocator::ReliefHook::new("none", |_| 0));
             },
             act: |w| {
                 // SAFETY: the stream outlives the allocator's use of it.

@@ -166,7 +166,7 @@ impl World {
                     let _ = ordered.reap();
                 }
                 let block = ordered
-                    .allocate(bytes as usize, stream, "judge".into())
+                    .allocate_block(bytes as usize, stream, "judge".into())
                     .map_err(|e| say(&e))?;
                 (block.ptr(), bytes, Layered::Resource(block, ordered))
             }
@@ -308,12 +308,12 @@ impl World {
                 }
             }
             Layered::Resource(block_of, ordered) => {
-                if let Err(refused) = ordered.deallocate(block_of) {
+                if let Err(refused) = ordered.deallocate_block(block_of) {
                     if self.calm() {
                         return Err(format!("a deallocation was refused: {refused:?}"));
                     }
                     self.court.law().live_again(held.ptr, block);
-                    let kind = Kind::Layered(Layered::Resource(*refused.block, ordered));
+                    let kind = Kind::Layered(Layered::Resource(*refused.value, ordered));
                     self.held.push(super::world::Held { kind, ..held });
                 }
             }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cualloc::allocator::{Allocator, Error, Placement};
+use cualloc::allocator::{Allocator, Error, Request};
 use cualloc::driver::sys::*;
 
 use super::program::{Act, Step, size, tight_size};
@@ -171,10 +171,12 @@ impl World {
         let allocator = &self.slots[slot].allocator;
         let it = &self.lanes[lane];
         let raw = it.raw as CUstream;
-        let placement = Placement::new()
-            .alignment(if rng.percent(50) { alignment } else { 1 })
-            .single_handle(rng.percent(60))
-            .views(rng.percent(50));
+        let mut placed = Request::new(bytes).align(if rng.percent(50) { alignment } else { 1 });
+        if rng.percent(60) {
+            placed = placed.single_handle();
+        }
+        let placed = placed.views(rng.percent(50));
+        let aligned = Request::new(bytes).align(alignment);
         let mut owned = true;
         let act = match act {
             Act::AllocateRaw if it.stream.is_some() && !self.setup.mixed => Act::Allocate,
@@ -182,26 +184,29 @@ impl World {
         };
         let result = match (&it.stream, act) {
             (Some(stream), Act::Allocate) => allocator.allocate(bytes, stream).map(Some),
-            (Some(stream), Act::AllocateAligned) => allocator
-                .allocate_aligned(bytes, alignment, stream)
-                .map(Some),
+            (Some(stream), Act::AllocateAligned) => {
+                allocator.allocate_with(aligned, stream).map(Some)
+            }
             (Some(stream), Act::AllocateAtHand) => {
                 let alignment = if rng.percent(40) { alignment } else { 1 };
-                allocator.allocate_at_hand(bytes, alignment, stream, &[])
+                let cached = Request::new(bytes).align(alignment).cached_only();
+                match allocator.allocate_with(cached, stream) {
+                    Err(Error::NotCached) => Ok(None),
+                    result => result.map(Some),
+                }
             }
             (Some(stream), Act::AllocatePlaced) => {
-                allocator.allocate_with(bytes, &placement, stream).map(Some)
+                allocator.allocate_with(placed, stream).map(Some)
             }
             _ => {
                 owned = false;
                 let plain = act != Act::AllocatePlaced;
-                let aligned = Placement::new().alignment(alignment);
                 // SAFETY: the stream is live until it was retired.
                 let ptr = unsafe {
                     match act {
-                        Act::AllocateAligned => allocator.allocate_raw_with(bytes, &aligned, raw),
+                        Act::AllocateAligned => allocator.allocate_raw_with(aligned, raw),
                         _ if plain => allocator.allocate_raw(bytes, raw),
-                        _ => allocator.allocate_raw_with(bytes, &placement, raw),
+                        _ => allocator.allocate_raw_with(placed, raw),
                     }
                 };
                 match ptr {
@@ -457,28 +462,31 @@ impl World {
         }
         let stash = Arc::clone(&self.stash);
         let inner = allocator.clone();
-        allocator.add_relief_hook("judge", move |missing| {
-            if a % 5 == 1 {
-                let _ = inner.trim(0);
-            }
-            let mut freed = 0;
-            while freed < missing {
-                let next = stash.lock().unwrap().pop();
-                let Some(held) = next else { break };
-                freed += held.bytes;
-                let Kind::Block(block) = held.kind else { break };
-                court().law().freed(held.ptr);
-                drop(block);
-                if a.is_multiple_of(3) {
-                    break;
+        allocator.add_relief_hook(cualloc::allocator::ReliefHook::new(
+            "judge",
+            move |missing| {
+                if a % 5 == 1 {
+                    let _ = inner.trim(0);
                 }
-            }
-            if a % 5 == 2 {
-                let _ = inner.stats();
-                drop(inner.snapshot());
-            }
-            freed
-        });
+                let mut freed = 0;
+                while freed < missing {
+                    let next = stash.lock().unwrap().pop();
+                    let Some(held) = next else { break };
+                    freed += held.bytes;
+                    let Kind::Block(block) = held.kind else { break };
+                    court().law().freed(held.ptr);
+                    drop(block);
+                    if a.is_multiple_of(3) {
+                        break;
+                    }
+                }
+                if a % 5 == 2 {
+                    let _ = inner.stats();
+                    drop(inner.snapshot());
+                }
+                freed
+            },
+        ));
         self.slots[slot].hooked = true;
         Ok(())
     }

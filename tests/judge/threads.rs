@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use cualloc::allocator::{Allocator, Block, Config, Error};
+use cualloc::allocator::{Allocator, Block, Config, Error, Request};
 use cualloc::column::{Column, ElementType};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
@@ -353,7 +353,8 @@ impl Scene<'_> {
         let bytes = size(rng.next() as u32, rng.next() as u32, 12 << 20);
         let alignment = 1 << rng.pick(&[0, 0, 16, 20, 21]);
         let raw = lanes[at].raw();
-        let place = |stream: &Stream| self.allocator.allocate_aligned(bytes, alignment, stream);
+        let request = Request::new(bytes).align(alignment);
+        let place = |stream: &Stream| self.allocator.allocate_with(request, stream);
         let made = match &lanes[at].name {
             Name::Owned(stream) => place(stream),
             // SAFETY: the stream is retired before it is destroyed.

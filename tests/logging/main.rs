@@ -10,7 +10,10 @@ use std::sync::Once;
 
 use common::*;
 use cualloc::driver::sys;
+use cualloc::pool::{NativeConfig, NativePool, ThresholdPool};
+use cualloc::resource::{AsyncResource, LaunchRecorder, MemoryResource, RecordMode, Tag};
 use cualloc::sim::FailPlan;
+use cualloc::{Config, Policy};
 
 thread_local! {
     /// What the calling thread has logged.
@@ -46,6 +49,93 @@ impl log::Log for Collector {
     }
 
     fn flush(&self) {}
+}
+
+/// S3.3: a drop of a pool's buffer neither panics nor fails for what its pool could not give back, and says so
+/// rarely.
+#[test]
+fn s3_3_drops_of_pooled_buffers_log_what_failed() {
+    collect();
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else { return };
+        let config = Config::new().policy(rig.policy);
+        let pool = ThresholdPool::on_driver(&rig.driver, 0, config);
+        let stream = rig.stream();
+        pool.set_release_threshold(Some(0)).unwrap();
+        let mut logged = Vec::new();
+        for _ in 0..5 {
+            let buffer = pool.uninit::<u8>(4 * MIB, &stream).unwrap();
+            let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+            sim.fail(FailPlan::call("cuMemUnmap", code).unwrap());
+            taken();
+            drop(buffer);
+            logged.push(taken());
+        }
+        let lines: Vec<_> = logged.iter().map(Vec::len).collect();
+        assert_eq!(lines, [1, 1, 0, 1, 0], "{logged:?}");
+        assert!(logged[0][0].contains("surplus"), "{logged:?}");
+        assert_eq!(pool.stats().allocated, 0);
+        pool.trim(0).unwrap();
+    });
+}
+
+/// S3.8: a driver's pool that its drop could not destroy is reported.
+#[test]
+fn s3_8_a_drop_that_destroys_no_pool_is_logged() {
+    collect();
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else { return };
+        let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+        let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+        sim.fail(FailPlan::call("cuMemPoolDestroy", code).unwrap());
+        taken();
+        drop(pool);
+        let lines = taken();
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        assert!(lines[0].contains("a memory pool"), "{lines:?}");
+    });
+}
+
+/// S5.42: a recorder that goes without a commit says how many buffers, on which stream, in which mode; in
+/// debug builds, once, and never if it was committed.
+#[test]
+fn s5_42_an_abandoned_recorder_warns() {
+    collect();
+    each(|rig| {
+        let (resource, stream) = (AsyncResource::new(rig.allocator()), rig.stream());
+        let tag = Tag::new("test");
+        let blocks = [(); 2].map(|()| resource.allocate_block(64, &stream, tag).unwrap());
+        for (mode, name) in [
+            (RecordMode::Strict, "Strict"),
+            (RecordMode::Permissive, "Permissive"),
+        ] {
+            let mut recorder = LaunchRecorder::new(&resource, &stream, mode);
+            recorder.read(&blocks[0]).unwrap();
+            recorder.write(&blocks[1]).unwrap();
+            taken();
+            drop(recorder);
+            let lines = taken();
+            if cfg!(debug_assertions) {
+                let raw = format!("stream {:?}", stream.raw());
+                assert_eq!(lines.len(), 1, "{lines:?}");
+                for part in ["2 buffers", &raw, name, "without a commit"] {
+                    assert!(lines[0].contains(part), "{part} in {lines:?}");
+                }
+            } else {
+                assert!(lines.is_empty(), "{lines:?}");
+            }
+        }
+        let mut recorder = LaunchRecorder::new(&resource, &stream, RecordMode::Strict);
+        recorder.read(&blocks[0]).unwrap();
+        recorder.preflight().unwrap();
+        recorder.commit().unwrap();
+        drop(LaunchRecorder::new(&resource, &stream, RecordMode::Strict));
+        assert_eq!(taken(), [""; 0], "nothing was forgotten");
+        for block in blocks {
+            resource.deallocate_block(block).unwrap();
+        }
+        resource.reap().unwrap();
+    });
 }
 
 /// R13: what the allocator recovers from by itself does not fill the log, however often it happens.

@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use super::{collect, taken};
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Error, Placement, Policy};
+use cualloc::allocator::{Allocator, Config, Error, Policy, Request};
 use cualloc::driver::sys::{
     CUmemAllocationProp, CUmemGenericAllocationHandle, CUresult, CuFunctions,
 };
@@ -327,8 +327,8 @@ fn without_exports_where_the_driver_refuses_those_alone() {
             assert!(!properties.gpu_direct_rdma);
             works(&rig, &allocator);
             let stream = rig.stream();
-            let placement = Placement::new().single_handle(true);
-            let block = allocator.allocate_with(MIB, &placement, &stream).unwrap();
+            let request = Request::new(MIB).single_handle();
+            let block = allocator.allocate_with(request, &stream).unwrap();
             let guard = allocator.guard(block.ptr(), MIB as u64).unwrap();
             let handle = guard.segments()[0].handle.unwrap();
             let entered = rig.context.enter().unwrap();

@@ -191,10 +191,9 @@ fn work(rng: &mut Rng, habits: &Habits) -> Option<Op> {
             stream,
             bytes: rng.chance(50).then(|| habits.size(rng)),
         },
-        75..78 => Op::AtHand {
+        75..78 => Op::Cached {
             stream,
             bytes: habits.size(rng),
-            near: rng.below(4) as u8,
         },
         _ if habits.manual => Op::Complete {
             pick: block,

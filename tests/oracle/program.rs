@@ -90,11 +90,10 @@ pub enum Op {
         single: bool,
         views: bool,
     },
-    /// A block of memory at hand, near so many addresses that were freed last.
-    AtHand {
+    /// A block of cached memory, or none.
+    Cached {
         stream: u8,
         bytes: usize,
-        near: u8,
     },
     /// Guards a part of a block; in parts of 256.
     Guard {
@@ -421,7 +420,7 @@ pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
             },
             874..914 => match placed(&mut rng, (block, stream), largest, live < blocks) {
                 Some(op) => {
-                    live += u64::from(matches!(op, Op::Place { .. } | Op::AtHand { .. }));
+                    live += u64::from(matches!(op, Op::Place { .. } | Op::Cached { .. }));
                     op
                 }
                 None => continue,
@@ -449,11 +448,7 @@ pub fn placed(rng: &mut Rng, (block, stream): (u16, u8), largest: u64, more: boo
             single: rng.chance(50),
             views: rng.chance(50),
         },
-        8..14 if more => Op::AtHand {
-            stream,
-            bytes,
-            near: rng.below(4) as u8,
-        },
+        8..14 if more => Op::Cached { stream, bytes },
         14..22 => Op::Guard { block, from, part },
         22..34 => Op::Unguard { guard: block },
         34..40 => Op::Segments { block, from, part },

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use cualloc::allocator::Placement;
+use cualloc::allocator::Request;
 use cualloc::driver::{Context, Stream};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy};
@@ -81,10 +81,13 @@ fn work(
                 };
                 let got = match rng.below(20) {
                     0 => {
-                        let wish = Placement::new().single_handle(true).views(rng.chance(50));
-                        alloc.allocate_with(bytes, &wish, &streams[at]).map(Some)
+                        let wish = Request::new(bytes).single_handle().views(rng.chance(50));
+                        alloc.allocate_with(wish, &streams[at]).map(Some)
                     }
-                    1 => alloc.allocate_at_hand(bytes, 1, &streams[at], &[]),
+                    1 => {
+                        let wish = Request::new(bytes).cached_only();
+                        alloc.allocate_with(wish, &streams[at]).map(Some)
+                    }
                     _ => alloc.allocate(bytes, &streams[at]).map(Some),
                 };
                 match got {
@@ -93,7 +96,7 @@ fn work(
                         fill(&block, &streams[at]);
                         blocks.push((block, at));
                     }
-                    Ok(None) | Err(Error::OutOfMemory(_)) => {}
+                    Ok(None) | Err(Error::OutOfMemory(_) | Error::NotCached) => {}
                     Err(error) => panic!("{error:?}"),
                 }
             }

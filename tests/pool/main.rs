@@ -3,8 +3,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-mod beside;
 mod diagnostics;
+mod lives;
 mod model;
 mod native;
 mod pinned;

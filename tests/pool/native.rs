@@ -41,6 +41,56 @@ fn s3_8_pools_are_made_and_destroyed() {
     });
 }
 
+/// S3.8: a block is freed by its address on the stream that is named.
+#[test]
+fn s3_8_memory_is_freed_by_its_address_on_a_stream() {
+    with_pool(NativeConfig::default(), |rig, pool| {
+        let [home, other] = rig.streams();
+        let address = pool.allocate(MIB, &home).unwrap().into_raw();
+        assert_eq!((pool.live(), pool.requested()), (0, 0));
+        assert_eq!(pool.usage().unwrap().used.current, MIB as u64);
+        home.synchronize().unwrap();
+        let hold = rig.busy(&other);
+        fill(&rig.context, address, MIB, &other);
+        // SAFETY: the allocation is complete, and the other stream alone uses it.
+        unsafe { pool.free_raw_on(address, &other) }.unwrap();
+        // The home stream does not get it before the other one is done.
+        let next = pool.allocate(MIB, &home).unwrap();
+        fill(&rig.context, next.ptr(), MIB, &home);
+        hold.release();
+        next.free().unwrap();
+        other.synchronize().unwrap();
+        home.synchronize().unwrap();
+        assert_eq!(pool.usage().unwrap().used.current, 0);
+        pool.destroy().unwrap();
+        // SAFETY: a destroyed pool frees nothing.
+        let refused = unsafe { pool.free_raw_on(address, &other) };
+        assert!(matches!(refused, Err(PoolError::Destroyed)));
+    });
+}
+
+/// S3.8: a pool holds no more than its maximum, and anything if it has none.
+#[test]
+fn s3_8_a_maximum_is_kept() {
+    let bounded = NativeConfig::default().max_bytes(Some(64 << 20));
+    with_pool(bounded, |rig, pool| {
+        let stream = rig.stream();
+        let half = pool.allocate(32 * MIB, &stream).unwrap();
+        let error = pool.allocate(64 * MIB, &stream).unwrap_err();
+        assert!(error.is_out_of_memory(), "{error:?}");
+        let PoolError::Allocator(cualloc::Error::OutOfMemory(picture)) = error else {
+            panic!("{error:?}");
+        };
+        assert_eq!(picture.limit, Some(64 << 20));
+        assert_eq!(picture.requested, 64 << 20);
+        half.free().unwrap();
+        stream.synchronize().unwrap();
+        pool.allocate(64 * MIB, &stream).unwrap().free().unwrap();
+        let free = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+        free.allocate(128 * MIB, &stream).unwrap().free().unwrap();
+    });
+}
+
 /// S3.8: a destroy that fails says so and can be repeated.
 #[test]
 fn s3_8_a_failed_destroy_is_an_error() {
@@ -175,6 +225,7 @@ fn s3_10_only_an_exportable_pool_has_a_descriptor() {
         }
     });
     if crate::common::on_cuda() {
+        eprintln!("SKIPPED in part on cuda: needs a driver without export");
         return;
     }
     let config = SimConfig {
@@ -192,9 +243,13 @@ fn s3_10_only_an_exportable_pool_has_a_descriptor() {
 #[test]
 fn s3_11_usage_and_settings() {
     let bad = [
-        NativeConfig::on(-1),
-        NativeConfig::default().max_bytes(10).initial_bytes(11),
-        NativeConfig::default().max_bytes(10).release_threshold(11),
+        NativeConfig::on(1).max_bytes(Some(0)),
+        NativeConfig::default()
+            .max_bytes(Some(10))
+            .initial_bytes(11),
+        NativeConfig::default()
+            .max_bytes(Some(10))
+            .release_threshold(Some(11)),
     ];
     for config in bad {
         assert!(config.validate().is_err(), "{config:?}");
@@ -202,11 +257,11 @@ fn s3_11_usage_and_settings() {
     }
     NativeConfig::default()
         .initial_bytes(11)
-        .release_threshold(12)
+        .release_threshold(Some(12))
         .validate()
         .unwrap();
     let config = NativeConfig::default()
-        .max_bytes(64 << 20)
+        .max_bytes(Some(64 << 20))
         .initial_bytes(32 << 20);
     with_pool(config, |rig, pool| {
         let usage = pool.usage().unwrap();

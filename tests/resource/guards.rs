@@ -16,9 +16,9 @@ mod guard {
         only(Policy::Packed, test);
     }
 
-    fn guard(rig: &Rig, budget: u64) -> Guard<Allocator> {
+    fn guard(rig: &Rig, budget: impl Into<Option<u64>>) -> Guard<Allocator> {
         Guard::builder()
-            .budget(budget)
+            .budget(budget.into())
             .build(rig.allocator())
             .unwrap()
     }
@@ -26,41 +26,51 @@ mod guard {
     /// S1.24, S1.36: a budget that can change; errors before any driver call; defaults.
     #[test]
     fn s1_24_s1_36_budget_is_set_at_run_time() {
+        const RESERVE: u64 = 4 << 20;
         packed(|rig| {
             let stream = rig.stream();
             let open = Guard::builder().open(&rig.driver).unwrap();
-            assert_eq!((open.budget(), open.policy()), (0, OomPolicy::Fail));
-            assert_eq!((open.device(), open.release_reservation().unwrap()), (0, 0));
+            assert_eq!(
+                (open.inner().limit(), open.policy()),
+                (None, OomPolicy::Fail)
+            );
+            assert_eq!((open.device(), open.release_reserve().unwrap()), (0, 0));
             let guard = Guard::builder()
                 .device(0)
-                .budget(1000)
-                .reservation(4 * MIB)
+                .budget(Some(RESERVE + 1000))
+                .reserve(RESERVE as usize)
                 .policy(OomPolicy::FreeCaches)
                 .build(rig.allocator())
                 .unwrap();
             assert_eq!(guard.policy(), OomPolicy::FreeCaches);
             guard.set_policy(OomPolicy::Fail);
             let calls = rig.memory_calls();
-            match guard.allocate(1001, &stream, T) {
+            match guard.allocate_block(1001, &stream, T) {
                 Err(ResourceError::OutOfBudget {
                     requested,
                     limit,
                     used,
                     ..
                 }) => {
-                    assert_eq!((requested, limit, used), (1001, 1000, 0));
+                    assert_eq!((requested, limit, used), (1001, RESERVE + 1000, RESERVE));
                 }
                 other => panic!("{other:?}"),
             }
             assert_eq!(rig.memory_calls(), calls);
-            guard.set_budget(0);
-            let block = guard.allocate(1001, &stream, T).unwrap();
-            guard.set_budget(500);
-            assert_eq!(guard.stats().used, 1001, "stays");
-            assert!(guard.allocate(1, &stream, T).is_err());
-            guard.deallocate(block).unwrap();
-            assert_eq!(guard.release_reservation().unwrap(), 4 * MIB as u64);
-            assert_eq!(guard.release_reservation().unwrap(), 0);
+            let budget = guard.inner();
+            budget.set_limit(None);
+            assert_eq!((budget.limit(), budget.remaining()), (None, None));
+            let block = guard.allocate_block(1001, &stream, T).unwrap();
+            budget.set_limit(Some(500));
+            assert_eq!(guard.stats().used, RESERVE + 1001, "stays");
+            assert_eq!(guard.stats().budget, Some(500));
+            assert!(guard.allocate_block(1, &stream, T).is_err());
+            guard.deallocate_block(block).unwrap();
+            assert_eq!(guard.reserved(), RESERVE);
+            assert_eq!(guard.release_reserve().unwrap(), RESERVE);
+            assert_eq!(guard.release_reserve().unwrap(), 0);
+            guard.inner().set_limit(Some(0));
+            assert!(guard.allocate_block(1, &stream, T).is_err(), "0 is no room");
             let wrong = Guard::builder().device(7).build(rig.allocator());
             assert!(matches!(
                 wrong,
@@ -73,37 +83,111 @@ mod guard {
         });
     }
 
+    /// Refuses while its allocator holds more than so many bytes from the driver.
+    struct Full(Allocator, u64);
+
+    // SAFETY: passes everything on.
+    unsafe impl MemoryResource for Full {
+        fn allocate_block_aligned(
+            &self,
+            bytes: usize,
+            alignment: usize,
+            stream: &cualloc::driver::Stream,
+            tag: Tag,
+        ) -> Result<ResourceBlock, ResourceError> {
+            let used = self.0.stats().all.reserved.current;
+            if used > self.1 {
+                return Err(ResourceError::OutOfBudget {
+                    context: "device",
+                    requested: bytes as u64,
+                    limit: self.1,
+                    used,
+                    remaining: 0,
+                });
+            }
+            self.0.allocate_block_aligned(bytes, alignment, stream, tag)
+        }
+        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+            self.0.deallocate_block(block)
+        }
+        fn context(&self) -> &cualloc::driver::Context {
+            self.0.context()
+        }
+        fn upstream(&self) -> Option<&dyn MemoryResource> {
+            Some(&self.0)
+        }
+    }
+
     /// S1.25, S1.48: caches are really given back; a recovery counts once it has succeeded.
     #[test]
     fn s1_25_s1_48_free_caches_recovers() {
         packed(|rig| {
-            let stream = rig.stream();
-            let allocator = rig.allocator();
+            let (stream, allocator) = (rig.stream(), rig.allocator());
+            drop(allocator.allocate(8 * MIB, &stream).unwrap());
+            let cached = allocator.stats().all.reserved.current;
+            assert!(cached >= 8 * MIB as u64);
             let guard = Guard::builder()
                 .policy(OomPolicy::FreeCaches)
-                .build(AsyncResource::new(allocator.clone()).shared())
+                .build(Full(allocator.clone(), 7 * MIB as u64))
                 .unwrap();
-            guard.set_budget(10 * MIB as u64);
-            let block = guard.allocate(8 * MIB, &stream, T).unwrap();
-            guard.deallocate(block).unwrap();
-            assert_eq!(guard.stats().used, 8 * MIB as u64, "pending counts");
-            let reserved = allocator.stats().all.reserved.current;
-            assert!(reserved >= 8 * MIB as u64);
-            let block = guard.allocate(4 * MIB, &stream, T).unwrap();
+            let block = guard.allocate_block(4 * MIB, &stream, T).unwrap();
             assert_eq!(guard.stats().oom_recoveries, 1);
-            assert!(
-                allocator.stats().all.reserved.current < reserved,
-                "caches were kept"
-            );
-            assert!(guard.allocate(7 * MIB, &stream, T).is_err());
-            assert!(guard.allocate(11 * MIB, &stream, T).is_err());
+            let reserved = allocator.stats().all.reserved.current;
+            assert!(reserved < cached, "caches were kept");
+            let more = guard.allocate_block(4 * MIB, &stream, T).unwrap();
+            assert!(guard.allocate_block(4 * MIB, &stream, T).is_err());
             assert_eq!(
                 guard.stats().oom_recoveries,
                 1,
                 "a retry that failed is none"
             );
-            guard.deallocate(block).unwrap();
-            guard.reap().unwrap();
+            guard.deallocate_block(more).unwrap();
+            guard.deallocate_block(block).unwrap();
+        });
+    }
+
+    /// S1.30, S5.29: for what can never fit nobody is asked, nothing emptied and no time spent.
+    #[test]
+    fn s1_30_a_budget_smaller_than_the_request_fails_at_once() {
+        packed(|rig| {
+            let (stream, allocator) = (rig.stream(), rig.allocator());
+            drop(allocator.allocate(8 * MIB, &stream).unwrap());
+            let reserved = allocator.stats().all.reserved.current;
+            let clock = ManualClock::default();
+            let guard = Guard::builder()
+                .budget(Some(100))
+                .clock(clock.clone())
+                .build(allocator.clone())
+                .unwrap();
+            let asked = Arc::new(AtomicU64::new(0));
+            let count = Arc::clone(&asked);
+            guard.add_relief_hook(ReliefHook::new("cache", move |_| {
+                count.fetch_add(1, Ordering::SeqCst);
+                0
+            }));
+            for policy in [
+                OomPolicy::Fail,
+                OomPolicy::FreeCaches,
+                OomPolicy::Wait(Duration::from_secs(1)),
+            ] {
+                guard.set_policy(policy);
+                let refused = guard.allocate_block(101, &stream, T);
+                assert!(
+                    matches!(
+                        refused,
+                        Err(ResourceError::OutOfBudget {
+                            requested: 101,
+                            limit: 100,
+                            ..
+                        })
+                    ),
+                    "{refused:?}"
+                );
+            }
+            assert_eq!(asked.load(Ordering::SeqCst), 0, "a hook was asked");
+            assert_eq!(allocator.stats().all.reserved.current, reserved);
+            assert_eq!(clock.waits(), 0);
+            assert_eq!(guard.stats().oom_recoveries, 0);
         });
     }
 
@@ -122,28 +206,28 @@ mod guard {
             let stream = rig.stream();
             let clock = ManualClock::default();
             let guard = Guard::builder()
-                .budget(1000)
+                .budget(Some(1000))
                 .policy(OomPolicy::Wait(Duration::from_millis(250)))
                 .clock(clock.clone())
                 .build(rig.allocator())
                 .unwrap();
-            let block = guard.allocate(1000, &stream, T).unwrap();
+            let block = guard.allocate_block(1000, &stream, T).unwrap();
             std::thread::scope(|scope| {
-                let waiting = scope.spawn(|| guard.allocate(600, &stream, T));
+                let waiting = scope.spawn(|| guard.allocate_block(600, &stream, T));
                 clock.await_waiter(0);
-                guard.deallocate(block).unwrap();
+                guard.deallocate_block(block).unwrap();
                 clock.advance(Duration::from_millis(100));
                 let block = waiting.join().unwrap().unwrap();
                 assert_eq!(guard.stats().oom_recoveries, 1);
                 let seen = clock.waits();
-                let waiting = scope.spawn(|| guard.allocate(600, &stream, T));
+                let waiting = scope.spawn(|| guard.allocate_block(600, &stream, T));
                 for number in 0..3 {
                     clock.await_waiter(seen + number);
                     clock.advance(Duration::from_millis(100));
                 }
                 assert!(waiting.join().unwrap().is_err());
                 assert_eq!(clock.waits(), seen + 3, "100, 200 and 250 ms");
-                guard.deallocate(block).unwrap();
+                guard.deallocate_block(block).unwrap();
             });
             assert_eq!(guard.stats().oom_recoveries, 1);
         });
@@ -167,7 +251,7 @@ mod guard {
                 (OomPolicy::Checkpoint, 1),
             ] {
                 guard.set_policy(policy);
-                assert!(guard.allocate(101, &stream, T).is_err());
+                assert!(guard.allocate_block(101, &stream, T).is_err());
                 assert_eq!(runs.load(Ordering::SeqCst), expected, "{policy:?}");
             }
         });
@@ -187,7 +271,7 @@ mod guard {
                     0
                 });
                 let hook = hook.priority(priority).estimated_yield(estimate);
-                guard.add_hook(hook.overhead(overhead))
+                guard.add_relief_hook(hook.overhead(overhead))
             };
             add("late", 2, 900, 0);
             add("small", 1, 10, 0);
@@ -197,8 +281,8 @@ mod guard {
             add("modest", 0, 0, 400);
             assert!(!add("first", -1, 0, 0));
             assert!(add("first", -1, 0, 0), "names are unique");
-            let held = guard.allocate(600, &stream, T).unwrap();
-            assert!(guard.allocate(500, &stream, T).is_err());
+            let held = guard.allocate_block(600, &stream, T).unwrap();
+            assert!(guard.allocate_block(500, &stream, T).is_err());
             let seen: Vec<_> = order.lock().unwrap().drain(..).collect();
             let names: Vec<_> = seen.iter().map(|(name, _)| *name).collect();
             assert_eq!(
@@ -211,15 +295,16 @@ mod guard {
             let hook = ReliefHook::new("frees", move |_| {
                 let guard = freeing.upgrade().unwrap();
                 let block = store.lock().unwrap().take().unwrap();
-                guard.deallocate(block).unwrap();
+                guard.deallocate_block(block).unwrap();
                 600
             });
-            guard.add_hook(hook.priority(-5));
-            let block = guard.allocate(500, &stream, T).unwrap();
+            guard.add_relief_hook(hook.priority(-5));
+            let block = guard.allocate_block(500, &stream, T).unwrap();
             assert!(order.lock().unwrap().is_empty());
             // S1.52: what a hook freed is counted once, by the free.
             assert_eq!(guard.stats().used, 500);
-            guard.deallocate(block).unwrap();
+            assert_eq!(guard.stats().oom_recoveries, 1, "a hook saved it");
+            guard.deallocate_block(block).unwrap();
             assert_eq!(guard.stats().used, 0);
         });
     }
@@ -231,29 +316,29 @@ mod guard {
             let (stream, guard) = (rig.stream(), guard(rig, 100));
             let order = Arc::new(Mutex::new(Vec::new()));
             let (one, two) = (Arc::clone(&order), Arc::clone(&order));
-            guard.add_hook(ReliefHook::new("hook", move |_| {
+            guard.add_relief_hook(ReliefHook::new("hook", move |_| {
                 one.lock().unwrap().push("hook");
                 0
             }));
             guard.set_policy(OomPolicy::Checkpoint);
             guard.set_checkpoint(move |_| two.lock().unwrap().push("policy"));
-            let fits = guard.allocate(100, &stream, T).unwrap();
+            let fits = guard.allocate_block(100, &stream, T).unwrap();
             assert!(
                 order.lock().unwrap().is_empty(),
                 "nobody is asked for what fits"
             );
-            guard.deallocate(fits).unwrap();
-            assert!(guard.allocate(101, &stream, T).is_err());
+            assert!(guard.allocate_block(1, &stream, T).is_err());
             assert_eq!(*order.lock().unwrap(), ["hook", "policy"]);
-            assert!(guard.remove_hook("hook"));
-            assert!(!guard.remove_hook("hook"));
+            guard.deallocate_block(fits).unwrap();
+            assert!(guard.remove_relief_hook("hook"));
+            assert!(!guard.remove_relief_hook("hook"));
         });
     }
 
     /// S1.31: the levels and their borders.
     #[test]
     fn s1_31_pressure_levels() {
-        let of = |free: u64| Pressure::of(1000 - free, 1000);
+        let of = |free: u64| Pressure::of(1000 - free, Some(1000));
         for (free, level) in [
             (1000, Pressure::None),
             (301, Pressure::None),
@@ -267,9 +352,10 @@ mod guard {
         ] {
             assert_eq!(of(free), level, "{free} free");
         }
-        assert_eq!(Pressure::of(2000, 1000), Pressure::Critical);
-        assert_eq!(Pressure::of(u64::MAX, 0), Pressure::None);
-        assert_eq!(Pressure::of(u64::MAX - 1, u64::MAX), Pressure::High);
+        assert_eq!(Pressure::of(2000, Some(1000)), Pressure::Critical);
+        assert_eq!(Pressure::of(u64::MAX, None), Pressure::None);
+        assert_eq!(Pressure::of(0, Some(0)), Pressure::Critical);
+        assert_eq!(Pressure::of(u64::MAX - 1, Some(u64::MAX)), Pressure::High);
         let all = [
             Pressure::None,
             Pressure::Low,
@@ -290,34 +376,36 @@ mod guard {
         packed(|rig| {
             let stream = rig.stream();
             let inner = AsyncResource::new(rig.allocator()).shared();
-            let guard = Arc::new(Guard::builder().budget(1000).build(inner).unwrap());
+            let guard = Arc::new(Guard::builder().budget(Some(1000)).build(inner).unwrap());
             let heard = Arc::new(Mutex::new(Vec::new()));
             let log = Arc::clone(&heard);
-            let number = guard.on_pressure(move |old, new| log.lock().unwrap().push((old, new)));
+            let number = guard
+                .inner()
+                .on_pressure(move |old, new| log.lock().unwrap().push((old, new)));
             let told = || std::mem::take(&mut *heard.lock().unwrap());
             use Pressure::*;
-            let block = guard.allocate(1000, &stream, T).unwrap();
+            let block = guard.allocate_block(1000, &stream, T).unwrap();
             assert_eq!(told(), [(None, Critical)], "allocate");
-            guard.deallocate(block).unwrap();
+            guard.deallocate_block(block).unwrap();
             assert_eq!(told(), [], "still pending");
             guard.reap().unwrap();
             assert_eq!(told(), [(Critical, None)], "reap");
             let owned = OwnedBlock::allocate(Arc::clone(&guard), 850, &stream, T).unwrap();
             assert_eq!(told(), [(None, Low)], "owned");
-            guard.set_budget(900);
+            guard.inner().set_limit(Some(900));
             assert_eq!(told(), [(Low, Medium)], "a new budget");
             drop(owned);
             // Another request reaps for it.
             guard.set_policy(OomPolicy::FreeCaches);
-            let block = guard.allocate_aligned(100, 256, &stream, T);
+            let block = guard.allocate_block_aligned(100, 256, &stream, T);
             assert_eq!(told(), [(Medium, None)], "reaped by a request");
-            guard.deallocate(block.unwrap()).unwrap();
+            guard.deallocate_block(block.unwrap()).unwrap();
             guard.reap().unwrap();
-            assert!(guard.remove_listener(number));
-            assert!(!guard.remove_listener(number));
-            let block = guard.allocate(900, &stream, T).unwrap();
+            assert!(guard.inner().remove_listener(number));
+            assert!(!guard.inner().remove_listener(number));
+            let block = guard.allocate_block(900, &stream, T).unwrap();
             assert_eq!(told(), []);
-            guard.deallocate(block).unwrap();
+            guard.deallocate_block(block).unwrap();
             guard.reap().unwrap();
         });
     }
@@ -326,21 +414,27 @@ mod guard {
     #[test]
     fn s1_33_reservation_holds_memory() {
         each(|rig| {
-            let (allocator, stream) = (rig.allocator(), rig.stream());
+            let allocator = rig.allocator();
             let before = allocator.stats().all.allocated.current;
-            let held = Reservation::new(allocator.clone(), 32 * MIB, &stream).unwrap();
-            assert_eq!((held.bytes(), held.device()), (32 * MIB as u64, 0));
+            let held = Relief::new(allocator.clone());
+            let held = held.with_reserve(32 * MIB).unwrap();
+            assert_eq!((held.reserved(), held.device()), (32 * MIB as u64, 0));
             assert!(allocator.stats().all.allocated.current >= before + 32 * MIB as u64);
             if let Some(driver) = rig.driver_held() {
                 assert!(driver >= 32 * MIB as u64);
             }
             drop(held);
             assert_eq!(allocator.stats().all.allocated.current, before);
-            assert!(Reservation::new(allocator.clone(), 1 << 50, &stream).is_err());
-            let build = Guard::builder()
-                .reservation(1 << 50)
-                .build(allocator.clone());
+            let held = Relief::new(allocator.clone());
+            let held = held.with_reserve(MIB).unwrap();
+            assert_eq!(held.release_reserve().unwrap(), MIB as u64);
+            assert_eq!((held.reserved(), held.release_reserve().unwrap()), (0, 0));
+            assert_eq!(allocator.stats().all.allocated.current, before);
+            let relief = Relief::new(allocator.clone());
+            assert!(relief.with_reserve(1 << 50).is_err());
+            let build = Guard::builder().reserve(1 << 50).build(allocator.clone());
             assert!(build.is_err());
+            drop((held, build));
             rig.close(&allocator);
         });
     }
@@ -349,7 +443,7 @@ mod guard {
     #[test]
     fn s1_34_s1_55_peak_is_never_below_the_current_value() {
         packed(|rig| {
-            let guard = guard(rig, 0);
+            let guard = guard(rig, None);
             let stop = AtomicBool::new(false);
             std::thread::scope(|scope| {
                 let workers: Vec<_> = (0..2)
@@ -357,7 +451,7 @@ mod guard {
                         scope.spawn(|| {
                             let stream = rig_free_stream(&guard);
                             for size in 1..400 {
-                                let block = guard.allocate(size * 100, &stream, T).unwrap();
+                                let block = guard.allocate_block(size * 100, &stream, T).unwrap();
                                 // Whoever resets has a turn while the block is there.
                                 for _ in 0..3 {
                                     let stats = guard.stats();
@@ -365,14 +459,14 @@ mod guard {
                                     assert!(stats.peak >= block.bytes() as u64, "{stats:?}");
                                     std::thread::yield_now();
                                 }
-                                guard.deallocate(block).unwrap();
+                                guard.deallocate_block(block).unwrap();
                             }
                         })
                     })
                     .collect();
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        guard.reset_peak();
+                        guard.inner().reset_peak();
                     }
                 });
                 scope.spawn(|| {
@@ -385,20 +479,37 @@ mod guard {
                 stop.store(true, Ordering::Relaxed);
                 ended.into_iter().for_each(|end| end.unwrap());
             });
-            guard.reset_peak();
+            guard.inner().reset_peak();
             let stats = guard.stats();
             assert_eq!((stats.used, stats.peak, stats.live_allocations), (0, 0, 0));
-            assert!(stats.device_total >= stats.device_free && stats.device_total > 0);
+            assert!(stats.device_total >= stats.device_free && stats.device_total > Some(0));
+            if let Some(sim) = rig.sim() {
+                let refusal = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+                sim.fail(FailPlan::call("cuMemGetInfo_v2", refusal).unwrap());
+                let stats = guard.stats();
+                let device = (stats.device_free, stats.device_total);
+                assert_eq!(device, (None, None), "not known is not nothing");
+            }
             let stream = rig.stream();
-            let block = guard.allocate(100, &stream, T).unwrap();
+            let block = guard.allocate_block(100, &stream, T).unwrap();
             assert_eq!(guard.stats().live_allocations, 1);
-            guard.deallocate(block).unwrap();
+            guard.deallocate_block(block).unwrap();
             assert_eq!(guard.stats().peak, 100);
         });
     }
 
     fn rig_free_stream(guard: &Guard<Allocator>) -> cualloc::driver::Stream {
-        guard.inner().create_stream().unwrap()
+        guard.inner().inner().create_stream().unwrap()
+    }
+
+    /// Lets time pass until something is so; a watchdog that never looks fails the test.
+    fn advance_until(clock: &ManualClock, done: impl Fn() -> bool) {
+        let begun = std::time::Instant::now();
+        while !done() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it never is");
+            clock.advance(Duration::from_secs(1));
+            std::thread::yield_now();
+        }
     }
 
     /// S1.35, S1.54: pauses by its clock and threshold, without a device; a stop lets all go.
@@ -406,13 +517,12 @@ mod guard {
     fn s1_35_s1_54_watchdog_pauses_and_stops() {
         let clock = ManualClock::default();
         let free = Arc::new(AtomicU64::new(50));
-        let config = || WatchdogConfig {
-            threshold: 100,
-            interval: Duration::from_secs(1),
-            clock: Arc::new(clock.clone()),
-        };
+        let second = Duration::from_secs(1);
+        let by_clock = || Arc::new(clock.clone());
         let probe = Arc::clone(&free);
-        let watchdog = Watchdog::start(config(), move || Some(probe.load(Ordering::SeqCst)));
+        let watchdog = Watchdog::start_with_clock(by_clock(), 100, second, move || {
+            Some(probe.load(Ordering::SeqCst))
+        });
         let watchdog = watchdog.unwrap();
         assert!(watchdog.wait_for_first_check(Duration::from_secs(1)));
         assert!(watchdog.is_paused(), "50 of 100 bytes");
@@ -420,17 +530,11 @@ mod guard {
             let waiter = scope.spawn(|| watchdog.wait_if_paused());
             free.store(100, Ordering::SeqCst);
             // The thread and the waiter wait; the next look is an interval away.
-            while watchdog.is_paused() {
-                clock.advance(Duration::from_secs(1));
-                std::thread::yield_now();
-            }
+            advance_until(&clock, || !watchdog.is_paused());
             waiter.join().unwrap();
         });
         free.store(0, Ordering::SeqCst);
-        while !watchdog.is_paused() {
-            clock.advance(Duration::from_secs(1));
-            std::thread::yield_now();
-        }
+        advance_until(&clock, || watchdog.is_paused());
         // Not joined before they said that they are through: one that waits for ever must fail the
         // test, not hold it up.
         let watchdog = Arc::new(watchdog);
@@ -454,7 +558,7 @@ mod guard {
             done.recv_timeout(limit).expect("a waiter is let go");
         }
         watchdog.stop();
-        let blind = Watchdog::start(config(), || None).unwrap();
+        let blind = Watchdog::start_with_clock(by_clock(), 100, second, || None).unwrap();
         assert!(blind.wait_for_first_check(Duration::from_secs(1)));
         assert!(!blind.is_paused());
         blind.wait_if_paused();
@@ -465,7 +569,7 @@ mod guard {
     fn s1_49_only_the_code_says_out_of_memory() {
         each(|rig| {
             let Some(sim) = rig.sim() else { return };
-            let (stream, guard) = (rig.stream(), guard(rig, 0));
+            let (stream, guard) = (rig.stream(), guard(rig, None));
             guard.set_policy(OomPolicy::Checkpoint);
             let runs = Arc::new(AtomicU64::new(0));
             let counted = Arc::clone(&runs);
@@ -479,7 +583,7 @@ mod guard {
                 for call in ["cuMemAlloc_v2", "cuMemCreate"] {
                     sim.fail(FailPlan::call(call, code).unwrap().times(1000));
                 }
-                let error = guard.allocate(64 * MIB, &stream, T).unwrap_err();
+                let error = guard.allocate_block(64 * MIB, &stream, T).unwrap_err();
                 assert_eq!(error.is_out_of_memory(), expected == 1);
                 assert_eq!(runs.load(Ordering::SeqCst), expected);
                 sim.clear_failures();
@@ -494,7 +598,7 @@ mod guard {
             loud.set_checkpoint(move |_| {
                 counted.fetch_add(1, Ordering::SeqCst);
             });
-            let error = loud.allocate(64, &stream, T).unwrap_err();
+            let error = loud.allocate_block(64, &stream, T).unwrap_err();
             assert!(error.to_string().contains("out of memory"), "{error}");
             assert!(!error.is_out_of_memory());
             assert_eq!(runs.load(Ordering::SeqCst), 1);
@@ -506,7 +610,7 @@ mod guard {
 
     // SAFETY: hands out nothing.
     unsafe impl MemoryResource for Loud {
-        fn allocate_aligned(
+        fn allocate_block_aligned(
             &self,
             _bytes: usize,
             _alignment: usize,
@@ -518,8 +622,8 @@ mod guard {
                 because: "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
             }))
         }
-        fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-            self.0.deallocate(block)
+        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+            self.0.deallocate_block(block)
         }
         fn context(&self) -> &cualloc::driver::Context {
             self.0.context()
@@ -542,27 +646,27 @@ mod guard {
             for _ in 0..3 {
                 kept.lock()
                     .unwrap()
-                    .push(guard.allocate(3000, &stream, T).unwrap());
+                    .push(guard.allocate_block(3000, &stream, T).unwrap());
             }
             let (weak, list) = (Arc::downgrade(&guard), Arc::clone(&kept));
-            guard.add_hook(ReliefHook::new("frees two", move |_| {
+            guard.add_relief_hook(ReliefHook::new("frees two", move |_| {
                 let guard = weak.upgrade().unwrap();
                 for _ in 0..2 {
                     let block = list.lock().unwrap().pop().unwrap();
-                    guard.deallocate(block).unwrap();
+                    guard.deallocate_block(block).unwrap();
                 }
                 6000
             }));
-            let block = guard.allocate(5000, &stream, T).unwrap();
+            let block = guard.allocate_block(5000, &stream, T).unwrap();
             assert_eq!(guard.stats().used, 8000);
-            assert_eq!(guard.inner().outstanding().live, 8000);
-            guard.remove_hook("frees two");
-            assert!(guard.allocate(2001, &stream, T).is_err());
-            let rest = guard.allocate(2000, &stream, T).unwrap();
-            guard.deallocate(rest).unwrap();
-            guard.deallocate(block).unwrap();
+            assert_eq!(guard.inner().inner().outstanding().live, 8000);
+            guard.remove_relief_hook("frees two");
+            assert!(guard.allocate_block(2001, &stream, T).is_err());
+            let rest = guard.allocate_block(2000, &stream, T).unwrap();
+            guard.deallocate_block(rest).unwrap();
+            guard.deallocate_block(block).unwrap();
             for block in kept.lock().unwrap().drain(..) {
-                guard.deallocate(block).unwrap();
+                guard.deallocate_block(block).unwrap();
             }
             assert_eq!(guard.stats().used, 0);
         });
@@ -578,34 +682,34 @@ mod guard {
             let _ = inside.set(Arc::clone(&guard));
             let (one, two) = (Arc::clone(&inside), Arc::clone(&inside));
             let busy = stream.clone();
-            guard.add_hook(ReliefHook::new("busy", move |_| {
+            guard.add_relief_hook(ReliefHook::new("busy", move |_| {
                 let guard = one.get().unwrap();
-                let block = guard.allocate(10, &busy, T).unwrap();
-                guard.deallocate(block).unwrap();
-                guard.add_hook(ReliefHook::new("added", |_| 0));
-                guard.remove_hook("added");
-                guard.remove_hook("busy");
-                guard.set_budget(1000);
+                let block = guard.allocate_block(10, &busy, T).unwrap();
+                guard.deallocate_block(block).unwrap();
+                guard.add_relief_hook(ReliefHook::new("added", |_| 0));
+                guard.remove_relief_hook("added");
+                guard.remove_relief_hook("busy");
+                guard.inner().set_limit(Some(1000));
                 0
             }));
-            guard.add_hook(ReliefHook::new("panics", |_| panic!("in a hook")).priority(-1));
+            guard.add_relief_hook(ReliefHook::new("panics", |_| panic!("in a hook")).priority(-1));
             let also = stream.clone();
-            guard.on_pressure(move |_, new| {
+            guard.inner().on_pressure(move |_, new| {
                 let guard = two.get().unwrap();
                 if new == Pressure::None {
-                    let block = guard.allocate(1, &also, T).unwrap();
-                    guard.deallocate(block).unwrap();
+                    let block = guard.allocate_block(1, &also, T).unwrap();
+                    guard.deallocate_block(block).unwrap();
                 }
             });
-            guard.on_pressure(|_, _| panic!("in a listener"));
-            let held = guard.allocate(900, &stream, T).unwrap();
-            assert!(guard.allocate(200, &stream, T).is_err());
-            assert!(!guard.remove_hook("busy"), "it ran");
-            guard.deallocate(held).unwrap();
+            guard.inner().on_pressure(|_, _| panic!("in a listener"));
+            let held = guard.allocate_block(900, &stream, T).unwrap();
+            assert!(guard.allocate_block(200, &stream, T).is_err());
+            assert!(!guard.remove_relief_hook("busy"), "it ran");
+            guard.deallocate_block(held).unwrap();
             assert_eq!(guard.stats().used, 0);
-            let block = guard.allocate(1000, &stream, T).unwrap();
-            guard.deallocate(block).unwrap();
-            guard.remove_hook("panics");
+            let block = guard.allocate_block(1000, &stream, T).unwrap();
+            guard.deallocate_block(block).unwrap();
+            guard.remove_relief_hook("panics");
         });
     }
 
@@ -619,11 +723,11 @@ mod guard {
                     scope.spawn(|| {
                         let stream = rig_free_stream(&guard);
                         for _ in 0..300 {
-                            if let Ok(block) = guard.allocate(3000, &stream, T) {
-                                let below = guard.inner().stats().all.requested.current;
+                            if let Ok(block) = guard.allocate_block(3000, &stream, T) {
+                                let below = guard.inner().inner().stats().all.requested.current;
                                 assert!(below <= 10_000, "{below}");
                                 assert!(guard.stats().used <= 10_000);
-                                guard.deallocate(block).unwrap();
+                                guard.deallocate_block(block).unwrap();
                             }
                         }
                     });
@@ -631,7 +735,7 @@ mod guard {
             });
             assert_eq!(
                 guard.stats().used,
-                guard.inner().stats().all.requested.current
+                guard.inner().inner().stats().all.requested.current
             );
             assert_eq!(guard.stats().used, 0);
         });

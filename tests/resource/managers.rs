@@ -2,7 +2,8 @@
 
 mod manager {
     use crate::common::*;
-    use cualloc::driver::{Stream, sys};
+    use cualloc::column::{Column, ElementType, Schema, Table};
+    use cualloc::driver::{KernelParam, Stream, sys};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
     use cualloc::{Allocator, Policy};
@@ -17,7 +18,7 @@ mod manager {
 
     fn managed(rig: &Rig, budget: u64) -> (Manager, Runtime, Stream) {
         let runtime = Runtime::new(AsyncResource::new(rig.allocator()));
-        let manager = Manager::new(ManagerConfig::new(0, budget).runtime(&runtime)).unwrap();
+        let manager = Manager::new(ManagerConfig::new(0, Some(budget)).runtime(&runtime)).unwrap();
         let (_, stream) = runtime.streams().acquire().unwrap();
         (manager, runtime, stream)
     }
@@ -26,21 +27,95 @@ mod manager {
         FailPlan::call(call, sys::CUresult::CUDA_ERROR_INVALID_VALUE).unwrap()
     }
 
-    /// S5.1: without a runtime there is no memory, and no other way to it.
+    /// S5.1: without a runtime typed slices come from the driver within the budget, and raw blocks from
+    /// nowhere.
     #[test]
-    fn s5_1_manager_without_a_runtime_refuses() {
+    fn s5_1_manager_without_a_runtime_gives_typed_slices_only() {
         packed(|rig| {
-            let manager = Manager::new(ManagerConfig::new(0, 1 << 20)).unwrap();
-            let (calls, stream) = (rig.memory_calls(), rig.stream());
-            let refused = manager.allocate::<u8>(100, &stream);
+            let manager = Manager::new(ManagerConfig::new(0, Some(1024))).unwrap();
+            let (before, stream) = (rig.memory_calls(), rig.stream());
+            let slice = manager.allocate::<f32>(200, &stream).unwrap();
+            assert_eq!((manager.allocated(), slice.bytes()), (800, 800));
+            assert!(rig.memory_calls() > before);
+            rig.stamp(slice.ptr(), 800, 1, &stream);
+            let calls = rig.memory_calls();
+            let refused = manager.allocate::<u8>(225, &stream);
             assert!(matches!(
                 refused,
-                Err(ResourceError::NoRuntime { device: 0 })
+                Err(ResourceError::OutOfBudget { requested: 225, .. })
             ));
-            assert_eq!((manager.allocated(), rig.memory_calls()), (0, calls));
-            let other = Runtime::on(&rig.context).unwrap();
-            let wrong = Manager::new(ManagerConfig::new(1, 1).runtime(&other));
+            let raw = manager.resource();
+            assert!(matches!(raw, Err(ResourceError::NoRuntime { device: 0 })));
+            assert_eq!((manager.allocated(), rig.memory_calls()), (800, calls));
+            // A column of it is charged as the slice was.
+            let owned = slice.into_owned().unwrap();
+            // SAFETY: the stream is the slice's.
+            let column = unsafe { Column::from_owned(owned, ElementType::F32, 200, &stream) };
+            assert_eq!(manager.allocated(), 800);
+            drop(column.unwrap());
+            assert_eq!((manager.allocated(), manager.peak()), (0, 800));
+            let elsewhere = Manager::new(ManagerConfig::new(1, None)).unwrap();
+            let wrong = elsewhere.allocate::<u8>(1, &stream);
             assert!(matches!(wrong, Err(ResourceError::WrongDevice { .. })));
+            let other = Runtime::on(&rig.context).unwrap();
+            let wrong = Manager::new(ManagerConfig::new(1, Some(1)).runtime(&other));
+            assert!(matches!(wrong, Err(ResourceError::WrongDevice { .. })));
+        });
+    }
+
+    /// S5.45, S5.48: columns, and the row counts of tables, count against a manager's budget.
+    #[test]
+    fn s5_45_s5_48_columns_count_against_the_budget() {
+        packed(|rig| {
+            let (manager, runtime, stream) = managed(rig, 1024);
+            let source = || Arc::new(manager.resource().unwrap());
+            let column = |element| Column::uninit_in(source(), element, 64, &stream);
+            let schema = Schema::new([("key", ElementType::U32), ("value", ElementType::F64)]);
+            let columns: Result<_, _> = schema.fields().iter().map(|f| column(f.element)).collect();
+            let rows = Column::zeroed_in(source(), ElementType::U64, 1, &stream).unwrap();
+            let table = Table::new(schema, columns.unwrap(), 64, rows).unwrap();
+            assert_eq!(manager.allocated(), 64 * 12 + 8);
+            assert_eq!(
+                (table.byte_len(), table.schema().row_bytes()),
+                (64 * 12, 12)
+            );
+            assert!(!table.is_empty());
+            assert!(column(ElementType::U64).is_err(), "512 bytes more");
+            assert_eq!(manager.resource().unwrap().headroom(), Some(1024 - 776));
+            drop(table);
+            assert_eq!(manager.allocated(), 0);
+            runtime.resource().reap().unwrap();
+        });
+    }
+
+    const WORDS: &str = concat!(include_str!("../../src/driver/words.ptx"), "\0");
+
+    /// S5.45: slices and columns are parameters of kernels.
+    #[test]
+    fn s5_45_slices_and_columns_are_kernel_parameters() {
+        packed(|rig| {
+            let (manager, runtime, stream) = managed(rig, 1 << 20);
+            let slice = manager.allocate::<u32>(64, &stream).unwrap();
+            let source = Arc::new(manager.resource().unwrap());
+            let column = Column::zeroed_in(source, ElementType::U32, 64, &stream).unwrap();
+            let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
+            let module = rig.context.enter().unwrap().load_module(text).unwrap();
+            let fill = module.function(c"cualloc_fill").unwrap();
+            for (target, seed) in [(&slice as &dyn KernelParam, 7_u32), (&column, 9)] {
+                let (grid, block) = ([1, 1, 1], [32, 1, 1]);
+                let params: [&dyn KernelParam; 3] = [target, &64_u64, &seed];
+                // SAFETY: 64 words at an address, from a seed on; all of them live.
+                unsafe { fill.launch(&stream, grid, block, 0, &params) }.unwrap();
+            }
+            stream.synchronize().unwrap();
+            let first = rig
+                .sim()
+                .map(|sim| sim.read_memory(slice.ptr(), 8).unwrap());
+            assert!(first.is_none_or(|bytes| bytes == [7, 0, 0, 0, 8, 0, 0, 0]));
+            let expected: Vec<u32> = (9..9 + 64).collect();
+            assert_eq!(column.to_vec::<u32>().unwrap(), expected);
+            drop((slice, column));
+            runtime.resource().reap().unwrap();
         });
     }
 
@@ -83,9 +158,10 @@ mod manager {
     #[test]
     fn s5_4_s5_67_live_and_pending_are_apart() {
         packed(|rig| {
-            let budget = Arc::new(Budget::new(AsyncResource::new(rig.allocator()), 3000));
+            let budget = Arc::new(Budget::new(AsyncResource::new(rig.allocator()), Some(3000)));
             let runtime = Runtime::new(Arc::clone(&budget));
-            let manager = Manager::new(ManagerConfig::new(0, 2000).runtime(&runtime)).unwrap();
+            let manager =
+                Manager::new(ManagerConfig::new(0, Some(2000)).runtime(&runtime)).unwrap();
             let (_, stream) = runtime.streams().acquire().unwrap();
             let slice = manager
                 .allocate_tagged::<u8>(2000, &stream, "raw".into())
@@ -100,7 +176,7 @@ mod manager {
                     pending: 2000
                 }
             );
-            assert_eq!(budget.reserved(), 2000, "bounds live and pending");
+            assert_eq!(budget.used(), 2000, "bounds live and pending");
             let slice = manager.allocate::<u8>(1500, &stream).unwrap();
             assert_eq!(
                 manager.outstanding(),
@@ -111,7 +187,7 @@ mod manager {
             );
             drop(slice);
             runtime.resource().reap().unwrap();
-            assert_eq!((budget.reserved(), manager.outstanding().total()), (0, 0));
+            assert_eq!((budget.used(), manager.outstanding().total()), (0, 0));
         });
     }
 
@@ -119,8 +195,9 @@ mod manager {
     #[test]
     fn s5_5_both_budgets_refuse_alike() {
         packed(|rig| {
-            let runtime = Runtime::new(Budget::new(rig.allocator(), 500));
-            let manager = Manager::new(ManagerConfig::new(0, 1000).runtime(&runtime)).unwrap();
+            let runtime = Runtime::new(Budget::new(rig.allocator(), Some(500)));
+            let manager =
+                Manager::new(ManagerConfig::new(0, Some(1000)).runtime(&runtime)).unwrap();
             let stream = rig.stream();
             match manager.allocate::<u8>(501, &stream) {
                 Err(ResourceError::OutOfBudget {
@@ -144,11 +221,14 @@ mod manager {
     fn s5_6_s5_7_queries_and_counts() {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 1000);
-            assert_eq!((manager.budget(), manager.remaining()), (1000, 1000));
+            assert_eq!(
+                (manager.budget(), manager.remaining()),
+                (Some(1000), Some(1000))
+            );
             let slice = manager.allocate::<u8>(800, &stream).unwrap();
-            assert_eq!((manager.peak(), manager.remaining()), (800, 200));
-            manager.check_budget(200).unwrap();
-            let tight = manager.check_budget(201);
+            assert_eq!((manager.peak(), manager.remaining()), (800, Some(200)));
+            manager.check(200).unwrap();
+            let tight = manager.check(201);
             assert!(matches!(
                 tight,
                 Err(ResourceError::OutOfBudget { requested: 201, .. })
@@ -159,7 +239,7 @@ mod manager {
             assert_eq!(manager.peak(), 0);
             assert_eq!(manager.requests(), 1);
             manager.reset_requests();
-            let _ = manager.check_budget(1);
+            let _ = manager.check(1);
             assert_eq!(manager.requests(), 0, "nothing was allocated");
             assert!(manager.allocate::<u8>(2000, &stream).is_err());
             assert_eq!(manager.requests(), 1);
@@ -217,7 +297,7 @@ mod manager {
             assert!(manager.id() >= 1);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
-            let slice = *slice.free().unwrap_err().slice;
+            let slice = *slice.free().unwrap_err().value;
             assert_eq!(manager.allocated(), 100, "still there");
             slice.free().unwrap();
             assert_eq!(manager.allocated(), 0);
@@ -238,7 +318,10 @@ mod manager {
             runtime.resource().trim(0).unwrap();
             assert_eq!(manager.allocated(), 1000);
             drop(slice);
-            assert_eq!((manager.allocated(), manager.remaining()), (0, 10_000));
+            assert_eq!(
+                (manager.allocated(), manager.remaining()),
+                (0, Some(10_000))
+            );
             manager
                 .allocate::<u8>(10_000, &stream)
                 .unwrap()
@@ -252,14 +335,14 @@ mod manager {
     fn pair(rig: &Rig) -> (Order, Stream, Stream, ResourceBlock, ResourceBlock) {
         let resource = AsyncResource::new(rig.allocator());
         let [a, b] = rig.streams();
-        let one = resource.allocate(4096, &a, T).unwrap();
-        let two = resource.allocate(4096, &a, T).unwrap();
+        let one = resource.allocate_block(4096, &a, T).unwrap();
+        let two = resource.allocate_block(4096, &a, T).unwrap();
         (resource, a, b, one, two)
     }
 
     fn finish(resource: &Order, blocks: [ResourceBlock; 2]) {
         for block in blocks {
-            resource.deallocate(block).unwrap();
+            resource.deallocate_block(block).unwrap();
         }
         resource.reap().unwrap();
     }
@@ -328,7 +411,7 @@ mod manager {
             }
             // A resource that does not track.
             let direct = DirectResource::new(&rig.context);
-            let block = direct.allocate(64, &b, T).unwrap();
+            let block = direct.allocate_block(64, &b, T).unwrap();
             let mut strict = LaunchRecorder::new(&direct, &b, RecordMode::Strict);
             strict.read(&block).unwrap();
             assert!(matches!(
@@ -342,7 +425,7 @@ mod manager {
             lenient.read(&block).unwrap();
             lenient.preflight().unwrap();
             lenient.commit().unwrap();
-            direct.deallocate(block).unwrap();
+            direct.deallocate_block(block).unwrap();
             finish(&resource, [one, two]);
         });
     }

@@ -44,21 +44,23 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
     assert_eq!(resource.outstanding(), Outstanding::default());
     let memory_calls = || rig.memory_calls() + rig.calls("cuMemAllocFromPoolAsync");
     let calls = memory_calls();
-    assert!(resource.allocate(0, &stream, Tag::default()).is_err());
+    assert!(resource.allocate_block(0, &stream, Tag::default()).is_err());
     assert!(
         resource
-            .allocate(usize::MAX, &stream, Tag::default())
+            .allocate_block(usize::MAX, &stream, Tag::default())
             .is_err()
     );
     assert_eq!(memory_calls(), calls, "no driver call for what cannot be");
-    let first = resource.allocate(1000, &stream, "first".into()).unwrap();
+    let first = resource
+        .allocate_block(1000, &stream, "first".into())
+        .unwrap();
     assert_eq!((first.bytes(), first.tag().as_str()), (1000, "first"));
     assert!(first.size() >= 1000);
     assert_eq!(first.stream_id(), stream.id().unwrap());
     assert_eq!(first.device(), resource.device());
     assert_eq!(resource.state(&first.identity()), BlockState::Live);
     let second = resource
-        .allocate_aligned(5000, 256, &stream, Tag::default())
+        .allocate_block_aligned(5000, 256, &stream, Tag::default())
         .unwrap();
     assert_eq!(second.ptr() % 256, 0);
     assert_eq!(second.tag().as_str(), "untagged");
@@ -75,11 +77,11 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
     rig.stamp(second.ptr(), 5000, 2, &stream);
     assert_eq!(rig.mismatches(first.ptr(), 1000, 1, &stream), 0);
     let (old, pair) = (first.identity(), second.identity());
-    resource.deallocate(first).unwrap();
+    resource.deallocate_block(first).unwrap();
     assert_ne!(resource.state(&old), BlockState::Live);
     assert_eq!(resource.outstanding().live, 5000);
     assert_eq!(rig.mismatches(pair.ptr, 5000, 2, &stream), 0);
-    resource.deallocate(second).unwrap();
+    resource.deallocate_block(second).unwrap();
     resource.reap().unwrap();
     assert_eq!(resource.outstanding(), Outstanding::default());
     assert_eq!(resource.state(&old), BlockState::Freed);
@@ -103,7 +105,9 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
 fn figures(rig: &Rig, resource: &dyn MemoryResource) {
     let stream = rig.stream();
     let before = resource.usage().unwrap();
-    let block = resource.allocate(3 * MIB, &stream, Tag::default()).unwrap();
+    let block = resource
+        .allocate_block(3 * MIB, &stream, Tag::default())
+        .unwrap();
     let with = resource.usage().unwrap();
     assert!(
         with.used.current >= before.used.current.min(1) + 3 * MIB as u64,
@@ -111,7 +115,7 @@ fn figures(rig: &Rig, resource: &dyn MemoryResource) {
     );
     assert!(with.reserved.current >= with.used.current, "{with:?}");
     assert!(with.used.peak >= with.used.current && with.reserved.peak >= with.reserved.current);
-    resource.deallocate(block).unwrap();
+    resource.deallocate_block(block).unwrap();
     resource.reap().unwrap();
     stream.synchronize().unwrap();
     resource.trim(0).unwrap();
@@ -136,7 +140,9 @@ fn mixes(rig: &Rig, resource: &dyn MemoryResource) {
         if live.len() < 30 && random.below(100) < 60 {
             let bits = 2 + random.below(17);
             let size = 4 * (1 + random.below(1 << bits)) as usize;
-            let block = resource.allocate(size, &stream, Tag::default()).unwrap();
+            let block = resource
+                .allocate_block(size, &stream, Tag::default())
+                .unwrap();
             rig.stamp(block.ptr(), size, step, &stream);
             bytes += size as u64;
             live.push((block, step));
@@ -144,7 +150,7 @@ fn mixes(rig: &Rig, resource: &dyn MemoryResource) {
             let (block, word) = live.swap_remove(random.below(live.len() as u64) as usize);
             assert_eq!(rig.mismatches(block.ptr(), block.bytes(), word, &stream), 0);
             bytes -= block.bytes() as u64;
-            resource.deallocate(block).unwrap();
+            resource.deallocate_block(block).unwrap();
         }
         assert_eq!(resource.outstanding().live, bytes);
         let mut ranges = BTreeMap::new();
@@ -163,7 +169,7 @@ fn mixes(rig: &Rig, resource: &dyn MemoryResource) {
         );
     }
     for (block, _) in live {
-        resource.deallocate(block).unwrap();
+        resource.deallocate_block(block).unwrap();
     }
     resource.reap().unwrap();
     assert_eq!(resource.outstanding(), Outstanding::default());
@@ -180,16 +186,18 @@ fn threads(rig: &Rig, resource: &dyn MemoryResource) {
                 let mut random = Random(number as u64 + 1);
                 for step in 0..100 {
                     let size = 1 + random.below(100_000) as usize;
-                    let block = resource.allocate(size, stream, Tag::default()).unwrap();
+                    let block = resource
+                        .allocate_block(size, stream, Tag::default())
+                        .unwrap();
                     match step % 3 {
                         0 => sender.send(block).unwrap(),
                         1 => {
                             let seen = resource.state(&block.identity());
                             assert_eq!(seen, BlockState::Live);
-                            resource.deallocate(block).unwrap();
+                            resource.deallocate_block(block).unwrap();
                         }
                         _ => {
-                            resource.deallocate(block).unwrap();
+                            resource.deallocate_block(block).unwrap();
                             resource.reap().unwrap();
                             if step % 10 == 0 {
                                 resource.trim(0).unwrap();
@@ -202,7 +210,7 @@ fn threads(rig: &Rig, resource: &dyn MemoryResource) {
         drop(sender);
         scope.spawn(move || {
             for block in receiver {
-                resource.deallocate(block).unwrap();
+                resource.deallocate_block(block).unwrap();
             }
         });
     });
@@ -216,7 +224,7 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     let most = 64 * MIB;
     let mut live = Vec::new();
     let error = loop {
-        match resource.allocate(most, &stream, Tag::default()) {
+        match resource.allocate_block(most, &stream, Tag::default()) {
             Ok(block) => live.push(block),
             Err(error) => break error,
         }
@@ -227,12 +235,16 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     let whole = live.len() as u64 * most as u64;
     assert_eq!(resource.outstanding().live, whole);
     let kept = live.len();
-    resource.deallocate(live.pop().unwrap()).unwrap();
+    resource.deallocate_block(live.pop().unwrap()).unwrap();
     resource.reap().unwrap();
-    live.push(resource.allocate(most, &stream, Tag::default()).unwrap());
+    live.push(
+        resource
+            .allocate_block(most, &stream, Tag::default())
+            .unwrap(),
+    );
     assert_eq!(live.len(), kept);
     for block in live {
-        resource.deallocate(block).unwrap();
+        resource.deallocate_block(block).unwrap();
     }
     resource.reap().unwrap();
     resource.trim(0).unwrap();
@@ -243,11 +255,13 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     for name in ["cuMemAlloc_v2", "cuMemCreate", "cuMemAllocFromPoolAsync"] {
         sim.fail(FailPlan::call(name, code).unwrap().times(1000));
     }
-    let refused = resource.allocate(200 * MIB, &stream, Tag::default());
+    let refused = resource.allocate_block(200 * MIB, &stream, Tag::default());
     assert!(refused.unwrap_err().is_out_of_memory());
     sim.clear_failures();
-    let block = resource.allocate(MIB, &stream, Tag::default()).unwrap();
-    resource.deallocate(block).unwrap();
+    let block = resource
+        .allocate_block(MIB, &stream, Tag::default())
+        .unwrap();
+    resource.deallocate_block(block).unwrap();
     resource.reap().unwrap();
 }
 
@@ -259,7 +273,9 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
         if foreign && resource.tracking() == Tracking::None {
             continue;
         }
-        let block = resource.allocate(4 * MIB, &a, Tag::default()).unwrap();
+        let block = resource
+            .allocate_block(4 * MIB, &a, Tag::default())
+            .unwrap();
         let (ptr, id) = (block.ptr(), block.identity());
         rig.stamp(ptr, 4 * MIB, 1, &a);
         let user = if foreign { &b } else { &a };
@@ -281,13 +297,15 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
                 _ => resource.record_use(&id, &b).unwrap(),
             }
         }
-        resource.deallocate(block).unwrap();
+        resource.deallocate_block(block).unwrap();
         let other = if foreign { &a } else { &b };
-        let next = resource.allocate(4 * MIB, other, Tag::default()).unwrap();
+        let next = resource
+            .allocate_block(4 * MIB, other, Tag::default())
+            .unwrap();
         rig.stamp(next.ptr(), 4 * MIB, 3, other);
         busy.release();
         assert_eq!(rig.mismatches(next.ptr(), 4 * MIB, 3, other), 0);
-        resource.deallocate(next).unwrap();
+        resource.deallocate_block(next).unwrap();
         resource.reap().unwrap();
     }
 }
@@ -296,19 +314,23 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
 fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
     let [a, b] = rig.streams();
     for first_freed in [true, false] {
-        let block = resource.allocate(3 * MIB, &a, Tag::default()).unwrap();
+        let block = resource
+            .allocate_block(3 * MIB, &a, Tag::default())
+            .unwrap();
         let busy = rig.busy(&a);
         rig.stamp(block.ptr(), 3 * MIB, 1, &a);
-        resource.deallocate(block).unwrap();
-        let other = resource.allocate(3 * MIB, &b, Tag::default()).unwrap();
+        resource.deallocate_block(block).unwrap();
+        let other = resource
+            .allocate_block(3 * MIB, &b, Tag::default())
+            .unwrap();
         // Were it the same memory without a wait, the simulator would report a race.
         rig.stamp(other.ptr(), 3 * MIB, 2, &b);
         if first_freed {
-            resource.deallocate(other).unwrap();
+            resource.deallocate_block(other).unwrap();
             busy.release();
         } else {
             busy.release();
-            resource.deallocate(other).unwrap();
+            resource.deallocate_block(other).unwrap();
         }
         a.synchronize().unwrap();
         b.synchronize().unwrap();
@@ -319,7 +341,11 @@ fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
         let device = rig.driver.device(1).unwrap();
         let context = Context::primary(&rig.driver, device).unwrap();
         let foreign = Stream::new(&context).unwrap();
-        assert!(resource.allocate(100, &foreign, Tag::default()).is_err());
+        assert!(
+            resource
+                .allocate_block(100, &foreign, Tag::default())
+                .is_err()
+        );
         assert_eq!(resource.outstanding().live, 0);
     }
 }
@@ -331,7 +357,7 @@ fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
     }
     let [a, b] = rig.streams();
     for until_freed in [true, false] {
-        let block = resource.allocate(MIB, &a, Tag::default()).unwrap();
+        let block = resource.allocate_block(MIB, &a, Tag::default()).unwrap();
         let id = block.identity();
         rig.stamp(block.ptr(), MIB, 1, &a);
         a.synchronize().unwrap();
@@ -344,17 +370,17 @@ fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
             rig.stamp(block.ptr(), MIB, 2, &b);
             resource.record_use(&id, &b).unwrap();
         }
-        resource.deallocate(block).unwrap();
+        resource.deallocate_block(block).unwrap();
         let gone = resource.record_stream(&id, &b);
         assert!(
             matches!(gone, Err(ResourceError::UseAfterFree { .. })),
             "{gone:?}"
         );
-        let again = resource.allocate(MIB, &a, Tag::default()).unwrap();
+        let again = resource.allocate_block(MIB, &a, Tag::default()).unwrap();
         rig.stamp(again.ptr(), MIB, 3, &a);
         busy.release();
         assert_eq!(rig.mismatches(again.ptr(), MIB, 3, &a), 0);
-        resource.deallocate(again).unwrap();
+        resource.deallocate_block(again).unwrap();
         resource.reap().unwrap();
         b.synchronize().unwrap();
     }

@@ -13,17 +13,15 @@ fn config(rig: &Rig) -> Config {
     Config::new().policy(rig.policy)
 }
 
-fn typed(rig: &Rig) -> DeviceTypedPool {
+fn typed(rig: &Rig) -> DevicePool {
     TypedPool::new(&rig.driver, config(rig))
         .on_device(0)
         .unwrap()
 }
 
-fn threshold(rig: &Rig) -> OpenThresholdPool {
-    ThresholdPool::on_driver(&rig.driver, 0, config(rig))
-        .unwrap()
-        .open()
-        .unwrap()
+fn threshold(rig: &Rig) -> DevicePool {
+    let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
+    pool.open().unwrap()
 }
 
 fn workspaces(rig: &Rig, sizing: WorkspaceSizing) -> WorkspacePool {
@@ -52,9 +50,9 @@ fn s3_7_s3_25_s3_32_threshold_pool_passes_the_suite() {
 #[test]
 fn s3_5_threshold_of_nothing() {
     run(|rig| {
-        let pool = threshold(rig);
-        pool.pool().set_release_threshold(0).unwrap();
-        pool
+        let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
+        pool.set_release_threshold(Some(0)).unwrap();
+        pool.open().unwrap()
     });
 }
 
@@ -75,7 +73,7 @@ fn s4_12_s4_15_s4_17_exact_workspaces_pass_the_suite() {
 
 /// Every pool carries every adaptor.
 fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource {
-    let budget = Budget::new(AsyncResource::new(pool), GIB as u64);
+    let budget = Budget::new(AsyncResource::new(pool), Some(GIB as u64));
     let watched = Statistics::new(Logging::new(budget, RingSink::new(16)));
     let below: Arc<dyn MemoryResource> = Arc::new(watched);
     let guarded = Guard::builder().build(below).unwrap();
@@ -126,16 +124,16 @@ fn s1_44_pools_refuse_blocks_of_others() {
         // All of them are at their first block.
         let blocks: Vec<_> = pools
             .iter()
-            .map(|pool| pool.allocate(1000, &stream, Tag::default()).unwrap())
+            .map(|pool| pool.allocate_block(1000, &stream, Tag::default()).unwrap())
             .collect();
         for (at, (mine, mut block)) in pools.iter().zip(blocks).enumerate() {
             let id = block.identity();
             let others = pools.iter().enumerate().filter(|(n, _)| *n != at);
             for (_, other) in others {
                 let live = other.outstanding();
-                let refused = other.deallocate(block).unwrap_err();
+                let refused = other.deallocate_block(block).unwrap_err();
                 assert!(matches!(refused.error, ResourceError::UseAfterFree { .. }));
-                block = *refused.block;
+                block = *refused.value;
                 assert_eq!(
                     (other.state(&id), other.outstanding()),
                     (BlockState::Freed, live)
@@ -143,7 +141,7 @@ fn s1_44_pools_refuse_blocks_of_others() {
                 assert!(other.record_use(&id, &stream).is_err());
             }
             assert_eq!(mine.state(&id), BlockState::Live);
-            mine.deallocate(block).unwrap();
+            mine.deallocate_block(block).unwrap();
             assert_eq!(mine.state(&id), BlockState::Freed);
         }
     });
@@ -157,14 +155,20 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
         let resource = pool.on_device(0).unwrap();
         let stream = rig.stream();
         let blocks: Vec<_> = (0..4)
-            .map(|_| resource.allocate(MIB, &stream, Tag::default()).unwrap())
+            .map(|_| {
+                resource
+                    .allocate_block(MIB, &stream, Tag::default())
+                    .unwrap()
+            })
             .collect();
         let at: Vec<_> = blocks.iter().map(ResourceBlock::ptr).collect();
         let [a, b, c, d] = <[_; 4]>::try_from(blocks).unwrap();
         for block in [b, d] {
-            resource.deallocate(block).unwrap();
+            resource.deallocate_block(block).unwrap();
         }
-        let next = resource.allocate(MIB, &stream, Tag::default()).unwrap();
+        let next = resource
+            .allocate_block(MIB, &stream, Tag::default())
+            .unwrap();
         assert_eq!(next.ptr(), at[3]);
         let then = pool.uninit::<u8>(MIB, &stream).unwrap();
         assert_eq!(
@@ -174,7 +178,7 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
         );
         assert_eq!(pool.stats().returns, 2);
         for block in [a, c, next] {
-            resource.deallocate(block).unwrap();
+            resource.deallocate_block(block).unwrap();
         }
     });
 }
@@ -183,11 +187,11 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
 #[test]
 fn s3_5_threshold_holds_for_blocks() {
     only(cualloc::Policy::Packed, |rig| {
-        let pool = threshold(rig);
-        pool.pool().set_release_threshold(4 * MIB as u64).unwrap();
-        let stream = rig.stream();
-        let block = pool.allocate(64 * MIB, &stream, Tag::default()).unwrap();
-        pool.deallocate(block).unwrap();
-        assert!(pool.pool().stats().cached <= 4 * MIB as u64);
+        let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
+        pool.set_release_threshold(Some(4 * MIB as u64)).unwrap();
+        let (resource, stream) = (pool.open().unwrap(), rig.stream());
+        let block = resource.allocate_block(64 * MIB, &stream, Tag::default());
+        resource.deallocate_block(block.unwrap()).unwrap();
+        assert!(pool.stats().cached <= 4 * MIB as u64);
     });
 }

@@ -37,7 +37,7 @@ type SmallStack = Statistics<Logging<Budget<AsyncResource>, RingSink>>;
 
 fn small_stack(rig: &Rig) -> SmallStack {
     Statistics::new(Logging::new(
-        Budget::new(tracked_order(rig), GIB as u64),
+        Budget::new(tracked_order(rig), Some(GIB as u64)),
         RingSink::new(64),
     ))
 }
@@ -50,16 +50,16 @@ suite! {
     /// S5.20: the async resource.
     s5_20_async_resource_passes_the_suite: tracked_order;
     async_over_direct: |rig| AsyncResource::new(DirectResource::new(&rig.context));
-    budget: |rig| Budget::new(caching(rig), GIB as u64);
-    budget_over_direct: |rig| Budget::new(DirectResource::new(&rig.context), GIB as u64);
-    budget_over_async: |rig| Budget::new(tracked_order(rig), GIB as u64 / 2);
-    async_over_budget: |rig| AsyncResource::new(Budget::new(caching(rig), GIB as u64 / 2));
+    budget: |rig| Budget::new(caching(rig), Some(GIB as u64));
+    budget_over_direct: |rig| Budget::new(DirectResource::new(&rig.context), Some(GIB as u64));
+    budget_over_async: |rig| Budget::new(tracked_order(rig), Some(GIB as u64 / 2));
+    async_over_budget: |rig| AsyncResource::new(Budget::new(caching(rig), Some(GIB as u64 / 2)));
     statistics: |rig| Statistics::new(caching(rig));
     tracked: |rig| Tracked::new(caching(rig));
     logging: |rig| Logging::new(caching(rig), RingSink::new(16));
     logging_to_nowhere: |rig| Logging::new(caching(rig), NullSink);
     callback: |rig| FailureCallback::new(caching(rig), |_, _, _| false);
-    guard: |rig| Guard::builder().budget(GIB as u64 / 2).build(caching(rig)).unwrap();
+    guard: |rig| Guard::builder().budget(Some(GIB as u64 / 2)).build(caching(rig)).unwrap();
     guard_with_policy: |rig| Guard::builder()
         .policy(OomPolicy::FreeCaches)
         .build(caching(rig))
@@ -73,15 +73,13 @@ suite! {
     stack_of_stacks: |rig| {
         let below: Arc<dyn MemoryResource> = Arc::new(small_stack(rig));
         let watched = Guard::builder()
-            .budget(GIB as u64)
+            .budget(Some(GIB as u64))
             .policy(OomPolicy::FreeCaches)
             .build(below)
             .unwrap();
         Probe::new(Tracked::new(FailureCallback::new(watched, |_, _, n| n < 2)), poison())
     };
     order_twice: |rig| AsyncResource::new(Budget::new(
-        AsyncResource::new(Budget::new(caching(rig), GIB as u64)),
-        GIB as u64,
-    ));
+        AsyncResource::new(Budget::new(caching(rig), Some(GIB as u64))), Some(GIB as u64)));
     runtime: |rig| Arc::clone(Runtime::on(&rig.context).unwrap().resource());
 }

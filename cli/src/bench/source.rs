@@ -120,7 +120,7 @@ pub struct Stack<'a> {
 
 impl<'a> Stack<'a> {
     pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Stack<'a> {
-        let resource = Logging::new(Budget::new(allocator.clone(), 1 << 40), NullSink);
+        let resource = Logging::new(Budget::new(allocator.clone(), Some(1 << 40)), NullSink);
         Stack { resource, streams }
     }
 }
@@ -136,12 +136,12 @@ impl Source for Stack<'_> {
     #[inline]
     fn allocate(&self, bytes: usize, stream: &Stream) -> Result<ResourceBlock, Failure> {
         const TAG: Tag = Tag::new("benchmark");
-        Ok(self.resource.allocate(bytes, stream, TAG)?)
+        Ok(self.resource.allocate_block(bytes, stream, TAG)?)
     }
 
     #[inline]
     fn free(&self, block: ResourceBlock) -> Result<(), Failure> {
-        Ok(self.resource.deallocate(block)?)
+        Ok(self.resource.deallocate_block(block)?)
     }
 }
 

@@ -5,11 +5,9 @@ use std::fmt;
 use crate::driver::{Stream, process, sys};
 
 use crate::allocator::cache::deferred::User;
-use crate::allocator::cache::front::Front;
 use crate::allocator::cache::front::{Freed, Held, Inner, Life, Node};
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::beside::Beside;
 use crate::allocator::error::Error;
 use crate::allocator::size;
 
@@ -90,38 +88,12 @@ impl Block {
     /// for the end of all its work. If it is not, a last marker will come after everything that the stream was
     /// given until now.
     pub(crate) fn stream_retired(&self) -> bool {
-        let state = self.engine().lock();
+        let heap = self.engine().lock();
         let stream = match self.place.record() {
-            Some(id) => state.extents.records[id].stream,
+            Some(id) => heap.extents.records[id].stream,
             None => self.place.home().lock().slot,
         };
-        !state.streams[stream].named
-    }
-
-    /// The front that a small block comes from.
-    pub(crate) fn front(&self) -> Option<&'static Front> {
-        self.place.node().map(|_| self.place.home())
-    }
-
-    /// Frees a small block if its front can do it at once, as it cannot once the block's stream was
-    /// retired, and notes it beside the front in the same step.
-    ///
-    /// # Safety
-    /// If it returns something the block is gone: it must not be used, nor dropped.
-    #[inline(always)]
-    pub(crate) unsafe fn free_beside<N, R>(
-        &mut self,
-        side: &Beside<N>,
-        note: impl FnOnce(&mut N) -> R,
-    ) -> Option<R> {
-        let node = self.place.node()?;
-        if !side.is_beside(self.place.home()) || !process::is_quiet() {
-            return None;
-        }
-        let mut both = side.lock();
-        let life = Life::Generation(self.place.generation);
-        let freed = both.inner.free_at_once(node, life);
-        freed.then(|| note(both.notes()))
+        !heap.streams[stream].named
     }
 
     /// Says that another stream uses the block: after the drop it is reused only when everything
@@ -216,7 +188,7 @@ impl Block {
     fn drop_large(&self, id: u32) {
         let engine = self.engine();
         let done = if engine.unwatched() {
-            self.free_large() || engine.drop_large(id, self.place.generation)
+            self.free_large() || engine.free_in_heap(id, self.place.generation)
         } else {
             !engine.watchful() && self.free_large()
         };

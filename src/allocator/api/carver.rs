@@ -92,6 +92,30 @@ pub struct Carver {
     /// Names of the streams, and their places in that list.
     streams: Vec<u64>,
     slots: HashMap<u64, u32>,
+    /// What is counted along: the rest of the figures is counted when they are asked for.
+    counted: CarverStats,
+}
+
+/// Figures of a [`Carver`]. Bytes, unless a name says otherwise.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct CarverStats {
+    /// Requests that [`find`](Carver::find) served.
+    pub hits: u64,
+    /// Requests that it did not.
+    pub misses: u64,
+    /// In segments.
+    pub reserved: u64,
+    /// In live blocks, as they are rounded.
+    pub allocated: u64,
+    /// The most in live blocks at once.
+    pub peak: u64,
+    /// Not in live blocks: free, or waiting for streams.
+    pub cached: u64,
+    /// Number of blocks, live or not.
+    pub blocks: u64,
+    /// Number of those that can be found.
+    pub free_blocks: u64,
 }
 
 impl Default for Carver {
@@ -132,7 +156,24 @@ impl Carver {
             large: Space::new(SpaceId::Large, true),
             streams: Vec::new(),
             slots: HashMap::new(),
+            counted: CarverStats::default(),
         }
+    }
+
+    /// The figures. Looks at every block.
+    pub fn stats(&self) -> CarverStats {
+        let mut stats = self.counted;
+        for segment in self.snapshot() {
+            stats.reserved += segment.size;
+            stats.blocks += segment.blocks.len() as u64;
+            let free = segment
+                .blocks
+                .iter()
+                .filter(|b| b.state == BlockState::Free);
+            stats.free_blocks += free.count() as u64;
+        }
+        stats.cached = stats.reserved - stats.allocated;
+        stats
     }
 
     /// Takes the smallest free block that holds `bytes`, of the request's pool and of the given
@@ -149,8 +190,10 @@ impl Carver {
             .index(slot)
             .and_then(|own| own.best_fit(request.granules))
         else {
+            self.counted.misses += 1;
             return Ok(None);
         };
+        self.counted.hits += 1;
         Ok(Some(self.take(&request, slot, entry.id, bytes)))
     }
 
@@ -225,6 +268,7 @@ impl Carver {
         let id = self.live(address)?;
         self.lookup.remove(address);
         let size = self.records[id].bytes();
+        self.counted.allocated -= size;
         let owner = self.records[id].stream;
         let recorded = self.records.cold_mut(id).take_recorded();
         let others = recorded.iter().map(|r| r.stream);
@@ -368,6 +412,9 @@ impl Carver {
         (cold.requested, cold.owner) = (bytes as u64, slot);
         let hot = self.records[id];
         self.lookup.insert(hot.addr, id);
+        let counted = &mut self.counted;
+        counted.allocated += hot.bytes();
+        counted.peak = counted.peak.max(counted.allocated);
         Carved {
             address: hot.addr,
             size: hot.bytes(),

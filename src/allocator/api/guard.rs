@@ -75,8 +75,8 @@ impl Allocator {
         ptr: sys::CUdeviceptr,
         bytes: u64,
     ) -> Result<Vec<PhysicalSegment>, Error> {
-        let mut state = self.engine().open()?;
-        Ok(state.segments(ptr, bytes)?.1)
+        let mut heap = self.engine().open()?;
+        Ok(heap.segments(ptr, bytes)?.1)
     }
 
     /// [`segments_of`](Self::segments_of), kept as it is while the guard lives.
@@ -84,9 +84,9 @@ impl Allocator {
     /// # Errors
     /// As [`segments_of`](Self::segments_of).
     pub fn guard(&self, ptr: sys::CUdeviceptr, bytes: u64) -> Result<RangeGuard, Error> {
-        let mut state = self.engine().open()?;
-        let (block, segments) = state.segments(ptr, bytes)?;
-        if !state.guard(block) {
+        let mut heap = self.engine().open()?;
+        let (block, segments) = heap.segments(ptr, bytes)?;
+        if !heap.guard(block) {
             return Err(Error::NotLive { ptr });
         }
         Ok(RangeGuard {
@@ -105,11 +105,13 @@ impl Engine {
         if self.usable().is_err() {
             return;
         }
-        let mut state = self.lock();
+        let mut heap = self.lock();
         match block {
-            Guarding::Record(id) => state.unguard(id),
-            Guarding::Small(ptr) => state.unguard_small(ptr),
+            Guarding::Record(id) => heap.unguard(id),
+            Guarding::Small(ptr) => heap.unguard_small(ptr),
         }
-        self.finish_free(state, &AfterFree::default());
+        let rest = self.rest_of_free(&heap, AfterFree::default());
+        drop(heap);
+        self.finish_free(rest);
     }
 }

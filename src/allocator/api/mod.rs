@@ -3,7 +3,6 @@
 pub(crate) mod block;
 pub(crate) mod carver;
 pub(crate) mod guard;
-pub(crate) mod placement;
 pub(crate) mod raw;
 
 use std::fmt;
@@ -14,16 +13,18 @@ use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, proce
 use crate::allocator::api::block::Block;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::config::{Config, Policy};
+use crate::allocator::engine::hooks::ReliefHook;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::Missed;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::error::Error;
 use crate::allocator::extent::invariant::CheckError;
 use crate::allocator::heap::growth::Keep;
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::report::Trimmed;
 use crate::allocator::report::{BlockInfo, SegmentInfo};
 use crate::allocator::report::{Fragmentation, SelfTest};
+use crate::allocator::request::Request;
 use crate::allocator::size;
 use crate::allocator::stats::Stats;
 use crate::allocator::stream::slot::StreamKey;
@@ -130,11 +131,7 @@ impl Allocator {
 
     /// The segment policy in effect: never [`Policy::Auto`].
     pub fn policy(&self) -> Policy {
-        if self.engine.packed {
-            Policy::Packed
-        } else {
-            Policy::Classic
-        }
+        self.engine.rules.policy()
     }
 
     /// Tests whether the device keeps memory the same through two addresses, if views are allowed
@@ -167,15 +164,15 @@ impl Allocator {
     /// [`Error::ForeignDriver`], [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
-        let grant = match self.engine.allocate_at_once(stream.id_at_hand(), bytes) {
+        let grant = match self.engine.hit(stream.id_at_hand(), bytes) {
             Ok(grant) => grant,
             Err(missed) => self.allocate_missed(bytes, stream, missed)?,
         };
         Ok(Block::new(&self.engine, grant, bytes))
     }
 
-    /// [`allocate`](Self::allocate) of what no front served at once. Apart from it, and with a result
-    /// of another type, so that the common case needs no copy in memory.
+    /// [`allocate`](Self::allocate) of what the stream's cache did not serve at once. Apart from it, and with
+    /// a result of another type, so that the common case needs no copy in memory.
     #[inline(never)]
     fn allocate_missed(
         &self,
@@ -184,16 +181,10 @@ impl Allocator {
         missed: Missed,
     ) -> Result<Grant, Error> {
         let key = stream.id_at_hand();
-        match self.engine.allocate_with_effort(key, bytes, missed) {
-            Some(grant) => Ok(grant),
-            None => self.allocate_in_books(bytes, stream),
+        if let Some(grant) = self.engine.hit_slowly(key, bytes, missed) {
+            return Ok(grant);
         }
-    }
-
-    /// Apart from what comes before it, which needs less of the stack.
-    #[inline(never)]
-    fn allocate_in_books(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
-        let request = Request::new(bytes, 1)?;
+        let request = Checked::new(bytes, 1)?;
         self.engine.same_driver(stream)?;
         let named = match stream.known_id() {
             Some(id) => Named {
@@ -203,58 +194,33 @@ impl Allocator {
             },
             None => self.engine.named(stream)?,
         };
-        self.engine.allocate_request_here(&named, &request)
+        self.engine.allocate_missed(&named, &request)
     }
 
-    /// [`allocate`](Self::allocate) at a multiple of `alignment` bytes, a power of two up to 2 MiB.
-    /// Every block is aligned to 512 bytes in any case.
+    /// [`allocate`](Self::allocate) with wishes.
     ///
     /// # Errors
-    /// [`Error::InvalidAlignment`], else as [`allocate`](Self::allocate).
-    pub fn allocate_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-    ) -> Result<Block, Error> {
+    /// As [`allocate`](Self::allocate), and [`Error::InvalidAlignment`]; [`Error::NotCached`] if the request is
+    /// [for cached memory only](Request::cached_only) and there is none.
+    pub fn allocate_with(&self, request: Request, stream: &Stream) -> Result<Block, Error> {
         let grant = self
             .engine
-            .allocate(&self.engine.named(stream)?, bytes, alignment)?;
-        Ok(Block::new(&self.engine, grant, bytes))
+            .allocate(&self.engine.named(stream)?, &request)?;
+        Ok(Block::new(&self.engine, grant, request.bytes()))
     }
 
-    /// Allocates only from memory at hand which the stream may use without a wait; `None` if there
-    /// is none. Never asks the driver for memory, never waits, and gives nothing back.
-    ///
-    /// Of the addresses `near` the first one at which the block fits is taken, so that a caller may
-    /// have the memory again that it freed last; if there is none, the best fit.
-    ///
-    /// # Errors
-    /// As [`allocate_aligned`](Self::allocate_aligned), except for want of memory.
-    pub fn allocate_at_hand(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        near: &[sys::CUdeviceptr],
-    ) -> Result<Option<Block>, Error> {
-        Ok(self.allocate_near(bytes, alignment, stream, near)?.0)
-    }
-
-    /// [`allocate_at_hand`](Self::allocate_at_hand) which also returns those of the addresses that lie
-    /// in free memory still.
+    /// Allocates from cached memory alone: at the first of the addresses `near` that is free, else the best
+    /// fit. Also returns those of the addresses that lie in free memory still.
     pub(crate) fn allocate_near(
         &self,
-        bytes: usize,
-        alignment: usize,
+        request: Request,
         stream: &Stream,
         near: &[sys::CUdeviceptr],
     ) -> Result<(Option<Block>, Vec<u64>), Error> {
+        let checked = Checked::of(&request)?;
         let named = self.engine.named(stream)?;
-        let (grant, free) = self
-            .engine
-            .allocate_at_hand(&named, bytes, alignment, near)?;
-        let block = grant.map(|grant| Block::new(&self.engine, grant, bytes));
+        let (grant, free) = self.engine.allocate_cached(&named, &checked, near)?;
+        let block = grant.map(|grant| Block::new(&self.engine, grant, request.bytes()));
         Ok((block, free))
     }
 
@@ -268,9 +234,9 @@ impl Allocator {
         };
         engine.add_handle();
         {
-            let mut state = engine.lock();
-            if state.orphaned {
-                state.set_orphaned(false);
+            let mut heap = engine.lock();
+            if heap.orphaned {
+                heap.set_orphaned(false);
             }
         }
         Allocator { engine }
@@ -334,30 +300,30 @@ impl Allocator {
 
     /// Whether a live block lies around `ptr`.
     pub fn owns(&self, ptr: sys::CUdeviceptr) -> bool {
-        let Some(mut state) = self.engine.readable() else {
+        let Some(mut heap) = self.engine.readable() else {
             return false;
         };
-        state.fronts.small_around(ptr).is_some() || state.large_around(ptr).is_some()
+        heap.fronts.small_around(ptr).is_some() || heap.large_around(ptr).is_some()
     }
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
-        let mut state = self.engine.readable()?;
-        if let Some((_, run, stream)) = state.fronts.small_around(ptr) {
-            return Some(state.run_info(stream, &run, &[]));
+        let mut heap = self.engine.readable()?;
+        if let Some((_, run, stream)) = heap.fronts.small_around(ptr) {
+            return Some(heap.run_info(stream, &run, &[]));
         }
-        let id = state.large_around(ptr)?;
-        Some(state.block_info(id))
+        let id = heap.large_around(ptr)?;
+        Some(heap.block_info(id))
     }
 
     /// Usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
-        let mut state = self.engine.readable()?;
-        if let Some((_, run, _)) = state.fronts.small_around(ptr) {
+        let mut heap = self.engine.readable()?;
+        if let Some((_, run, _)) = heap.fronts.small_around(ptr) {
             return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
         }
-        let id = state.large_around(ptr)?;
-        let hot = &state.extents.records[id];
+        let id = heap.large_around(ptr)?;
+        let hot = &heap.extents.records[id];
         (hot.addr == ptr).then(|| hot.bytes())
     }
 
@@ -418,8 +384,8 @@ impl Allocator {
     /// Sets or lifts the bound on bytes held from the driver. Memory above a lowered bound stays
     /// until it is trimmed.
     pub fn set_limit(&self, bytes: Option<u64>) {
-        if let Some(mut state) = self.engine.readable() {
-            state.physical.limit = bytes;
+        if let Some(mut heap) = self.engine.readable() {
+            heap.physical.limit = bytes;
         }
     }
 
@@ -430,13 +396,9 @@ impl Allocator {
 
     /// Adds a hook that is asked to free memory before a request fails, after everything that the
     /// allocator itself can do without stopping the device. Replaces a hook of the same name;
-    /// whether one was replaced. Hooks run in order of registration and without any lock held.
-    pub fn add_relief_hook(
-        &self,
-        name: impl Into<String>,
-        hook: impl Fn(u64) -> u64 + Send + Sync + 'static,
-    ) -> bool {
-        self.engine.hooks.set(name.into(), Arc::new(hook))
+    /// whether one was replaced. Hooks run without any lock held.
+    pub fn add_relief_hook(&self, hook: ReliefHook) -> bool {
+        self.engine.hooks.add(hook)
     }
 
     /// Removes a hook; whether it existed.
@@ -466,26 +428,26 @@ impl Allocator {
 
     /// All figures, at one instant.
     pub fn stats(&self) -> Stats {
-        let state = self.engine.readable();
-        state.map_or_else(Stats::default, |state| state.statistics())
+        let heap = self.engine.readable();
+        heap.map_or_else(Stats::default, |heap| heap.statistics())
     }
 
     /// How far the free memory could serve: a walk over all of it.
     pub fn fragmentation(&self) -> Fragmentation {
-        let Some(mut state) = self.engine.readable() else {
+        let Some(mut heap) = self.engine.readable() else {
             return Fragmentation::default();
         };
-        state.clear_shelves();
-        state.fragmentation()
+        heap.clear_shelves();
+        heap.fragmentation()
     }
 
     /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
     pub fn cached(&self) -> u64 {
-        let Some(mut state) = self.engine.readable() else {
+        let Some(mut heap) = self.engine.readable() else {
             return 0;
         };
-        let (_, allocated) = state.live_totals();
-        state.stats.all.reserved.current.saturating_sub(allocated)
+        let (_, allocated) = heap.live_totals();
+        heap.stats.all.reserved.current.saturating_sub(allocated)
     }
 
     /// Calls of the driver so far, by name, as the function table counted them: those of everything
@@ -496,8 +458,8 @@ impl Allocator {
 
     /// Sets all peaks to the current values, at one instant.
     pub fn reset_peaks(&self) {
-        if let Some(mut state) = self.engine.readable() {
-            state.reset_peaks();
+        if let Some(mut heap) = self.engine.readable() {
+            heap.reset_peaks();
         }
     }
 
@@ -508,11 +470,11 @@ impl Allocator {
 
     /// [`stats`](Self::stats) and [`snapshot`](Self::snapshot) of the same instant.
     pub fn stats_and_snapshot(&self) -> (Stats, Vec<SegmentInfo>) {
-        let Some(mut state) = self.engine.readable() else {
+        let Some(mut heap) = self.engine.readable() else {
             return Default::default();
         };
-        state.clear_shelves();
-        (state.statistics(), state.snapshot())
+        heap.clear_shelves();
+        (heap.statistics(), heap.snapshot())
     }
 
     /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
@@ -523,7 +485,7 @@ impl Allocator {
     /// The first thing that does not agree. In a forked child there is nothing to look at, which is one.
     pub fn check(&self) -> Result<(), CheckError> {
         match self.engine.readable() {
-            Some(state) => state.check(),
+            Some(heap) => heap.check(),
             None => {
                 crate::allocator::extent::invariant::holds("the books of a forked child", false)
             }
@@ -545,7 +507,7 @@ impl fmt::Debug for Allocator {
     }
 }
 
-impl crate::allocator::heap::State {
+impl crate::allocator::heap::Heap {
     fn statistics(&self) -> Stats {
         let mut stats = self.stats;
         stats.free = self.extents.free_bytes();

@@ -6,7 +6,8 @@ use crate::allocator::api::Allocator;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::Missed;
 use crate::allocator::error::Error;
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::request::Checked;
+use crate::allocator::request::Request;
 use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::stream::slot::is_special;
 
@@ -33,31 +34,36 @@ impl Allocator {
     ) -> Result<sys::CUdeviceptr, Error> {
         if is_special(stream) || !self.engine.unwatched() {
             // SAFETY: the caller's contract.
-            return unsafe { self.allocate_raw_watched(bytes, stream) };
+            return unsafe { self.allocate_raw_with(Request::new(bytes), stream) };
         }
         // SAFETY: the caller's contract.
         match unsafe { self.engine.driver().stream_id(stream) } {
-            Ok(Some(key)) => match self.engine.allocate_at_once(key, bytes) {
+            Ok(Some(key)) => match self.engine.hit(key, bytes) {
                 Ok(grant) => Ok(grant.ptr()),
                 Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
             },
             // SAFETY: the caller's contract.
-            Ok(None) => unsafe { self.allocate_raw_watched(bytes, stream) },
+            Ok(None) => unsafe { self.allocate_raw_with(Request::new(bytes), stream) },
             Err(error) => Err(self.engine.unnamed(stream, error)),
         }
     }
 
+    /// [`allocate_raw`](Self::allocate_raw) with wishes.
+    ///
+    /// # Errors
+    /// As [`allocate_with`](Self::allocate_with), and [`Error::WrongContext`].
+    ///
     /// # Safety
-    /// As [`allocate_raw`](Self::allocate_raw).
+    /// As [`allocate_raw`](Self::allocate_raw), special handles included.
     #[inline(never)]
-    unsafe fn allocate_raw_watched(
+    pub unsafe fn allocate_raw_with(
         &self,
-        bytes: usize,
+        request: Request,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
-        Ok(self.engine.allocate(&named, bytes, 1)?.ptr())
+        Ok(self.engine.allocate(&named, &request)?.ptr())
     }
 
     #[inline(never)]
@@ -67,14 +73,14 @@ impl Allocator {
         (raw, key): (sys::CUstream, u64),
         missed: Missed,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if let Some(grant) = self.engine.allocate_with_effort(key, bytes, missed) {
+        if let Some(grant) = self.engine.hit_slowly(key, bytes, missed) {
             return Ok(grant.ptr());
         }
-        let request = Request::new(bytes, 1)?;
+        let request = Checked::new(bytes, 1)?;
         let key = StreamKey::Id(key);
         let stream = None;
         let named = Named { key, raw, stream };
-        Ok(self.engine.allocate_request(&named, &request)?.ptr())
+        Ok(self.engine.allocate_missed(&named, &request)?.ptr())
     }
 
     /// Frees a block by the address that [`allocate_raw`](Self::allocate_raw) or

@@ -44,6 +44,8 @@ pub(crate) struct Fronts {
     pub threads: usize,
     /// By rank.
     pub(crate) all: Vec<&'static Front>,
+    /// By the slot of their stream.
+    by_stream: Vec<Vec<&'static Front>>,
     /// What the fronts may count to together.
     pub(crate) limit: u64,
     /// Most requested bytes and most blocks among those that are not small, since the fronts' own peaks
@@ -85,6 +87,7 @@ impl Fronts {
             page_ids: HashMap::default(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             all: Vec::new(),
+            by_stream: Vec::new(),
             limit: 0,
             high: [0; 2],
             requested: 0,
@@ -109,6 +112,80 @@ impl Fronts {
         &self.all
     }
 
+    /// The fronts of a stream: where its small blocks come from.
+    #[inline]
+    pub(crate) fn of(&self, stream: u32) -> &[&'static Front] {
+        let own = self.by_stream.get(stream as usize);
+        own.map_or(&[], Vec::as_slice)
+    }
+
+    /// Adds a front to those of a stream.
+    pub(crate) fn add(&mut self, stream: u32, front: &'static Front) {
+        let known = self.by_stream.len().max(stream as usize + 1);
+        self.by_stream.resize_with(known, Vec::new);
+        self.by_stream[stream as usize].push(front);
+        let at = self.all.partition_point(|f| f.rank < front.rank);
+        self.all.insert(at, front);
+    }
+
+    /// Takes the fronts of a stream out, with all that they ever counted.
+    pub(crate) fn remove(&mut self, stream: u32) -> Vec<&'static Front> {
+        let own = self.by_stream.get_mut(stream as usize);
+        let fronts = own.map(std::mem::take).unwrap_or_default();
+        for front in &fronts {
+            let inner = front.lock();
+            self.limit -= inner.accounts.allocated.limit();
+            for (gone, total) in self.gone.iter_mut().zip(inner.accounts.totals()) {
+                *gone += total;
+            }
+            self.reused += inner.shelf.reused();
+            self.pending_peak += inner.pending_peak;
+        }
+        self.all
+            .retain(|front| !fronts.iter().any(|gone| std::ptr::eq(*gone, *front)));
+        fronts
+    }
+
+    /// Lets the fronts of a stream work without a look at the books, or stops them.
+    pub(crate) fn set_fast(&self, stream: u32, fast: bool) {
+        for front in self.of(stream) {
+            front.lock().set_fast(fast);
+        }
+    }
+
+    /// The ticket that a stream's fronts give what is freed from now on.
+    pub(crate) fn set_ticket(&self, stream: u32, ticket: u64) {
+        for front in self.of(stream) {
+            front.lock().runs.set_ticket(ticket);
+        }
+    }
+
+    /// Pages in the fronts of a stream.
+    pub(crate) fn pages_of(&self, stream: u32) -> usize {
+        let pages = |front: &&'static Front| front.lock().runs.page_count();
+        self.of(stream).iter().map(pages).sum()
+    }
+
+    /// Everything that a stream's fronts know to be in use: live blocks, uses recorded on it, and
+    /// pages.
+    pub(crate) fn uses_of(&self, stream: u32) -> u64 {
+        let (mut blocks, mut recorded) = (0, 0);
+        for front in self.of(stream) {
+            let inner = front.lock();
+            blocks += inner.runs.page_count() as u64;
+            blocks += inner.accounts.blocks.current() + u64::from(inner.waiting);
+            recorded += inner.recorded;
+        }
+        blocks + u64::try_from(recorded).unwrap_or(0)
+    }
+
+    /// So many uses that were recorded on a stream are over.
+    pub(crate) fn uncount_recorded(&self, stream: u32, count: i64) {
+        if let Some(front) = self.of(stream).first() {
+            front.lock().recorded -= count;
+        }
+    }
+
     /// Uses of a stream on live small blocks, as far as the books keep them.
     pub(crate) fn small_uses(&self, stream: u32) -> u64 {
         let uses = self.recorded.values().flatten();
@@ -122,7 +199,7 @@ impl Fronts {
         if inner.allocator != self.id {
             return None;
         }
-        let run = inner.heap.around(page, ptr)?;
+        let run = inner.runs.around(page, ptr)?;
         run.live?;
         Some((front, run, inner.slot))
     }

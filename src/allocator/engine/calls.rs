@@ -1,4 +1,12 @@
 //! Allocation, free and recording by handle and by pointer: what every front end stands on.
+//!
+//! A request asks once. Its stream's caches are asked without the heap's lock ([`Engine::hit`],
+//! [`Engine::hit_slowly`]); then the heap, for memory that is ready ([`Engine::allocate_missed`]); then
+//! [`reclaim`](crate::allocator::reclaim) makes room. A free goes the same way: to a cache
+//! ([`Engine::free_small`] and a block's drop), else to the heap, else it waits until it may be made.
+//!
+//! The rule of the lock: this file and `reclaim/climb.rs` alone take the heap's guard as a value and return it.
+//! Everything below them takes the heap by reference, or takes the lock itself.
 
 use std::sync::atomic::Ordering;
 
@@ -8,14 +16,15 @@ use crate::allocator::cache::front;
 use crate::allocator::cache::front::{Front, Life, SMALL_ID, page_of};
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
 use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::{Engine, Guard, Shared};
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId};
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::heap::blocks::Suspect;
-use crate::allocator::heap::request::Request;
-use crate::allocator::size::GRANULE;
+use crate::allocator::heap::request::Checked;
+use crate::allocator::request::Request;
+use crate::allocator::size::PACKED_SMALL_LIMIT;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::stream::slot::is_special;
@@ -29,14 +38,9 @@ pub(crate) struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    pub(crate) fn begin(
-        engine: &'a Engine,
-        state: &mut State,
-        stream: u32,
-        requested: u64,
-    ) -> Self {
-        state.streams[stream].calls += 1;
-        let peak = state.announce(requested);
+    pub(crate) fn begin(engine: &'a Engine, heap: &mut Heap, stream: u32, requested: u64) -> Self {
+        heap.streams[stream].calls += 1;
+        let peak = heap.announce(requested);
         Call {
             engine,
             stream,
@@ -45,43 +49,52 @@ impl<'a> Call<'a> {
     }
 
     /// The call got its block.
-    pub(crate) fn end(self, state: &mut State) {
-        state.streams[self.stream].calls -= 1;
+    pub(crate) fn end(self, heap: &mut Heap) {
+        heap.streams[self.stream].calls -= 1;
         std::mem::forget(self);
     }
 }
 
 impl Drop for Call<'_> {
     fn drop(&mut self) {
-        let mut state = self.engine.lock();
-        state.streams[self.stream].calls -= 1;
-        state.withdraw(self.peak);
+        let mut heap = self.engine.lock();
+        heap.streams[self.stream].calls -= 1;
+        heap.withdraw(self.peak);
     }
+}
+
+/// What a free leaves to do without the lock: markers, and the end of an allocator whose last block it was.
+pub(crate) struct RestOfFree {
+    after: AfterFree,
+    orphaned: bool,
+    /// Without the block nothing may keep the engine but this.
+    keep: Option<Shared>,
 }
 
 impl Engine {
     /// Allocates on a stream.
     #[inline]
-    pub(crate) fn allocate(
-        &self,
-        named: &Named<'_>,
-        bytes: usize,
-        alignment: usize,
-    ) -> Result<Grant, Error> {
-        let request = Request::new(bytes, alignment)?;
-        if alignment as u64 <= GRANULE
+    pub(crate) fn allocate(&self, named: &Named<'_>, request: &Request) -> Result<Grant, Error> {
+        let checked = Checked::of(request)?;
+        if request.is_plain()
             && let StreamKey::Id(key) = named.key
         {
-            match self.allocate_at_once(key, bytes) {
+            match self.hit(key, request.bytes()) {
                 Ok(grant) => return Ok(grant),
                 Err(missed) => {
-                    if let Some(grant) = self.allocate_with_effort(key, bytes, missed) {
+                    if let Some(grant) = self.hit_slowly(key, request.bytes(), missed) {
                         return Ok(grant);
                     }
                 }
             }
         }
-        self.allocate_request(named, &request)
+        if request.cached_only {
+            return self
+                .allocate_cached(named, &checked, &[])?
+                .0
+                .ok_or(Error::NotCached);
+        }
+        self.allocate_missed(named, &checked)
     }
 
     /// The number of a block among all that the allocator can have.
@@ -91,21 +104,12 @@ impl Engine {
         id.unwrap_or(SMALL_ID)
     }
 
-    /// [`allocate`](Self::allocate) of a request with wishes, with a look at the books.
+    /// Allocates what no cache had: out of the heap's free memory, or by making room.
     #[inline(never)]
-    pub(crate) fn allocate_request(
+    pub(crate) fn allocate_missed(
         &self,
         named: &Named<'_>,
-        request: &Request,
-    ) -> Result<Grant, Error> {
-        self.allocate_request_here(named, request)
-    }
-
-    #[inline(always)]
-    pub(crate) fn allocate_request_here(
-        &self,
-        named: &Named<'_>,
-        request: &Request,
+        request: &Checked,
     ) -> Result<Grant, Error> {
         if !self.unwatched() {
             self.usable()?;
@@ -114,101 +118,215 @@ impl Engine {
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }
-        let mut state = self.lock();
-        if state.closed {
+        let mut heap = self.lock();
+        if heap.closed {
             return Err(Error::Closed);
         }
-        if !state.contended
-            && let Some(grant) = state.take_ready(self.device, named.key, request)
+        if !heap.contended
+            && let Some(grant) = heap.take_ready(self.device, named.key, request)
         {
             return Ok(grant);
         }
-        self.allocate_in_order(state, named, request)
+        self.reclaim(heap, named, request)
     }
 
-    /// Goes on where more is to be done than to take memory that is ready. Apart from that, which needs less
-    /// of the stack.
+    /// Goes on where more is to be done than to take memory that is ready. Out of line, since what comes before
+    /// needs less of the stack.
     #[inline(never)]
-    fn allocate_in_order<'a>(
+    fn reclaim<'a>(
         &'a self,
-        state: Guard<'a>,
+        heap: Guard<'a>,
         named: &Named<'_>,
-        request: &Request,
+        request: &Checked,
     ) -> Result<Grant, Error> {
-        let (mut state, stream) = self.slot(state, named)?;
-        self.same_device(&state, stream)?;
-        if state.closed {
+        let (mut heap, stream) = self.slot(heap, named)?;
+        self.same_device(&heap, stream)?;
+        if heap.closed {
             return Err(Error::Closed);
         }
-        let front = state.front_of(stream, front::cache::thread_number());
-        let call = Call::begin(self, &mut state, stream, request.requested);
-        let (mut state, grant) = match self.small_request(request) {
-            Some(small) => match self.obtain_small(state, (named.key, stream), front, small) {
+        let front = heap.front_of(stream, front::cache::thread_number());
+        let call = Call::begin(self, &mut heap, stream, request.requested);
+        let (mut heap, grant) = match self.small_request(request) {
+            Some(small) => match self.obtain_small(heap, (named.key, stream), front, small) {
                 // At a limit memory of the other arena is better than none.
                 Err(Error::OutOfMemory(refusal)) => self
                     .left_over(&request.want(SpaceId::Large, stream), front)
                     .ok_or(Error::OutOfMemory(refusal))?,
                 obtained => obtained?,
             },
-            None => self.allocate_large(state, (named.key, stream), front, request)?,
+            None => self.allocate_large(heap, (named.key, stream), front, request)?,
         };
-        call.end(&mut state);
-        self.repay(state, stream, grant.bytes());
+        call.end(&mut heap);
+        let repays = heap.physical.bursts.debt && grant.bytes() > PACKED_SMALL_LIMIT;
+        drop(heap);
+        if repays {
+            self.repay(stream);
+        }
         Ok(grant)
+    }
+
+    /// Allocates from memory that the stream may use without a wait: at the first of the addresses
+    /// `near` that is free, else the best fit. `None` if there is none. Also returns which of the
+    /// addresses lie in free memory still.
+    pub(crate) fn allocate_cached(
+        &self,
+        named: &Named<'_>,
+        request: &Checked,
+        near: &[u64],
+    ) -> Result<(Option<Grant>, Vec<u64>), Error> {
+        if let Some(small) = self.small_request(request)
+            && let StreamKey::Id(key) = named.key
+            && let Some(found) = self.small_near(key, small, near)
+        {
+            return Ok(found);
+        }
+        drop(self.open()?);
+        self.refuse_capture(named)?;
+        self.free_deferred();
+        let (mut heap, stream) = self.slot(self.open()?, named)?;
+        self.same_device(&heap, stream)?;
+        if heap.closed {
+            return Err(Error::Closed);
+        }
+        // Nothing is announced before there is a block: a request for cached memory may find none.
+        let call = Call::begin(self, &mut heap, stream, 0);
+        let front = heap.front_of(stream, front::cache::thread_number());
+        let near_left = near.iter().copied();
+        let (mut heap, found, free) = match self.small_request(request) {
+            Some(small) => {
+                if let StreamKey::Id(key) = named.key {
+                    front::cache::remember(key, front);
+                }
+                let (heap, found) = self.take_cached_small(heap, front, small, near)?;
+                let free = near_left.filter(|at| self.is_free_small(*at)).collect();
+                (heap, found, free)
+            }
+            None => {
+                let (heap, found) = self.take_cached(heap, (stream, front), request, near)?;
+                let space = heap.rules.space_of(request.span_bytes());
+                let free = near_left.filter(|at| heap.extents.piece_around(space, *at).is_some());
+                let free = free.collect();
+                (heap, found, free)
+            }
+        };
+        call.end(&mut heap);
+        Ok((found, free))
+    }
+
+    fn take_cached<'a>(
+        &'a self,
+        mut heap: Guard<'a>,
+        (stream, front): (u32, &'static Front),
+        request: &Checked,
+        near: &[u64],
+    ) -> Result<(Guard<'a>, Option<Grant>), Error> {
+        heap.unshelve_loose();
+        heap.settle_shelves_of(stream);
+        let want = heap.want(request, stream);
+        let whole = want.in_one_handle();
+        let take = |heap: &mut Heap| match whole {
+            true => heap.take_in_handle(&want),
+            false => heap.take_near(&want, near),
+        };
+        let mut found = take(&mut heap);
+        if found.is_none() && (whole || !near.is_empty() || heap.best(&want).is_none()) {
+            // Memory that other streams used may be free by now.
+            heap.streams.ask_again();
+            heap = self.poll_before(heap, stream)?;
+            found = take(&mut heap);
+        }
+        if found.is_none() && !whole {
+            found = heap.take_best(&want);
+        }
+        if found.is_none()
+            && let Some(run) = heap.cached_view(&want, (self.views_allowed(), self.total_memory))
+        {
+            (heap, found) = self.take_in_view(heap, &want, run)?;
+        }
+        let grant = found.map(|id| {
+            heap.stats.hits += 1;
+            heap.announce(want.requested);
+            heap.granted(id, stream, want.requested, front)
+        });
+        Ok((heap, grant))
+    }
+
+    /// The slot of a stream, registered if it is new.
+    fn slot<'a>(
+        &'a self,
+        mut heap: Guard<'a>,
+        named: &Named<'_>,
+    ) -> Result<(Guard<'a>, u32), Error> {
+        if let Some(stream) = heap.known_slot(named) {
+            return Ok((heap, stream));
+        }
+        drop(heap);
+        let (context, holder) = self.newcomer(named)?;
+        heap = self.lock();
+        let stream = heap.adopt(named.key, named.raw as usize, context, holder);
+        Ok((heap, stream))
+    }
+
+    /// Does something with the slot of a stream, which is registered if it is new.
+    pub(crate) fn on_stream<T>(
+        &self,
+        named: &Named<'_>,
+        work: impl FnOnce(&mut Heap, u32) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let (mut heap, stream) = self.slot(self.open()?, named)?;
+        work(&mut heap, stream)
     }
 
     /// Room for a small request in the arena of large ones, when no page could be had for it.
     fn left_over(&self, want: &Want, front: &'static Front) -> Option<(Guard<'_>, Grant)> {
-        let mut state = self.lock();
-        let run = state.finder(want.space, want.stream)?.ready_run(want)?;
-        let id = state.take(want, run)?;
+        let mut heap = self.lock();
+        let run = heap.finder(want.space, want.stream)?.ready_run(want)?;
+        let id = heap.take(want, run)?;
         // It did not run out after all.
-        state.stats.ooms -= 1;
-        let grant = state.granted(id, want.stream, want.requested, front);
-        Some((state, grant))
+        heap.stats.ooms -= 1;
+        let grant = heap.granted(id, want.stream, want.requested, front);
+        Some((heap, grant))
     }
 
     fn allocate_large<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         (key, stream): (StreamKey, u32),
         front: &'static Front,
-        request: &Request,
+        request: &Checked,
     ) -> Result<(Guard<'a>, Grant), Error> {
         if let StreamKey::Id(key) = key {
             front::cache::remember(key, front);
         }
-        let want = request.want(state.space_of(request), stream);
-        if self.packed {
-            let contended = state.contended;
-            state.pass_by_shelf(front, contended);
-        }
-        let state = self.mark_due(state, stream);
-        let (mut state, id, missed) = self.obtain(state, &want)?;
+        let want = heap.want(request, stream);
+        let contended = heap.contended;
+        heap.pass_by_shelf(front, contended);
+        let heap = self.mark_due(heap, stream);
+        let (mut heap, id, missed) = self.obtain(heap, &want)?;
         if missed {
-            state.stats.misses += 1;
+            heap.stats.misses += 1;
         } else {
-            state.stats.hits += 1;
+            heap.stats.hits += 1;
         }
-        let mut grant = state.granted(id, stream, request.requested, front);
-        if self.packed {
+        let mut grant = heap.granted(id, stream, request.requested, front);
+        if self.rules.caches() {
             let id = grant.place.record().unwrap_or(id);
-            grant.set_shelved(state.shelve(id, front, request.is_plain()));
+            grant.set_shelved(heap.shelve(id, front, request.is_plain()));
         }
-        Ok((state, grant))
+        Ok((heap, grant))
     }
 
     /// The live large block that starts at a pointer.
-    fn live(&self, state: &mut State, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
-        if let Some(id) = state.extents.lookup.exact(ptr) {
+    fn live(&self, heap: &mut Heap, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
+        if let Some(id) = heap.extents.lookup.exact(ptr) {
             return Ok(id);
         }
         let interior = |base| Error::InteriorPointer { ptr, base };
-        Err(match state.large_around(ptr) {
-            Some(id) => interior(state.extents.records[id].addr),
-            None => match state.fronts.small_around(ptr) {
+        Err(match heap.large_around(ptr) {
+            Some(id) => interior(heap.extents.records[id].addr),
+            None => match heap.fronts.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
-                None if state.physical.ours(ptr) => Error::NotLive { ptr },
+                None if heap.physical.ours(ptr) => Error::NotLive { ptr },
                 None => Error::NotOurs { ptr },
             },
         })
@@ -224,34 +342,29 @@ impl Engine {
         {
             return Ok(());
         }
-        self.free_with_care(ptr)
+        self.free_slowly(ptr)
     }
 
     #[inline(never)]
-    fn free_with_care(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+    fn free_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
         if let Some((front, node)) = self.small_at(ptr) {
             return self.free_small(front, node, ptr, None);
         }
-        self.free_large(ptr)
-    }
-
-    #[inline(never)]
-    fn free_large(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        let mut state = self.open()?;
-        let id = self.live(&mut state, ptr)?;
-        self.free_record(state, (id, None), ptr)
+        let mut heap = self.open()?;
+        let id = self.live(&mut heap, ptr)?;
+        self.free_record(heap, (id, None), ptr)
     }
 
     /// Frees the large block of a record; with a generation only that life of it.
     fn free_record<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        mut heap: Guard<'a>,
         (id, generation): (u32, Option<u32>),
         ptr: sys::CUdeviceptr,
     ) -> Result<(), Error> {
         if !self.watchful()
-            && let Some(freed) = state.free_on_shelf(id, generation)
+            && let Some(freed) = heap.free_on_shelf(id, generation)
         {
             return if freed {
                 Ok(())
@@ -259,28 +372,51 @@ impl Engine {
                 Err(Error::NotLive { ptr })
             };
         }
-        state.unshelve(id);
-        let generation = generation.unwrap_or(state.extents.records[id].generation);
+        heap.unshelve(id);
+        let generation = generation.unwrap_or(heap.extents.records[id].generation);
         let block = (id, generation);
-        if !state.is_live(block) {
+        if !heap.is_live(block) {
             return Err(Error::NotLive { ptr });
         }
-        let stream = state.extents.records[id].stream;
+        let stream = heap.extents.records[id].stream;
         if self.watchful()
-            && let Some(suspect) = state.capture_suspect(stream)
+            && let Some(suspect) = heap.capture_suspect(stream)
         {
-            drop(state);
+            drop(heap);
             self.refuse_if_capturing(&suspect)?;
             // It may be the last to hold its stream, which is destroyed outside the lock.
             drop(suspect);
-            state = self.open()?;
-            if !state.is_live(block) {
+            heap = self.open()?;
+            if !heap.is_live(block) {
                 return Err(Error::NotLive { ptr });
             }
         }
-        let after = state.free(id);
-        self.finish_free(state, &after);
+        let after = heap.free(id);
+        let rest = self.rest_of_free(&heap, after);
+        drop(heap);
+        self.finish_free(rest);
         Ok(())
+    }
+
+    /// Frees a large block in the heap, if that needs no look at anything else: neither the caches of large
+    /// blocks, nor captures, nor what comes after the last block. False, with nothing changed, if it does.
+    #[inline(never)]
+    pub(crate) fn free_in_heap(&self, id: u32, generation: u32) -> bool {
+        let mut heap = self.lock();
+        if heap.closed || heap.orphaned {
+            return false;
+        }
+        if heap.free_alone(id, generation) {
+            return true;
+        }
+        if !heap.is_live((id, generation)) || heap.extents.records[id].shelved {
+            return false;
+        }
+        let after = heap.free(id);
+        let rest = self.rest_of_free(&heap, after);
+        drop(heap);
+        self.finish_free(rest);
+        true
     }
 
     /// Whether a block's life, by its identity, is going on.
@@ -290,7 +426,7 @@ impl Engine {
         }
         self.small_at(block.ptr).is_some_and(|(front, node)| {
             let inner = front.lock();
-            inner.heap.is_numbered(node, page_of(block.id))
+            inner.runs.is_numbered(node, page_of(block.id))
                 && inner
                     .live(node, block.ptr, Some(block.generation))
                     .is_some()
@@ -304,30 +440,38 @@ impl Engine {
             self.usable()?;
             let (front, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
             // A page that came again has another number, and its generations begin anew.
-            if !front.lock().heap.is_numbered(node, page_of(block.id)) {
+            if !front.lock().runs.is_numbered(node, page_of(block.id)) {
                 return Err(Error::NotLive { ptr });
             }
             return self.free_small(front, node, ptr, Some(block.generation));
         }
-        let state = self.open()?;
-        self.free_record(state, (block.id, Some(block.generation)), ptr)
+        let heap = self.open()?;
+        self.free_record(heap, (block.id, Some(block.generation)), ptr)
     }
 
-    /// What a free leaves to do without the lock: markers, and the end of an allocator whose last
-    /// block it was.
-    pub(crate) fn finish_free(&self, state: Guard<'_>, after: &AfterFree) {
-        if after.is_empty() && !state.orphaned {
-            return;
+    /// What a free leaves to do once the lock is let go, if anything.
+    #[inline]
+    pub(crate) fn rest_of_free(&self, heap: &Heap, after: AfterFree) -> Option<RestOfFree> {
+        if after.is_empty() && !heap.orphaned {
+            return None;
         }
-        // Without the block nothing may keep the engine but this.
-        let keep = self.keep();
-        let orphaned = state.orphaned;
-        drop(state);
-        self.mark_all(after.streams());
-        if orphaned {
-            self.abandon();
+        Some(RestOfFree {
+            after,
+            orphaned: heap.orphaned,
+            keep: self.keep(),
+        })
+    }
+
+    /// Does, without the lock, what a free left to do.
+    #[inline]
+    pub(crate) fn finish_free(&self, rest: Option<RestOfFree>) {
+        if let Some(rest) = rest {
+            self.mark_all(rest.after.streams());
+            if rest.orphaned {
+                self.abandon();
+            }
+            drop(rest.keep);
         }
-        drop(keep);
     }
 
     pub(crate) fn refuse_if_capturing(&self, suspect: &Suspect) -> Result<(), Error> {
@@ -355,20 +499,20 @@ impl Engine {
         if !now && let Some(done) = self.record_at_once(ptr, named.key) {
             return done;
         }
-        self.record_in_books(ptr, named, now)
+        self.record_in_heap(ptr, named, now)
     }
 
     #[inline(never)]
-    fn record_in_books(
+    fn record_in_heap(
         &self,
         ptr: sys::CUdeviceptr,
         named: &Named<'_>,
         now: bool,
     ) -> Result<(), Error> {
         {
-            let mut state = self.open()?;
-            if state.large_around(ptr).is_none() && state.fronts.small_around(ptr).is_none() {
-                return Err(if state.physical.ours(ptr) {
+            let mut heap = self.open()?;
+            if heap.large_around(ptr).is_none() && heap.fronts.small_around(ptr).is_none() {
+                return Err(if heap.physical.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
                     Error::NotOurs { ptr }
@@ -376,15 +520,15 @@ impl Engine {
             }
         }
         self.refuse_capture(named)?;
-        let (mut state, stream) = self.slot(self.open()?, named)?;
-        let front = state.front_of(stream, front::cache::thread_number());
+        let (mut heap, stream) = self.slot(self.open()?, named)?;
+        let front = heap.front_of(stream, front::cache::thread_number());
         if let StreamKey::Id(key) = named.key {
             front::cache::remember(key, front);
         }
-        let block = state.large_around(ptr);
+        let block = heap.large_around(ptr);
         let owner = match block {
-            Some(id) => Some(state.extents.records[id].stream),
-            None => state.fronts.small_around(ptr).map(|(_, _, owner)| owner),
+            Some(id) => Some(heap.extents.records[id].stream),
+            None => heap.fronts.small_around(ptr).map(|(_, _, owner)| owner),
         };
         let Some(owner) = owner else {
             return Err(Error::NotLive { ptr });
@@ -392,25 +536,25 @@ impl Engine {
         let now = now && owner != stream;
         // Covered by the marker below: frees after it get a later ticket.
         let ticket = now.then(|| {
-            let slot = &mut state.streams[stream];
+            let slot = &mut heap.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
             slot.open
         });
         if now {
             // What may fail comes first: a use of which the caller hears that it failed is not recorded.
-            drop(state);
+            drop(heap);
             self.mark(stream, named.key)?;
-            state = self.open()?;
-            let slot = &state.streams[stream];
+            heap = self.open()?;
+            let slot = &heap.streams[stream];
             if !slot.in_use || slot.key != named.key {
                 // Only a stream of which everything is complete is forgotten.
                 return Ok(());
             }
         }
-        match state.large_around(ptr) {
-            Some(id) => state.record(id, stream, ticket),
+        match heap.large_around(ptr) {
+            Some(id) => heap.record(id, stream, ticket),
             None => {
-                if !state.record_small(ptr, Recorded { stream, ticket }) {
+                if !heap.record_small(ptr, Recorded { stream, ticket }) {
                     return Err(Error::NotLive { ptr });
                 }
             }
@@ -420,17 +564,17 @@ impl Engine {
 
     /// The slot of a stream that is known, or why it is not.
     pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
-        let state = self.open()?;
-        let known = state.streams.find(named.key);
-        known.ok_or_else(|| state.streams.not_here(named.raw as usize))
+        let heap = self.open()?;
+        let known = heap.streams.find(named.key);
+        known.ok_or_else(|| heap.streams.not_here(named.raw as usize))
     }
 
     /// All slots of a stream that is known: more than one where others retired it while it went on.
     fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
-        let state = self.open()?;
-        let slots = state.streams.all_of(named.key);
+        let heap = self.open()?;
+        let slots = heap.streams.all_of(named.key);
         if slots.is_empty() {
-            return Err(state.streams.not_here(named.raw as usize));
+            return Err(heap.streams.not_here(named.raw as usize));
         }
         Ok(slots)
     }

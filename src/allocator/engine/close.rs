@@ -16,34 +16,34 @@ impl Engine {
         process::do_postponed();
         self.free_deferred();
         let ours: Vec<(u32, StreamKey)> = {
-            let mut state = self.open()?;
-            state.flush_fronts();
-            state.streams.kept_uncovered()
+            let mut heap = self.open()?;
+            heap.flush_fronts();
+            heap.streams.kept_uncovered()
         };
-        drop(self.cover_all(&ours)?);
+        self.cover_all(&ours)?;
         let retried = self.retry_strays();
         let finished = self.finish_tests(false)?;
-        let mut state = self.lock();
-        state.streams.ask_again();
-        let mut state = self.poll(state)?;
-        state.settle();
+        self.lock().streams.ask_again();
+        self.poll()?;
+        let mut heap = self.lock();
+        heap.settle();
         // What was held back for streams that are done by now.
-        state.flush_fronts();
-        let (_, allocated) = state.live_totals();
-        let all = &state.stats.all;
+        heap.flush_fronts();
+        let (_, allocated) = heap.live_totals();
+        let all = &heap.stats.all;
         let idle = if keep.held(allocated) < all.reserved.current {
-            state.idle_views(usize::MAX)
+            heap.idle_views(usize::MAX)
         } else {
             Vec::new()
         };
-        drop(state);
+        drop(heap);
         let evicted = self.evict(&idle);
-        let mut state = self.lock();
-        let (plan, pending) = state.plan_trim(keep);
-        state.physical.level = 0;
-        state.physical.work = 0;
-        state.peak_live = state.requested_now();
-        drop(state);
+        let mut heap = self.lock();
+        let (plan, pending) = heap.plan_trim(keep);
+        heap.physical.level = 0;
+        heap.physical.work = 0;
+        heap.peak_live = heap.requested_now();
+        drop(heap);
         let released = self.release(plan)?;
         evicted?;
         Ok(Trimmed {
@@ -57,42 +57,43 @@ impl Engine {
     pub(crate) fn close(&self) -> Result<(), Error> {
         self.free_deferred();
         {
-            let mut state = self.open()?;
-            if state.guards.count() > 0 {
+            let mut heap = self.open()?;
+            if heap.guards.count() > 0 {
                 return Err(Error::Guarded {
-                    guards: state.guards.count(),
-                    bytes: state.guards.bytes(),
+                    guards: heap.guards.count(),
+                    bytes: heap.guards.bytes(),
                 });
             }
             // An allocation under way is as good as a block.
-            let calls: u64 = state
+            let calls: u64 = heap
                 .streams
                 .iter()
                 .map(|(_, slot)| u64::from(slot.calls))
                 .sum();
-            state.settle_shelves();
-            let (blocks, bytes) = state.shut(calls);
+            heap.settle_shelves();
+            let (blocks, bytes) = heap.shut(calls);
             if blocks > 0 {
                 return Err(Error::LiveBlocks { blocks, bytes });
             }
-            state.closed = true;
+            heap.closed = true;
         }
         let result = self.give_everything_back();
-        let mut state = self.lock();
-        state.closed = result.is_ok();
+        let mut heap = self.lock();
+        heap.closed = result.is_ok();
         if result.is_err() {
-            state.open_fronts();
+            heap.open_fronts();
         }
-        if state.closed {
-            let streams: Vec<u32> = state.streams.iter().map(|(stream, _)| stream).collect();
+        if heap.closed {
+            let streams: Vec<u32> = heap.streams.iter().map(|(stream, _)| stream).collect();
             for stream in streams {
-                state.drop_fronts(stream);
+                heap.drop_fronts(stream);
             }
-            let foreign = state.streams.take_foreign();
+            let foreign = heap.streams.take_foreign();
             // Handles are destroyed outside the lock.
-            let events = std::mem::take(&mut state.streams.events);
-            drop(state);
+            let events = std::mem::take(&mut heap.streams.events);
+            drop(heap);
             drop(events);
+            self.events.clear();
             // From here on the streams may be destroyed.
             foreign.into_iter().for_each(Holder::let_go);
         }
@@ -105,9 +106,9 @@ impl Engine {
         self.lock().flush_fronts();
         loop {
             self.settle_all()?;
-            let mut state = self.lock();
-            state.settle();
-            if !state.flush_fronts() && state.streams.iter().all(|(_, slot)| slot.covered()) {
+            let mut heap = self.lock();
+            heap.settle();
+            if !heap.flush_fronts() && heap.streams.iter().all(|(_, slot)| slot.covered()) {
                 break;
             }
         }
@@ -124,8 +125,8 @@ impl Engine {
     /// Waits until every free is complete: by markers where they can be had, else by the context.
     fn settle_all(&self) -> Result<(), Error> {
         let ours: Vec<(u32, StreamKey)> = {
-            let state = self.lock();
-            let slots = state.streams.iter();
+            let heap = self.lock();
+            let slots = heap.streams.iter();
             slots
                 .filter(|(_, slot)| match &slot.holder {
                     Holder::Kept(stream) => {
@@ -136,11 +137,11 @@ impl Engine {
                 .map(|(stream, slot)| (stream, slot.key))
                 .collect()
         };
-        drop(self.cover_all(&ours)?);
+        self.cover_all(&ours)?;
         loop {
             let oldest = {
-                let state = self.lock();
-                let fronts = state.streams.iter().filter_map(|(stream, slot)| {
+                let heap = self.lock();
+                let fronts = heap.streams.iter().filter_map(|(stream, slot)| {
                     slot.newest()
                         .map(|m| (stream, m.bound, std::sync::Arc::clone(&m.event)))
                 });
@@ -161,20 +162,20 @@ impl Engine {
 
     fn return_spans(&self) -> Result<(), Error> {
         let spans = {
-            let mut state = self.lock();
+            let mut heap = self.lock();
             // A segment that a trim beside this one frees just now is back in the books if that fails.
-            let held = state.stats.all.reserved.current + state.physical.planned;
-            if held > 0 || !state.views.map.is_empty() {
+            let held = heap.stats.all.reserved.current + heap.physical.planned;
+            if held > 0 || !heap.views.map.is_empty() {
                 return Err(Error::StillHeld { bytes: held });
             }
             for space in [SpaceId::Large, SpaceId::Small, SpaceId::Views] {
-                let (at, records) = state.extents.parts(space);
+                let (at, records) = heap.extents.parts(space);
                 let firsts: Vec<u32> = at.regions().values().map(|r| r.first).collect();
                 for id in firsts {
                     at.remove_region(records, id);
                 }
             }
-            std::mem::take(&mut state.physical.spans)
+            std::mem::take(&mut heap.physical.spans)
         };
         for (base, bytes) in spans {
             self.addresses.give_back(base, bytes);

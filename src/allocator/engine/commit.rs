@@ -3,13 +3,12 @@
 use crate::driver::{DriverError, Entered};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
-use crate::allocator::extent::plan::Release;
+use crate::allocator::error::{Error, OutOfMemory};
 use crate::allocator::extent::record::SpaceId;
-use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::heap::memory::GivenBack;
 use crate::allocator::physical::GrowthFailure;
+use crate::allocator::physical::plan::Release;
 use crate::allocator::size::PHYSICAL_GRANULE;
 
 /// Address space that an arena leases first; then as much again as it has, while that is less than
@@ -118,9 +117,9 @@ impl Engine {
         let entered = match self.context.enter() {
             Ok(entered) => entered,
             Err(error) => {
-                let mut state = self.lock();
+                let mut heap = self.lock();
                 for release in plan {
-                    state.restore(release.space, release.id, release.shards);
+                    heap.restore(release.space, release.id, release.shards);
                 }
                 return Err(self.error(error));
             }
@@ -140,10 +139,7 @@ impl Engine {
                 continue;
             }
             let done = give_back(&entered, &release);
-            match self
-                .lock()
-                .given_back(release, done, State::give_home_again)
-            {
+            match self.lock().given_back(release, done, Heap::give_home_again) {
                 (bytes, None) => released += bytes,
                 (_, failed) => first = first.or(failed),
             }
@@ -153,8 +149,8 @@ impl Engine {
             }
         }
         for release in plan {
-            let mut state = self.lock();
-            state.restore(release.space, release.id, release.shards);
+            let mut heap = self.lock();
+            heap.restore(release.space, release.id, release.shards);
         }
         match first {
             Some(error) => Err(self.error(error)),
@@ -167,16 +163,16 @@ impl Engine {
     fn release_segment(&self, entered: &Entered<'_>, release: Release) -> Result<u64, DriverError> {
         let bytes = release.bytes;
         {
-            let mut state = self.lock();
-            state.gone(&release);
-            state.unhold(bytes, release.space);
-            state.physical.planned += bytes;
+            let mut heap = self.lock();
+            heap.gone(&release);
+            heap.unhold(bytes, release.space);
+            heap.physical.planned += bytes;
         }
         let (freed, _) = give_back(entered, &release);
-        let mut state = self.lock();
-        state.physical.planned -= bytes;
+        let mut heap = self.lock();
+        heap.physical.planned -= bytes;
         if let Err(error) = freed {
-            state.readmit(release);
+            heap.readmit(release);
             return Err(error);
         }
         Ok(bytes)
@@ -209,8 +205,8 @@ impl Engine {
                 Ok(entered) => give_back(entered, &release),
                 Err(error) => (Err(*error), Ok(())),
             };
-            match self.lock().given_back(release, done, |state, release| {
-                state.extents.quarantine(release);
+            match self.lock().given_back(release, done, |heap, release| {
+                heap.quarantine(release.id);
             }) {
                 (bytes, None) => released += bytes,
                 (_, failed) => first = first.or(failed),
@@ -222,15 +218,12 @@ impl Engine {
         }
     }
 
-    /// The error that says everything about a failed request. Cannot fail itself.
+    /// Adds to the heap's picture what only the driver knows. Cannot fail itself.
     pub(crate) fn out_of_memory(
         &self,
-        mut state: crate::allocator::engine::Guard<'_>,
-        want: &Want,
+        mut oom: OutOfMemory,
         refusal: Option<DriverError>,
     ) -> Error {
-        let mut oom = state.picture(want.requested);
-        drop(state);
         oom.device = self.device.ordinal();
         oom.driver = refusal;
         if let Ok(info) = self.context.enter().and_then(|entered| entered.mem_info()) {

@@ -63,11 +63,11 @@ impl Engine {
 
     pub(crate) fn defer(&self, block: Lifetime, users: Vec<User>) {
         let orphaned = {
-            let mut state = self.lock();
-            state.deferred.push(Deferred { block, users });
+            let mut heap = self.lock();
+            heap.deferred.push(Deferred { block, users });
             // Under the lock: whoever takes the last handle away sees one or the other.
             self.deferred.store(true, Ordering::Relaxed);
-            state.orphaned
+            heap.orphaned
         };
         if orphaned {
             self.outlive_capture();

@@ -1,31 +1,115 @@
 //! Hooks that can free memory when there is none: the user's last word before an error.
 
+use std::cmp::Reverse;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
 
-/// Frees memory that the program can do without. Gets the number of bytes that are missing and
-/// returns how many it freed, as far as it knows; the allocator looks for itself.
-pub type ReliefHook = dyn Fn(u64) -> u64 + Send + Sync;
+/// Something that can free memory which the program can do without: for allocators, and for
+/// [`Relief`](crate::resource::Relief) over any resource.
+///
+/// Hooks run by priority, the larger yield first among equals, then in the order in which they were added;
+/// without any lock held, so a hook may allocate, free, and add or remove hooks. Cheap to clone.
+///
+/// ```
+/// use cualloc::allocator::ReliefHook;
+/// let hook = ReliefHook::new("activations", |missing| missing / 2)
+///     .priority(1)
+///     .estimated_yield(64 << 20)
+///     .overhead(1 << 20);
+/// assert_eq!(hook.name(), "activations");
+/// ```
+#[derive(Clone)]
+pub struct ReliefHook {
+    name: Arc<str>,
+    estimated_yield: u64,
+    overhead: u64,
+    priority: i32,
+    run: Arc<dyn Fn(u64) -> u64 + Send + Sync>,
+}
 
-/// The hooks of an allocator, in order of registration. Called without any lock held, so a hook may
-/// allocate, free, and add or remove hooks.
+impl ReliefHook {
+    /// A hook of a unique name. It gets the bytes that are missing and returns how many it freed, as far
+    /// as it knows; whoever asked looks for itself.
+    pub fn new(
+        name: impl Into<Arc<str>>,
+        run: impl Fn(u64) -> u64 + Send + Sync + 'static,
+    ) -> ReliefHook {
+        ReliefHook {
+            name: name.into(),
+            estimated_yield: 0,
+            overhead: 0,
+            priority: 0,
+            run: Arc::new(run),
+        }
+    }
+
+    /// Lower runs earlier; 0 by default.
+    pub fn priority(mut self, priority: i32) -> Self {
+        self.priority = priority;
+        self
+    }
+
+    /// Bytes that it will probably free: more runs earlier among equal priorities.
+    pub fn estimated_yield(mut self, bytes: u64) -> Self {
+        self.estimated_yield = bytes;
+        self
+    }
+
+    /// Bytes that it needs while it runs. It is passed over where a budget has less left; allocators,
+    /// which have no budget, run it all the same.
+    pub fn overhead(mut self, bytes: u64) -> Self {
+        self.overhead = bytes;
+        self
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether it can run in so many bytes.
+    pub(crate) fn runs_in(&self, bytes: u64) -> bool {
+        self.overhead <= bytes
+    }
+
+    /// Asks it for so many bytes; how many it says that it freed.
+    pub(crate) fn run(&self, missing: u64) -> u64 {
+        (self.run)(missing)
+    }
+
+    /// Hooks of a lower rank run earlier.
+    fn rank(&self) -> (i32, Reverse<u64>) {
+        (self.priority, Reverse(self.estimated_yield))
+    }
+}
+
+impl fmt::Debug for ReliefHook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReliefHook")
+            .field("name", &self.name)
+            .field("priority", &self.priority)
+            .field("estimated_yield", &self.estimated_yield)
+            .field("overhead", &self.overhead)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Hooks in the order in which they run.
 #[derive(Default)]
-pub(crate) struct Hooks(Mutex<Vec<(String, Arc<ReliefHook>)>>);
+pub(crate) struct Hooks(Mutex<Vec<ReliefHook>>);
 
 impl Hooks {
-    /// Adds a hook, or replaces the one of that name; whether one was replaced.
-    pub(crate) fn set(&self, name: String, hook: Arc<ReliefHook>) -> bool {
+    /// Adds a hook, or replaces the one of its name; whether one was replaced.
+    pub(crate) fn add(&self, hook: ReliefHook) -> bool {
         let replaced = {
             let mut hooks = process::lock(&self.0);
-            match hooks.iter_mut().find(|(known, _)| *known == name) {
-                Some(known) => Some(std::mem::replace(&mut known.1, hook)),
-                None => {
-                    hooks.push((name, hook));
-                    None
-                }
-            }
+            let known = hooks.iter().position(|known| known.name == hook.name);
+            let replaced = known.map(|at| hooks.remove(at));
+            let at = hooks.partition_point(|known| known.rank() <= hook.rank());
+            hooks.insert(at, hook);
+            replaced
         };
         // What it captured is dropped without the lock: it may remove hooks of its own.
         replaced.is_some()
@@ -35,7 +119,7 @@ impl Hooks {
     pub(crate) fn remove(&self, name: &str) -> bool {
         let removed = {
             let mut hooks = process::lock(&self.0);
-            let at = hooks.iter().position(|(known, _)| known == name);
+            let at = hooks.iter().position(|known| &*known.name == name);
             at.map(|at| hooks.remove(at))
         };
         removed.is_some()
@@ -49,17 +133,15 @@ impl Hooks {
     }
 
     /// The hooks as they are now.
-    pub(crate) fn all(&self) -> Vec<Arc<ReliefHook>> {
-        let hooks = process::lock(&self.0);
-        hooks.iter().map(|(_, hook)| Arc::clone(hook)).collect()
+    pub(crate) fn all(&self) -> Vec<ReliefHook> {
+        process::lock(&self.0).clone()
     }
 }
 
 impl fmt::Debug for Hooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let hooks = process::lock(&self.0);
-        f.debug_list()
-            .entries(hooks.iter().map(|(name, _)| name))
-            .finish()
+        let names = hooks.iter().map(ReliefHook::name);
+        f.debug_list().entries(names).finish()
     }
 }

@@ -17,7 +17,7 @@ impl Engine {
         };
         let mut inner = front.lock();
         // The page may have gone, and another have its place.
-        inner.heap.is_numbered(node, page_of(block.id))
+        inner.runs.is_numbered(node, page_of(block.id))
             && inner
                 .live(node, block.ptr, Some(block.generation))
                 .is_some()

@@ -6,14 +6,15 @@
 
 use crate::allocator::cache::front::cache;
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
+use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
-use crate::allocator::stream::slot::Holder;
+use crate::allocator::stream::slot::{Holder, StreamKey};
 
 impl Engine {
     /// Allocates a large block from the shelf of the front that the thread used last for the stream.
     #[inline(never)]
-    pub(crate) fn allocate_shelved(&self, key: u64, bytes: usize) -> Option<Grant> {
+    pub(crate) fn hit_large(&self, key: u64, bytes: usize) -> Option<Grant> {
         let granules = u32::try_from((bytes as u64).div_ceil(GRANULE)).ok()?;
         let front = cache::find(key)?;
         let mut inner = front.lock();
@@ -27,21 +28,18 @@ impl Engine {
         grant.set_shelved(true);
         Some(grant)
     }
+}
 
-    /// Records the markers that are due for what came off the shelves, in a call that names a stream. Of
+impl Heap {
+    /// Takes the markers that are due for what came off the shelves, for a call that names a stream. Of
     /// other streams only on those that we keep alive: since a block was freed to a shelf its stream may have
     /// been destroyed, and its handle be another's by now. Its next marker covers that free, too.
-    pub(crate) fn mark_due<'a>(&'a self, mut state: Guard<'a>, named: u32) -> Guard<'a> {
-        if state.fronts.due.is_empty() {
-            return state;
-        }
-        let mut due = std::mem::take(&mut state.fronts.due);
+    pub(crate) fn take_due(&mut self, named: u32) -> Vec<(u32, StreamKey)> {
+        let mut due = std::mem::take(&mut self.fronts.due);
         due.retain(|(stream, _)| {
-            *stream == named || matches!(state.streams[*stream].holder, Holder::Kept(_))
+            *stream == named || matches!(self.streams[*stream].holder, Holder::Kept(_))
         });
-        drop(state);
-        self.mark_all(due);
-        self.lock()
+        due
     }
 }
 

@@ -10,12 +10,12 @@ use std::sync::Arc;
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
 
-use crate::allocator::cache::front::pause;
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, Slot, StreamKey};
+use crate::sync::lock::pause;
 
 impl Streams {
     /// The stream is known by its name again, unless another slot is by now. Whether it is.
@@ -47,6 +47,41 @@ impl Streams {
         let left = self.iter().any(|(_, slot)| !slot.named && kept(slot));
         let ours = || self.iter().filter(|(_, slot)| kept(slot)).count();
         !left || stream.holders() > ours()
+    }
+
+    /// The last marker of a stream of another context, if its event is that context's: that context may be
+    /// destroyed once the stream is retired, and its events with it.
+    fn foreign_marker(&self, stream: u32, own: u64) -> Option<Marker> {
+        let slot = &self[stream];
+        if slot.context.key() == own || !matches!(slot.holder, Holder::Foreign(_)) {
+            return None;
+        }
+        let last = slot.markers.back()?;
+        (last.event.context().key() != own).then(|| last.clone())
+    }
+
+    /// An event of our own context stands for what the last marker of a stream, up to a bound, stood for.
+    /// Whether that still covers everything.
+    fn bring_home(
+        &mut self,
+        (stream, key): (u32, StreamKey),
+        bound: u64,
+        event: Arc<Event>,
+    ) -> bool {
+        let slot = &self[stream];
+        let newest = slot.in_use && slot.key == key && slot.covered();
+        let same = slot.markers.back().is_some_and(|m| m.bound == bound);
+        let gone = if newest && same {
+            self.replace_markers(stream, event)
+        } else {
+            vec![event]
+        };
+        let done = newest && (same || self[stream].markers.is_empty());
+        for event in gone {
+            let context = event.context().key();
+            self.events.entry(context).or_default().push(event);
+        }
+        done
     }
 
     /// Takes the markers of a stream that are events of a context.
@@ -130,15 +165,15 @@ impl<'a> Leaving<'a> {
     /// The last marker of the stream is about to be recorded.
     pub(crate) fn begin(
         engine: &'a Engine,
-        state: &mut State,
+        heap: &mut Heap,
         stream: u32,
         key: StreamKey,
     ) -> Leaving<'a> {
-        state.streams[stream].leaving += 1;
-        state.streams.forget_key(stream);
+        heap.streams[stream].leaving += 1;
+        heap.streams.forget_key(stream);
         engine.count_retirement();
-        state.set_fast(stream, false);
-        state.prepare_last_marker(stream);
+        heap.fronts.set_fast(stream, false);
+        heap.prepare_last_marker(stream);
         Leaving {
             engine,
             stream,
@@ -158,63 +193,21 @@ impl Drop for Leaving<'_> {
         if self.over {
             return;
         }
-        let mut state = self.engine.lock();
-        let slot = &mut state.streams[self.stream];
+        let mut heap = self.engine.lock();
+        let slot = &mut heap.streams[self.stream];
         if !slot.in_use || slot.key != self.key || matches!(slot.holder, Holder::Retired) {
             return;
         }
         slot.leaving -= 1;
-        if slot.leaving == 0 && state.streams.name_again(self.stream) {
+        if slot.leaving == 0 && heap.streams.name_again(self.stream) {
             let known = matches!(self.key, StreamKey::Id(_));
-            let open = !state.closed && !state.orphaned;
-            state.set_fast(self.stream, known && open);
+            let open = !heap.closed && !heap.orphaned;
+            heap.fronts.set_fast(self.stream, known && open);
         }
     }
 }
 
 impl Engine {
-    /// Sees to it that the last marker of a stream of another context is an event of ours: that context may
-    /// be destroyed once the stream is retired, and its events with it. Whether that is so and the marker
-    /// still covers everything.
-    pub(crate) fn bring_home<'a>(
-        &'a self,
-        state: Guard<'a>,
-        stream: u32,
-    ) -> Result<(Guard<'a>, bool), Error> {
-        let slot = &state.streams[stream];
-        let own = self.context.key();
-        if slot.context.key() == own || !matches!(slot.holder, Holder::Foreign(_)) {
-            return Ok((state, true));
-        }
-        let Some(last) = slot.markers.back().cloned() else {
-            return Ok((state, true));
-        };
-        if last.event.context().key() == own {
-            return Ok((state, true));
-        }
-        let key = slot.key;
-        drop(state);
-        let event = self.follow(&last.event)?;
-        let bound = last.bound;
-        // Its event may have been found void meanwhile: then it is destroyed here, so not under the lock.
-        drop(last);
-        let mut state = self.lock();
-        let slot = &state.streams[stream];
-        let newest = slot.in_use && slot.key == key && slot.covered();
-        let same = slot.markers.back().is_some_and(|m| m.bound == bound);
-        let gone = if newest && same {
-            state.streams.replace_markers(stream, event)
-        } else {
-            vec![event]
-        };
-        let done = newest && (same || state.streams[stream].markers.is_empty());
-        for event in gone {
-            let context = event.context().key();
-            state.streams.events.entry(context).or_default().push(event);
-        }
-        Ok((state, done))
-    }
-
     /// An event of our own context behind one of another.
     fn follow(&self, event: &Event) -> Result<Arc<Event>, Error> {
         let follower = Stream::new(&self.context).map_err(|e| self.error(e))?;
@@ -236,14 +229,14 @@ impl Engine {
             return;
         }
         let mut events = {
-            let mut state = self.lock();
+            let mut heap = self.lock();
             // Another thread may have recorded one on the way to the last. But another stream may be there.
-            let mut events = match &state.streams[stream].context {
+            let mut events = match &heap.streams[stream].context {
                 other if other.key() == key => Vec::new(),
-                _ => state.streams.take_markers_of(stream, key),
+                _ => heap.streams.take_markers_of(stream, key),
             };
-            if !state.streams.iter().any(|(_, s)| s.context.key() == key) {
-                events.extend(state.streams.events.remove(&key).into_iter().flatten());
+            if !heap.streams.iter().any(|(_, s)| s.context.key() == key) {
+                events.extend(heap.streams.events.remove(&key).into_iter().flatten());
             }
             events
         };
@@ -320,14 +313,14 @@ impl Engine {
     /// Lets go of streams that only we still hold: records their last marker and drops them.
     pub(crate) fn prune(&self) {
         let alone: Vec<(u32, StreamKey)> = {
-            let state = self.lock();
-            let kept = state
+            let heap = self.lock();
+            let kept = heap
                 .streams
                 .iter()
                 .filter_map(|(at, slot)| match &slot.holder {
                     Holder::Kept(stream)
                         if stream.kind() == StreamKind::Owned
-                            && !state.streams.is_held_elsewhere(stream) =>
+                            && !heap.streams.is_held_elsewhere(stream) =>
                     {
                         Some((at, slot.key))
                     }
@@ -347,44 +340,51 @@ impl Engine {
     /// The key tells whether the slot is still that stream's: without the lock another thread may
     /// have retired it, and a new stream moved in.
     pub(crate) fn retire_slot(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
-        let gone = |state: &State| {
-            let slot = &state.streams[stream];
+        let gone = |heap: &Heap| {
+            let slot = &heap.streams[stream];
             !slot.in_use || slot.key != key || matches!(slot.holder, Holder::Retired)
         };
         let leaving = {
-            let mut state = self.lock();
-            if gone(&state) {
+            let mut heap = self.lock();
+            if gone(&heap) {
                 return Ok(());
             }
-            Leaving::begin(self, &mut state, stream, key)
+            Leaving::begin(self, &mut heap, stream, key)
         };
-        let mut state;
+        let mut heap;
         let mut rounds = 0;
         loop {
             self.mark(stream, key)?;
-            state = self.lock();
-            if gone(&state) {
+            heap = self.lock();
+            if gone(&heap) {
                 break;
             }
-            if state.streams[stream].covered() {
-                let home;
-                (state, home) = self.bring_home(state, stream)?;
-                if home || gone(&state) {
+            if heap.streams[stream].covered() {
+                let Some(last) = heap.streams.foreign_marker(stream, self.context.key()) else {
+                    break;
+                };
+                drop(heap);
+                let event = self.follow(&last.event)?;
+                let bound = last.bound;
+                // Its event may have been found void meanwhile: then it is destroyed here, so not under the lock.
+                drop(last);
+                heap = self.lock();
+                if heap.streams.bring_home((stream, key), bound, event) || gone(&heap) {
                     break;
                 }
             }
-            let slot = &state.streams[stream];
+            let slot = &heap.streams[stream];
             // Somebody freed on the stream meanwhile, or captures it.
             rounds += 1;
             if rounds == RETIREMENTS {
                 return Err(Error::Capturing { stream: slot.raw });
             }
-            drop(state);
+            drop(heap);
         }
-        if gone(&state) {
+        if gone(&heap) {
             return Ok(());
         }
-        let slot = &mut state.streams[stream];
+        let slot = &mut heap.streams[stream];
         let former = std::mem::replace(&mut slot.holder, Holder::Retired);
         let before = slot.former.take();
         let context = match former {
@@ -393,9 +393,9 @@ impl Engine {
             _ => None,
         };
         leaving.end();
-        state.flush_fronts_of(stream);
-        state.recycle(stream);
-        drop(state);
+        heap.flush_fronts_of(stream);
+        heap.recycle(stream);
+        drop(heap);
         // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
         // destroyed if nobody else holds it: a driver call, so outside the lock.
         former.let_go();

@@ -6,14 +6,45 @@ use std::sync::atomic::Ordering;
 use crate::driver::sys::CUstream;
 use crate::driver::{Context, Event, Stream, process};
 
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
-use crate::allocator::heap::State;
-use crate::allocator::stream::answers::{is_capture_refusal, is_of_capture, is_void_event};
+use crate::allocator::heap::Heap;
 use crate::allocator::stream::poll::{Answer, Poll};
 use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
+use crate::sync::capture::{is_capture_refusal, is_of_capture, is_void_event};
+
+/// What is to be found out for a request of a stream before memory of other streams may serve it.
+pub(crate) struct Questions {
+    /// The limit is near, so the stream's own memory matters, too.
+    near: bool,
+    /// Streams whose full batches have no marker yet.
+    full: Vec<(u32, StreamKey)>,
+    /// Markers that are due to be asked, where no batch is full.
+    due: Option<Poll>,
+}
+
+impl Heap {
+    /// The full batches that wait for somebody to ask for them, of the streams that are wanted.
+    pub(crate) fn full_batches(&self, wanted: impl Fn(u32) -> bool) -> Vec<(u32, StreamKey)> {
+        let full = self.streams.full().iter().copied();
+        full.filter(|stream| wanted(*stream))
+            .map(|stream| (stream, self.streams[stream].key))
+            .collect()
+    }
+
+    /// What is to be found out for a request of a stream, if anything is.
+    pub(crate) fn questions_for(&mut self, stream: u32) -> Option<Questions> {
+        let near = !self.bounds_hold(0);
+        let full = self.full_batches(|other| near || other != stream);
+        let due = match full.is_empty() {
+            true => Some(self.streams.due_markers(|_| true)?),
+            false => None,
+        };
+        Some(Questions { near, full, due })
+    }
+}
 
 impl Engine {
     /// Records a marker on a stream, if it is one on which that may be done here and now.
@@ -32,8 +63,8 @@ impl Engine {
 
     fn cover_batch(&self, stream: u32, key: StreamKey, ask: bool) -> Result<(), Error> {
         let (batch, raw, context, holder) = {
-            let mut state = self.lock();
-            let slot = &state.streams[stream];
+            let mut heap = self.lock();
+            let slot = &heap.streams[stream];
             let other = !slot.in_use || slot.key != key;
             if other || matches!(slot.holder, Holder::Retired) || slot.covered() {
                 return Ok(());
@@ -43,7 +74,7 @@ impl Engine {
             let holder = slot.holder.clone();
             // The bound is taken before the event is recorded, and frees from here on get a later
             // ticket: so the event covers every ticket up to the bound, and no other.
-            let batch = state.streams.close_batch(stream);
+            let batch = heap.close_batch(stream);
             (batch, raw, context, holder)
         };
         // Nothing is recorded into somebody's graph; the next marker covers this batch.
@@ -67,11 +98,11 @@ impl Engine {
             Err(_) => ask,
         };
         if waits_on {
-            let mut state = self.lock();
-            let slot = &state.streams[stream];
+            let mut heap = self.lock();
+            let slot = &heap.streams[stream];
             // Who retired the stream meanwhile has covered it, and nobody marks it any more.
             if slot.in_use && slot.key == key && !matches!(slot.holder, Holder::Retired) {
-                state.streams.not_covered(stream);
+                heap.streams.not_covered(stream);
             }
         }
         covered.map(drop)
@@ -115,8 +146,8 @@ impl Engine {
     /// from the same moment on.
     fn sees_idle(&self, stream: &Stream, key: StreamKey, batch: &Batch) -> Result<bool, Error> {
         let idle = stream.is_complete();
-        let mut state = self.lock();
-        state.stats.queries += 1;
+        let mut heap = self.lock();
+        heap.stats.queries += 1;
         let idle = match idle {
             // It captures since it was asked: so will the record below say.
             Err(error) if is_of_capture(error.code()) => {
@@ -125,14 +156,14 @@ impl Engine {
             }
             idle => idle.map_err(|e| self.error(e))?,
         };
-        let slot = &mut state.streams[batch.stream];
+        let slot = &mut heap.streams[batch.stream];
         if slot.key == key {
             slot.was_idle(idle);
         }
         if idle {
-            state.streams.batch_complete(batch);
-            state.streams.pool_spent();
-            state.settle_advanced();
+            heap.streams.batch_complete(batch);
+            heap.streams.pool_spent();
+            heap.settle_advanced();
         }
         Ok(idle)
     }
@@ -165,26 +196,25 @@ impl Engine {
             Err(_) => Ok(false),
         };
         drop(current);
-        let mut state = self.lock();
+        let mut heap = self.lock();
         match recorded {
             _ if !matches!(captured, Ok(false)) => {
-                state.stats.failed_markers += 1;
-                drop(state);
+                heap.stats.failed_markers += 1;
+                drop(heap);
                 // No other marker gets what a graph may know.
                 drop(event);
                 captured.map(|_| false)
             }
             Ok(()) => {
-                state.stats.markers += 1;
-                let unneeded = state.streams.publish(batch, event);
-                let pool = state.streams.events.entry(context.key()).or_default();
+                heap.stats.markers += 1;
+                let unneeded = heap.streams.publish(batch, event);
+                let pool = heap.streams.events.entry(context.key()).or_default();
                 pool.extend(unneeded);
                 Ok(true)
             }
             Err(error) => {
-                state.stats.failed_markers += 1;
-                state
-                    .streams
+                heap.stats.failed_markers += 1;
+                heap.streams
                     .events
                     .entry(context.key())
                     .or_default()
@@ -204,25 +234,9 @@ impl Engine {
         }
     }
 
-    /// Sees to the full batches that wait for somebody to ask for them, of the streams that are wanted.
-    pub(crate) fn mark_full<'a>(
-        &'a self,
-        state: Guard<'a>,
-        wanted: impl Fn(u32) -> bool,
-    ) -> Result<Guard<'a>, Error> {
-        let full = state.streams.full().iter().copied();
-        let mut due = full.filter(|stream| wanted(*stream)).peekable();
-        if due.peek().is_none() {
-            return Ok(state);
-        }
-        let due: Vec<_> = due.map(|s| (s, state.streams[s].key)).collect();
-        drop(state);
-        self.cover_all(&due)
-    }
-
     /// [`mark_unless_idle`](Self::mark_unless_idle) of each. A failure costs nothing but time, as in
     /// [`mark_all`](Self::mark_all), unless the context is lost.
-    pub(crate) fn cover_all(&self, streams: &[(u32, StreamKey)]) -> Result<Guard<'_>, Error> {
+    pub(crate) fn cover_all(&self, streams: &[(u32, StreamKey)]) -> Result<(), Error> {
         for (stream, key) in streams {
             match self.mark_unless_idle(*stream, *key) {
                 Ok(()) => {}
@@ -230,70 +244,85 @@ impl Engine {
                 Err(error) => self.log_marker_failure(&error),
             }
         }
-        Ok(self.lock())
+        Ok(())
     }
 
     /// Finds out what other streams are done with, for a request of a stream. Its own memory it may
     /// have at once; near the limit it is asked all the same, since complete memory fits in more ways.
-    pub(crate) fn poll_for<'a>(
-        &'a self,
-        mut state: Guard<'a>,
-        stream: u32,
-    ) -> Result<Guard<'a>, Error> {
-        let near = !state.bounds_hold(0);
-        let mut again = false;
-        loop {
-            state = self.mark_full(state, |other| near || other != stream)?;
-            let failed = state.stats.failed_markers;
-            state = self.poll(state)?;
-            if again || state.stats.failed_markers == failed {
-                return Ok(state);
-            }
-            // What had fallen into a capture gets its new marker at once, where that may be done.
-            again = true;
+    pub(crate) fn poll_for(&self, stream: u32) -> Result<(), Error> {
+        let questions = self.lock().questions_for(stream);
+        match questions {
+            Some(questions) => self.poll_with(stream, questions),
+            None => Ok(()),
         }
     }
 
-    /// Finds out which markers of each stream are complete.
-    pub(crate) fn poll<'a>(&'a self, state: Guard<'a>) -> Result<Guard<'a>, Error> {
-        self.poll_some(state, |_| true)
+    /// [`poll_for`](Self::poll_for), begun with what was found to be done first.
+    pub(crate) fn poll_with(&self, stream: u32, questions: Questions) -> Result<(), Error> {
+        if !questions.full.is_empty() {
+            self.cover_all(&questions.full)?;
+        }
+        let void = match questions.due {
+            Some(due) => self.poll_due(due, |_| true)?,
+            None => self.poll_some(|_| true)?,
+        };
+        if void {
+            // What had fallen into a capture gets its new marker at once, where that may be done.
+            let full = self
+                .lock()
+                .full_batches(|other| questions.near || other != stream);
+            self.cover_all(&full)?;
+            self.poll()?;
+        }
+        Ok(())
     }
 
-    /// [`poll`](Self::poll) of the streams that are wanted.
-    pub(crate) fn poll_some<'a>(
-        &'a self,
-        mut state: Guard<'a>,
+    /// Finds out which markers of each stream are complete.
+    pub(crate) fn poll(&self) -> Result<(), Error> {
+        self.poll_some(|_| true).map(drop)
+    }
+
+    /// [`poll`](Self::poll) of the streams that are wanted. Whether a marker stood for nothing.
+    pub(crate) fn poll_some(&self, wanted: impl Fn(u32) -> bool) -> Result<bool, Error> {
+        let due = self.lock().streams.due_markers(&wanted);
+        due.map_or(Ok(false), |due| self.poll_due(due, wanted))
+    }
+
+    /// [`poll_some`](Self::poll_some), begun with the markers that are due first.
+    pub(crate) fn poll_due(
+        &self,
+        mut due: Poll,
         wanted: impl Fn(u32) -> bool,
-    ) -> Result<Guard<'a>, Error> {
+    ) -> Result<bool, Error> {
+        let mut voided = false;
         loop {
-            let Some(mut due) = state.streams.due_markers(&wanted) else {
-                return Ok(state);
-            };
-            drop(state);
             let mut queries = 0;
             let asked = self.ask(&mut due, &mut queries);
             due.let_go();
-            state = self.lock();
-            state.stats.queries += queries;
+            let mut heap = self.lock();
+            heap.stats.queries += queries;
             let mut progress = false;
             for outcome in due.outcomes() {
                 progress |= outcome.newest.is_some();
-                state.streams.asked(outcome);
+                heap.streams.asked(outcome);
             }
             let void = due.take_void();
             // What comes after one that stands for nothing was not asked.
             let goes_on = due.goes_on() || !void.is_empty();
             due.clear();
-            state.streams.poll = due;
+            heap.streams.poll = due;
             if progress {
-                state.settle_advanced();
+                heap.settle_advanced();
             }
-            if !void.is_empty() {
-                state = self.drop_void(state, &void);
-            }
+            drop(heap);
+            voided |= self.drop_void(&void);
             asked?;
             if !goes_on {
-                return Ok(state);
+                return Ok(voided);
+            }
+            match self.lock().streams.due_markers(&wanted) {
+                Some(more) => due = more,
+                None => return Ok(voided),
             }
         }
     }
@@ -326,19 +355,23 @@ impl Engine {
 
     /// Takes markers away that stand for nothing, each by its stream and bound: their events fell into a
     /// capture that began between the question and the record. What they covered gets a new marker.
-    fn drop_void<'a>(&'a self, mut state: Guard<'a>, void: &[(u32, u64)]) -> Guard<'a> {
+    /// Whether there were any.
+    fn drop_void(&self, void: &[(u32, u64)]) -> bool {
+        if void.is_empty() {
+            return false;
+        }
         process::captures_streams();
         let mut gone = Vec::new();
+        let mut heap = self.lock();
         for (stream, bound) in void {
-            if let Some(marker) = state.streams.void(*stream, *bound) {
-                state.stats.failed_markers += 1;
+            if let Some(marker) = heap.streams.void(*stream, *bound) {
+                heap.stats.failed_markers += 1;
                 gone.push(marker);
             }
         }
-        drop(state);
+        drop(heap);
         // Their events are destroyed, if nobody else asks them just now.
-        drop(gone);
-        self.lock()
+        !gone.is_empty()
     }
 
     /// Queues waits on a stream.
@@ -347,10 +380,10 @@ impl Engine {
             return Ok(());
         }
         let (raw, context) = {
-            let state = self.lock();
+            let heap = self.lock();
             (
-                state.streams[stream].raw,
-                state.streams[stream].context.clone(),
+                heap.streams[stream].raw,
+                heap.streams[stream].context.clone(),
             )
         };
         let handle = std::ptr::with_exposed_provenance_mut(raw);
@@ -373,17 +406,16 @@ impl Engine {
             if let Err(error) = queued {
                 let of = wait.event.context();
                 if is_void_event(error.code()) {
-                    drop(self.drop_void(self.lock(), &[(wait.stream, wait.bound)]));
+                    self.drop_void(&[(wait.stream, wait.bound)]);
                 } else if self.is_gone(of, &error) && of.key() != context.key() {
                     self.context_gone(of);
                     return Err(Error::Driver(error));
                 }
                 return Err(self.error(error));
             }
-            let mut state = self.lock();
-            state.stats.stream_waits += 1;
-            state
-                .streams
+            let mut heap = self.lock();
+            heap.stats.stream_waits += 1;
+            heap.streams
                 .ordered(stream, wait.stream, wait.bound, &wait.row);
         }
         Ok(())
@@ -405,20 +437,17 @@ impl Engine {
             return Ok(());
         }
         drop(event);
-        let mut state = self.lock();
         match waited {
             Ok(()) => {}
             Err(error) if is_void_event(error.code()) => {
-                drop(self.drop_void(state, &[(stream, bound)]));
+                self.drop_void(&[(stream, bound)]);
                 return Ok(());
             }
-            Err(error) => {
-                drop(state);
-                return Err(self.error(error));
-            }
+            Err(error) => return Err(self.error(error)),
         }
-        state.streams.observed(stream, bound);
-        state.settle();
+        let mut heap = self.lock();
+        heap.streams.observed(stream, bound);
+        heap.settle();
         Ok(())
     }
 
@@ -429,9 +458,9 @@ impl Engine {
     /// `once` it is told once, and the next time the driver has to say it.
     pub(crate) fn refuse_captures(&self, contexts: &[Context], once: bool) -> Result<(), Error> {
         let (kept, found) = {
-            let state = self.lock();
-            let kept: Vec<Stream> = state.streams.kept().cloned().collect();
-            (kept, self.found_capturing(&state))
+            let heap = self.lock();
+            let kept: Vec<Stream> = heap.streams.kept().cloned().collect();
+            (kept, self.found_capturing(&heap))
         };
         let told = self.told.load(Ordering::Relaxed);
         if let Some((stream, _)) = found.iter().find(|(_, number)| *number > told || !once) {
@@ -461,10 +490,10 @@ impl Engine {
     }
 
     /// The caller's streams that were capturing when they were asked last, with the numbers of the findings.
-    fn found_capturing(&self, state: &State) -> Vec<(usize, u64)> {
+    fn found_capturing(&self, heap: &Heap) -> Vec<(usize, u64)> {
         let mut found = self.driver().found_capturing();
         found.retain(|(stream, _)| {
-            let mut slots = state.streams.iter();
+            let mut slots = heap.streams.iter();
             slots.any(|(_, s)| s.raw == *stream && matches!(s.holder, Holder::Foreign(_)))
         });
         found
@@ -480,8 +509,8 @@ impl Engine {
         let refuted = self.found_capturing(&self.lock());
         let mut retired = Vec::new();
         let bounds: Vec<Batch> = {
-            let mut state = self.lock();
-            let streams = state.streams.iter();
+            let mut heap = self.lock();
+            let streams = heap.streams.iter();
             // Only what is waited for below: a stream of yet another context may have come since.
             let waited =
                 streams.filter(|(_, slot)| contexts.iter().any(|c| c.key() == slot.context.key()));
@@ -494,7 +523,7 @@ impl Engine {
                     working.push(stream);
                 }
             }
-            let batches = working.iter().map(|s| state.streams.close_batch(*s));
+            let batches = working.iter().map(|s| heap.close_batch(*s));
             batches.collect()
         };
         let waited = contexts.iter().try_for_each(|context| {
@@ -511,20 +540,20 @@ impl Engine {
             }
         });
         drop(touched);
-        let mut state = self.lock();
+        let mut heap = self.lock();
         if let Err(error) = waited {
             for batch in &bounds {
-                state.streams.reopen_batch(batch);
+                heap.streams.reopen_batch(batch);
             }
             return Err(error);
         }
         let bounds = bounds.iter().map(|batch| (batch.stream, batch.bound));
         for (stream, bound) in bounds.chain(retired) {
-            state.streams.completed(stream, bound, &[]);
+            heap.streams.completed(stream, bound, &[]);
         }
-        state.streams.pool_spent();
-        state.settle();
-        drop(state);
+        heap.streams.pool_spent();
+        heap.settle();
+        drop(heap);
         // The driver waits for no context in which something captures.
         for (_, number) in refuted {
             self.driver().not_capturing(number);

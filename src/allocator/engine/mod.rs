@@ -1,7 +1,6 @@
 //! The allocator's inside: one lock around the books, driver calls outside it.
 
 pub(crate) mod bench;
-pub(crate) mod beside;
 pub(crate) mod calls;
 pub(crate) mod close;
 pub(crate) mod commit;
@@ -13,10 +12,8 @@ pub(crate) mod large_cache;
 pub(crate) mod leaving;
 pub(crate) mod markers;
 pub(crate) mod naming;
-pub(crate) mod near;
 pub(crate) mod orphans;
 pub(crate) mod self_test;
-pub(crate) mod single_stream;
 pub(crate) mod small;
 pub(crate) mod trial;
 
@@ -24,6 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use crate::driver::{Context, Device, Driver, DriverError, MemoryProperties, process};
+use crate::sync::event::EventPools;
 
 use crate::allocator::cache::front::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
@@ -31,8 +29,9 @@ use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::defaults::Defaults;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::error::Error;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::physical::address::Addresses;
+use crate::allocator::physical::policy::Rules;
 
 /// Marker failures are logged this often at most: the first, then at every power of two.
 #[derive(Debug, Default)]
@@ -63,7 +62,7 @@ pub(crate) struct Engine {
     me: Weak<Engine>,
     pub context: Context,
     pub device: Device,
-    pub packed: bool,
+    pub rules: Rules,
     /// Whether memory may be used through second layouts, as far as the settings say,
     pub views: bool,
     /// whether the device is tested before that,
@@ -77,6 +76,8 @@ pub(crate) struct Engine {
     /// Address space of the device.
     pub addresses: Arc<Addresses>,
     pub hooks: Hooks,
+    /// Events that put the uses of typed buffers in order, of the allocator's own context.
+    pub events: EventPools,
     pub log: RareLog,
     /// Which front has which page.
     pub pages: Arc<PageTable>,
@@ -92,7 +93,7 @@ pub(crate) struct Engine {
     pub defaults: Defaults,
     /// Tests of views that could not be waited for.
     pub unfinished: Mutex<Vec<Unfinished>>,
-    state: Apart<Lock<State>>,
+    heap: Apart<Lock<Heap>>,
     lost: OnceLock<DriverError>,
     /// The allocator's id as long as fronts serve here and the context is not lost, then 0.
     at_once: AtomicU64,
@@ -106,7 +107,7 @@ pub(crate) struct Engine {
 
 impl KeepAlive for Engine {}
 
-pub(crate) type Guard<'a> = Held<'a, State>;
+pub(crate) type Guard<'a> = Held<'a, Heap>;
 
 impl Engine {
     pub(crate) fn new(context: &Context, config: &Config) -> Result<Shared, Error> {
@@ -116,8 +117,11 @@ impl Engine {
             Policy::Classic => None,
             Policy::Auto | Policy::Packed => trial::memory_of(context, config.policy)?,
         };
-        let packed = mapped.is_some();
-        if !packed && !config.peers.is_empty() {
+        let rules = match &mapped {
+            Some(_) => Rules::Packed,
+            None => Rules::Classic,
+        };
+        if !rules.maps() && !config.peers.is_empty() {
             return Err(Error::NotSupported {
                 what: "peer access without virtual memory management",
             });
@@ -145,22 +149,22 @@ impl Engine {
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let pages = Arc::new(PageTable::new());
         let engine = Arc::new_cyclic(|me| {
-            let mut state = State::new(
+            let mut heap = Heap::new(
                 (me.clone() as Weak<dyn KeepAlive>, id),
                 Arc::clone(&pages),
                 device.ordinal(),
-                packed,
+                rules,
                 limit,
                 config.tuning(),
             );
-            state.streams.watchful = config.capture_checks;
+            heap.streams.watchful = config.capture_checks;
             Engine {
                 id,
                 me: me.clone(),
                 context: context.clone(),
                 device,
-                packed,
-                views: packed && config.views,
+                rules,
+                views: rules.maps() && config.views,
                 self_test: config.self_test,
                 views_failed: AtomicBool::new(false),
                 properties,
@@ -168,17 +172,18 @@ impl Engine {
                 total_memory,
                 addresses: Addresses::of(driver, device, total_memory),
                 hooks: Hooks::default(),
+                events: EventPools::of(context),
                 log: RareLog::default(),
                 handles: AtomicUsize::new(1),
                 retirements: AtomicU64::new(0),
                 ask_captures: config.capture_checks,
                 defaults: Defaults::new(config.context_checks),
-                on_shelves: Arc::clone(&state.fronts.on_shelves),
+                on_shelves: Arc::clone(&heap.fronts.on_shelves),
                 unfinished: Mutex::default(),
-                state: Apart(Lock::new(state)),
+                heap: Apart(Lock::new(heap)),
                 pages,
                 lost: OnceLock::new(),
-                at_once: AtomicU64::new(if packed && !config.capture_checks {
+                at_once: AtomicU64::new(if rules.caches() && !config.capture_checks {
                     id
                 } else {
                     0
@@ -228,11 +233,11 @@ impl Engine {
             return;
         }
         {
-            let mut state = self.lock();
-            if state.closed {
+            let mut heap = self.lock();
+            if heap.closed {
                 return;
             }
-            state.set_orphaned(true);
+            heap.set_orphaned(true);
         }
         // With the last of them it ends, or is told that it cannot.
         self.free_deferred();
@@ -279,7 +284,7 @@ impl Engine {
     /// The books. They are consistent whenever the lock is free, also after a panic elsewhere: no
     /// foreign code runs under the lock.
     pub(crate) fn lock(&self) -> Guard<'_> {
-        self.state.0.lock()
+        self.heap.0.lock()
     }
 
     /// The books, for calls that cannot say [`Error::ForkedChild`]: none in a child, where the lock may be
@@ -314,11 +319,11 @@ impl Engine {
     /// The books, if the allocator is open and usable.
     pub(crate) fn open(&self) -> Result<Guard<'_>, Error> {
         self.usable()?;
-        let state = self.lock();
-        if state.closed {
+        let heap = self.lock();
+        if heap.closed {
             Err(Error::Closed)
         } else {
-            Ok(state)
+            Ok(heap)
         }
     }
 

@@ -2,12 +2,12 @@
 
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
-use crate::allocator::heap::State;
-use crate::allocator::stream::answers::is_capture_refusal;
+use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::allocator::stream::slot::{is_per_thread, is_special};
+use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
     /// Streams of another driver are refused: ids tell apart the streams of one.
@@ -117,44 +117,23 @@ impl Engine {
         }
     }
 
-    /// The slot of a stream, registered if it is new.
-    pub(crate) fn slot<'a>(
-        &'a self,
-        mut state: Guard<'a>,
-        named: &Named<'_>,
-    ) -> Result<(Guard<'a>, u32), Error> {
-        let kept = named.stream.filter(|stream| {
-            !matches!(
-                stream.kind(),
-                StreamKind::Borrowed | StreamKind::PerThreadDefault
-            )
-        });
-        if let Some(stream) = state.streams.find(named.key) {
-            let slot = &mut state.streams[stream];
-            if let (Holder::Foreign(_), Some(kept)) = (&slot.holder, kept) {
-                // It was named by its handle until now.
-                let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
-                slot.former = Some(former);
-            }
-            return Ok((state, stream));
-        }
-        drop(state);
+    /// What a stream that is not known yet is registered with: its context, and who keeps it alive. Streams that
+    /// nobody else holds any more are let go of first.
+    pub(crate) fn newcomer(&self, named: &Named<'_>) -> Result<(Context, Holder), Error> {
         let context = self.context_of(named)?;
         // A handle may be that of a stream which somebody here destroys.
         let by_handle = match named.key {
             StreamKey::Id(id) if named.stream.is_none() => self.driver().owned_stream(id),
             _ => None,
         };
-        let holder = match kept.cloned().or(by_handle) {
+        let holder = match named.kept().cloned().or(by_handle) {
             Some(stream) => Holder::Kept(stream),
             None => Holder::foreign(),
         };
         self.prune();
         let former = std::mem::take(&mut self.lock().streams.former);
         drop(former);
-        state = self.lock();
-        let stream = state.adopt(named.key, named.raw as usize, context, holder);
-        Ok((state, stream))
+        Ok((context, holder))
     }
 
     pub(crate) fn context_of(&self, named: &Named<'_>) -> Result<Context, Error> {
@@ -174,8 +153,8 @@ impl Engine {
     }
 
     /// Memory of this device is allocated on streams of this device.
-    pub(crate) fn same_device(&self, state: &State, stream: u32) -> Result<(), Error> {
-        let other = state.streams[stream].context.device();
+    pub(crate) fn same_device(&self, heap: &Heap, stream: u32) -> Result<(), Error> {
+        let other = heap.streams[stream].context.device();
         if other == self.device {
             return Ok(());
         }
@@ -221,10 +200,36 @@ impl Engine {
     }
 }
 
+impl Heap {
+    /// The slot of a stream, if it is known.
+    pub(crate) fn known_slot(&mut self, named: &Named<'_>) -> Option<u32> {
+        let stream = self.streams.find(named.key)?;
+        let slot = &mut self.streams[stream];
+        if let (Holder::Foreign(_), Some(kept)) = (&slot.holder, named.kept()) {
+            // It was named by its handle until now.
+            let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
+            slot.former = Some(former);
+        }
+        Some(stream)
+    }
+}
+
 /// A stream as a call names it.
 pub(crate) struct Named<'a> {
     pub key: StreamKey,
     pub raw: sys::CUstream,
     /// The caller's handle object, if it has one.
     pub stream: Option<&'a Stream>,
+}
+
+impl<'a> Named<'a> {
+    /// The caller's handle object, if that may be kept as long as the stream is needed.
+    fn kept(&self) -> Option<&'a Stream> {
+        self.stream.filter(|stream| {
+            !matches!(
+                stream.kind(),
+                StreamKind::Borrowed | StreamKind::PerThreadDefault
+            )
+        })
+    }
 }

@@ -87,24 +87,24 @@ impl Engine {
 
 /// Tries to close them all; those that cannot be closed yet wait on.
 fn close_orphans() {
-    let mut state = orphans();
-    state.asked += 1;
+    let mut heap = orphans();
+    heap.asked += 1;
     // Where another thread has them in hand it sees that it is to try again.
-    while !state.waiting.is_empty() {
-        let asked = state.asked;
-        let tried = std::mem::take(&mut state.waiting);
-        state.tries += 1;
-        drop(state);
+    while !heap.waiting.is_empty() {
+        let asked = heap.asked;
+        let tried = std::mem::take(&mut heap.waiting);
+        heap.tries += 1;
+        drop(heap);
         for engine in tried {
             engine.abandon();
         }
-        state = orphans();
-        state.tries -= 1;
-        if state.asked == asked {
+        heap = orphans();
+        heap.tries -= 1;
+        if heap.asked == asked {
             break;
         }
     }
-    if state.waiting.is_empty() && state.tries == 0 {
+    if heap.waiting.is_empty() && heap.tries == 0 {
         process::ALLOCATORS.nothing_waits();
     }
 }

@@ -15,8 +15,8 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::report::SelfTest;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
-use crate::allocator::stream::answers::is_of_capture;
 use crate::allocator::stream::slot::Holder;
+use crate::sync::capture::is_of_capture;
 use crate::sync::held::locked;
 
 /// How often to try to wait for the test's own work before its memory is given up.
@@ -64,12 +64,8 @@ impl Engine {
     /// Whether nothing runs on any stream that is known.
     fn is_quiet(&self) -> Result<bool, Error> {
         let holders: Vec<Holder> = {
-            let state = self.lock();
-            state
-                .streams
-                .iter()
-                .map(|(_, s)| s.holder.clone())
-                .collect()
+            let heap = self.lock();
+            heap.streams.iter().map(|(_, s)| s.holder.clone()).collect()
         };
         for holder in holders {
             let idle = match holder {
@@ -164,8 +160,8 @@ impl Engine {
         match self.map_stitch(&stitch) {
             Ok(handles) => {
                 let block = {
-                    let mut state = self.lock();
-                    state.stitched(&want, stitch, &handles)
+                    let mut heap = self.lock();
+                    heap.stitched(&want, stitch, &handles)
                 };
                 let result = self.try_both_sides(sides, with_kernels);
                 match result {
@@ -183,9 +179,9 @@ impl Engine {
                 }
             }
             Err(failed) => {
-                let mut state = self.lock();
-                let error = state.not_mapped(&want, stitch, failed);
-                drop(state);
+                let mut heap = self.lock();
+                let error = heap.not_mapped(&want, stitch, failed);
+                drop(heap);
                 if error.is_out_of_memory() {
                     return Ok(None);
                 }
@@ -290,9 +286,9 @@ impl Engine {
         };
         if let Err(error) = evicted {
             // Still mapped in the view: free memory, with an idle view over it.
-            let mut state = self.lock();
-            state.restore(release.space, release.id, release.shards);
-            drop(state);
+            let mut heap = self.lock();
+            heap.restore(release.space, release.id, release.shards);
+            drop(heap);
             return Err(error);
         }
         self.release(vec![release])

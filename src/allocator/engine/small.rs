@@ -9,11 +9,9 @@ use crate::allocator::cache::front::{
     Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRAINS, Small, Using, cache,
 };
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
-use crate::allocator::extent::record::SpaceId;
-use crate::allocator::extent::want::{PAGE_GRANULES, Want};
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
@@ -41,8 +39,12 @@ pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
 impl Engine {
     /// The request to a front, if fronts serve it here.
     #[inline]
-    pub(crate) fn small_request(&self, request: &Request) -> Option<Small> {
-        if self.packed { request.small() } else { None }
+    pub(crate) fn small_request(&self, request: &Checked) -> Option<Small> {
+        if self.rules.caches() {
+            request.small()
+        } else {
+            None
+        }
     }
 
     // ---- allocation --------------------------------------------------------------------------
@@ -50,7 +52,7 @@ impl Engine {
     /// Allocates from the front that the thread used last for the stream, if that can be done
     /// without a look at anything else.
     #[inline(always)]
-    pub(crate) fn allocate_at_once(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
+    pub(crate) fn hit(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
         let Some(request) = unaligned(bytes).filter(|_| process::is_quiet()) else {
             return Err(Missed(None));
         };
@@ -69,23 +71,18 @@ impl Engine {
 
     /// Allocates from a front that could not serve at once, if it can be had without the driver.
     #[inline]
-    pub(crate) fn allocate_with_effort(
-        &self,
-        key: u64,
-        bytes: usize,
-        missed: Missed,
-    ) -> Option<Grant> {
+    pub(crate) fn hit_slowly(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
             return match self.on_shelves.load(Ordering::Relaxed) {
                 0 => None,
-                _ => self.allocate_shelved(key, bytes),
+                _ => self.hit_large(key, bytes),
             };
         }
-        self.take_with_effort(key, bytes, missed)
+        self.hit_small(key, bytes, missed)
     }
 
     #[inline(never)]
-    fn take_with_effort(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
+    fn hit_small(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         let (front, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, crowded) = match inner {
@@ -106,7 +103,7 @@ impl Engine {
             outcome = inner.take(request);
             match outcome {
                 Allocated::NoRun if inner.take_back(true) => {}
-                Allocated::NoRun if inner.heap.flush_for(request.span()) => {}
+                Allocated::NoRun if inner.runs.flush_for(request.span()) => {}
                 Allocated::NoRoom if rounds < ROUNDS => {
                     rounds += 1;
                     let bytes = request.bytes();
@@ -147,140 +144,14 @@ impl Engine {
     #[cold]
     pub(crate) fn crowded(&self, key: u64, front: &'static Front) {
         cache::forget(key);
-        let mut state = self.lock();
+        let mut heap = self.lock();
         let (stream, own) = {
             let inner = front.lock();
             (inner.slot, inner.allocator == self.id && inner.key == key)
         };
         if own {
-            state.split_front(stream, StreamKey::Id(key));
+            heap.split_front(stream, StreamKey::Id(key));
         }
-    }
-
-    /// Allocates from a front with the books at hand.
-    pub(crate) fn obtain_small<'a>(
-        &'a self,
-        mut state: Guard<'a>,
-        (key, stream): (StreamKey, u32),
-        front: &'static Front,
-        request: Small,
-    ) -> Result<(Guard<'a>, Grant), Error> {
-        if let StreamKey::Id(key) = key {
-            cache::remember(key, front);
-        }
-        let (mut missed, mut polled) = (false, false);
-        loop {
-            let outcome = front.lock().take(request);
-            let outcome = match outcome {
-                Allocated::NoRoom => state.take_at_peak(front, request, None),
-                outcome => outcome,
-            };
-            if let Allocated::Taken(taken) = outcome {
-                if missed {
-                    state.stats.misses += 1;
-                    state.fronts.misses += 1;
-                }
-                return Ok((state, Grant::small(front, taken, request.granules)));
-            }
-            {
-                let mut inner = front.lock();
-                if inner.take_back(true) || inner.heap.flush_for(request.span()) {
-                    continue;
-                }
-            }
-            if !polled && front.lock().asks() {
-                // Blocks that other streams used may be free by now.
-                polled = true;
-                let close = front.lock().holds_much();
-                let freed;
-                (state, freed) = self.reclaim(state, front, close)?;
-                front.lock().asked(freed);
-                continue;
-            }
-            let grown;
-            (state, grown) = self.obtain_page(state, stream, front, request)?;
-            missed |= grown;
-        }
-    }
-
-    /// Brings another page to a front, or merges what it keeps at hand. Returns whether memory was
-    /// added for it.
-    fn obtain_page<'a>(
-        &'a self,
-        state: Guard<'a>,
-        stream: u32,
-        front: &'static Front,
-        request: Small,
-    ) -> Result<(Guard<'a>, bool), Error> {
-        let page = Want {
-            space: SpaceId::Small,
-            stream,
-            granules: PAGE_GRANULES,
-            // Everything in the arena of pages is a multiple of a page.
-            align: 1,
-            requested: u64::from(request.requested),
-            single: false,
-            views: true,
-        };
-        let mut state = state;
-        if front.lock().heap.is_worn() {
-            state.return_pages(front, u32::MAX, &mut AfterFree::default());
-        }
-        let mut ready = state.take_best(&page);
-        if ready.is_none() && front.lock().heap.flush_quick() {
-            return Ok((state, false));
-        }
-        if ready.is_none() {
-            // What other fronts did not need lately comes before more memory.
-            let mut givers = state.flush_idle();
-            if !givers.is_empty() {
-                givers.retain(|giver| *giver != stream);
-                state = self.cover(state, &givers)?;
-                ready = state.take_best(&page);
-            }
-        }
-        if let Some(id) = ready {
-            state.page_taken(id, front)?;
-            return Ok((state, false));
-        }
-        let (mut state, id, missed) = self.obtain(state, &page)?;
-        state.page_taken(id, front)?;
-        Ok((state, missed))
-    }
-
-    /// Covers what streams freed by markers, as far as that may be done here, and asks about them.
-    fn cover<'a>(&'a self, state: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
-        let mut ours = state.streams.kept_uncovered();
-        ours.retain(|(stream, _)| streams.contains(stream));
-        if ours.is_empty() {
-            return Ok(state);
-        }
-        drop(state);
-        let state = self.cover_all(&ours)?;
-        self.poll_some(state, |stream| streams.contains(&stream))
-    }
-
-    /// Asks whether other streams are done with what a front holds back for them; with `close` also
-    /// about what no batch was full of yet. Whether anything came of it.
-    fn reclaim<'a>(
-        &'a self,
-        mut state: Guard<'a>,
-        front: &'static Front,
-        close: bool,
-    ) -> Result<(Guard<'a>, bool), Error> {
-        let before = front.lock().pending_bytes();
-        if close && state.close_batches(front, None, &mut AfterFree::default()) {
-            let ours = state.streams.kept_uncovered();
-            drop(state);
-            state = self.cover_all(&ours)?;
-        }
-        // Of no use to ask about streams for which others hold blocks back: they ask themselves.
-        let users = state.fronts.held_back_for(front);
-        state = self.mark_full(state, |stream| users.contains(&stream))?;
-        state = self.poll_some(state, |stream| users.contains(&stream))?;
-        state.settle_held_back();
-        let freed = front.lock().pending_bytes() < before;
-        Ok((state, freed))
     }
 
     // ---- memory at hand ----------------------------------------------------------------------
@@ -307,14 +178,14 @@ impl Engine {
         let free = near.iter().copied().filter(|ptr| {
             let page = self.pages.find(*ptr);
             let own = page.filter(|(owner, _)| std::ptr::eq(*owner, front));
-            own.is_some_and(|(_, page)| inner.heap.is_free(page, *ptr))
+            own.is_some_and(|(_, page)| inner.runs.is_free(page, *ptr))
         });
         let free = free.collect();
         drop(inner);
         Some((Some(Grant::small(front, taken, request.granules)), free))
     }
 
-    fn take_near(
+    pub(crate) fn take_near(
         &self,
         front: &'static Front,
         inner: &mut Inner,
@@ -335,66 +206,11 @@ impl Engine {
         Allocated::NoRun
     }
 
-    /// Takes a request from memory that its stream may use without a wait, if there is any.
-    pub(crate) fn take_small<'a>(
-        &'a self,
-        mut state: Guard<'a>,
-        front: &'static Front,
-        request: Small,
-        near: &[u64],
-    ) -> Result<(Guard<'a>, Option<Grant>), Error> {
-        let (mut polled, mut paged) = (false, false);
-        loop {
-            let outcome = {
-                let mut inner = front.lock();
-                inner.take_back(true);
-                match self.take_near(front, &mut inner, request, near) {
-                    Allocated::NoRun => inner.take(request),
-                    outcome => outcome,
-                }
-            };
-            let outcome = match outcome {
-                Allocated::NoRoom => state.take_at_peak(front, request, None),
-                outcome => outcome,
-            };
-            if let Allocated::Taken(taken) = outcome {
-                return Ok((state, Some(Grant::small(front, taken, request.granules))));
-            }
-            if front.lock().heap.flush_quick() {
-                continue;
-            }
-            if !polled {
-                // Memory that other streams used may be free by now.
-                polled = true;
-                state.streams.ask_again();
-                (state, _) = self.reclaim(state, front, true)?;
-                let stream = front.lock().slot;
-                state = self.poll_for(state, stream)?;
-                continue;
-            }
-            let page = Want {
-                space: SpaceId::Small,
-                stream: front.lock().slot,
-                granules: PAGE_GRANULES,
-                align: 1,
-                requested: u64::from(request.requested),
-                single: false,
-                views: true,
-            };
-            let page = if paged { None } else { state.take_best(&page) };
-            let Some(id) = page else {
-                return Ok((state, None));
-            };
-            paged = true;
-            state.page_taken(id, front)?;
-        }
-    }
-
     /// Whether an address lies in free memory of a page.
     pub(crate) fn is_free_small(&self, ptr: u64) -> bool {
         self.pages.find(ptr).is_some_and(|(front, page)| {
             let inner = front.lock();
-            inner.allocator == self.id && inner.heap.is_free(page, ptr)
+            inner.allocator == self.id && inner.runs.is_free(page, ptr)
         })
     }
 
@@ -441,7 +257,7 @@ impl Engine {
         generation: Option<u32>,
         freed: Freed,
     ) -> Result<(), Error> {
-        let mut state = self.lock();
+        let mut heap = self.lock();
         let ours = front.lock().allocator == self.id;
         let mut after = AfterFree::default();
         match freed {
@@ -449,22 +265,22 @@ impl Engine {
             // The page, or the batch, may have gone with the last of its blocks.
             Freed::Page | Freed::Full(_) if !ours => {}
             Freed::Page => {
-                state.return_surplus(front, &mut after);
+                heap.return_surplus(front, &mut after);
             }
             Freed::Full(stream) => {
-                if state.close_batches(front, Some(stream), &mut after) {
-                    after.mark(stream, state.streams[stream].key);
+                if heap.close_batches(front, Some(stream), &mut after) {
+                    after.mark(stream, heap.streams[stream].key);
                 }
             }
-            Freed::Books if state.closed => return Err(Error::Closed),
+            Freed::Books if heap.closed => return Err(Error::Closed),
             Freed::Books => {
-                if !ours || !state.free_small(front, block, generation, &mut after) {
+                if !ours || !heap.free_small(front, block, generation, &mut after) {
                     return Err(Error::NotLive { ptr: block.1 });
                 }
             }
             Freed::NotLive => {
                 let (_, ptr) = block;
-                return Err(match state.fronts.small_around(ptr) {
+                return Err(match heap.fronts.small_around(ptr) {
                     Some((_, run, _)) if generation.is_none() && run.ptr != ptr => {
                         Error::InteriorPointer { ptr, base: run.ptr }
                     }
@@ -472,7 +288,9 @@ impl Engine {
                 });
             }
         }
-        self.finish_free(state, &after);
+        let rest = self.rest_of_free(&heap, after);
+        drop(heap);
+        self.finish_free(rest);
         Ok(())
     }
 
@@ -500,11 +318,11 @@ impl Engine {
         generation: Option<u32>,
     ) -> Result<(), Error> {
         let suspect = {
-            let state = self.lock();
+            let heap = self.lock();
             let inner = front.lock();
             // What is not live is refused for that, also where the driver would not answer.
             (inner.allocator == self.id && inner.live(node, ptr, generation).is_some())
-                .then(|| state.capture_suspect(inner.slot))
+                .then(|| heap.capture_suspect(inner.slot))
                 .flatten()
         };
         match suspect {
@@ -540,7 +358,7 @@ impl Engine {
             let mut inner = front.lock();
             match inner.live(node, ptr, None) {
                 Some(live) if live.using == Using::NONE && Some(inner.slot) != using.slot() => {
-                    inner.heap.set_using(node, using);
+                    inner.runs.set_using(node, using);
                     return Some(Ok(()));
                 }
                 Some(live) => live.using == using || Some(inner.slot) == using.slot(),

@@ -1,12 +1,13 @@
 //! The extents of address space: their records, and where each is found.
 
+#![forbid(unsafe_code)]
+
 pub(crate) mod boxed;
 pub(crate) mod handle;
 pub(crate) mod hash;
 pub(crate) mod index;
 pub(crate) mod invariant;
 pub(crate) mod lookup;
-pub(crate) mod plan;
 pub(crate) mod record;
 pub(crate) mod single_stream;
 pub(crate) mod space;
@@ -15,7 +16,6 @@ pub(crate) mod want;
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
 use crate::allocator::extent::lookup::Lookup;
-use crate::allocator::extent::plan::{Release, fresh_uses};
 use crate::allocator::extent::record::{COMPLETE, NIL, Records, SpaceId, State as Extent};
 use crate::allocator::extent::space::Space;
 use crate::allocator::extent::uses::Uses;
@@ -103,11 +103,6 @@ impl Extents {
         })
     }
 
-    /// A handle that could not be unmapped stays apart.
-    pub(crate) fn quarantine(&mut self, release: Release) {
-        self.records[release.id].state = Extent::Quarantined;
-    }
-
     /// Whether all of a request could be made new in one hole.
     pub(crate) fn has_hole(&self, want: &Want) -> bool {
         let holes = self
@@ -133,7 +128,7 @@ impl Extents {
     /// that stream's own.
     pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
         let (at, records) = self.parts(space);
-        let uses = fresh_uses(at, stream);
+        let uses = at.fresh_uses(stream);
         records.cold_mut(id).owner = stream;
         at.release(records, id, uses);
     }

@@ -542,6 +542,14 @@ impl Space {
         self.coalesce(records, id)
     }
 
+    /// The uses of memory that nobody has used yet: where only one stream is known it is that stream's.
+    pub(crate) fn fresh_uses(&self, stream: u32) -> Uses {
+        match self.merge_own {
+            true => Uses::one(stream, 0),
+            false => Uses::None,
+        }
+    }
+
     /// Merges again what may merge under a changed [`merge_own`](Self::merge_own).
     pub(crate) fn recoalesce(&mut self, records: &mut Records, class: u32) {
         let Some(index) = self.index(class) else {

@@ -1,7 +1,7 @@
 //! What a request asks of an arena, and what is left to do of it.
 
 use crate::allocator::extent::record::SpaceId;
-use crate::allocator::size::{GRANULE, PAGE};
+use crate::allocator::size::{GRANULE, PAGE, PHYSICAL_GRANULE};
 
 /// Granules of a page.
 pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
@@ -32,5 +32,26 @@ impl Want {
     pub(crate) fn skip(&self, addr: u64) -> u32 {
         let align = u64::from(self.align) * GRANULE;
         ((addr.next_multiple_of(align) - addr) / GRANULE) as u32
+    }
+
+    /// Whether the block may lie in a view.
+    pub(crate) fn may_view(&self) -> bool {
+        self.views && !self.single && self.space == SpaceId::Large
+    }
+
+    /// Whether the block has to be looked for handle by handle.
+    pub(crate) fn in_one_handle(&self) -> bool {
+        // A page lies inside a handle, because both are powers of two.
+        self.single && self.space == SpaceId::Large
+    }
+
+    /// Bytes of a handle that is made for the request alone.
+    pub(crate) fn handle_bytes(&self) -> u64 {
+        (u64::from(self.granules) * GRANULE).next_multiple_of(PHYSICAL_GRANULE)
+    }
+
+    /// Whether a view could hold the block: `views` says whether any may be, on a device of so many bytes.
+    pub(crate) fn fits_views(&self, views: bool, total_memory: u64) -> bool {
+        views && self.may_view() && u64::from(self.granules) * GRANULE <= total_memory
     }
 }

@@ -4,13 +4,14 @@ use crate::driver::Context;
 
 use crate::allocator::cache::front::Front;
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::extent::record::{SpaceId, State as Extent};
-use crate::allocator::heap::State;
-use crate::allocator::heap::request::Request;
+use crate::allocator::extent::record::State as Extent;
+use crate::allocator::extent::want::Want;
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
-impl State {
+impl Heap {
     /// Makes a taken extent a live block, and says what it is.
     pub(crate) fn granted(
         &mut self,
@@ -25,13 +26,13 @@ impl State {
         Grant::large(home, hot.addr, life, (hot.granules, requested))
     }
 
-    /// The arena of a request that fronts do not serve.
-    pub(crate) fn space_of(&self, request: &Request) -> SpaceId {
-        if !self.packed && self.is_small(request.span_bytes()) {
-            SpaceId::Small
-        } else {
-            SpaceId::Large
-        }
+    /// What a request that no front serves asks of its arena.
+    pub(crate) fn want(&self, request: &Checked, stream: u32) -> Want {
+        let space = self.rules.space_of(request.span_bytes());
+        let mut want = request.want(space, stream);
+        // A segment is one allocation of the driver's anyway.
+        want.single &= self.rules.maps();
+        want
     }
 
     /// The stream of a block, if it may be asked whether it is capturing.

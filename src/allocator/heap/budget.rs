@@ -2,7 +2,7 @@
 //!
 //! Nothing here reads a clock: work is counted in handles and requests.
 
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::physical::LEVELS;
 
 /// Handles that may be mapped into views on each level,
@@ -37,7 +37,7 @@ fn is_restless(level: usize, in_flight: bool) -> bool {
     level > LAST_STEP || (level == LAST_STEP && !in_flight)
 }
 
-impl State {
+impl Heap {
     /// Whether layouts will hardly come back, so that few mappings now count more than a layout that can
     /// be used again.
     pub(crate) fn restless(&self) -> bool {
@@ -87,13 +87,14 @@ mod tests {
     use super::*;
     use crate::allocator::extent::record::SpaceId;
     use crate::allocator::extent::want::Want;
+    use crate::allocator::physical::policy::Rules;
 
     #[test]
     fn stitching_beyond_the_budget_raises_the_level() {
         let nobody = (crate::allocator::cache::front::nobody(), 0);
         let table = std::sync::Arc::new(crate::allocator::cache::front::PageTable::new());
         let tuning = crate::allocator::Config::new().tuning();
-        let mut state = State::new(nobody, table, 0, true, None, tuning);
+        let mut heap = Heap::new(nobody, table, 0, Rules::Packed, None, tuning);
         let want = Want {
             space: SpaceId::Large,
             stream: 0,
@@ -103,25 +104,25 @@ mod tests {
             single: false,
             views: true,
         };
-        state.peak_live = 10_000 << 20;
-        let figures = |state: &State| {
-            let slack = (state.soft_cap() - state.peak_live) >> 20;
-            (slack, state.handle_size(&want, want.requested) >> 20)
+        heap.peak_live = 10_000 << 20;
+        let figures = |heap: &Heap| {
+            let slack = (heap.soft_cap() - heap.peak_live) >> 20;
+            (slack, heap.handle_size(&want, want.requested) >> 20)
         };
         let levels = [(100, 30), (200, 60), (300, 60), (400, 60), (500, 60)];
         for (level, expected) in levels.into_iter().enumerate() {
-            assert_eq!((state.physical.level, figures(&state)), (level, expected));
-            state.spent(LEVEL_MAPS[level] as usize);
-            assert_eq!(state.physical.level, level, "the budget is just spent");
+            assert_eq!((heap.physical.level, figures(&heap)), (level, expected));
+            heap.spent(LEVEL_MAPS[level] as usize);
+            assert_eq!(heap.physical.level, level, "the budget is just spent");
             // As many requests make up for one map, so one more is still within it.
-            (0..REQUESTS_PER_MAP).for_each(|_| state.physical.large_request(&want));
-            state.spent(1);
-            assert_eq!(state.physical.level, level);
-            state.spent(1);
+            (0..REQUESTS_PER_MAP).for_each(|_| heap.physical.large_request(&want));
+            heap.spent(1);
+            assert_eq!(heap.physical.level, level);
+            heap.spent(1);
         }
-        state.spent(1 << 40);
+        heap.spent(1 << 40);
         assert_eq!(
-            (state.physical.level, figures(&state)),
+            (heap.physical.level, figures(&heap)),
             (LEVELS - 1, (680, 120))
         );
     }

@@ -1,15 +1,15 @@
 //! How many handles one allocation may map, and the cheapest way to so much memory.
 
-use crate::allocator::extent::plan::Release;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::physical::bursts::{BURST_MAPS, MAPS, NEAR_PART, REPAID};
+use crate::allocator::physical::plan::Release;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::layout::cut;
 use crate::allocator::view::mapping::{Layout, Openings};
 
-impl State {
+impl Heap {
     /// Whether so many bytes more leave the bounds in force.
     pub(crate) fn bounds_hold(&self, more: u64) -> bool {
         let limit = self.physical.limit.unwrap_or(u64::MAX);

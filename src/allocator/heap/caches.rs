@@ -10,19 +10,18 @@ use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId, State as Extent};
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::PAGE_GRANULES;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
-use crate::allocator::stream::slot::AfterFree;
-use crate::allocator::stream::slot::{Holder, StreamKey};
+use crate::allocator::stream::slot::{self, AfterFree, Holder, StreamKey};
 
 static POOL: FrontPool = FrontPool::new();
 
-impl State {
+impl Heap {
     // ---- fronts and their streams --------------------------------------------------------------
 
     /// The front of a stream that the calling thread should use. Makes the first one.
     pub(crate) fn front_of(&mut self, stream: u32, thread: usize) -> &'static Front {
-        let known = &self.streams[stream].fronts;
+        let known = self.fronts.of(stream);
         match known.len() {
             0 => self.add_front(stream),
             count => known[thread % count],
@@ -41,48 +40,32 @@ impl State {
             inner.allocator = self.fronts.id;
             inner.key = slot.key.number();
             inner.slot = stream;
-            inner.heap.set_ticket(slot.open);
+            inner.runs.set_ticket(slot.open);
             inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
         }
-        self.streams[stream].fronts.push(front);
-        let at = self.fronts.all.partition_point(|f| f.rank < front.rank);
-        self.fronts.all.insert(at, front);
+        self.fronts.add(stream, front);
         front
     }
 
     /// Threads keep meeting at a front: gives its stream twice as many.
     pub(crate) fn split_front(&mut self, stream: u32, key: StreamKey) {
         let slot = &self.streams[stream];
-        if !slot.in_use || slot.key != key || !self.packed {
+        if !slot.in_use || slot.key != key || !self.rules.caches() {
             return;
         }
         let most = self.fronts.threads.min(MOST_FRONTS);
-        let count = slot.fronts.len();
+        let count = self.fronts.of(stream).len();
         for _ in count..(2 * count).min(most) {
             self.add_front(stream);
-        }
-    }
-
-    /// Lets the fronts of a stream work without a look at the books, or stops them.
-    pub(crate) fn set_fast(&mut self, stream: u32, fast: bool) {
-        for front in &self.streams[stream].fronts {
-            front.lock().set_fast(fast);
         }
     }
 
     /// Lets the fronts of all streams that get more work go on without a look at the books.
     pub(crate) fn open_fronts(&mut self) {
         let open = !self.closed && !self.orphaned;
-        let streams: Vec<(u32, bool)> = self
-            .streams
-            .iter()
-            .map(|(stream, slot)| {
-                let known = matches!(slot.key, StreamKey::Id(_));
-                (stream, known && slot.named)
-            })
-            .collect();
-        for (stream, working) in streams {
-            self.set_fast(stream, open && working);
+        for (stream, slot) in self.streams.iter() {
+            let known = matches!(slot.key, StreamKey::Id(_));
+            self.fronts.set_fast(stream, open && known && slot.named);
         }
     }
 
@@ -98,21 +81,8 @@ impl State {
 
     /// Gives the fronts of a stream back; nothing is live or held back in them.
     pub(crate) fn drop_fronts(&mut self, stream: u32) {
-        let fronts = std::mem::take(&mut self.streams[stream].fronts);
         self.fold_peaks();
-        for front in &fronts {
-            let inner = front.lock();
-            self.fronts.limit -= inner.accounts.allocated.limit();
-            for (gone, total) in self.fronts.gone.iter_mut().zip(inner.accounts.totals()) {
-                *gone += total;
-            }
-            self.fronts.reused += inner.shelf.reused();
-            self.fronts.pending_peak += inner.pending_peak;
-        }
-        self.fronts
-            .all
-            .retain(|front| !fronts.iter().any(|gone| std::ptr::eq(*gone, *front)));
-        for front in fronts {
+        for front in self.fronts.remove(stream) {
             POOL.give_back(front);
         }
     }
@@ -141,8 +111,7 @@ impl State {
         hot.state = Extent::Used;
         hot.stream = stream;
         self.fronts.page_ids.insert(base, id);
-        self.streams[stream].pages += 1;
-        let page = inner.heap.add_page(info);
+        let page = inner.runs.add_page(info);
         self.fronts.table.set(base, front, page);
         Ok(())
     }
@@ -156,11 +125,10 @@ impl State {
     ) -> bool {
         let (mut inner, mut any) = (front.lock(), false);
         let stream = inner.slot;
-        while let Some((info, ticket)) = inner.heap.remove_page(keep) {
+        while let Some((info, ticket)) = inner.runs.remove_page(keep) {
             self.fronts.table.clear(info);
             any = true;
             let u = self.streams.ticket(stream, Some(ticket));
-            self.streams[stream].pages -= 1;
             if let Some(id) = self.fronts.page_ids.remove(&info.base) {
                 self.extents.records.cold_mut(id).freed = self.frees;
                 self.extents.records.cold_mut(id).owner = stream;
@@ -182,7 +150,7 @@ impl State {
             match self.streams[inner.slot].holder {
                 Holder::Retired => {
                     inner.take_back(false);
-                    inner.heap.flush_quick();
+                    inner.runs.flush_quick();
                     Some(0)
                 }
                 _ => inner.pages_to_keep(),
@@ -195,7 +163,7 @@ impl State {
 
     /// Hands back what one stream's fronts hold and do not need; true if there was anything.
     pub(crate) fn flush_fronts_of(&mut self, stream: u32) -> bool {
-        let fronts = self.streams[stream].fronts.clone();
+        let fronts = self.fronts.of(stream).to_vec();
         let flush = |any, front| self.flush_front(front) | any;
         fronts.into_iter().fold(false, flush)
     }
@@ -206,7 +174,7 @@ impl State {
         {
             let mut inner = front.lock();
             inner.take_back(false);
-            inner.heap.flush_quick();
+            inner.runs.flush_quick();
         }
         settled | self.return_pages(front, 0, &mut AfterFree::default())
     }
@@ -222,7 +190,7 @@ impl State {
                 (
                     inner.slot,
                     inner.take_quiet(),
-                    inner.heap.take_needed_pages(),
+                    inner.runs.take_needed_pages(),
                 )
             };
             let gave = match quiet {
@@ -270,7 +238,7 @@ impl State {
                 return false;
             };
             // In one step with reading it: another thread may be noting a use of its own there.
-            inner.heap.set_using(run.node, Using::MANY);
+            inner.runs.set_using(run.node, Using::MANY);
             live.using
         };
         let mut known = self.recorded_uses(run.ptr, using);
@@ -287,7 +255,7 @@ impl State {
     /// Takes the uses of a live small block out of where they are noted.
     fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
         if let Some(stream) = using.slot() {
-            self.streams.uncount_recorded(stream, 1);
+            self.fronts.uncount_recorded(stream, 1);
             return vec![Recorded {
                 stream,
                 ticket: None,
@@ -298,6 +266,14 @@ impl State {
             self.streams[one.stream].live -= 1;
         }
         known
+    }
+
+    /// Closes the open batch of a stream, in its fronts too: what they free from now on is under the next
+    /// ticket, before any event is recorded for the batch.
+    pub(crate) fn close_batch(&mut self, stream: u32) -> slot::Batch {
+        let batch = self.streams.close_batch(stream);
+        self.fronts.set_ticket(stream, self.streams[stream].open);
+        batch
     }
 
     /// Closes the open batches of a front, or those of one other stream in it.
@@ -327,7 +303,7 @@ impl State {
         after: &mut AfterFree,
     ) {
         let u = self.streams.ticket(batch.stream, None);
-        self.streams
+        self.fronts
             .uncount_recorded(batch.stream, batch.nodes.len() as i64);
         self.streams.count_free(&u, batch.bytes, after);
         self.fronts.held_back.push(HeldBack {
@@ -355,7 +331,7 @@ impl State {
             };
             inner.account_free(live);
             if live.using == Using::NONE {
-                inner.heap.put(node, live.granules);
+                inner.runs.put(node, live.granules);
             } else {
                 inner.hold_back(node);
                 inner.waiting += 1;

@@ -18,7 +18,7 @@ use crate::allocator::cache::front::{Kind, Node};
 use crate::allocator::extent::invariant::{CheckError, holds, same};
 use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
 use crate::allocator::extent::space::{Space, class_of};
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::size::{PAGE, PHYSICAL_GRANULE};
 use crate::allocator::view::mapping::push_part;
 
@@ -38,9 +38,10 @@ pub(crate) struct Sums {
     pages: u64,
     /// Bytes lent to blocks in views.
     lent: u64,
+    quarantined: u64,
 }
 
-impl State {
+impl Heap {
     pub(crate) fn check(&self) -> Result<(), CheckError> {
         let mut sums = Sums::default();
         for space in self.extents.spaces() {
@@ -57,6 +58,11 @@ impl State {
             "block starts known",
             sums.live[0] + sums.live[1],
             self.extents.lookup.len() as u64,
+        )?;
+        same(
+            "quarantined extents listed",
+            sums.quarantined,
+            self.physical.quarantined.len() as u64,
         )?;
         same("pages known", sums.pages, self.fronts.page_ids.len() as u64)?;
         self.check_fronts(&sums)?;
@@ -137,7 +143,14 @@ impl State {
                     }
                     Extent::Used => self.check_used(space, at, sums)?,
                     Extent::Lent => sums.lent += hot.bytes(),
-                    Extent::Busy | Extent::Quarantined => {}
+                    Extent::Quarantined => {
+                        sums.quarantined += 1;
+                        holds(
+                            "a quarantined extent is listed",
+                            self.physical.quarantined.contains(&at),
+                        )?;
+                    }
+                    Extent::Busy => {}
                     Extent::Vacant => holds("a linked record is in use", false)?,
                 }
                 if hot.state != Extent::Unmapped && space.id != SpaceId::Views {
@@ -156,7 +169,7 @@ impl State {
 
     fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
         let hot = &self.extents.records[id];
-        if self.packed && space.id == SpaceId::Small {
+        if self.rules.caches() && space.id == SpaceId::Small {
             sums.pages += 1;
             same("a page has its size", PAGE, hot.bytes())?;
             same(
@@ -301,7 +314,7 @@ impl State {
         // What a growth is mapping right now stands in a claimed extent but is not held yet.
         same(
             "mapped extents are held from the driver",
-            held + self.physical.planned * u64::from(self.packed),
+            held + self.physical.planned * u64::from(self.rules.maps()),
             mapped,
         )?;
         same(
@@ -342,19 +355,19 @@ impl State {
                 *held_back.entry((held.front.rank, *node)).or_default() += 1;
             }
         }
-        for (stream, slot) in self.streams.iter() {
+        for (stream, _) in self.streams.iter() {
             let mut own = 0;
-            for front in &slot.fronts {
+            for front in self.fronts.of(stream) {
                 let inner = front.lock();
                 fronts += 1;
-                own += inner.heap.page_count() as u64;
+                own += inner.runs.page_count() as u64;
                 same("a front knows its stream", stream.into(), inner.slot.into())?;
                 same(
                     "a front knows its allocator",
                     self.fronts.id,
                     inner.allocator,
                 )?;
-                if let Err(what) = inner.heap.check() {
+                if let Err(what) = inner.runs.check() {
                     return holds(what, false);
                 }
                 let mut live = [0; 3];
@@ -363,7 +376,7 @@ impl State {
                 for node in batches.chain(returned).flatten() {
                     *held_back.entry((front.rank, *node)).or_default() += 1;
                 }
-                for (page, info) in inner.heap.pages() {
+                for (page, info) in inner.runs.pages() {
                     let found = self
                         .fronts
                         .table
@@ -374,14 +387,14 @@ impl State {
                         found == Some((front.rank, page)),
                     )?;
                     for run in inner
-                        .heap
+                        .runs
                         .runs(page)
                         .filter(|run| run.kind == Kind::Pending)
                     {
                         let times = held_back.remove(&(front.rank, run.node)).unwrap_or(0);
                         same("a run that waits is held back once", 1, times)?;
                     }
-                    for block in inner.heap.runs(page).filter_map(|run| run.live) {
+                    for block in inner.runs.runs(page).filter_map(|run| run.live) {
                         let bytes = u64::from(block.granules) * crate::allocator::size::GRANULE;
                         live[0] += bytes;
                         live[1] += u64::from(block.requested);
@@ -397,7 +410,6 @@ impl State {
                     inner.waiting.into(),
                 )?;
             }
-            same("pages of a stream", own, slot.pages.into())?;
             pages += own;
         }
         holds("what is held back waits in a page", held_back.is_empty())?;

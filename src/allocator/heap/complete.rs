@@ -2,9 +2,9 @@
 
 use crate::allocator::extent::index::Entry;
 use crate::allocator::extent::record::{MIXED, SpaceId};
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 
-impl State {
+impl Heap {
     /// Drops from all pieces what is complete now.
     pub(crate) fn settle(&mut self) {
         self.streams.take_advanced();
@@ -108,8 +108,8 @@ mod tests {
         let engine = allocator.engine();
         let key = context.key();
         let held: Arc<_> = {
-            let state = engine.lock();
-            let pool = state.streams.events.get(&key).ok_or("no pool")?;
+            let heap = engine.lock();
+            let pool = heap.streams.events.get(&key).ok_or("no pool")?;
             Arc::clone(pool.first().ok_or("no event")?)
         };
         let mut others = Vec::new();

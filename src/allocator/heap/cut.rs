@@ -1,12 +1,12 @@
 //! Shortening a view: which one is worth it, and its parts before and after.
 
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::physical::LEVELS;
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Openings, Seg, View};
 
-impl State {
+impl Heap {
     /// The view to cut before a stitch, if the request would lack fewer bytes then.
     pub(crate) fn plan_cut(&self, want: &Want, open: &Openings) -> Option<Cut> {
         if self.physical.level + 1 < LEVELS || want.align > 1 {
@@ -134,6 +134,7 @@ mod tests {
     use crate::allocator::cache::front::PageTable;
     use crate::allocator::extent::handle::Borders;
     use crate::allocator::extent::record::{SpaceId, State as Extent};
+    use crate::allocator::physical::policy::Rules;
     use std::sync::Arc;
 
     const HANDLE: u64 = 16 << 20;
@@ -141,23 +142,23 @@ mod tests {
 
     /// Books on the last level with views of handles that are open (`true`) or not, each with room for
     /// many more.
-    fn books(views: &[(u64, &[bool])]) -> (State, Openings) {
+    fn books(views: &[(u64, &[bool])]) -> (Heap, Openings) {
         let tuning = Config::new().tuning();
         let table = Arc::new(PageTable::new());
-        let mut state = State::new(
+        let mut heap = Heap::new(
             (crate::allocator::cache::front::nobody(), 0),
             table,
             0,
-            true,
+            Rules::Packed,
             None,
             tuning,
         );
-        state.physical.level = LEVELS - 1;
+        heap.physical.level = LEVELS - 1;
         let (mut ranges, mut home) = (Vec::new(), HANDLE);
         for (base, open) in views {
             let mut segs = Vec::new();
             for open in *open {
-                let handle = state.physical.handles.add(home, GRANULES);
+                let handle = heap.physical.handles.add(home, GRANULES);
                 segs.push(Seg {
                     home,
                     granules: GRANULES,
@@ -169,19 +170,19 @@ mod tests {
                 home += 2 * HANDLE;
             }
             let room = 256 * GRANULES;
-            let range = state
+            let range = heap
                 .extents
                 .records
                 .make(SpaceId::Views, Extent::Busy, *base, room);
             let view = View::new(range, room, segs);
-            state.put_view(*base, view);
+            heap.put_view(*base, view);
         }
         let open = Openings {
-            borders: Borders::new(&state.physical.handles, &ranges),
+            borders: Borders::new(&heap.physical.handles, &ranges),
             ranges,
             more: false,
         };
-        (state, open)
+        (heap, open)
     }
 
     fn want(handles: u32) -> Want {
@@ -205,44 +206,40 @@ mod tests {
     fn the_longest_run_is_continued() {
         for (base, keep) in [(1 << 40, 7), (3 << 40, 7)] {
             let other = 2 << 40;
-            let (state, open) = books(&[(other, SHORT), (base, LONG)]);
-            let cut = state.plan_cut(&want(20), &open);
+            let (heap, open) = books(&[(other, SHORT), (base, LONG)]);
+            let cut = heap.plan_cut(&want(20), &open);
             assert_eq!(cut, Some(Cut { base, keep }));
         }
         // Of equal ones, the one with the lowest address.
-        let (state, open) = books(&[(4 << 40, LONG), (2 << 40, SHORT), (3 << 40, LONG)]);
+        let (heap, open) = books(&[(4 << 40, LONG), (2 << 40, SHORT), (3 << 40, LONG)]);
         let base = 3 << 40;
-        assert_eq!(
-            state.plan_cut(&want(20), &open),
-            Some(Cut { base, keep: 7 })
-        );
-        let (mut state, open) = books(&[(1 << 40, LONG), (2 << 40, BUSY)]);
-        let busy = |state: &mut State, busy| {
-            let view = state.views.map.get_mut(&(2 << 40));
+        assert_eq!(heap.plan_cut(&want(20), &open), Some(Cut { base, keep: 7 }));
+        let (mut heap, open) = books(&[(1 << 40, LONG), (2 << 40, BUSY)]);
+        let busy = |heap: &mut Heap, busy| {
+            let view = heap.views.map.get_mut(&(2 << 40));
             view.into_iter().for_each(|view| view.busy = busy);
-            state.plan_cut(&want(20), &open).map(|cut| cut.base)
+            heap.plan_cut(&want(20), &open).map(|cut| cut.base)
         };
-        assert_eq!(busy(&mut state, true), Some(1 << 40));
-        assert_eq!(busy(&mut state, false), Some(2 << 40));
+        assert_eq!(busy(&mut heap, true), Some(1 << 40));
+        assert_eq!(busy(&mut heap, false), Some(2 << 40));
     }
 
     /// Two threads may plan the same cut one after the other.
     #[test]
     fn a_view_that_was_cut_meanwhile_is_left_alone() {
-        let (mut state, open) = books(&[(1 << 40, LONG)]);
-        let cut = state.plan_cut(&want(20), &open).unwrap();
-        let (_, gone) = state.cut_view(cut).unwrap();
-        assert!(state.cut_view(cut).is_none(), "its end is being unmapped");
-        state.cut_done(cut, gone, true);
-        assert!(state.cut_view(cut).is_none(), "it has no such end");
+        let (mut heap, open) = books(&[(1 << 40, LONG)]);
+        let cut = heap.plan_cut(&want(20), &open).unwrap();
+        let (_, gone) = heap.cut_view(cut).unwrap();
+        assert!(heap.cut_view(cut).is_none(), "its end is being unmapped");
+        heap.cut_done(cut, gone, true);
+        assert!(heap.cut_view(cut).is_none(), "it has no such end");
         assert!(
-            state
-                .views
+            heap.views
                 .map
                 .values()
                 .all(|view| !view.busy && view.calls == 0)
         );
-        assert_eq!(state.views.segs_under_way, 0);
+        assert_eq!(heap.views.segs_under_way, 0);
     }
 
     /// An open end serves as well as a run that is hardly longer.
@@ -251,16 +248,12 @@ mod tests {
         let mut end = [true; 8];
         end[0] = false;
         for (open_end, cut) in [(5, true), (6, false), (7, false)] {
-            let (state, open) = books(&[(1 << 40, LONG), (2 << 40, &end[..=open_end])]);
-            assert_eq!(
-                state.plan_cut(&want(20), &open).is_some(),
-                cut,
-                "{open_end}"
-            );
+            let (heap, open) = books(&[(1 << 40, LONG), (2 << 40, &end[..=open_end])]);
+            assert_eq!(heap.plan_cut(&want(20), &open).is_some(), cut, "{open_end}");
         }
         // Six handles are a twentieth of 120.
-        let (state, open) = books(&[(1 << 40, LONG)]);
-        assert!(state.plan_cut(&want(120), &open).is_some());
-        assert_eq!(state.plan_cut(&want(121), &open), None);
+        let (heap, open) = books(&[(1 << 40, LONG)]);
+        assert!(heap.plan_cut(&want(120), &open).is_some());
+        assert_eq!(heap.plan_cut(&want(121), &open), None);
     }
 }

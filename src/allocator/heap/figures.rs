@@ -3,16 +3,16 @@
 
 use crate::allocator::extent::record::COMPLETE;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, Stranded};
 use crate::allocator::size::GRANULE;
 
-impl State {
+impl Heap {
     /// The figures of how memory lies that cost little.
     pub(crate) fn packing(&self) -> Packing {
         let view_granules: u64 = self.views.map.values().map(|v| u64::from(v.granules)).sum();
         Packing {
-            soft_cap: match self.packed && self.peak_live > 0 {
+            soft_cap: match self.rules.maps() && self.peak_live > 0 {
                 true => self.soft_cap(),
                 false => 0,
             },
@@ -93,7 +93,7 @@ impl State {
             reason,
             requested: want.requested,
             added,
-            beyond_cap: self.packed && held > self.soft_cap(),
+            beyond_cap: self.rules.maps() && held > self.soft_cap(),
         });
     }
 }

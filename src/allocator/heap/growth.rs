@@ -1,13 +1,15 @@
 //! What to ask of the driver: growth and release, planned on the books before any call is made.
 
-use crate::allocator::extent::plan::{Growth, Opening, Release, fresh_uses};
 use crate::allocator::extent::record::{SpaceId, State as Extent};
+use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::physical::LEVELS;
+use crate::allocator::physical::plan::Release;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
 use crate::allocator::stream::finder::Finder;
+use crate::allocator::stream::slot::PendingWait;
 
 /// A new handle is at least this part of the request that it is made for, by level. Most memory is made
 /// on the levels between, and what is large there is pinned by a small part for ever: with an eighth from
@@ -22,7 +24,46 @@ const SCARCE_PART: u64 = 2048;
 
 const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 
-impl State {
+/// How a request that found no memory gets some.
+#[derive(Debug)]
+pub(crate) struct Growth {
+    pub space: SpaceId,
+    /// The claimed extent: free memory before and behind a hole, and the part of the hole between.
+    pub id: u32,
+    pub shards: Vec<Shard>,
+    /// Waits that the free memory in it needs.
+    pub waits: Vec<PendingWait>,
+    /// Granules of the extent before the block itself.
+    pub skip: u32,
+    /// First byte to map.
+    pub addr: u64,
+    /// Sizes of the handles to make, in address order.
+    pub sizes: Vec<u64>,
+}
+
+impl Growth {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.sizes.iter().sum()
+    }
+}
+
+/// What a request could grow into.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Opening {
+    /// The first extent of the claimed range.
+    pub(crate) first: u32,
+    /// Granules from the range's start to the block, for its alignment.
+    pub(crate) skip: u32,
+    /// Granules of usable memory before the hole.
+    pub(crate) before: u64,
+    pub(crate) hole: u32,
+    /// Granules of the hole that are mapped.
+    pub(crate) mapped: u64,
+    /// Granules of usable memory behind the hole that the block needs.
+    pub(crate) behind: u64,
+}
+
+impl Heap {
     /// Size of the handles for a growth.
     pub(crate) fn handle_size(&self, want: &Want, missing: u64) -> u64 {
         if want.space == SpaceId::Small {
@@ -89,7 +130,7 @@ impl State {
 
     /// Bytes that a growth for this request would add at least, if there is address space for it.
     pub(crate) fn missing(&self, want: &Want) -> Option<u64> {
-        if !self.packed {
+        if !self.rules.maps() {
             return Some(classic_segment_for(u64::from(want.span()) * GRANULE));
         }
         if want.in_one_handle() {
@@ -314,7 +355,7 @@ impl State {
     pub(crate) fn ungrown(&mut self, want: &Want, mut growth: Growth, handles: &[u64]) {
         self.hold_all(&growth, handles);
         let (at, _) = self.extents.parts(growth.space);
-        let fresh = fresh_uses(at, want.stream);
+        let fresh = at.fresh_uses(want.stream);
         for shard in growth.shards.iter_mut().filter(|shard| !shard.mapped) {
             (shard.mapped, shard.owner) = (true, want.stream);
             shard.uses = fresh.clone();
@@ -393,31 +434,6 @@ impl Keep {
         match self {
             Keep::Held(bytes) => bytes,
             Keep::Cached(bytes) => bytes.saturating_add(allocated),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::allocator::extent::plan::tile;
-
-    #[test]
-    fn tiling_covers_exactly_with_the_fewest_pieces_of_halving_size() {
-        let mib = 1 << 20;
-        assert_eq!(tile(14 * mib, 8 * mib), [8 * mib, 4 * mib, 2 * mib]);
-        assert_eq!(tile(6 * mib, 6 * mib), [6 * mib]);
-        assert_eq!(tile(2 * mib, 64 * mib), [2 * mib]);
-        for granules in 1..200 {
-            for size in [1, 2, 3, 5, 8, 16] {
-                let sizes = tile(granules * PHYSICAL_GRANULE, size * PHYSICAL_GRANULE);
-                assert_eq!(sizes.iter().sum::<u64>(), granules * PHYSICAL_GRANULE);
-                assert!(
-                    sizes
-                        .iter()
-                        .all(|s| s % PHYSICAL_GRANULE == 0 && *s <= size * PHYSICAL_GRANULE)
-                );
-            }
         }
     }
 }

@@ -4,12 +4,12 @@ use crate::allocator::cache::HeldBack;
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::heap::guarded::Guarding;
 use crate::allocator::report::PhysicalSegment;
 use crate::allocator::size::GRANULE;
 
-impl State {
+impl Heap {
     /// The live block around a range, and where the range lies.
     pub(crate) fn segments(
         &mut self,

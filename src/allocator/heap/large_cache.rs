@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use crate::allocator::cache::front::{Front, Shelved};
 use crate::allocator::extent::invariant::{CheckError, holds, same};
 use crate::allocator::extent::record::State as Extent;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 
-impl State {
+impl Heap {
     /// A block was handed out by the books: puts it on the shelf of its front if that may be of use. Not
     /// one for which a request had wishes: another one would get a place elsewhere. Whether it is there.
     #[inline]
@@ -129,14 +129,17 @@ impl State {
 
     /// Frees what nobody holds on the shelves of one stream.
     pub(crate) fn settle_shelves_of(&mut self, stream: u32) {
-        for at in 0..self.streams[stream].fronts.len() {
-            self.settle_shelf(self.streams[stream].fronts[at]);
+        for at in 0..self.fronts.of(stream).len() {
+            self.settle_shelf(self.fronts.of(stream)[at]);
         }
     }
 
     /// A large request that the shelf of its front could not serve: what nobody holds there goes back,
     /// so that the request finds what it would find without shelves.
     pub(crate) fn pass_by_shelf(&mut self, front: &'static Front, contended: bool) {
+        if !self.rules.caches() {
+            return;
+        }
         self.unshelve_loose();
         if self.fronts.crowd > 0 {
             self.settle_shelf(front);

@@ -2,11 +2,11 @@
 
 use crate::driver::Context;
 
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::Holder;
 
-impl State {
+impl Heap {
     /// The streams of a context get no more work, and what they were given cannot be asked for: it is
     /// complete when everything was waited for.
     pub(crate) fn context_gone(&mut self, key: u64, own: &Context) {
@@ -18,13 +18,13 @@ impl State {
         let mut events = self.streams.events.remove(&key).unwrap_or_default();
         for stream in gone {
             self.streams.forget_key(stream);
-            self.set_fast(stream, false);
+            self.fronts.set_fast(stream, false);
             for front in self.fronts.all().to_vec() {
                 self.close_batches(front, Some(stream), &mut AfterFree::default());
             }
             self.flush_fronts_of(stream);
             // Everything up to here is under tickets below the one that is open.
-            drop(self.streams.close_batch(stream));
+            drop(self.close_batch(stream));
             let slot = &mut self.streams[stream];
             slot.context = own.clone();
             slot.holder = Holder::Retired;

@@ -4,10 +4,10 @@ use crate::driver::DriverError;
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::view::mapping::{Stitch, Unmapped};
 
-impl State {
+impl Heap {
     /// Books what is left of a stitch that failed.
     pub(crate) fn not_mapped(
         &mut self,

@@ -2,15 +2,16 @@
 
 use crate::allocator::error::{OutOfMemory, PendingBytes, PinnedSegment};
 use crate::allocator::extent::handle::Stray;
-use crate::allocator::extent::plan::{Growth, Release};
 use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::physical::GrowthFailure;
+use crate::allocator::physical::plan::Release;
 use crate::allocator::size::GRANULE;
 use crate::driver::DriverError;
 
-impl State {
+impl Heap {
     /// Enters address space that was leased for an arena; `grown`: it lengthens the lease before it.
     pub(crate) fn add_addresses(&mut self, space: SpaceId, base: u64, bytes: u64, grown: bool) {
         match self.physical.spans.range_mut(..base).next_back() {
@@ -58,7 +59,7 @@ impl State {
             let Some((base, hole)) = hole else { continue };
             let skip = ((addr - base) / GRANULE) as u32;
             if let Some((id, _)) = self.claim(space, hole, skip, (bytes / GRANULE) as u32) {
-                self.extents.records[id].state = Extent::Quarantined;
+                self.quarantine(id);
                 self.hold(addr, bytes, Some(handle), space);
             }
         }
@@ -78,7 +79,7 @@ impl State {
         &mut self,
         release: Release,
         (unmapped, freed): GivenBack,
-        still_mapped: impl FnOnce(&mut State, Release),
+        still_mapped: impl FnOnce(&mut Heap, Release),
     ) -> (u64, Option<DriverError>) {
         if let Err(error) = unmapped {
             still_mapped(self, release);
@@ -121,26 +122,36 @@ impl State {
         }
     }
 
-    /// Whether an earlier failure left memory behind that nobody can use.
-    pub(crate) fn has_leftovers(&self) -> bool {
-        let quarantined = |(_, hot): (u32, &crate::allocator::extent::record::Hot)| {
-            hot.state == Extent::Quarantined
-        };
-        !self.physical.strays.is_empty() || self.extents.records.iter().any(quarantined)
+    /// A handle that could not be unmapped stays apart.
+    pub(crate) fn quarantine(&mut self, id: u32) {
+        self.extents.records[id].state = Extent::Quarantined;
+        self.physical.quarantined.push(id);
     }
 
     /// What an earlier failure left behind, claimed so that nobody else tries at the same time.
     pub(crate) fn claim_leftovers(&mut self) -> (Vec<Stray>, Vec<Release>) {
-        let quarantined = self.quarantined();
-        for release in &quarantined {
-            self.extents.records[release.id].state = Extent::Busy;
-        }
+        let mut quarantined = std::mem::take(&mut self.physical.quarantined);
+        quarantined.sort_unstable();
+        let releases = quarantined.into_iter().filter_map(|id| {
+            let hot = &mut self.extents.records[id];
+            let holding = self.physical.holdings.get(&hot.addr)?;
+            hot.state = Extent::Busy;
+            Some(Release {
+                space: holding.space,
+                id,
+                shards: Vec::new(),
+                addr: hot.addr,
+                bytes: holding.bytes,
+                handle: holding.handle,
+            })
+        });
+        let releases = releases.collect();
         let idle = self.physical.strays.iter_mut().filter(|stray| !stray.busy);
         let claim = |stray: &mut Stray| {
             stray.busy = true;
             *stray
         };
-        (idle.map(claim).collect(), quarantined)
+        (idle.map(claim).collect(), releases)
     }
 
     /// A stray was released, or stays one.
@@ -157,30 +168,10 @@ impl State {
         }
     }
 
-    /// Quarantined ranges as releases.
-    pub(crate) fn quarantined(&self) -> Vec<Release> {
-        let ranges = self
-            .extents
-            .records
-            .iter()
-            .filter(|(_, hot)| hot.state == Extent::Quarantined);
-        ranges
-            .filter_map(|(id, hot)| {
-                let holding = self.physical.holdings.get(&hot.addr)?;
-                Some(Release {
-                    space: holding.space,
-                    id,
-                    shards: Vec::new(),
-                    addr: hot.addr,
-                    bytes: holding.bytes,
-                    handle: holding.handle,
-                })
-            })
-            .collect()
-    }
-
-    /// What an out-of-memory error reports of the books.
-    pub(crate) fn picture(&mut self, requested: u64) -> OutOfMemory {
+    /// Counts a request that found no memory. What the error reports of the heap.
+    pub(crate) fn out_of_memory(&mut self, requested: u64) -> OutOfMemory {
+        self.stats.misses += 1;
+        self.stats.ooms += 1;
         let (_, allocated) = self.live_totals();
         OutOfMemory {
             requested,

@@ -1,5 +1,7 @@
 //! Everything that one lock guards: extents, streams, statistics. No driver calls here.
 
+#![forbid(unsafe_code)]
+
 pub(crate) mod blocks;
 pub(crate) mod budget;
 pub(crate) mod bursts;
@@ -43,7 +45,8 @@ use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::guarded::Guards;
 use crate::allocator::physical::Physical;
-use crate::allocator::size::{CLASSIC_SMALL_LIMIT, GRANULE, PACKED_SMALL_LIMIT, classic_granules};
+use crate::allocator::physical::policy::Rules;
+use crate::allocator::size::GRANULE;
 use crate::allocator::stats::Stats;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::finder::{Finder, Run};
@@ -58,10 +61,10 @@ fn mixed_bytes(shards: &[Shard]) -> u64 {
 
 /// What one lock guards.
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct Heap {
     /// Ordinal of the device.
     pub device: usize,
-    pub packed: bool,
+    pub rules: Rules,
     pub extents: Extents,
     pub physical: Physical,
     pub views: Views,
@@ -85,18 +88,18 @@ pub(crate) struct State {
     pub orphaned: bool,
 }
 
-impl State {
+impl Heap {
     pub(crate) fn new(
         owner: (Weak<dyn KeepAlive>, u64),
         table: Arc<PageTable>,
         device: usize,
-        packed: bool,
+        rules: Rules,
         limit: Option<u64>,
         tuning: Tuning,
     ) -> Self {
-        State {
+        Heap {
             device,
-            packed,
+            rules,
             extents: Extents::default(),
             physical: Physical::new(limit, tuning),
             views: Views::default(),
@@ -112,16 +115,6 @@ impl State {
             closed: false,
             orphaned: false,
         }
-    }
-
-    /// The pool of a rounded request.
-    pub(crate) fn is_small(&self, rounded: u64) -> bool {
-        rounded
-            <= if self.packed {
-                PACKED_SMALL_LIMIT
-            } else {
-                CLASSIC_SMALL_LIMIT
-            }
     }
 
     /// The eye of one stream on one space.
@@ -225,13 +218,9 @@ impl State {
         self.mixed_peak = self.mixed_peak.max(mixed);
     }
 
-    /// Granules that a request gets out of an extent: classic does not split everything.
+    /// Granules that a request gets out of an extent.
     pub(crate) fn granules_of(&self, want: &Want, available: u64) -> u32 {
-        if self.packed {
-            want.granules
-        } else {
-            classic_granules(want.space == SpaceId::Small, available, want.granules)
-        }
+        self.rules.granules_of(want.space, want.granules, available)
     }
 
     /// Claims a request's part of a run of which some pieces need a wait. Returns it and what stood
@@ -292,7 +281,7 @@ impl State {
         let (requested, in_view) = (cold.requested, !cold.home().is_empty());
         let shared = !cold.recorded().is_empty();
         self.extents.lookup.remove(addr);
-        if self.packed {
+        if self.rules.caches() {
             self.fronts.habits.freed(id, granules);
         }
         self.stats

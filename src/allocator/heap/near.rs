@@ -1,11 +1,11 @@
 //! Free memory near an address that the caller names, and the best fit of what is ready.
 
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stream::finder::Run;
 
-impl State {
+impl Heap {
     pub(crate) fn take_near(&mut self, want: &Want, near: &[u64]) -> Option<u32> {
         let id = near.iter().find_map(|addr| self.take_at(want, *addr))?;
         self.stats.rungs.ready += 1;

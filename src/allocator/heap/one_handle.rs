@@ -1,10 +1,9 @@
 //! Blocks that lie inside one physical handle.
 
-use crate::allocator::extent::plan::Growth;
-use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
-use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::growth::Growth;
+use crate::allocator::size::GRANULE;
 use crate::allocator::stream::finder::Finder;
 use crate::allocator::view::mapping::Openings;
 
@@ -24,25 +23,7 @@ pub(crate) enum Next {
     MakeRoom,
 }
 
-impl Want {
-    /// Whether the block may lie in a view.
-    pub(crate) fn may_view(&self) -> bool {
-        self.views && !self.single && self.space == SpaceId::Large
-    }
-
-    /// Whether the block has to be looked for handle by handle.
-    pub(crate) fn in_one_handle(&self) -> bool {
-        // A page lies inside a handle, because both are powers of two.
-        self.single && self.space == SpaceId::Large
-    }
-
-    /// Bytes of a handle that is made for the request alone.
-    pub(crate) fn handle_bytes(&self) -> u64 {
-        (u64::from(self.granules) * GRANULE).next_multiple_of(PHYSICAL_GRANULE)
-    }
-}
-
-impl State {
+impl Heap {
     /// The next thing to try: the tightest open stretch of a handle, a handle of its own below the
     /// soft cap, a stretch behind waits, a handle below the limit.
     pub(crate) fn next_in_one_handle(&mut self, want: &Want) -> Next {
@@ -69,6 +50,14 @@ impl State {
             return self.one_handle(want, hole, skip);
         }
         Next::MakeRoom
+    }
+
+    /// Takes a request that has to lie inside one handle from memory that is ready.
+    pub(crate) fn take_in_handle(&mut self, want: &Want) -> Option<u32> {
+        let place = self.place_in_handle(want, |finder, id| finder.ready(id))?;
+        let (id, _) = self.claim(want.space, place.first, place.skip, want.granules)?;
+        self.stats.rungs.ready += 1;
+        Some(id)
     }
 
     fn place_in_handle(

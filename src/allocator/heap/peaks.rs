@@ -7,7 +7,7 @@ use crate::allocator::cache::front::{
 };
 use crate::allocator::cache::{Locked, SmallTotals, totals};
 use crate::allocator::extent::invariant::{CheckError, holds, same};
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stats::{Counter, PoolStats, Stats};
 
@@ -20,7 +20,7 @@ fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
     ]
 }
 
-impl State {
+impl Heap {
     /// Takes a small request that may be a new peak; with an owner only if the front still serves it
     /// without a look at the books.
     pub(crate) fn take_at_peak(
@@ -174,8 +174,13 @@ impl State {
             }
             pending += inner.pending_bytes();
             pending_peak += inner.pending_peak;
-            quick += u64::from(inner.heap.quick_granules()) * GRANULE;
+            quick += u64::from(inner.runs.quick_granules()) * GRANULE;
             free += inner.free_bytes();
+            let runs = inner.runs.free_runs();
+            stats.free_blocks += runs + inner.shelf.held().blocks;
+            stats.nodes += runs;
+            let largest = inner.runs.largest_free().max(inner.shelf.largest_free());
+            stats.largest_free = stats.largest_free.max(largest);
         }
         let current = self::totals(&locked);
         let (small, all) = self.bounds(&locked);
@@ -199,6 +204,7 @@ impl State {
                 bound.max(active.current)
             };
         }
+        stats.nodes += current[2];
         let held = held(&locked);
         let mut reused = self.fronts.reused;
         for inner in &locked {
@@ -308,12 +314,12 @@ mod tests {
             const BYTES: usize = 3 << 20;
             drop(allocator.allocate(BYTES, a).unwrap());
             {
-                let mut state = allocator.engine().lock();
-                assert_eq!(state.fronts.held_on_shelves().blocks, 1);
-                state.stats.all.allocated.peak = 0;
-                let locked = state.fronts.lock_fronts();
-                state.settle_peaks(locked);
-                assert_eq!(state.stats.all.allocated.peak, 0);
+                let mut heap = allocator.engine().lock();
+                assert_eq!(heap.fronts.held_on_shelves().blocks, 1);
+                heap.stats.all.allocated.peak = 0;
+                let locked = heap.fronts.lock_fronts();
+                heap.settle_peaks(locked);
+                assert_eq!(heap.stats.all.allocated.peak, 0);
             }
             allocator.check().unwrap();
             let block = allocator.allocate(BYTES, a).unwrap();

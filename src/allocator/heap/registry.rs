@@ -5,14 +5,14 @@ use crate::driver::Context;
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Space;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
 /// Idle streams of the caller are forgotten above this number of known streams.
 const MANY_STREAMS: usize = 64;
 
-impl State {
+impl Heap {
     pub(crate) fn adopt(
         &mut self,
         key: StreamKey,
@@ -32,7 +32,7 @@ impl State {
     /// must not.
     pub(crate) fn streams_changed(&mut self) {
         self.stats.streams = self.streams.len() as u64;
-        if !self.packed {
+        if !self.rules.maps() {
             return;
         }
         let single = !self.streams.several();
@@ -71,7 +71,7 @@ impl State {
             self.close_batches(front, Some(stream), &mut AfterFree::default());
         }
         self.flush_fronts_of(stream);
-        let busy = self.streams.front_uses(stream) > 0;
+        let busy = self.fronts.uses_of(stream) > 0;
         let slot = &mut self.streams[stream];
         if slot.live > 0 || busy {
             slot.open_uses = slot.open_uses.saturating_add(1);
@@ -82,7 +82,7 @@ impl State {
     pub(crate) fn recycle(&mut self, stream: u32) {
         let many = self.streams.len() > MANY_STREAMS;
         let forgettable = matches!(self.streams[stream].holder, Holder::Foreign(_)) && many;
-        if forgettable && self.streams[stream].pages > 0 {
+        if forgettable && self.fronts.pages_of(stream) > 0 {
             // What was freed in its pages is counted from here on: later, when it is complete.
             self.flush_fronts_of(stream);
             return;
@@ -102,14 +102,15 @@ impl State {
             return;
         }
         // From here on nobody allocates on it without a look at the books.
-        self.set_fast(stream, false);
+        self.fronts.set_fast(stream, false);
         self.flush_fronts_of(stream);
         let slot = &self.streams[stream];
         let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
-        if !drained || self.streams.front_uses(stream) > 0 {
+        if !drained || self.fronts.uses_of(stream) > 0 {
             let slot = &self.streams[stream];
             let fast = !self.closed && slot.named;
-            self.set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
+            self.fronts
+                .set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
             return;
         }
         self.streams[stream].holder = Holder::Retired;

@@ -4,20 +4,22 @@ use crate::allocator::cache::front::{PAGE_GRAINS, Small};
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
+use crate::allocator::request::Request;
 use crate::allocator::size::{GRANULE, MAX_ALIGNMENT, round_size};
 
-/// A request whose numbers are in order.
+/// A [`Request`] whose numbers are in order.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Request {
+pub(crate) struct Checked {
     pub requested: u64,
     granules: u32,
     align: u32,
-    /// See [`Placement`](crate::allocator::Placement).
+    /// The block lies inside one physical handle.
     pub single: bool,
+    /// The block may lie in a view.
     pub views: bool,
 }
 
-impl Request {
+impl Checked {
     pub(crate) fn new(bytes: usize, alignment: usize) -> Result<Self, Error> {
         if bytes == 0 {
             return Err(Error::InvalidSize { requested: 0 });
@@ -33,13 +35,21 @@ impl Request {
             });
         }
         let granules = |bytes: u64| u32::try_from(bytes / GRANULE).unwrap_or(u32::MAX);
-        Ok(Request {
+        Ok(Checked {
             requested: bytes as u64,
             granules: granules(rounded),
             align: granules((alignment as u64).max(GRANULE)),
             single: false,
             views: true,
         })
+    }
+
+    /// Checks a request.
+    pub(crate) fn of(request: &Request) -> Result<Self, Error> {
+        let mut checked = Checked::new(request.bytes(), request.alignment())?;
+        checked.single = request.single_handle;
+        checked.views = request.views;
+        Ok(checked)
     }
 
     /// Whether the block may lie anywhere.

@@ -1,11 +1,11 @@
 //! Segments of the classic policy: which to ask the driver for.
 
-use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::stream::finder::Run;
 
-impl State {
+impl Heap {
     /// Plans a segment of the classic policy.
     pub(crate) fn plan_segment(&mut self, want: &Want) -> Option<Growth> {
         let bytes = self.missing(want)?;

@@ -1,14 +1,14 @@
 //! Memory for the test of second layouts.
 
-use crate::allocator::extent::plan::Release;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
+use crate::allocator::physical::plan::Release;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::{Lent, Site, Stitch};
 
-impl State {
+impl Heap {
     /// Claims a home and a view for one new handle, if the limit and the address space allow it.
     pub(crate) fn plan_test(&mut self, want: &Want) -> Option<Stitch> {
         if self.room() < PHYSICAL_GRANULE {

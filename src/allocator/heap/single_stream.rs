@@ -4,33 +4,34 @@ use crate::allocator::cache::front::cache;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::extent::uses::Use;
-use crate::allocator::heap::State;
-use crate::allocator::heap::request::Request;
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::Device;
 
-impl State {
+impl Heap {
     /// Takes a large request out of the stream's own free memory. `None`, with nothing changed that
     /// the ladder would not change, if something else is to be done for it.
     pub(crate) fn take_ready(
         &mut self,
         device: Device,
         key: StreamKey,
-        request: &Request,
+        request: &Checked,
     ) -> Option<Grant> {
         let StreamKey::Id(id) = key else {
             return None;
         };
-        let plain = self.packed && request.is_plain() && request.small().is_none();
+        let plain = self.rules.caches() && request.is_plain() && request.small().is_none();
         let alone = !self.streams.several() && self.fronts.due.is_empty();
         let calm = self.fronts.crowd == 0 && !self.physical.bursts.debt;
         if !(plain && alone && calm) {
             return None;
         }
         let stream = self.streams.find_again(key)?;
-        let slot = &mut self.streams[stream];
-        let front = *slot.fronts.first()?;
-        if slot.fronts.len() > 1 || slot.context.device() != device {
+        let &[front] = self.fronts.of(stream) else {
+            return None;
+        };
+        if self.streams[stream].context.device() != device {
             return None;
         }
         self.unshelve_loose();
@@ -61,7 +62,7 @@ impl State {
         if self.streams.several()
             || !self.extents.large.merge_own
             || self.guards.any()
-            || !self.packed
+            || !self.rules.caches()
         {
             return false;
         }

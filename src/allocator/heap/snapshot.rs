@@ -2,11 +2,11 @@
 
 use crate::allocator::cache::front::{Kind, Node, PAGE_GRAINS, Run};
 use crate::allocator::extent::record::{NIL, SpaceId, State as Extent};
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
 use crate::allocator::size::GRANULE;
 
-impl State {
+impl Heap {
     pub(crate) fn block_info(&self, id: u32) -> BlockInfo {
         let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
         let number = |stream: u32| self.streams[stream].key.number();
@@ -75,7 +75,7 @@ impl State {
                                 address: hot.addr,
                                 size: hot.bytes(),
                                 small: space.id != SpaceId::Large,
-                                mapped: self.packed,
+                                mapped: self.rules.maps(),
                                 view: false,
                                 blocks,
                             }),
@@ -122,7 +122,7 @@ impl State {
     /// A page stands for the blocks that were carved from it.
     fn blocks_of(&self, space: SpaceId, id: u32, blocks: &mut Vec<BlockInfo>) {
         let hot = &self.extents.records[id];
-        let page = (self.packed && space == SpaceId::Small && hot.state == Extent::Used)
+        let page = (self.rules.caches() && space == SpaceId::Small && hot.state == Extent::Used)
             .then(|| self.fronts.table.find(hot.addr))
             .flatten();
         let Some((front, page)) = page else {

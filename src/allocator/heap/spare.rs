@@ -2,14 +2,15 @@
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 
-impl State {
+impl Heap {
     /// Whether a request should leave handles whole where it can: near the limit, where others must find
     /// whole ones to stitch, if it is small. Not of a lone stream, whose requests are served without any
     /// look at handles.
     pub(crate) fn spares_handles(&self, want: &Want) -> bool {
-        want.space == SpaceId::Large
+        self.rules.maps()
+            && want.space == SpaceId::Large
             && u64::from(want.granules) * crate::allocator::size::GRANULE < SPARING_BELOW
             && self.streams.several()
             && !self.bounds_hold(0)

@@ -3,10 +3,10 @@
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
 //! memory, then the one that maps the fewest handles, because the driver's price is per handle.
 
-use crate::allocator::extent::plan::Growth;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::growth::Growth;
 use crate::allocator::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
 use crate::allocator::view::mapping::{Layout, Openings, Stitch};
 use crate::allocator::view::sources::Sources;
@@ -23,7 +23,7 @@ const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
 const VIEW_MAPS_MIN: usize = 32_768;
 const VIEW_MAPS_PER_HANDLE: usize = 32;
 
-impl State {
+impl Heap {
     /// The layout for a request that needs the least new memory, then the fewest handles, given what
     /// is open at home.
     fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {

@@ -2,11 +2,11 @@
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Fresh, Layout, Lent, Seg, Site, Stitch, View};
 
-impl State {
+impl Heap {
     /// Claims what a layout takes.
     pub(crate) fn claim_layout(&mut self, want: &Want, layout: Layout) -> Option<Stitch> {
         let site = self.site(want, &layout)?;

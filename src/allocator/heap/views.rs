@@ -16,11 +16,23 @@ use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Lent, Openings, View, ViewRun};
 
-impl State {
+impl Heap {
+    /// A place in a view that the stream may use without a wait, if views may serve the request at all.
+    pub(crate) fn cached_view(
+        &self,
+        want: &Want,
+        (views, total_memory): (bool, u64),
+    ) -> Option<ViewRun> {
+        if !want.fits_views(views, total_memory) || self.views.map.is_empty() {
+            return None;
+        }
+        self.find_in_views(want, &self.openings(want, false)?)
+    }
+
     /// The smallest run over all views that holds a request, given what is open at home.
     pub(crate) fn find_in_views(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;

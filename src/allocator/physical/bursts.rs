@@ -48,6 +48,6 @@ pub(crate) const BURST_MAPS: usize = 300;
 pub(crate) const REPAID: usize = 8;
 
 /// Above this part of the limit the bounds do not hold. New handles are small there
-/// (`State::handle_size`); with larger ones, and bounds up to 0.8 of the limit, the smallest limit
+/// (`Heap::handle_size`); with larger ones, and bounds up to 0.8 of the limit, the smallest limit
 /// of recorded work rose by 1.5 points.
 pub(crate) const NEAR_PART: u64 = 2;

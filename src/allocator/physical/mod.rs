@@ -2,15 +2,17 @@
 
 pub(crate) mod address;
 pub(crate) mod bursts;
+pub(crate) mod plan;
+pub(crate) mod policy;
 
 use std::collections::BTreeMap;
 
 use crate::allocator::config::Tuning;
 use crate::allocator::extent::handle::{Handles, Holding, Stray};
-use crate::allocator::extent::plan::tile;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::physical::bursts::Account;
+use crate::allocator::physical::plan::tile;
 use crate::allocator::report::{GrowthInfo, PhysicalSegment};
 use crate::driver::DriverError;
 
@@ -23,6 +25,8 @@ pub(crate) struct Physical {
     pub handles: Handles,
     /// Handles that are mapped nowhere and could not be released yet.
     pub strays: Vec<Stray>,
+    /// Records of handles that could not be unmapped yet: nobody can use them.
+    pub quarantined: Vec<u32>,
     /// Reserved address ranges: base to bytes.
     pub spans: BTreeMap<u64, u64>,
     /// Bytes that growth under way will add.
@@ -50,6 +54,7 @@ impl Physical {
             holdings: BTreeMap::new(),
             handles: Handles::default(),
             strays: Vec::new(),
+            quarantined: Vec::new(),
             spans: BTreeMap::new(),
             planned: 0,
             limit,
@@ -60,6 +65,11 @@ impl Physical {
             tuning,
             bursts: Account::default(),
         }
+    }
+
+    /// Whether an earlier failure left memory behind that nobody can use.
+    pub(crate) fn has_leftovers(&self) -> bool {
+        !self.strays.is_empty() || !self.quarantined.is_empty()
     }
 
     /// Counts a large request, which makes up for a part of a map.

@@ -23,12 +23,12 @@ impl Engine {
             // away, and every use through the view's addresses was seen complete by the host.
             unsafe { entered.mem_unmap(at, bytes as usize) }
         });
-        let mut state = self.lock();
+        let mut heap = self.lock();
         if unmapped.is_ok() {
-            state.extents.lookup.forget(at, bytes);
+            heap.extents.lookup.forget(at, bytes);
         }
-        state.cut_done(cut, gone, unmapped.is_ok());
-        drop(state);
+        heap.cut_done(cut, gone, unmapped.is_ok());
+        drop(heap);
         unmapped.map_err(|error| self.error(error))
     }
 }

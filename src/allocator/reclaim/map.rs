@@ -2,60 +2,26 @@
 
 use crate::driver::DriverError;
 
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::State;
+use crate::allocator::heap::Heap;
 use crate::allocator::physical::LEVELS;
-use crate::allocator::reclaim::climb::{Climb, VIEW_ADDRESSES};
+use crate::allocator::reclaim::choice::VIEW_ADDRESSES;
+use crate::allocator::reclaim::stage::Climb;
+use crate::allocator::report::GrowthReason;
 use crate::allocator::size::GRANULE;
-use crate::allocator::view::mapping::{Stitch, Unmapped, ViewRun};
+use crate::allocator::view::mapping::{Stitch, Unmapped};
 
 impl Engine {
-    /// Takes a run in a view, after the waits that it needs.
-    pub(crate) fn take_in_view<'a>(
-        &'a self,
-        mut state: Guard<'a>,
-        want: &Want,
-        run: ViewRun,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let Some(view) = state.views.map.get(&run.base) else {
-            return Ok((state, None));
-        };
-        let parts = view.home_parts(run.offset, want.granules);
-        let Some(mut lent) = state.lend(want.space, want.stream, &parts) else {
-            return Ok((state, None));
-        };
-        if !lent.waits.is_empty() {
-            // The view must not go while the waits are made.
-            state.views.hold_view(run.base, true);
-            drop(state);
-            let waits = std::mem::take(&mut lent.waits);
-            let waited = self.queue_waits(want.stream, &waits);
-            drop(waits);
-            state = self.lock();
-            state.views.hold_view(run.base, false);
-            if let Err(error) = waited {
-                state.give_home(want.space, lent);
-                return Err(error);
-            }
-        }
-        state.stats.rungs.views += 1;
-        let parts = lent.parts.into_iter().map(|(id, _)| id).collect();
-        let id = state.view_block(run.base, run.offset, want.granules, parts);
-        Ok((state, Some(id)))
-    }
-
     /// Maps what a stitch planned, and takes the block.
-    pub(crate) fn stitch<'a>(
-        &'a self,
-        state: Guard<'a>,
+    pub(crate) fn stitch(
+        &self,
         want: &Want,
         mut stitch: Stitch,
-        climb: &mut Climb,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let reason = state.growth_reason(want, 0);
-        drop(state);
+        reason: GrowthReason,
+        climb: &mut Climb<'_>,
+    ) -> Result<Option<u32>, Error> {
         let new = stitch.fresh.as_ref().map_or(0, |f| f.bytes());
         // Their events may have no other holder by then, and are not destroyed under the lock.
         let waits = std::mem::take(&mut stitch.lent.waits);
@@ -63,9 +29,8 @@ impl Engine {
             Ok(true) => {}
             refused => {
                 drop(waits);
-                let mut state = self.lock();
-                state.not_stitched(want, stitch, 0, &[]);
-                return refused.map(|_| (state, None));
+                self.lock().not_stitched(want, stitch, 0, &[]);
+                return refused.map(|_| None);
             }
         }
         let waited = self.queue_waits(want.stream, &waits);
@@ -79,35 +44,35 @@ impl Engine {
             .as_ref()
             .err()
             .map_or(0, |failed| self.driver_free(failed.error()));
-        let mut state = self.lock();
+        let mut heap = self.lock();
         let error = match outcome {
             Ok(handles) => {
                 let maps = stitch.maps();
                 if new > 0 {
-                    state.note_growth(reason, want, new);
+                    heap.note_growth(reason, want, new);
                 }
-                state.stats.rungs.stitched += 1;
-                state.spent(maps);
+                heap.stats.rungs.stitched += 1;
+                heap.spent(maps);
                 self.driver().add_view_maps(maps as u64);
-                let id = state.stitched(want, stitch, &handles);
-                drop(state);
+                let id = heap.stitched(want, stitch, &handles);
+                drop(heap);
                 // A view that cannot be unmapped stays; that is no reason to fail the request.
                 if let Err(error) = self.shed_views(want.stream) {
                     log::debug!("idle views were kept: {error}");
                 }
-                return Ok((self.lock(), Some(id)));
+                return Ok(Some(id));
             }
-            Err(failed) => state.not_mapped(want, stitch, failed),
+            Err(failed) => heap.not_mapped(want, stitch, failed),
         };
-        self.refused(&mut state, error, free.min(new.saturating_sub(1)), climb)?;
-        Ok((state, None))
+        self.refused(&mut heap, error, free.min(new.saturating_sub(1)), climb)?;
+        Ok(None)
     }
 
     /// After a stitch: lets idle views go if all of them have too many mappings.
     fn shed_views(&self, stream: u32) -> Result<(), Error> {
         let (excess, asks) = {
-            let state = self.lock();
-            (state.excess_view_maps(), self.asks_about_views(&state))
+            let heap = self.lock();
+            (heap.excess_view_maps(), self.asks_about_views(&heap))
         };
         if asks {
             self.see_views_idle(stream)?;
@@ -121,20 +86,19 @@ impl Engine {
 
     /// Whether one stream works alone, and a view might go or be cut before its next stitch: nobody else
     /// asks then if the stream is done with it.
-    fn asks_about_views(&self, state: &State) -> bool {
+    fn asks_about_views(&self, heap: &Heap) -> bool {
         let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
-        let wanted = state.excess_view_maps() > 0
-            || state.extents.view_addresses() > most
-            || state.physical.level + 1 == LEVELS;
-        wanted && !state.streams.several()
+        let wanted = heap.excess_view_maps() > 0
+            || heap.extents.view_addresses() > most
+            || heap.physical.level + 1 == LEVELS;
+        wanted && !heap.streams.several()
     }
 
     /// Marks what a stream uses by now, and sees what the marker of the last time says.
     fn see_views_idle(&self, stream: u32) -> Result<(), Error> {
         let key = self.lock().streams[stream].key;
         self.mark_all([(stream, key)]);
-        drop(self.poll(self.lock())?);
-        Ok(())
+        self.poll()
     }
 
     pub(crate) fn map_stitch(&self, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {
@@ -246,14 +210,14 @@ impl Engine {
                 Ok(_) => Ok(()),
                 Err(error) => Err(error),
             };
-            let mut state = self.lock();
+            let mut heap = self.lock();
             match unmapped {
                 Ok(()) => {
-                    state.extents.lookup.forget(*base, bytes);
-                    state.view_gone(&view);
+                    heap.extents.lookup.forget(*base, bytes);
+                    heap.view_gone(&view);
                 }
                 Err(error) => {
-                    state.view_stays(*base, view);
+                    heap.view_stays(*base, view);
                     first = first.or(Some(error));
                 }
             }

@@ -5,4 +5,5 @@ pub(crate) mod climb;
 pub(crate) mod cut;
 pub(crate) mod map;
 pub(crate) mod repay;
+pub(crate) mod stage;
 pub(crate) mod steps;

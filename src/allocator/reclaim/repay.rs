@@ -7,27 +7,23 @@
 //! a hard limit none of this holds: there memory always wins. Nothing here reads a clock: times are counted
 //! in handles.
 
-use crate::allocator::engine::{Engine, Guard};
-use crate::allocator::size::PACKED_SMALL_LIMIT;
+use crate::allocator::engine::Engine;
 
 impl Engine {
-    /// After an allocation of so many bytes: gives a part back of what an earlier one created beyond
+    /// After a large allocation: gives a part back of what an earlier one created beyond
     /// the soft cap. Never waits; what cannot go now goes with a later allocation.
-    pub(crate) fn repay(&self, state: Guard<'_>, stream: u32, bytes: u64) {
-        if !state.physical.bursts.debt || bytes <= PACKED_SMALL_LIMIT {
-            return;
+    pub(crate) fn repay(&self, stream: u32) {
+        if let Err(error) = self.poll_for(stream) {
+            return log::debug!("nothing was repaid: {error}");
         }
-        let mut state = match self.poll_for(state, stream) {
-            Ok(state) => state,
-            Err(error) => return log::debug!("nothing was repaid: {error}"),
-        };
-        let plan = state.plan_repayment();
+        let mut heap = self.lock();
+        let plan = heap.plan_repayment();
         let handles = plan.len() as u64;
-        let slot = &state.streams[stream];
+        let slot = &heap.streams[stream];
         // What one stream alone frees is never marked otherwise.
         let mark =
-            (handles == 0 && state.physical.bursts.debt && !slot.covered()).then_some(slot.key);
-        drop(state);
+            (handles == 0 && heap.physical.bursts.debt && !slot.covered()).then_some(slot.key);
+        drop(heap);
         if let Some(key) = mark {
             return self.mark_all([(stream, key)]);
         }
@@ -36,9 +32,9 @@ impl Engine {
         }
         match self.release(plan) {
             Ok(released) => {
-                let mut state = self.lock();
-                state.physical.bursts.figures.repaid += handles;
-                state.physical.bursts.figures.repaid_bytes += released;
+                let mut heap = self.lock();
+                heap.physical.bursts.figures.repaid += handles;
+                heap.physical.bursts.figures.repaid_bytes += released;
             }
             Err(error) => log::debug!("less was repaid than planned: {error}"),
         }

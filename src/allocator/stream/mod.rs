@@ -3,7 +3,8 @@
 //! Tickets of a slot only rise, also when a later stream takes the slot over, so that nothing that
 //! is known about an old ticket can be mistaken for knowledge about a new one.
 
-pub(crate) mod answers;
+#![forbid(unsafe_code)]
+
 pub(crate) mod finder;
 pub(crate) mod poll;
 pub(crate) mod slot;
@@ -110,8 +111,6 @@ impl Streams {
             leaving: 0,
             live: 0,
             calls: 0,
-            fronts: Vec::new(),
-            pages: 0,
             open,
             completed,
             row: Arc::default(),
@@ -249,15 +248,11 @@ impl Streams {
     }
 
     /// Closes the open batch of a stream: frees from now on get a later ticket, so a marker that is
-    /// recorded after this covers everything up to the bound.
+    /// recorded after this covers everything up to the bound. The caches hear of it by `Heap::close_batch`.
     pub(crate) fn close_batch(&mut self, stream: u32) -> Batch {
         let slot = &mut self.slots[stream as usize];
         let bound = slot.open;
         slot.open += 1;
-        // Before any event is recorded for the batch.
-        for front in &slot.fronts {
-            front.lock().heap.set_ticket(slot.open);
-        }
         let uses = std::mem::take(&mut slot.open_uses);
         let bytes = std::mem::take(&mut slot.open_bytes);
         slot.punctual = slot.punctual.saturating_sub(1);
@@ -409,26 +404,6 @@ impl Streams {
             .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
             .map(|(stream, slot)| (stream, slot.key))
             .collect()
-    }
-
-    /// Everything that a stream's fronts know to be in use: live blocks, uses recorded on it, and
-    /// pages.
-    pub(crate) fn front_uses(&self, stream: u32) -> u64 {
-        let slot = &self[stream];
-        let mut recorded = 0;
-        let mut blocks = u64::from(slot.pages);
-        for front in &slot.fronts {
-            let inner = front.lock();
-            blocks += inner.accounts.blocks.current() + u64::from(inner.waiting);
-            recorded += inner.recorded;
-        }
-        blocks + u64::try_from(recorded).unwrap_or(0)
-    }
-
-    pub(crate) fn uncount_recorded(&mut self, stream: u32, count: i64) {
-        if let Some(front) = self[stream].fronts.first() {
-            front.lock().recorded -= count;
-        }
     }
 
     /// Why a stream that a call names is not known.

@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::allocator::cache::front::{Front, pause};
 use crate::driver::{Context, Event, Stream, sys};
+use crate::sync::lock::pause;
 
 /// An event recorded on a stream after everything freed under tickets up to the bound.
 #[derive(Debug, Clone)]
@@ -108,9 +108,6 @@ pub(crate) struct Slot {
     pub live: u64,
     /// Calls under way that name the stream.
     pub calls: u32,
-    /// Where its small blocks come from, and the pages that are there.
-    pub fronts: Vec<&'static Front>,
-    pub pages: u32,
     /// The ticket of the next free.
     pub open: u64,
     /// Tickets up to here are complete as observed by the host.

@@ -3,6 +3,8 @@
 //!
 //! A program is its [`Kind`] and its numbers; equal ones give equal traces on every machine.
 
+#![forbid(unsafe_code)]
+
 mod draft;
 mod large;
 mod random;

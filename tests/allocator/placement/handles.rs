@@ -2,7 +2,7 @@
 
 use super::*;
 use cualloc::Policy;
-use cualloc::allocator::Placement;
+use cualloc::allocator::Request;
 
 fn segments(allocator: &Allocator, block: &Block) -> usize {
     let segments = allocator.segments_of(block.ptr(), block.size()).unwrap();
@@ -18,7 +18,7 @@ fn a_single_handle_holds_the_block_that_asks_for_it() {
         };
         let allocator = rig.allocator_with(config);
         let stream = rig.stream();
-        let single = Placement::new().single_handle(true);
+        let single = |bytes| Request::new(bytes).single_handle();
         let plain = allocator.allocate(20 * MIB, &stream).unwrap();
         assert_eq!(
             segments(&allocator, &plain),
@@ -27,7 +27,7 @@ fn a_single_handle_holds_the_block_that_asks_for_it() {
         drop(plain);
         let mut places = Vec::new();
         for bytes in [100, 200 * KIB, 3 * MIB, 20 * MIB, 20 * MIB] {
-            let block = allocator.allocate_with(bytes, &single, &stream).unwrap();
+            let block = allocator.allocate_with(single(bytes), &stream).unwrap();
             assert_eq!(segments(&allocator, &block), 1, "{bytes} bytes");
             rig.stamp(block.ptr(), bytes, 3, &stream);
             places.push(block.ptr());
@@ -35,9 +35,9 @@ fn a_single_handle_holds_the_block_that_asks_for_it() {
         }
         // The handle that was made for the first is used again.
         assert_eq!(places[3], places[4]);
-        let aligned = single.alignment(1 << 20);
-        let small = allocator.allocate_with(9 * MIB, &single, &stream).unwrap();
-        let block = allocator.allocate_with(5 * MIB, &aligned, &stream).unwrap();
+        let aligned = single(5 * MIB).align(1 << 20);
+        let small = allocator.allocate_with(single(9 * MIB), &stream).unwrap();
+        let block = allocator.allocate_with(aligned, &stream).unwrap();
         assert!(block.ptr().is_multiple_of(1 << 20));
         assert_eq!(segments(&allocator, &block), 1);
         drop((small, block));
@@ -52,11 +52,11 @@ fn a_single_handle_below_a_limit_takes_the_place_of_small_ones() {
         let allocator = rig.allocator_with(small_handles().limit(Some(limit)));
         let stream = rig.stream();
         drop(scatter(&allocator, &stream, 9));
-        let single = Placement::new().single_handle(true);
-        let block = allocator.allocate_with(32 * MIB, &single, &stream).unwrap();
+        let single = |bytes| Request::new(bytes).single_handle();
+        let block = allocator.allocate_with(single(32 * MIB), &stream).unwrap();
         assert_eq!(segments(&allocator, &block), 1);
         assert!(allocator.stats().all.reserved.peak <= limit);
-        let error = allocator.allocate_with(32 * MIB, &single, &stream);
+        let error = allocator.allocate_with(single(32 * MIB), &stream);
         assert!(error.unwrap_err().is_out_of_memory());
         allocator.check().unwrap();
         drop(block);
@@ -69,14 +69,14 @@ fn a_single_handle_of_another_stream_is_waited_for() {
     only(Policy::Packed, |rig| {
         let allocator = rig.allocator_with(small_handles().limit(Some(48 << 20)));
         let [a, b] = rig.streams();
-        let single = Placement::new().single_handle(true);
-        let first = allocator.allocate_with(32 * MIB, &single, &a).unwrap();
+        let single = |bytes| Request::new(bytes).single_handle();
+        let first = allocator.allocate_with(single(32 * MIB), &a).unwrap();
         drop(allocator.allocate(MIB, &b).unwrap());
         let hold = rig.hold(&a);
         rig.stamp(first.ptr(), 32 * MIB, 1, &a);
         let ptr = first.ptr();
         drop(first);
-        let second = allocator.allocate_with(32 * MIB, &single, &b).unwrap();
+        let second = allocator.allocate_with(single(32 * MIB), &b).unwrap();
         assert_eq!(second.ptr(), ptr);
         rig.stamp(ptr, 32 * MIB, 2, &b);
         hold.release();
@@ -92,10 +92,8 @@ fn a_block_that_must_not_lie_in_a_view_costs_new_memory() {
         let allocator = rig.allocator_with(small_handles());
         let stream = rig.stream();
         let kept = scatter(&allocator, &stream, 20);
-        let at_home = Placement::new().views(false);
-        let block = allocator
-            .allocate_with(40 * MIB, &at_home, &stream)
-            .unwrap();
+        let at_home = |bytes| Request::new(bytes).views(false);
+        let block = allocator.allocate_with(at_home(40 * MIB), &stream).unwrap();
         let stats = allocator.stats();
         assert_eq!((stats.packing.views, stats.packing.view_live), (0, 0));
         assert_eq!(stats.all.reserved.current, 122 * MIB as u64);
@@ -104,9 +102,7 @@ fn a_block_that_must_not_lie_in_a_view_costs_new_memory() {
         assert_eq!(allocator.stats().packing.view_live, 44 * MIB as u64);
         drop(block);
         // Nor does it take a view that is there.
-        let block = allocator
-            .allocate_with(44 * MIB, &at_home, &stream)
-            .unwrap();
+        let block = allocator.allocate_with(at_home(44 * MIB), &stream).unwrap();
         assert_eq!(allocator.stats().packing.view_live, 0);
         drop((block, kept));
         rig.close(&allocator);

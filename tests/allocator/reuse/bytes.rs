@@ -257,9 +257,10 @@ fn r47_a_live_block_strands_no_memory() {
         drop(large);
         stream.synchronize().unwrap();
         let other = first.clone();
-        second.add_relief_hook("the other", move |_| {
-            other.trim(0).map_or(0, |trimmed| trimmed.released)
-        });
+        second.add_relief_hook(cualloc::allocator::ReliefHook::new(
+            "the other",
+            move |_| other.trim(0).map_or(0, |trimmed| trimmed.released),
+        ));
         let theirs = second.allocate(1000 * MIB, &stream).unwrap();
         assert!(first.stats().all.reserved.current <= 4 << 20);
         rig.stamp(theirs.ptr(), 1000 * MIB, 6, &stream);

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, mpsc};
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Policy};
+use cualloc::allocator::{Allocator, Config, Policy, Request};
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::pool::{WorkspaceConfig, WorkspacePool};
@@ -462,8 +462,8 @@ fn d7_a_synchronisation_that_fails_changes_nothing() {
         drop(block);
         let trimmed = allocator.trim(u64::MAX).unwrap();
         assert_eq!(trimmed.pending, 0);
-        let next = allocator.allocate_at_hand(8 * MIB, 1, &t, &[]).unwrap();
-        assert!(next.is_some(), "nothing is left to wait for");
+        let next = allocator.allocate_with(Request::new(8 * MIB).cached_only(), &t);
+        assert!(next.is_ok(), "nothing is left to wait for");
         drop(next);
         assert_eq!(allocator.stats().streams, 1, "the retired one is over");
         rig.close(&allocator);

@@ -1,7 +1,7 @@
 //! Default streams by their special handles: always those of the allocator's context.
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Error, Placement};
+use cualloc::allocator::{Allocator, Config, Error, Request};
 use cualloc::driver::{Context, Stream, sys};
 
 /// The special handles.
@@ -56,10 +56,8 @@ fn d11_special_handles_name_streams_of_the_allocators_context() {
                         let ptr = allocator.allocate_raw(bytes, handle(value)).unwrap();
                         let info = allocator.block_of(ptr).unwrap();
                         allocator.free_raw(ptr).unwrap();
-                        let aligned = Placement::new().alignment(4096);
-                        let with = allocator
-                            .allocate_raw_with(bytes, &aligned, handle(value))
-                            .unwrap();
+                        let aligned = Request::new(bytes).align(4096);
+                        let with = allocator.allocate_raw_with(aligned, handle(value)).unwrap();
                         assert_eq!(allocator.block_of(with).unwrap().stream, info.stream);
                         allocator
                             .record_stream_raw(recorded.ptr(), handle(value))
@@ -210,12 +208,8 @@ fn d11_another_current_context_is_an_error_where_it_is_checked() {
                         is_refused(result, value, other, &rig.context);
                     };
                     check(allocator.allocate_raw(bytes, special).map(drop));
-                    let placement = Placement::new();
-                    check(
-                        allocator
-                            .allocate_raw_with(bytes, &placement, special)
-                            .map(drop),
-                    );
+                    let request = Request::new(bytes);
+                    check(allocator.allocate_raw_with(request, special).map(drop));
                     check(allocator.record_stream_raw(block.ptr(), special));
                     check(allocator.record_use_raw(block.ptr(), special));
                     check(allocator.mark_raw(special));

@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use crate::common::*;
 use cualloc::Config;
-use cualloc::allocator::{Allocator, Block, Error, Policy};
+use cualloc::allocator::{Allocator, Block, Error, Policy, Request};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::FailPlan;
 
@@ -31,8 +31,9 @@ fn beside_pending<'a>(rig: &'a Rig, [a, b]: [&Stream; 2]) -> (Allocator, u64, Bl
 
 /// Whether something that a stream may have at once lies in the memory in use.
 fn hands_out(allocator: &Allocator, stream: &Stream, at: u64) -> bool {
-    let got = allocator.allocate_at_hand(MIB, 1, stream, &[]).unwrap();
-    got.is_some_and(|block| (at..at + USED as u64).contains(&block.ptr()))
+    let got = allocator.allocate_with(Request::new(MIB).cached_only(), stream);
+    assert!(matches!(got, Ok(_) | Err(Error::NotCached)));
+    got.is_ok_and(|block| (at..at + USED as u64).contains(&block.ptr()))
 }
 
 /// D1: an aligned growth beside memory that another stream uses, of which any call fails. The gap before
@@ -50,7 +51,7 @@ fn d1_a_growth_that_fails_keeps_the_uses_of_what_lay_beside_it() {
                 let [a, b, c] = rig.streams();
                 let (allocator, at, wall, hold) = beside_pending(rig, [&a, &b]);
                 sim.fail(FailPlan::call(name, code).unwrap().nth(nth));
-                let result = allocator.allocate_aligned(ALIGNED, 2 * MIB, &b);
+                let result = allocator.allocate_with(Request::new(ALIGNED).align(2 * MIB), &b);
                 over.set(sim.clear_failures() > 0);
                 if let Err(error) = &result {
                     assert!(matches!(error, Error::Driver(_)), "{error:?}");
@@ -79,7 +80,9 @@ fn d1_the_gap_before_a_grown_block_follows_its_stream() {
         let [a, b, c] = rig.streams();
         let (allocator, at, wall, hold) = beside_pending(rig, [&a, &b]);
         let waits = rig.calls("cuStreamWaitEvent");
-        let block = allocator.allocate_aligned(ALIGNED, 2 * MIB, &b).unwrap();
+        let block = allocator
+            .allocate_with(Request::new(ALIGNED).align(2 * MIB), &b)
+            .unwrap();
         assert_eq!(rig.calls("cuStreamWaitEvent"), waits + 1);
         assert!(block.ptr() > at && block.ptr() < at + USED as u64);
         assert!(!hands_out(&allocator, &c, at), "two streams use it");

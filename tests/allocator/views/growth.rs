@@ -3,7 +3,7 @@
 use super::{PART, TWO, packed, view_of};
 use crate::common::*;
 use cualloc::Block;
-use cualloc::allocator::{Allocator, Policy};
+use cualloc::allocator::{Allocator, Policy, Request};
 use cualloc::driver::Stream;
 use cualloc::sim::SimConfig;
 
@@ -289,7 +289,9 @@ fn small_requests_of_a_lone_stream_spare_nothing() {
         );
         let first = kept[0].1.ptr();
         for align in [1, 1024] {
-            let block = allocator.allocate_aligned(MIB, align, &a).unwrap();
+            let block = allocator
+                .allocate_with(Request::new(MIB).align(align), &a)
+                .unwrap();
             assert_eq!(block.ptr() - first, (2 * MIB) as u64);
         }
         drop((kept, other));

@@ -2,7 +2,7 @@
 
 use super::{PART, TWO, lent, packed, scattered, view_of};
 use crate::common::*;
-use cualloc::allocator::{Config, Error};
+use cualloc::allocator::{Config, Error, Request};
 
 /// R3, R61: what is free but scattered serves a block larger than any piece, to the byte.
 #[test]
@@ -194,7 +194,9 @@ fn blocks_in_views_are_aligned() {
         let first = allocator.allocate(TWO, &a).unwrap();
         drop(first);
         for align in [2 * MIB, MIB, 4 * KIB] {
-            let block = allocator.allocate_aligned(7 * MIB, align, &a).unwrap();
+            let block = allocator
+                .allocate_with(Request::new(7 * MIB).align(align), &a)
+                .unwrap();
             assert!(view_of(&allocator, &block).is_some());
             assert!(block.ptr().is_multiple_of(align as u64), "{align}");
             rig.stamp(block.ptr(), 7 * MIB, 5, &a);

@@ -166,7 +166,7 @@ fn resource_columns(w: &World) -> Outcome {
     let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::Bool, 2000, &b)?;
     let owned = zeros.into_owned().map_err(|_| "shared")?;
     if let Err(failed) = owned.free() {
-        resource.deallocate(*failed.block)?;
+        resource.deallocate_block(*failed.value)?;
         return Err(failed.error.into());
     }
     resource.reap()?;
@@ -361,7 +361,7 @@ fn native(w: &World) -> Outcome {
     work(&w.context, second.ptr(), 4096, &b)?;
     if let Err(error) = second.record_use(&b) {
         // Nobody knows of the use but who made it.
-        b.synchronize()?;
+        b.synchronize().or_else(|_| b.synchronize())?;
         return Err(error.into());
     }
     drop(second);
@@ -426,7 +426,7 @@ fn threshold(w: &World) -> Outcome {
     let mut one = pool.zeroed::<u8>(9 << 20, &a)?;
     one.as_mut_slice().fill(4, &b)?;
     drop(one);
-    pool.set_release_threshold(0)?;
+    pool.set_release_threshold(Some(0))?;
     let two = pool.uninit::<u8>(5 << 20, &b)?;
     drop(two);
     pool.trim(0)?;
@@ -449,7 +449,7 @@ fn use_across(w: &World, resource: &impl MemoryResource, a: &Stream, b: &Stream)
         Err(failed) => {
             work(&w.context, id.ptr, 4096, b)?;
             let error = failed.error;
-            resource.deallocate(*failed.block)?;
+            resource.deallocate_block(*failed.value)?;
             let next = OwnedBlock::allocate(resource, 4096, a, T)?;
             work(&w.context, next.ptr(), 4096, a)?;
             next.free()?;
@@ -479,10 +479,10 @@ fn nothing_left(left: u64) -> Outcome {
 fn direct(w: &World) -> Outcome {
     let direct = DirectResource::new(&w.context);
     let stream = w.alloc.create_stream()?;
-    let block = direct.allocate(1 << 20, &stream, T)?;
+    let block = direct.allocate_block(1 << 20, &stream, T)?;
     let used = work(&w.context, block.ptr(), 1 << 20, &stream);
-    if let Err(failed) = direct.deallocate(block) {
-        direct.deallocate(*failed.block)?;
+    if let Err(failed) = direct.deallocate_block(block) {
+        direct.deallocate_block(*failed.value)?;
         return Err(failed.error.into());
     }
     assert_eq!(direct.outstanding().total(), 0);
@@ -509,18 +509,18 @@ fn adaptors(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     let inner = Arc::new(AsyncResource::new(Statistics::new(w.alloc.clone())));
     let guard = Guard::<Allocator>::builder()
-        .budget(1 << 30)
-        .reservation(4 << 20)
+        .budget(Some(1 << 30))
+        .reserve(4 << 20)
         .build(inner)?;
     use_across(w, &guard, &a, &b)?;
-    guard.release_reservation()?;
+    guard.release_reserve()?;
     Ok(())
 }
 
 fn manager(w: &World) -> Outcome {
     let resource = AsyncResource::new(w.alloc.clone());
     let runtime = Runtime::new(resource);
-    let manager = Manager::new(ManagerConfig::new(0, 1 << 30).runtime(&runtime))?;
+    let manager = Manager::new(ManagerConfig::new(0, Some(1 << 30)).runtime(&runtime))?;
     let (_, stream) = runtime.streams().acquire()?;
     let slice = manager.allocate::<u32>(5000, &stream)?;
     slice.prepare_use(&stream, Access::Write)?;

@@ -1,5 +1,6 @@
 //! Blocks: taken, refused, given back, and what must not be.
 
+use cualloc::allocator::Request;
 use cualloc::driver::Stream;
 use cualloc::{Block, Error, Policy};
 
@@ -19,7 +20,8 @@ impl Machine<'_> {
         match &lane.handle {
             Handle::Owned(stream) => {
                 let block = if align > 1 {
-                    self.alloc.allocate_aligned(bytes, align, stream)?
+                    self.alloc
+                        .allocate_with(Request::new(bytes).align(align), stream)?
                 } else {
                     self.alloc.allocate(bytes, stream)?
                 };
@@ -37,7 +39,9 @@ impl Machine<'_> {
             Handle::Raw(handle) | Handle::Special(handle) => {
                 // SAFETY: as above; the result goes at once.
                 let stream = unsafe { Stream::from_raw(&self.context, *handle) }?;
-                let block = self.alloc.allocate_aligned(bytes, align, &stream)?;
+                let block = self
+                    .alloc
+                    .allocate_with(Request::new(bytes).align(align), &stream)?;
                 Ok((block.ptr(), Some(block)))
             }
         }
@@ -158,7 +162,10 @@ impl Machine<'_> {
             return Ok(());
         };
         let stream = stream.clone();
-        for result in self.unchanged(|m| m.alloc.allocate_aligned(bytes, alignment, &stream))? {
+        for result in self.unchanged(|m| {
+            m.alloc
+                .allocate_with(Request::new(bytes).align(alignment), &stream)
+        })? {
             match result {
                 Err(Error::InvalidSize { .. } | Error::InvalidAlignment { .. }) => {}
                 other => return Err(format!("{bytes} bytes at {alignment}: {other:?}")),

@@ -291,11 +291,7 @@ impl<'a> Machine<'a> {
                 single,
                 views,
             } => self.place(stream, bytes, align, (single, views)),
-            Op::AtHand {
-                stream,
-                bytes,
-                near,
-            } => self.take_at_hand(stream, bytes, near),
+            Op::Cached { stream, bytes } => self.take_cached(stream, bytes),
             Op::Guard { block, from, part } => self.guard(block, from, part),
             Op::Unguard { guard } => self.unguard(guard),
             Op::Segments { block, from, part } => self.segments(block, from, part),

@@ -1,6 +1,6 @@
 //! Blocks with wishes about their place, guards, and where blocks lie physically.
 
-use cualloc::allocator::{PhysicalSegment, Placement, RangeGuard};
+use cualloc::allocator::{PhysicalSegment, RangeGuard, Request};
 use cualloc::{Block, Error, Policy};
 
 use super::{Handle, Machine, Step, text};
@@ -17,17 +17,16 @@ impl Machine<'_> {
     fn obtain_placed(
         &self,
         at: usize,
-        bytes: usize,
-        placement: &Placement,
+        request: Request,
     ) -> Option<Result<(u64, Option<Block>), Error>> {
         match &self.lanes[at].handle {
             Handle::Owned(stream) => {
-                let block = self.alloc.allocate_with(bytes, placement, stream);
+                let block = self.alloc.allocate_with(request, stream);
                 Some(block.map(|block| (block.ptr(), Some(block))))
             }
             Handle::Raw(handle) | Handle::Special(handle) if self.setup.stream_ids => {
                 // SAFETY: a live stream of the context, retired before it is destroyed.
-                let ptr = unsafe { self.alloc.allocate_raw_with(bytes, placement, *handle) };
+                let ptr = unsafe { self.alloc.allocate_raw_with(request, *handle) };
                 Some(ptr.map(|ptr| (ptr, None)))
             }
             _ => None,
@@ -42,9 +41,13 @@ impl Machine<'_> {
         (single, views): (bool, bool),
     ) -> Step {
         let (at, align) = (self.lane(stream), 1usize << (align % 22));
-        let placement = Placement::new().single_handle(single).views(views);
-        let placement = placement.alignment(align);
-        let (ptr, block) = match self.obtain_placed(at, bytes, &placement) {
+        let request = Request::new(bytes).align(align).views(views);
+        let request = if single {
+            request.single_handle()
+        } else {
+            request
+        };
+        let (ptr, block) = match self.obtain_placed(at, request) {
             None => return Ok(()),
             Some(Ok(got)) => got,
             // Neither is stitched of what lies scattered.
@@ -65,17 +68,22 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Asks for memory at hand near what was freed lately.
-    pub(super) fn take_at_hand(&mut self, stream: u8, bytes: usize, near: u8) -> Step {
+    /// Asks for cached memory alone.
+    pub(super) fn take_cached(&mut self, stream: u8, bytes: usize) -> Step {
         let at = self.lane(stream);
         let Handle::Owned(stream) = &self.lanes[at].handle else {
             return Ok(());
         };
-        let near: Vec<u64> = self.freed.iter().rev().take(near.into()).copied().collect();
         let held = self.sim.memory_in_use(0);
-        let taken = self.alloc.allocate_at_hand(bytes, 1, stream, &near);
+        let taken = match self
+            .alloc
+            .allocate_with(Request::new(bytes).cached_only(), stream)
+        {
+            Err(Error::NotCached) => Ok(None),
+            taken => taken.map(Some),
+        };
         if self.sim.memory_in_use(0) > held {
-            return Err("memory at hand was taken from the driver".into());
+            return Err("cached memory was taken from the driver".into());
         }
         self.lanes[at].kept = true;
         match self.tolerate(taken)?.flatten() {

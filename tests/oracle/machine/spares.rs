@@ -115,14 +115,15 @@ impl Machine<'_> {
         };
         let spares = Arc::clone(&self.spares);
         let with = (self.alloc.clone(), stream.clone(), lane.number);
-        self.alloc.add_relief_hook(NAME, move |_| {
-            if spares.with(|lists| std::mem::replace(&mut lists.busy, true)) {
-                return 0;
-            }
-            let freed = spares.relieve(relief, &with);
-            spares.with(|lists| lists.busy = false);
-            freed
-        });
+        self.alloc
+            .add_relief_hook(cualloc::allocator::ReliefHook::new(NAME, move |_| {
+                if spares.with(|lists| std::mem::replace(&mut lists.busy, true)) {
+                    return 0;
+                }
+                let freed = spares.relieve(relief, &with);
+                spares.with(|lists| lists.busy = false);
+                freed
+            }));
         Ok(())
     }
 

@@ -155,9 +155,13 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
     for below in 0..300 {
         all.push(Arc::new(AsyncResource::new(all[below].clone())));
     }
-    let block = all[300].allocate(64, &stream, Tag::default()).unwrap();
-    let failed = all[299].deallocate(block).expect_err("past the keeper");
-    all[300].deallocate(*failed.block).unwrap();
+    let block = all[300]
+        .allocate_block(64, &stream, Tag::default())
+        .unwrap();
+    let failed = all[299]
+        .deallocate_block(block)
+        .expect_err("past the keeper");
+    all[300].deallocate_block(*failed.value).unwrap();
     world.clean();
 }
 
@@ -189,7 +193,9 @@ fn d2_a_commit_on_another_thread_waits_for_the_launch() {
     let world = World::new(Mode::Manual, false);
     let home = world.stream();
     let resource = AsyncResource::new(world.allocator.clone());
-    let block = resource.allocate(1 << 20, &home, Tag::default()).unwrap();
+    let block = resource
+        .allocate_block(1 << 20, &home, Tag::default())
+        .unwrap();
     let launch = || {
         let own = Stream::per_thread_default(&world.context).unwrap();
         let mut recorder = LaunchRecorder::new(&resource, &own, RecordMode::Strict);
@@ -201,7 +207,7 @@ fn d2_a_commit_on_another_thread_waits_for_the_launch() {
     };
     let recorder = std::thread::scope(|scope| scope.spawn(launch).join().unwrap());
     recorder.commit().unwrap();
-    resource.deallocate(block).unwrap();
+    resource.deallocate_block(block).unwrap();
     let next = DeviceBuffer::<u8>::zeroed(&world.allocator, 1 << 20, &home).unwrap();
     drop(next);
     world.clean();

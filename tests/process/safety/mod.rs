@@ -6,7 +6,7 @@ mod lent;
 use std::sync::Arc;
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Error, Policy};
+use cualloc::allocator::{Allocator, Config, Error, Policy, Request};
 use cualloc::buffer::BufferError;
 use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
@@ -84,16 +84,16 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
         &world.allocator as &dyn MemoryResource,
         twice.inner().as_ref(),
     ] {
-        let failed = below.deallocate(block).expect_err("past the keeper");
+        let failed = below.deallocate_block(block).expect_err("past the keeper");
         assert!(kept(&failed.error), "{}", failed.error);
-        block = *failed.block;
+        block = *failed.value;
     }
-    twice.deallocate(block).unwrap();
+    twice.deallocate_block(block).unwrap();
     // What another resource of the kind handed out is not known.
     let stranger = AsyncResource::new(world.allocator.clone());
-    let block = stranger.allocate(64, &home, Tag::default()).unwrap();
-    let failed = twice.deallocate(block).expect_err("a stranger's");
-    stranger.deallocate(*failed.block).unwrap();
+    let block = stranger.allocate_block(64, &home, Tag::default()).unwrap();
+    let failed = twice.deallocate_block(block).expect_err("a stranger's");
+    stranger.deallocate_block(*failed.value).unwrap();
     // The same of sources that hand out names.
     for source in [
         Arc::new(NativePool::with_context(&world.context, NativeConfig::default()).unwrap())
@@ -105,12 +105,12 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
         Arc::new(DirectResource::new(&world.context)),
     ] {
         let above = AsyncResource::new(Arc::clone(&source));
-        let Ok(block) = above.allocate(4096, &home, Tag::default()) else {
+        let Ok(block) = above.allocate_block(4096, &home, Tag::default()) else {
             continue;
         };
-        let failed = source.deallocate(block).expect_err("past the keeper");
+        let failed = source.deallocate_block(block).expect_err("past the keeper");
         assert!(kept(&failed.error), "{}", failed.error);
-        above.deallocate(*failed.block).unwrap();
+        above.deallocate_block(*failed.value).unwrap();
     }
     world.clean();
 }
@@ -121,14 +121,17 @@ fn d2_small_blocks_do_not_go_past_it_either() {
     let world = World::new(Mode::Instant, false);
     let (stream, resource) = (world.stream(), AsyncResource::new(world.allocator.clone()));
     drop(world.allocator.allocate(100, &stream).unwrap());
-    let block = resource.allocate(100, &stream, Tag::default()).unwrap();
+    let block = resource
+        .allocate_block(100, &stream, Tag::default())
+        .unwrap();
     let failed = world
         .allocator
-        .deallocate(block)
+        .deallocate_block(block)
         .expect_err("past the keeper");
-    resource.deallocate(*failed.block).unwrap();
-    let block = MemoryResource::allocate(&world.allocator, 100, &stream, Tag::default()).unwrap();
-    world.allocator.deallocate(block).unwrap();
+    resource.deallocate_block(*failed.value).unwrap();
+    let block =
+        MemoryResource::allocate_block(&world.allocator, 100, &stream, Tag::default()).unwrap();
+    world.allocator.deallocate_block(block).unwrap();
 }
 
 /// D10: neither side of an exchange has to keep its word for our own memory to be in order.
@@ -233,8 +236,14 @@ fn s4_streams_of_another_driver_are_refused() {
     };
     for bytes in [100, 100 << 10, 8 << 20] {
         refused(a.allocate(bytes, &foreign).map(drop));
-        refused(a.allocate_aligned(bytes, 4096, &foreign).map(drop));
-        refused(a.allocate_at_hand(bytes, 1, &foreign, &[]).map(drop));
+        refused(
+            a.allocate_with(Request::new(bytes).align(4096), &foreign)
+                .map(drop),
+        );
+        refused(
+            a.allocate_with(Request::new(bytes).cached_only(), &foreign)
+                .map(drop),
+        );
         refused(a.reserve(bytes, &foreign));
         let block = a.allocate(bytes, &home).unwrap();
         refused(block.record_stream(&foreign));
@@ -294,7 +303,7 @@ fn s4_streams_of_another_driver_are_refused() {
         )
     };
     let ordered = AsyncResource::new(a.clone());
-    let block = ordered.allocate(100, &home, Tag::default()).unwrap();
+    let block = ordered.allocate_block(100, &home, Tag::default()).unwrap();
     let (id, read) = (block.identity(), cualloc::resource::Access::Read);
     assert!(misused(ordered.record_stream(&id, &foreign).unwrap_err()));
     assert!(misused(ordered.record_use(&id, &foreign).unwrap_err()));
@@ -304,7 +313,7 @@ fn s4_streams_of_another_driver_are_refused() {
     assert!(misused(
         ordered.finish_use(&id, &foreign, read).unwrap_err()
     ));
-    ordered.deallocate(block).unwrap();
+    ordered.deallocate_block(block).unwrap();
 
     let event = theirs.context.enter().unwrap().create_event().unwrap();
     let invalid = sys::CUresult::CUDA_ERROR_INVALID_HANDLE;
@@ -360,15 +369,16 @@ fn d9_children_of_busy_threads_do_not_hang() {
     .unwrap();
     let ordered = Arc::new(AsyncResource::new(Tracked::new(Budget::new(
         a.clone(),
-        1 << 29,
+        Some(1 << 29),
     ))));
     let guard = Guard::<Allocator>::builder()
-        .budget(1 << 29)
+        .budget(Some(1 << 29))
         .build(Arc::clone(&ordered))
         .unwrap();
-    let manager =
-        Manager::new(ManagerConfig::new(0, 1 << 29).runtime(&Runtime::new(Arc::clone(&ordered))))
-            .unwrap();
+    let manager = Manager::new(
+        ManagerConfig::new(0, Some(1 << 29)).runtime(&Runtime::new(Arc::clone(&ordered))),
+    )
+    .unwrap();
     let stream = rig.stream();
     let stop = AtomicBool::new(false);
     let work = |mut k: usize, stream: &Stream| {
@@ -379,17 +389,19 @@ fn d9_children_of_busy_threads_do_not_hang() {
             drop(workspaces.lease(stream, 1000 * (k % 9 + 1)).unwrap());
             drop(typed.uninit::<u32>(k % 1000 + 1, stream).unwrap());
             drop(pinned.acquire(100).unwrap());
-            let block = ordered.allocate(1000, stream, Tag::default()).unwrap();
+            let block = ordered
+                .allocate_block(1000, stream, Tag::default())
+                .unwrap();
             drop(ordered.inner().live());
-            ordered.deallocate(block).unwrap();
+            ordered.deallocate_block(block).unwrap();
             drop(manager.allocate::<u8>(100, stream).unwrap());
-            let block = guard.allocate(1000, stream, Tag::default()).unwrap();
-            guard.deallocate(block).unwrap();
+            let block = guard.allocate_block(1000, stream, Tag::default()).unwrap();
+            guard.deallocate_block(block).unwrap();
         }
     };
     // All that a child may call: (whether calls that can fail did, whether the others know nothing).
     let ask = || {
-        let block = ordered.allocate(100, &stream, Tag::default());
+        let block = ordered.allocate_block(100, &stream, Tag::default());
         let refused = a.trim(0).is_err()
             && a.allocate(100, &stream).is_err()
             && a.allocate(1 << 20, &stream).is_err()
@@ -399,7 +411,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             && pinned.acquire(100).is_err()
             && Context::primary(&rig.driver, context.device()).is_err()
             && manager.allocate::<u8>(100, &stream).is_err()
-            && guard.allocate(100, &stream, Tag::default()).is_err()
+            && guard.allocate_block(100, &stream, Tag::default()).is_err()
             && block.is_err();
         a.set_limit(Some(1));
         a.reset_peaks();
@@ -428,7 +440,10 @@ fn d9_children_of_busy_threads_do_not_hang() {
         typed.reset_stats();
         let outstanding = ordered.outstanding().total() + ordered.inner().live().len() as u64;
         let (_, _) = (manager.outstanding(), guard.stats());
-        let _ = (guard.on_pressure(|_, _| ()), guard.remove_hook("none"));
+        let _ = (
+            guard.inner().on_pressure(|_, _| ()),
+            guard.remove_relief_hook("none"),
+        );
         refused && unknown && outstanding == 0 && !text.is_empty()
     };
     let statuses: Vec<i32> = std::thread::scope(|scope| {

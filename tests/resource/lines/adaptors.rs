@@ -3,6 +3,7 @@
 use cualloc::Allocator;
 use cualloc::driver::{Context, Stream};
 use cualloc::resource::*;
+use cualloc::sim::{SimConfig, Simulator};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -17,15 +18,15 @@ fn s5_31_s5_32_records_say_everything() {
         let ring = Arc::new(RingSink::default());
         let clock = ManualClock::default();
         clock.advance(std::time::Duration::from_secs(5));
-        let budget = Budget::new(rig.allocator(), 1000);
+        let budget = Budget::new(rig.allocator(), Some(1000));
         let log = Logging::with_clock(budget, ring.clone(), Arc::new(clock));
-        let block = log.allocate(1000, &stream, "named".into()).unwrap();
+        let block = log.allocate_block(1000, &stream, "named".into()).unwrap();
         let (ptr, generation) = (block.ptr(), block.generation());
-        assert!(log.allocate(1, &stream, T).is_err());
+        assert!(log.allocate_block(1, &stream, T).is_err());
         log.reap().unwrap();
         let log = &log;
         std::thread::scope(|scope| {
-            scope.spawn(move || log.deallocate(block).unwrap());
+            scope.spawn(move || log.deallocate_block(block).unwrap());
         });
         let records = ring.snapshot();
         assert_eq!(records.len(), 4);
@@ -50,8 +51,8 @@ fn s5_31_s5_32_records_say_everything() {
         assert!(ring.is_empty());
         // A sink that fails costs its caller nothing.
         let broken = Logging::new(rig.allocator(), Broken);
-        let block = broken.allocate(8, &stream, T).unwrap();
-        broken.deallocate(block).unwrap();
+        let block = broken.allocate_block(8, &stream, T).unwrap();
+        broken.deallocate_block(block).unwrap();
         assert_eq!(broken.dropped(), 2);
     });
 }
@@ -74,8 +75,8 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
         let count = |resource: &dyn MemoryResource| {
             let before = ALLOCATIONS.with(Cell::get);
             for _ in 0..100 {
-                let block = resource.allocate(512, &stream, T).unwrap();
-                resource.deallocate(block).unwrap();
+                let block = resource.allocate_block(512, &stream, T).unwrap();
+                resource.deallocate_block(block).unwrap();
             }
             ALLOCATIONS.with(Cell::get) - before
         };
@@ -113,14 +114,14 @@ fn s5_11_s5_70_poison_comes_after_recorded_uses() {
         ];
         for resource in stacks {
             let [a, b] = rig.streams();
-            let block = resource.allocate(4096, &a, T).unwrap();
+            let block = resource.allocate_block(4096, &a, T).unwrap();
             let (ptr, id) = (block.ptr(), block.identity());
             a.synchronize().unwrap();
             assert_eq!(sim.read_memory(ptr, 4096), Some(vec![0xCD; 4096]));
             let hold = rig.hold(&b);
             rig.stamp(ptr, 4096, 0x0101_0101, &b);
             resource.record_use(&id, &b).unwrap();
-            resource.deallocate(block).unwrap();
+            resource.deallocate_block(block).unwrap();
             // The fill waits for b, and nobody waited on the host.
             assert!(!a.is_complete().unwrap(), "the fill came before the use");
             hold.release();
@@ -131,6 +132,71 @@ fn s5_11_s5_70_poison_comes_after_recorded_uses() {
     });
 }
 
+/// The variables of the probes, and what each sets.
+const PROBES: [(&str, &str); 3] = [
+    ("CUALLOC_POISON_ALLOC", "poison_allocated: Some(221)"),
+    ("CUALLOC_POISON_FREE", "poison_freed: Some(221)"),
+    ("CUALLOC_OVERLAP_GUARD", "overlap: true"),
+];
+
+/// S5.11: each probe has a variable of its own; what is not set, 0 or empty is off.
+#[test]
+fn s5_11_each_variable_turns_its_probe_on() {
+    let told = |set: Option<(&str, &str)>| {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "adaptors::probe_child", "--nocapture"]);
+        child.env("CUALLOC_PROBE_CHILD", "1");
+        for (name, _) in PROBES {
+            child.env_remove(name);
+        }
+        child.envs(set);
+        let output = child.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{text}");
+        text
+    };
+    for (at, (name, _)) in PROBES.iter().enumerate() {
+        let text = told(Some((name, "1")));
+        for (other, (_, sign)) in PROBES.iter().enumerate() {
+            assert_eq!(text.contains(sign), other == at, "{name}: {sign} in {text}");
+        }
+        assert_eq!(text.contains("new memory: 221"), at == 0, "{text}");
+    }
+    for set in [None, Some((PROBES[0].0, "0")), Some((PROBES[1].0, ""))] {
+        let text = told(set);
+        let on = PROBES.iter().any(|(_, sign)| text.contains(sign));
+        assert!(!on && !text.contains("new memory: 221"), "{text}");
+    }
+}
+
+/// The other process of the test above, and nothing by itself: what the environment asks for, also of the
+/// usual runtime, and once for all.
+#[test]
+fn probe_child() {
+    if std::env::var_os("CUALLOC_PROBE_CHILD").is_none() {
+        return;
+    }
+    let probes = ProbeConfig::from_env();
+    println!("probes: {probes:?}");
+    let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
+    let driver = sim.driver().unwrap();
+    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let runtime = Runtime::on(&context).unwrap();
+    let (_, stream) = runtime.streams().acquire().unwrap();
+    let resource = runtime.resource();
+    let block = resource.allocate_block(64, &stream, T).unwrap();
+    stream.synchronize().unwrap();
+    let memory = sim.read_memory(block.ptr(), 1).unwrap();
+    println!("new memory: {}", memory[0]);
+    resource.deallocate_block(block).unwrap();
+    resource.reap().unwrap();
+    for (name, _) in PROBES {
+        // SAFETY: no other thread of this process reads the environment.
+        unsafe { std::env::set_var(name, "1") };
+    }
+    assert_eq!(ProbeConfig::from_env(), probes, "read once");
+}
+
 /// S5.71: an overlap is an error value; it panics only if asked to.
 #[test]
 fn s5_71_overlap_is_an_error_with_both_ranges() {
@@ -139,8 +205,8 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
         let mut config = ProbeConfig::default();
         config.overlap = true;
         let probe = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
-        let block = probe.allocate(600, &stream, T).unwrap();
-        match probe.allocate(600, &stream, T) {
+        let block = probe.allocate_block(600, &stream, T).unwrap();
+        match probe.allocate_block(600, &stream, T) {
             Err(ResourceError::Overlap {
                 new_ptr,
                 old_ptr,
@@ -154,15 +220,15 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
             }
             other => panic!("{other:?}"),
         }
-        probe.deallocate(block).unwrap();
+        probe.deallocate_block(block).unwrap();
         config.panic = true;
         let loud = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
-        let block = loud.allocate(600, &stream, T).unwrap();
+        let block = loud.allocate_block(600, &stream, T).unwrap();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let _ = loud.allocate(600, &stream, T);
+            let _ = loud.allocate_block(600, &stream, T);
         }));
         assert!(panicked.is_err());
-        loud.deallocate(block).unwrap();
+        loud.deallocate_block(block).unwrap();
     });
 }
 
@@ -183,8 +249,8 @@ fn r69_tracking_erases_before_the_free() {
         );
         let adaptor = Arc::new(Tracked::new(spy));
         let _ = tracked.set(Arc::clone(&adaptor));
-        let block = adaptor.allocate(64, &stream, T).unwrap();
-        adaptor.deallocate(block).unwrap();
+        let block = adaptor.allocate_block(64, &stream, T).unwrap();
+        adaptor.deallocate_block(block).unwrap();
         assert_eq!(
             seen.load(Ordering::SeqCst),
             0,
@@ -198,18 +264,18 @@ struct Spy(Allocator, Box<dyn Fn() + Send + Sync>);
 
 // SAFETY: passes everything on.
 unsafe impl MemoryResource for Spy {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<ResourceBlock, ResourceError> {
-        MemoryResource::allocate_aligned(&self.0, bytes, alignment, stream, tag)
+        MemoryResource::allocate_block_aligned(&self.0, bytes, alignment, stream, tag)
     }
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
         (self.1)();
-        self.0.deallocate(block)
+        self.0.deallocate_block(block)
     }
     fn context(&self) -> &Context {
         self.0.context()

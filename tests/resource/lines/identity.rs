@@ -10,7 +10,7 @@ use super::*;
 fn s5_13_s5_14_identity_survives_reuse_of_the_address() {
     packed(|rig| {
         let (allocator, other, stream) = (rig.allocator(), rig.allocator(), rig.stream());
-        let first = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        let first = MemoryResource::allocate_block(&allocator, 512, &stream, T).unwrap();
         let old = first.identity();
         assert!(old.key.source >= 1 && old.key.generation >= 1);
         assert_eq!((old.ptr, old.bytes, old.device), (first.ptr(), 512, 0));
@@ -18,22 +18,22 @@ fn s5_13_s5_14_identity_survives_reuse_of_the_address() {
             (first.alignment(), first.stream_id()),
             (1, stream.id().unwrap())
         );
-        allocator.deallocate(first).unwrap();
-        let second = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        allocator.deallocate_block(first).unwrap();
+        let second = MemoryResource::allocate_block(&allocator, 512, &stream, T).unwrap();
         assert_eq!(second.ptr(), old.ptr, "the same memory");
         assert_ne!(second.identity().key, old.key);
         assert_eq!(allocator.state(&old), BlockState::Freed);
         let used = MemoryResource::record_use(&allocator, &old, &stream);
         assert!(matches!(used, Err(ResourceError::UseAfterFree { .. })));
         // Another allocator's block is refused and comes back.
-        let failure = other.deallocate(second).unwrap_err();
+        let failure = other.deallocate_block(second).unwrap_err();
         assert!(matches!(failure.error, ResourceError::UseAfterFree { .. }));
         assert_eq!(other.outstanding().live, 0);
-        allocator.deallocate(*failure.block).unwrap();
+        allocator.deallocate_block(*failure.value).unwrap();
         let direct = DirectResource::new(&rig.context);
-        let block = direct.allocate(8, &stream, T).unwrap();
+        let block = direct.allocate_block(8, &stream, T).unwrap();
         assert_ne!(block.identity().key.source, old.key.source);
-        direct.deallocate(block).unwrap();
+        direct.deallocate_block(block).unwrap();
     });
 }
 
@@ -42,16 +42,16 @@ fn s5_13_s5_14_identity_survives_reuse_of_the_address() {
 fn s5_13_identity_survives_the_return_of_a_page() {
     packed(|rig| {
         let (allocator, stream) = (rig.allocator(), rig.stream());
-        let first = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        let first = MemoryResource::allocate_block(&allocator, 512, &stream, T).unwrap();
         let old = first.identity();
-        allocator.deallocate(first).unwrap();
+        allocator.deallocate_block(first).unwrap();
         // Releases nothing, and leaves no page to a stream.
         allocator.trim(u64::MAX).unwrap();
-        let second = MemoryResource::allocate(&allocator, 512, &stream, T).unwrap();
+        let second = MemoryResource::allocate_block(&allocator, 512, &stream, T).unwrap();
         assert_eq!(second.ptr(), old.ptr, "the same memory");
         assert_ne!(second.identity().key, old.key);
         assert_eq!(allocator.state(&old), BlockState::Freed);
-        allocator.deallocate(second).unwrap();
+        allocator.deallocate_block(second).unwrap();
     });
 }
 
@@ -62,10 +62,10 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
         assert_eq!(Tag::default().as_str(), "untagged");
         assert_eq!(Access::Read.merge(Access::Write), Access::ReadWrite);
         assert_eq!(Access::Read.merge(Access::Read), Access::Read);
-        let budget = Budget::new(rig.allocator(), 100);
+        let budget = Budget::new(rig.allocator(), Some(100));
         let stream = rig.stream();
-        let block = budget.allocate(60, &stream, T).unwrap();
-        match budget.allocate(41, &stream, T) {
+        let block = budget.allocate_block(60, &stream, T).unwrap();
+        match budget.allocate_block(41, &stream, T) {
             Err(ResourceError::OutOfBudget {
                 requested,
                 remaining,
@@ -80,17 +80,48 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
         let id = block.identity();
         assert_eq!(id.range(20, 40).unwrap(), id.ptr + 20);
         let outside = id.range(20, 41);
-        assert!(matches!(
-            outside,
-            Err(ResourceError::OutOfBounds { size: 60, .. })
-        ));
+        match outside {
+            Err(ResourceError::OutOfBounds {
+                generation,
+                offset,
+                bytes,
+                size,
+            }) => {
+                assert_eq!(generation, id.key.generation);
+                assert_eq!((offset, bytes, size), (20, 41, 60));
+            }
+            other => panic!("{other:?}"),
+        }
         assert!(id.range(usize::MAX, 2).is_err());
-        budget.deallocate(block).unwrap();
+        budget.deallocate_block(block).unwrap();
         // Stream 0 is the default stream.
         let pool = StreamPool::new(&rig.context);
         let default = pool.resolve(0).unwrap();
         let legacy = Stream::legacy_default(&rig.context).unwrap();
         assert_eq!(default.id().unwrap(), legacy.id().unwrap());
+    });
+}
+
+/// S5.13, S5.15: a block's debug text names it, its label, its stream and its state.
+#[test]
+fn s5_13_s5_15_debug_text_of_a_block() {
+    packed(|rig| {
+        let (resource, stream) = (asynchronous(rig), rig.stream());
+        let owned = OwnedBlock::allocate(&resource, 512, &stream, "label".into()).unwrap();
+        let id = owned.identity().unwrap();
+        let text = format!("{owned:?}");
+        for part in [
+            format!("ptr: {:#x}", id.ptr),
+            "bytes: 512".into(),
+            "tag: \"label\"".into(),
+            format!("stream: {}", id.stream),
+            format!("generation: {}", id.key.generation),
+            "state: Some(Live)".into(),
+        ] {
+            assert!(text.contains(&part), "{part} in {text}");
+        }
+        owned.free().unwrap();
+        resource.reap().unwrap();
     });
 }
 
@@ -100,7 +131,7 @@ fn s5_18_use_tracking_is_refused_by_default() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let direct = DirectResource::new(&rig.context);
-        let block = direct.allocate(64, &a, T).unwrap();
+        let block = direct.allocate_block(64, &a, T).unwrap();
         let id = block.identity();
         assert_eq!(direct.tracking(), Tracking::None);
         for refused in [
@@ -121,16 +152,16 @@ fn s5_18_use_tracking_is_refused_by_default() {
                 other => panic!("{other:?}"),
             }
         }
-        direct.deallocate(block).unwrap();
+        direct.deallocate_block(block).unwrap();
         // The caching resource does not put streams in order, and says so.
         let caching = rig.allocator();
-        let block = MemoryResource::allocate(&caching, 64, &a, T).unwrap();
+        let block = MemoryResource::allocate_block(&caching, 64, &a, T).unwrap();
         let refused = caching.prepare_use(&block.identity(), &b, Access::Read);
         assert!(matches!(refused, Err(ResourceError::StreamMisuse(_))));
         caching
             .prepare_use(&block.identity(), &a, Access::Write)
             .unwrap();
-        caching.deallocate(block).unwrap();
+        caching.deallocate_block(block).unwrap();
     });
 }
 
@@ -140,10 +171,10 @@ fn s5_27_stale_identity_has_no_effect() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
-        let old = resource.allocate(512, &a, T).unwrap();
+        let old = resource.allocate_block(512, &a, T).unwrap();
         let id = old.identity();
-        resource.deallocate(old).unwrap();
-        let new = resource.allocate(512, &a, T).unwrap();
+        resource.deallocate_block(old).unwrap();
+        let new = resource.allocate_block(512, &a, T).unwrap();
         assert_eq!(new.ptr(), id.ptr, "the address is in use again");
         let calls = rig.driver.calls().total();
         for refused in [
@@ -154,7 +185,7 @@ fn s5_27_stale_identity_has_no_effect() {
             assert!(matches!(refused, Err(ResourceError::UseAfterFree { .. })));
         }
         assert_eq!(rig.driver.calls().total(), calls);
-        resource.deallocate(new).unwrap();
+        resource.deallocate_block(new).unwrap();
         resource.reap().unwrap();
     });
 }

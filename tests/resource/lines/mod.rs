@@ -20,6 +20,8 @@ use crate::common::*;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+    /// Bytes that the thread has allocated and not freed.
+    static HEAP: Cell<i64> = const { Cell::new(0) };
 }
 
 struct Counting;
@@ -28,10 +30,12 @@ struct Counting;
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+        let _ = HEAP.try_with(|bytes| bytes.set(bytes.get() + layout.size() as i64));
         // SAFETY: the caller's contract.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        let _ = HEAP.try_with(|bytes| bytes.set(bytes.get() - layout.size() as i64));
         // SAFETY: the caller's contract.
         unsafe { System.dealloc(ptr, layout) }
     }
@@ -70,7 +74,7 @@ struct Twice(Allocator, Mutex<Option<(BlockIdentity, u64)>>);
 
 // SAFETY: none: that a block is handed out twice is what is looked for, and nobody uses its memory.
 unsafe impl MemoryResource for Twice {
-    fn allocate_aligned(
+    fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
@@ -83,12 +87,12 @@ unsafe impl MemoryResource for Twice {
             // SAFETY: none, see above.
             return Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) });
         }
-        let block = MemoryResource::allocate_aligned(&self.0, bytes, alignment, stream, tag)?;
+        let block = MemoryResource::allocate_block_aligned(&self.0, bytes, alignment, stream, tag)?;
         *first = Some((block.identity(), block.size()));
         Ok(block)
     }
-    fn deallocate(&self, block: ResourceBlock) -> Result<(), DeallocateError> {
-        self.0.deallocate(block)
+    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+        self.0.deallocate_block(block)
     }
     fn context(&self) -> &Context {
         self.0.context()

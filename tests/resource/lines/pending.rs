@@ -17,24 +17,27 @@ fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let resource = asynchronous(rig);
-        let [a, b] = rig.streams();
+        let [a, b, c] = rig.streams();
         assert_eq!(resource.reap().unwrap(), 0, "nothing pending");
-        let first = resource.allocate(1000, &a, T).unwrap();
-        let second = resource.allocate(2000, &b, T).unwrap();
-        let (one, two) = (first.identity(), second.identity());
-        resource.deallocate(first).unwrap();
-        resource.deallocate(second).unwrap();
+        let sizes = [(&a, 1000), (&b, 2000), (&c, 4000)];
+        let blocks =
+            sizes.map(|(stream, bytes)| resource.allocate_block(bytes, stream, T).unwrap());
+        let [one, two, three] = [0, 1, 2].map(|at: usize| blocks[at].identity());
+        for block in blocks {
+            resource.deallocate_block(block).unwrap();
+        }
         assert_eq!(resource.state(&one), BlockState::Retired);
         assert_eq!(
             resource.outstanding(),
             Outstanding {
                 live: 0,
-                pending: 3000
+                pending: 7000
             }
         );
-        assert_eq!(resource.pending_on(a.id().unwrap()), 1000);
-        assert_eq!(resource.pending_on(b.id().unwrap()), 2000);
-        // The second stream fails: the first has left, the second stays for the next call.
+        for (stream, bytes) in sizes {
+            assert_eq!(resource.pending_on(stream.id().unwrap()), bytes as u64);
+        }
+        // The second stream fails: the first has left, the second and the rest stay for the next call.
         sim.fail(
             FailPlan::call("cuEventSynchronize", refusal())
                 .unwrap()
@@ -43,9 +46,13 @@ fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
         assert!(resource.reap().is_err());
         assert_eq!(resource.state(&one), BlockState::Freed);
         assert_eq!(resource.state(&two), BlockState::Quarantined);
-        assert_eq!(resource.outstanding().pending, 2000);
-        assert_eq!(resource.reap().unwrap(), 2000);
-        assert_eq!(resource.state(&two), BlockState::Freed);
+        assert_eq!(resource.state(&three), BlockState::Retired);
+        assert_eq!(resource.outstanding().pending, 6000);
+        assert_eq!(resource.pending_on(c.id().unwrap()), 4000, "the rest");
+        assert_eq!(resource.reap().unwrap(), 6000);
+        for id in [two, three] {
+            assert_eq!(resource.state(&id), BlockState::Freed);
+        }
         assert_eq!(resource.outstanding(), Outstanding::default());
     });
 }
@@ -56,31 +63,31 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
     packed(|rig| {
         let stream = rig.stream();
         let inner = asynchronous(rig);
-        let early = inner.allocate(24, &stream, T).unwrap();
-        let budget = Budget::new(inner, 1024);
-        assert_eq!((budget.reserved(), budget.remaining()), (24, 1000));
-        let block = budget.allocate(1000, &stream, T).unwrap();
-        assert!(budget.allocate(1, &stream, T).is_err());
-        budget.deallocate(block).unwrap();
-        assert_eq!(budget.reserved(), 1024, "pending counts");
+        let early = inner.allocate_block(24, &stream, T).unwrap();
+        let budget = Budget::new(inner, Some(1024));
+        assert_eq!((budget.used(), budget.remaining()), (24, Some(1000)));
+        let block = budget.allocate_block(1000, &stream, T).unwrap();
+        assert!(budget.allocate_block(1, &stream, T).is_err());
+        budget.deallocate_block(block).unwrap();
+        assert_eq!(budget.used(), 1024, "pending counts");
         let waits = rig.calls("cuEventSynchronize");
-        assert!(budget.allocate(1025, &stream, T).is_err());
+        assert!(budget.allocate_block(1025, &stream, T).is_err());
         assert_eq!(
             rig.calls("cuEventSynchronize"),
             waits,
             "no reap for the impossible"
         );
-        let block = budget.allocate(1000, &stream, T).unwrap();
+        let block = budget.allocate_block(1000, &stream, T).unwrap();
         assert_eq!(rig.calls("cuEventSynchronize"), waits + 1, "one reap");
-        budget.deallocate(block).unwrap();
-        budget.deallocate(early).unwrap();
+        budget.deallocate_block(block).unwrap();
+        budget.deallocate_block(early).unwrap();
         budget.reap().unwrap();
-        assert_eq!(budget.reserved(), 0, "what was there before has left too");
+        assert_eq!(budget.used(), 0, "what was there before has left too");
         if !fail(rig, "cuEventRecord") {
             return;
         }
-        assert!(budget.allocate(100, &stream, T).is_err());
-        assert_eq!(budget.reserved(), 0, "rolled back");
+        assert!(budget.allocate_block(100, &stream, T).is_err());
+        assert_eq!(budget.used(), 0, "rolled back");
     });
 }
 
@@ -89,26 +96,26 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
 fn s5_30_budget_follows_what_really_left() {
     packed(|rig| {
         let stream = rig.stream();
-        let direct = Budget::new(DirectResource::new(&rig.context), 4096);
-        let block = direct.allocate(4096, &stream, T).unwrap();
+        let direct = Budget::new(DirectResource::new(&rig.context), Some(4096));
+        let block = direct.allocate_block(4096, &stream, T).unwrap();
         let stranger = DirectResource::new(&rig.context);
-        let unknown = stranger.allocate(4096, &stream, T).unwrap();
-        let failure = direct.deallocate(unknown).unwrap_err();
-        assert_eq!(direct.reserved(), 4096);
-        stranger.deallocate(*failure.block).unwrap();
-        direct.deallocate(block).unwrap();
-        assert_eq!(direct.reserved(), 0, "synchronous: at once");
+        let unknown = stranger.allocate_block(4096, &stream, T).unwrap();
+        let failure = direct.deallocate_block(unknown).unwrap_err();
+        assert_eq!(direct.used(), 4096);
+        stranger.deallocate_block(*failure.value).unwrap();
+        direct.deallocate_block(block).unwrap();
+        assert_eq!(direct.used(), 0, "synchronous: at once");
         // Two budgets over one resource keep apart what each has let through.
         let shared = Arc::new(asynchronous(rig));
-        let one = Budget::new(Arc::clone(&shared), 4096);
-        let two = Budget::new(Arc::clone(&shared), 4096);
-        let first = one.allocate(1000, &stream, T).unwrap();
-        let second = two.allocate(2000, &stream, T).unwrap();
-        one.deallocate(first).unwrap();
-        two.deallocate(second).unwrap();
-        assert_eq!((one.reserved(), two.reserved()), (1000, 2000));
+        let one = Budget::new(Arc::clone(&shared), Some(4096));
+        let two = Budget::new(Arc::clone(&shared), Some(4096));
+        let first = one.allocate_block(1000, &stream, T).unwrap();
+        let second = two.allocate_block(2000, &stream, T).unwrap();
+        one.deallocate_block(first).unwrap();
+        two.deallocate_block(second).unwrap();
+        assert_eq!((one.used(), two.used()), (1000, 2000));
         one.reap().unwrap();
-        assert_eq!((one.reserved(), two.reserved()), (0, 0));
+        assert_eq!((one.used(), two.used()), (0, 0));
     });
 }
 
@@ -118,7 +125,7 @@ fn s5_56_reap_holds_nobody_up() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
-        let block = resource.allocate(4096, &a, T).unwrap();
+        let block = resource.allocate_block(4096, &a, T).unwrap();
         if let Some(sim) = rig.maybe_sim() {
             sim.set_mode(Mode::Manual);
         }
@@ -130,13 +137,14 @@ fn s5_56_reap_holds_nobody_up() {
         let entered = rig.context.enter().unwrap();
         // SAFETY: the stream is alive, the meeting is counted for the callback.
         unsafe { entered.launch_host(a.raw(), meet, data) }.unwrap();
-        resource.deallocate(block).unwrap();
+        resource.deallocate_block(block).unwrap();
         let (shared, other) = (&resource, &b);
         std::thread::scope(|scope| {
             scope.spawn(move || {
-                begun.recv().unwrap();
-                let hit = shared.allocate(4096, other, T).unwrap();
-                shared.deallocate(hit).unwrap();
+                // A reap that does not wait lets nothing begin: that fails the test, not its runner.
+                begun.recv_timeout(Duration::from_secs(60)).unwrap();
+                let hit = shared.allocate_block(4096, other, T).unwrap();
+                shared.deallocate_block(hit).unwrap();
                 let _ = end.send(());
             });
             resource.reap().unwrap();
@@ -167,7 +175,7 @@ unsafe extern "C" fn meet(data: *mut c_void) {
 fn s5_57_budget_agrees_with_the_resource_below() {
     packed(|rig| {
         let limit = 4 * MIB as u64;
-        let budget = Budget::new(asynchronous(rig), limit);
+        let budget = Budget::new(asynchronous(rig), Some(limit));
         let streams: Vec<_> = (0..16).map(|_| rig.stream()).collect();
         std::thread::scope(|scope| {
             for (number, stream) in streams.iter().enumerate() {
@@ -176,15 +184,15 @@ fn s5_57_budget_agrees_with_the_resource_below() {
                     let mut live = Vec::new();
                     for step in 0..200usize {
                         let size = 1 + (step * 7919 + number * 104_729) % (300 * KIB);
-                        match budget.allocate(size, stream, T) {
+                        match budget.allocate_block(size, stream, T) {
                             Ok(block) => live.push(block),
                             Err(error) => assert!(error.is_out_of_memory(), "{error:?}"),
                         }
-                        assert!(budget.reserved() <= limit);
+                        assert!(budget.used() <= limit);
                         assert!(budget.inner().outstanding().total() <= limit);
                         if step % 2 == 0 && !live.is_empty() {
                             budget
-                                .deallocate(live.swap_remove(step % live.len()))
+                                .deallocate_block(live.swap_remove(step % live.len()))
                                 .unwrap();
                         }
                         if step % 50 == 0 {
@@ -192,15 +200,15 @@ fn s5_57_budget_agrees_with_the_resource_below() {
                         }
                     }
                     for block in live {
-                        budget.deallocate(block).unwrap();
+                        budget.deallocate_block(block).unwrap();
                     }
                 });
             }
         });
-        assert_eq!(budget.reserved(), budget.inner().outstanding().total());
+        assert_eq!(budget.used(), budget.inner().outstanding().total());
         budget.reap().unwrap();
         assert_eq!(
-            (budget.reserved(), budget.inner().outstanding().total()),
+            (budget.used(), budget.inner().outstanding().total()),
             (0, 0)
         );
     });

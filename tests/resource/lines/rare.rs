@@ -34,12 +34,12 @@ fn a_probe_leaves_captures_alone() {
     packed(|rig| {
         let [home, other] = rig.streams();
         let probe = poisoned(rig.allocator());
-        let block = probe.allocate(4096, &home, T).unwrap();
+        let block = probe.allocate_block(4096, &home, T).unwrap();
         probe.record_stream(&block.identity(), &other).unwrap();
-        let refused = captured(rig, &home, || probe.deallocate(block)).unwrap_err();
-        let refused = captured(rig, &other, || probe.deallocate(*refused.block)).unwrap_err();
-        let block = *refused.block;
-        probe.deallocate(block).unwrap();
+        let refused = captured(rig, &home, || probe.deallocate_block(block)).unwrap_err();
+        let refused = captured(rig, &other, || probe.deallocate_block(*refused.value)).unwrap_err();
+        let block = *refused.value;
+        probe.deallocate_block(block).unwrap();
     });
 }
 
@@ -49,10 +49,10 @@ fn a_free_does_not_join_the_capture_of_a_recorded_stream() {
     packed(|rig| {
         let [home, other] = rig.streams();
         let resource = asynchronous(rig);
-        let block = resource.allocate(4096, &home, T).unwrap();
+        let block = resource.allocate_block(4096, &home, T).unwrap();
         resource.record_stream(&block.identity(), &other).unwrap();
         let failure = captured(rig, &other, || {
-            let refused = resource.deallocate(block).unwrap_err();
+            let refused = resource.deallocate_block(block).unwrap_err();
             assert!(!home.is_capturing().unwrap());
             refused
         });
@@ -60,7 +60,7 @@ fn a_free_does_not_join_the_capture_of_a_recorded_stream() {
             failure.error,
             ResourceError::StreamMisuse(StreamMisuse::Capturing(_))
         ));
-        resource.deallocate(*failure.block).unwrap();
+        resource.deallocate_block(*failure.value).unwrap();
         resource.reap().unwrap();
     });
 }
@@ -74,7 +74,7 @@ fn retired<R: MemoryResource>(rig: &Rig, make: impl Fn(&Allocator) -> R, access:
     sim.set_mode(Mode::Manual);
     for foreign in [false, true] {
         let home = if foreign { rig.stream() } else { home.clone() };
-        let block = resource.allocate(1 << 20, &home, T).unwrap();
+        let block = resource.allocate_block(1 << 20, &home, T).unwrap();
         let id = block.identity();
         let stamp = |on| rig.stamp(id.ptr, 1 << 20, 1, on);
         stamp(&home);
@@ -88,7 +88,7 @@ fn retired<R: MemoryResource>(rig: &Rig, make: impl Fn(&Allocator) -> R, access:
             stamp(&other);
             resource.finish_use(&id, &other, Access::Write).unwrap();
         }
-        resource.deallocate(block).unwrap();
+        resource.deallocate_block(block).unwrap();
         let again = allocator.allocate(1 << 20, &next).unwrap();
         rig.stamp(again.ptr(), 1 << 20, 2, &next);
         sim.complete_all();
@@ -114,10 +114,10 @@ fn a_threads_own_stream_is_waited_for_by_an_event() {
         let resource = asynchronous(rig);
         let home = rig.stream();
         let mine = Stream::per_thread_default(&rig.context).unwrap();
-        let block = resource.allocate(4096, &home, T).unwrap();
+        let block = resource.allocate_block(4096, &home, T).unwrap();
         resource.record_stream(&block.identity(), &mine).unwrap();
         let before = rig.calls("cuCtxSynchronize");
-        resource.deallocate(block).unwrap();
+        resource.deallocate_block(block).unwrap();
         assert_eq!(rig.calls("cuCtxSynchronize"), before);
         resource.reap().unwrap();
     });
@@ -132,13 +132,13 @@ fn a_probe_frees_what_is_of_another_threads_stream() {
         let probe = poisoned(allocator.clone());
         let mine = Stream::per_thread_default(&rig.context).unwrap();
         sim.set_mode(Mode::Manual);
-        let block = probe.allocate(1 << 20, &mine, T).unwrap();
+        let block = probe.allocate_block(1 << 20, &mine, T).unwrap();
         {
             let _entered = rig.context.enter().unwrap();
             rig.stamp(block.ptr(), 1 << 20, 1, &mine);
         }
         let freed = std::thread::scope(|scope| {
-            let free = || probe.deallocate(block);
+            let free = || probe.deallocate_block(block);
             scope.spawn(free).join().unwrap()
         });
         freed.unwrap();
@@ -157,18 +157,24 @@ fn hooks_may_own_what_they_look_after() {
         let stream = rig.stream();
         for replaced in [false, true] {
             let pool = WorkspacePool::new(&allocator, WorkspaceConfig::default());
-            allocator.add_relief_hook("mine", move |_| pool.trim(0));
+            allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("mine", move |_| {
+                pool.trim(0)
+            }));
             if replaced {
-                assert!(allocator.add_relief_hook("mine", |_| 0));
+                assert!(
+                    allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("mine", |_| 0))
+                );
             }
             assert!(allocator.remove_relief_hook("mine"));
         }
-        let guard = Guard::builder().budget(MIB as u64).build(allocator);
+        let guard = Guard::builder().budget(Some(MIB as u64)).build(allocator);
         let guard = Arc::new(guard.unwrap());
         let held = OwnedBlock::allocate(Arc::clone(&guard), MIB, &stream, T).unwrap();
-        let number = guard.on_pressure(move |_, _| assert!(held.ptr() > 0));
-        assert!(guard.remove_listener(number));
-        assert!(!guard.remove_listener(number));
+        let number = guard
+            .inner()
+            .on_pressure(move |_, _| assert!(held.ptr() > 0));
+        assert!(guard.inner().remove_listener(number));
+        assert!(!guard.inner().remove_listener(number));
         assert_eq!(guard.stats().used, 0);
     });
 }
@@ -182,7 +188,7 @@ fn finished_in_vain(
 ) -> bool {
     sim.set_mode(Mode::Manual);
     let [home, other] = rig.streams();
-    let block = resource.allocate(MIB, &home, T).unwrap();
+    let block = resource.allocate_block(MIB, &home, T).unwrap();
     let id = block.identity();
     let entered = rig.context.enter().unwrap();
     let allocated = entered.create_event().unwrap();
@@ -192,12 +198,12 @@ fn finished_in_vain(
     sim.fail(FailPlan::call(call, refusal()).unwrap().nth(nth));
     let finished = resource.finish_use(&id, &other, Access::Write);
     sim.clear_failures();
-    resource.deallocate(block).unwrap();
-    let again = resource.allocate(MIB, &home, T).unwrap();
+    resource.deallocate_block(block).unwrap();
+    let again = resource.allocate_block(MIB, &home, T).unwrap();
     rig.stamp(again.ptr(), MIB, 2, &home);
     sim.complete_all();
     rig.assert_clean();
-    resource.deallocate(again).unwrap();
+    resource.deallocate_block(again).unwrap();
     sim.complete_all();
     sim.set_mode(Mode::Instant);
     finished.is_ok()
@@ -235,10 +241,10 @@ fn no_block_leaks_whose_stream_cannot_be_named() {
         let mut refused = 0;
         for nth in 1..=4 {
             sim.fail(FailPlan::call("cuStreamGetId", refusal()).unwrap().nth(nth));
-            let got = MemoryResource::allocate(&allocator, 37, &mine, T);
+            let got = MemoryResource::allocate_block(&allocator, 37, &mine, T);
             sim.clear_failures();
             match got {
-                Ok(block) => allocator.deallocate(block).unwrap(),
+                Ok(block) => allocator.deallocate_block(block).unwrap(),
                 Err(_) => refused += 1,
             }
             assert_eq!(allocator.stats().all.requested.current, 0);
@@ -255,13 +261,13 @@ fn a_stream_that_could_not_be_named_is_waited_for_by_an_event() {
         let resource = asynchronous(rig);
         let [home, other] = rig.streams();
         let mine = Stream::per_thread_default(&rig.context).unwrap();
-        let block = resource.allocate(4096, &home, T).unwrap();
+        let block = resource.allocate_block(4096, &home, T).unwrap();
         let id = block.identity();
         if !fail(rig, "cuStreamGetId") {
             return;
         }
         resource.finish_use(&id, &mine, Access::Write).unwrap_err();
-        let freed = captured(rig, &other, || resource.deallocate(block));
+        let freed = captured(rig, &other, || resource.deallocate_block(block));
         freed.unwrap();
         rig.assert_clean();
         resource.reap().unwrap();

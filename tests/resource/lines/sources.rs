@@ -17,19 +17,19 @@ fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
         let stream = rig.stream();
         let direct = DirectResource::new(&rig.context);
         let calls = rig.calls("cuMemAlloc_v2");
-        let zero = direct.allocate(0, &stream, T);
+        let zero = direct.allocate_block(0, &stream, T);
         assert!(matches!(
             zero,
             Err(ResourceError::InvalidSize { requested: 0 })
         ));
         assert_eq!(rig.calls("cuMemAlloc_v2"), calls);
-        let block = direct.allocate(4096, &stream, T).unwrap();
+        let block = direct.allocate_block(4096, &stream, T).unwrap();
         let id = block.identity();
         let busy = rig.busy(&stream);
         rig.stamp(block.ptr(), 4096, 9, &stream);
         // The driver does not promise that its free waits: this is asked for.
         let waits = rig.calls("cuCtxSynchronize");
-        direct.deallocate(block).unwrap();
+        direct.deallocate_block(block).unwrap();
         assert_eq!(rig.calls("cuCtxSynchronize"), waits + 1);
         assert!(stream.is_complete().unwrap(), "the work is done");
         assert_eq!(direct.outstanding(), Outstanding::default());
@@ -53,7 +53,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let second = Context::primary(&rig.driver, rig.driver.device(1).unwrap()).unwrap();
             let elsewhere = Stream::new(&second).unwrap();
             let calls = rig.memory_calls();
-            let wrong = resource.allocate(64, &elsewhere, T);
+            let wrong = resource.allocate_block(64, &elsewhere, T);
             assert!(
                 matches!(
                     wrong,
@@ -69,7 +69,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let driver = sim.driver().unwrap();
             let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
             let foreign = Stream::new(&context).unwrap();
-            let refused = resource.allocate(64, &foreign, T);
+            let refused = resource.allocate_block(64, &foreign, T);
             assert!(
                 matches!(
                     refused,
@@ -81,8 +81,8 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             // A source that hands the same memory out twice.
             let same = AsyncResource::new(Twice(rig.allocator(), Mutex::default()));
             let stream = rig.stream();
-            let block = same.allocate(64, &stream, T).unwrap();
-            let collision = same.allocate(64, &stream, T);
+            let block = same.allocate_block(64, &stream, T).unwrap();
+            let collision = same.allocate_block(64, &stream, T);
             assert!(
                 matches!(collision, Err(ResourceError::Collision { .. })),
                 "{collision:?}"
@@ -91,7 +91,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             assert_eq!(same.outstanding().live, 64);
             same.prepare_use(&block.identity(), &stream, Access::Read)
                 .unwrap();
-            same.deallocate(block).unwrap();
+            same.deallocate_block(block).unwrap();
             assert_eq!(same.reap().unwrap(), 64);
         },
     );
@@ -169,9 +169,9 @@ fn lost_context_is_an_error() {
         let Some(sim) = rig.sim() else { return };
         let resource = asynchronous(rig);
         let stream = rig.stream();
-        let block = resource.allocate(64, &stream, T).unwrap();
+        let block = resource.allocate_block(64, &stream, T).unwrap();
         sim.fail(FailPlan::call("cuEventRecord", code()).unwrap());
-        let failure = resource.deallocate(block).unwrap_err();
+        let failure = resource.deallocate_block(block).unwrap_err();
         assert!(failure.error.driver_error().is_some_and(|e| e.is_fatal()));
         std::mem::forget(failure);
     });

@@ -47,7 +47,7 @@ impl Inner {
 
     /// Keeps a block that is no longer live out of use.
     pub(crate) fn hold_back(&mut self, node: Node) {
-        self.heap.hold_back(node);
+        self.runs.hold_back(node);
         self.pending_peak = self.pending_peak.max(self.pending_bytes());
     }
 
@@ -57,7 +57,7 @@ impl Inner {
         let any = !self.returned.is_empty();
         for returned in std::mem::take(&mut self.returned) {
             for node in returned.nodes {
-                self.heap.let_go(node, returned.over, keep);
+                self.runs.let_go(node, returned.over, keep);
             }
         }
         any
@@ -65,7 +65,7 @@ impl Inner {
 
     /// The runs of a page, those that were returned among the free ones.
     pub(crate) fn runs(&self, page: u32) -> Vec<Run> {
-        let mut runs: Vec<Run> = self.heap.runs(page).collect();
+        let mut runs: Vec<Run> = self.runs.runs(page).collect();
         let returned = self.returned.iter().flat_map(|returned| &returned.nodes);
         let returned: HashSet<Node> = returned
             .filter(|node| node.page() == page as usize)
@@ -79,7 +79,7 @@ impl Inner {
 
     /// Bytes of freed blocks that other streams may still use.
     pub(crate) fn pending_bytes(&self) -> u64 {
-        self.heap.pending_granules() * GRANULE - self.returned_bytes()
+        self.runs.pending_granules() * GRANULE - self.returned_bytes()
     }
 
     /// Bytes of blocks that were returned, and are not free again yet.
@@ -89,7 +89,7 @@ impl Inner {
 
     /// Free bytes in the pages.
     pub(crate) fn free_bytes(&self) -> u64 {
-        let pages = self.heap.page_count() as u64 * u64::from(PAGE_GRAINS) * GRANULE;
+        let pages = self.runs.page_count() as u64 * u64::from(PAGE_GRAINS) * GRANULE;
         pages - self.accounts.allocated.current() - self.pending_bytes()
     }
 

@@ -1,4 +1,4 @@
-//! What a heap is made of: granules, runs, pages.
+//! What the runs of a front are made of: granules and pages.
 
 use crate::allocator::size::GRANULE;
 
@@ -8,7 +8,7 @@ pub(super) const GRAINS: usize = PAGE_GRAINS as usize;
 /// Bits of a place in a page.
 pub(super) const PLACE_BITS: u32 = 7;
 pub(super) const PLACE_MASK: u32 = PAGE_GRAINS - 1;
-/// No run. Like all nodes it has its top bit clear; no heap has so many pages that one would be it.
+/// No run. Like all nodes it has its top bit clear; no front has so many pages that one would be it.
 pub(super) const NIL: u32 = u32::MAX >> 1;
 /// Set in every generation, and in no node: tells a live block's word from a link.
 pub(super) const LIVE: u32 = 1 << 31;
@@ -146,7 +146,7 @@ impl Using {
     }
 }
 
-/// A run by its page's place in the heap and its first granule.
+/// A run by its page's place in its front and its first granule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Node(pub u32);
 
@@ -268,7 +268,7 @@ pub(crate) struct Taken {
     pub generation: u32,
 }
 
-/// A live block as the heap knows it.
+/// A live block as its front knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Live {
     pub granules: u32,

@@ -1,6 +1,6 @@
 //! Freed blocks that other streams still use, on their way out of a front and back.
 
-use super::Heap;
+use super::Runs;
 use super::grain::Node;
 
 /// Frees of blocks that one other stream used, which nothing orders yet.
@@ -21,7 +21,7 @@ pub(crate) struct Returned {
     pub over: bool,
 }
 
-impl Heap {
+impl Runs {
     /// Takes back a live block that other streams may still use.
     pub(crate) fn hold_back(&mut self, node: Node) {
         let page = &mut self.pages[node.page()];
@@ -29,6 +29,7 @@ impl Heap {
         let grain = &mut page.grains[node.place()];
         grain.set_pending();
         self.pending_grains += u64::from(grain.len);
+        self.pending += 1;
     }
 
     /// The other streams are done with a block that was held back; or, not `over` yet, its own
@@ -40,6 +41,7 @@ impl Heap {
         grain.set_out();
         let granules = u32::from(grain.len);
         self.pending_grains -= u64::from(granules);
+        self.pending -= 1;
         let worn = self.is_worn_at(node);
         if keep && !worn && self.put_quick(node, granules) {
             return;

@@ -28,7 +28,7 @@ fn front(rank: u32, base: u64, room: u64) -> &'static Front {
     let mut inner = front.lock();
     (inner.allocator, inner.key) = (OWNER.allocator, OWNER.key);
     inner.set_fast(true);
-    inner.heap.add_page(PageInfo {
+    inner.runs.add_page(PageInfo {
         base,
         generation: 1,
         number: 1,
@@ -64,7 +64,7 @@ fn interleavings_of_a_free_by_another_thread() {
         assert!(mine.ptr + 1024 <= next.ptr || next.ptr + 1024 <= mine.ptr);
         let inner = front.lock();
         assert_eq!(inner.accounts.blocks.current(), 2);
-        assert_eq!(inner.heap.check(), Ok(()));
+        assert_eq!(inner.runs.check(), Ok(()));
     });
 }
 
@@ -79,7 +79,7 @@ fn interleavings_of_a_double_free() {
         let mine = front.lock().free_at_once(block.node, Life::At(block.ptr));
         let theirs = other.join().unwrap_or(mine);
         assert!(mine != theirs);
-        assert_eq!(front.lock().heap.check(), Ok(()));
+        assert_eq!(front.lock().runs.check(), Ok(()));
     });
 }
 
@@ -200,8 +200,8 @@ fn interleavings_of_a_flush() {
         let front = front(0, PAGE, 8);
         let other = thread::spawn(move || {
             let mut inner = front.lock();
-            inner.heap.flush_quick();
-            inner.heap.remove_page(0)
+            inner.runs.flush_quick();
+            inner.runs.remove_page(0)
         });
         let mine = take(front, 1);
         let freed = mine.is_some_and(|mine| free(front, &mine));
@@ -209,8 +209,8 @@ fn interleavings_of_a_flush() {
         assert_eq!(mine.is_some(), freed);
         assert!(gone.is_some() || freed, "the page is somebody's");
         let inner = front.lock();
-        assert_eq!(inner.heap.page_count(), usize::from(gone.is_none()));
-        assert_eq!(inner.heap.check(), Ok(()));
+        assert_eq!(inner.runs.page_count(), usize::from(gone.is_none()));
+        assert_eq!(inner.runs.check(), Ok(()));
     });
 }
 
@@ -225,14 +225,14 @@ fn interleavings_of_a_retirement() {
             inner.set_fast(false);
             inner.accounts.blocks.current()
         });
-        let mine = front.lock().take_at_once(OWNER, request(1));
+        let mine = front.lock().take_anywhere(OWNER, request(1));
         let seen = other.join().unwrap_or(0);
         assert_eq!(seen == 1, mine.is_some(), "what was given was seen");
-        assert!(front.lock().take_at_once(OWNER, request(1)).is_none());
+        assert!(front.lock().take_anywhere(OWNER, request(1)).is_none());
         // Another stream gets the front.
         front.lock().key = OWNER.key + 1;
         front.lock().set_fast(true);
-        assert!(front.lock().take_at_once(OWNER, request(1)).is_none());
+        assert!(front.lock().take_anywhere(OWNER, request(1)).is_none());
     });
 }
 
@@ -246,12 +246,12 @@ fn interleavings_of_a_publication() {
         let info = table.info(base).expect("an address of a device");
         let other = thread::spawn(move || {
             let mut inner = front.lock();
-            let page = inner.heap.add_page(info);
+            let page = inner.runs.add_page(info);
             table.set(base, front, page);
         });
         if let Some((found, page)) = table.find(base + 512) {
             let inner = found.lock();
-            let run = inner.heap.around(page, base + 512);
+            let run = inner.runs.around(page, base + 512);
             assert_eq!(run.map(|run| run.ptr), Some(base));
         }
         assert!(other.join().is_ok());
@@ -278,7 +278,7 @@ fn interleavings_of_a_split() {
         for front in [old, new] {
             let inner = front.lock();
             assert_eq!(inner.accounts.blocks.current(), 0);
-            assert_eq!(inner.heap.check(), Ok(()));
+            assert_eq!(inner.runs.check(), Ok(()));
         }
     });
 }

@@ -9,16 +9,15 @@
 //! Lock order: the books, then fronts by rank. A front is never waited for with a higher one held.
 
 mod account;
-mod again;
 mod batch;
 pub(crate) mod cache;
 mod grain;
-mod heap;
 mod held_back;
 #[cfg(all(loom, test))]
 mod interleavings;
 mod pages;
 mod room;
+mod runs;
 mod shelf;
 #[cfg(all(test, not(loom)))]
 mod tests;
@@ -28,12 +27,12 @@ mod worn;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::sync::lock::AtomicPtr;
-pub(crate) use crate::sync::lock::{Held, Lock, pause};
+pub(crate) use crate::sync::lock::{Held, Lock};
 pub(crate) use account::{Accounts, QUANTITIES};
 pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
-pub(crate) use heap::Heap;
 pub(crate) use held_back::{Batch, Returned};
 pub(crate) use pages::{PageTable, SMALL_ID, page_of};
+pub(crate) use runs::Runs;
 pub(crate) use shelf::{Amounts, Shelf, Shelved};
 
 use crate::allocator::size::GRANULE;
@@ -132,7 +131,7 @@ pub(crate) struct Inner {
     /// the stream's number in it: who may come in then.
     pub key: u64,
     pub accounts: Accounts,
-    pub heap: Heap,
+    pub runs: Runs,
     /// Number of the allocator, 0 for none.
     pub allocator: u64,
     /// The stream's slot.
@@ -181,7 +180,7 @@ impl Default for Inner {
             key: 0,
             slot: 0,
             open: CLOSED,
-            heap: Heap::default(),
+            runs: Runs::default(),
             shelf: Shelf::default(),
             accounts,
             batches: Vec::new(),
@@ -305,7 +304,7 @@ impl Inner {
             true => self.allocator,
             false => CLOSED,
         };
-        self.heap.keep_quick(fast);
+        self.runs.keep_quick(fast);
     }
 
     /// Threads met here: whether the stream should get another front, because they keep doing so.
@@ -324,22 +323,6 @@ impl Inner {
         self.open != CLOSED
     }
 
-    /// Takes an unaligned request if nothing stands in the way, and a run of just its length is at
-    /// hand.
-    #[inline(always)]
-    pub(crate) fn take_at_once(&mut self, owner: Owner, request: Small) -> Option<Taken> {
-        if !self.serves(owner) {
-            return None;
-        }
-        let bytes = request.bytes();
-        if !self.accounts.allocated.fits(bytes) {
-            return None;
-        }
-        let taken = self.heap.take_quick(request.granules, request.requested)?;
-        self.account(bytes, request.requested);
-        Some(taken)
-    }
-
     /// Takes an unaligned request if nothing stands in the way, and any free run is long enough.
     #[inline(always)]
     pub(crate) fn take_anywhere(&mut self, owner: Owner, request: Small) -> Option<Taken> {
@@ -348,7 +331,7 @@ impl Inner {
             return None;
         }
         let (granules, requested) = (request.granules, request.requested);
-        let (taken, bytes) = self.heap.take_anywhere(granules, requested)?;
+        let (taken, bytes) = self.runs.take_anywhere(granules, requested)?;
         self.account(bytes, requested);
         Some(taken)
     }
@@ -360,7 +343,7 @@ impl Inner {
             return Allocated::NoRoom;
         }
         let (granules, align) = (request.granules, request.align);
-        let Some(taken) = self.heap.take(granules, align, request.requested) else {
+        let Some(taken) = self.runs.take(granules, align, request.requested) else {
             return Allocated::NoRun;
         };
         self.account(bytes, request.requested);
@@ -389,7 +372,7 @@ impl Inner {
             return Allocated::NoRoom;
         }
         match self
-            .heap
+            .runs
             .take_at(page, ptr, request.granules, request.requested)
         {
             Some(taken) => {
@@ -414,7 +397,7 @@ impl Inner {
 
     /// The live block that begins at an address.
     pub(crate) fn live(&self, node: Node, ptr: u64, generation: Option<u32>) -> Option<Live> {
-        let live = self.heap.live(node, ptr)?;
+        let live = self.runs.live(node, ptr)?;
         generation
             .is_none_or(|g| g == live.generation)
             .then_some(live)
@@ -425,14 +408,14 @@ impl Inner {
     pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
         let live = match life {
             // The page of a block that somebody owns cannot have gone.
-            Life::Generation(generation) => self.heap.live_as(node, generation),
-            Life::At(ptr) => self.heap.live(node, ptr),
+            Life::Generation(generation) => self.runs.live_as(node, generation),
+            Life::At(ptr) => self.runs.live(node, ptr),
         };
         let Some(live) = live else {
             return false;
         };
         // A front that was stopped keeps no quick runs: its blocks come no further than this.
-        if live.using != Using::NONE || !self.heap.put_quick(node, live.granules) {
+        if live.using != Using::NONE || !self.runs.put_quick(node, live.granules) {
             return false;
         }
         debug_assert!(self.is_fast(), "else there is no room for quick runs");
@@ -445,12 +428,12 @@ impl Inner {
     /// with nothing done, if more stands in the way.
     #[inline(always)]
     pub(crate) fn free_merged(&mut self, node: Node, generation: u32) -> Option<bool> {
-        let live = self.heap.live_as(node, generation)?;
+        let live = self.runs.live_as(node, generation)?;
         if live.using != Using::NONE || !self.is_fast() {
             return None;
         }
         self.account_free(live);
-        self.heap.put_merged_here(node);
+        self.runs.put_merged_here(node);
         Some(self.pages_to_keep().is_some())
     }
 
@@ -469,7 +452,7 @@ impl Inner {
             return self.free_shared(node, live);
         }
         self.account_free(live);
-        self.heap.put(node, live.granules);
+        self.runs.put(node, live.granules);
         match self.pages_to_keep() {
             Some(_) => Freed::Page,
             None => Freed::Done,
@@ -478,11 +461,11 @@ impl Inner {
 
     /// How many wholly free pages to keep, if there are so many that some should be handed back.
     pub(crate) fn pages_to_keep(&self) -> Option<u32> {
-        let whole = self.heap.whole_pages();
+        let whole = self.runs.whole_pages();
         if whole <= SPARE_EXCESS * SPARE_LEAST as u32 {
             return None;
         }
-        let pages = self.heap.page_count() / SPARE_PART;
+        let pages = self.runs.page_count() / SPARE_PART;
         let keep = pages.clamp(SPARE_LEAST, SPARE_PAGES) as u32;
         (whole > SPARE_EXCESS * keep).then_some(keep)
     }

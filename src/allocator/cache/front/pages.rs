@@ -36,7 +36,7 @@ pub(crate) fn page_of(id: u32) -> u32 {
 #[derive(Debug)]
 struct Entry {
     front: AtomicPtr<Front>,
-    /// Place of the page in the front's heap.
+    /// Place of the page in the front.
     page: AtomicU32,
     /// Where the page's generations go on when it comes back.
     generation: AtomicU32,

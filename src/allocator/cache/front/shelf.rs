@@ -211,6 +211,12 @@ impl Shelf {
         self.held
     }
 
+    /// Bytes of the largest block that nobody holds.
+    pub(crate) fn largest_free(&self) -> u64 {
+        let granules = self.free.iter().max().copied().unwrap_or(0);
+        u64::from(granules) * crate::allocator::size::GRANULE
+    }
+
     /// What was ever handed out again.
     pub(crate) fn reused(&self) -> Amounts {
         self.reused

@@ -1,68 +1,68 @@
-//! What a heap does by itself.
+//! What the runs of a front do by themselves.
 
 use super::grain::PageInfo;
 use super::grain::WORN;
-use super::heap::Heap;
+use super::runs::Runs;
 use super::{Allocated, Inner, Life, Owner, Small, Using};
 
 const PAGE: u64 = 64 << 10;
 
-fn heap(pages: u64) -> Heap {
-    let mut heap = Heap::default();
+fn runs(pages: u64) -> Runs {
+    let mut runs = Runs::default();
     for at in 1..=pages {
-        heap.add_page(PageInfo {
+        runs.add_page(PageInfo {
             base: at * PAGE,
             generation: 0,
             number: at as u32,
         });
     }
-    heap
+    runs
 }
 
 /// Blocks of so many granules, taken and given back.
-fn pass(heap: &mut Heap, count: u32, granules: u32) {
-    let taken = |heap: &mut Heap| heap.take(granules, 1, granules * 512).map(|t| t.node);
-    let nodes: Vec<_> = (0..count).filter_map(|_| taken(heap)).collect();
+fn pass(runs: &mut Runs, count: u32, granules: u32) {
+    let taken = |runs: &mut Runs| runs.take(granules, 1, granules * 512).map(|t| t.node);
+    let nodes: Vec<_> = (0..count).filter_map(|_| taken(runs)).collect();
     assert_eq!(nodes.len(), count as usize);
-    nodes.into_iter().for_each(|node| heap.put(node, granules));
-    assert_eq!(heap.check(), Ok(()));
+    nodes.into_iter().for_each(|node| runs.put(node, granules));
+    assert_eq!(runs.check(), Ok(()));
 }
 
 /// R61: runs that were kept as they are merge for a request that finds none, no more than it takes.
 #[test]
 fn r61_kept_runs_merge_for_a_longer_one() {
-    let mut heap = heap(2);
-    pass(&mut heap, 256, 1);
-    assert_eq!(heap.quick_granules(), 256);
-    assert!(heap.take(64, 1, 1).is_none());
-    assert!(heap.flush_for(64));
-    assert!(heap.take(64, 1, 1).is_some());
-    assert_eq!(heap.check(), Ok(()));
+    let mut runs = runs(2);
+    pass(&mut runs, 256, 1);
+    assert_eq!(runs.quick_granules(), 256);
+    assert!(runs.take(64, 1, 1).is_none());
+    assert!(runs.flush_for(64));
+    assert!(runs.take(64, 1, 1).is_some());
+    assert_eq!(runs.check(), Ok(()));
 }
 
 /// The longest go first, and those of other lengths stay if they were enough.
 #[test]
 fn r61_short_runs_are_kept_if_longer_ones_do() {
-    let mut heap = heap(2);
-    let whole = heap.take(128, 1, 1);
-    pass(&mut heap, 2, 40);
-    pass(&mut heap, 32, 1);
-    assert!(heap.take(70, 1, 1).is_none());
-    assert!(heap.flush_for(70));
-    assert_eq!(heap.quick_granules(), 32);
-    assert!(heap.take(70, 1, 1).is_some() && whole.is_some());
-    assert_eq!(heap.check(), Ok(()));
+    let mut runs = runs(2);
+    let whole = runs.take(128, 1, 1);
+    pass(&mut runs, 2, 40);
+    pass(&mut runs, 32, 1);
+    assert!(runs.take(70, 1, 1).is_none());
+    assert!(runs.flush_for(70));
+    assert_eq!(runs.quick_granules(), 32);
+    assert!(runs.take(70, 1, 1).is_some() && whole.is_some());
+    assert_eq!(runs.check(), Ok(()));
 }
 
 /// Where little is kept another page is worth more.
 #[test]
 fn r61_few_runs_are_kept() {
-    let mut heap = heap(8);
-    let others: Vec<_> = (0..7).map(|_| heap.take(128, 1, 1)).collect();
-    pass(&mut heap, 2, 30);
-    assert!(heap.take(100, 1, 1).is_none() && others.iter().all(Option::is_some));
-    assert!(!heap.flush_for(100));
-    assert_eq!(heap.quick_granules(), 60);
+    let mut runs = runs(8);
+    let others: Vec<_> = (0..7).map(|_| runs.take(128, 1, 1)).collect();
+    pass(&mut runs, 2, 30);
+    assert!(runs.take(100, 1, 1).is_none() && others.iter().all(Option::is_some));
+    assert!(!runs.flush_for(100));
+    assert_eq!(runs.quick_granules(), 60);
 }
 
 /// R24: a front that was stopped merges everything, and leaves each free to who looks at the books.
@@ -71,7 +71,7 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
     let mut inner = Inner {
         allocator: 1,
         key: 7,
-        heap: heap(1),
+        runs: runs(1),
         ..Inner::default()
     };
     inner.set_fast(true);
@@ -88,19 +88,19 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
     let [first, second] = [(); 2].map(|()| inner.take_anywhere(owner, request).unwrap());
     let life = |generation| Life::Generation(generation);
     assert!(inner.free_at_once(first.node, life(first.generation)));
-    assert_eq!(inner.heap.quick_granules(), 3);
+    assert_eq!(inner.runs.quick_granules(), 3);
     inner.set_fast(false);
-    assert_eq!(inner.heap.quick_granules(), 0);
+    assert_eq!(inner.runs.quick_granules(), 0);
     assert!(!inner.free_at_once(second.node, life(second.generation)));
     assert_eq!(inner.free_merged(second.node, second.generation), None);
-    assert_eq!(inner.take_at_once(owner, request), None);
+    assert_eq!(inner.take_anywhere(owner, request), None);
     inner.set_fast(true);
     assert!(inner.free_at_once(second.node, life(second.generation)));
     assert_eq!(
-        inner.take_at_once(owner, request).map(|t| t.ptr),
+        inner.take_anywhere(owner, request).map(|t| t.ptr),
         Some(second.ptr)
     );
-    assert_eq!(inner.heap.check(), Ok(()));
+    assert_eq!(inner.runs.check(), Ok(()));
 }
 
 /// S1.13: what there is no room to keep as it is, is merged, but only in the life that was meant, and only
@@ -109,7 +109,7 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
 fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
     let mut inner = Inner {
         allocator: 1,
-        heap: heap(1),
+        runs: runs(1),
         ..Inner::default()
     };
     inner.set_fast(true);
@@ -124,75 +124,75 @@ fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
     };
     let generation = block.generation;
     assert_eq!(inner.free_merged(block.node, generation + 1), None);
-    inner.heap.set_using(block.node, Using::MANY);
+    inner.runs.set_using(block.node, Using::MANY);
     assert_eq!(inner.free_merged(block.node, generation), None);
-    inner.heap.set_using(block.node, Using::NONE);
+    inner.runs.set_using(block.node, Using::NONE);
     assert_eq!(inner.accounts.current(), [1536, 1500, 1]);
     assert_eq!(inner.free_merged(block.node, generation), Some(false));
     assert_eq!(inner.free_merged(block.node, generation), None);
     assert_eq!(inner.accounts.current(), [0; 3]);
-    assert_eq!((inner.heap.whole_pages(), inner.free_bytes()), (1, 1 << 16));
-    assert_eq!(inner.heap.check(), Ok(()));
+    assert_eq!((inner.runs.whole_pages(), inner.free_bytes()), (1, 1 << 16));
+    assert_eq!(inner.runs.check(), Ok(()));
 }
 
 /// R61: a page that was in use meanwhile is one that the front needs, also if it is free again.
 #[test]
 fn r61_pages_used_meanwhile_are_needed() {
-    let mut heap = heap(3);
-    assert_eq!(heap.take_needed_pages(), 3);
-    assert_eq!(heap.take_needed_pages(), 0);
-    let taken = [(); 2].map(|()| heap.take(100, 1, 1).unwrap().node);
-    heap.put_merged(taken[0]);
-    assert_eq!(heap.take_needed_pages(), 1);
-    heap.put_merged(taken[1]);
-    assert_eq!(heap.take_needed_pages(), 1);
-    assert_eq!(heap.take_needed_pages(), 0);
+    let mut runs = runs(3);
+    assert_eq!(runs.take_needed_pages(), 3);
+    assert_eq!(runs.take_needed_pages(), 0);
+    let taken = [(); 2].map(|()| runs.take(100, 1, 1).unwrap().node);
+    runs.put_merged(taken[0]);
+    assert_eq!(runs.take_needed_pages(), 1);
+    runs.put_merged(taken[1]);
+    assert_eq!(runs.take_needed_pages(), 1);
+    assert_eq!(runs.take_needed_pages(), 0);
 }
 
 /// What is taken out of use in a worn page counts as freed then: runs that were kept as they were may have
 /// been freed under the ticket of now.
 #[test]
 fn a_worn_page_goes_with_the_ticket_of_its_newest_free() {
-    let mut heap = heap(1);
-    heap.set_ticket(5);
-    let taken = heap.take(1, 1, 1).map(|taken| taken.node);
-    heap.set_ticket(9);
-    taken.into_iter().for_each(|node| heap.put(node, 1));
-    heap.age(WORN);
-    heap.wear_out();
-    assert!(heap.take(1, 1, 1).is_none() && heap.take(1, 2, 1).is_none());
-    assert_eq!(heap.check(), Ok(()));
-    heap.set_ticket(10);
-    let gone = heap.remove_page(u32::MAX);
+    let mut runs = runs(1);
+    runs.set_ticket(5);
+    let taken = runs.take(1, 1, 1).map(|taken| taken.node);
+    runs.set_ticket(9);
+    taken.into_iter().for_each(|node| runs.put(node, 1));
+    runs.age(WORN);
+    runs.wear_out();
+    assert!(runs.take(1, 1, 1).is_none() && runs.take(1, 2, 1).is_none());
+    assert_eq!(runs.check(), Ok(()));
+    runs.set_ticket(10);
+    let gone = runs.remove_page(u32::MAX);
     assert_eq!(
         gone.map(|(info, ticket)| (info.base, ticket)),
         Some((PAGE, 9))
     );
-    assert!(!heap.is_worn() && heap.page_count() == 0);
-    assert_eq!(heap.check(), Ok(()));
+    assert!(!runs.is_worn() && runs.page_count() == 0);
+    assert_eq!(runs.check(), Ok(()));
 }
 
 /// The free of a block in a worn page comes by way of the books, and to no list.
 #[test]
 fn a_block_in_a_worn_page_is_of_no_use_after_it() {
     for over in [false, true] {
-        let mut heap = heap(1);
-        let Some(node) = heap.take(3, 1, 1).map(|taken| taken.node) else {
+        let mut runs = runs(1);
+        let Some(node) = runs.take(3, 1, 1).map(|taken| taken.node) else {
             panic!("there is room");
         };
-        heap.age(WORN);
-        heap.wear_out();
-        assert!(heap.remove_page(0).is_none(), "a block lives in it");
-        let using = heap.grain(node).live().map(|live| live.using);
+        runs.age(WORN);
+        runs.wear_out();
+        assert!(runs.remove_page(0).is_none(), "a block lives in it");
+        let using = runs.grain(node).live().map(|live| live.using);
         assert_eq!(using, Some(Using::MANY));
-        heap.set_ticket(5);
-        heap.hold_back(node);
-        assert!(heap.remove_page(0).is_none(), "a block is held back");
-        heap.set_ticket(6);
-        heap.let_go(node, over, true);
-        assert!(heap.take(3, 1, 1).is_none());
-        assert_eq!(heap.check(), Ok(()));
-        let ticket = heap.remove_page(0).map(|(_, ticket)| ticket);
+        runs.set_ticket(5);
+        runs.hold_back(node);
+        assert!(runs.remove_page(0).is_none(), "a block is held back");
+        runs.set_ticket(6);
+        runs.let_go(node, over, true);
+        assert!(runs.take(3, 1, 1).is_none());
+        assert_eq!(runs.check(), Ok(()));
+        let ticket = runs.remove_page(0).map(|(_, ticket)| ticket);
         assert_eq!(ticket, Some(if over { 5 } else { 6 }));
     }
 }
@@ -208,7 +208,7 @@ fn generations_a_front_looks_for_worn_pages_before_they_are_used_up() {
         let mut inner = Inner {
             allocator: 1,
             key: 7,
-            heap: heap(2),
+            runs: runs(2),
             ..Inner::default()
         };
         inner.set_fast(true);
@@ -233,13 +233,13 @@ fn generations_a_front_looks_for_worn_pages_before_they_are_used_up() {
         inner.look_for_worn();
         assert_eq!(inner.accounts.blocks.total(), total);
         let worn = generation == WORN;
-        assert_eq!(inner.heap.is_worn(), worn);
+        assert_eq!(inner.runs.is_worn(), worn);
         let third = inner.take_anywhere(owner, request(1));
         assert_eq!(third.is_some(), !worn, "all pages are worn");
         assert_eq!(
             inner.free_at_once(second.node, Life::Generation(second.generation)),
             !worn
         );
-        assert_eq!(inner.heap.check(), Ok(()));
+        assert_eq!(inner.runs.check(), Ok(()));
     }
 }

@@ -1,11 +1,11 @@
-//! Walks over a heap: what lies where, and whether all of it agrees.
+//! Walks over the runs of a front: what lies where, and whether all of it agrees.
 
 use super::grain::{GRAINS, Kind, NIL, Node, PAGE_GRAINS, PageInfo, Run};
-use super::heap::{Heap, NO_QUICK};
+use super::runs::{NO_QUICK, Runs};
 use crate::allocator::size::GRANULE;
 
-impl Heap {
-    /// Pages with their places in the heap.
+impl Runs {
+    /// Pages with their places in the front.
     pub(crate) fn pages(&self) -> impl Iterator<Item = (u32, PageInfo)> + '_ {
         (0u32..)
             .zip(&self.pages)
@@ -45,7 +45,7 @@ impl Heap {
     /// Compares the lists with what stands in the pages. The first thing that does not agree.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         let mut counts = [[0u64; GRAINS]; 2];
-        let (mut whole, mut pending, mut spent) = (0, 0, false);
+        let (mut whole, mut pending, mut spent) = (0, (0, 0), false);
         for (at, page) in (0u32..).zip(&self.pages).filter(|(_, page)| page.present) {
             let mut end = 0;
             let mut before = None;
@@ -72,7 +72,9 @@ impl Heap {
                         whole += u32::from(length == PAGE_GRAINS);
                     }
                     Kind::Quick => counts[1][length as usize - 1] += 1,
-                    Kind::Pending => pending += u64::from(length),
+                    Kind::Pending => {
+                        pending = (pending.0 + u64::from(length), pending.1 + 1);
+                    }
                     Kind::Used => {}
                     Kind::Spent => spent |= !self.worn.contains(&at),
                 }
@@ -120,7 +122,8 @@ impl Heap {
                 .sum()
         };
         if sum(&counts[1]) != u64::from(self.quick_granules())
-            || pending != self.pending_grains
+            || pending != (self.pending_grains, self.pending)
+            || counts[0].iter().sum::<u64>() != u64::from(self.listed)
             || whole != self.whole
         {
             return Err("granules are counted");

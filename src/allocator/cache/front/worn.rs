@@ -7,7 +7,7 @@
 //! the books: it comes again with another number.
 
 use super::grain::{Kind, LIVES, Node, PageInfo, Run, Using, WORN};
-use super::{Heap, Inner};
+use super::{Inner, Runs};
 
 impl Inner {
     /// Looks for worn pages if it is time to.
@@ -21,7 +21,7 @@ impl Inner {
     #[cold]
     #[inline(never)]
     fn wear_out(&mut self) {
-        self.heap.wear_out();
+        self.runs.wear_out();
         self.accounts.blocks.allow(LIVES);
         if self.is_fast() {
             self.open = self.allocator;
@@ -29,7 +29,7 @@ impl Inner {
     }
 }
 
-impl Heap {
+impl Runs {
     /// Takes everything in worn pages that is free out of the lists, and lets what is in use come back to no
     /// list.
     pub(super) fn wear_out(&mut self) {
@@ -114,7 +114,7 @@ impl Inner {
     /// Lets the pages have given out so many generations, and the front all blocks but so many before it
     /// looks.
     pub(crate) fn age(&mut self, generation: u32, blocks: u64) {
-        self.heap.age(generation);
+        self.runs.age(generation);
         self.accounts.blocks.allow(blocks);
     }
 }

@@ -1,4 +1,4 @@
-//! A budget's meter: reservation by one atomic step, pressure, listeners.
+//! The meter of a budget: charges by one atomic step, pressure, listeners.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -9,11 +9,11 @@ use crate::driver::process;
 use super::error::ResourceError;
 use super::foreign::guarded;
 
-/// How scarce a budget is: by the share of it that is free.
+/// How scarce memory is: by the share of a limit that is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[repr(u8)]
 pub enum Pressure {
-    /// More than 30 % are free, or there is no budget.
+    /// More than 30 % are free, or there is no limit.
     #[default]
     None,
     /// More than 10 %.
@@ -27,11 +27,12 @@ pub enum Pressure {
 }
 
 impl Pressure {
-    /// The level of a budget of `limit` bytes (0: no budget) with `used` bytes in use.
-    pub fn of(used: u64, limit: u64) -> Pressure {
-        if limit == 0 {
+    /// The level of a limit in bytes with `used` bytes in use. Without a limit there is no pressure; of
+    /// a limit of 0 nothing is free.
+    pub fn of(used: u64, limit: Option<u64>) -> Pressure {
+        let Some(limit) = limit else {
             return Pressure::None;
-        }
+        };
         let free = limit.saturating_sub(used);
         // Far from all borders, which is the rule, without wide arithmetic.
         if free > limit / 2 {
@@ -77,16 +78,16 @@ impl fmt::Display for Pressure {
 }
 
 /// Is told the old and the new level. Called without a lock.
-pub type PressureListener = dyn Fn(Pressure, Pressure) + Send + Sync;
+pub(crate) type PressureListener = dyn Fn(Pressure, Pressure) + Send + Sync;
 
 /// Listeners with their numbers.
 type Listeners = Vec<(u64, Arc<PressureListener>)>;
 
-/// A limit that no count reaches.
-pub(crate) const UNLIMITED: u64 = u64::MAX;
+/// Stands for no limit: no count reaches it.
+const UNLIMITED: u64 = u64::MAX;
 
 /// Counts bytes against a limit. All methods from any thread; the count never passes the limit.
-pub(crate) struct Gauge {
+pub(crate) struct Meter {
     /// Whose it is, for errors.
     context: &'static str,
     limit: AtomicU64,
@@ -97,11 +98,11 @@ pub(crate) struct Gauge {
     next_listener: AtomicU64,
 }
 
-impl Gauge {
-    pub(crate) fn new(context: &'static str, limit: u64) -> Arc<Gauge> {
-        Arc::new(Gauge {
+impl Meter {
+    pub(crate) fn new(context: &'static str, limit: Option<u64>) -> Arc<Meter> {
+        Arc::new(Meter {
             context,
-            limit: AtomicU64::new(limit),
+            limit: AtomicU64::new(limit.unwrap_or(UNLIMITED)),
             used: AtomicU64::new(0),
             peak: AtomicU64::new(0),
             level: AtomicU8::new(0),
@@ -110,11 +111,16 @@ impl Gauge {
         })
     }
 
-    pub(crate) fn limit(&self) -> u64 {
+    pub(crate) fn limit(&self) -> Option<u64> {
+        Some(self.bound()).filter(|limit| *limit != UNLIMITED)
+    }
+
+    fn bound(&self) -> u64 {
         self.limit.load(Ordering::Acquire)
     }
 
-    pub(crate) fn set_limit(&self, limit: u64) {
+    pub(crate) fn set_limit(&self, limit: Option<u64>) {
+        let limit = limit.unwrap_or(UNLIMITED);
         self.limit.store(limit, Ordering::Release);
         self.announce();
     }
@@ -123,9 +129,9 @@ impl Gauge {
         self.used.load(Ordering::Acquire)
     }
 
-    /// Bytes left.
-    pub(crate) fn remaining(&self) -> u64 {
-        self.limit().saturating_sub(self.used())
+    /// Bytes left under the limit.
+    pub(crate) fn remaining(&self) -> Option<u64> {
+        self.limit().map(|limit| limit.saturating_sub(self.used()))
     }
 
     /// At least the count at this moment, so no observer sees a peak below what is used.
@@ -143,21 +149,18 @@ impl Gauge {
         self.peak.fetch_max(used, Ordering::AcqRel);
     }
 
-    /// Charges there are: live allocations. They hold the gauge, and so does its owner, but nobody
+    /// Charges there are: live allocations. They hold the meter, and so does its owner, but nobody
     /// else.
     pub(crate) fn count(self: &Arc<Self>) -> u64 {
         Arc::strong_count(self) as u64 - 1
     }
 
     pub(crate) fn pressure(&self) -> Pressure {
-        match self.limit() {
-            UNLIMITED => Pressure::None,
-            limit => Pressure::of(self.used(), limit),
-        }
+        Pressure::of(self.used(), self.limit())
     }
 
     pub(crate) fn refusal(&self, requested: u64) -> ResourceError {
-        let (limit, used) = (self.limit(), self.used());
+        let (limit, used) = (self.bound(), self.used());
         ResourceError::OutOfBudget {
             context: self.context,
             requested,
@@ -168,13 +171,16 @@ impl Gauge {
     }
 
     /// Whether `bytes` would fit now.
-    pub(crate) fn has_room(&self, bytes: u64) -> bool {
-        bytes <= self.remaining()
+    pub(crate) fn check(&self, bytes: u64) -> Result<(), ResourceError> {
+        match self.remaining() {
+            Some(left) if bytes > left => Err(self.refusal(bytes)),
+            _ => Ok(()),
+        }
     }
 
     /// Whether `bytes` could never fit.
     pub(crate) fn is_too_small(&self, bytes: u64) -> bool {
-        bytes > self.limit()
+        bytes > self.bound()
     }
 
     /// Takes `bytes` out of the budget, all or nothing.
@@ -184,7 +190,7 @@ impl Gauge {
             .used
             .fetch_update(Ordering::SeqCst, Ordering::Acquire, |used| {
                 let used = used.checked_add(bytes)?;
-                (used <= self.limit()).then_some(used)
+                (used <= self.bound()).then_some(used)
             });
         let Ok(before) = taken else {
             return Err(self.refusal(bytes));
@@ -200,7 +206,7 @@ impl Gauge {
         }
         self.announce();
         Charge {
-            gauge: Arc::clone(self),
+            meter: Arc::clone(self),
             bytes,
         }
     }
@@ -215,7 +221,7 @@ impl Gauge {
     #[inline]
     fn announce(&self) {
         // Mostly there is plenty, as there was before.
-        let limit = self.limit();
+        let limit = self.bound();
         let plenty = limit.saturating_sub(self.used()) > limit / 2;
         if !plenty || self.level.load(Ordering::Acquire) != Pressure::None as u8 {
             self.announce_change();
@@ -258,9 +264,9 @@ impl Gauge {
     }
 }
 
-impl fmt::Debug for Gauge {
+impl fmt::Debug for Meter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gauge")
+        f.debug_struct("Meter")
             .field("context", &self.context)
             .field("limit", &self.limit())
             .field("used", &self.used())
@@ -271,14 +277,14 @@ impl fmt::Debug for Gauge {
 /// Bytes taken out of a budget, given back on drop. Must not be dropped under a lock: it tells
 /// listeners.
 pub(crate) struct Charge {
-    gauge: Arc<Gauge>,
+    meter: Arc<Meter>,
     bytes: u64,
 }
 
 impl Charge {
     #[inline]
-    pub(crate) fn is_of(&self, gauge: &Arc<Gauge>) -> bool {
-        Arc::ptr_eq(&self.gauge, gauge)
+    pub(crate) fn is_of(&self, meter: &Arc<Meter>) -> bool {
+        Arc::ptr_eq(&self.meter, meter)
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -290,7 +296,7 @@ impl Charge {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
         Charge {
-            gauge: Arc::clone(&self.gauge),
+            meter: Arc::clone(&self.meter),
             bytes,
         }
     }
@@ -300,13 +306,13 @@ impl Drop for Charge {
     #[inline]
     fn drop(&mut self) {
         // Exactly what was added, so the count cannot wrap.
-        self.gauge.used.fetch_sub(self.bytes, Ordering::AcqRel);
-        self.gauge.announce();
+        self.meter.used.fetch_sub(self.bytes, Ordering::AcqRel);
+        self.meter.announce();
     }
 }
 
 impl fmt::Debug for Charge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Charge({}, {})", self.gauge.context, self.bytes)
+        write!(f, "Charge({}, {})", self.meter.context, self.bytes)
     }
 }

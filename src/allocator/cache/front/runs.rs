@@ -63,7 +63,7 @@ pub(super) const NO_QUICK: [Quick; LISTS] = {
 /// See the module's text.
 #[derive(Debug)]
 #[repr(C)]
-pub(crate) struct Heap {
+pub(crate) struct Runs {
     #[expect(
         clippy::vec_box,
         reason = "pages are large, and stay where they are when there are more"
@@ -82,6 +82,10 @@ pub(crate) struct Heap {
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
     pub(super) pending_grains: u64,
+    /// Runs that other streams may still use.
+    pub(super) pending: u32,
+    /// Runs in the lists of free ones.
+    pub(super) listed: u32,
     /// Lists of free runs by length less one, and a bit for each that is not empty.
     pub(super) filled: Bits,
     pub(super) free: [u32; GRAINS],
@@ -91,9 +95,9 @@ pub(crate) struct Heap {
     pub(super) worn: Vec<u32>,
 }
 
-impl Default for Heap {
+impl Default for Runs {
     fn default() -> Self {
-        Heap {
+        Runs {
             pages: Vec::new(),
             quick_room: 0,
             cap: 0,
@@ -102,6 +106,8 @@ impl Default for Heap {
             idle: 0,
             ticket: 0,
             pending_grains: 0,
+            pending: 0,
+            listed: 0,
             filled: Bits::default(),
             free: [NIL; GRAINS],
             quick: NO_QUICK,
@@ -111,7 +117,7 @@ impl Default for Heap {
     }
 }
 
-impl Heap {
+impl Runs {
     #[inline(always)]
     pub(super) fn grain(&self, node: Node) -> &Grain {
         &self.pages[node.page()].grains[node.place()]
@@ -123,20 +129,6 @@ impl Heap {
     }
 
     // ---- blocks ----------------------------------------------------------------------------
-
-    /// Takes a quick run of just `granules` (1 to 128) for a block of which `requested` bytes were
-    /// asked for.
-    #[inline(always)]
-    pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
-        let quick = &mut self.quick[granules as usize % LISTS];
-        let node = Node(quick.head);
-        // There is no page for `NIL`.
-        let page = &mut **self.pages.get_mut(node.page())?;
-        quick.head = page.grains[node.place()].a;
-        quick.left += 1;
-        self.quick_room += granules;
-        Some(page.hand_out(node, requested))
-    }
 
     /// Takes a run of `granules` (1 to 128) at a multiple of `align` granules.
     pub(crate) fn take(&mut self, granules: u32, align: u32, requested: u32) -> Option<Taken> {
@@ -360,6 +352,7 @@ impl Heap {
             None => self.filled.set(length),
         }
         self.whole += u32::from(granules == PAGE_GRAINS);
+        self.listed += 1;
     }
 
     #[inline]
@@ -396,6 +389,7 @@ impl Heap {
     /// Counts a run of `granules` that is no more in its list.
     #[inline]
     fn unlisted(&mut self, granules: u32) {
+        self.listed -= 1;
         if granules == PAGE_GRAINS {
             self.whole -= 1;
             self.idle = self.idle.min(self.whole);
@@ -489,7 +483,7 @@ impl Heap {
 
     // ---- pages -----------------------------------------------------------------------------
 
-    /// Adds a page as one free run. Returns its place in the heap.
+    /// Adds a page as one free run. Returns its place in the front.
     pub(crate) fn add_page(&mut self, info: PageInfo) -> u32 {
         // Of its ticket: the stream may be using it still, or follow who is.
         let page = Page::new(info, self.ticket);
@@ -577,6 +571,21 @@ impl Heap {
     /// Granules in quick runs.
     pub(crate) fn quick_granules(&self) -> u32 {
         self.cap - self.quick_room
+    }
+
+    /// Runs that are not live blocks: free ones, quick ones, and those that other streams may still use.
+    pub(crate) fn free_runs(&self) -> u64 {
+        let quick = self.quick.iter().zip(&NO_QUICK);
+        let quick: u32 = quick.map(|(now, none)| none.left - now.left).sum();
+        u64::from(quick) + u64::from(self.listed) + u64::from(self.pending)
+    }
+
+    /// Bytes of the longest run that is free or quick.
+    pub(crate) fn largest_free(&self) -> u64 {
+        let is_free =
+            |length: &usize| self.filled.has(length - 1) || self.quick[length % LISTS].head != NIL;
+        let longest = (1..=GRAINS).rev().find(is_free);
+        longest.map_or(0, |length| length as u64 * GRANULE)
     }
 
     /// Granules of freed blocks that other streams may still use.

@@ -1,19 +1,41 @@
-//! Pooled events, one pool per context: an event can be recorded on streams of its context only.
+//! Pooled events: those of one context are recorded on streams of that context only.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use crate::driver::{Context, DriverError, Event, Stream, process};
 
-/// Events that are not in use, by the key of their context. Cheap to clone.
+/// Events that are not in use, by the key of their context. Cheap to clone; clones share the events.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct EventPools(Arc<Mutex<HashMap<u64, Vec<Event>>>>);
+pub(crate) struct EventPools(Arc<Pools>);
+
+#[derive(Debug, Default)]
+struct Pools {
+    idle: Mutex<HashMap<u64, Vec<Event>>>,
+    /// The key of the only context whose events are kept, if there is one: an event keeps its context
+    /// alive.
+    home: Option<u64>,
+}
 
 impl EventPools {
+    /// Keeps events of one context alone; those of others are destroyed after their use.
+    pub(crate) fn of(context: &Context) -> EventPools {
+        EventPools(Arc::new(Pools {
+            idle: Mutex::default(),
+            home: Some(context.key()),
+        }))
+    }
+
+    /// Destroys the events that are not in use.
+    pub(crate) fn clear(&self) {
+        let idle = std::mem::take(&mut *process::lock(&self.0.idle));
+        drop(idle);
+    }
+
     /// An event of a context: a pooled one, or a new one.
     pub(crate) fn take(&self, context: &Context) -> Result<Pooled, DriverError> {
         let pooled = {
-            let mut pools = process::lock(&self.0);
+            let mut pools = process::lock(&self.0.idle);
             pools.get_mut(&context.key()).and_then(Vec::pop)
         };
         let event = match pooled {
@@ -54,6 +76,11 @@ impl Pooled {
         }
     }
 
+    /// Where it goes back to.
+    pub(crate) fn pools(&self) -> &EventPools {
+        &self.pools
+    }
+
     /// Waits on the host.
     pub(crate) fn wait(&self) -> Result<(), DriverError> {
         match &self.event {
@@ -74,7 +101,10 @@ impl Drop for Pooled {
     fn drop(&mut self) {
         if let Some(event) = self.event.take() {
             let key = event.context().key();
-            let mut pools = process::lock(&self.pools.0);
+            if self.pools.0.home.is_some_and(|home| home != key) {
+                return;
+            }
+            let mut pools = process::lock(&self.pools.0.idle);
             pools.entry(key).or_default().push(event);
         }
     }

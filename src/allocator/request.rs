@@ -1,0 +1,141 @@
+//! What a program asks for: so many bytes, and wishes about where they lie.
+
+use std::alloc::Layout;
+
+use crate::allocator::error::Error;
+use crate::allocator::size;
+
+/// What is asked for: a number of bytes, with wishes.
+///
+/// Without wishes a block begins at a multiple of 512 bytes, may lie in a view, and may be made for the
+/// request. Numbers are checked when the request is used, so building one cannot fail.
+///
+/// ```
+/// use cualloc::allocator::Request;
+///
+/// let request = Request::new(1 << 20).align(4096).single_handle();
+/// assert_eq!((request.bytes(), request.alignment()), (1 << 20, 4096));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Request {
+    bytes: usize,
+    alignment: usize,
+    pub(crate) single_handle: bool,
+    pub(crate) views: bool,
+    pub(crate) cached_only: bool,
+}
+
+impl Request {
+    /// Every request is rounded up to a multiple of so many bytes, and every block begins at one.
+    pub const ROUNDING: usize = size::GRANULE as usize;
+    /// The largest request that is valid, in bytes.
+    pub const MAX_BYTES: usize = size::MAX_REQUEST as usize;
+    /// The largest alignment that can be asked for, in bytes.
+    pub const MAX_ALIGNMENT: usize = size::MAX_ALIGNMENT as usize;
+
+    /// Asks for `bytes`, which must be at least 1.
+    pub const fn new(bytes: usize) -> Self {
+        Request {
+            bytes,
+            alignment: 1,
+            single_handle: false,
+            views: true,
+            cached_only: false,
+        }
+    }
+
+    /// Asks for room for `len` values of a type, at its alignment.
+    ///
+    /// # Errors
+    /// [`Error::InvalidSize`] if there is no number for so many bytes.
+    pub const fn array<T>(len: usize) -> Result<Self, Error> {
+        match len.checked_mul(size_of::<T>()) {
+            Some(bytes) => Ok(Request::new(bytes).align(align_of::<T>())),
+            None => Err(Error::InvalidSize {
+                requested: u64::MAX,
+            }),
+        }
+    }
+
+    /// The block begins at a multiple of `bytes`: a power of two up to [`MAX_ALIGNMENT`](Self::MAX_ALIGNMENT).
+    pub const fn align(mut self, bytes: usize) -> Self {
+        self.alignment = bytes;
+        self
+    }
+
+    /// The block lies inside one physical handle, so that it can be exported or registered as one.
+    /// Under the classic policy every block lies in one segment anyway. A block for which no free
+    /// handle is large enough costs a new one, where two would have done.
+    pub const fn single_handle(mut self) -> Self {
+        self.single_handle = true;
+        self
+    }
+
+    /// The block comes from cached memory which the stream may use without a wait, or not at all: the driver
+    /// is not asked for memory, nothing is waited for, and nothing is given back.
+    pub const fn cached_only(mut self) -> Self {
+        self.cached_only = true;
+        self
+    }
+
+    /// Whether the block may lie in a view; it may unless this says no. See
+    /// [`Config::views`](crate::allocator::Config::views) for what views do not promise.
+    pub const fn views(mut self, on: bool) -> Self {
+        self.views = on;
+        self
+    }
+
+    /// Bytes asked for.
+    pub const fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The alignment asked for, in bytes: 1 without a wish.
+    pub const fn alignment(&self) -> usize {
+        self.alignment
+    }
+
+    /// The bytes that a block for so many has: the next multiple of [`ROUNDING`](Self::ROUNDING), which for
+    /// none is one of them. `None` above [`MAX_BYTES`](Self::MAX_BYTES).
+    pub const fn round(bytes: usize) -> Option<usize> {
+        match size::round_size(bytes) {
+            Some(rounded) => Some(rounded as usize),
+            None => None,
+        }
+    }
+
+    /// Whether nothing is asked about where the block lies.
+    #[inline]
+    pub(crate) const fn is_plain(&self) -> bool {
+        self.alignment <= Self::ROUNDING && !self.single_handle && self.views
+    }
+}
+
+impl From<Layout> for Request {
+    fn from(layout: Layout) -> Self {
+        Request::new(layout.size()).align(layout.align())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_for_values_has_their_size_and_alignment() -> Result<(), Error> {
+        let request = Request::array::<u64>(3)?;
+        assert_eq!((request.bytes(), request.alignment()), (24, 8));
+        assert_eq!(request, Request::from(Layout::new::<[u64; 3]>()));
+        let too_many = Request::array::<u64>(usize::MAX / 4);
+        assert!(matches!(too_many, Err(Error::InvalidSize { .. })));
+        Ok(())
+    }
+
+    #[test]
+    fn bytes_are_rounded_up_and_none_are_some() {
+        assert_eq!(Request::round(0), Some(Request::ROUNDING));
+        assert_eq!(Request::round(513), Some(1024));
+        assert_eq!(Request::round(Request::MAX_BYTES), Some(Request::MAX_BYTES));
+        assert_eq!(Request::round(Request::MAX_BYTES + 1), None);
+    }
+}

@@ -1,0 +1,192 @@
+//! What a pool has on one device: an allocator, a threshold for what that holds without need, and a table of
+//! buffers.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use crate::allocator::{Allocator, Block, Config, Policy, Request, Trimmed, size};
+use crate::driver::{Context, Driver, Stream};
+
+use super::error::{PoolError, zero_is_invalid};
+use super::table::{Key, Table};
+use super::{RareLog, device_of};
+
+/// The threshold that keeps everything.
+const NONE: u64 = u64::MAX;
+
+/// See the text of the module. The allocator is made on first use.
+pub(super) struct Part {
+    pub ordinal: usize,
+    pub table: Table,
+    /// `None` stands for the process-wide driver.
+    driver: Option<Driver>,
+    config: Config,
+    allocator: OnceLock<Allocator>,
+    threshold: AtomicU64,
+    log: RareLog,
+}
+
+impl Part {
+    /// For a device of a driver, by default the process-wide one.
+    pub fn new(driver: Option<Driver>, ordinal: usize, config: Config) -> Part {
+        Part {
+            ordinal,
+            table: Table::default(),
+            driver,
+            config,
+            allocator: OnceLock::new(),
+            threshold: AtomicU64::new(NONE),
+            log: RareLog::default(),
+        }
+    }
+
+    /// Over an allocator that others may use as well.
+    pub fn over(allocator: &Allocator) -> Part {
+        let context = allocator.context();
+        let part = Part::new(
+            Some(context.driver().clone()),
+            context.device().ordinal(),
+            Config::new(),
+        );
+        Part {
+            allocator: OnceLock::from(allocator.clone()),
+            ..part
+        }
+    }
+
+    /// The allocator, if it was made.
+    pub fn made(&self) -> Option<&Allocator> {
+        self.allocator.get()
+    }
+
+    /// The allocator, made on first use. A failure is not remembered.
+    pub fn allocator(&self) -> Result<&Allocator, PoolError> {
+        if let Some(allocator) = self.allocator.get() {
+            return Ok(allocator);
+        }
+        let driver = match &self.driver {
+            Some(driver) => driver.clone(),
+            None => Driver::load()?,
+        };
+        let device = device_of(&driver, self.ordinal)?;
+        let context = Context::primary(&driver, device)?;
+        // Two threads may both get here: one of the two allocators, which holds nothing yet, goes.
+        let made = Allocator::with_config(&context, self.config.clone())?;
+        Ok(self.allocator.get_or_init(|| made))
+    }
+
+    // ---- blocks ----------------------------------------------------------------------------
+
+    /// A block from cached memory that the stream may use without a wait: at the address that was returned
+    /// last with this key, else the best fit.
+    pub fn cached_block(
+        &self,
+        key: &Key,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Option<Block>, PoolError> {
+        let allocator = self.allocator()?;
+        let engine = allocator.engine();
+        engine.usable()?;
+        let bytes = key.1;
+        let hints = self.table.hints(key);
+        let near = hints.as_slice();
+        if near.is_empty()
+            && alignment as u64 <= size::GRANULE
+            && let Some(id) = stream.known_id()
+            && let Ok(grant) = engine.hit(id, bytes)
+        {
+            self.table.answered(key, &hints, true, &[]);
+            return Ok(Some(Block::new(engine, grant, bytes)));
+        }
+        let request = Request::new(bytes).align(alignment);
+        let (block, free) = allocator.allocate_near(request, stream, near)?;
+        self.table.answered(key, &hints, block.is_some(), &free);
+        Ok(block)
+    }
+
+    /// A cached block as [`cached_block`](Self::cached_block), else a new one.
+    pub fn block(&self, key: &Key, alignment: usize, stream: &Stream) -> Result<Block, PoolError> {
+        let found = self.cached_block(key, alignment, stream)?;
+        self.release(true);
+        if let Some(found) = found {
+            return Ok(found);
+        }
+        let request = Request::new(key.1).align(alignment);
+        let made = self.allocator()?.allocate_with(request, stream);
+        made.map_err(zero_is_invalid)
+    }
+
+    // ---- surplus ---------------------------------------------------------------------------
+
+    /// The bytes that may be held without need; `None` for any number.
+    pub fn threshold(&self) -> Option<u64> {
+        match self.threshold.load(Ordering::Relaxed) {
+            NONE => None,
+            bytes => Some(bytes),
+        }
+    }
+
+    /// Sets the threshold, and gives back at once what is above it.
+    pub fn set_threshold(&self, bytes: Option<u64>) -> Result<(), PoolError> {
+        let bytes = bytes.unwrap_or(NONE);
+        self.threshold.store(bytes, Ordering::Relaxed);
+        self.trim(bytes).map(drop)
+    }
+
+    /// Bytes held and not in live blocks.
+    pub fn cached(&self) -> u64 {
+        self.made()
+            .map_or(0, |allocator| allocator.stats().cached())
+    }
+
+    /// Gives unused memory back until at most `keep` bytes of it are held.
+    pub fn trim(&self, keep: u64) -> Result<Trimmed, PoolError> {
+        match self.made() {
+            Some(allocator) => Ok(allocator.trim_cached(keep)?),
+            None => Ok(Trimmed::default()),
+        }
+    }
+
+    /// A relief hook for others, which does not keep this.
+    pub fn relief(self: &Arc<Self>) -> impl Fn(u64) -> u64 + Send + Sync + use<> {
+        let part = Arc::downgrade(self);
+        move |missing| {
+            let Some(part) = part.upgrade() else {
+                return 0;
+            };
+            let Some(allocator) = part.made() else {
+                return 0;
+            };
+            let keep = allocator.cached().saturating_sub(missing);
+            allocator.trim_cached(keep).map_or(0, |done| done.released)
+        }
+    }
+
+    /// Gives back what is above the threshold. `may_wait` says whether that may be by a call which
+    /// waits for running work.
+    #[inline]
+    pub fn release(&self, may_wait: bool) {
+        if self.threshold.load(Ordering::Relaxed) != NONE {
+            self.release_surplus(may_wait);
+        }
+    }
+
+    #[cold]
+    fn release_surplus(&self, may_wait: bool) {
+        let (Some(allocator), Some(threshold)) = (self.made(), self.threshold()) else {
+            return;
+        };
+        if allocator.cached() <= threshold {
+            return;
+        }
+        if !may_wait && allocator.policy() == Policy::Classic {
+            return;
+        }
+        if let Err(error) = allocator.trim_cached(threshold)
+            && let Some(count) = self.log.due()
+        {
+            log::warn!("surplus could not be given back ({count} such events): {error}");
+        }
+    }
+}

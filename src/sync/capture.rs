@@ -1,0 +1,82 @@
+//! What the driver says about captures, classified once.
+//!
+//! Rooms decide what follows from it: refuse the call, wait by other means, or try again later.
+
+use crate::driver::sys::CUresult;
+use crate::driver::{Context, DriverError, Stream};
+
+/// Whether a stream must not be given work or events of ours: it is being captured, or it is the legacy
+/// stream, behind which a blocking stream of its context is.
+///
+/// # Errors
+/// The driver's, about anything but captures.
+pub(crate) fn is_capturing(stream: &Stream) -> Result<bool, DriverError> {
+    classified(stream.is_capturing())
+}
+
+/// An error of the caller's choice for a stream that [is being captured](is_capturing).
+///
+/// # Errors
+/// That one, or the driver's.
+pub(crate) fn refuse_capture<E: From<DriverError>>(
+    stream: &Stream,
+    capturing: impl FnOnce(&Stream) -> E,
+) -> Result<(), E> {
+    match is_capturing(stream)? {
+        true => Err(capturing(stream)),
+        false => Ok(()),
+    }
+}
+
+/// The handle of a stream that captures in a context, as far as that is known: one that was found
+/// capturing before, or the legacy stream (0), which answers for the blocking ones.
+///
+/// # Errors
+/// The driver's, about anything but captures.
+pub(crate) fn capture_in(context: &Context) -> Result<Option<usize>, DriverError> {
+    if let Some((stream, _)) = context.driver().found_capturing().first() {
+        return Ok(Some(*stream));
+    }
+    let _entered = context.enter()?;
+    // SAFETY: the null handle is valid while a context is current.
+    let answer = unsafe { context.driver().is_capturing(std::ptr::null_mut()) };
+    Ok(classified(answer)?.then_some(0))
+}
+
+fn classified(answer: Result<bool, DriverError>) -> Result<bool, DriverError> {
+    match answer {
+        Err(error) if error.code() == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(true),
+        answer => answer,
+    }
+}
+
+/// Whether the driver's answer is about a capture, of the stream or of what the event was recorded in.
+pub(crate) fn is_of_capture(code: CUresult) -> bool {
+    use CUresult as Code;
+    [
+        Code::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+        Code::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
+        Code::CUDA_ERROR_STREAM_CAPTURE_MERGE,
+        Code::CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
+        Code::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+        Code::CUDA_ERROR_CAPTURED_EVENT,
+    ]
+    .contains(&code)
+}
+
+/// Whether a question or a wait was answered so because the event was recorded in a capture: one under
+/// way, or one that has ended, after which drivers call such an event an invalid value.
+pub(crate) fn is_void_event(code: CUresult) -> bool {
+    is_of_capture(code) || code == CUresult::CUDA_ERROR_INVALID_VALUE
+}
+
+/// Whether a wait was refused because of its event, which has lost its meaning by then.
+pub(crate) fn is_void_wait(error: &DriverError) -> bool {
+    error.call() == "cuStreamWaitEvent" && is_void_event(error.code())
+}
+
+/// Whether the driver refused a call because a stream somewhere is being captured.
+pub(crate) fn is_capture_refusal(code: CUresult) -> bool {
+    code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        || code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+}

@@ -1,0 +1,107 @@
+//! Order between two streams, and waits on the host.
+
+use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
+
+use super::capture::is_capturing;
+use super::event::{EventPools, Pooled};
+
+/// Lets later work of `second` come after the work of `first` so far.
+///
+/// # Errors
+/// The driver's; nothing is ordered then.
+pub(crate) fn order(
+    first: &Stream,
+    second: &Stream,
+    events: &EventPools,
+) -> Result<(), DriverError> {
+    events.record(first)?.hold_back(second)
+}
+
+/// Waits on the host for the work of `stream` so far, by all means: an event, the stream, the whole
+/// context.
+///
+/// # Errors
+/// That of the first way, if no way has succeeded.
+pub(crate) fn wait(stream: &Stream, events: &EventPools) -> Result<(), DriverError> {
+    let by_event = || events.record(stream)?.wait();
+    by_event().or_else(|error| {
+        // A wait for what is captured cannot end, and would spoil the capture.
+        match is_capturing(stream) {
+            Ok(false) => stream
+                .synchronize()
+                .or_else(|_| wait_for_context(stream.context()))
+                .map_err(|_| error),
+            Ok(true) | Err(_) => Err(error),
+        }
+    })
+}
+
+/// Waits on the host for what `event` stands for, which was recorded on `stream`, maybe by another
+/// thread; if that fails, by all means.
+///
+/// # Errors
+/// That of the first way, if no way has succeeded.
+pub(crate) fn wait_for(event: &Pooled, stream: &Stream) -> Result<(), DriverError> {
+    event.wait().or_else(|error| {
+        // On another thread the per-thread handle means another stream.
+        let waited = if stream.kind() == StreamKind::PerThreadDefault {
+            wait_for_context(stream.context())
+        } else {
+            wait(stream, event.pools())
+        };
+        waited.map_err(|_| error)
+    })
+}
+
+/// Waits on the host for all work of a context, without a look at captures, which such a wait spoils.
+///
+/// # Errors
+/// The driver's.
+pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
+    context.enter()?.synchronize()
+}
+
+/// Waits on the host until a context does no more of what it was given: all work is done, or the context
+/// is lost and runs nothing any more.
+///
+/// # Errors
+/// The driver's, but those that say that the context is lost.
+pub(crate) fn wait_until_idle(context: &Context) -> Result<(), DriverError> {
+    match wait_for_context(context) {
+        Err(error) if error.is_fatal() => Ok(()),
+        result => result,
+    }
+}
+
+/// Whether an error says that the context does no work any more.
+pub(crate) fn ends_work(error: DriverError) -> bool {
+    error.is_fatal() || error.code() == sys::CUresult::CUDA_ERROR_INVALID_CONTEXT
+}
+
+/// How often a wait is tried again whose failure says nothing about the work.
+const TRIES: u32 = 100;
+
+/// What is known of the work of a stream after the waits for it.
+#[must_use]
+pub(crate) enum Ended {
+    /// It is complete, or its context is lost and the work with it: the last wait's result.
+    Over(Result<(), DriverError>),
+    /// No wait for it succeeds.
+    Unseen(DriverError),
+}
+
+/// Waits for the work of a stream so far until its end is seen, or cannot be.
+pub(crate) fn see_end(stream: &Stream, events: &EventPools) -> Ended {
+    let mut tries = 0;
+    loop {
+        match wait(stream, events) {
+            Ok(()) => return Ended::Over(Ok(())),
+            Err(error) if ends_work(error) || stream.context().driver().is_forked_child() => {
+                return Ended::Over(Err(error));
+            }
+            Err(error) if tries == TRIES => return Ended::Unseen(error),
+            Err(_) => std::thread::yield_now(),
+        }
+        tries += 1;
+    }
+}
