@@ -1,8 +1,9 @@
 //! Generates the driver bindings from `wrapper.h`.
 //!
-//! Where libclang loads, bindgen writes them afresh; elsewhere the checked-in copy is taken and the
-//! build says so. With `CUALLOC_NO_LIBCLANG=1` libclang is not looked for; with
-//! `CUALLOC_BLESS_BINDINGS=1` the checked-in copy is rewritten.
+//! With the feature `bindgen` they are written afresh where libclang loads. Elsewhere the checked-in copy is
+//! taken, and tests show that it is the same. With `CUALLOC_NO_LIBCLANG=1` libclang is not looked for; with
+//! `CUALLOC_BLESS_BINDINGS=1` the checked-in copy is rewritten. The build says something only where generation was
+//! asked for, by that or by `LIBCLANG_PATH`, or began, and failed.
 
 use std::env;
 use std::fs;
@@ -26,20 +27,9 @@ fn main() {
         return;
     };
     let target = out_dir.join("bindings.rs");
-    let set = |name: &str| env::var_os(name).is_some_and(|value| value == "1");
-    let bless = set("CUALLOC_BLESS_BINDINGS");
-
-    // bindgen panics when libclang is missing, so ask first; what is loaded here, bindgen reuses.
-    let generated = if set("CUALLOC_NO_LIBCLANG") {
-        Err("libclang is not wanted (CUALLOC_NO_LIBCLANG)".to_owned())
-    } else {
-        match clang_sys::load() {
-            Ok(()) => generate(),
-            Err(reason) => Err(format!("libclang does not load ({reason})")),
-        }
-    };
-    let result = match generated {
-        Ok(text) => {
+    let bless = is_set("CUALLOC_BLESS_BINDINGS");
+    let result = match generated(bless || env::var_os("LIBCLANG_PATH").is_some()) {
+        Some(text) => {
             println!("cargo:rustc-cfg=cualloc_generated_bindings");
             let blessed = if bless {
                 fs::write(CHECKED_IN, &text)
@@ -48,20 +38,48 @@ fn main() {
             };
             blessed.and_then(|()| fs::write(&target, text))
         }
-        Err(reason) => {
-            println!("cargo:warning={reason}: using the checked-in bindings {CHECKED_IN}");
-            copy(Path::new(CHECKED_IN), &target)
-        }
+        None => copy(Path::new(CHECKED_IN), &target),
     };
     if let Err(error) = result {
         println!("cargo:error=cannot write the driver bindings: {error}");
     }
 }
 
+fn is_set(name: &str) -> bool {
+    env::var_os(name).is_some_and(|value| value == "1")
+}
+
+/// Fresh bindings, or none where the checked-in ones are to be taken.
+#[cfg(feature = "bindgen")]
+fn generated(asked_for: bool) -> Option<String> {
+    let refused = |reason: &dyn std::fmt::Display| {
+        println!("cargo:warning={reason}: using the checked-in bindings {CHECKED_IN}");
+        None
+    };
+    if is_set("CUALLOC_NO_LIBCLANG") {
+        return None;
+    }
+    // bindgen panics when libclang is missing, so ask first; what is loaded here, bindgen reuses.
+    match clang_sys::load() {
+        Ok(()) => generate().map_or_else(|reason| refused(&reason), Some),
+        Err(reason) if asked_for => refused(&format!("libclang does not load ({reason})")),
+        Err(_) => None,
+    }
+}
+
+#[cfg(not(feature = "bindgen"))]
+fn generated(asked_for: bool) -> Option<String> {
+    if asked_for {
+        println!("cargo:warning=bindings are generated with the feature `bindgen` only");
+    }
+    None
+}
+
 fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
     fs::write(to, fs::read(from)?)
 }
 
+#[cfg(feature = "bindgen")]
 fn generate() -> Result<String, String> {
     let rust = bindgen::RustTarget::stable(88, 0).map_err(|error| error.to_string())?;
     let bindings = bindgen::Builder::default()

@@ -1,7 +1,8 @@
 // The README's examples run on the simulator.
-#![cfg_attr(feature = "sim", doc = include_str!("../README.md"))]
+#![cfg_attr(doc, doc = include_str!("links.md"))]
+#![cfg_attr(doc, doc = include_str!("../README.md"))]
 #![cfg_attr(
-    not(feature = "sim"),
+    not(doc),
     doc = "A caching GPU memory allocator on the raw CUDA driver API."
 )]
 #![deny(missing_docs)]
@@ -25,3 +26,32 @@ pub use buffer::{
     BufferError, CopyInFlight, DeviceBuffer, DeviceCopy, DeviceSlice, DeviceSliceMut, FillValue,
     PinnedBuffer, Pod,
 };
+
+/// The documents that come with the sources, so that each link to them is good here, too.
+#[cfg(doc)]
+pub mod guide {
+    macro_rules! pages {
+        ($($name:ident $file:literal)*) => {$(
+            #[doc = include_str!("links.md")]
+            #[doc = include_str!($file)]
+            pub mod $name {}
+        )*};
+    }
+    pages! {
+        architecture "../docs/architecture.md"
+        benchmarks "../docs/benchmarks.md"
+        changelog "../CHANGELOG.md"
+        configuration "../docs/configuration.md"
+        contributing "../CONTRIBUTING.md"
+        coverage "../docs/coverage.md"
+        efficiency "../docs/efficiency.md"
+        experiments "../docs/experiments-2026-11.md"
+        platforms "../docs/platforms.md"
+        safety "../docs/safety.md"
+        security "../SECURITY.md"
+        streams "../docs/streams.md"
+        testing "../docs/testing.md"
+        troubleshooting "../docs/troubleshooting.md"
+        tuning "../docs/tuning.md"
+    }
+}

@@ -30,7 +30,8 @@ pub enum Limit {
 /// Name of the environment variable that [`Config::from_env`] reads.
 pub const CONFIG_VARIABLE: &str = "CUALLOC_CONFIG";
 
-/// Settings of an allocator. The default suits every workload.
+/// Settings of an allocator. The default suits most programs; the guide's page on tuning says which it
+/// does not.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Config {

@@ -2,7 +2,7 @@
 
 use super::call::Call;
 
-/// One simulated device. Start from `DeviceConfig::default()`: an H200 with 80 GiB.
+/// One simulated device. Start from `DeviceConfig::default()`: the properties and times of an H200, and 80 GiB.
 #[derive(Clone, Debug)]
 pub struct DeviceConfig {
     /// Physical memory, in bytes.

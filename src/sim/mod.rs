@@ -35,6 +35,7 @@ mod execute;
 mod hooks;
 mod host;
 mod kernels;
+mod loaded;
 mod memory;
 mod objects;
 mod physical;

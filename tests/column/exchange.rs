@@ -1,5 +1,8 @@
 //! The other end of an exchange, in C, and memory that is not ours.
 
+// A part of it is for Arrow.
+#![cfg_attr(not(feature = "arrow"), allow(dead_code))]
+
 use std::ffi::c_void;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -5,6 +5,7 @@
 
 #[cfg(feature = "sim")]
 pub mod capturing;
+#[cfg(feature = "sim")]
 pub mod hooked;
 #[cfg(feature = "sim")]
 pub mod interlude;
@@ -115,7 +116,10 @@ impl Fake<'_> {
         arguments.push(source.into());
         arguments.push(calls.into());
         arguments.push("-I".into());
-        arguments.push(env!("CARGO_MANIFEST_DIR").into());
+        // The package's own folder, or that of a package inside it.
+        let folders = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
+        let header = folders.filter(|folder| folder.join("wrapper.h").is_file());
+        arguments.extend(header.map(OsString::from).take(1));
         arguments.extend(
             self.defines
                 .iter()

@@ -40,7 +40,7 @@ Destructor = PYFUNCTYPE(None, c_void_p)
 
 
 class Library:
-    """The C functions of examples/dlpack_capsule.rs."""
+    """The C functions of tests/equipment/dlpack_capsule.rs."""
 
     def __init__(self, path):
         # CDLL lets go of the interpreter's lock in calls: deleters of other libraries take it themselves.

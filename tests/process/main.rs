@@ -14,3 +14,5 @@ mod loader;
 mod no_driver;
 #[cfg(feature = "sim")]
 mod safety;
+#[cfg(all(feature = "sim", target_os = "linux"))]
+mod stand_in;

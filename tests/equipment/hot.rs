@@ -7,9 +7,9 @@
 //! does as much as is needed to warm up, then COUNT operations more. The difference of two runs with
 //! different counts is what the operations between them cost.
 
-#[path = "../cli/src/bench/source.rs"]
+#[path = "../../cli/src/bench/source.rs"]
 mod source;
-#[path = "../cli/src/bench/workload.rs"]
+#[path = "../../cli/src/bench/workload.rs"]
 mod workload;
 
 use cualloc::driver::{Context, Stream};

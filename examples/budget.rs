@@ -1,0 +1,62 @@
+//! A budget with a log: a stack of resources over an allocator, whose records go to the `log` crate and from there
+//! to env_logger.
+//!
+//! ```text
+//! RUST_LOG=info cargo run --example budget --features sim
+//! ```
+
+use std::error::Error;
+use std::sync::Arc;
+
+use cualloc::driver::{Context, Driver};
+use cualloc::resource::{
+    Budget, LogRecord, LogSink, Logging, OwnedBlock, ResourceError, SinkError, Tag,
+};
+use cualloc::{Allocator, Config};
+
+const MIB: usize = 1 << 20;
+
+/// Hands each record to the `log` crate.
+struct ToLog;
+
+impl LogSink for ToLog {
+    fn is_enabled(&self) -> bool {
+        log::log_enabled!(log::Level::Info)
+    }
+
+    fn write(&self, record: &LogRecord) -> Result<(), SinkError> {
+        match record.error {
+            None => log::info!("{record:?}"),
+            Some(_) => log::warn!("{record:?}"),
+        }
+        Ok(())
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    env_logger::init();
+    let driver = Driver::load_or_simulate()?;
+    let context = Context::primary(&driver, driver.device(0)?)?;
+    let allocator = Allocator::with_config(&context, Config::from_env()?)?;
+    let stream = allocator.create_stream()?;
+
+    // Refusals of the budget are logged as well, since the log stands above it.
+    let budget = Arc::new(Budget::new(allocator.clone(), Some(64 * MIB as u64)));
+    let memory = Arc::new(Logging::new(Arc::clone(&budget), ToLog));
+
+    let weights =
+        OwnedBlock::allocate(Arc::clone(&memory), 48 * MIB, &stream, Tag::new("weights"))?;
+    let refused = OwnedBlock::allocate(Arc::clone(&memory), 32 * MIB, &stream, Tag::new("scratch"));
+    match refused {
+        Err(error @ ResourceError::OutOfBudget { .. }) => println!("refused: {error}"),
+        Err(error) => return Err(error.into()),
+        Ok(_) => return Err("the budget was not kept".into()),
+    }
+    assert_eq!(budget.remaining(), Some(16 * MIB as u64));
+
+    drop(weights);
+    assert_eq!(budget.used(), 0);
+    drop((memory, budget));
+    allocator.close()?;
+    Ok(())
+}
