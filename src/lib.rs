@@ -14,6 +14,7 @@ pub mod allocator;
 pub mod buffer;
 pub mod column;
 pub mod driver;
+mod locks;
 pub mod pool;
 pub mod resource;
 #[cfg(feature = "sim")]

@@ -8,11 +8,11 @@ use std::thread::ThreadId;
 use crate::allocator::{Block, User};
 use crate::buffer::BufferError;
 use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
+use crate::locks::held::locked;
 use crate::resource::{
     Access, BlockIdentity, Buffer, MemoryResource, OwnedBlock, Tracking, identity_of,
 };
 use crate::sync::event::EventPools;
-use crate::sync::held::locked;
 use crate::sync::order::wait_until_idle;
 
 use super::described::Described;

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::ThreadId;
 
-use crate::sync::held::locked;
+use crate::locks::held::locked;
 
 /// The streams that were capturing when somebody last asked, through this crate. Nobody can say of a
 /// stream of the caller's whether it still exists, so what was found stands until it is found otherwise.

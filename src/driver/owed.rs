@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::sync::held::locked;
+use crate::locks::held::locked;
 
 /// A handle that nobody can name any more and that is to be destroyed.
 #[derive(Debug)]

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Mutex, Once, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::sync::held::{Held, Locked, locked};
+use crate::locks::held::{Held, Locked, locked};
 
 const FORKED: u8 = 1;
 const EXITING: u8 = 2;

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::sync::held::{Locked, locked};
+use crate::locks::held::{Locked, locked};
 
 /// Things of one type, by number.
 #[derive(Default)]

@@ -15,7 +15,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::sync::held::locked;
+use crate::locks::held::locked;
 
 /// The handle that always means the legacy default stream of the current context.
 const LEGACY: usize = 1;

@@ -16,7 +16,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::sync::held::locked;
+use crate::locks::held::locked;
 
 /// The oldest supported driver: 10.1, where the youngest required function appeared.
 pub(super) const OLDEST_VERSION: u32 = 10010;

@@ -3,7 +3,7 @@
 use super::device::Device;
 use std::sync::Mutex;
 
-use crate::sync::held::locked;
+use crate::locks::held::locked;
 
 /// Devices whose virtual memory was tried. An allocator asks here before it tries one.
 #[derive(Default)]

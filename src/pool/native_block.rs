@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 
 use crate::allocator;
 use crate::driver::{Context, MemoryPool, Stream, process, sys};
+use crate::locks::held::Locked;
 use crate::resource::Table;
 use crate::sync::event::{EventPools, Pooled};
-use crate::sync::held::Locked;
 use crate::sync::order;
 
 use super::RareLog;

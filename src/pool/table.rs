@@ -9,7 +9,7 @@ use std::hash::BuildHasher;
 
 use crate::allocator::Mixed;
 use crate::driver::{process, sys};
-use crate::sync::lock::Lock;
+use crate::locks::lock::Lock;
 
 /// Independently locked parts of a table.
 const SHARDS: usize = 16;

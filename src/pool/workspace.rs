@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::allocator::{Allocator, Block, Error, ReliefHook, size};
 use crate::driver::{Stream, process, sys};
+use crate::locks::lock::Lock;
 use crate::resource::Table;
-use crate::sync::lock::Lock;
 
 use super::error::{PoolError, zero_is_invalid};
 use super::slabs::{Slab, Slabs};

@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use crate::driver::process;
-use crate::sync::held::Locked;
+use crate::locks::held::Locked;
 
 /// Something that a sleeping thread can be woken by before its time.
 #[derive(Debug, Default)]

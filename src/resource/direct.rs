@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator::size::round_size;
 use crate::driver::{Context, Stream, process};
-use crate::sync::held::Locked;
+use crate::locks::held::Locked;
 
 use super::block::{BlockIdentity, BlockState, ResourceBlock, Tag};
 use super::error::{Refused, ResourceError};

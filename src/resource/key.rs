@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
-use crate::sync::held::Locked;
+use crate::locks::held::Locked;
 
 /// Tells a block's life from every other one of the process, also where an address or a record is
 /// used again: the resource that made it, its record there, and the record's generation. Resources

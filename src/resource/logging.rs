@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::driver::{Context, Stream, process};
-use crate::sync::held::Locked;
+use crate::locks::held::Locked;
 
 use super::block::{ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock};

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
-use crate::sync::held::{Locked, locked};
+use crate::locks::held::{Locked, locked};
 
 use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
 use super::error::{Refused, ResourceError, StreamMisuse};

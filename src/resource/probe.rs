@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
 
 use crate::driver::{Context, Stream, process};
-use crate::sync::held::Locked;
+use crate::locks::held::Locked;
 
 use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
 use super::error::{Refused, ResourceError};

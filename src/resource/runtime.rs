@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use crate::allocator::{Allocator, Config};
 use crate::driver::{Context, Device, Driver, process};
-use crate::sync::held::Locked;
+use crate::locks::held::Locked;
 
 use super::error::ResourceError;
 use super::ordered::AsyncResource;

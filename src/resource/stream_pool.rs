@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use crate::driver::{Context, Stream, process};
-use crate::sync::held::Locked;
+use crate::locks::held::Locked;
 
 use super::error::{ResourceError, StreamMisuse};
 

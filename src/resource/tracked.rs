@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 
 use crate::driver::{Context, Stream, process};
-use crate::sync::held::Locked;
+use crate::locks::held::Locked;
 
 use super::block::{BlockIdentity, ResourceBlock, Tag};
 use super::error::{Refused, ResourceError};

@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::driver::process;
-use crate::sync::held::Locked;
+use crate::locks::held::Locked;
 
 use super::clock::{Clock, SystemClock, Wakeup};
 use super::foreign::guarded;

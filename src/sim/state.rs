@@ -291,7 +291,7 @@ impl State {
             _ => self.costs.of(call),
         };
         self.counters.count(call, nanos);
-        let locks = crate::sync::held::locks();
+        let locks = crate::locks::held::locks();
         if locks > 0 {
             let call = call.name();
             self.report(Report::UnderLock { call, locks });

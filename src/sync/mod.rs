@@ -1,10 +1,7 @@
-//! Order between streams, events, waits, and what the driver says about captures; locks, and what is
-//! counted of those that a thread holds.
+//! Order between streams: pooled events, waits, and what the driver's answers say about captures.
+//!
+//! Rooms decide what follows from an answer; here it is only found out, once for all of them.
 
 pub(crate) mod capture;
 pub(crate) mod event;
-pub(crate) mod held;
-pub(crate) mod lock;
 pub(crate) mod order;
-#[cfg(all(test, feature = "sim", debug_assertions, not(loom)))]
-mod tests;

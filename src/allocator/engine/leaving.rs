@@ -15,7 +15,7 @@ use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, Slot, StreamKey};
-use crate::sync::lock::pause;
+use crate::locks::lock::pause;
 
 impl Streams {
     /// The stream is known by its name again, unless another slot is by now. Whether it is.

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
-use crate::sync::held::{Locked, locked};
+use crate::locks::held::{Locked, locked};
 
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::error::Error;

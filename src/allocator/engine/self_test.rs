@@ -16,8 +16,8 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::report::SelfTest;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::slot::Holder;
+use crate::locks::held::locked;
 use crate::sync::capture::is_of_capture;
-use crate::sync::held::locked;
 
 /// How often to try to wait for the test's own work before its memory is given up.
 const WAITS: usize = 4;

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
 
 use crate::driver::{Device, Driver, DriverError, Entered};
-use crate::sync::held::{Locked, locked};
+use crate::locks::held::{Locked, locked};
 
 use crate::allocator::size::PHYSICAL_GRANULE;
 

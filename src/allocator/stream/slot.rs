@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream, sys};
-use crate::sync::lock::pause;
+use crate::locks::lock::pause;
 
 /// An event recorded on a stream after everything freed under tickets up to the bound.
 #[derive(Debug, Clone)]

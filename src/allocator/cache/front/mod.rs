@@ -26,8 +26,8 @@ mod worn;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::sync::lock::AtomicPtr;
-pub(crate) use crate::sync::lock::{Held, Lock};
+use crate::locks::lock::AtomicPtr;
+pub(crate) use crate::locks::lock::{Held, Lock};
 pub(crate) use account::{Accounts, QUANTITIES};
 pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};

@@ -12,7 +12,7 @@ use super::grain::PageInfo;
 use super::grain::WORN;
 use crate::allocator::extent::boxed::boxed_array;
 use crate::allocator::size::GRANULE;
-use crate::sync::lock::{AtomicPtr, AtomicU32};
+use crate::locks::lock::{AtomicPtr, AtomicU32};
 
 const PAGE_BITS: u32 = 16;
 const LEAF_BITS: u32 = 21;

@@ -1,0 +1,6 @@
+//! Locks, and what is counted of those that a thread holds.
+
+pub(crate) mod held;
+pub(crate) mod lock;
+#[cfg(all(test, feature = "sim", debug_assertions, not(loom)))]
+mod tests;
