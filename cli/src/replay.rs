@@ -245,7 +245,7 @@ pub fn report_faults(path: &Path, report: &Report) -> bool {
     }
     if let Some(error) = &report.check {
         note!(
-            "error: {file}: the allocator's books are wrong: {}",
+            "error: {file}: the allocator's heap are wrong: {}",
             output::chain(error)
         );
     }

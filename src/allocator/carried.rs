@@ -6,11 +6,10 @@ use std::sync::Arc;
 use super::size::GRANULE;
 use super::{Allocator, Config, Error, Policy, Request};
 use crate::Block;
-use crate::allocator::cache::front::PAGE_GRAINS;
 use crate::allocator::cache::grant::Lifetime;
+use crate::allocator::cache::stream_cache::PAGE_GRANULES;
 use crate::allocator::extent::record::{Records, SPENT, SpaceId, State};
 use crate::allocator::extent::uses::Use;
-use crate::allocator::extent::want::PAGE_GRANULES;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::{Context, Stream};
@@ -91,16 +90,16 @@ fn age_records(allocator: &Allocator, generation: u32) {
     }
 }
 
-/// Gives all pages so many generations; after the next block its front looks at them.
+/// Gives all pages so many generations; after the next block its stream cache looks at them.
 fn age_pages(allocator: &Allocator, generation: u32) {
     let heap = allocator.engine().lock();
-    for front in heap.fronts.all() {
-        front.lock().age(generation, 0);
+    for cache in heap.caches.all() {
+        cache.lock().age(generation, 0);
     }
 }
 
 /// What stays of a page is its owner's until the owner, and whoever it follows, is done: a block that comes
-/// back to a front because the stream has come to follow the others makes the page's ticket a new one.
+/// back to a stream cache because the stream has come to follow the others makes the page's ticket a new one.
 #[test]
 fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
     let_go_behind_a_wait(false)
@@ -142,7 +141,7 @@ fn let_go_behind_a_wait(another: bool) -> Outcome {
     allocator.trim(u64::MAX)?;
     allocator.check()?;
     let heap = allocator.engine().lock();
-    assert!(heap.fronts.held_back.is_empty(), "its stream follows");
+    assert!(heap.caches.held_back.is_empty(), "its stream follows");
     drop(heap);
     let got = cached(allocator, PAGE, &c);
     let none = matches!(got, Err(Error::NotCached));
@@ -152,13 +151,13 @@ fn let_go_behind_a_wait(another: bool) -> Outcome {
     rig.end()
 }
 
-/// What a stream used in the fronts of others is among what its last marker closes: its slot is free as
+/// What a stream used in the stream caches of others is among what its last marker closes: its slot is free as
 /// soon as that is complete.
 #[test]
-fn a_last_marker_closes_the_batches_in_other_fronts() -> Outcome {
+fn a_last_marker_closes_the_batches_in_other_caches() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;
     let [a, b] = rig.streams()?;
-    // Its front can note a use alone from here on.
+    // Its stream cache can note a use alone from here on.
     drop(rig.allocator.allocate(512, &b)?);
     let block = rig.allocator.allocate(512, &a)?;
     block.record_stream(&b)?;
@@ -262,9 +261,9 @@ fn the_rest_of_a_piece_stays_its_streams() -> Outcome {
     rig.end()
 }
 
-/// What a front noted on a block is among its uses when the books take it over for another one.
+/// What a stream cache noted on a block is among its uses when the heap takes it over for another one.
 #[test]
-fn what_a_front_noted_goes_into_the_books() -> Outcome {
+fn what_a_cache_noted_goes_into_the_heap() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;
     let [a, b, c] = rig.streams()?;
     let allocator = &rig.allocator;
@@ -279,7 +278,7 @@ fn what_a_front_noted_goes_into_the_books() -> Outcome {
     drop(block);
     let uses = |heap: &crate::allocator::heap::Heap| {
         let held = heap
-            .fronts
+            .caches
             .held_back
             .iter()
             .map(|held| held.uses.as_slice().len());
@@ -346,7 +345,7 @@ fn a_block_over_parts_of_several_streams_waits_for_each() -> Outcome {
     let [a, b, c] = rig.streams()?;
     let kept = scattered(&rig, &a, &[&b, &c], true)?;
     let block = rig.allocator.allocate(9 * MIB, &a)?;
-    assert_eq!(rig.allocator.stats().rungs.stitched, 1);
+    assert_eq!(rig.allocator.stats().reclaim.stitched, 1);
     assert_eq!(rig.allocator.stats().stream_waits, 2);
     rig.write(block.ptr(), 9 * MIB, &a)?;
     drop((kept, block));
@@ -407,7 +406,7 @@ fn a_marker_follows_what_its_stream_followed_when_the_batch_was_closed() -> Outc
     rig.end()
 }
 
-/// No record of a large block has a second life under a generation that it had, on a shelf or off it.
+/// No record of a large block has a second life under a generation that it had, in a large-block cache or off it.
 #[test]
 fn generations_of_large_blocks_do_not_come_again() -> Outcome {
     for policy in [Policy::Packed, Policy::Classic] {
@@ -416,7 +415,7 @@ fn generations_of_large_blocks_do_not_come_again() -> Outcome {
             let [a] = rig.streams()?;
             let allocator = &rig.allocator;
             drop(allocator.allocate(300 * KIB, &a)?);
-            // Takes everything off the shelves.
+            // Takes everything out of the large-block caches.
             allocator.snapshot();
             age_records(allocator, SPENT - 6);
             let (mut lives, mut ids) = (HashSet::new(), HashSet::new());
@@ -443,10 +442,10 @@ fn generations_of_large_blocks_do_not_come_again() -> Outcome {
     Ok(())
 }
 
-/// As above, of blocks that stay on a shelf while others come and go.
+/// As above, of blocks that stay in a large-block cache while others come and go.
 #[test]
-fn generations_on_a_shelf_do_not_come_again() {
-    crate::allocator::engine::large_cache::tests::crowded(|allocator, [a, b]| {
+fn generations_in_a_large_cache_do_not_come_again() {
+    crate::allocator::engine::large_cache::tests::contended(|allocator, [a, b]| {
         drop(allocator.allocate(3 * MIB, a).unwrap());
         allocator.snapshot();
         age_records(allocator, SPENT - 8);
@@ -492,7 +491,7 @@ fn another_record_is_known_to_all_neighbours() -> Outcome {
     rig.end()
 }
 
-/// The parts of a block in a view are lent to the record that the block gets.
+/// The parts of a block in a view are aliased to the record that the block gets.
 #[test]
 fn another_record_is_what_parts_are_lent_to() -> Outcome {
     let rig = Rig::new(viewing(2))?;
@@ -507,8 +506,8 @@ fn another_record_is_what_parts_are_lent_to() -> Outcome {
     let (base, view) = heap.views.view_around(life.ptr).ok_or("not in a view")?;
     let offset = ((life.ptr - base) / GRANULE) as u32;
     let parts = view.home_parts(offset, 9 * mib);
-    let lent = heap.lend(SpaceId::Large, 0, &parts).ok_or("not free")?;
-    let parts = lent.parts.into_iter().map(|(id, _)| id).collect();
+    let aliased = heap.lend(SpaceId::Large, 0, &parts).ok_or("not free")?;
+    let parts = aliased.parts.into_iter().map(|(id, _)| id).collect();
     let id = heap.view_block(base, offset, 9 * mib, parts);
     heap.extents.records[id].generation = SPENT;
     life.id = heap.born(id, 0, 9 << 20);
@@ -597,7 +596,7 @@ fn a_stale_identity_does_not_find_a_block_of_the_pages_next_number() -> Outcome 
     let now = lifetime(&second);
     assert_eq!((now.ptr, now.generation), (stale.ptr, stale.generation));
     assert_ne!(now.id, stale.id);
-    assert_eq!(now.id % PAGE_GRAINS, stale.id % PAGE_GRAINS);
+    assert_eq!(now.id % PAGE_GRANULES, stale.id % PAGE_GRANULES);
     assert!(!engine.is_live(&stale) && engine.is_live(&now));
     assert!(!engine.free_at_once(&stale));
     assert!(engine.free_block(&stale).is_err());

@@ -289,9 +289,10 @@ pub enum ConfigError {
     NotUnicode,
 }
 
-/// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` (with
-/// an optional suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`,
-/// `capture_checks=on|off`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`, `handle=BYTES`.
+/// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` (with an optional
+/// suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`,
+/// `capture_checks=on|off`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
+/// `handle=BYTES`.
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};

@@ -41,7 +41,7 @@ fn d9_nothing_waits_for_the_books_in_a_forked_child() -> Test {
         let (of_wide, of_small) = (wide.size(), small.size());
         let locked = a.clone();
         let mut ours = Some((a, wide, small, guard, buffer));
-        let books = locked.engine().lock();
+        let heap = locked.engine().lock();
         let told = child_says(|| {
             let Some((a, wide, small, guard, buffer)) = ours.take() else {
                 return false;
@@ -61,7 +61,7 @@ fn d9_nothing_waits_for_the_books_in_a_forked_child() -> Test {
             drop((kept, freed, wide, guard, a));
             sizes && known && refused && ends && !text.is_empty()
         });
-        drop(books);
+        drop(heap);
         assert!(told, "{policy:?}");
         drop(ours);
         locked.close()?;

@@ -40,4 +40,4 @@ pub use report::{
     PhysicalSegment, SegmentInfo, SelfTest, StreamBytes, Trimmed,
 };
 pub use request::Request;
-pub use stats::{Counter, PoolStats, Rungs, Stats};
+pub use stats::{Counter, PoolStats, ReclaimStats, Stats};

@@ -190,7 +190,7 @@ pub enum BlockState {
     /// Free, at least on its own stream.
     Free,
     /// In use at another address: part of a live block that lies in a view.
-    Lent,
+    Aliased,
     /// Being mapped or given back.
     Busy,
 }

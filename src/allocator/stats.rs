@@ -111,10 +111,10 @@ impl PoolStats {
     }
 }
 
-/// How often each rung of the miss ladder was taken (numbers).
+/// How often each step of the miss reclaim was taken (numbers).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub struct Rungs {
+pub struct ReclaimStats {
     /// A fitting extent was ready.
     pub ready: u64,
     /// A much tighter extent than the ready one was taken although it needed a wait by its new stream.
@@ -157,8 +157,8 @@ pub struct Stats {
     pub hits: u64,
     /// Allocations that needed memory from the driver, or failed.
     pub misses: u64,
-    /// Rungs of the miss ladder.
-    pub rungs: Rungs,
+    /// Steps of the miss reclaim.
+    pub reclaim: ReclaimStats,
     /// Driver allocations that failed for lack of memory and were retried after making room.
     pub retries: u64,
     /// Allocations that failed for lack of memory.
@@ -173,11 +173,11 @@ pub struct Stats {
     pub failed_markers: u64,
     /// Streams known now.
     pub streams: u64,
-    /// Fronts, from which blocks of up to 64 KiB come under the packed policy.
-    pub fronts: u64,
-    /// Bytes of freed blocks that fronts keep as they are, for the next request of their size; large ones
+    /// Stream caches, from which blocks of up to 64 KiB come under the packed policy.
+    pub caches: u64,
+    /// Bytes of freed blocks that stream caches keep as they are, for the next request of their size; large ones
     /// are among them.
-    pub front_bytes: u64,
+    pub cache_bytes: u64,
     /// Free pieces, small ones and those that other streams may still use among them.
     pub free_blocks: u64,
     /// Bytes of free memory, whatever it is pending on.

@@ -189,10 +189,10 @@ fn a_block_of_several_users_waits_for_the_last() -> Outcome {
     allocator.trim(u64::MAX)?;
     rig.sim.complete_stream(b.id()?, usize::MAX);
     allocator.trim(u64::MAX)?;
-    assert_eq!(allocator.engine().lock().fronts.held_back.len(), 1);
+    assert_eq!(allocator.engine().lock().caches.held_back.len(), 1);
     rig.sim.complete_all();
     allocator.trim(u64::MAX)?;
-    assert_eq!(allocator.engine().lock().fronts.held_back.len(), 0);
+    assert_eq!(allocator.engine().lock().caches.held_back.len(), 0);
     rig.end()
 }
 
@@ -223,7 +223,7 @@ fn d3_a_slot_that_is_left_goes_once() -> Outcome {
     rig.end()
 }
 
-/// While its last marker is on its way nobody opens the fronts of a stream.
+/// While its last marker is on its way nobody opens the stream caches of a stream.
 #[test]
 fn d3_fronts_of_a_stream_that_leaves_stay_shut() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -232,15 +232,15 @@ fn d3_fronts_of_a_stream_that_leaves_stay_shut() -> Outcome {
     drop(rig.allocator.allocate(KIB, &a)?);
     let (slot, key) = slot_of(&rig, &a)?;
     let mut heap = engine.lock();
-    let front = heap.fronts.of(slot)[0];
-    assert!(front.lock().is_fast());
+    let cache = heap.caches.of(slot)[0];
+    assert!(cache.lock().is_fast());
     let leaving = Leaving::begin(engine, &mut heap, slot, key);
-    heap.open_fronts();
-    let opened = front.lock().is_fast();
+    heap.open_caches();
+    let opened = cache.lock().is_fast();
     drop(heap);
     drop(leaving);
     assert!(!opened);
-    assert!(front.lock().is_fast());
+    assert!(cache.lock().is_fast());
     rig.end()
 }
 
@@ -258,7 +258,7 @@ fn d3_pages_of_a_stream_that_leaves_go_with_its_last_marker() -> Outcome {
     rig.allocator.retire(&a)?;
     let heap = rig.allocator.engine().lock();
     assert!(heap.streams[slot].in_use, "its work is under way");
-    assert_eq!(heap.fronts.pages_of(slot), 0);
+    assert_eq!(heap.caches.pages_of(slot), 0);
     drop(heap);
     rig.end()
 }
@@ -284,7 +284,7 @@ fn d6_memory_of_a_context_that_is_gone_is_not_lost() -> Outcome {
     allocator.engine().context_gone(&there);
     {
         let heap = allocator.engine().lock();
-        assert_eq!(heap.fronts.pages_of(slot), 0);
+        assert_eq!(heap.caches.pages_of(slot), 0);
         let free = heap.streams.ticket(slot, None);
         assert!(!heap.streams.complete(&free));
     }

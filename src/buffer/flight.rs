@@ -112,7 +112,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
                 std::ptr::read(&this.end),
             )
         };
-        match settle(end) {
+        match wait_for_end(end) {
             Ok(()) => Ok(host),
             Err(error) => {
                 leak(host);
@@ -122,7 +122,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
     }
 }
 
-fn settle(end: Option<(Pooled, Stream)>) -> Result<(), DriverError> {
+fn wait_for_end(end: Option<(Pooled, Stream)>) -> Result<(), DriverError> {
     let Some((event, stream)) = end else {
         return Ok(());
     };
@@ -141,7 +141,7 @@ impl<T: DeviceCopy> Drop for CopyInFlight<T> {
     fn drop(&mut self) {
         // SAFETY: this is the drop, so the field is used no more.
         let host = unsafe { ManuallyDrop::take(&mut self.host) };
-        match settle(self.end.take()) {
+        match wait_for_end(self.end.take()) {
             Ok(()) => drop(host),
             Err(_) => leak(host),
         }

@@ -206,7 +206,7 @@ impl Memory {
     }
 
     /// Tells the allocator what it must know before the block is freed.
-    fn settle(&self) -> Result<(), BufferError> {
+    fn tell_uses(&self) -> Result<(), BufferError> {
         self.catch_up()?;
         // A retired stream was promised to get no more work, but operations on the buffer may have
         // given it some. To the allocator it is a new stream then.
@@ -222,7 +222,7 @@ impl Memory {
         if process::is_forked_child() {
             return Err((self, crate::allocator::Error::ForkedChild.into()));
         }
-        if let Err(error) = self.settle() {
+        if let Err(error) = self.tell_uses() {
             return Err((self, error));
         }
         let mut this = ManuallyDrop::new(self);
@@ -240,14 +240,14 @@ impl Drop for Memory {
             // In a forked child a lock may be held by a thread that does not exist there.
             return;
         }
-        let settled = self.settle();
+        let told = self.tell_uses();
         let late = match *self.astray.get_mut() {
             true => late::take_all_of(self.key()),
             false => Vec::new(),
         };
         // SAFETY: this is the drop, so the block is used no more.
         let block = unsafe { ManuallyDrop::take(&mut self.block) };
-        if settled.is_err() {
+        if told.is_err() {
             // A refusal may be over at once; if not, a later call of the allocator tries again.
             let mut users: Vec<User> = late.iter().map(|late| User::of(&late.stream)).collect();
             if block.stream_retired() {

@@ -287,8 +287,8 @@ impl Column {
     /// Gives up the block.
     ///
     /// # Errors
-    /// The column, if its memory is of a resource, imported, empty, lent to consumers whose streams are not known, or
-    /// shared with an export that is not released.
+    /// The column, if its memory is of a resource, imported, empty, lent to consumers whose streams are not
+    /// known, or shared with an export that is not released.
     pub fn into_block(self) -> Result<Block, Column> {
         let (element, rows, read_only) = (self.element, self.rows, self.read_only);
         self.memory
@@ -344,8 +344,8 @@ impl Column {
         self.stream().context().device()
     }
 
-    /// The block under the column, the allocator's or the resource's: also where our own memory came back through an export.
-    /// `None` for memory of somebody else, and where there is none.
+    /// The block under the column, the allocator's or the resource's: also where our own memory came back
+    /// through an export. `None` for memory of somebody else, and where there is none.
     pub fn block(&self) -> Option<BlockIdentity> {
         match self.memory.buffer() {
             Buffer::Block(identity) => Some(identity),

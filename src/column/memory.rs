@@ -17,7 +17,7 @@ use crate::sync::order::wait_until_idle;
 
 use super::described::Described;
 use super::error::{ColumnError, Invalid};
-use super::order::{Consumer, Producer, order, refuse_capture, settle};
+use super::order::{Consumer, Producer, order, refuse_capture, wait_until_over};
 
 /// Where a column's memory came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -404,11 +404,11 @@ impl Memory {
             return Err(self);
         }
         let mut memory = Arc::try_unwrap(self)?;
-        let settled = match &memory.owner {
-            Some(owner) => memory.settle(owner).or_else(|_| memory.settle(owner)),
+        let told = match &memory.owner {
+            Some(owner) => memory.tell_uses(owner).or_else(|_| memory.tell_uses(owner)),
             None => Ok(()),
         };
-        if settled.is_err() {
+        if told.is_err() {
             return Err(Arc::new(memory));
         }
         Ok((memory.owner.take(), memory))
@@ -422,7 +422,7 @@ impl Memory {
     /// Tells whoever is to free the memory that this stream used it until now. That goes without saying on
     /// the memory's own stream, unless that was retired since: then what it was given later is not covered by
     /// its last marker.
-    fn settle(&self, owner: &Owner) -> Result<(), ColumnError> {
+    fn tell_uses(&self, owner: &Owner) -> Result<(), ColumnError> {
         match owner {
             Owner::Block(block, _) if block.stream_retired() => match self.at_home() {
                 true => Ok(block.record_stream(&self.stream)?),
@@ -477,7 +477,7 @@ impl Memory {
         for context in untracked.unwrap_or_else(PoisonError::into_inner) {
             wait_until_idle(context)?;
         }
-        self.settle(owner)?;
+        self.tell_uses(owner)?;
         let Owner::Foreign { producer, uses, .. } = owner else {
             return Ok(());
         };
@@ -499,7 +499,7 @@ impl Memory {
             let ordered =
                 named.is_some_and(|producer| order(stream, producer, &self.events).is_ok());
             if !ordered {
-                settle(stream)?;
+                wait_until_over(stream)?;
             }
         }
         Ok(())

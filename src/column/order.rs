@@ -33,8 +33,8 @@ pub enum Consumer {
 }
 
 impl Consumer {
-    /// What the `stream` argument of Python's `__dlpack__` says: none and 1 are the legacy default
-    /// stream of `context`, 2 the calling thread's own in it, -1 asks for no order, anything else is a handle, which is
+    /// What the `stream` argument of Python's `__dlpack__` says: none and 1 are the legacy default stream of
+    /// `context`, 2 the calling thread's own in it, -1 asks for no order, anything else is a handle, which is
     /// used in this export only.
     ///
     /// # Errors
@@ -100,7 +100,7 @@ pub(super) fn refuse_capture(stream: &Stream) -> Result<(), ColumnError> {
 }
 
 /// Waits on the host until everything that the stream was given is over, done or failed.
-pub(super) fn settle(stream: &Stream) -> Result<(), ColumnError> {
+pub(super) fn wait_until_over(stream: &Stream) -> Result<(), ColumnError> {
     refuse_capture(stream)?;
     if stream.synchronize().is_err() {
         order::wait_until_idle(stream.context())?;

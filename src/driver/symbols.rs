@@ -7,8 +7,8 @@ macro_rules! symbols {
         required: { $($required:ident)* }
         $($(#[doc = $doc:literal])* $feature:ident: { $($optional:ident)* })*
     ) => {
-        /// A group of driver functions that are usable only together, and only where the driver
-        /// exports all of them ([`Driver::has`](super::Driver::has)). Whether a *device* can do it is another question.
+        /// A group of driver functions that are usable only together, and only where the driver exports all of
+        /// them ([`Driver::has`](super::Driver::has)). Whether a *device* can do it is another question.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         #[non_exhaustive]
         pub enum Feature { $($(#[doc = $doc])* $feature,)* }

@@ -1,4 +1,4 @@
-//! Pools: front ends over the allocator, and the driver's own for comparison.
+//! Pools: stream cache ends over the allocator, and the driver's own for comparison.
 //!
 //! | pool | hands out | for |
 //! |---|---|---|

@@ -238,7 +238,7 @@ impl NativeBlock {
             super::wait_for(stream.context())?;
         }
         let uses = std::mem::take(&mut self.uses().list);
-        if let Err(error) = self.settle(&uses).and_then(|()| self.give_back()) {
+        if let Err(error) = self.order_uses(&uses).and_then(|()| self.give_back()) {
             // The block is live still, and those who use it until its free do so.
             self.uses().list.extend(uses);
             return Err(error);
@@ -266,12 +266,12 @@ impl NativeBlock {
         let stream = &self.home.0;
         let entered = stream.context().enter()?;
         // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
-        // memory come before this, on it or by the waits of `settle`.
+        // memory come before this, on it or by the waits of `order_uses`.
         Ok(unsafe { entered.mem_free_async(self.ptr, stream.raw()) }?)
     }
 
     /// Makes the block's stream wait for all uses on others.
-    fn settle(&self, uses: &[ForeignUse]) -> Result<(), PoolError> {
+    fn order_uses(&self, uses: &[ForeignUse]) -> Result<(), PoolError> {
         let home = &self.home.0;
         for foreign in uses {
             if let Some(end) = &foreign.end {

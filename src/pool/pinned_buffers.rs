@@ -131,11 +131,11 @@ impl State {
         } else {
             self.old_leases -= 1;
         }
-        self.settle(buffer)
+        self.put_back(buffer)
     }
 
     /// Puts a buffer where it belongs; one that is to be freed now.
-    fn settle(&mut self, buffer: Buffer) -> Option<Buffer> {
+    fn put_back(&mut self, buffer: Buffer) -> Option<Buffer> {
         let busy = buffer.lost || !buffer.flights.is_empty();
         let keep = buffer.generation == self.generation && !buffer.oversize && !buffer.lost;
         match (keep, busy) {
@@ -275,7 +275,7 @@ impl Inner {
                     state.looking -= 1;
                     state.looking_bytes -= buffer.bytes();
                 }
-                state.settle(buffer)
+                state.put_back(buffer)
             });
             // Freed without the lock.
             drop(gone);

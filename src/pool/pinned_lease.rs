@@ -12,8 +12,8 @@ use crate::driver::{DriverError, Entered, Stream, process, sys};
 use super::error::PoolError;
 use super::pinned_buffers::{Access, Buffer, Flight, Inner};
 
-/// Page-locked memory for `len` elements of `T`, returned to its [`PinnedPool`](super::PinnedPool) on drop. `Send` and
-/// `Sync`.
+/// Page-locked memory for `len` elements of `T`, returned to its [`PinnedPool`](super::PinnedPool) on drop.
+/// `Send` and `Sync`.
 ///
 /// The memory is not initialised at first. What safe code sees are the elements from the start that the
 /// host or a completed copy has written; the rest is [`MaybeUninit`]. While a device may write to the
@@ -45,7 +45,7 @@ impl PinnedLease<u8> {
     /// [`PoolError::InvalidValue`] for a type of unusual alignment, [`PoolError::InFlight`]. The lease is
     /// returned then.
     pub fn typed<U: DeviceCopy>(mut self, len: usize) -> Result<PinnedLease<U>, PoolError> {
-        self.settled(true)?;
+        self.land_finished(true)?;
         let Some(bytes) = len.checked_mul(size_of::<U>()) else {
             return Err(PoolError::TooLarge {
                 len,
@@ -107,7 +107,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     }
 
     /// Takes note of copies that are over; an error if one is not that excludes what is to be done.
-    fn settled(&mut self, write: bool) -> Result<(), PoolError> {
+    fn land_finished(&mut self, write: bool) -> Result<(), PoolError> {
         let Some(buffer) = &mut self.buffer else {
             return Ok(());
         };
@@ -133,7 +133,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// # Errors
     /// [`PoolError::InFlight`] while a device may write; driver errors.
     pub fn initialised(&mut self) -> Result<&[T], PoolError> {
-        self.settled(false)?;
+        self.land_finished(false)?;
         // SAFETY: so many elements hold values, and no device writes to them while this is borrowed:
         // starting a copy takes the lease exclusively.
         Ok(unsafe { std::slice::from_raw_parts(self.as_ptr(), self.initialised) })
@@ -144,7 +144,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// # Errors
     /// [`PoolError::InFlight`] while a device may read or write; driver errors.
     pub fn initialised_mut(&mut self) -> Result<&mut [T], PoolError> {
-        self.settled(true)?;
+        self.land_finished(true)?;
         let len = self.initialised;
         // SAFETY: as above, and borrowed exclusively.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr(), len) })
@@ -155,7 +155,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// # Errors
     /// As [`initialised_mut`](Self::initialised_mut).
     pub fn uninit_mut(&mut self) -> Result<&mut [MaybeUninit<T>], PoolError> {
-        self.settled(true)?;
+        self.land_finished(true)?;
         // What is written here may be no value.
         self.initialised = 0;
         let len = self.len;
@@ -183,7 +183,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// [`initialised_mut`](Self::initialised_mut).
     pub fn write(&mut self, values: &[T]) -> Result<(), PoolError> {
         self.fits(values.len())?;
-        self.settled(true)?;
+        self.land_finished(true)?;
         // SAFETY: so many elements fit, and no device uses them.
         unsafe {
             self.as_mut_ptr()
@@ -231,7 +231,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
         stream: &Stream,
     ) -> Result<(), PoolError> {
         self.current()?;
-        self.settled(false)?;
+        self.land_finished(false)?;
         let (from, bytes) = (self.as_ptr(), self.initialised * size_of::<T>());
         self.submit(stream, Access::Read, bytes, |entered| {
             // SAFETY: the source is that long and stays until the copy is over; the caller vouches for
@@ -258,7 +258,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     ) -> Result<(), PoolError> {
         self.fits(len)?;
         self.current()?;
-        self.settled(true)?;
+        self.land_finished(true)?;
         let (to, bytes) = (self.as_mut_ptr(), len * size_of::<T>());
         self.submit(stream, Access::Write, bytes, |entered| {
             // SAFETY: as above, the other way round.
@@ -319,7 +319,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// # Errors
     /// Driver errors.
     pub fn is_complete(&mut self) -> Result<bool, PoolError> {
-        match self.settled(true) {
+        match self.land_finished(true) {
             Ok(()) => Ok(true),
             Err(PoolError::InFlight) => Ok(false),
             Err(error) => Err(error),
@@ -336,7 +336,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
                 flight.end.context().enter()?.wait(&flight.end)?;
             }
         }
-        self.settled(true)
+        self.land_finished(true)
     }
 }
 

@@ -75,7 +75,7 @@ impl PoolReport {
                 BlockState::Allocated => sizes.record(block.requested),
                 BlockState::Free | BlockState::PendingFree => free.push(block.size),
                 // Lent memory is counted as the block in the view.
-                BlockState::Busy | BlockState::Lent => {}
+                BlockState::Busy | BlockState::Aliased => {}
             }
         }
         PoolReport {

@@ -57,10 +57,11 @@ struct Inner {
 /// Scratch memory for kernels that need it for one launch, such as a matrix product's workspace: one
 /// lease for each, dropped when the launch is queued.
 ///
-/// A slab belongs to the stream it was leased on, so a lease that is dropped while its kernel is queued
-/// or running may be leased again on that stream at once, and on no other one: there the allocator
-/// decides, as with all memory. Four slabs of each size are kept, or as many as
-/// [`set_slab_cap`](Self::set_slab_cap) says (4, 32 and 256 MiB are common sizes); what is beyond the cap goes back to the allocator, and all of them do when it runs out of memory.
+/// A slab belongs to the stream it was leased on, so a lease that is dropped while its kernel is queued or
+/// running may be leased again on that stream at once, and on no other one: there the allocator decides, as
+/// with all memory. Four slabs of each size are kept, or as many as [`set_slab_cap`](Self::set_slab_cap) says
+/// (4, 32 and 256 MiB are common sizes); what is beyond the cap goes back to the allocator, and all of them do
+/// when it runs out of memory.
 ///
 /// Handles are cheap to clone and share the pool. Idle slabs count as live blocks of the allocator:
 /// drop the pool, or [`trim`](Self::trim) it, before [`Allocator::close`].

@@ -166,11 +166,11 @@ impl ResourceBlock {
     /// Names memory. For those who write a source of memory.
     ///
     /// # Safety
-    /// Whoever holds the result owns the memory, and safe code may give it back. So the memory is handed
-    /// out by this and by nothing else: what is told of it is true, its alignment is a power of two, `size` bytes may be used of it, the
-    /// key is new, nobody else uses the memory or gives it back before the result was taken by
-    /// [`deallocate_block`](super::MemoryResource::deallocate_block). No identity of a block that lives may be used
-    /// for it, which anybody can have.
+    /// Whoever holds the result owns the memory, and safe code may give it back. So the memory is handed out by
+    /// this and by nothing else: what is told of it is true, its alignment is a power of two, `size` bytes may
+    /// be used of it, the key is new, nobody else uses the memory or gives it back before the result was taken
+    /// by [`deallocate_block`](super::MemoryResource::deallocate_block). No identity of a block that lives may
+    /// be used for it, which anybody can have.
     ///
     /// ```compile_fail,E0133
     /// # use cualloc::resource::{BlockIdentity, ResourceBlock, Tag};

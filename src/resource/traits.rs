@@ -75,15 +75,15 @@ pub enum Tracking {
 /// ```
 ///
 /// # Safety
-/// Safe code rests on what a resource says: columns write to its blocks and give them back. An
-/// implementation hands out memory of `bytes` bytes or more, in the order of the stream it was asked for,
-/// to one owner at a time, under a key that is never used again. What was said to be used by
-/// [`record_use`](Self::record_use), [`record_stream`](Self::record_stream) or
-/// [`finish_use`](Self::finish_use) with success, and everything that the block's own stream was given
-/// before [`deallocate_block`](Self::deallocate_block), is over before the memory goes to anybody whose work does not
-/// come behind it; where [`tracking`](Self::tracking) is [`Tracking::None`] that holds for all work of
-/// the [`context`](Self::context). It takes back only blocks that it handed out. An adaptor passes calls on to
-/// its [`upstream`](Self::upstream), from which its blocks come, with the same stream, and blocks unchanged.
+/// Safe code rests on what a resource says: columns write to its blocks and give them back. An implementation
+/// hands out memory of `bytes` bytes or more, in the order of the stream it was asked for, to one owner at a
+/// time, under a key that is never used again. What was said to be used by [`record_use`](Self::record_use),
+/// [`record_stream`](Self::record_stream) or [`finish_use`](Self::finish_use) with success, and everything that
+/// the block's own stream was given before [`deallocate_block`](Self::deallocate_block), is over before the
+/// memory goes to anybody whose work does not come behind it; where [`tracking`](Self::tracking) is
+/// [`Tracking::None`] that holds for all work of the [`context`](Self::context). It takes back only blocks that
+/// it handed out. An adaptor passes calls on to its [`upstream`](Self::upstream), from which its blocks come,
+/// with the same stream, and blocks unchanged.
 ///
 /// A source writes [`outstanding`](Self::outstanding) and [`state`](Self::state), and what is said of uses
 /// where it tracks them; an adaptor names its upstream and writes what it changes.

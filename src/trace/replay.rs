@@ -124,7 +124,7 @@ impl Report {
         self.failure.is_none()
     }
 
-    /// Whether all went well: completed, no wrong word, books in order, closed, nothing leaked, and
+    /// Whether all went well: completed, no wrong word, heap in order, closed, nothing leaked, and
     /// nothing reported.
     pub fn is_clean(&self) -> bool {
         self.completed()
@@ -174,7 +174,7 @@ pub enum RowError {
     Work(#[from] DriverError),
     /// A walk over the allocator's structures found something wrong.
     #[error(transparent)]
-    Books(#[from] CheckError),
+    NeedsHeap(#[from] CheckError),
 }
 
 /// A trace could not be replayed at all.

@@ -97,7 +97,7 @@ fn s1_5_blocks_keep_their_pool() {
     });
 }
 
-/// Lets fronts merge the freed blocks that they keep as they are. Gives nothing back.
+/// Lets stream caches merge the freed blocks that they keep as they are. Gives nothing back.
 fn merge(allocator: &Allocator) {
     assert_eq!(allocator.trim(u64::MAX).unwrap().released, 0);
 }
@@ -106,7 +106,7 @@ fn merge(allocator: &Allocator) {
 #[test]
 fn s1_6_smallest_sufficient_block_then_lowest_address() {
     each(|rig| {
-        // Small pool, then large pool. What the packed policy keeps in fronts is handed out latest
+        // Small pool, then large pool. What the packed policy keeps in stream caches is handed out latest
         // first, so its smaller unit is one of the large arena, too.
         let small = if rig.packed() { 512 * KIB } else { 1024 };
         for unit in [small, 4 * MIB] {

@@ -282,7 +282,7 @@ fn uses_recorded_by_two_threads_at_once_are_both_kept() {
     });
 }
 
-/// R34: a thread that frees what another stream used, a batch at a time, and one that looks at the books.
+/// R34: a thread that frees what another stream used, a batch at a time, and one that looks at the heap.
 #[test]
 fn r34_books_agree_beside_batches_of_frees() {
     only(Policy::Packed, |rig| {
@@ -291,7 +291,7 @@ fn r34_books_agree_beside_batches_of_frees() {
         let allocator = rig.allocator();
         drop(allocator.allocate(BATCH, &a).unwrap());
         drop(allocator.allocate(BATCH, &b).unwrap());
-        // Batches begun to be freed. Without a pause the looks would hardly let go of the books.
+        // Batches begun to be freed. Without a pause the looks would hardly let go of the heap.
         let begun = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             let worker = scope.spawn(|| {

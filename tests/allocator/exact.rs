@@ -338,7 +338,7 @@ fn small(allocator: &Allocator, stream: &Stream, bytes: usize) -> Vec<Block> {
     (0..bytes / (64 * KIB)).map(block).collect()
 }
 
-/// What fronts may count to belongs to what a large block is held against: it is a peak beside small
+/// What stream caches may count to belongs to what a large block is held against: it is a peak beside small
 /// blocks though none by itself.
 #[test]
 fn s1_19_a_large_block_beside_small_ones_is_a_peak() {

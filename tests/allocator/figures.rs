@@ -34,7 +34,7 @@ struct Walk {
     blocks: u64,
     small: u64,
     /// Bytes in use under another address, and bytes of blocks in views.
-    lent: u64,
+    aliased: u64,
     viewed: u64,
 }
 
@@ -50,7 +50,7 @@ fn walk(allocator: &Allocator) -> Walk {
             assert!(block.address == end || segment.view, "a gap or an overlap");
             end += block.size;
             match block.state {
-                BlockState::Lent => sum.lent += block.size,
+                BlockState::Aliased => sum.aliased += block.size,
                 BlockState::Allocated => {
                     sum.allocated += block.size;
                     sum.requested += block.requested;
@@ -111,7 +111,7 @@ fn s1_38_counters_equal_a_walk() {
                 if step % 25 == 0 {
                     let (stats, walk) = (allocator.stats(), walk(&allocator));
                     let all = stats.all;
-                    assert_eq!(walk.lent, walk.viewed);
+                    assert_eq!(walk.aliased, walk.viewed);
                     assert_eq!(walk.reserved, all.reserved.current);
                     assert_eq!(walk.allocated, all.allocated.current);
                     assert_eq!(walk.requested, all.requested.current);

@@ -1,4 +1,4 @@
-//! Large blocks that are freed and asked for again at once: they stay with their front, and nobody
+//! Large blocks that are freed and asked for again at once: they stay with their stream cache, and nobody
 //! else sees a difference.
 
 use std::sync::{Arc, Mutex};
@@ -23,13 +23,13 @@ fn make_used(allocator: &Allocator, stream: &Stream) {
     }
 }
 
-/// Whether a pair is served without the books: they count each large request that they serve.
+/// Whether a pair is served without the heap: they count each large request that they serve.
 fn pairs_stay(allocator: &Allocator, stream: &Stream) -> bool {
-    let ready = allocator.stats().rungs.ready;
+    let ready = allocator.stats().reclaim.ready;
     for _ in 0..10 {
         drop(allocator.allocate(LARGE, stream).unwrap());
     }
-    allocator.stats().rungs.ready == ready
+    allocator.stats().reclaim.ready == ready
 }
 
 fn live_in_snapshot(allocator: &Allocator) -> (u64, u64) {
@@ -43,7 +43,7 @@ fn packed(test: impl Fn(&Rig)) {
 }
 
 #[test]
-fn pairs_stay_with_their_front_and_lie_where_they_lay() {
+fn pairs_stay_with_their_cache_and_lie_where_they_lay() {
     packed(|rig| {
         let a = rig.stream();
         let allocator = used_to_pairs(rig, &a);
@@ -61,9 +61,9 @@ fn pairs_stay_with_their_front_and_lie_where_they_lay() {
     });
 }
 
-/// Figures are exact at any moment, of lives on the shelf as well.
+/// Figures are exact at any moment, of lives in the large-block cache as well.
 #[test]
-fn s1_19_figures_tell_lives_on_shelves_from_memory_at_hand() {
+fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {
     packed(|rig| {
         let a = rig.stream();
         let allocator = used_to_pairs(rig, &a);
@@ -107,8 +107,8 @@ fn s1_19_figures_tell_lives_on_shelves_from_memory_at_hand() {
         assert_eq!(during.hits - before.hits, 1);
         assert_eq!(after.free - during.free, LARGE as u64);
         // What was kept for the request; the snapshot sent it home meanwhile.
-        assert_eq!(before.front_bytes - during.front_bytes, LARGE as u64);
-        assert_eq!(after.front_bytes, during.front_bytes);
+        assert_eq!(before.cache_bytes - during.cache_bytes, LARGE as u64);
+        assert_eq!(after.cache_bytes, during.cache_bytes);
         assert_eq!(
             allocator.cached(),
             after.all.reserved.current - 5 * MIB as u64
@@ -120,7 +120,7 @@ fn s1_19_figures_tell_lives_on_shelves_from_memory_at_hand() {
 
 /// What nobody holds does not count for a peak, neither of large blocks nor of small ones.
 #[test]
-fn s1_19_what_lies_on_a_shelf_is_no_part_of_a_peak() {
+fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
     packed(|rig| {
         let a = rig.stream();
         let allocator = rig.allocator();
@@ -148,7 +148,7 @@ fn s1_19_what_lies_on_a_shelf_is_no_part_of_a_peak() {
 }
 
 #[test]
-fn s1_13_a_second_free_of_what_lies_on_a_shelf_is_refused() {
+fn s1_13_a_second_free_of_what_lies_in_a_large_cache_is_refused() {
     packed(|rig| {
         let a = rig.stream();
         let allocator = used_to_pairs(rig, &a);
@@ -170,7 +170,7 @@ fn s1_13_a_second_free_of_what_lies_on_a_shelf_is_refused() {
 }
 
 #[test]
-fn interior_pointers_of_lives_on_shelves_are_told() {
+fn interior_pointers_of_lives_in_large_caches_are_told() {
     packed(|rig| {
         let a = rig.stream();
         let allocator = used_to_pairs(rig, &a);
@@ -187,7 +187,7 @@ fn interior_pointers_of_lives_on_shelves_are_told() {
 
 /// A use by another stream, and a guard, hold for the present life, and keep its memory after its end.
 #[test]
-fn s1_40_uses_and_guards_of_lives_on_shelves_count() {
+fn s1_40_uses_and_guards_of_lives_in_large_caches_count() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let allocator = rig.allocator();
@@ -215,10 +215,10 @@ fn s1_40_uses_and_guards_of_lives_on_shelves_count() {
     });
 }
 
-/// Memory on a shelf is as good as any other to a request of another length or of another stream, to a
+/// Memory in a large-block cache is as good as any other to a request of another length or of another stream, to a
 /// request at a limit, and to a trim.
 #[test]
-fn s1_40_memory_on_shelves_is_there_for_others() {
+fn s1_40_memory_in_large_caches_is_there_for_others() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let allocator = rig.allocator_with(Config::new().limit(Some(4 * MIB as u64)));
@@ -240,9 +240,9 @@ fn s1_40_memory_on_shelves_is_there_for_others() {
     });
 }
 
-/// Another stream's request is served from a shelf before memory is added, though there is room.
+/// Another stream's request is served from a large-block cache before memory is added, though there is room.
 #[test]
-fn memory_on_shelves_comes_before_more_memory() {
+fn memory_in_large_caches_comes_before_more_memory() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let allocator = rig.allocator();
@@ -261,9 +261,9 @@ fn memory_on_shelves_comes_before_more_memory() {
     });
 }
 
-/// A block beside one that is freed comes off its shelf, so that both become one piece.
+/// A block beside one that is freed comes out of its large-block cache, so that both become one piece.
 #[test]
-fn what_lies_on_a_shelf_merges_with_its_neighbours() {
+fn what_lies_in_a_large_cache_merges_with_its_neighbours() {
     packed(|rig| {
         let a = rig.stream();
         let allocator = rig.limited(8 * MIB);
@@ -281,14 +281,14 @@ fn what_lies_on_a_shelf_merges_with_its_neighbours() {
         let whole = allocator.allocate(5 * MIB, &a).unwrap();
         let segments = allocator.segments_of(whole.ptr(), 5 * MIB as u64).unwrap();
         assert!(segments.iter().all(|s| s.address >= whole.ptr()));
-        assert_eq!(allocator.stats().rungs.stitched, 0);
+        assert_eq!(allocator.stats().reclaim.stitched, 0);
         drop((whole, row));
         rig.close(&allocator);
     });
 }
 
 #[test]
-fn retirement_and_the_end_take_everything_off_the_shelves() {
+fn retirement_and_the_end_take_everything_out_of_the_large_caches() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let allocator = used_to_pairs(rig, &a);
@@ -319,8 +319,9 @@ fn retirement_and_the_end_take_everything_off_the_shelves() {
     });
 }
 
-/// Another stream's block, and a block of a foreign owner's stream that lies on its front's shelf.
-fn beside_a_foreign_shelf(rig: &Rig, stream: &Stream) -> (Allocator, Block, RawStream) {
+/// Another stream's block, and a block of a foreign owner's stream that lies on its stream cache's large-block
+/// cache.
+fn beside_a_foreign_cache(rig: &Rig, stream: &Stream) -> (Allocator, Block, RawStream) {
     let allocator = rig.allocator();
     let kept = allocator.allocate(5 * MIB, stream).unwrap();
     let foreign = RawStream::new(rig);
@@ -329,13 +330,14 @@ fn beside_a_foreign_shelf(rig: &Rig, stream: &Stream) -> (Allocator, Block, RawS
     (allocator, kept, foreign)
 }
 
-/// R24: a block that was freed to a shelf comes off it in the call of another stream. By then the stream of a
-/// foreign owner may be destroyed, and a marker recorded on its handle would be in the wrong stream.
+/// R24: a block that was freed to a large-block cache comes off it in the call of another stream. By then the
+/// stream of a foreign owner may be destroyed, and a marker recorded on its handle would be in the wrong
+/// stream.
 #[test]
-fn r24_what_comes_off_a_shelf_touches_no_stream_that_may_be_gone() {
+fn r24_what_comes_out_of_a_large_cache_touches_no_stream_that_may_be_gone() {
     packed(|rig| {
         let b = rig.stream();
-        let (allocator, kept, foreign) = beside_a_foreign_shelf(rig, &b);
+        let (allocator, kept, foreign) = beside_a_foreign_cache(rig, &b);
         foreign.destroy();
         let markers = allocator.stats().markers;
         let block = allocator.allocate(5 * MIB, &b).unwrap();
@@ -348,10 +350,10 @@ fn r24_what_comes_off_a_shelf_touches_no_stream_that_may_be_gone() {
 
 /// The call of a stream itself records what is due on it.
 #[test]
-fn what_comes_off_a_shelf_is_marked_in_a_call_of_its_stream() {
+fn what_comes_out_of_a_large_cache_is_marked_in_a_call_of_its_stream() {
     packed(|rig| {
         let b = rig.stream();
-        let (allocator, kept, foreign) = beside_a_foreign_shelf(rig, &b);
+        let (allocator, kept, foreign) = beside_a_foreign_cache(rig, &b);
         let markers = allocator.stats().markers;
         let block = allocator.allocate(5 * MIB, &foreign.borrowed()).unwrap();
         assert_eq!(allocator.stats().markers, markers + 1);
@@ -364,7 +366,7 @@ fn what_comes_off_a_shelf_is_marked_in_a_call_of_its_stream() {
 
 /// A free of anything else opens a better place.
 #[test]
-fn what_lies_on_a_shelf_goes_home_when_something_else_is_freed() {
+fn what_lies_in_a_large_cache_goes_home_when_something_else_is_freed() {
     packed(|rig| {
         let a = rig.stream();
         let allocator = rig.allocator();
@@ -383,7 +385,7 @@ fn what_lies_on_a_shelf_goes_home_when_something_else_is_freed() {
 
 /// A place that was chosen for an alignment is not given to a request that asked for none.
 #[test]
-fn blocks_with_wishes_do_not_go_on_a_shelf() {
+fn blocks_with_wishes_do_not_go_in_a_large_cache() {
     packed(|rig| {
         let a = rig.stream();
         let allocator = rig.allocator();
@@ -397,26 +399,26 @@ fn blocks_with_wishes_do_not_go_on_a_shelf() {
         assert_ne!(aligned.ptr(), first);
         drop(aligned);
         let block = allocator.allocate(LARGE, &a).unwrap();
-        assert_eq!(block.ptr(), first, "where the books would put it");
+        assert_eq!(block.ptr(), first, "where the heap would put it");
         drop((wall, block));
         rig.close(&allocator);
     });
 }
 
-/// Every block lies where it would lie if the books served each request.
+/// Every block lies where it would lie if the heap served each request.
 #[test]
-fn layouts_do_not_depend_on_shelves() {
+fn layouts_do_not_depend_in_large_caches() {
     packed(|rig| {
         let a = rig.stream();
-        let place = |by_books: bool| {
+        let place = |by_the_heap: bool| {
             let allocator = rig.allocator();
             let first = allocator.allocate(64 * MIB, &a).unwrap();
             let base = first.ptr();
             drop(first);
             let pairs = |mib: usize| {
                 for _ in 0..4 {
-                    if by_books {
-                        // Takes everything off the shelves.
+                    if by_the_heap {
+                        // Takes everything out of the large-block caches.
                         allocator.snapshot();
                     }
                     drop(allocator.allocate(mib * MIB, &a).unwrap());
@@ -434,20 +436,20 @@ fn layouts_do_not_depend_on_shelves() {
                 pairs(3);
             }
             let places: Vec<u64> = kept.iter().map(|b| b.ptr().wrapping_sub(base)).collect();
-            let ready = allocator.stats().rungs.ready;
+            let ready = allocator.stats().reclaim.ready;
             drop(kept);
             rig.close(&allocator);
             (places, ready)
         };
-        let (by_books, served) = place(true);
-        let (with_shelves, left) = place(false);
-        assert_eq!(by_books, with_shelves);
+        let (by_the_heap, served) = place(true);
+        let (with_large_caches, left) = place(false);
+        assert_eq!(by_the_heap, with_large_caches);
         assert!(left < served / 2, "{left} of {served}");
     });
 }
 
 /// While a request waits for its memory, a relief hook gets a block that is expected to come again, as
-/// the request's own is: only the last one stays with its front.
+/// the request's own is: only the last one stays with its stream cache.
 #[test]
 fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
     packed(|rig| {
@@ -487,7 +489,8 @@ fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
     });
 }
 
-/// R61: a front of which nothing is asked but what lies on its shelf is in use, and keeps its free runs.
+/// R61: a front of which nothing is asked but what lies in its large-block cache is in use, and keeps its free
+/// runs.
 #[test]
 fn r61_a_front_that_is_busy_from_its_shelf_keeps_what_it_has() {
     packed(|rig| {
@@ -497,7 +500,7 @@ fn r61_a_front_that_is_busy_from_its_shelf_keeps_what_it_has() {
         let allocator = used_to_pairs(rig, &a);
         let small = [(); 128].map(|()| allocator.allocate(512, &a).unwrap());
         drop(small);
-        let kept = allocator.stats().front_bytes;
+        let kept = allocator.stats().cache_bytes;
         assert!(kept > 0, "nothing is kept as it was");
         let mut pages: Vec<Block> = Vec::new();
         for _ in 0..3 {
@@ -507,7 +510,7 @@ fn r61_a_front_that_is_busy_from_its_shelf_keeps_what_it_has() {
             let reserved = allocator.stats().all.reserved.current;
             pages.extend((0..STEP).map(|_| allocator.allocate(PAGE, &b).unwrap()));
             assert!(pages.len() == STEP || allocator.stats().all.reserved.current > reserved);
-            assert_eq!(allocator.stats().front_bytes, kept);
+            assert_eq!(allocator.stats().cache_bytes, kept);
         }
         drop(pages);
         rig.close(&allocator);

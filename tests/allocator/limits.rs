@@ -35,7 +35,7 @@ fn r7_pending_memory_is_reclaimed_before_out_of_memory() {
             (0, 3 * BLOCK as u64)
         );
         if !rig.packed() {
-            assert!(stats.rungs.released > 0);
+            assert!(stats.reclaim.released > 0);
         }
         drop(busy);
         assert_eq!(rig.mismatches(both.ptr(), 2 * BLOCK, 2, &a), 0);
@@ -268,11 +268,14 @@ fn r1_memory_that_waits_made_free_is_found() {
         let again = allocator.allocate(BLOCK, &a).unwrap();
         assert_eq!((again.ptr(), calls()), (ptr, made));
         let stats = allocator.stats();
-        let released = before.rungs.released;
-        assert_eq!((stats.ooms, stats.rungs.released), (0, released));
+        let released = before.reclaim.released;
+        assert_eq!((stats.ooms, stats.reclaim.released), (0, released));
         // A GPU may be done by itself.
         if rig.maybe_sim().is_some() {
-            assert_eq!((stats.rungs.host_waits, stats.rungs.synchronised), (1, 1));
+            assert_eq!(
+                (stats.reclaim.host_waits, stats.reclaim.synchronised),
+                (1, 1)
+            );
             assert_eq!(stats.stream_waits, before.stream_waits);
         }
         rig.stamp(ptr, BLOCK, 2, &a);

@@ -1,4 +1,4 @@
-//! A stream alone: large blocks come and go on a short way through the books, to the same end as on the
+//! A stream alone: large blocks come and go on a short way through the heap, to the same end as on the
 //! long one.
 
 use crate::common::{MIB, Rig, only};

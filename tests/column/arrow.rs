@@ -392,7 +392,7 @@ fn s5_64_no_leak_on_the_heap() {
             drop(Column::from_dlpack(tensor, &stream, Producer::Ordered).unwrap());
         }
     };
-    // The simulator's books may grow at first.
+    // The simulator's heap may grow at first.
     for _ in 0..100 {
         round();
     }

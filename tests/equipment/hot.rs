@@ -71,7 +71,7 @@ fn pair(source: &impl Source, count: usize) -> Result<(), Failure> {
     pairs(source, BYTES, &source.stream(0), WARM_PAIRS + count)
 }
 
-/// Blocks of fronts.
+/// Blocks of stream caches.
 fn small() -> Churn {
     Churn::log_uniform(4096, WARM_CHURN + MOST_CHURN, 1, 512, 64 << 10)
 }

@@ -2,7 +2,7 @@
 //!
 //! A scenario is prepared, its act is run with the k-th driver call failing, for each k that the act
 //! reaches: so the call sites come from the runs themselves, and a new one is tested as soon as it
-//! exists. After each failure the books agree, nothing is lost, and the act goes through once the
+//! exists. After each failure the heap agree, nothing is lost, and the act goes through once the
 //! fault is over.
 #![cfg(feature = "sim")]
 

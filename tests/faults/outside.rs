@@ -1,6 +1,6 @@
-//! What another thread finds in the books while a call waits for the driver.
+//! What another thread finds in the heap while a call waits for the driver.
 //!
-//! The books' lock is free during driver calls, so a look at them before and after each call shows what
+//! The heap's lock is free during driver calls, so a look at them before and after each call shows what
 //! any thread can come to see.
 
 use std::cell::{Cell, RefCell};
@@ -18,7 +18,7 @@ thread_local! {
     static LOOKS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// A look at the books and at what they tell of the memory.
+/// A look at the heap and at what they tell of the memory.
 fn look(call: &str) {
     // Not at the calls of a look.
     let Some(allocator) = LOOKED_AT.take() else {
@@ -27,7 +27,7 @@ fn look(call: &str) {
     // A panic must not pass through the driver's functions.
     let seen = catch_unwind(AssertUnwindSafe(|| {
         allocator.check().unwrap_or_else(|e| panic!("{e}"));
-        // A snapshot empties the shelves: at every second look there is none.
+        // A snapshot empties the large-block caches: at every second look there is none.
         if LOOKS.get().is_multiple_of(2) {
             return;
         }
@@ -78,7 +78,7 @@ hooked! {
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
 }
 
-/// Runs `act` with a look at the allocator's books beside each driver call.
+/// Runs `act` with a look at the allocator's heap beside each driver call.
 pub fn looking_at<T>(allocator: &Allocator, act: impl FnOnce() -> T) -> T {
     LOOKED_AT.set(Some(allocator.clone()));
     let result = act();

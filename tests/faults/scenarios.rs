@@ -127,7 +127,7 @@ pub fn scenarios() -> Vec<Scenario> {
             },
             proof: |w| {
                 let stats = w.alloc.stats();
-                (stats.rungs.grown_hard, stats.stream_waits) == (1, 1)
+                (stats.reclaim.grown_hard, stats.stream_waits) == (1, 1)
             },
             ..PLAIN
         },

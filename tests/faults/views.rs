@@ -31,7 +31,7 @@ fn viewed(w: &mut World, pieces: usize) {
     w.settle();
     w.put(TWO, 0);
     w.free(2 * pieces).unwrap();
-    assert_eq!(w.alloc.stats().rungs.stitched, 1);
+    assert_eq!(w.alloc.stats().reclaim.stitched, 1);
     w.settle();
 }
 
@@ -46,7 +46,7 @@ fn open_ends(w: &mut World) {
 
 /// Sixteen scattered parts on the last level, and a view over ten of them: the first six are free,
 /// and so are those outside of it.
-fn restless(w: &mut World) {
+fn churning(w: &mut World) {
     w.stream();
     w.put(100, 1);
     scattered(w, 16, 0);
@@ -67,12 +67,12 @@ fn restless(w: &mut World) {
     }
     w.settle();
     assert_eq!(w.alloc.stats().packing.level, 5);
-    assert_eq!(w.alloc.stats().rungs.shortened, 0);
+    assert_eq!(w.alloc.stats().reclaim.shortened, 0);
 }
 
 /// A lone stream on the last level, with scattered free parts: after a stitch it is asked whether it is done
 /// with its views.
-fn restless_alone(w: &mut World) {
+fn churning_alone(w: &mut World) {
     scattered(w, 16, 0);
     w.settle();
     for mib in [12, 16, 20, 24, 32, 40] {
@@ -85,7 +85,7 @@ fn restless_alone(w: &mut World) {
 
 /// Without a fault the act is what its name says.
 fn stitched(w: &World) -> bool {
-    w.alloc.stats().rungs.stitched > 0
+    w.alloc.stats().reclaim.stitched > 0
 }
 
 pub fn scenarios() -> Vec<Scenario> {
@@ -151,7 +151,7 @@ pub fn scenarios() -> Vec<Scenario> {
         },
         Scenario {
             name: "extension",
-            proof: |w| w.alloc.stats().rungs.stitched == 2,
+            proof: |w| w.alloc.stats().reclaim.stitched == 2,
             prepare: |w| viewed(w, 4),
             limit: Some(40 << 20),
             act: |w| w.take(TWO + 4 * MIB, 0),
@@ -160,7 +160,7 @@ pub fn scenarios() -> Vec<Scenario> {
         },
         Scenario {
             name: "extension behind a live block",
-            proof: |w| w.alloc.stats().rungs.stitched == 2,
+            proof: |w| w.alloc.stats().reclaim.stitched == 2,
             prepare: |w| {
                 viewed(w, 4);
                 w.put(6 * MIB, 0);
@@ -173,8 +173,8 @@ pub fn scenarios() -> Vec<Scenario> {
         },
         Scenario {
             name: "extension of a view that is cut",
-            proof: |w| w.alloc.stats().rungs.shortened == 1,
-            prepare: restless,
+            proof: |w| w.alloc.stats().reclaim.shortened == 1,
+            prepare: churning,
             limit: Some(162 << 20),
             budget: Some(1),
             act: |w| w.take(40 * MIB, 0),
@@ -184,10 +184,10 @@ pub fn scenarios() -> Vec<Scenario> {
             name: "a stitch after which a lone stream is marked",
             proof: |w| {
                 let records = w.driver.calls().get("cuEventRecord");
-                w.alloc.stats().rungs.stitched == 7 && records > w.records_before
+                w.alloc.stats().reclaim.stitched == 7 && records > w.records_before
             },
             prepare: |w| {
-                restless_alone(w);
+                churning_alone(w);
                 // Something to mark.
                 w.put(PART, 0);
                 w.free(w.blocks.len() - 1).unwrap();
@@ -199,7 +199,7 @@ pub fn scenarios() -> Vec<Scenario> {
         },
         Scenario {
             name: "a run in a view behind a wait",
-            proof: |w| w.alloc.stats().rungs.views > 0,
+            proof: |w| w.alloc.stats().reclaim.views > 0,
             prepare: |w| {
                 viewed(w, 2);
                 w.stream();
@@ -242,7 +242,7 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.settle();
                 w.put(TWO, 0);
                 w.put(TWO, 0);
-                assert_eq!(w.alloc.stats().rungs.stitched, 2);
+                assert_eq!(w.alloc.stats().reclaim.stitched, 2);
                 w.free(8).unwrap();
                 w.settle();
             },

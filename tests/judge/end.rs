@@ -97,7 +97,7 @@ impl World {
         self.slots[slot]
             .allocator
             .check()
-            .map_err(|e| format!("the books are wrong at the end: {e}"))
+            .map_err(|e| format!("the heap is wrong at the end: {e}"))
     }
 
     fn mark_all(&mut self, slot: usize) -> Done {
@@ -128,7 +128,7 @@ impl World {
             .map_err(|e| format!("close at the end: {e:?}"))?;
         allocator
             .check()
-            .map_err(|e| format!("the books are wrong after close: {e}"))?;
+            .map_err(|e| format!("the heap is wrong after close: {e}"))?;
         let all = allocator.stats().all;
         if all.reserved.current > 0 || all.allocations.current > 0 {
             return Err(format!("closed, and holds memory: {all:?}"));

@@ -401,7 +401,7 @@ impl World {
         let allocator = &self.slots[slot].allocator;
         allocator
             .check()
-            .map_err(|e| format!("the books are wrong: {e}"))?;
+            .map_err(|e| format!("the heap is wrong: {e}"))?;
         let (stats, snapshot) = allocator.stats_and_snapshot();
         let all = &stats.all;
         if all.allocated.current > all.reserved.current

@@ -258,7 +258,7 @@ fn programs(seed: u64, count: u64) -> Vec<(&'static Profile, u64)> {
 
 /// Runs the programs in several processes: allocators without handles, and that something was captured, are
 /// matters of a whole process.
-fn run_apart(processes: u64) {
+fn run_unlocked(processes: u64) {
     let itself = std::env::current_exe().expect("a program");
     let begin = |at: u64| {
         std::process::Command::new(&itself)
@@ -350,7 +350,7 @@ fn run(count: u64) {
 fn random_programs_are_judged_by_the_calls_alone() {
     let processes = setting("CUALLOC_JUDGE_PROCESSES", 1).clamp(1, 256);
     if processes > 1 && text("CUALLOC_JUDGE_SHARE").is_none() {
-        return run_apart(processes);
+        return run_unlocked(processes);
     }
     run(setting("CUALLOC_JUDGE_PROGRAMS", PROGRAMS));
 }

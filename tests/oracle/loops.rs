@@ -7,7 +7,7 @@ use super::program::{CALLS, MIB, Op, Relief, Setup, Tuning, placed};
 use super::rng::Rng;
 
 /// Chosen once for a program.
-struct Habits {
+struct ReusePredictor {
     /// The sizes that are asked for.
     sizes: Vec<u64>,
     largest: u64,
@@ -19,7 +19,7 @@ struct Habits {
     manual: bool,
 }
 
-impl Habits {
+impl ReusePredictor {
     fn size(&self, rng: &mut Rng) -> usize {
         let size = self.sizes[rng.below(self.sizes.len() as u64) as usize];
         // The next one up is of another bin.
@@ -61,7 +61,7 @@ pub fn repeating(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
     };
     let largest = [64 << 10, 2 * MIB, 32 * MIB, 64 * MIB][rng.below(4) as usize];
     let alike = rng.chance(50);
-    let habits = Habits {
+    let predictor = ReusePredictor {
         sizes: (0..1 + rng.below(12))
             .map(|_| match alike {
                 true => largest / 16 + rng.below(largest - largest / 16),
@@ -75,12 +75,12 @@ pub fn repeating(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
         other: rng.chance(30),
         manual: mode == Mode::Manual,
     };
-    let limit = rng.chance(40).then(|| habits.limit(&mut rng));
+    let limit = rng.chance(40).then(|| predictor.limit(&mut rng));
     let setup = Setup {
         policy,
         mode,
         memory: if rng.chance(30) {
-            habits.base + rng.below(habits.base)
+            predictor.base + rng.below(predictor.base)
         } else {
             64 << 30
         },
@@ -97,7 +97,7 @@ pub fn repeating(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
         .collect();
     let tight = rng.chance(35);
     while ops.len() < length {
-        let body = body(&mut rng, &habits);
+        let body = body(&mut rng, &predictor);
         if tight {
             // Room for what is live, and little more: what is free is scattered.
             let peak = peak(&body) / 100 * (100 + rng.below(30));
@@ -108,12 +108,12 @@ pub fn repeating(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
             for op in &body {
                 match rng.below(100) {
                     0 => {}
-                    1..3 => ops.extend(work(&mut rng, &habits)),
-                    3..6 => ops.extend(event(&mut rng, &habits)),
+                    1..3 => ops.extend(work(&mut rng, &predictor)),
+                    3..6 => ops.extend(event(&mut rng, &predictor)),
                     _ => ops.push(*op),
                 }
             }
-            ops.extend(event(&mut rng, &habits));
+            ops.extend(event(&mut rng, &predictor));
         }
     }
     ops.truncate(length);
@@ -141,7 +141,7 @@ fn peak(body: &[Op]) -> u64 {
 }
 
 /// As many blocks are taken as are given back.
-fn body(rng: &mut Rng, habits: &Habits) -> Vec<Op> {
+fn body(rng: &mut Rng, predictor: &ReusePredictor) -> Vec<Op> {
     let most = 1 + rng.log_uniform(40);
     let (mut body, mut left, mut live) = (Vec::new(), most, 0);
     while left + live > 0 {
@@ -151,7 +151,7 @@ fn body(rng: &mut Rng, habits: &Habits) -> Vec<Op> {
                 (left, live) = (left - 1, live + 1);
                 body.push(Op::Alloc {
                     stream,
-                    bytes: habits.size(rng),
+                    bytes: predictor.size(rng),
                     align: if rng.chance(5) {
                         rng.below(22) as u8
                     } else {
@@ -167,7 +167,7 @@ fn body(rng: &mut Rng, habits: &Habits) -> Vec<Op> {
                     _ => Op::Drop { block },
                 });
             }
-            60.. => body.extend(work(rng, habits)),
+            60.. => body.extend(work(rng, predictor)),
             _ => {}
         }
     }
@@ -175,7 +175,7 @@ fn body(rng: &mut Rng, habits: &Habits) -> Vec<Op> {
 }
 
 /// What programs do beside taking and giving back.
-fn work(rng: &mut Rng, habits: &Habits) -> Option<Op> {
+fn work(rng: &mut Rng, predictor: &ReusePredictor) -> Option<Op> {
     let (stream, block) = (rng.next() as u8, rng.next() as u16);
     Some(match rng.below(100) {
         0..40 => Op::use_of(block, rng),
@@ -184,18 +184,18 @@ fn work(rng: &mut Rng, habits: &Habits) -> Option<Op> {
         56..60 => Op::wait_of(stream, rng),
         60..75 => Op::Again {
             stream,
-            bytes: habits.size(rng),
+            bytes: predictor.size(rng),
             times: rng.below(6) as u8,
         },
-        78..84 if habits.other => Op::Other {
+        78..84 if predictor.other => Op::Other {
             stream,
-            bytes: rng.chance(50).then(|| habits.size(rng)),
+            bytes: rng.chance(50).then(|| predictor.size(rng)),
         },
         75..78 => Op::Cached {
             stream,
-            bytes: habits.size(rng),
+            bytes: predictor.size(rng),
         },
-        _ if habits.manual => Op::Complete {
+        _ if predictor.manual => Op::Complete {
             pick: block,
             count: 1 + rng.below(6) as u8,
         },
@@ -204,18 +204,18 @@ fn work(rng: &mut Rng, habits: &Habits) -> Option<Op> {
 }
 
 /// What happens between two runs of a body.
-fn event(rng: &mut Rng, habits: &Habits) -> Option<Op> {
+fn event(rng: &mut Rng, predictor: &ReusePredictor) -> Option<Op> {
     let (stream, block) = (rng.next() as u8, rng.next() as u16);
-    let bytes = habits.size(rng);
+    let bytes = predictor.size(rng);
     Some(match rng.below(100) {
         0..8 => Op::Limit {
-            bytes: rng.chance(70).then(|| habits.limit(rng)),
+            bytes: rng.chance(70).then(|| predictor.limit(rng)),
         },
         8..13 => Op::Trim {
             keep: if rng.chance(50) {
                 0
             } else {
-                rng.below(habits.base)
+                rng.below(predictor.base)
             },
         },
         13..20 => Op::EmptyCache,
@@ -243,7 +243,7 @@ fn event(rng: &mut Rng, habits: &Habits) -> Option<Op> {
             single: rng.chance(60),
             views: rng.chance(50),
         },
-        44..52 if habits.guards => placed(rng, (block, stream), habits.largest, false)?,
+        44..52 if predictor.guards => placed(rng, (block, stream), predictor.largest, false)?,
         52..56 => Op::NewStream {
             raw: rng.chance(50),
         },
@@ -262,16 +262,16 @@ fn event(rng: &mut Rng, habits: &Habits) -> Option<Op> {
             bytes: if rng.chance(50) {
                 0
             } else {
-                rng.below(habits.base * 2)
+                rng.below(predictor.base * 2)
             },
         },
-        87..93 if habits.faults => Op::Fail {
+        87..93 if predictor.faults => Op::Fail {
             call: rng.below(CALLS.len() as u64) as u8,
             nth: 1 + rng.log_uniform(12) as u8,
             times: 1 + rng.below(2) as u8,
             code: rng.below(3) as u8,
         },
-        93..99 if habits.faults => Op::Mend,
+        93..99 if predictor.faults => Op::Mend,
         _ => return None,
     })
 }

@@ -1,5 +1,5 @@
 //! Random programs against an independent model: no two live or pending blocks overlap under any
-//! legal completion order, and the books are those of the model after each step.
+//! legal completion order, and the heap is those of the model after each step.
 //!
 //! A program is plain data made from a seed. One that fails is shrunk and printed as the lines of a
 //! test; the shadow at the function table ([`shadow`]) is the model's only source on the order of
@@ -25,7 +25,7 @@ use cualloc::Policy;
 
 use cualloc::sim::Mode;
 use loops::repeating;
-use program::{Bad, Op, Setup, Tuning, crowded, generate};
+use program::{Bad, Op, Setup, Tuning, contended, generate};
 use shrink::{attempt, print, shrink};
 
 const LENGTH: usize = 2000;
@@ -130,7 +130,7 @@ fn r34_classic_random_programs_agree_with_the_model() {
 /// so do they when views are evicted, memory is trimmed, and calls are made to fail.
 #[test]
 fn r34_crowded_programs_agree_with_the_model() {
-    let sums = judge(Policy::Packed, crowded, 20);
+    let sums = judge(Policy::Packed, contended, 20);
     if sums.steps < TELLING {
         return;
     }
@@ -349,9 +349,9 @@ fn pages_of_an_idle_stream_are_given_back_before_a_request_fails() {
     replay(setup, &ops);
 }
 
-/// A refused call beside a large block that nobody holds and that stays with its front.
+/// A refused call beside a large block that nobody holds and that stays with its stream cache.
 #[test]
-fn refused_calls_beside_a_shelf_change_nothing() {
+fn refused_calls_beside_a_large_cache_change_nothing() {
     let bad = |kind| Op::FreeBad { block: 0, kind };
     let absurd = Op::Absurd {
         stream: 0,
@@ -372,9 +372,9 @@ fn refused_calls_beside_a_shelf_change_nothing() {
     }
 }
 
-/// A refused call that names a block on a shelf, by an address inside it.
+/// A refused call that names a block in a large-block cache, by an address inside it.
 #[test]
-fn the_inside_of_a_block_on_a_shelf_is_refused() {
+fn the_inside_of_a_block_in_a_large_cache_is_refused() {
     let mut ops = [alloc(0, 2 << 20), Op::Free { block: 0 }].repeat(3);
     ops.push(alloc(0, (2 << 20) - 100));
     ops.push(Op::FreeBad {
@@ -384,9 +384,10 @@ fn the_inside_of_a_block_on_a_shelf_is_refused() {
     replay(plain(Policy::Packed), &ops);
 }
 
-/// A raw stream is destroyed while a block of it lies on a shelf, from where the next stream's call takes it.
+/// A raw stream is destroyed while a block of it lies in a large-block cache, from where the next stream's call
+/// takes it.
 #[test]
-fn a_block_on_a_shelf_outlives_its_raw_stream() {
+fn a_block_in_a_large_cache_outlives_its_raw_stream() {
     let again = Op::Again {
         stream: 1,
         bytes: 2 << 20,

@@ -180,7 +180,7 @@ pub enum Op {
         relief: Option<Relief>,
         stream: u8,
     },
-    /// Looks at everything: what lies on shelves leaves them.
+    /// Looks at everything: what lies in large-block caches leaves them.
     Look,
     /// Takes a block of another allocator on the same device, or gives one back.
     Other {
@@ -455,7 +455,7 @@ pub fn placed(rng: &mut Rng, (block, stream): (u16, u8), largest: u64, more: boo
 }
 
 /// A random program of large blocks that fill a limit: what is free is mostly scattered.
-pub fn crowded(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
+pub fn contended(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
     let mut rng = Rng::new(seed ^ 0xc0de);
     let limit = (48 + rng.below(200)) * MIB;
     let full_device = rng.chance(15);

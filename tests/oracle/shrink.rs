@@ -24,7 +24,7 @@ fn silence_attempts() {
     });
 }
 
-/// Runs a program, checking the books every few steps; a panic is a failure like any other.
+/// Runs a program, checking the heap every few steps; a panic is a failure like any other.
 pub fn attempt(setup: &Setup, ops: &[Op], check_every: usize) -> Result<Summary, Failure> {
     silence_attempts();
     QUIET.set(true);

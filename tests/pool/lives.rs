@@ -197,7 +197,7 @@ fn s2_2_small_blocks_and_buffers_share_what_came_back() {
     });
 }
 
-/// A stream of another device finds that device's part, also where ids of threads' fronts are near.
+/// A stream of another device finds that device's part, also where ids of threads' stream caches are near.
 #[test]
 fn s2_8_small_buffers_come_from_their_streams_device() {
     if on_cuda() {

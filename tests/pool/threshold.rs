@@ -344,7 +344,7 @@ fn s3_39_a_fatal_query_surfaces_and_nothing_is_recycled() {
         assert_eq!(
             pool.stats().reserved,
             held,
-            "{address:#x} is still in the books"
+            "{address:#x} is still in the heap"
         );
         hold.release();
     });

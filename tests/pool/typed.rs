@@ -39,7 +39,7 @@ fn s2_1_lengths_are_rounded() {
 fn s2_2_the_last_returned_comes_first() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
-        // The second are more together than a front keeps as they are.
+        // The second are more together than a stream cache keeps as they are.
         for len in [1000, 8000, 300_000, 5_000_000] {
             let buffers: Vec<_> = (0..10)
                 .map(|_| pool.uninit::<f32>(len, &stream).unwrap())
@@ -259,7 +259,7 @@ fn two_devices(test: impl Fn(&Driver)) {
     assert!(sim.reports().is_empty());
 }
 
-/// S2.15, S2.16: emptying one device leaves the books of the other, and the sum is exact.
+/// S2.15, S2.16: emptying one device leaves the heap of the other, and the sum is exact.
 #[test]
 fn s2_15_s2_16_cached_bytes_are_by_device() {
     two_devices(|driver| {
@@ -404,7 +404,7 @@ fn s2_17_a_release_does_not_hold_up_hits() {
 fn s2_18_s2_22_types_and_lengths_share_memory() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
-        // Larger than what fronts keep as it is.
+        // Larger than what stream caches keep as it is.
         let buffer = pool.uninit::<f32>(1024 * 256, &stream).unwrap();
         let address = buffer.as_device_ptr();
         drop(buffer);

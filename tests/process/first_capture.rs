@@ -47,7 +47,7 @@ fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
             taken = allocator.allocate(BLOCK, &b).unwrap();
         }
         assert_eq!(taken.ptr(), ptr);
-        assert_eq!(allocator.stats().rungs.synchronised, 0);
+        assert_eq!(allocator.stats().reclaim.synchronised, 0);
         drop((taken, elsewhere));
         rig.close(&allocator);
     });
@@ -90,7 +90,7 @@ fn d4_a_first_capture_that_meets_a_question_costs_nobody_else() {
     assert_eq!(end(&rig, a.raw())(), spoilt);
     let taken = allocator.allocate(BLOCK, &b).unwrap();
     assert_eq!(taken.ptr(), ptr);
-    assert_eq!(allocator.stats().rungs.synchronised, 0);
+    assert_eq!(allocator.stats().reclaim.synchronised, 0);
     drop((taken, elsewhere));
     rig.close(&allocator);
 }

@@ -304,7 +304,7 @@ mod manager {
         });
     }
 
-    /// S5.55: whatever is called, the books stay with what is there.
+    /// S5.55: whatever is called, the heap stay with what is there.
     #[test]
     fn s5_55_no_call_desynchronises_the_books() {
         packed(|rig| {

@@ -5,8 +5,8 @@ use std::fmt;
 use crate::driver::{Stream, process, sys};
 
 use crate::allocator::cache::deferred::User;
-use crate::allocator::cache::front::{Freed, Held, Inner, Life, Node};
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
+use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node};
 use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
 use crate::allocator::size;
@@ -17,7 +17,7 @@ use crate::allocator::size;
 /// `Send` and `Sync`: a block is an address with a lifetime, nothing in it is read or written on the
 /// host. It may outlive the [`Allocator`](crate::allocator::Allocator) handle it came from.
 pub struct Block {
-    /// With the front that is the block's home and keeps the allocator alive. A count of references
+    /// With the stream cache that is the block's home and keeps the allocator alive. A count of references
     /// would be a word that all threads write.
     place: Place,
     requested: usize,
@@ -71,7 +71,7 @@ impl Block {
     }
 
     pub(crate) fn engine(&self) -> &Engine {
-        // SAFETY: the block is live, so its engine is not closed, and the front that is its home
+        // SAFETY: the block is live, so its engine is not closed, and the stream cache that is its home
         // holds a reference to it.
         unsafe { &*self.place.home().owner().cast::<Engine>() }
     }
@@ -141,7 +141,7 @@ impl Block {
         }
     }
 
-    /// Frees a small block when its front cannot do it at once.
+    /// Frees a small block when its stream cache cannot do it at once.
     #[inline(never)]
     fn drop_small(&self, mut inner: Held<'_, Inner>, node: Node) {
         match inner.free_merged(node, self.place.generation) {
@@ -159,11 +159,11 @@ impl Block {
         }
     }
 
-    /// Does what a front left to do of a free.
+    /// Does what a stream cache left to do of a free.
     #[cold]
     #[inline(never)]
     fn finish_drop(&self, inner: Held<'_, Inner>, node: Node, freed: Freed) {
-        // The front may be another allocator's as soon as it is unlocked.
+        // The stream cache may be another allocator's as soon as it is unlocked.
         let engine = self.engine();
         // From here on only this keeps the engine, if the block was the last one.
         let keep = inner.owner.clone();
@@ -174,16 +174,16 @@ impl Block {
         }
     }
 
-    /// Frees a large block onto the shelf of its front; false if the books have to.
+    /// Frees a large block into the large-block cache of its stream cache; false if the heap has to.
     fn free_large(&self) -> bool {
-        let id = self.place.shelved();
+        let id = self.place.cached();
         id.is_some_and(|id| {
             let mut inner = self.place.home().lock();
             inner.free_large(id, self.place.generation)
         })
     }
 
-    /// Frees a block that is not small. Blocks of fronts that serve keep the engine as well.
+    /// Frees a block that is not small. Blocks of stream caches that serve keep the engine as well.
     #[inline(always)]
     fn drop_large(&self, id: u32) {
         let engine = self.engine();

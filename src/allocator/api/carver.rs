@@ -60,8 +60,8 @@ pub enum CarveError {
     },
 }
 
-/// Carves blocks out of segments that the caller provides, by the rules of the classic policy: the
-/// code that [`Allocator`](crate::allocator::Allocator) uses under [`Policy::Classic`](crate::allocator::Policy), without
+/// Carves blocks out of segments that the caller provides, by the rules of the classic policy: the code that
+/// [`Allocator`](crate::allocator::Allocator) uses under [`Policy::Classic`](crate::allocator::Policy), without
 /// a driver. For memory that comes from elsewhere, and for trying the rules out.
 ///
 /// Streams are numbers of the caller's choice. A block is found only by the stream that its memory
@@ -198,7 +198,7 @@ impl Carver {
     }
 
     /// Adds a segment of `size` bytes at `base` for a request of `bytes` and takes the request from
-    /// its front. The pool is the request's; the rest belongs to `stream`. Segments that touch are
+    /// its stream cache. The pool is the request's; the rest belongs to `stream`. Segments that touch are
     /// never joined.
     ///
     /// # Errors

@@ -58,7 +58,7 @@ use crate::allocator::stream::slot::StreamKey;
 ///
 /// # Forks
 /// In a forked child of the process every call that can fail is [`Error::ForkedChild`]. The others answer
-/// at once, as those of an allocator without memory, and change nothing: the books may be locked by a
+/// at once, as those of an allocator without memory, and change nothing: the heap may be locked by a
 /// thread that the child does not have.
 pub struct Allocator {
     pub(crate) engine: Shared,
@@ -160,7 +160,8 @@ impl Allocator {
     ///
     /// # Errors
     /// [`Error::InvalidSize`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`],
-    /// [`Error::ForeignDriver`], [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any of them.
+    /// [`Error::ForeignDriver`], [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any
+    /// of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
         let grant = match self.engine.hit(stream.id_at_hand(), bytes) {
@@ -302,13 +303,13 @@ impl Allocator {
         let Some(mut heap) = self.engine.readable() else {
             return false;
         };
-        heap.fronts.small_around(ptr).is_some() || heap.large_around(ptr).is_some()
+        heap.caches.small_around(ptr).is_some() || heap.large_around(ptr).is_some()
     }
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
         let mut heap = self.engine.readable()?;
-        if let Some((_, run, stream)) = heap.fronts.small_around(ptr) {
+        if let Some((_, run, stream)) = heap.caches.small_around(ptr) {
             return Some(heap.run_info(stream, &run, &[]));
         }
         let id = heap.large_around(ptr)?;
@@ -318,7 +319,7 @@ impl Allocator {
     /// Usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
         let mut heap = self.engine.readable()?;
-        if let Some((_, run, _)) = heap.fronts.small_around(ptr) {
+        if let Some((_, run, _)) = heap.caches.small_around(ptr) {
             return (run.ptr == ptr).then_some(u64::from(run.granules) * size::GRANULE);
         }
         let id = heap.large_around(ptr)?;
@@ -410,10 +411,10 @@ impl Allocator {
     /// After a lost context, in a forked child and while the process exits nothing is touched.
     ///
     /// # Errors
-    /// [`Error::LiveBlocks`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors; [`Error::Capturing`]
-    /// if the context has to be waited for while a stream of it is being captured; [`Error::StillHeld`] while
-    /// another thread is in a [`trim`](Self::trim), which has memory in hand that this call cannot give back: nothing
-    /// is lost, and a close after that trim finds it gone.
+    /// [`Error::LiveBlocks`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors;
+    /// [`Error::Capturing`] if the context has to be waited for while a stream of it is being captured;
+    /// [`Error::StillHeld`] while another thread is in a [`trim`](Self::trim), which has memory in hand that
+    /// this call cannot give back: nothing is lost, and a close after that trim finds it gone.
     pub fn close(&self) -> Result<(), Error> {
         process::do_postponed();
         self.engine.close()
@@ -432,7 +433,7 @@ impl Allocator {
         let Some(mut heap) = self.engine.readable() else {
             return Fragmentation::default();
         };
-        heap.clear_shelves();
+        heap.clear_large_caches();
         heap.fragmentation()
     }
 
@@ -468,7 +469,7 @@ impl Allocator {
         let Some(mut heap) = self.engine.readable() else {
             return Default::default();
         };
-        heap.clear_shelves();
+        heap.clear_large_caches();
         (heap.statistics(), heap.snapshot())
     }
 
@@ -481,9 +482,7 @@ impl Allocator {
     pub fn check(&self) -> Result<(), CheckError> {
         match self.engine.readable() {
             Some(heap) => heap.check(),
-            None => {
-                crate::allocator::extent::invariant::holds("the books of a forked child", false)
-            }
+            None => crate::allocator::extent::invariant::holds("the heap of a forked child", false),
         }
     }
 }
@@ -515,7 +514,7 @@ impl crate::allocator::heap::Heap {
             .unwrap_or(0);
         stats.nodes = self.extents.records.len() as u64;
         stats.limit = self.physical.limit;
-        self.add_fronts(&mut stats);
+        self.add_caches(&mut stats);
         stats.packing = self.packing();
         stats
     }

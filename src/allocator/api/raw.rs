@@ -136,7 +136,8 @@ impl Allocator {
         self.engine.record(ptr, &named, true)
     }
 
-    /// [`Block::record_use`](crate::allocator::Block::record_use) for a block that somebody else owns, by its address.
+    /// [`Block::record_use`](crate::allocator::Block::record_use) for a block that somebody else owns, by its
+    /// address.
     pub(crate) fn record_use_at(
         &self,
         ptr: sys::CUdeviceptr,

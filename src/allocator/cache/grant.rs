@@ -2,8 +2,8 @@
 
 use crate::driver::sys;
 
-use crate::allocator::cache::front::Front;
-use crate::allocator::cache::front::{Node, Taken};
+use crate::allocator::cache::stream_cache::StreamCache;
+use crate::allocator::cache::stream_cache::{Node, Taken};
 use crate::allocator::size::GRANULE;
 
 /// A live block as it was handed out.
@@ -16,11 +16,11 @@ pub(crate) struct Grant {
 /// What it takes to find a live block again and to free it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
-    /// The front of its stream that keeps the allocator alive for it, and
-    home: &'static Front,
+    /// The cache of its stream that keeps the allocator alive for it, and
+    home: &'static StreamCache,
     pub ptr: sys::CUdeviceptr,
     /// where a small block lies in there, or `RECORD` and the number of a record, with `WIDE` if it has
-    /// more bytes than its request rounded up, and `SHELF` if it was put on a shelf.
+    /// more bytes than its request rounded up, and `SHELF` if it was put in a large-block cache.
     node: u32,
     pub generation: u32,
 }
@@ -33,7 +33,7 @@ const FLAGS: u32 = RECORD | WIDE | SHELF;
 
 impl Grant {
     #[inline(always)]
-    pub(crate) fn small(home: &'static Front, taken: Taken, granules: u32) -> Self {
+    pub(crate) fn small(home: &'static StreamCache, taken: Taken, granules: u32) -> Self {
         let place = Place {
             home,
             ptr: taken.ptr,
@@ -46,7 +46,7 @@ impl Grant {
     /// A block with a record: its number and generation, the granules that it has and the bytes that were
     /// asked for.
     pub(crate) fn large(
-        home: &'static Front,
+        home: &'static StreamCache,
         ptr: u64,
         (id, generation): (u32, u32),
         (granules, requested): (u32, u64),
@@ -61,10 +61,10 @@ impl Grant {
         Grant { place, granules }
     }
 
-    /// The block lies on the shelf of its front.
+    /// The block lies in the large-block cache of its stream cache.
     #[inline]
-    pub(crate) fn set_shelved(&mut self, shelved: bool) {
-        self.place.node |= if shelved { SHELF } else { 0 };
+    pub(crate) fn set_cached(&mut self, cached: bool) {
+        self.place.node |= if cached { SHELF } else { 0 };
     }
 
     #[inline(always)]
@@ -78,13 +78,13 @@ impl Grant {
 }
 
 impl Place {
-    /// The front that keeps the allocator alive.
+    /// The stream cache that keeps the allocator alive.
     #[inline(always)]
-    pub(crate) fn home(&self) -> &'static Front {
+    pub(crate) fn home(&self) -> &'static StreamCache {
         self.home
     }
 
-    /// Where a small block lies in its front.
+    /// Where a small block lies in its stream cache.
     #[inline(always)]
     pub(crate) fn node(&self) -> Option<Node> {
         (self.node & RECORD == 0).then_some(Node(self.node))
@@ -96,11 +96,11 @@ impl Place {
         (self.node & RECORD != 0).then_some(self.node & !FLAGS)
     }
 
-    /// The record of a block that was put on a shelf, where it may be no more.
+    /// The record of a block that was put in a large-block cache, where it may be no more.
     #[inline]
-    pub(crate) fn shelved(&self) -> Option<u32> {
-        let shelved = self.node & (RECORD | SHELF) == RECORD | SHELF;
-        shelved.then_some(self.node & !FLAGS)
+    pub(crate) fn cached(&self) -> Option<u32> {
+        let cached = self.node & (RECORD | SHELF) == RECORD | SHELF;
+        cached.then_some(self.node & !FLAGS)
     }
 
     /// Whether the block has more bytes than its request rounded up.

@@ -1,20 +1,20 @@
-//! Allocation, free and recording by handle and by pointer: what every front end stands on.
+//! Allocation, free and recording by handle and by pointer: what every stream cache end stands on.
 //!
 //! A request asks once. Its stream's caches are asked without the heap's lock ([`Engine::hit`],
 //! [`Engine::hit_slowly`]); then the heap, for memory that is ready ([`Engine::allocate_missed`]); then
 //! [`reclaim`](crate::allocator::reclaim) makes room. A free goes the same way: to a cache
 //! ([`Engine::free_small`] and a block's drop), else to the heap, else it waits until it may be made.
 //!
-//! The rule of the lock: this file and `reclaim/climb.rs` alone take the heap's guard as a value and return it.
+//! The rule of the lock: this file and `reclaim/reclaim.rs` alone take the heap's guard as a value and return it.
 //! Everything below them takes the heap by reference, or takes the lock itself.
 
 use std::sync::atomic::Ordering;
 
 use crate::driver::sys;
 
-use crate::allocator::cache::front;
-use crate::allocator::cache::front::{Front, Life, SMALL_ID, page_of};
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
+use crate::allocator::cache::stream_cache;
+use crate::allocator::cache::stream_cache::{Life, SMALL_ID, StreamCache, page_of};
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::{Engine, Guard, Shared};
 use crate::allocator::error::Error;
@@ -144,17 +144,17 @@ impl Engine {
         if heap.closed {
             return Err(Error::Closed);
         }
-        let front = heap.front_of(stream, front::cache::thread_number());
+        let cache = heap.cache_of(stream, stream_cache::thread::thread_number());
         let call = Call::begin(self, &mut heap, stream, request.requested);
         let (mut heap, grant) = match self.small_request(request) {
-            Some(small) => match self.obtain_small(heap, (named.key, stream), front, small) {
+            Some(small) => match self.obtain_small(heap, (named.key, stream), cache, small) {
                 // At a limit memory of the other arena is better than none.
                 Err(Error::OutOfMemory(refusal)) => self
-                    .left_over(&request.want(SpaceId::Large, stream), front)
+                    .left_over(&request.want(SpaceId::Large, stream), cache)
                     .ok_or(Error::OutOfMemory(refusal))?,
                 obtained => obtained?,
             },
-            None => self.allocate_large(heap, (named.key, stream), front, request)?,
+            None => self.allocate_large(heap, (named.key, stream), cache, request)?,
         };
         call.end(&mut heap);
         let repays = heap.physical.bursts.debt && grant.bytes() > PACKED_SMALL_LIMIT;
@@ -190,19 +190,19 @@ impl Engine {
         }
         // Nothing is announced before there is a block: a request for cached memory may find none.
         let call = Call::begin(self, &mut heap, stream, 0);
-        let front = heap.front_of(stream, front::cache::thread_number());
+        let cache = heap.cache_of(stream, stream_cache::thread::thread_number());
         let near_left = near.iter().copied();
         let (mut heap, found, free) = match self.small_request(request) {
             Some(small) => {
                 if let StreamKey::Id(key) = named.key {
-                    front::cache::remember(key, front);
+                    stream_cache::thread::remember(key, cache);
                 }
-                let (heap, found) = self.take_cached_small(heap, front, small, near)?;
+                let (heap, found) = self.take_cached_small(heap, cache, small, near)?;
                 let free = near_left.filter(|at| self.is_free_small(*at)).collect();
                 (heap, found, free)
             }
             None => {
-                let (heap, found) = self.take_cached(heap, (stream, front), request, near)?;
+                let (heap, found) = self.take_cached(heap, (stream, cache), request, near)?;
                 let space = heap.rules.space_of(request.span_bytes());
                 let free = near_left.filter(|at| heap.extents.piece_around(space, *at).is_some());
                 let free = free.collect();
@@ -216,12 +216,12 @@ impl Engine {
     fn take_cached<'a>(
         &'a self,
         mut heap: Guard<'a>,
-        (stream, front): (u32, &'static Front),
+        (stream, cache): (u32, &'static StreamCache),
         request: &Checked,
         near: &[u64],
     ) -> Result<(Guard<'a>, Option<Grant>), Error> {
-        heap.unshelve_loose();
-        heap.settle_shelves_of(stream);
+        heap.uncache_provisional();
+        heap.empty_large_caches_of(stream);
         let want = heap.want(request, stream);
         let whole = want.in_one_handle();
         let take = |heap: &mut Heap| match whole {
@@ -246,7 +246,7 @@ impl Engine {
         let grant = found.map(|id| {
             heap.stats.hits += 1;
             heap.announce(want.requested);
-            heap.granted(id, stream, want.requested, front)
+            heap.granted(id, stream, want.requested, cache)
         });
         Ok((heap, grant))
     }
@@ -268,13 +268,13 @@ impl Engine {
     }
 
     /// Room for a small request in the arena of large ones, when no page could be had for it.
-    fn left_over(&self, want: &Want, front: &'static Front) -> Option<(Guard<'_>, Grant)> {
+    fn left_over(&self, want: &Want, cache: &'static StreamCache) -> Option<(Guard<'_>, Grant)> {
         let mut heap = self.lock();
         let run = heap.finder(want.space, want.stream)?.ready_run(want)?;
         let id = heap.take(want, run)?;
         // It did not run out after all.
         heap.stats.ooms -= 1;
-        let grant = heap.granted(id, want.stream, want.requested, front);
+        let grant = heap.granted(id, want.stream, want.requested, cache);
         Some((heap, grant))
     }
 
@@ -282,15 +282,15 @@ impl Engine {
         &'a self,
         mut heap: Guard<'a>,
         (key, stream): (StreamKey, u32),
-        front: &'static Front,
+        cache: &'static StreamCache,
         request: &Checked,
     ) -> Result<(Guard<'a>, Grant), Error> {
         if let StreamKey::Id(key) = key {
-            front::cache::remember(key, front);
+            stream_cache::thread::remember(key, cache);
         }
         let want = heap.want(request, stream);
         let contended = heap.contended;
-        heap.pass_by_shelf(front, contended);
+        heap.pass_by_cache(cache, contended);
         let heap = self.mark_due(heap, stream);
         let (mut heap, id, missed) = self.obtain(heap, &want)?;
         if missed {
@@ -298,10 +298,10 @@ impl Engine {
         } else {
             heap.stats.hits += 1;
         }
-        let mut grant = heap.granted(id, stream, request.requested, front);
+        let mut grant = heap.granted(id, stream, request.requested, cache);
         if self.rules.caches() {
             let id = grant.place.record().unwrap_or(id);
-            grant.set_shelved(heap.shelve(id, front, request.is_plain()));
+            grant.set_cached(heap.cache_freed(id, cache, request.is_plain()));
         }
         Ok((heap, grant))
     }
@@ -314,7 +314,7 @@ impl Engine {
         let interior = |base| Error::InteriorPointer { ptr, base };
         Err(match heap.large_around(ptr) {
             Some(id) => interior(heap.extents.records[id].addr),
-            None => match heap.fronts.small_around(ptr) {
+            None => match heap.caches.small_around(ptr) {
                 Some((_, run, _)) => interior(run.ptr),
                 None if heap.physical.ours(ptr) => Error::NotLive { ptr },
                 None => Error::NotOurs { ptr },
@@ -326,8 +326,8 @@ impl Engine {
     #[inline]
     pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         if self.unwatched()
-            && let Some((front, node)) = self.small_at(ptr)
-            && let Some(mut inner) = front.try_lock()
+            && let Some((cache, node)) = self.small_at(ptr)
+            && let Some(mut inner) = cache.try_lock()
             && inner.free_at_once(node, Life::At(ptr))
         {
             return Ok(());
@@ -338,8 +338,8 @@ impl Engine {
     #[inline(never)]
     fn free_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
-        if let Some((front, node)) = self.small_at(ptr) {
-            return self.free_small(front, node, ptr, None);
+        if let Some((cache, node)) = self.small_at(ptr) {
+            return self.free_small(cache, node, ptr, None);
         }
         let mut heap = self.open()?;
         let id = self.live(&mut heap, ptr)?;
@@ -354,7 +354,7 @@ impl Engine {
         ptr: sys::CUdeviceptr,
     ) -> Result<(), Error> {
         if !self.watchful()
-            && let Some(freed) = heap.free_on_shelf(id, generation)
+            && let Some(freed) = heap.free_into_cache(id, generation)
         {
             return if freed {
                 Ok(())
@@ -362,7 +362,7 @@ impl Engine {
                 Err(Error::NotLive { ptr })
             };
         }
-        heap.unshelve(id);
+        heap.uncache(id);
         let generation = generation.unwrap_or(heap.extents.records[id].generation);
         let block = (id, generation);
         if !heap.is_live(block) {
@@ -399,7 +399,7 @@ impl Engine {
         if heap.free_alone(id, generation) {
             return true;
         }
-        if !heap.is_live((id, generation)) || heap.extents.records[id].shelved {
+        if !heap.is_live((id, generation)) || heap.extents.records[id].cached {
             return false;
         }
         let after = heap.free(id);
@@ -414,8 +414,8 @@ impl Engine {
         if block.id & SMALL_ID == 0 {
             return self.lock().is_live((block.id, block.generation));
         }
-        self.small_at(block.ptr).is_some_and(|(front, node)| {
-            let inner = front.lock();
+        self.small_at(block.ptr).is_some_and(|(cache, node)| {
+            let inner = cache.lock();
             inner.runs.is_numbered(node, page_of(block.id))
                 && inner
                     .live(node, block.ptr, Some(block.generation))
@@ -428,12 +428,12 @@ impl Engine {
         let ptr = block.ptr;
         if block.id & SMALL_ID != 0 {
             self.usable()?;
-            let (front, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
+            let (cache, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
             // A page that came again has another number, and its generations begin anew.
-            if !front.lock().runs.is_numbered(node, page_of(block.id)) {
+            if !cache.lock().runs.is_numbered(node, page_of(block.id)) {
                 return Err(Error::NotLive { ptr });
             }
-            return self.free_small(front, node, ptr, Some(block.generation));
+            return self.free_small(cache, node, ptr, Some(block.generation));
         }
         let heap = self.open()?;
         self.free_record(heap, (block.id, Some(block.generation)), ptr)
@@ -501,7 +501,7 @@ impl Engine {
     ) -> Result<(), Error> {
         {
             let mut heap = self.open()?;
-            if heap.large_around(ptr).is_none() && heap.fronts.small_around(ptr).is_none() {
+            if heap.large_around(ptr).is_none() && heap.caches.small_around(ptr).is_none() {
                 return Err(if heap.physical.ours(ptr) {
                     Error::NotLive { ptr }
                 } else {
@@ -511,14 +511,14 @@ impl Engine {
         }
         self.refuse_capture(named)?;
         let (mut heap, stream) = self.slot(self.open()?, named)?;
-        let front = heap.front_of(stream, front::cache::thread_number());
+        let cache = heap.cache_of(stream, stream_cache::thread::thread_number());
         if let StreamKey::Id(key) = named.key {
-            front::cache::remember(key, front);
+            stream_cache::thread::remember(key, cache);
         }
         let block = heap.large_around(ptr);
         let owner = match block {
             Some(id) => Some(heap.extents.records[id].stream),
-            None => heap.fronts.small_around(ptr).map(|(_, _, owner)| owner),
+            None => heap.caches.small_around(ptr).map(|(_, _, owner)| owner),
         };
         let Some(owner) = owner else {
             return Err(Error::NotLive { ptr });

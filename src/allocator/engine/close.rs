@@ -19,18 +19,18 @@ impl Engine {
         self.free_deferred();
         let ours: Vec<(u32, StreamKey)> = {
             let mut heap = self.open()?;
-            heap.flush_fronts();
+            heap.flush_caches();
             heap.streams.kept_uncovered()
         };
         self.cover_all(&ours)?;
-        let retried = self.retry_strays();
+        let retried = self.retry_orphaned_handles();
         let finished = self.finish_tests(false)?;
         self.lock().streams.ask_again();
         self.poll()?;
         let mut heap = self.lock();
-        heap.settle();
+        heap.complete_uses();
         // What was held back for streams that are done by now.
-        heap.flush_fronts();
+        heap.flush_caches();
         let (_, allocated) = heap.live_totals();
         let all = &heap.stats.all;
         let idle = if keep.saturating_add(allocated) < all.reserved.current {
@@ -64,7 +64,7 @@ impl Engine {
     pub(crate) fn empty_cache(&self) -> Result<Trimmed, Error> {
         let mut done = self.trim(0)?;
         for contexts in [false, true] {
-            if done.pending == 0 && self.lock().fronts.held_back.is_empty() {
+            if done.pending == 0 && self.lock().caches.held_back.is_empty() {
                 break;
             }
             let waited = if contexts {
@@ -130,7 +130,7 @@ impl Engine {
                 .iter()
                 .map(|(_, slot)| u64::from(slot.calls))
                 .sum();
-            heap.settle_shelves();
+            heap.empty_large_caches();
             let (blocks, bytes) = heap.shut(calls);
             if blocks > 0 {
                 return Err(Error::LiveBlocks { blocks, bytes });
@@ -141,12 +141,12 @@ impl Engine {
         let mut heap = self.lock();
         heap.closed = result.is_ok();
         if result.is_err() {
-            heap.open_fronts();
+            heap.open_caches();
         }
         if heap.closed {
             let streams: Vec<u32> = heap.streams.iter().map(|(stream, _)| stream).collect();
             for stream in streams {
-                heap.drop_fronts(stream);
+                heap.drop_caches(stream);
             }
             let foreign = heap.streams.take_foreign();
             // Handles are destroyed outside the lock.
@@ -163,19 +163,19 @@ impl Engine {
     fn give_everything_back(&self) -> Result<(), Error> {
         // A page that is handed back may still be in use by its stream, and one that other streams
         // used can be handed back only when they are done.
-        self.lock().flush_fronts();
+        self.lock().flush_caches();
         loop {
-            self.settle_all()?;
+            self.complete_all()?;
             let mut heap = self.lock();
-            heap.settle();
-            if !heap.flush_fronts() && heap.streams.iter().all(|(_, slot)| slot.covered()) {
+            heap.complete_uses();
+            if !heap.flush_caches() && heap.streams.iter().all(|(_, slot)| slot.covered()) {
                 break;
             }
         }
         self.finish_tests(true)?;
         let idle = self.lock().idle_views(usize::MAX);
         self.evict(&idle)?;
-        let retried = self.retry_strays();
+        let retried = self.retry_orphaned_handles();
         let (plan, _) = self.lock().plan_trim(0);
         self.release(plan)?;
         retried?;
@@ -183,7 +183,7 @@ impl Engine {
     }
 
     /// Waits until every free is complete: by markers where they can be had, else by the context.
-    fn settle_all(&self) -> Result<(), Error> {
+    fn complete_all(&self) -> Result<(), Error> {
         let ours: Vec<(u32, StreamKey)> = {
             let heap = self.lock();
             let slots = heap.streams.iter();
@@ -201,11 +201,11 @@ impl Engine {
         loop {
             let oldest = {
                 let heap = self.lock();
-                let fronts = heap.streams.iter().filter_map(|(stream, slot)| {
+                let caches = heap.streams.iter().filter_map(|(stream, slot)| {
                     slot.newest()
                         .map(|m| (stream, m.bound, Arc::clone(&m.event)))
                 });
-                fronts.min_by_key(|(stream, _, _)| *stream)
+                caches.min_by_key(|(stream, _, _)| *stream)
             };
             let Some((stream, bound, event)) = oldest else {
                 break;
@@ -223,7 +223,7 @@ impl Engine {
     fn return_spans(&self) -> Result<(), Error> {
         let spans = {
             let mut heap = self.lock();
-            // A segment that a trim beside this one frees just now is back in the books if that fails.
+            // A segment that a trim beside this one frees just now is back in the heap if that fails.
             let held = heap.held();
             if held > 0 || !heap.views.map.is_empty() {
                 return Err(Error::StillHeld { bytes: held });
@@ -244,6 +244,8 @@ impl Engine {
             return Ok(());
         }
         let entered = self.context.enter().map_err(|e| self.error(e))?;
-        self.addresses.settle(&entered).map_err(|e| self.error(e))
+        self.addresses
+            .return_idle(&entered)
+            .map_err(|e| self.error(e))
     }
 }

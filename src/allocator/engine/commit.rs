@@ -78,7 +78,7 @@ impl Engine {
                     .into_iter()
                     .map(|(addr, bytes, handle, _)| (addr, bytes, handle))
                     .collect(),
-                strays: Vec::new(),
+                orphaned_handles: Vec::new(),
             },
         }
     }
@@ -111,7 +111,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Gives claimed memory back to the driver. What fails stays in the books, or goes back to the
+    /// Gives claimed memory back to the driver. What fails stays in the heap, or goes back to the
     /// free memory if it is still mapped; the first error is returned after all was tried.
     pub(crate) fn release(&self, plan: Vec<Release>) -> Result<u64, Error> {
         let entered = match self.context.enter() {
@@ -158,7 +158,7 @@ impl Engine {
         }
     }
 
-    /// Frees a plain segment. It leaves the books first: as soon as the driver has it, another thread
+    /// Frees a plain segment. It leaves the heap first: as soon as the driver has it, another thread
     /// may be given its address again.
     fn release_segment(&self, entered: &Entered<'_>, release: Release) -> Result<u64, DriverError> {
         let bytes = release.bytes;
@@ -179,24 +179,24 @@ impl Engine {
     }
 
     /// Tries again to release what an earlier failure left behind.
-    pub(crate) fn retry_strays(&self) -> Result<u64, Error> {
-        let (strays, quarantined) = self.lock().claim_leftovers();
-        if strays.is_empty() && quarantined.is_empty() {
+    pub(crate) fn retry_orphaned_handles(&self) -> Result<u64, Error> {
+        let (orphaned_handles, quarantined) = self.lock().claim_leftovers();
+        if orphaned_handles.is_empty() && quarantined.is_empty() {
             return Ok(0);
         }
         let entered = self.context.enter();
         let mut first: Option<DriverError> = entered.as_ref().err().copied();
         let mut released = 0;
-        for stray in strays {
+        for orphan in orphaned_handles {
             // SAFETY: the handle was made by this allocator, is mapped nowhere, and its release
             // failed before, so it is still ours.
             let freed = entered
                 .as_ref()
                 .map_err(|e| *e)
-                .and_then(|e| unsafe { e.mem_release(stray.handle) });
-            self.lock().stray_tried(&stray, freed.is_ok());
+                .and_then(|e| unsafe { e.mem_release(orphan.handle) });
+            self.lock().orphan_tried(&orphan, freed.is_ok());
             match freed {
-                Ok(()) => released += stray.bytes,
+                Ok(()) => released += orphan.bytes,
                 Err(error) => first = first.or(Some(error)),
             }
         }
@@ -239,7 +239,7 @@ impl GrowthFailure {
         GrowthFailure {
             error,
             mapped: Vec::new(),
-            strays: Vec::new(),
+            orphaned_handles: Vec::new(),
         }
     }
 }
@@ -272,7 +272,7 @@ fn undo(
     let mut failure = GrowthFailure {
         error,
         mapped: Vec::new(),
-        strays: Vec::new(),
+        orphaned_handles: Vec::new(),
     };
     for (addr, bytes, handle, mapped) in made.into_iter().rev() {
         // SAFETY: mapped by this growth as one handle, and nobody was ever told the address.
@@ -283,7 +283,7 @@ fn undo(
         }
         // SAFETY: made by this growth and mapped nowhere.
         if let Err(error) = unsafe { entered.mem_release(handle) } {
-            failure.strays.push((handle, bytes));
+            failure.orphaned_handles.push((handle, bytes));
             failure.also(error);
         }
     }

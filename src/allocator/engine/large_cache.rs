@@ -1,41 +1,43 @@
-//! The books' side of the shelves: which large blocks lie on them, and how they come back.
+//! The heap's side of the large-block caches: which large blocks lie on them, and how they come back.
 //!
-//! The books do not see what a front does with the blocks on its shelf. Whoever wants to know more
-//! of a large block than its place takes it off first, and whoever needs memory that is not ready
+//! The heap does not see what a stream cache does with the blocks in its large-block cache. Whoever wants to
+//! know more of a large block than its place takes it off first, and whoever needs memory that is not ready
 //! takes everything off that nobody holds.
 
-use crate::allocator::cache::front::cache;
 use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::stream_cache::thread;
 use crate::allocator::engine::Engine;
 use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 
 impl Engine {
-    /// Allocates a large block from the shelf of the front that the thread used last for the stream.
+    /// Allocates a large block from the large-block cache of the stream cache that the thread used last for the
+    /// stream.
     #[inline(never)]
     pub(crate) fn hit_large(&self, key: u64, bytes: usize) -> Option<Grant> {
         let granules = u32::try_from((bytes as u64).div_ceil(GRANULE)).ok()?;
-        let front = cache::find(key)?;
-        let mut inner = front.lock();
+        let cache = thread::find(key)?;
+        let mut inner = cache.lock();
         if !inner.serves(self.owner(key)) {
             return None;
         }
-        let block = inner.shelf.take(granules, bytes as u64)?;
+        let block = inner.large_cache.take(granules, bytes as u64)?;
         drop(inner);
         let (life, size) = ((block.id, block.generation), (granules, bytes as u64));
-        let mut grant = Grant::large(front, block.ptr, life, size);
-        grant.set_shelved(true);
+        let mut grant = Grant::large(cache, block.ptr, life, size);
+        grant.set_cached(true);
         Some(grant)
     }
 }
 
 impl Heap {
-    /// Takes the markers that are due for what came off the shelves, for a call that names a stream. Of
-    /// other streams only on those that we keep alive: since a block was freed to a shelf its stream may have
-    /// been destroyed, and its handle be another's by now. Its next marker covers that free, too.
+    /// Takes the markers that are due for what came out of the large-block caches, for a call that names a
+    /// stream. Of other streams only on those that we keep alive: since a block was freed to a large-block
+    /// cache its stream may have been destroyed, and its handle be another's by now. Its next marker covers
+    /// that free, too.
     pub(crate) fn take_due(&mut self, named: u32) -> Vec<(u32, StreamKey)> {
-        let mut due = std::mem::take(&mut self.fronts.due);
+        let mut due = std::mem::take(&mut self.caches.due);
         due.retain(|(stream, _)| {
             *stream == named || matches!(self.streams[*stream].holder, Holder::Kept(_))
         });
@@ -52,8 +54,8 @@ pub(crate) mod tests {
 
     const MIB: usize = 1 << 20;
 
-    /// An allocator at whose books threads met a moment ago, and two streams.
-    pub(crate) fn crowded(test: impl FnOnce(&Allocator, [&Stream; 2])) {
+    /// An allocator at whose heap threads met a moment ago, and two streams.
+    pub(crate) fn contended(test: impl FnOnce(&Allocator, [&Stream; 2])) {
         let simulator = Simulator::new(SimConfig::default()).unwrap();
         let driver = simulator.driver().unwrap();
         let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
@@ -64,13 +66,13 @@ pub(crate) mod tests {
         for stream in &streams {
             drop(allocator.allocate(1, stream).unwrap());
         }
-        allocator.engine().lock().fronts.crowd = u32::MAX;
+        allocator.engine().lock().caches.contention = u32::MAX;
         test(&allocator, streams.each_ref());
         allocator.check().unwrap();
         allocator.close().unwrap();
     }
 
-    /// Blocks side by side, of which the second one lies on a shelf.
+    /// Blocks side by side, of which the second one lies in a large-block cache.
     fn row(allocator: &Allocator, stream: &Stream) -> [Block; 3] {
         drop(allocator.allocate(64 * MIB, stream).unwrap());
         // Whichever stream comes: nothing has to wait.
@@ -84,60 +86,65 @@ pub(crate) mod tests {
         [left, middle, right]
     }
 
-    fn on_shelves(allocator: &Allocator) -> u64 {
-        allocator.engine().lock().fronts.held_on_shelves().blocks
+    fn in_large_caches(allocator: &Allocator) -> u64 {
+        allocator
+            .engine()
+            .lock()
+            .caches
+            .idle_in_large_caches()
+            .blocks
     }
 
     #[test]
-    fn blocks_stay_beside_other_work_until_the_crowd_is_gone() {
-        crowded(|allocator, [a, b]| {
+    fn blocks_stay_beside_other_work_until_contention_is_over() {
+        contended(|allocator, [a, b]| {
             let [left, middle, right] = row(allocator, a);
             let at = middle.ptr();
             let other = allocator.allocate(MIB, b).unwrap();
             drop((middle, right, other));
-            assert_eq!(on_shelves(allocator), 3);
+            assert_eq!(in_large_caches(allocator), 3);
             let middle = allocator.allocate(3 * MIB, a).unwrap();
             assert_eq!(middle.ptr(), at);
             drop(middle);
-            allocator.engine().lock().fronts.crowd = 1;
+            allocator.engine().lock().caches.contention = 1;
             let whole = allocator.allocate(5 * MIB, b).unwrap();
-            assert_eq!(on_shelves(allocator), 0);
+            assert_eq!(in_large_caches(allocator), 0);
             drop((left, whole));
         });
     }
 
     #[test]
-    fn memory_on_shelves_comes_before_more_memory() {
-        crowded(|allocator, [a, b]| {
+    fn memory_in_large_caches_comes_before_more_memory() {
+        contended(|allocator, [a, b]| {
             let [left, middle, right] = row(allocator, a);
             // No free piece is long enough, and what is live is far from a peak.
             let rest = [2, 1, 2, 52].map(|mib| Some(allocator.allocate(mib * MIB, a).unwrap()));
             let [hole, wall, gap, rest] = rest;
             drop((hole, gap, middle));
             allocator.synchronize().unwrap();
-            // Takes everything off the shelves.
+            // Takes everything out of the large-block caches.
             allocator.snapshot();
             let middle = allocator.allocate(3 * MIB, a).unwrap();
             let reserved = allocator.stats().all.reserved.current;
             drop(middle);
-            assert!(on_shelves(allocator) > 0);
+            assert!(in_large_caches(allocator) > 0);
             let other = allocator.allocate(3 * MIB, b).unwrap();
             assert_eq!(allocator.stats().all.reserved.current, reserved);
-            assert_eq!(on_shelves(allocator), 0);
+            assert_eq!(in_large_caches(allocator), 0);
             drop((left, right, wall, rest, other));
         });
     }
 
     #[test]
-    fn s1_19_what_lies_on_a_shelf_is_no_part_of_a_peak() {
-        crowded(|allocator, [a, b]| {
+    fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
+        contended(|allocator, [a, b]| {
             let [left, middle, right] = row(allocator, a);
             let other = allocator.allocate(MIB, b).unwrap();
             drop(other);
             allocator.reset_peaks();
             let peak = allocator.stats().all.allocated.peak;
             drop(middle);
-            assert_eq!(on_shelves(allocator), 1);
+            assert_eq!(in_large_caches(allocator), 1);
             let other = allocator.allocate(3 * MIB, b).unwrap();
             assert_eq!(allocator.stats().all.allocated.peak, peak);
             assert_eq!(allocator.stats().large.allocated.peak, peak);

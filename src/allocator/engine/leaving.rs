@@ -36,7 +36,7 @@ impl Streams {
         own.collect()
     }
 
-    /// Whether somebody beside the books may hold a stream that they keep.
+    /// Whether somebody beside the heap may hold a stream that they keep.
     pub(crate) fn is_held_elsewhere(&self, stream: &Stream) -> bool {
         let kept =
             |slot: &Slot| matches!(&slot.holder, Holder::Kept(kept) if kept.is_clone_of(stream));
@@ -172,7 +172,7 @@ impl<'a> Leaving<'a> {
         heap.streams[stream].leaving += 1;
         heap.streams.forget_key(stream);
         engine.count_retirement();
-        heap.fronts.set_fast(stream, false);
+        heap.caches.set_fast(stream, false);
         heap.prepare_last_marker(stream);
         Leaving {
             engine,
@@ -202,7 +202,7 @@ impl Drop for Leaving<'_> {
         if slot.leaving == 0 && heap.streams.name_again(self.stream) {
             let known = matches!(self.key, StreamKey::Id(_));
             let open = !heap.closed && !heap.orphaned;
-            heap.fronts.set_fast(self.stream, known && open);
+            heap.caches.set_fast(self.stream, known && open);
         }
     }
 }
@@ -240,7 +240,7 @@ impl Engine {
             }
             events
         };
-        // Who asks one of them a question, or has queued a wait for it, is done in a moment. The books do not
+        // Who asks one of them a question, or has queued a wait for it, is done in a moment. The heap does not
         // hand them out any more.
         for event in &mut events {
             let mut round = 0;
@@ -393,7 +393,7 @@ impl Engine {
             _ => None,
         };
         leaving.end();
-        heap.flush_fronts_of(stream);
+        heap.flush_caches_of(stream);
         heap.recycle(stream);
         drop(heap);
         // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is

@@ -163,7 +163,7 @@ impl Engine {
         if idle {
             heap.streams.batch_complete(batch);
             heap.streams.pool_spent();
-            heap.settle_advanced();
+            heap.complete_advanced();
         }
         Ok(idle)
     }
@@ -312,7 +312,7 @@ impl Engine {
             due.clear();
             heap.streams.poll = due;
             if progress {
-                heap.settle_advanced();
+                heap.complete_advanced();
             }
             drop(heap);
             voided |= self.drop_void(&void);
@@ -447,7 +447,7 @@ impl Engine {
         }
         let mut heap = self.lock();
         heap.streams.observed(stream, bound);
-        heap.settle();
+        heap.complete_uses();
         Ok(())
     }
 
@@ -552,7 +552,7 @@ impl Engine {
             heap.streams.completed(stream, bound, &[]);
         }
         heap.streams.pool_spent();
-        heap.settle();
+        heap.complete_uses();
         drop(heap);
         // The driver waits for no context in which something captures.
         for (_, number) in refuted {

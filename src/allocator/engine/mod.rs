@@ -1,4 +1,4 @@
-//! The allocator's inside: one lock around the books, driver calls outside it.
+//! The allocator's inside: one lock around the heap, driver calls outside it.
 
 pub(crate) mod bench;
 pub(crate) mod calls;
@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use crate::driver::{Context, Device, Driver, DriverError, MemoryProperties, process};
 use crate::sync::event::EventPools;
 
-use crate::allocator::cache::front::{Held, KeepAlive, Lock, PageTable};
+use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::defaults::Defaults;
@@ -52,7 +52,7 @@ impl RareLog {
 /// On cache lines of its own: around it lies what every call reads.
 #[derive(Debug)]
 #[repr(align(128))]
-struct Apart<T>(T);
+struct OwnCacheLine<T>(T);
 
 #[derive(Debug)]
 pub(crate) struct Engine {
@@ -79,10 +79,11 @@ pub(crate) struct Engine {
     /// Events that put the uses of typed buffers in order, of the allocator's own context.
     pub events: EventPools,
     pub log: RareLog,
-    /// Which front has which page.
+    /// Which stream cache has which page.
     pub pages: Arc<PageTable>,
-    /// Blocks on shelves, held by somebody or not: where there are none, no front is asked for one.
-    pub on_shelves: Arc<AtomicU32>,
+    /// Blocks in large-block caches, held by somebody or not: where there are none, no stream cache is asked
+    /// for one.
+    pub in_large_caches: Arc<AtomicU32>,
     /// Allocators that stand for this one.
     handles: AtomicUsize,
     /// Streams whose retirement was begun.
@@ -93,11 +94,11 @@ pub(crate) struct Engine {
     pub defaults: Defaults,
     /// Tests of views that could not be waited for.
     pub unfinished: Mutex<Vec<Unfinished>>,
-    heap: Apart<Lock<Heap>>,
+    heap: OwnCacheLine<Lock<Heap>>,
     lost: OnceLock<DriverError>,
-    /// The allocator's id as long as fronts serve here and the context is not lost, then 0.
+    /// The allocator's id as long as stream caches serve here and the context is not lost, then 0.
     at_once: AtomicU64,
-    /// Blocks wait in the books to be freed by a call that may.
+    /// Blocks wait in the heap to be freed by a call that may.
     pub deferred: AtomicBool,
     /// It is known that the allocator outlives its handles for a capture's sake.
     pub waits: AtomicBool,
@@ -178,9 +179,9 @@ impl Engine {
                 retirements: AtomicU64::new(0),
                 ask_captures: config.capture_checks,
                 defaults: Defaults::new(config.context_checks),
-                on_shelves: Arc::clone(&heap.fronts.on_shelves),
+                in_large_caches: Arc::clone(&heap.caches.in_large_caches),
                 unfinished: Mutex::default(),
-                heap: Apart(Lock::new(heap)),
+                heap: OwnCacheLine(Lock::new(heap)),
                 pages,
                 lost: OnceLock::new(),
                 at_once: AtomicU64::new(if rules.caches() && !config.capture_checks {
@@ -257,19 +258,19 @@ impl Engine {
         }
     }
 
-    /// Whether fronts may serve a call without a look at anything else.
+    /// Whether stream caches may serve a call without a look at anything else.
     #[inline(always)]
     pub(crate) fn unwatched(&self) -> bool {
         self.at_once_id() != 0 && process::is_quiet()
     }
 
-    /// The id by which threads find their fronts; 0, which finds none, where more is to be looked at.
+    /// The id by which threads find their stream caches; 0, which finds none, where more is to be looked at.
     #[inline(always)]
     pub(crate) fn at_once_id(&self) -> u64 {
         self.at_once.load(Ordering::Relaxed)
     }
 
-    /// Whether a call has to look at more than its front: the process forked or ends, or somebody
+    /// Whether a call has to look at more than its stream cache: the process forked or ends, or somebody
     /// captures streams.
     #[inline]
     pub(crate) fn watchful(&self) -> bool {
@@ -281,13 +282,13 @@ impl Engine {
         self.context.driver()
     }
 
-    /// The books. They are consistent whenever the lock is free, also after a panic elsewhere: no
+    /// The heap. They are consistent whenever the lock is free, also after a panic elsewhere: no
     /// foreign code runs under the lock.
     pub(crate) fn lock(&self) -> Guard<'_> {
         self.heap.0.lock()
     }
 
-    /// The books, for calls that cannot say [`Error::ForkedChild`]: none in a child, where the lock may be
+    /// The heap, for calls that cannot say [`Error::ForkedChild`]: none in a child, where the lock may be
     /// held by a thread that does not exist there.
     pub(crate) fn readable(&self) -> Option<Guard<'_>> {
         (!process::is_forked_child()).then(|| self.lock())
@@ -316,7 +317,7 @@ impl Engine {
         }
     }
 
-    /// The books, if the allocator is open and usable.
+    /// The heap, if the allocator is open and usable.
     pub(crate) fn open(&self) -> Result<Guard<'_>, Error> {
         self.usable()?;
         let heap = self.lock();

@@ -1,14 +1,14 @@
-//! Small blocks of the packed policy: what fronts do alone, and what they need the books for.
+//! Small blocks of the packed policy: what stream caches do alone, and what they need the heap for.
 
 use std::sync::atomic::Ordering;
 
 use crate::driver::process;
 
-use crate::allocator::cache::front::Front;
-use crate::allocator::cache::front::{
-    Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRAINS, Small, Using, cache,
-};
 use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::stream_cache::StreamCache;
+use crate::allocator::cache::stream_cache::{
+    Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRANULES, Small, Using, thread,
+};
 use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
 use crate::allocator::heap::request::Checked;
@@ -16,16 +16,16 @@ use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
 
-/// A request that no front served at once: the front that was tried, still locked if nobody else was
+/// A request that no stream cache served at once: the stream cache that was tried, still locked if nobody else was
 /// at it.
-pub(crate) struct Missed(Option<(&'static Front, Option<Locked>)>);
+pub(crate) struct Missed(Option<(&'static StreamCache, Option<Locked>)>);
 
 type Locked = Held<'static, Inner>;
 
-/// Rounds of getting room until the books are asked.
+/// Rounds of getting room until the heap is asked.
 const ROUNDS: u32 = 4;
 
-/// A request for bytes anywhere, if it is one for fronts.
+/// A request for bytes anywhere, if it is one for stream caches.
 #[inline(always)]
 pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
     let last = bytes.wrapping_sub(1);
@@ -37,7 +37,7 @@ pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
 }
 
 impl Engine {
-    /// The request to a front, if fronts serve it here.
+    /// The request to a stream cache, if stream caches serve it here.
     #[inline]
     pub(crate) fn small_request(&self, request: &Checked) -> Option<Small> {
         if self.rules.caches() {
@@ -49,31 +49,31 @@ impl Engine {
 
     // ---- allocation --------------------------------------------------------------------------
 
-    /// Allocates from the front that the thread used last for the stream, if that can be done
+    /// Allocates from the stream cache that the thread used last for the stream, if that can be done
     /// without a look at anything else.
     #[inline(always)]
     pub(crate) fn hit(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
         let Some(request) = unaligned(bytes).filter(|_| process::is_quiet()) else {
             return Err(Missed(None));
         };
-        let Some(front) = cache::find(key) else {
+        let Some(cache) = thread::find(key) else {
             return Err(Missed(None));
         };
         let owner = self.owner(key);
-        let Some(mut inner) = front.try_lock() else {
-            return Err(Missed(Some((front, None))));
+        let Some(mut inner) = cache.try_lock() else {
+            return Err(Missed(Some((cache, None))));
         };
         match inner.take_anywhere(owner, request) {
-            Some(taken) => Ok(Grant::small(front, taken, request.granules)),
-            None => Err(Missed(Some((front, Some(inner))))),
+            Some(taken) => Ok(Grant::small(cache, taken, request.granules)),
+            None => Err(Missed(Some((cache, Some(inner))))),
         }
     }
 
-    /// Allocates from a front that could not serve at once, if it can be had without the driver.
+    /// Allocates from a stream cache that could not serve at once, if it can be had without the driver.
     #[inline]
     pub(crate) fn hit_slowly(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
-            return match self.on_shelves.load(Ordering::Relaxed) {
+            return match self.in_large_caches.load(Ordering::Relaxed) {
                 0 => None,
                 _ => self.hit_large(key, bytes),
             };
@@ -83,18 +83,18 @@ impl Engine {
 
     #[inline(never)]
     fn hit_small(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
-        let (front, inner) = missed.0?;
+        let (cache, inner) = missed.0?;
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
-        let (mut inner, crowded) = match inner {
+        let (mut inner, contended) = match inner {
             Some(mut inner) => {
                 inner.look_for_worn();
                 (inner, false)
             }
             None => {
-                let mut inner = front.lock();
+                let mut inner = cache.lock();
                 inner.look_for_worn();
-                let crowded = inner.serves(owner) && inner.crowded();
-                (inner, crowded)
+                let contended = inner.serves(owner) && inner.contended();
+                (inner, contended)
             }
         };
         let mut outcome = Allocated::Stranger;
@@ -108,13 +108,13 @@ impl Engine {
                     rounds += 1;
                     let bytes = request.bytes();
                     let borrowed;
-                    (inner, borrowed) = front.borrow_room(inner, bytes);
+                    (inner, borrowed) = cache.borrow_room(inner, bytes);
                     if !borrowed {
                         drop(inner);
-                        if !front.pool_room(bytes) {
+                        if !cache.pool_room(bytes) {
                             rounds = ROUNDS;
                         }
-                        inner = front.lock();
+                        inner = cache.lock();
                     }
                 }
                 _ => break,
@@ -122,42 +122,42 @@ impl Engine {
         }
         drop(inner);
         if outcome == Allocated::NoRoom {
-            outcome = self.lock().take_at_peak(front, request, Some(owner));
+            outcome = self.lock().take_at_peak(cache, request, Some(owner));
         }
-        if crowded {
-            self.crowded(owner.key, front);
+        if contended {
+            self.contended(owner.key, cache);
         }
         match outcome {
-            Allocated::Taken(taken) => Some(Grant::small(front, taken, request.granules)),
+            Allocated::Taken(taken) => Some(Grant::small(cache, taken, request.granules)),
             _ => None,
         }
     }
 
-    /// Whom a front serves without a look at anything else; nobody, where more is to be looked at.
+    /// Whom a stream cache serves without a look at anything else; nobody, where more is to be looked at.
     #[inline(always)]
     pub(crate) fn owner(&self, key: u64) -> Owner {
         let allocator = self.at_once_id();
         Owner { allocator, key }
     }
 
-    /// Threads keep meeting at a front: its stream gets more of them, and this thread chooses anew.
+    /// Threads keep meeting at a stream cache: its stream gets more of them, and this thread chooses anew.
     #[cold]
-    pub(crate) fn crowded(&self, key: u64, front: &'static Front) {
-        cache::forget(key);
+    pub(crate) fn contended(&self, key: u64, cache: &'static StreamCache) {
+        thread::forget(key);
         let mut heap = self.lock();
         let (stream, own) = {
-            let inner = front.lock();
+            let inner = cache.lock();
             (inner.slot, inner.allocator == self.id && inner.key == key)
         };
         if own {
-            heap.split_front(stream, StreamKey::Id(key));
+            heap.split_cache(stream, StreamKey::Id(key));
         }
     }
 
     // ---- memory at hand ----------------------------------------------------------------------
 
-    /// Takes a request at the first of the addresses that is free in the front which the thread used
-    /// last for the stream. `None`: somebody must look at the books.
+    /// Takes a request at the first of the addresses that is free in the stream cache which the thread used
+    /// last for the stream. `None`: somebody must look at the heap.
     pub(crate) fn small_near(
         &self,
         key: u64,
@@ -167,27 +167,27 @@ impl Engine {
         if !self.unwatched() || near.is_empty() {
             return None;
         }
-        let front = cache::find(key)?;
-        let mut inner = front.lock();
+        let cache = thread::find(key)?;
+        let mut inner = cache.lock();
         if !inner.serves(self.owner(key)) {
             return None;
         }
-        let Allocated::Taken(taken) = self.take_near(front, &mut inner, request, near) else {
+        let Allocated::Taken(taken) = self.take_near(cache, &mut inner, request, near) else {
             return None;
         };
         let free = near.iter().copied().filter(|ptr| {
             let page = self.pages.find(*ptr);
-            let own = page.filter(|(owner, _)| std::ptr::eq(*owner, front));
+            let own = page.filter(|(owner, _)| std::ptr::eq(*owner, cache));
             own.is_some_and(|(_, page)| inner.runs.is_free(page, *ptr))
         });
         let free = free.collect();
         drop(inner);
-        Some((Some(Grant::small(front, taken, request.granules)), free))
+        Some((Some(Grant::small(cache, taken, request.granules)), free))
     }
 
     pub(crate) fn take_near(
         &self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         inner: &mut Inner,
         request: Small,
         near: &[u64],
@@ -196,7 +196,7 @@ impl Engine {
             .iter()
             .filter_map(|ptr| Some((*ptr, self.pages.find(*ptr)?)));
         for (ptr, (owner, page)) in pages {
-            if std::ptr::eq(owner, front) {
+            if std::ptr::eq(owner, cache) {
                 match inner.take_at(page, ptr, request) {
                     Allocated::NoRun => {}
                     outcome => return outcome,
@@ -208,23 +208,23 @@ impl Engine {
 
     /// Whether an address lies in free memory of a page.
     pub(crate) fn is_free_small(&self, ptr: u64) -> bool {
-        self.pages.find(ptr).is_some_and(|(front, page)| {
-            let inner = front.lock();
+        self.pages.find(ptr).is_some_and(|(cache, page)| {
+            let inner = cache.lock();
             inner.allocator == self.id && inner.runs.is_free(page, ptr)
         })
     }
 
     // ---- lookup ------------------------------------------------------------------------------
 
-    /// The front and the place of a small block that begins at an address, if one does.
+    /// The stream cache and the place of a small block that begins at an address, if one does.
     #[inline]
-    pub(crate) fn small_at(&self, ptr: u64) -> Option<(&'static Front, Node)> {
+    pub(crate) fn small_at(&self, ptr: u64) -> Option<(&'static StreamCache, Node)> {
         if !ptr.is_multiple_of(GRANULE) {
             return None;
         }
-        let (front, page) = self.pages.find(ptr)?;
-        let place = (ptr / GRANULE) as u32 & (PAGE_GRAINS - 1);
-        Some((front, Node::new(page, place)))
+        let (cache, page) = self.pages.find(ptr)?;
+        let place = (ptr / GRANULE) as u32 & (PAGE_GRANULES - 1);
+        Some((cache, Node::new(page, place)))
     }
 
     // ---- free --------------------------------------------------------------------------------
@@ -233,54 +233,54 @@ impl Engine {
     #[inline]
     pub(crate) fn free_small(
         &self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         node: Node,
         ptr: u64,
         generation: Option<u32>,
     ) -> Result<(), Error> {
         if self.watchful() {
-            self.refuse_captured_free(front, (node, ptr), generation)?;
+            self.refuse_captured_free(cache, (node, ptr), generation)?;
         }
-        let freed = front.lock().free(node, ptr, generation);
+        let freed = cache.lock().free(node, ptr, generation);
         if freed == Freed::Done {
             return Ok(());
         }
-        self.small_freed(front, (node, ptr), generation, freed)
+        self.small_freed(cache, (node, ptr), generation, freed)
     }
 
-    /// What a front left to do of a free.
+    /// What a stream cache left to do of a free.
     #[inline(never)]
     pub(crate) fn small_freed(
         &self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         block: (Node, u64),
         generation: Option<u32>,
         freed: Freed,
     ) -> Result<(), Error> {
         let mut heap = self.lock();
-        let ours = front.lock().allocator == self.id;
+        let ours = cache.lock().allocator == self.id;
         let mut after = AfterFree::default();
         match freed {
             Freed::Done => {}
             // The page, or the batch, may have gone with the last of its blocks.
             Freed::Page | Freed::Full(_) if !ours => {}
             Freed::Page => {
-                heap.return_surplus(front, &mut after);
+                heap.return_surplus(cache, &mut after);
             }
             Freed::Full(stream) => {
-                if heap.close_batches(front, Some(stream), &mut after) {
+                if heap.close_batches(cache, Some(stream), &mut after) {
                     after.mark(stream, heap.streams[stream].key);
                 }
             }
-            Freed::Books if heap.closed => return Err(Error::Closed),
-            Freed::Books => {
-                if !ours || !heap.free_small(front, block, generation, &mut after) {
+            Freed::NeedsHeap if heap.closed => return Err(Error::Closed),
+            Freed::NeedsHeap => {
+                if !ours || !heap.free_small(cache, block, generation, &mut after) {
                     return Err(Error::NotLive { ptr: block.1 });
                 }
             }
             Freed::NotLive => {
                 let (_, ptr) = block;
-                return Err(match heap.fronts.small_around(ptr) {
+                return Err(match heap.caches.small_around(ptr) {
                     Some((_, run, _)) if generation.is_none() && run.ptr != ptr => {
                         Error::InteriorPointer { ptr, base: run.ptr }
                     }
@@ -298,12 +298,12 @@ impl Engine {
     #[cold]
     pub(crate) fn small_dropped(
         &self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         block: (Node, u64),
         generation: u32,
         freed: Freed,
     ) {
-        match self.small_freed(front, block, Some(generation), freed) {
+        match self.small_freed(cache, block, Some(generation), freed) {
             Ok(()) => {}
             Err(error) => debug_assert!(false, "a live block is freed: {error}"),
         }
@@ -313,13 +313,13 @@ impl Engine {
     #[cold]
     fn refuse_captured_free(
         &self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         (node, ptr): (Node, u64),
         generation: Option<u32>,
     ) -> Result<(), Error> {
         let suspect = {
             let heap = self.lock();
-            let inner = front.lock();
+            let inner = cache.lock();
             // What is not live is refused for that, also where the driver would not answer.
             (inner.allocator == self.id && inner.live(node, ptr, generation).is_some())
                 .then(|| heap.streams[inner.slot].suspect())
@@ -333,7 +333,7 @@ impl Engine {
 
     // ---- other streams -----------------------------------------------------------------------
 
-    /// Records another stream on a small block, if the two fronts can do it alone.
+    /// Records another stream on a small block, if the two stream caches can do it alone.
     #[inline]
     pub(crate) fn record_at_once(&self, ptr: u64, key: StreamKey) -> Option<Result<(), Error>> {
         let StreamKey::Id(key) = key else {
@@ -342,8 +342,8 @@ impl Engine {
         if !self.unwatched() {
             return None;
         }
-        let (front, node) = self.small_at(ptr)?;
-        let user = cache::find(key)?;
+        let (cache, node) = self.small_at(ptr)?;
+        let user = thread::find(key)?;
         let using = {
             let mut inner = user.lock();
             if !inner.serves(self.owner(key)) {
@@ -355,7 +355,7 @@ impl Engine {
             using
         };
         let noted = {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             match inner.live(node, ptr, None) {
                 Some(live) if live.using == Using::NONE && Some(inner.slot) != using.slot() => {
                     inner.runs.set_using(node, using);

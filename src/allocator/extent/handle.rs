@@ -227,7 +227,7 @@ pub(crate) struct Holding {
 
 /// A physical handle that is mapped nowhere but could not be released yet.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Stray {
+pub(crate) struct OrphanedHandle {
     pub handle: u64,
     pub bytes: u64,
     pub space: SpaceId,

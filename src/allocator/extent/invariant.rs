@@ -1,15 +1,15 @@
 //! What the metadata is checked for: the first thing that does not agree.
 
-/// Something in the books does not agree.
+/// Something in the heap does not agree.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("inconsistent books: {what} (expected {expected}, found {found})")]
+#[error("inconsistent heap: {what} (expected {expected}, found {found})")]
 #[non_exhaustive]
 pub struct CheckError {
     /// What was compared.
     pub what: &'static str,
     /// What the walk says.
     pub expected: u64,
-    /// What the books say.
+    /// What the heap says.
     pub found: u64,
 }
 

@@ -55,7 +55,7 @@ impl Extents {
         }
     }
 
-    /// Free bytes in all spaces. Pages are in use in the small arena and carved by their fronts.
+    /// Free bytes in all spaces. Pages are in use in the small arena and carved by their stream caches.
     pub(crate) fn free_bytes(&self) -> u64 {
         self.spaces().map(|s| s.free_bytes()).sum()
     }

@@ -32,7 +32,7 @@ pub(crate) enum State {
     /// Address space without memory.
     Unmapped,
     /// Part of a block that lies in a view: nobody can have it at its home address.
-    Lent,
+    Aliased,
     /// Memory that a failed roll-back left in an unknown state: never handed out, retried by trim.
     Quarantined,
 }
@@ -67,8 +67,8 @@ pub(crate) struct Hot {
     pub stream: u32,
     pub state: State,
     pub space: SpaceId,
-    /// Used: its front says whether somebody holds it, and in which life.
-    pub shelved: bool,
+    /// Used: its stream cache says whether somebody holds it, and in which life.
+    pub cached: bool,
 }
 
 const _: () = assert!(size_of::<Hot>() == 32);
@@ -107,7 +107,7 @@ pub(crate) struct Cold {
     pub owner: u32,
     /// Free: how many frees there had been when the last byte of it was freed.
     pub freed: u64,
-    /// Lent: the block.
+    /// Aliased: the block.
     pub lent_to: u32,
     /// Made when there is anything to note in it, and kept until the record is given back.
     rare: Option<Box<Rare>>,
@@ -120,7 +120,7 @@ const _: () = assert!(size_of::<Cold>() == 64);
 struct Rare {
     /// Used: other streams that were recorded on the block.
     recorded: Vec<Recorded>,
-    /// Used, in a view: the home extents that it was lent, in the order of the view.
+    /// Used, in a view: the home extents that it was aliased, in the order of the view.
     home: Vec<u32>,
 }
 
@@ -154,7 +154,7 @@ impl Cold {
         rare.map_or_else(Vec::new, |rare| std::mem::take(&mut rare.recorded))
     }
 
-    /// Used, in a view: the home extents that it was lent, in the order of the view.
+    /// Used, in a view: the home extents that it was aliased, in the order of the view.
     pub(crate) fn home(&self) -> &[u32] {
         self.rare.as_ref().map_or(&[], |rare| &rare.home)
     }
@@ -231,7 +231,7 @@ impl Records {
             stream: COMPLETE,
             state,
             space,
-            shelved: false,
+            cached: false,
         });
         id
     }
@@ -308,7 +308,7 @@ impl Records {
         add_recorded(&mut self.rare(id).recorded, new)
     }
 
-    /// Notes the home extents that a block in a view was lent, in the order of the view.
+    /// Notes the home extents that a block in a view was aliased, in the order of the view.
     pub(crate) fn set_home(&mut self, id: u32, parts: Vec<u32>) {
         self.rare(id).home = parts;
     }

@@ -45,7 +45,7 @@ impl Space {
             stream,
             state: State::Free,
             space: self.id,
-            shelved: false,
+            cached: false,
         });
         if next != NIL {
             records[next].prev = right;
@@ -159,7 +159,7 @@ mod tests {
         let (early, late) = (row.remove(2), row.remove(0));
         let ptr = early.ptr();
         drop((early, late));
-        // Nothing lies on a shelf after it.
+        // Nothing lies in a large-block cache after it.
         allocator.snapshot();
         let mut state = allocator.engine().lock();
         let piece = state

@@ -1,7 +1,7 @@
 //! Large blocks by pointer and identity: whose they are, and whether they live.
 
-use crate::allocator::cache::front::Front;
 use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::extent::record::State as Extent;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
@@ -14,7 +14,7 @@ impl Heap {
         id: u32,
         stream: u32,
         requested: u64,
-        home: &'static Front,
+        home: &'static StreamCache,
     ) -> Grant {
         let id = self.born(id, stream, requested);
         let hot = &self.extents.records[id];
@@ -22,7 +22,7 @@ impl Heap {
         Grant::large(home, hot.addr, life, (hot.granules, requested))
     }
 
-    /// What a request that no front serves asks of its arena.
+    /// What a request that no stream cache serves asks of its arena.
     pub(crate) fn want(&self, request: &Checked, stream: u32) -> Want {
         let space = self.rules.space_of(request.span_bytes());
         let mut want = request.want(space, stream);
@@ -34,8 +34,8 @@ impl Heap {
     /// Whether a block with this identity is live.
     pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
         let hot = self.extents.records.get(id);
-        if hot.is_some_and(|hot| hot.shelved) {
-            return self.is_live_on_shelf(id, generation);
+        if hot.is_some_and(|hot| hot.cached) {
+            return self.is_live_in_cache(id, generation);
         }
         hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
     }

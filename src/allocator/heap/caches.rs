@@ -1,10 +1,10 @@
-//! The books' side of the fronts: who has which, their pages, their sums, and what they hold back.
+//! The heap's side of the stream caches: who has which, their pages, their sums, and what they hold back.
 //!
-//! Everything here runs under the lock of the books and takes those of fronts below it.
+//! Everything here runs under the lock of the heap and takes those of stream caches below it.
 
 use crate::allocator::cache::HeldBack;
-use crate::allocator::cache::front::{
-    Batch, Front, FrontPool, MOST_FRONTS, Node, Returned, Run, Using,
+use crate::allocator::cache::stream_cache::{
+    Batch, MOST_CACHES, Node, Returned, Run, StreamCache, StreamCachePool, Using,
 };
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId, State as Extent};
@@ -14,87 +14,87 @@ use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stream::slot::{self, AfterFree, Holder, StreamKey};
 
-static POOL: FrontPool = FrontPool::new();
+static POOL: StreamCachePool = StreamCachePool::new();
 
 impl Heap {
-    // ---- fronts and their streams --------------------------------------------------------------
+    // ---- stream caches and their streams --------------------------------------------------------------
 
-    /// The front of a stream that the calling thread should use. Makes the first one.
-    pub(crate) fn front_of(&mut self, stream: u32, thread: usize) -> &'static Front {
-        let known = self.fronts.of(stream);
+    /// The cache of a stream that the calling thread should use. Makes the first one.
+    pub(crate) fn cache_of(&mut self, stream: u32, thread: usize) -> &'static StreamCache {
+        let known = self.caches.of(stream);
         match known.len() {
-            0 => self.add_front(stream),
+            0 => self.add_cache(stream),
             count => known[thread % count],
         }
     }
 
-    fn add_front(&mut self, stream: u32) -> &'static Front {
-        let front = POOL.take();
+    fn add_cache(&mut self, stream: u32) -> &'static StreamCache {
+        let cache = POOL.take();
         {
             let slot = &self.streams[stream];
-            let mut inner = front.lock();
-            inner.owner = self.fronts.owner.upgrade();
+            let mut inner = cache.lock();
+            inner.owner = self.caches.owner.upgrade();
             if let Some(owner) = &inner.owner {
-                front.set_owner(owner);
+                cache.set_owner(owner);
             }
-            inner.allocator = self.fronts.id;
+            inner.allocator = self.caches.id;
             inner.key = slot.key.number();
             inner.slot = stream;
             inner.runs.set_ticket(slot.open);
             inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
         }
-        self.fronts.add(stream, front);
-        front
+        self.caches.add(stream, cache);
+        cache
     }
 
-    /// Threads keep meeting at a front: gives its stream twice as many.
-    pub(crate) fn split_front(&mut self, stream: u32, key: StreamKey) {
+    /// Threads keep meeting at a stream cache: gives its stream twice as many.
+    pub(crate) fn split_cache(&mut self, stream: u32, key: StreamKey) {
         let slot = &self.streams[stream];
         if !slot.in_use || slot.key != key || !self.rules.caches() {
             return;
         }
-        let most = self.fronts.threads.min(MOST_FRONTS);
-        let count = self.fronts.of(stream).len();
+        let most = self.caches.threads.min(MOST_CACHES);
+        let count = self.caches.of(stream).len();
         for _ in count..(2 * count).min(most) {
-            self.add_front(stream);
+            self.add_cache(stream);
         }
     }
 
-    /// Lets the fronts of all streams that get more work go on without a look at the books.
-    pub(crate) fn open_fronts(&mut self) {
+    /// Lets the stream caches of all streams that get more work go on without a look at the heap.
+    pub(crate) fn open_caches(&mut self) {
         let open = !self.closed && !self.orphaned;
         for (stream, slot) in self.streams.iter() {
             let known = matches!(slot.key, StreamKey::Id(_));
-            self.fronts.set_fast(stream, open && known && slot.named);
+            self.caches.set_fast(stream, open && known && slot.named);
         }
     }
 
     /// Nobody can allocate any more, or somebody can again.
     pub(crate) fn set_orphaned(&mut self, orphaned: bool) {
         self.orphaned = orphaned;
-        self.open_fronts();
+        self.open_caches();
         if orphaned {
-            // Every free comes to the books from here on: the last one closes them.
-            self.settle_shelves();
+            // Every free comes to the heap from here on: the last one closes them.
+            self.empty_large_caches();
         }
     }
 
-    /// Gives the fronts of a stream back; nothing is live or held back in them.
-    pub(crate) fn drop_fronts(&mut self, stream: u32) {
+    /// Gives the stream caches of a stream back; nothing is live or held back in them.
+    pub(crate) fn drop_caches(&mut self, stream: u32) {
         self.fold_peaks();
-        for front in self.fronts.remove(stream) {
-            POOL.give_back(front);
+        for cache in self.caches.remove(stream) {
+            POOL.give_back(cache);
         }
     }
 
     // ---- pages ---------------------------------------------------------------------------------
 
-    /// Gives a claimed page of the small arena to a front.
-    pub(crate) fn page_taken(&mut self, id: u32, front: &'static Front) -> Result<(), Error> {
+    /// Gives a claimed page of the small arena to a stream cache.
+    pub(crate) fn page_taken(&mut self, id: u32, cache: &'static StreamCache) -> Result<(), Error> {
         let base = self.extents.records[id].addr;
-        let Some(info) = self.fronts.table.info(base) else {
+        let Some(info) = self.caches.table.info(base) else {
             // Behind its own stream, which has waited for whoever else used it.
-            let stream = front.lock().slot;
+            let stream = cache.lock().slot;
             let last = self.streams.ticket(stream, None);
             let slot = &mut self.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
@@ -105,37 +105,37 @@ impl Heap {
                 what: "device addresses of more than 49 bits",
             });
         };
-        let mut inner = front.lock();
+        let mut inner = cache.lock();
         let stream = inner.slot;
         let hot = &mut self.extents.records[id];
         hot.state = Extent::Used;
         hot.stream = stream;
-        self.fronts.page_ids.insert(base, id);
+        self.caches.page_ids.insert(base, id);
         let page = inner.runs.add_page(info);
-        self.fronts.table.set(base, front, page);
+        self.caches.table.set(base, cache, page);
         Ok(())
     }
 
-    /// Hands back the wholly free pages of a front, but for so many.
+    /// Hands back the wholly free pages of a stream cache, but for so many.
     pub(crate) fn return_pages(
         &mut self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         keep: u32,
         after: &mut AfterFree,
     ) -> bool {
-        let (mut inner, mut any) = (front.lock(), false);
+        let (mut inner, mut any) = (cache.lock(), false);
         let stream = inner.slot;
         while let Some((info, ticket)) = inner.runs.remove_page(keep) {
-            self.fronts.table.clear(info);
+            self.caches.table.clear(info);
             any = true;
             let u = self.streams.ticket(stream, Some(ticket));
-            if let Some(id) = self.fronts.page_ids.remove(&info.base) {
+            if let Some(id) = self.caches.page_ids.remove(&info.base) {
                 self.extents.records.cold_mut(id).freed = self.frees;
                 self.extents.records.cold_mut(id).owner = stream;
                 let (small, records) = self.extents.parts(SpaceId::Small);
                 small.release(records, id, Uses::One(u));
                 if self.streams.complete(&u) && !self.extents.small.merge_own {
-                    self.settle_class(SpaceId::Small, stream);
+                    self.complete_class(SpaceId::Small, stream);
                 }
             }
             self.streams.count_free(&u, PAGE, after);
@@ -143,10 +143,10 @@ impl Heap {
         any
     }
 
-    /// Hands back wholly free pages of a front if they are many; of a retired stream, all.
-    pub(crate) fn return_surplus(&mut self, front: &'static Front, after: &mut AfterFree) {
+    /// Hands back wholly free pages of a stream cache if they are many; of a retired stream, all.
+    pub(crate) fn return_surplus(&mut self, cache: &'static StreamCache, after: &mut AfterFree) {
         let keep = {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             match self.streams[inner.slot].holder {
                 Holder::Retired => {
                     inner.take_back(false);
@@ -157,36 +157,36 @@ impl Heap {
             }
         };
         if let Some(keep) = keep {
-            self.return_pages(front, keep, after);
+            self.return_pages(cache, keep, after);
         }
     }
 
-    /// Hands back what one stream's fronts hold and do not need; true if there was anything.
-    pub(crate) fn flush_fronts_of(&mut self, stream: u32) -> bool {
-        let fronts = self.fronts.of(stream).to_vec();
-        let flush = |any, front| self.flush_front(front) | any;
-        fronts.into_iter().fold(false, flush)
+    /// Hands back what one stream's stream caches hold and do not need; true if there was anything.
+    pub(crate) fn flush_caches_of(&mut self, stream: u32) -> bool {
+        let caches = self.caches.of(stream).to_vec();
+        let flush = |any, cache| self.flush_cache(cache) | any;
+        caches.into_iter().fold(false, flush)
     }
 
-    fn flush_front(&mut self, front: &'static Front) -> bool {
-        self.close_batches(front, None, &mut AfterFree::default());
-        let settled = self.settle_shelf(front);
+    fn flush_cache(&mut self, cache: &'static StreamCache) -> bool {
+        self.close_batches(cache, None, &mut AfterFree::default());
+        let emptied = self.empty_large_cache(cache);
         {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             inner.take_back(false);
             inner.runs.flush_quick();
         }
-        settled | self.return_pages(front, 0, &mut AfterFree::default())
+        emptied | self.return_pages(cache, 0, &mut AfterFree::default())
     }
 
-    /// Hands back what fronts did not need since this was last done: pages, and of a front that handed
-    /// nothing out all that it has. What was returned to a busy front it merges itself when it next lacks
-    /// a run. Returns the streams that gave anything.
+    /// Hands back what stream caches did not need since this was last done: pages, and of a stream cache that
+    /// handed nothing out all that it has. What was returned to a busy stream cache it merges itself when it
+    /// next lacks a run. Returns the streams that gave anything.
     pub(crate) fn flush_idle(&mut self) -> Vec<u32> {
         let mut givers = Vec::new();
-        for front in self.fronts.all.clone() {
+        for cache in self.caches.all.clone() {
             let (stream, quiet, needed) = {
-                let mut inner = front.lock();
+                let mut inner = cache.lock();
                 (
                     inner.slot,
                     inner.take_quiet(),
@@ -194,8 +194,8 @@ impl Heap {
                 )
             };
             let gave = match quiet {
-                true => self.flush_front(front),
-                false => self.return_pages(front, needed, &mut AfterFree::default()),
+                true => self.flush_cache(cache),
+                false => self.return_pages(cache, needed, &mut AfterFree::default()),
             };
             if gave {
                 givers.push(stream);
@@ -204,36 +204,36 @@ impl Heap {
         givers
     }
 
-    /// Hands back what all fronts hold and do not need; true if there was anything.
-    pub(crate) fn flush_fronts(&mut self) -> bool {
+    /// Hands back what all stream caches hold and do not need; true if there was anything.
+    pub(crate) fn flush_caches(&mut self) -> bool {
         let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
         streams
             .into_iter()
-            .fold(false, |any, stream| self.flush_fronts_of(stream) | any)
+            .fold(false, |any, stream| self.flush_caches_of(stream) | any)
     }
 
     // ---- blocks that other streams used --------------------------------------------------------
 
-    /// Adds a use by another stream to the live small block around an address, in the books. False if
+    /// Adds a use by another stream to the live small block around an address, in the heap. False if
     /// there is none.
     pub(crate) fn record_small(&mut self, ptr: u64, new: Recorded) -> bool {
-        match self.fronts.small_around(ptr) {
+        match self.caches.small_around(ptr) {
             Some((_, _, owner)) if owner == new.stream => true,
-            Some((front, run, _)) => self.note_in_books(front, &run, Some(new)),
+            Some((cache, run, _)) => self.note_in_heap(cache, &run, Some(new)),
             None => false,
         }
     }
 
-    /// Moves what is noted on a live small block into the books, so that its free comes there, and
+    /// Moves what is noted on a live small block into the heap, so that its free comes there, and
     /// adds a use. False if the block is gone.
-    pub(crate) fn note_in_books(
+    pub(crate) fn note_in_heap(
         &mut self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         run: &Run,
         new: Option<Recorded>,
     ) -> bool {
         let using = {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             let Some(live) = inner.live(run.node, run.ptr, None) else {
                 return false;
             };
@@ -248,48 +248,48 @@ impl Heap {
         for one in &known {
             self.streams[one.stream].live += 1;
         }
-        self.fronts.recorded.insert(run.ptr, known);
+        self.caches.recorded.insert(run.ptr, known);
         true
     }
 
     /// Takes the uses of a live small block out of where they are noted.
     fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
         if let Some(stream) = using.slot() {
-            self.fronts.uncount_recorded(stream, 1);
+            self.caches.uncount_recorded(stream, 1);
             return vec![Recorded {
                 stream,
                 ticket: None,
             }];
         }
-        let known = self.fronts.recorded.remove(&ptr).unwrap_or_default();
+        let known = self.caches.recorded.remove(&ptr).unwrap_or_default();
         for one in &known {
             self.streams[one.stream].live -= 1;
         }
         known
     }
 
-    /// Closes the open batch of a stream, in its fronts too: what they free from now on is under the next
+    /// Closes the open batch of a stream, in its stream caches too: what they free from now on is under the next
     /// ticket, before any event is recorded for the batch.
     pub(crate) fn close_batch(&mut self, stream: u32) -> slot::Batch {
         let batch = self.streams.close_batch(stream);
-        self.fronts.set_ticket(stream, self.streams[stream].open);
+        self.caches.set_ticket(stream, self.streams[stream].open);
         batch
     }
 
-    /// Closes the open batches of a front, or those of one other stream in it.
+    /// Closes the open batches of a stream cache, or those of one other stream in it.
     pub(crate) fn close_batches(
         &mut self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         stream: Option<u32>,
         after: &mut AfterFree,
     ) -> bool {
         let (owner, batches) = {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             (inner.slot, inner.close_batches(stream))
         };
         let any = !batches.is_empty();
         for batch in batches {
-            self.batch_closed(front, owner, batch, after);
+            self.batch_closed(cache, owner, batch, after);
         }
         any
     }
@@ -297,17 +297,17 @@ impl Heap {
     /// Takes over a batch: from here on its blocks have a ticket of the stream that used them.
     fn batch_closed(
         &mut self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         owner: u32,
         batch: Batch,
         after: &mut AfterFree,
     ) {
         let u = self.streams.ticket(batch.stream, None);
-        self.fronts
+        self.caches
             .uncount_recorded(batch.stream, batch.nodes.len() as i64);
         self.streams.count_free(&u, batch.bytes, after);
-        self.fronts.held_back.push(HeldBack {
-            front,
+        self.caches.held_back.push(HeldBack {
+            cache,
             owner,
             uses: Uses::One(u),
             nodes: batch.nodes,
@@ -315,17 +315,17 @@ impl Heap {
         });
     }
 
-    /// Frees a live small block that its front cannot free alone.
+    /// Frees a live small block that its stream cache cannot free alone.
     pub(crate) fn free_small(
         &mut self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         block: (Node, u64),
         generation: Option<u32>,
         after: &mut AfterFree,
     ) -> bool {
         let (node, ptr) = block;
         let (live, owner) = {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             let Some(live) = inner.live(node, ptr, generation) else {
                 return false;
             };
@@ -349,37 +349,37 @@ impl Heap {
                 self.streams.count_free(u, bytes, after);
             }
             let held = HeldBack {
-                front,
+                cache,
                 owner,
                 uses: Uses::collect(uses),
                 nodes: vec![node],
                 bytes,
             };
             let held = self.guards.unless_guarded(ptr, held);
-            self.fronts.held_back.extend(held);
-            self.settle_held_back();
+            self.caches.held_back.extend(held);
+            self.return_held_back();
         }
-        self.return_surplus(front, after);
+        self.return_surplus(cache, after);
         true
     }
 
-    /// Gives back to their fronts the blocks whose other streams are done, or are followed by the
-    /// blocks' own; true if there were any. The fronts merge what came in batches, when they next lack
+    /// Gives back to their stream caches the blocks whose other streams are done, or are followed by the
+    /// blocks' own; true if there were any. The stream caches merge what came in batches, when they next lack
     /// a run: it takes longer than everything else here.
-    pub(crate) fn settle_held_back(&mut self) -> bool {
+    pub(crate) fn return_held_back(&mut self) -> bool {
         let streams = &self.streams;
         let over = |held: &mut HeldBack| {
             let mut uses = held.uses.as_slice().iter();
             uses.all(|u| streams.ready(held.owner, u))
         };
-        let done: Vec<HeldBack> = self.fronts.held_back.extract_if(.., over).collect();
+        let done: Vec<HeldBack> = self.caches.held_back.extract_if(.., over).collect();
         let any = !done.is_empty();
         for held in done {
             let mut uses = held.uses.as_slice().iter();
             let over = uses.all(|u| self.streams.complete(u));
             let batch = held.nodes.len() > 1;
             {
-                let mut inner = held.front.lock();
+                let mut inner = held.cache.lock();
                 inner.returned.push(Returned {
                     nodes: held.nodes,
                     bytes: held.bytes,
@@ -391,11 +391,11 @@ impl Heap {
                 }
             }
             if !batch || matches!(self.streams[held.owner].holder, Holder::Retired) {
-                self.return_surplus(held.front, &mut AfterFree::default());
+                self.return_surplus(held.cache, &mut AfterFree::default());
             }
         }
         any
     }
 }
 
-const _: () = assert!(PAGE_GRANULES == crate::allocator::cache::front::PAGE_GRAINS);
+const _: () = assert!(PAGE_GRANULES == crate::allocator::cache::stream_cache::PAGE_GRANULES);

@@ -8,13 +8,13 @@
 //! 5. Each live block is found by its address, has an odd generation, and is counted once on each
 //!    stream that it was allocated or recorded on.
 //! 6. Tickets are not above the open one; markers are in order.
-//! 7. Each block in a view has its bytes lent at home; each handle knows how many views map it, and is
+//! 7. Each block in a view has its bytes aliased at home; each handle knows how many views map it, and is
 //!    found by its addresses; the grid has all handles of all views, and nothing else.
 //! 8. Every counter equals what the walk finds.
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::allocator::cache::front::{Kind, Node};
+use crate::allocator::cache::stream_cache::{Kind, Node};
 use crate::allocator::extent::invariant::{CheckError, holds, same};
 use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
 use crate::allocator::extent::space::{Space, class_of};
@@ -36,8 +36,8 @@ pub(crate) struct Sums {
     /// Mapped ranges, merged.
     mapped: BTreeMap<u64, u64>,
     pages: u64,
-    /// Bytes lent to blocks in views.
-    lent: u64,
+    /// Bytes aliased to blocks in views.
+    aliased: u64,
     quarantined: u64,
 }
 
@@ -64,8 +64,8 @@ impl Heap {
             sums.quarantined,
             self.physical.quarantined.len() as u64,
         )?;
-        same("pages known", sums.pages, self.fronts.page_ids.len() as u64)?;
-        self.check_fronts(&sums)?;
+        same("pages known", sums.pages, self.caches.page_ids.len() as u64)?;
+        self.check_caches(&sums)?;
         self.check_held(&sums)?;
         self.check_streams(&sums)?;
         self.check_counters(&sums)
@@ -142,7 +142,7 @@ impl Heap {
                         )?;
                     }
                     Extent::Used => self.check_used(space, at, sums)?,
-                    Extent::Lent => sums.lent += hot.bytes(),
+                    Extent::Aliased => sums.aliased += hot.bytes(),
                     Extent::Quarantined => {
                         sums.quarantined += 1;
                         holds(
@@ -175,13 +175,13 @@ impl Heap {
             same(
                 "a page is known by its address",
                 u64::from(id),
-                u64::from(self.fronts.page_ids.get(&hot.addr).copied().unwrap_or(NIL)),
+                u64::from(self.caches.page_ids.get(&hot.addr).copied().unwrap_or(NIL)),
             )?;
-            let owner = self.fronts.table.find(hot.addr);
+            let owner = self.caches.table.find(hot.addr);
             return same(
-                "a page is in a front of its stream",
+                "a page is in a cache of its stream",
                 u64::from(hot.stream),
-                owner.map_or(u64::MAX, |(front, _)| u64::from(front.lock().slot)),
+                owner.map_or(u64::MAX, |(cache, _)| u64::from(cache.lock().slot)),
             );
         }
         if space.id == SpaceId::Views {
@@ -199,7 +199,7 @@ impl Heap {
     fn check_views(&self, sums: &mut Sums) -> Result<(), CheckError> {
         let mut maps: HashMap<u64, u32> = HashMap::new();
         let mut live: HashMap<u64, Vec<(u32, u32)>> = HashMap::new();
-        let (mut lent, mut viewed) = (0, 0);
+        let (mut aliased, mut viewed) = (0, 0);
         for (id, hot) in self.extents.records.iter() {
             let parts = self.extents.records.cold(id).home();
             if parts.is_empty() {
@@ -221,24 +221,24 @@ impl Heap {
             let mut found: Vec<(u64, u32)> = Vec::new();
             for part in parts {
                 let home = &self.extents.records[*part];
-                holds("a part is lent", home.state == Extent::Lent)?;
+                holds("a part is aliased", home.state == Extent::Aliased)?;
                 same(
-                    "a part is lent to its block",
+                    "a part is aliased to its block",
                     u64::from(id),
                     u64::from(self.extents.records.cold(*part).lent_to),
                 )?;
-                lent += home.bytes();
+                aliased += home.bytes();
                 push_part(&mut found, (home.addr, home.granules));
             }
             holds("the parts are where the view says", found == homes)?;
         }
-        same("lent bytes are in blocks", sums.lent, lent)?;
-        same("bytes in views", viewed, self.views.lent_bytes)?;
+        same("aliased bytes are in blocks", sums.aliased, aliased)?;
+        same("bytes in views", viewed, self.views.aliased_bytes)?;
         for (base, view) in &self.views.map {
             let held = view
-                .segs
+                .mappings
                 .iter()
-                .map(|seg| u64::from(seg.granules))
+                .map(|mapping| u64::from(mapping.granules))
                 .sum::<u64>();
             same(
                 "a view is as long as its handles",
@@ -251,30 +251,34 @@ impl Heap {
             found.sort_unstable();
             known.sort_unstable();
             holds("a view knows where its blocks lie", found == known)?;
-            for seg in &view.segs {
-                let bytes = self.physical.holdings.get(&seg.home).map_or(0, |h| h.bytes);
+            for mapping in &view.mappings {
+                let bytes = self
+                    .physical
+                    .holdings
+                    .get(&mapping.home)
+                    .map_or(0, |h| h.bytes);
                 same(
                     "a view knows its handles by number",
                     u64::from(
                         self.physical
                             .holdings
-                            .get(&seg.home)
+                            .get(&mapping.home)
                             .map_or(0, |h| h.number),
                     ),
-                    u64::from(seg.handle),
+                    u64::from(mapping.handle),
                 )?;
                 same(
                     "a view maps held handles",
-                    u64::from(seg.granules) * crate::allocator::size::GRANULE,
+                    u64::from(mapping.granules) * crate::allocator::size::GRANULE,
                     bytes,
                 )?;
-                *maps.entry(seg.home).or_default() += 1;
+                *maps.entry(mapping.home).or_default() += 1;
             }
         }
         let places = self.views.map.iter();
         self.views
             .grid
-            .check(places.map(|(base, v)| (v.place, *base, v.room, &v.segs[..])))?;
+            .check(places.map(|(base, v)| (v.place, *base, v.room, &v.mappings[..])))?;
         let (mut numbered, mut under_way) = (0, 0);
         for (home, holding) in &self.physical.holdings {
             if holding.number != 0 {
@@ -310,7 +314,7 @@ impl Heap {
     fn check_held(&self, sums: &Sums) -> Result<(), CheckError> {
         let mapped: u64 = sums.mapped.values().sum();
         let held: u64 = self.physical.holdings.values().map(|h| h.bytes).sum();
-        let strays: u64 = self.physical.strays.iter().map(|s| s.bytes).sum();
+        let orphaned_handles: u64 = self.physical.orphaned_handles.iter().map(|s| s.bytes).sum();
         // What a growth is mapping right now stands in a claimed extent but is not held yet.
         same(
             "mapped extents are held from the driver",
@@ -319,12 +323,12 @@ impl Heap {
         )?;
         same(
             "reserved bytes",
-            held + strays,
+            held + orphaned_handles,
             self.stats.all.reserved.current,
         )?;
         same(
             "segments",
-            (self.physical.holdings.len() + self.physical.strays.len()) as u64,
+            (self.physical.holdings.len() + self.physical.orphaned_handles.len()) as u64,
             self.stats.all.segments.current,
         )?;
         for (addr, holding) in &self.physical.holdings {
@@ -344,27 +348,31 @@ impl Heap {
         Ok(())
     }
 
-    /// Fronts, their pages, and what they hold back.
-    fn check_fronts(&self, sums: &Sums) -> Result<(), CheckError> {
-        let (mut pages, mut fronts) = (0, 0);
+    /// Stream caches, their pages, and what they hold back.
+    fn check_caches(&self, sums: &Sums) -> Result<(), CheckError> {
+        let (mut pages, mut caches) = (0, 0);
         let mut waiting: HashMap<u32, u64> = HashMap::new();
         let mut held_back: HashMap<(u32, Node), u64> = HashMap::new();
-        for held in self.fronts.held_back.iter().chain(self.guards.held_back()) {
-            *waiting.entry(held.front.rank).or_default() += 1;
+        for held in self.caches.held_back.iter().chain(self.guards.held_back()) {
+            *waiting.entry(held.cache.rank).or_default() += 1;
             for node in &held.nodes {
-                *held_back.entry((held.front.rank, *node)).or_default() += 1;
+                *held_back.entry((held.cache.rank, *node)).or_default() += 1;
             }
         }
         for (stream, _) in self.streams.iter() {
             let mut own = 0;
-            for front in self.fronts.of(stream) {
-                let inner = front.lock();
-                fronts += 1;
+            for cache in self.caches.of(stream) {
+                let inner = cache.lock();
+                caches += 1;
                 own += inner.runs.page_count() as u64;
-                same("a front knows its stream", stream.into(), inner.slot.into())?;
                 same(
-                    "a front knows its allocator",
-                    self.fronts.id,
+                    "a stream cache knows its stream",
+                    stream.into(),
+                    inner.slot.into(),
+                )?;
+                same(
+                    "a stream cache knows its allocator",
+                    self.caches.id,
                     inner.allocator,
                 )?;
                 if let Err(what) = inner.runs.check() {
@@ -374,24 +382,24 @@ impl Heap {
                 let batches = inner.batches.iter().map(|batch| &batch.nodes);
                 let returned = inner.returned.iter().map(|returned| &returned.nodes);
                 for node in batches.chain(returned).flatten() {
-                    *held_back.entry((front.rank, *node)).or_default() += 1;
+                    *held_back.entry((cache.rank, *node)).or_default() += 1;
                 }
                 for (page, info) in inner.runs.pages() {
                     let found = self
-                        .fronts
+                        .caches
                         .table
                         .find(info.base)
                         .map(|(f, at)| (f.rank, at));
                     holds(
                         "a page is found by its address",
-                        found == Some((front.rank, page)),
+                        found == Some((cache.rank, page)),
                     )?;
                     for run in inner
                         .runs
                         .runs(page)
                         .filter(|run| run.kind == Kind::Pending)
                     {
-                        let times = held_back.remove(&(front.rank, run.node)).unwrap_or(0);
+                        let times = held_back.remove(&(cache.rank, run.node)).unwrap_or(0);
                         same("a run that waits is held back once", 1, times)?;
                     }
                     for block in inner.runs.runs(page).filter_map(|run| run.live) {
@@ -402,11 +410,11 @@ impl Heap {
                     }
                 }
                 for (count, live) in inner.accounts.current().into_iter().zip(live) {
-                    same("a front counts what is live in it", live, count)?;
+                    same("a stream cache counts what is live in it", live, count)?;
                 }
                 same(
-                    "batches that wait are known to their front",
-                    waiting.get(&front.rank).copied().unwrap_or(0),
+                    "batches that wait are known to their stream cache",
+                    waiting.get(&cache.rank).copied().unwrap_or(0),
                     inner.waiting.into(),
                 )?;
             }
@@ -414,18 +422,18 @@ impl Heap {
         }
         holds("what is held back waits in a page", held_back.is_empty())?;
         same(
-            "every front has a stream",
-            fronts,
-            self.fronts.all().len() as u64,
+            "every stream cache has a stream",
+            caches,
+            self.caches.all().len() as u64,
         )?;
-        same("every page has a front", sums.pages, pages)
+        same("every page has a stream cache", sums.pages, pages)
     }
 
     fn check_streams(&self, sums: &Sums) -> Result<(), CheckError> {
         for (stream, slot) in self.streams.iter() {
             same(
                 "live blocks of a stream",
-                sums.on_stream.get(&stream).copied().unwrap_or(0) + self.fronts.small_uses(stream),
+                sums.on_stream.get(&stream).copied().unwrap_or(0) + self.caches.small_uses(stream),
                 slot.live,
             )?;
             holds(
@@ -469,7 +477,7 @@ impl Heap {
             )?;
         }
         self.check_limits()?;
-        self.check_shelves()?;
+        self.check_large_caches()?;
         for (all, small, large) in [
             (
                 stats.all.allocations,

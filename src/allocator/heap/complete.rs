@@ -6,41 +6,41 @@ use crate::allocator::heap::Heap;
 
 impl Heap {
     /// Drops from all pieces what is complete now.
-    pub(crate) fn settle(&mut self) {
+    pub(crate) fn complete_uses(&mut self) {
         self.streams.take_advanced();
-        self.settle_streams(None);
+        self.complete_streams(None);
     }
 
-    /// [`settle`](Self::settle) for the streams of which more is complete than when this was last
+    /// [`complete_uses`](Self::complete_uses) for the streams of which more is complete than when this was last
     /// done.
-    pub(crate) fn settle_advanced(&mut self) {
+    pub(crate) fn complete_advanced(&mut self) {
         let advanced = self.streams.take_advanced();
-        self.settle_streams(Some(&advanced));
+        self.complete_streams(Some(&advanced));
         self.streams.put_advanced(advanced);
     }
 
-    /// Settles what is pending on several streams and on each of `classes` (or on any, if there are
+    /// Completes what is pending on several streams and on each of `classes` (or on any, if there are
     /// none), then gives up the streams of which nothing is left.
-    fn settle_streams(&mut self, classes: Option<&[u32]>) {
+    fn complete_streams(&mut self, classes: Option<&[u32]>) {
         for id in [SpaceId::Large, SpaceId::Small] {
-            self.settle_class(id, MIXED);
+            self.complete_class(id, MIXED);
             if self.extents.space(id).is_none_or(|space| space.merge_own) {
                 continue;
             }
             match classes {
                 Some(classes) => {
                     for class in classes {
-                        self.settle_class(id, *class);
+                        self.complete_class(id, *class);
                     }
                 }
                 None => {
                     for class in self.streams.slots() {
-                        self.settle_class(id, class);
+                        self.complete_class(id, class);
                     }
                 }
             }
         }
-        self.settle_held_back();
+        self.return_held_back();
         for stream in self.streams.slots() {
             if self.streams[stream].in_use {
                 self.recycle(stream);
@@ -48,22 +48,22 @@ impl Heap {
         }
     }
 
-    pub(crate) fn settle_class(&mut self, space: SpaceId, class: u32) {
+    pub(crate) fn complete_class(&mut self, space: SpaceId, class: u32) {
         let mut pieces = std::mem::take(&mut self.pieces);
         let index = self.extents.space(space).and_then(|s| s.index(class));
         pieces.extend(index.into_iter().flat_map(|index| index.iter()));
-        // By address, so that equal states settle equally.
+        // By address, so that equal states end up equal.
         pieces.sort_unstable_by_key(|e: &Entry| e.addr);
         for entry in pieces.drain(..) {
             let hot = &self.extents.records[entry.id];
             if hot.is_free() && hot.addr == entry.addr && hot.stream == class {
-                self.settle_piece(space, entry.id);
+                self.complete_piece(space, entry.id);
             }
         }
         self.pieces = pieces;
     }
 
-    pub(crate) fn settle_piece(&mut self, space: SpaceId, id: u32) {
+    pub(crate) fn complete_piece(&mut self, space: SpaceId, id: u32) {
         let cold = self.extents.records.cold(id);
         let (owner, was_mixed) = (cold.owner, self.extents.records[id].stream == MIXED);
         // Where memory never changes streams the owner's tag stays, so that pieces merge by it.

@@ -4,7 +4,7 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::LEVELS;
 use crate::allocator::size::GRANULE;
-use crate::allocator::view::mapping::{Openings, Seg, View};
+use crate::allocator::view::mapping::{Mapping, Openings, View};
 
 impl Heap {
     /// The view to cut before a stitch, if the request would lack fewer bytes then.
@@ -40,20 +40,20 @@ impl Heap {
 
     /// Takes the handles behind a cut out of a view; it keeps the address space. Returns them with
     /// the address at which they are mapped.
-    pub(crate) fn cut_view(&mut self, cut: Cut) -> Option<(u64, Vec<Seg>)> {
+    pub(crate) fn cut_view(&mut self, cut: Cut) -> Option<(u64, Vec<Mapping>)> {
         let view = self.views.map.get(&cut.base)?;
         let left: u32 = view
-            .segs
+            .mappings
             .iter()
             .take(cut.keep)
-            .map(|seg| seg.granules)
+            .map(|mapping| mapping.granules)
             .sum();
         // Another thread may have cut it there, or before, since this was planned.
-        if !self.may_cut(view) || view.held() > left || view.segs.len() <= cut.keep {
+        if !self.may_cut(view) || view.held() > left || view.mappings.len() <= cut.keep {
             return None;
         }
         let view = self.views.map.get_mut(&cut.base)?;
-        let gone = view.segs.split_off(cut.keep);
+        let gone = view.mappings.split_off(cut.keep);
         view.granules = left;
         // Nobody may extend it, or let it go, before its end is unmapped.
         view.busy = true;
@@ -64,19 +64,19 @@ impl Heap {
     }
 
     /// The end of a view is unmapped, or stays.
-    pub(crate) fn cut_done(&mut self, cut: Cut, gone: Vec<Seg>, unmapped: bool) {
+    pub(crate) fn cut_done(&mut self, cut: Cut, gone: Vec<Mapping>, unmapped: bool) {
         if let Some(view) = self.views.map.get_mut(&cut.base) {
             view.busy = false;
             view.calls -= 1;
         }
         self.views.segs_under_way -= gone.len();
-        self.stats.rungs.shortened += u64::from(unmapped);
+        self.stats.reclaim.shortened += u64::from(unmapped);
         if !unmapped {
             self.views.extend_view(cut.base, gone);
             return;
         }
-        for seg in gone {
-            if let Some(holding) = self.physical.holdings.get_mut(&seg.home) {
+        for mapping in gone {
+            if let Some(holding) = self.physical.holdings.get_mut(&mapping.home) {
                 holding.views -= 1;
             }
         }
@@ -96,18 +96,18 @@ impl View {
         let held = self.held();
         let (mut offset, mut run) = (0, 0u32);
         let mut best: Option<(u32, usize)> = None;
-        for (at, seg) in self.segs.iter().enumerate() {
-            let (front, back) = open.borders.of(seg.handle);
-            run = if front == seg.granules {
-                run + front
+        for (at, mapping) in self.mappings.iter().enumerate() {
+            let (cache, back) = open.borders.of(mapping.handle);
+            run = if cache == mapping.granules {
+                run + cache
             } else {
                 back
             };
-            offset += seg.granules;
+            offset += mapping.granules;
             let length = run.min(need);
             if length > best.map_or(least - 1, |(most, _)| most)
                 && offset >= held
-                && at + 1 < self.segs.len()
+                && at + 1 < self.mappings.len()
                 && self.room - offset >= need - length
             {
                 best = Some((length, at + 1));
@@ -131,7 +131,7 @@ pub(crate) struct Cut {
 mod tests {
     use super::*;
     use crate::allocator::Config;
-    use crate::allocator::cache::front::PageTable;
+    use crate::allocator::cache::stream_cache::PageTable;
     use crate::allocator::extent::handle::Borders;
     use crate::allocator::extent::record::{SpaceId, State as Extent};
     use crate::allocator::physical::policy::Rules;
@@ -140,13 +140,13 @@ mod tests {
     const HANDLE: u64 = 16 << 20;
     const GRANULES: u32 = (HANDLE / GRANULE) as u32;
 
-    /// Books on the last level with views of handles that are open (`true`) or not, each with room for
+    /// Heap on the last level with views of handles that are open (`true`) or not, each with room for
     /// many more.
-    fn books(views: &[(u64, &[bool])]) -> (Heap, Openings) {
+    fn heap_of(views: &[(u64, &[bool])]) -> (Heap, Openings) {
         let tuning = Config::new().tuning();
         let table = Arc::new(PageTable::new());
         let mut heap = Heap::new(
-            (crate::allocator::cache::front::nobody(), 0),
+            (crate::allocator::cache::stream_cache::nobody(), 0),
             table,
             0,
             Rules::Packed,
@@ -156,10 +156,10 @@ mod tests {
         heap.physical.level = LEVELS - 1;
         let (mut ranges, mut home) = (Vec::new(), HANDLE);
         for (base, open) in views {
-            let mut segs = Vec::new();
+            let mut mappings = Vec::new();
             for open in *open {
                 let handle = heap.physical.handles.add(home, GRANULES);
-                segs.push(Seg {
+                mappings.push(Mapping {
                     home,
                     granules: GRANULES,
                     handle,
@@ -174,7 +174,7 @@ mod tests {
                 .extents
                 .records
                 .make(SpaceId::Views, Extent::Busy, *base, room);
-            let view = View::new(range, room, segs);
+            let view = View::new(range, room, mappings);
             heap.put_view(*base, view);
         }
         let open = Openings {
@@ -206,15 +206,15 @@ mod tests {
     fn the_longest_run_is_continued() {
         for (base, keep) in [(1 << 40, 7), (3 << 40, 7)] {
             let other = 2 << 40;
-            let (heap, open) = books(&[(other, SHORT), (base, LONG)]);
+            let (heap, open) = heap_of(&[(other, SHORT), (base, LONG)]);
             let cut = heap.plan_cut(&want(20), &open);
             assert_eq!(cut, Some(Cut { base, keep }));
         }
         // Of equal ones, the one with the lowest address.
-        let (heap, open) = books(&[(4 << 40, LONG), (2 << 40, SHORT), (3 << 40, LONG)]);
+        let (heap, open) = heap_of(&[(4 << 40, LONG), (2 << 40, SHORT), (3 << 40, LONG)]);
         let base = 3 << 40;
         assert_eq!(heap.plan_cut(&want(20), &open), Some(Cut { base, keep: 7 }));
-        let (mut heap, open) = books(&[(1 << 40, LONG), (2 << 40, BUSY)]);
+        let (mut heap, open) = heap_of(&[(1 << 40, LONG), (2 << 40, BUSY)]);
         let busy = |heap: &mut Heap, busy| {
             let view = heap.views.map.get_mut(&(2 << 40));
             view.into_iter().for_each(|view| view.busy = busy);
@@ -227,7 +227,7 @@ mod tests {
     /// Two threads may plan the same cut one after the other.
     #[test]
     fn a_view_that_was_cut_meanwhile_is_left_alone() {
-        let (mut heap, open) = books(&[(1 << 40, LONG)]);
+        let (mut heap, open) = heap_of(&[(1 << 40, LONG)]);
         let cut = heap.plan_cut(&want(20), &open).unwrap();
         let (_, gone) = heap.cut_view(cut).unwrap();
         assert!(heap.cut_view(cut).is_none(), "its end is being unmapped");
@@ -248,11 +248,11 @@ mod tests {
         let mut end = [true; 8];
         end[0] = false;
         for (open_end, cut) in [(5, true), (6, false), (7, false)] {
-            let (heap, open) = books(&[(1 << 40, LONG), (2 << 40, &end[..=open_end])]);
+            let (heap, open) = heap_of(&[(1 << 40, LONG), (2 << 40, &end[..=open_end])]);
             assert_eq!(heap.plan_cut(&want(20), &open).is_some(), cut, "{open_end}");
         }
         // Six handles are a twentieth of 120.
-        let (heap, open) = books(&[(1 << 40, LONG)]);
+        let (heap, open) = heap_of(&[(1 << 40, LONG)]);
         assert!(heap.plan_cut(&want(120), &open).is_some());
         assert_eq!(heap.plan_cut(&want(121), &open), None);
     }

@@ -23,7 +23,7 @@ impl Heap {
             views: self.views.map.len() as u64,
             view_maps: self.views.view_maps() as u64,
             view_bytes: view_granules * GRANULE,
-            view_live: self.views.lent_bytes,
+            view_live: self.views.aliased_bytes,
             guarded: self.guards.bytes(),
             last_growth: self.physical.last_growth,
             bursts: self.physical.bursts.figures(),
@@ -37,7 +37,7 @@ impl Heap {
             free: self.extents.free_bytes(),
             largest: self.extents.largest_run(),
             stranded: self.stranded(),
-            view_live: self.views.lent_bytes,
+            view_live: self.views.aliased_bytes,
         }
     }
 
@@ -84,7 +84,7 @@ impl Heap {
     /// What each stream keeps from the others, the free part of its pages included, most first.
     fn stranded(&self) -> Vec<StreamBytes> {
         let mut by_slot = self.waiting();
-        for (slot, bytes) in self.fronts.free_in_fronts() {
+        for (slot, bytes) in self.caches.free_in_caches() {
             by_slot.entry(slot).or_default().0 += bytes;
         }
         self.by_stream(by_slot)

@@ -1,4 +1,4 @@
-//! What to ask of the driver: growth and release, planned on the books before any call is made.
+//! What to ask of the driver: growth and release, planned on the heap before any call is made.
 
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::space::Shard;
@@ -335,7 +335,7 @@ impl Heap {
         self.restore(growth.space, growth.id, growth.shards);
     }
 
-    /// Enters memory into the books.
+    /// Enters memory into the heap.
     pub(crate) fn hold(&mut self, addr: u64, bytes: u64, handle: Option<u64>, space: SpaceId) {
         let number = match handle {
             Some(_) if space == SpaceId::Large => {
@@ -356,7 +356,7 @@ impl Heap {
         self.stats.segment_added(space == SpaceId::Small, bytes);
     }
 
-    /// Takes memory out of the books.
+    /// Takes memory out of the heap.
     pub(crate) fn unhold(&mut self, bytes: u64, space: SpaceId) {
         self.physical.full_at = None;
         self.stats.segment_gone(space == SpaceId::Small, bytes);

@@ -10,7 +10,7 @@ use crate::allocator::extent::uses::Uses;
 pub(crate) enum Guarding {
     /// The record of a block.
     Record(u32),
-    /// The address of a block that fronts gave.
+    /// The address of a block that stream caches gave.
     Small(u64),
 }
 

@@ -15,7 +15,7 @@ impl Heap {
         ptr: u64,
         bytes: u64,
     ) -> Result<(Guarding, Vec<PhysicalSegment>), Error> {
-        if let Some((_, run, _)) = self.fronts.small_around(ptr) {
+        if let Some((_, run, _)) = self.caches.small_around(ptr) {
             let last = run.ptr + u64::from(run.granules) * GRANULE;
             let end = ptr.checked_add(bytes).filter(|end| *end <= last);
             let Some(end) = end.filter(|_| bytes > 0) else {
@@ -47,14 +47,18 @@ impl Heap {
             return Vec::new();
         };
         let (mut segments, mut at) = (Vec::new(), base);
-        for seg in &view.segs {
-            let bytes = u64::from(seg.granules) * GRANULE;
+        for mapping in &view.mappings {
+            let bytes = u64::from(mapping.granules) * GRANULE;
             let (from, to) = (ptr.max(at), end.min(at + bytes));
             if from < to {
                 segments.push(PhysicalSegment {
                     address: from,
                     bytes: to - from,
-                    handle: self.physical.holdings.get(&seg.home).and_then(|h| h.handle),
+                    handle: self
+                        .physical
+                        .holdings
+                        .get(&mapping.home)
+                        .and_then(|h| h.handle),
                     offset: from - at,
                     handle_bytes: bytes,
                 });
@@ -64,7 +68,7 @@ impl Heap {
         segments
     }
 
-    /// False if the block has been freed in its front meanwhile.
+    /// False if the block has been freed in its stream cache meanwhile.
     pub(crate) fn guard(&mut self, block: Guarding) -> bool {
         let ptr = match block {
             Guarding::Record(id) => {
@@ -73,11 +77,11 @@ impl Heap {
             }
             Guarding::Small(ptr) => ptr,
         };
-        // Its free comes to the books from here on.
+        // Its free comes to the heap from here on.
         let noted = self
-            .fronts
+            .caches
             .small_around(ptr)
-            .is_some_and(|(front, run, _)| self.note_in_books(front, &run, None));
+            .is_some_and(|(cache, run, _)| self.note_in_heap(cache, &run, None));
         if noted {
             self.guards.small.entry(ptr).or_default().guards += 1;
         }
@@ -96,8 +100,8 @@ impl Heap {
         let freed = self.guards.small.remove(&ptr).and_then(|g| g.freed);
         if let Some(held) = freed {
             self.guards.bytes -= held.bytes;
-            self.fronts.held_back.push(held);
-            self.settle_held_back();
+            self.caches.held_back.push(held);
+            self.return_held_back();
         }
     }
 
@@ -148,12 +152,12 @@ impl Heap {
         }
         if !self.extents.records.cold(id).home().is_empty() {
             for piece in self.view_block_freed(id, &uses) {
-                self.settle_piece(SpaceId::Large, piece);
+                self.complete_piece(SpaceId::Large, piece);
             }
             return;
         }
         let (at, records) = self.extents.parts(space);
         let piece = at.release(records, id, uses);
-        self.settle_piece(space, piece);
+        self.complete_piece(space, piece);
     }
 }

@@ -1,35 +1,41 @@
-//! Large blocks that stay in hand on the shelf of a front: how they go there and come back.
+//! Large blocks that stay in hand in the large-block cache of a stream cache: how they go there and come back.
 
 use std::sync::atomic::Ordering;
 
-use crate::allocator::cache::front::{Front, Shelved};
+use crate::allocator::cache::stream_cache::{CachedBlock, StreamCache};
 use crate::allocator::extent::invariant::{CheckError, holds, same};
 use crate::allocator::extent::record::State as Extent;
 use crate::allocator::heap::Heap;
 
 impl Heap {
-    /// A block was handed out by the books: puts it on the shelf of its front if that may be of use. Not
-    /// one for which a request had wishes: another one would get a place elsewhere. Whether it is there.
+    /// A block was handed out by the heap: puts it in the large-block cache of its stream cache if that may be
+    /// of use. Not one for which a request had wishes: another one would get a place elsewhere. Whether it is
+    /// there.
     #[inline]
-    pub(crate) fn shelve(&mut self, id: u32, front: &'static Front, plain: bool) -> bool {
+    pub(crate) fn cache_freed(
+        &mut self,
+        id: u32,
+        cache: &'static StreamCache,
+        plain: bool,
+    ) -> bool {
         let granules = self.extents.records[id].granules;
-        let again = self.fronts.habits.allocated(id, granules);
-        plain && (again || self.fronts.crowd > 0) && self.put_on_shelf(id, front)
+        let again = self.caches.predictor.allocated(id, granules);
+        plain && (again || self.caches.contention > 0) && self.put_in_cache(id, cache)
     }
 
     #[inline(never)]
-    pub(crate) fn put_on_shelf(&mut self, id: u32, front: &'static Front) -> bool {
+    pub(crate) fn put_in_cache(&mut self, id: u32, cache: &'static StreamCache) -> bool {
         let (hot, cold) = (self.extents.records[id], self.extents.records.cold(id));
         if !cold.home().is_empty() {
             return false;
         }
         let requested = cold.requested;
-        if self.fronts.crowd == 0 {
-            // Somebody else's may have come since this request took the last one off: the books were
+        if self.caches.contention == 0 {
+            // Somebody else's may have come since this request took the last one off: the heap was
             // let go for a call of the driver, or of a hook.
-            self.unshelve_loose();
+            self.uncache_provisional();
         }
-        let block = Shelved {
+        let block = CachedBlock {
             id,
             generation: hot.generation,
             ptr: hot.addr,
@@ -39,35 +45,37 @@ impl Heap {
             reuses: 0,
         };
         let gone = {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             if !inner.is_fast() || inner.slot != hot.stream {
                 return false;
             }
-            inner.shelf.add(block)
+            inner.large_cache.add(block)
         };
-        if self.fronts.crowd == 0 {
-            self.fronts.loose = Some(id);
+        if self.caches.contention == 0 {
+            self.caches.provisional = Some(id);
         }
-        self.extents.records[id].shelved = true;
-        self.fronts.shelved.insert(id, front);
-        self.fronts.on_shelves.fetch_add(1, Ordering::Relaxed);
+        self.extents.records[id].cached = true;
+        self.caches.cached.insert(id, cache);
+        self.caches.in_large_caches.fetch_add(1, Ordering::Relaxed);
         if let Some(gone) = gone {
-            self.off_shelf(gone);
+            self.out_of_cache(gone);
         }
         true
     }
 
-    /// Makes the books right about a block that was taken off its shelf.
-    pub(crate) fn off_shelf(&mut self, block: Shelved) {
-        self.fronts.shelved.remove(&block.id);
-        self.fronts.on_shelves.fetch_sub(1, Ordering::Relaxed);
-        self.fronts.habits.was_shelved(block.granules, block.reuses);
+    /// Makes the heap right about a block that was taken out of its large-block cache.
+    pub(crate) fn out_of_cache(&mut self, block: CachedBlock) {
+        self.caches.cached.remove(&block.id);
+        self.caches.in_large_caches.fetch_sub(1, Ordering::Relaxed);
+        self.caches
+            .predictor
+            .was_cached(block.granules, block.reuses);
         let hot = &mut self.extents.records[block.id];
-        hot.shelved = false;
+        hot.cached = false;
         hot.generation = block.generation;
         if !block.is_live() {
             let after = self.free(block.id);
-            self.fronts.due.extend(after.streams());
+            self.caches.due.extend(after.streams());
             return;
         }
         let less = block.counted - block.requested;
@@ -78,163 +86,174 @@ impl Heap {
         self.stats.on_pool(small, |pool| pool.requested.sub(less));
     }
 
-    /// Takes a block off its shelf, if it lies on one: it is freed if nobody holds it.
-    pub(crate) fn unshelve(&mut self, id: u32) {
-        let Some(front) = self.shelf_of(id) else {
+    /// Takes a block out of its large-block cache, if it lies on one: it is freed if nobody holds it.
+    pub(crate) fn uncache(&mut self, id: u32) {
+        let Some(cache) = self.large_cache_of(id) else {
             return;
         };
-        let block = front.lock().shelf.remove(id);
+        let block = cache.lock().large_cache.remove(id);
         if let Some(block) = block {
-            self.off_shelf(block);
+            self.out_of_cache(block);
         }
     }
 
-    /// The front on whose shelf a block lies.
-    pub(crate) fn shelf_of(&self, id: u32) -> Option<&'static Front> {
-        if !self.extents.records[id].shelved {
+    /// The stream cache in whose large-block cache a block lies.
+    pub(crate) fn large_cache_of(&self, id: u32) -> Option<&'static StreamCache> {
+        if !self.extents.records[id].cached {
             return None;
         }
-        self.fronts.shelved.get(&id).copied()
+        self.caches.cached.get(&id).copied()
     }
 
-    /// Frees a block that lies on a shelf, with a generation only that life of it, and leaves it there.
-    /// Whether it was live; `None` if the books have to free it.
-    pub(crate) fn free_on_shelf(&self, id: u32, generation: Option<u32>) -> Option<bool> {
-        let mut inner = self.shelf_of(id)?.lock();
+    /// Frees a block that lies in a large-block cache, with a generation only that life of it, and leaves it
+    /// there. Whether it was live; `None` if the heap has to free it.
+    pub(crate) fn free_into_cache(&self, id: u32, generation: Option<u32>) -> Option<bool> {
+        let mut inner = self.large_cache_of(id)?.lock();
         if !inner.is_fast() {
             return None;
         }
-        inner.shelf.put(id, generation)
+        inner.large_cache.put(id, generation)
     }
 
-    /// Whether a block on a shelf is in this life.
-    pub(crate) fn is_live_on_shelf(&self, id: u32, generation: u32) -> bool {
-        let front = self.shelf_of(id);
-        front.is_some_and(|front| {
-            let inner = front.lock();
-            let block = inner.shelf.find(id);
+    /// Whether a block in a large-block cache is in this life.
+    pub(crate) fn is_live_in_cache(&self, id: u32, generation: u32) -> bool {
+        let cache = self.large_cache_of(id);
+        cache.is_some_and(|cache| {
+            let inner = cache.lock();
+            let block = inner.large_cache.find(id);
             block.is_some_and(|block| block.is_live() && block.generation == generation)
         })
     }
 
-    /// The live large block around an address, off its shelf.
+    /// The live large block around an address, out of its large-block cache.
     pub(crate) fn large_around(&mut self, ptr: u64) -> Option<u32> {
         let id = self.extents.lookup.at_or_below(ptr)?;
         if ptr >= self.extents.records[id].end() {
             return None;
         }
-        self.unshelve(id);
+        self.uncache(id);
         (self.extents.lookup.exact(self.extents.records[id].addr) == Some(id)).then_some(id)
     }
 
-    /// Frees what nobody holds on the shelves of one stream.
-    pub(crate) fn settle_shelves_of(&mut self, stream: u32) {
-        for at in 0..self.fronts.of(stream).len() {
-            self.settle_shelf(self.fronts.of(stream)[at]);
+    /// Frees what nobody holds in the large-block caches of one stream.
+    pub(crate) fn empty_large_caches_of(&mut self, stream: u32) {
+        for at in 0..self.caches.of(stream).len() {
+            self.empty_large_cache(self.caches.of(stream)[at]);
         }
     }
 
-    /// A large request that the shelf of its front could not serve: what nobody holds there goes back,
-    /// so that the request finds what it would find without shelves.
-    pub(crate) fn pass_by_shelf(&mut self, front: &'static Front, contended: bool) {
+    /// A large request that the large-block cache of its stream cache could not serve: what nobody holds there
+    /// goes back, so that the request finds what it would find without large-block caches.
+    pub(crate) fn pass_by_cache(&mut self, cache: &'static StreamCache, contended: bool) {
         if !self.rules.caches() {
             return;
         }
-        self.unshelve_loose();
-        if self.fronts.crowd > 0 {
-            self.settle_shelf(front);
+        self.uncache_provisional();
+        if self.caches.contention > 0 {
+            self.empty_large_cache(cache);
         }
         if contended {
-            self.fronts.crowd = CROWD;
-        } else if self.fronts.crowd > 0 {
-            self.fronts.crowd -= 1;
-            if self.fronts.crowd == 0 {
-                self.clear_shelves();
+            self.caches.contention = CONTENTION;
+        } else if self.caches.contention > 0 {
+            self.caches.contention -= 1;
+            if self.caches.contention == 0 {
+                self.clear_large_caches();
             }
         }
     }
 
-    /// Takes the block off its shelf that was there on the condition that nothing else happens.
+    /// Takes the block out of its large-block cache that was there on the condition that nothing else happens.
     #[inline]
-    pub(crate) fn unshelve_loose(&mut self) {
-        if let Some(id) = self.fronts.loose.take() {
-            self.unshelve(id);
+    pub(crate) fn uncache_provisional(&mut self) {
+        if let Some(id) = self.caches.provisional.take() {
+            self.uncache(id);
         }
     }
 
-    /// Frees what nobody holds on any shelf; true if there was anything.
-    pub(crate) fn settle_shelves(&mut self) -> bool {
+    /// Frees what nobody holds on any large-block cache; true if there was anything.
+    pub(crate) fn empty_large_caches(&mut self) -> bool {
         let mut any = false;
-        for at in 0..self.fronts.all().len() {
-            any |= self.settle_shelf(self.fronts.all()[at]);
+        for at in 0..self.caches.all().len() {
+            any |= self.empty_large_cache(self.caches.all()[at]);
         }
         any
     }
 
-    /// Frees what nobody holds on one shelf; true if there was anything.
-    pub(crate) fn settle_shelf(&mut self, front: &'static Front) -> bool {
+    /// Frees what nobody holds in one large-block cache; true if there was anything.
+    pub(crate) fn empty_large_cache(&mut self, cache: &'static StreamCache) -> bool {
         let mut any = false;
         loop {
-            let block = front.lock().shelf.remove_idle();
+            let block = cache.lock().large_cache.remove_idle();
             let Some(block) = block else {
                 return any;
             };
             any = true;
-            self.off_shelf(block);
+            self.out_of_cache(block);
         }
     }
 
-    /// Takes everything off all shelves: from here on the books are right about every block.
-    pub(crate) fn clear_shelves(&mut self) {
-        for at in 0..self.fronts.all().len() {
-            let front = self.fronts.all()[at];
+    /// Takes everything off all large-block caches: from here on the heap is right about every block.
+    pub(crate) fn clear_large_caches(&mut self) {
+        for at in 0..self.caches.all().len() {
+            let cache = self.caches.all()[at];
             loop {
-                let block = front.lock().shelf.remove_any();
+                let block = cache.lock().large_cache.remove_any();
                 let Some(block) = block else {
                     break;
                 };
-                self.off_shelf(block);
+                self.out_of_cache(block);
             }
         }
     }
 
-    /// Every block on a shelf is known to the books, and none else.
-    pub(crate) fn check_shelves(&self) -> Result<(), CheckError> {
+    /// Every block in a large-block cache is known to the heap, and none else.
+    pub(crate) fn check_large_caches(&self) -> Result<(), CheckError> {
         let mut known = 0;
-        for front in self.fronts.all() {
-            let inner = front.lock();
-            inner.shelf.check()?;
-            for block in inner.shelf.blocks() {
+        for cache in self.caches.all() {
+            let inner = cache.lock();
+            inner.large_cache.check()?;
+            for block in inner.large_cache.blocks() {
                 known += 1;
-                let loose = self.fronts.loose == Some(block.id);
+                let provisional = self.caches.provisional == Some(block.id);
                 holds(
-                    "without a crowd there is one block on a shelf at most",
-                    loose || self.fronts.crowd > 0,
+                    "without a contention there is one block in a large-block cache at most",
+                    provisional || self.caches.contention > 0,
                 )?;
                 let (hot, cold) = (
                     &self.extents.records[block.id],
                     self.extents.records.cold(block.id),
                 );
-                let here = self.fronts.shelved.get(&block.id);
-                let here = here.is_some_and(|known| std::ptr::eq(*known, *front));
-                holds("a block on a shelf is known there", hot.shelved && here)?;
+                let here = self.caches.cached.get(&block.id);
+                let here = here.is_some_and(|known| std::ptr::eq(*known, *cache));
                 holds(
-                    "a block on a shelf is in use for the books",
+                    "a block in a large-block cache is known there",
+                    hot.cached && here,
+                )?;
+                holds(
+                    "a block in a large-block cache is in use for the heap",
                     hot.state == Extent::Used && hot.stream == inner.slot,
                 )?;
                 holds(
-                    "nobody else uses a block on a shelf",
+                    "nobody else uses a block in a large-block cache",
                     cold.recorded().is_empty(),
                 )?;
-                same("address of a block on a shelf", block.ptr, hot.addr)?;
                 same(
-                    "length of a block on a shelf",
+                    "address of a block in a large-block cache",
+                    block.ptr,
+                    hot.addr,
+                )?;
+                same(
+                    "length of a block in a large-block cache",
                     u64::from(block.granules),
                     u64::from(hot.granules),
                 )?;
-                same("bytes asked for on a shelf", block.counted, cold.requested)?;
+                same(
+                    "bytes asked for in a large-block cache",
+                    block.counted,
+                    cold.requested,
+                )?;
                 holds(
-                    "a block on a shelf asks for no more than is counted",
+                    "a block in a large-block cache asks for no more than is counted",
                     block.requested <= block.counted,
                 )?;
             }
@@ -243,17 +262,17 @@ impl Heap {
             .extents
             .records
             .iter()
-            .filter(|(_, hot)| hot.shelved)
+            .filter(|(_, hot)| hot.cached)
             .count() as u64;
-        let on_shelves = self.fronts.on_shelves.load(Ordering::Relaxed);
+        let in_large_caches = self.caches.in_large_caches.load(Ordering::Relaxed);
         same(
-            "blocks on shelves, as told to all",
+            "blocks in large-block caches, as told to all",
             known,
-            u64::from(on_shelves),
+            u64::from(in_large_caches),
         )?;
-        same("blocks on shelves", known, marked)
+        same("blocks in large-block caches", known, marked)
     }
 }
 
-/// Large requests in the books after which nobody waits for them any more, if nobody did meanwhile.
-pub(crate) const CROWD: u32 = 256;
+/// Large requests in the heap after which nobody waits for them any more, if nobody did meanwhile.
+pub(crate) const CONTENTION: u32 = 256;

@@ -18,11 +18,11 @@ impl Heap {
         let mut events = self.streams.events.remove(&key).unwrap_or_default();
         for stream in gone {
             self.streams.forget_key(stream);
-            self.fronts.set_fast(stream, false);
-            for front in self.fronts.all().to_vec() {
-                self.close_batches(front, Some(stream), &mut AfterFree::default());
+            self.caches.set_fast(stream, false);
+            for cache in self.caches.all().to_vec() {
+                self.close_batches(cache, Some(stream), &mut AfterFree::default());
             }
-            self.flush_fronts_of(stream);
+            self.flush_caches_of(stream);
             // Everything up to here is under tickets below the one that is open.
             drop(self.close_batch(stream));
             let slot = &mut self.streams[stream];

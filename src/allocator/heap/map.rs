@@ -8,7 +8,7 @@ use crate::allocator::heap::Heap;
 use crate::allocator::view::mapping::{Stitch, Unmapped};
 
 impl Heap {
-    /// Books what is left of a stitch that failed.
+    /// Heap what is left of a stitch that failed.
     pub(crate) fn not_mapped(
         &mut self,
         want: &Want,

@@ -1,7 +1,8 @@
-//! Growth and release in the books: what failed, what is set apart, what comes back, and the picture of a want of memory.
+//! Growth and release in the heap: what failed, what is set apart, what comes back, and the picture of a want
+//! of memory.
 
 use crate::allocator::error::{OutOfMemory, PinnedSegment};
-use crate::allocator::extent::handle::Stray;
+use crate::allocator::extent::handle::OrphanedHandle;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::heap::Heap;
@@ -30,18 +31,18 @@ impl Heap {
         }
     }
 
-    /// A growth failed: the books as before, and what could not be undone set apart.
+    /// A growth failed: the heap as before, and what could not be undone set apart.
     pub(crate) fn growth_failed(&mut self, growth: Growth, failure: GrowthFailure) {
         let space = growth.space;
         self.not_grown(growth);
         self.set_apart(space, failure);
     }
 
-    /// Enters what could not be undone into the books. The homes of it are holes.
+    /// Enters what could not be undone into the heap. The homes of it are holes.
     pub(crate) fn set_apart(&mut self, space: SpaceId, failure: GrowthFailure) {
-        for (handle, bytes) in failure.strays {
+        for (handle, bytes) in failure.orphaned_handles {
             self.stats.segment_added(space == SpaceId::Small, bytes);
-            self.physical.strays.push(Stray {
+            self.physical.orphaned_handles.push(OrphanedHandle {
                 handle,
                 bytes,
                 space,
@@ -65,8 +66,8 @@ impl Heap {
         }
     }
 
-    /// Books what became of a mapped handle that was to be given back. One that is still mapped goes
-    /// where `still_mapped` puts it; one that is unmapped and could not be released is a stray.
+    /// Heap what became of a mapped handle that was to be given back. One that is still mapped goes
+    /// where `still_mapped` puts it; one that is unmapped and could not be released is a orphaned handle.
     /// Returns the bytes that are the driver's again, and what failed.
     pub(crate) fn given_back(
         &mut self,
@@ -81,7 +82,7 @@ impl Heap {
         self.gone(&release);
         match (freed, release.handle) {
             (Err(error), Some(handle)) => {
-                self.physical.strays.push(Stray {
+                self.physical.orphaned_handles.push(OrphanedHandle {
                     handle,
                     bytes: release.bytes,
                     space: release.space,
@@ -101,7 +102,7 @@ impl Heap {
         self.restore(release.space, release.id, release.shards);
     }
 
-    /// Takes a segment into the books again that the driver would not free.
+    /// Takes a segment into the heap again that the driver would not free.
     pub(crate) fn readmit(&mut self, release: Release) {
         let Ok(granules) = u32::try_from(release.bytes / GRANULE) else {
             return;
@@ -122,7 +123,7 @@ impl Heap {
     }
 
     /// What an earlier failure left behind, claimed so that nobody else tries at the same time.
-    pub(crate) fn claim_leftovers(&mut self) -> (Vec<Stray>, Vec<Release>) {
+    pub(crate) fn claim_leftovers(&mut self) -> (Vec<OrphanedHandle>, Vec<Release>) {
         let mut quarantined = std::mem::take(&mut self.physical.quarantined);
         quarantined.sort_unstable();
         let releases = quarantined.into_iter().filter_map(|id| {
@@ -139,25 +140,29 @@ impl Heap {
             })
         });
         let releases = releases.collect();
-        let idle = self.physical.strays.iter_mut().filter(|stray| !stray.busy);
-        let claim = |stray: &mut Stray| {
-            stray.busy = true;
-            *stray
+        let idle = self
+            .physical
+            .orphaned_handles
+            .iter_mut()
+            .filter(|orphan| !orphan.busy);
+        let claim = |orphan: &mut OrphanedHandle| {
+            orphan.busy = true;
+            *orphan
         };
         (idle.map(claim).collect(), releases)
     }
 
-    /// A stray was released, or stays one.
-    pub(crate) fn stray_tried(&mut self, stray: &Stray, released: bool) {
-        let same = |other: &Stray| other.busy && other.handle == stray.handle;
-        let Some(at) = self.physical.strays.iter().position(same) else {
+    /// A orphaned handle was released, or stays one.
+    pub(crate) fn orphan_tried(&mut self, orphan: &OrphanedHandle, released: bool) {
+        let same = |other: &OrphanedHandle| other.busy && other.handle == orphan.handle;
+        let Some(at) = self.physical.orphaned_handles.iter().position(same) else {
             return;
         };
         if released {
-            self.physical.strays.remove(at);
-            self.unhold(stray.bytes, stray.space);
+            self.physical.orphaned_handles.remove(at);
+            self.unhold(orphan.bytes, orphan.space);
         } else {
-            self.physical.strays[at].busy = false;
+            self.physical.orphaned_handles[at].busy = false;
         }
     }
 
@@ -179,7 +184,7 @@ impl Heap {
                 .max()
                 .unwrap_or(0),
             largest_run: self.extents.largest_run(),
-            in_views: self.views.lent_bytes,
+            in_views: self.views.aliased_bytes,
             guarded: self.guards.bytes(),
             pending: self.pending_bytes(),
             pinned: self.pinned(),

@@ -32,9 +32,9 @@ pub(crate) mod views;
 
 use std::sync::{Arc, Weak};
 
-use crate::allocator::cache::Fronts;
+use crate::allocator::cache::StreamCaches;
 use crate::allocator::cache::deferred::Deferred;
-use crate::allocator::cache::front::{KeepAlive, PageTable};
+use crate::allocator::cache::stream_cache::{KeepAlive, PageTable};
 use crate::allocator::config::Tuning;
 use crate::allocator::extent::Extents;
 use crate::allocator::extent::index::Entry;
@@ -68,11 +68,11 @@ pub(crate) struct Heap {
     pub physical: Physical,
     pub views: Views,
     pub streams: Streams,
-    pub fronts: Fronts,
+    pub caches: StreamCaches,
     /// Blocks that guards keep.
     pub guards: Guards,
     pub stats: Stats,
-    /// Memory for pieces that are settled.
+    /// Memory for pieces whose uses are completed.
     pub pieces: Vec<Entry>,
     /// Most bytes of large freed blocks that other streams could still use, at once.
     pub mixed_peak: u64,
@@ -83,7 +83,7 @@ pub(crate) struct Heap {
     /// Frees so far: the time by which idle memory is told apart.
     pub frees: u64,
     pub closed: bool,
-    /// No allocator stands for the books any more: the last block that goes closes them.
+    /// No allocator stands for the heap any more: the last block that goes closes them.
     pub orphaned: bool,
 }
 
@@ -103,7 +103,7 @@ impl Heap {
             physical: Physical::new(limit, tuning),
             views: Views::default(),
             streams: Streams::default(),
-            fronts: Fronts::new(owner, table),
+            caches: StreamCaches::new(owner, table),
             guards: Guards::default(),
             stats: Stats::default(),
             pieces: Vec::new(),
@@ -162,7 +162,7 @@ impl Heap {
         let before = self.peak_live;
         if self.requested_now() + requested > before {
             // What nobody holds is no peak.
-            self.settle_shelves();
+            self.empty_large_caches();
         }
         self.peak_live = before.max(self.requested_now() + requested);
         (before, self.peak_live)
@@ -170,7 +170,7 @@ impl Heap {
 
     /// Requested bytes of live blocks; of small ones as of the last look.
     pub(crate) fn requested_now(&self) -> u64 {
-        self.stats.all.requested.current + self.fronts.requested
+        self.stats.all.requested.current + self.caches.requested
     }
 
     /// A request failed: it does not raise the peak, unless others have raised it since.
@@ -286,7 +286,7 @@ impl Heap {
 
     /// Frees a live block.
     pub(crate) fn free(&mut self, id: u32) -> AfterFree {
-        self.unshelve_loose();
+        self.uncache_provisional();
         let hot = &mut self.extents.records[id];
         let (addr, granules, bytes, owner) = (hot.addr, hot.granules, hot.bytes(), hot.stream);
         let space = hot.space;
@@ -298,7 +298,7 @@ impl Heap {
         let shared = !cold.recorded().is_empty();
         self.extents.lookup.remove(addr);
         if self.rules.caches() {
-            self.fronts.habits.freed(id, granules);
+            self.caches.predictor.freed(id, granules);
         }
         self.stats
             .freed(space != SpaceId::Large, bytes, requested, !shared);
@@ -319,7 +319,7 @@ impl Heap {
         if in_view {
             for piece in self.view_block_freed(id, &uses) {
                 if shared {
-                    self.settle_piece(SpaceId::Large, piece);
+                    self.complete_piece(SpaceId::Large, piece);
                 }
             }
             return after;
@@ -329,7 +329,7 @@ impl Heap {
         let piece = at.release(records, id, uses);
         if shared || (over && space == SpaceId::Large) {
             // A recorded use may be over already, and so is everything of a retired stream.
-            self.settle_piece(space, piece);
+            self.complete_piece(space, piece);
         }
         after
     }

@@ -8,7 +8,7 @@ use crate::allocator::stream::finder::Run;
 impl Heap {
     pub(crate) fn take_near(&mut self, want: &Want, near: &[u64]) -> Option<u32> {
         let id = near.iter().find_map(|addr| self.take_at(want, *addr))?;
-        self.stats.rungs.ready += 1;
+        self.stats.reclaim.ready += 1;
         Some(id)
     }
 
@@ -22,7 +22,7 @@ impl Heap {
     pub(crate) fn take_best(&mut self, want: &Want) -> Option<u32> {
         let run = self.best(want)?;
         let id = self.take(want, run)?;
-        self.stats.rungs.ready += 1;
+        self.stats.reclaim.ready += 1;
         Some(id)
     }
 

@@ -28,7 +28,7 @@ impl Heap {
     /// soft cap, a stretch behind waits, a handle below the limit.
     pub(crate) fn next_in_one_handle(&mut self, want: &Want) -> Next {
         if let Some(place) = self.place_in_handle(want, |finder, id| finder.ready(id)) {
-            self.stats.rungs.ready += 1;
+            self.stats.reclaim.ready += 1;
             return Next::Take(place);
         }
         let bytes = want.handle_bytes();
@@ -36,17 +36,17 @@ impl Heap {
             return Next::Reserve(bytes);
         };
         if bytes <= self.soft_room().min(self.room()) {
-            self.stats.rungs.grown += 1;
+            self.stats.reclaim.grown += 1;
             return self.one_handle(want, hole, skip);
         }
         if self.streams.several()
             && let Some(place) = self.place_in_handle(want, |finder, id| finder.reachable(id))
         {
-            self.stats.rungs.waited += 1;
+            self.stats.reclaim.waited += 1;
             return Next::Take(place);
         }
         if bytes <= self.room() {
-            self.stats.rungs.grown_hard += 1;
+            self.stats.reclaim.grown_hard += 1;
             return self.one_handle(want, hole, skip);
         }
         Next::MakeRoom
@@ -56,7 +56,7 @@ impl Heap {
     pub(crate) fn take_in_handle(&mut self, want: &Want) -> Option<u32> {
         let place = self.place_in_handle(want, |finder, id| finder.ready(id))?;
         let (id, _) = self.claim(want.space, place.first, place.skip, want.granules)?;
-        self.stats.rungs.ready += 1;
+        self.stats.reclaim.ready += 1;
         Some(id)
     }
 

@@ -1,9 +1,9 @@
-//! Sums and peaks over all fronts and the books together.
+//! Sums and peaks over all stream caches and the heap together.
 
 use std::sync::Arc;
 
-use crate::allocator::cache::front::{
-    Allocated, Amounts, Front, Owner, QUANTITIES, Shelved, Small,
+use crate::allocator::cache::stream_cache::{
+    Allocated, Amounts, CachedBlock, Owner, QUANTITIES, Small, StreamCache,
 };
 use crate::allocator::cache::{Locked, SmallTotals, totals};
 use crate::allocator::extent::invariant::{CheckError, holds, same};
@@ -11,7 +11,7 @@ use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stats::{Counter, PoolStats, Stats};
 
-/// The counters of the quantities that fronts count, in their order.
+/// The counters of the quantities that stream caches count, in their order.
 fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
     [
         &mut pool.allocated,
@@ -21,23 +21,23 @@ fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
 }
 
 impl Heap {
-    /// Takes a small request that may be a new peak; with an owner only if the front still serves it
-    /// without a look at the books.
+    /// Takes a small request that may be a new peak; with an owner only if the stream cache still serves it
+    /// without a look at the heap.
     pub(crate) fn take_at_peak(
         &mut self,
-        front: &'static Front,
+        cache: &'static StreamCache,
         request: Small,
         owner: Option<Owner>,
     ) -> Allocated {
-        let mut locked = self.fronts.lock_fronts();
-        let at = self.fronts.all.iter().position(|f| std::ptr::eq(*f, front));
+        let mut locked = self.caches.lock_caches();
+        let at = self.caches.all.iter().position(|f| std::ptr::eq(*f, cache));
         let outcome = match at.and_then(|at| locked.get_mut(at)) {
             Some(inner) if owner.is_none_or(|owner| inner.serves(owner)) => {
                 inner.take_beyond(request)
             }
             _ => return Allocated::Stranger,
         };
-        self.settle_peaks(locked);
+        self.raise_peaks(locked);
         outcome
     }
 
@@ -47,12 +47,12 @@ impl Heap {
     pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) -> bool {
         let all = &self.stats.all.allocated;
         let more = [bytes, requested, 1];
-        let within = all.current + self.fronts.limit + bytes <= all.peak && {
+        let within = all.current + self.caches.limit + bytes <= all.peak && {
             let mut large = counters(&mut self.stats.large).into_iter().zip(more);
             large.all(|(counter, more)| counter.current + more <= counter.peak)
         };
         if !within {
-            self.settle_shelves();
+            self.empty_large_caches();
         }
         within
     }
@@ -62,32 +62,32 @@ impl Heap {
     pub(crate) fn large_counted(&mut self, within: bool) {
         let all = &self.stats.all;
         let now = [all.requested.current, all.allocations.current];
-        for (high, now) in self.fronts.high.iter_mut().zip(now) {
+        for (high, now) in self.caches.high.iter_mut().zip(now) {
             *high = now.max(*high);
         }
-        if within || self.fronts.all.is_empty() {
+        if within || self.caches.all.is_empty() {
             return;
         }
-        if all.allocated.current + self.fronts.limit > all.allocated.peak {
-            self.settle_peaks(self.fronts.lock_fronts());
+        if all.allocated.current + self.caches.limit > all.allocated.peak {
+            self.raise_peaks(self.caches.lock_caches());
         }
     }
 
-    /// With all fronts locked: raises the peaks to what is there, and shares the room below them
-    /// out among the fronts that are busy.
+    /// With all stream caches locked: raises the peaks to what is there, and shares the room below them
+    /// out among the stream caches that are busy.
     ///
-    /// What nobody holds on the shelves leaves them: it is no part of the peak, and none of it may be
+    /// What nobody holds in the large-block caches leaves them: it is no part of the peak, and none of it may be
     /// handed out again without a look at the peak.
-    fn settle_peaks(&mut self, mut locked: Vec<Locked<'_>>) {
+    fn raise_peaks(&mut self, mut locked: Vec<Locked<'_>>) {
         let small = small_bytes(&locked);
         let held = held(&locked);
-        let idle: Vec<Shelved> = locked
+        let idle: Vec<CachedBlock> = locked
             .iter_mut()
-            .flat_map(|inner| std::iter::from_fn(|| inner.shelf.remove_idle()))
+            .flat_map(|inner| std::iter::from_fn(|| inner.large_cache.remove_idle()))
             .collect();
         self.fold(&mut locked);
-        self.fronts.sharings += 1;
-        let now = self.fronts.sharings;
+        self.caches.sharings += 1;
+        let now = self.caches.sharings;
         let busy: Vec<bool> = locked.iter_mut().map(|inner| inner.busy(now)).collect();
         let sharers = busy.iter().filter(|busy| **busy).count().max(1) as u64;
         let (pool, all) = (
@@ -103,50 +103,50 @@ impl Heap {
             // The rest is for the next large block.
             room /= 2;
         }
-        self.fronts.limit = 0;
+        self.caches.limit = 0;
         for (inner, busy) in locked.iter_mut().zip(&busy) {
             let room = if *busy { room / sharers } else { 0 };
             inner.accounts.allocated.set_room(room);
-            self.fronts.limit += inner.accounts.allocated.limit();
+            self.caches.limit += inner.accounts.allocated.limit();
         }
-        let row: Arc<[&'static Front]> = (self.fronts.all.iter().zip(&busy))
+        let row: Arc<[&'static StreamCache]> = (self.caches.all.iter().zip(&busy))
             .filter(|(_, busy)| **busy)
-            .map(|(front, _)| *front)
+            .map(|(cache, _)| *cache)
             .collect();
         for inner in &mut locked {
             inner.set_others(&row);
         }
         drop(locked);
         for block in idle {
-            self.off_shelf(block);
+            self.out_of_cache(block);
         }
     }
 
-    /// Takes the fronts' own peaks into those of all together, and begins them anew.
+    /// Takes the stream caches' own peaks into those of all together, and begins them anew.
     fn fold(&mut self, locked: &mut [Locked<'_>]) {
         let (small, all) = self.bounds(locked);
         for (pool, bounds) in [(&mut self.stats.small, small), (&mut self.stats.all, all)] {
             [pool.requested.peak, pool.allocations.peak] = bounds;
         }
         let all = &self.stats.all;
-        self.fronts.high = [all.requested.current, all.allocations.current];
-        self.fronts.requested = 0;
+        self.caches.high = [all.requested.current, all.allocations.current];
+        self.caches.requested = 0;
         for inner in locked {
             let accounts = &mut inner.accounts;
             accounts.requested.reset_peak();
             accounts.blocks.reset_peak();
-            self.fronts.requested += accounts.requested.current();
+            self.caches.requested += accounts.requested.current();
         }
     }
 
-    /// [`fold`](Self::fold) before fronts go.
+    /// [`fold`](Self::fold) before stream caches go.
     pub(crate) fn fold_peaks(&mut self) {
-        let mut locked = self.fronts.lock_fronts();
+        let mut locked = self.caches.lock_caches();
         self.fold(&mut locked);
     }
 
     /// What requested bytes and numbers of blocks were never above, of small ones and of all: the
-    /// largest sum of peaks between two times at which all fronts began anew.
+    /// largest sum of peaks between two times at which all stream caches began anew.
     fn bounds(&self, locked: &[Locked<'_>]) -> ([u64; 2], [u64; 2]) {
         let mut own = [0; 2];
         for inner in locked {
@@ -157,17 +157,17 @@ impl Heap {
         let (mut small, mut all) = (past(&self.stats.small), past(&self.stats.all));
         for at in 0..2 {
             small[at] = small[at].max(own[at]);
-            all[at] = all[at].max(own[at] + self.fronts.high[at]);
+            all[at] = all[at].max(own[at] + self.caches.high[at]);
         }
         (small, all)
     }
 
-    /// Adds what the fronts count to a copy of the books' own figures, at one instant.
-    pub(crate) fn add_fronts(&self, stats: &mut Stats) {
-        let locked = self.fronts.lock_fronts();
-        let mut totals = self.fronts.gone;
+    /// Adds what the stream caches count to a copy of the heap's own figures, at one instant.
+    pub(crate) fn add_caches(&self, stats: &mut Stats) {
+        let locked = self.caches.lock_caches();
+        let mut totals = self.caches.gone;
         let (mut pending, mut quick, mut free) = (0, 0, 0);
-        let mut pending_peak = self.fronts.pending_peak;
+        let mut pending_peak = self.caches.pending_peak;
         for inner in &locked {
             for (total, own) in totals.iter_mut().zip(inner.accounts.totals()) {
                 *total += own;
@@ -177,9 +177,12 @@ impl Heap {
             quick += u64::from(inner.runs.quick_granules()) * GRANULE;
             free += inner.free_bytes();
             let runs = inner.runs.free_runs();
-            stats.free_blocks += runs + inner.shelf.held().blocks;
+            stats.free_blocks += runs + inner.large_cache.held().blocks;
             stats.nodes += runs;
-            let largest = inner.runs.largest_free().max(inner.shelf.largest_free());
+            let largest = inner
+                .runs
+                .largest_free()
+                .max(inner.large_cache.largest_free());
             stats.largest_free = stats.largest_free.max(largest);
         }
         let current = self::totals(&locked);
@@ -206,9 +209,9 @@ impl Heap {
         }
         stats.nodes += current[2];
         let held = held(&locked);
-        let mut reused = self.fronts.reused;
+        let mut reused = self.caches.reused;
         for inner in &locked {
-            reused += inner.shelf.reused();
+            reused += inner.large_cache.reused();
         }
         let reused = [reused.bytes, reused.requested, reused.blocks];
         for pool in [&mut stats.all, &mut stats.large] {
@@ -224,46 +227,50 @@ impl Heap {
         }
         free += held[0];
         stats.hits += reused[2];
-        stats.hits += totals[2] - self.fronts.misses.min(totals[2]);
-        stats.front_bytes = quick + held[0];
+        stats.hits += totals[2] - self.caches.misses.min(totals[2]);
+        stats.cache_bytes = quick + held[0];
         stats.free += free + pending;
-        stats.fronts = locked.len() as u64;
+        stats.caches = locked.len() as u64;
     }
 
     /// Sets the peaks to what is there.
     pub(crate) fn reset_peaks(&mut self) {
-        self.settle_shelves();
-        let mut locked = self.fronts.lock_fronts();
+        self.empty_large_caches();
+        let mut locked = self.caches.lock_caches();
         self.stats.reset_peaks();
         self.mixed_peak = self.stats.all.active.current - self.stats.all.allocated.current;
-        self.fronts.pending_peak = 0;
+        self.caches.pending_peak = 0;
         for inner in &mut locked {
             inner.pending_peak = inner.pending_bytes();
             inner.accounts.requested.reset_peak();
             inner.accounts.blocks.reset_peak();
         }
         let all = &self.stats.all;
-        self.fronts.high = [all.requested.current, all.allocations.current];
-        self.settle_peaks(locked);
+        self.caches.high = [all.requested.current, all.allocations.current];
+        self.raise_peaks(locked);
     }
 
-    /// What the fronts may count to never passes a peak.
+    /// What the stream caches may count to never passes a peak.
     pub(crate) fn check_limits(&self) -> Result<(), CheckError> {
-        let locked = self.fronts.lock_fronts();
+        let locked = self.caches.lock_caches();
         let limits = locked.iter().map(|inner| inner.accounts.allocated.limit());
         let limit = limits.sum();
-        same("limits of fronts are known", limit, self.fronts.limit)?;
+        same(
+            "limits of stream caches are known",
+            limit,
+            self.caches.limit,
+        )?;
         let (all, small) = (&self.stats.all.allocated, &self.stats.small.allocated);
         holds(
-            "fronts stay below the peak",
+            "stream caches stay below the peak",
             limit <= small.peak && all.current + limit <= all.peak,
         )
     }
 
-    /// Stops the fronts if no block is live and no call under way. Else says how many there are,
+    /// Stops the stream caches if no block is live and no call under way. Else says how many there are,
     /// and how many bytes.
     pub(crate) fn shut(&mut self, calls: u64) -> (u64, u64) {
-        let mut locked = self.fronts.lock_fronts();
+        let mut locked = self.caches.lock_caches();
         let small = totals(&locked);
         let all = &self.stats.all;
         let blocks = all.allocations.current + small[2] + calls;
@@ -277,8 +284,8 @@ impl Heap {
 
     /// Live blocks and their bytes, small ones included.
     pub(crate) fn live_totals(&mut self) -> (u64, u64) {
-        let small = self.fronts.small_totals();
-        let held = self.fronts.held_on_shelves();
+        let small = self.caches.small_totals();
+        let held = self.caches.idle_in_large_caches();
         let all = &self.stats.all;
         (
             all.allocations.current + small[2] - held.blocks,
@@ -287,11 +294,11 @@ impl Heap {
     }
 }
 
-/// What the books count for large blocks that nobody holds.
+/// What the heap counts for large blocks that nobody holds.
 fn held(locked: &[Locked<'_>]) -> SmallTotals {
     let mut held = Amounts::default();
     for inner in locked {
-        held += inner.shelf.held();
+        held += inner.large_cache.held();
     }
     [held.bytes, held.requested, held.blocks]
 }
@@ -305,20 +312,20 @@ fn small_bytes(locked: &[Locked<'_>]) -> u64 {
 
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
-    use crate::allocator::engine::large_cache::tests::crowded;
+    use crate::allocator::engine::large_cache::tests::contended;
 
-    /// Threads free blocks onto shelves while another one settles the peaks, and take them again.
+    /// Threads free blocks into large-block caches while another one raises the peaks, and take them again.
     #[test]
-    fn s1_19_a_block_of_a_shelf_is_not_above_the_peak() {
-        crowded(|allocator, [a, _]| {
+    fn s1_19_a_cached_block_is_not_above_the_peak() {
+        contended(|allocator, [a, _]| {
             const BYTES: usize = 3 << 20;
             drop(allocator.allocate(BYTES, a).unwrap());
             {
                 let mut heap = allocator.engine().lock();
-                assert_eq!(heap.fronts.held_on_shelves().blocks, 1);
+                assert_eq!(heap.caches.idle_in_large_caches().blocks, 1);
                 heap.stats.all.allocated.peak = 0;
-                let locked = heap.fronts.lock_fronts();
-                heap.settle_peaks(locked);
+                let locked = heap.caches.lock_caches();
+                heap.raise_peaks(locked);
                 assert_eq!(heap.stats.all.allocated.peak, 0);
             }
             allocator.check().unwrap();

@@ -58,7 +58,7 @@ impl Heap {
                     .flat_map(Space::pending_streams)
                     .collect();
                 for class in classes {
-                    self.settle_class(space, class);
+                    self.complete_class(space, class);
                 }
             }
         }
@@ -67,11 +67,11 @@ impl Heap {
     /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
     /// what was freed inside its pages, which no batch counts.
     pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
-        for front in self.fronts.all().to_vec() {
-            self.close_batches(front, Some(stream), &mut AfterFree::default());
+        for cache in self.caches.all().to_vec() {
+            self.close_batches(cache, Some(stream), &mut AfterFree::default());
         }
-        self.flush_fronts_of(stream);
-        let busy = self.fronts.uses_of(stream) > 0;
+        self.flush_caches_of(stream);
+        let busy = self.caches.uses_of(stream) > 0;
         let slot = &mut self.streams[stream];
         if slot.live > 0 || busy {
             slot.open_uses = slot.open_uses.saturating_add(1);
@@ -82,9 +82,9 @@ impl Heap {
     pub(crate) fn recycle(&mut self, stream: u32) {
         let many = self.streams.len() > MANY_STREAMS;
         let forgettable = matches!(self.streams[stream].holder, Holder::Foreign(_)) && many;
-        if forgettable && self.fronts.pages_of(stream) > 0 {
+        if forgettable && self.caches.pages_of(stream) > 0 {
             // What was freed in its pages is counted from here on: later, when it is complete.
-            self.flush_fronts_of(stream);
+            self.flush_caches_of(stream);
             return;
         }
         let slot = &self.streams[stream];
@@ -101,20 +101,20 @@ impl Heap {
         if !idle || !forget {
             return;
         }
-        // From here on nobody allocates on it without a look at the books.
-        self.fronts.set_fast(stream, false);
-        self.flush_fronts_of(stream);
+        // From here on nobody allocates on it without a look at the heap.
+        self.caches.set_fast(stream, false);
+        self.flush_caches_of(stream);
         let slot = &self.streams[stream];
         let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
-        if !drained || self.fronts.uses_of(stream) > 0 {
+        if !drained || self.caches.uses_of(stream) > 0 {
             let slot = &self.streams[stream];
             let fast = !self.closed && slot.named;
-            self.fronts
+            self.caches
                 .set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
             return;
         }
         self.streams[stream].holder = Holder::Retired;
-        self.drop_fronts(stream);
+        self.drop_caches(stream);
         self.extents.release_class(stream);
         if self.streams.recycle(stream) {
             self.streams_changed();

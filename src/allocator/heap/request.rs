@@ -1,6 +1,6 @@
 //! Requests, their numbers checked once.
 
-use crate::allocator::cache::front::{PAGE_GRAINS, Small};
+use crate::allocator::cache::stream_cache::{PAGE_GRANULES, Small};
 use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
@@ -68,10 +68,10 @@ impl Checked {
         u64::from(self.span()) * GRANULE
     }
 
-    /// The request to a front, if it is one for fronts.
+    /// The request to a stream cache, if it is one for stream caches.
     #[inline]
     pub(crate) fn small(&self) -> Option<Small> {
-        (self.span() <= PAGE_GRAINS).then_some(Small {
+        (self.span() <= PAGE_GRANULES).then_some(Small {
             granules: self.granules,
             align: self.align,
             requested: self.requested as u32,

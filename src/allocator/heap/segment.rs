@@ -24,7 +24,7 @@ impl Heap {
         })
     }
 
-    /// A segment arrived: the request is taken from its front.
+    /// A segment arrived: the request is taken from its stream cache.
     pub(crate) fn segment(&mut self, want: &Want, addr: u64, bytes: u64) -> Option<u32> {
         let granules = u32::try_from(bytes / crate::allocator::size::GRANULE).ok()?;
         self.hold(addr, bytes, None, want.space);

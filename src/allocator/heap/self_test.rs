@@ -6,7 +6,7 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::plan::Release;
 use crate::allocator::size::PHYSICAL_GRANULE;
-use crate::allocator::view::mapping::{Lent, Site, Stitch};
+use crate::allocator::view::mapping::{Aliased, Site, Stitch};
 
 impl Heap {
     /// Claims a home and a view for one new handle, if the limit and the address space allow it.
@@ -29,7 +29,7 @@ impl Heap {
                 at: base,
             },
             adds: Vec::new(),
-            lent: Lent::default(),
+            aliased: Aliased::default(),
             fresh: Some(fresh),
         })
     }

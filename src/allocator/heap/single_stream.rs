@@ -1,7 +1,7 @@
 //! Large requests of a stream that is alone, out of its own free memory: in one go.
 
-use crate::allocator::cache::front::cache;
 use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::stream_cache::thread;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::extent::uses::Use;
 use crate::allocator::heap::Heap;
@@ -11,7 +11,7 @@ use crate::driver::Device;
 
 impl Heap {
     /// Takes a large request out of the stream's own free memory. `None`, with nothing changed that
-    /// the ladder would not change, if something else is to be done for it.
+    /// the reclaim would not change, if something else is to be done for it.
     pub(crate) fn take_ready(
         &mut self,
         device: Device,
@@ -22,19 +22,19 @@ impl Heap {
             return None;
         };
         let plain = self.rules.caches() && request.is_plain() && request.small().is_none();
-        let alone = !self.streams.several() && self.fronts.due.is_empty();
-        let calm = self.fronts.crowd == 0 && !self.physical.bursts.debt;
-        if !(plain && alone && calm) {
+        let alone = !self.streams.several() && self.caches.due.is_empty();
+        let quiet = self.caches.contention == 0 && !self.physical.bursts.debt;
+        if !(plain && alone && quiet) {
             return None;
         }
         let stream = self.streams.find_again(key)?;
-        let &[front] = self.fronts.of(stream) else {
+        let &[cache] = self.caches.of(stream) else {
             return None;
         };
         if self.streams[stream].context.device() != device {
             return None;
         }
-        self.unshelve_loose();
+        self.uncache_provisional();
         if !self.extents.large.merge_own {
             return None;
         }
@@ -47,12 +47,12 @@ impl Heap {
             .id;
         self.announce(want.requested);
         self.physical.large_request(&want);
-        self.stats.rungs.ready += 1;
+        self.stats.reclaim.ready += 1;
         self.stats.hits += 1;
-        let mut grant = self.granted(block, stream, want.requested, front);
+        let mut grant = self.granted(block, stream, want.requested, cache);
         let block = grant.place.record().unwrap_or(block);
-        grant.set_shelved(self.shelve(block, front, true));
-        cache::remember(id, front);
+        grant.set_cached(self.cache_freed(block, cache, true));
+        thread::remember(id, cache);
         Some(grant)
     }
 
@@ -75,7 +75,7 @@ impl Heap {
             stream,
             ..
         } = *hot;
-        let live = hot.generation == generation && hot.state == Extent::Used && !hot.shelved;
+        let live = hot.generation == generation && hot.state == Extent::Used && !hot.cached;
         let (cold, bytes) = (self.extents.records.cold(id), hot.bytes());
         let plain = hot.space == SpaceId::Large && cold.is_plain();
         if !live || !plain {
@@ -87,8 +87,8 @@ impl Heap {
             return false;
         }
         let ticket = slot.open;
-        // From here on it is freed. What leaves a shelf for that may lie beside it.
-        self.unshelve_loose();
+        // From here on it is freed. What leaves a large-block cache for that may lie beside it.
+        self.uncache_provisional();
         let slot = &mut self.streams[stream];
         slot.live -= 1;
         slot.open_uses = slot.open_uses.saturating_add(1);
@@ -96,7 +96,7 @@ impl Heap {
         self.frees += 1;
         self.extents.records[id].generation = generation.wrapping_add(1);
         self.extents.lookup.remove(addr);
-        self.fronts.habits.freed(id, granules);
+        self.caches.predictor.freed(id, granules);
         self.stats.freed(false, bytes, requested, true);
         let last = Use { stream, ticket };
         let freed = self.frees;

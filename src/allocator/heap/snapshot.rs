@@ -1,6 +1,6 @@
 //! What stands where, for diagnosis.
 
-use crate::allocator::cache::front::{Kind, Node, PAGE_GRAINS, Run};
+use crate::allocator::cache::stream_cache::{Kind, Node, PAGE_GRANULES, Run};
 use crate::allocator::extent::record::{NIL, SpaceId, State as Extent};
 use crate::allocator::heap::Heap;
 use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
@@ -35,7 +35,7 @@ impl Heap {
                 Extent::Used => BlockState::Allocated,
                 Extent::Free if shared => BlockState::PendingFree,
                 Extent::Free => BlockState::Free,
-                Extent::Lent => BlockState::Lent,
+                Extent::Aliased => BlockState::Aliased,
                 _ => BlockState::Busy,
             },
             stream: match hot.state {
@@ -123,23 +123,23 @@ impl Heap {
     fn blocks_of(&self, space: SpaceId, id: u32, blocks: &mut Vec<BlockInfo>) {
         let hot = &self.extents.records[id];
         let page = (self.rules.caches() && space == SpaceId::Small && hot.state == Extent::Used)
-            .then(|| self.fronts.table.find(hot.addr))
+            .then(|| self.caches.table.find(hot.addr))
             .flatten();
-        let Some((front, page)) = page else {
+        let Some((cache, page)) = page else {
             return blocks.push(self.block_info(id));
         };
         let here = |node: &&Node| node.page() == page as usize;
         let mut pending: Vec<(Node, u32)> = Vec::new();
         let runs = {
-            let inner = front.lock();
+            let inner = cache.lock();
             for batch in &inner.batches {
                 let nodes = batch.nodes.iter().filter(here);
                 pending.extend(nodes.map(|node| (*node, batch.stream)));
             }
             inner.runs(page)
         };
-        let held = self.fronts.held_back.iter();
-        for held in held.filter(|held| std::ptr::eq(held.front, front)) {
+        let held = self.caches.held_back.iter();
+        for held in held.filter(|held| std::ptr::eq(held.cache, cache)) {
             let open = held.uses.as_slice().iter();
             let open = open.filter(|u| !self.streams.complete(u));
             let nodes = held.nodes.iter().filter(here);
@@ -159,7 +159,7 @@ impl Heap {
             Some(using) => match using.slot() {
                 Some(slot) => vec![slot],
                 None => {
-                    let known = self.fronts.recorded.get(&run.ptr);
+                    let known = self.caches.recorded.get(&run.ptr);
                     known.into_iter().flatten().map(|r| r.stream).collect()
                 }
             },
@@ -179,7 +179,7 @@ impl Heap {
             stream: Some(number(stream)),
             pending: recorded.into_iter().map(number).collect(),
             small: true,
-            is_split: run.granules < PAGE_GRAINS,
+            is_split: run.granules < PAGE_GRANULES,
         }
     }
 }

@@ -29,7 +29,7 @@ impl Heap {
     fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
         let sources = Sources::new(
             self.physical.sources(&open.ranges),
-            self.physical.restless(self.streams.in_flight()),
+            self.physical.churning(self.streams.in_flight()),
         );
         let extended = self.extended_layouts(want, open, &sources).into_iter();
         extended
@@ -76,7 +76,7 @@ impl Heap {
     fn leanest_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
         let sources = Sources::new(
             self.physical.sources(&open.ranges),
-            self.physical.restless(self.streams.in_flight()),
+            self.physical.churning(self.streams.in_flight()),
         );
         let tail = sources.longest_tail().filter(|_| want.align == 1);
         let with_tail = tail.and_then(|tail| self.physical.new_layout(want, &sources, Some(tail)));
@@ -133,7 +133,9 @@ impl Heap {
                 continue;
             }
             let mut used = self.physical.handles.marks();
-            view.segs.iter().for_each(|seg| used.set(seg.handle));
+            view.mappings
+                .iter()
+                .for_each(|mapping| used.set(mapping.handle));
             let choice = sources.gather(&[], need - back, &used);
             let (adds, fresh) = (choice.adds, choice.missing);
             let added = adds.iter().map(|(_, bytes)| bytes).sum::<u64>() + fresh;
@@ -165,7 +167,7 @@ impl Heap {
         (view_bytes(
             need,
             at_least,
-            self.physical.restless(self.streams.in_flight()),
+            self.physical.churning(self.streams.in_flight()),
         ) / GRANULE) as u32
     }
 
@@ -182,8 +184,8 @@ impl Heap {
 }
 
 /// Bytes of address space for a view that begins with a request of `need` and must take `at_least`.
-fn view_bytes(need: u64, at_least: u64, restless: bool) -> u64 {
-    let times = if restless {
+fn view_bytes(need: u64, at_least: u64, churning: bool) -> u64 {
+    let times = if churning {
         VIEW_ROOM_RESTLESS
     } else {
         VIEW_ROOM
@@ -198,8 +200,8 @@ mod tests {
 
     #[test]
     fn a_view_has_room_for_more_than_its_first_request() {
-        let mib = |need: u64, at_least: u64, restless| {
-            view_bytes(need << 20, at_least << 20, restless) >> 20
+        let mib = |need: u64, at_least: u64, churning| {
+            view_bytes(need << 20, at_least << 20, churning) >> 20
         };
         assert_eq!((mib(10, 12, false), mib(10, 12, true)), (40, 20));
         assert_eq!(mib(10, 25, true), 26);

@@ -1,17 +1,17 @@
-//! A stitch under way: what it claims for its driver calls, and how the books end it.
+//! A stitch under way: what it claims for its driver calls, and how the heap ends it.
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
-use crate::allocator::view::mapping::{Fresh, Layout, Lent, Seg, Site, Stitch, View};
+use crate::allocator::view::mapping::{Aliased, Fresh, Layout, Mapping, Site, Stitch, View};
 
 impl Heap {
     /// Claims what a layout takes.
     pub(crate) fn claim_layout(&mut self, want: &Want, layout: Layout) -> Option<Stitch> {
         let site = self.site(want, &layout)?;
         let claimed = self.claim_memory(want, &layout, &site);
-        let Some((lent, fresh)) = claimed else {
+        let Some((aliased, fresh)) = claimed else {
             if let Some(range) = site.range {
                 self.extents.range_freed(range);
             }
@@ -38,7 +38,7 @@ impl Heap {
         Some(Stitch {
             site,
             adds,
-            lent,
+            aliased,
             fresh,
         })
     }
@@ -74,16 +74,16 @@ impl Heap {
         want: &Want,
         layout: &Layout,
         site: &Site,
-    ) -> Option<(Lent, Option<Fresh>)> {
+    ) -> Option<(Aliased, Option<Fresh>)> {
         let parts = self.views.homes(want, layout, site)?;
-        let lent = self.lend(SpaceId::Large, want.stream, &parts)?;
+        let aliased = self.lend(SpaceId::Large, want.stream, &parts)?;
         if layout.fresh == 0 {
-            return Some((lent, None));
+            return Some((aliased, None));
         }
         match self.claim_fresh(want, layout.fresh, layout.fresh_handle) {
-            Some(fresh) => Some((lent, Some(fresh))),
+            Some(fresh) => Some((aliased, Some(fresh))),
             None => {
-                self.give_home(SpaceId::Large, lent);
+                self.give_home(SpaceId::Large, aliased);
                 None
             }
         }
@@ -115,10 +115,10 @@ impl Heap {
         })
     }
 
-    /// The driver did what a stitch needs: enters the view into the books, and returns the block.
+    /// The driver did what a stitch needs: enters the view into the heap, and returns the block.
     pub(crate) fn stitched(&mut self, want: &Want, mut stitch: Stitch, handles: &[u64]) -> u32 {
         self.views.segs_under_way -= stitch.adds.len();
-        let mut parts: Vec<u32> = stitch.lent.parts.iter().map(|(id, _)| *id).collect();
+        let mut parts: Vec<u32> = stitch.aliased.parts.iter().map(|(id, _)| *id).collect();
         if let Some(fresh) = stitch.fresh {
             stitch.adds.extend(self.hold_fresh(&fresh, handles));
             let taken: u32 = parts
@@ -133,9 +133,9 @@ impl Heap {
             }
             parts.push(fresh.id);
         }
-        let segs = self.physical.segs(&stitch.adds);
+        let mappings = self.physical.mappings(&stitch.adds);
         let site = stitch.site;
-        self.end_site(&site, segs, false);
+        self.end_site(&site, mappings, false);
         self.view_block(site.base, site.offset, want.granules, parts)
     }
 
@@ -162,12 +162,12 @@ impl Heap {
                 holding.views -= 1;
             }
         }
-        let kept = self.physical.segs(kept);
+        let kept = self.physical.mappings(kept);
         if let Some(fresh) = stitch.fresh {
             self.physical.planned -= fresh.bytes();
             self.restore(SpaceId::Large, fresh.id, fresh.shards);
         }
-        self.give_home(SpaceId::Large, stitch.lent);
+        self.give_home(SpaceId::Large, stitch.aliased);
         match stitch.site.range {
             Some(range) if kept.is_empty() => self.extents.range_freed(range),
             _ => {
@@ -195,9 +195,9 @@ impl Heap {
     }
 
     /// The view of a stitch has what is mapped now, and others may use it; a dead one is only unmapped.
-    fn end_site(&mut self, site: &Site, segs: Vec<Seg>, dead: bool) {
+    fn end_site(&mut self, site: &Site, mappings: Vec<Mapping>, dead: bool) {
         if let Some(range) = site.range {
-            let mut view = View::new(range, site.room, segs);
+            let mut view = View::new(range, site.room, mappings);
             view.dead = dead;
             return self.put_view(site.base, view);
         }
@@ -206,6 +206,6 @@ impl Heap {
             view.busy = false;
             view.dead |= dead;
         }
-        self.views.extend_view(site.base, segs);
+        self.views.extend_view(site.base, mappings);
     }
 }

@@ -4,7 +4,7 @@
 //! order of its own; their home mappings stay. Memory that is free but scattered at home may be one
 //! run in a view. A block may lie at any offset of a view, over any bytes that are contiguous there
 //! and free at home, and several blocks may share a view. While a block lies in a view, its bytes
-//! are *lent* at home: nobody can have them there.
+//! are *aliased* at home: nobody can have them there.
 //!
 //! Views are kept when their blocks are freed, so that work which repeats finds its layout again
 //! without a driver call.
@@ -18,7 +18,7 @@ use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
-use crate::allocator::view::mapping::{Lent, Openings, View, ViewRun};
+use crate::allocator::view::mapping::{Aliased, Openings, View, ViewRun};
 
 impl Heap {
     /// A place in a view that the stream may use without a wait, if views may serve the request at all.
@@ -47,7 +47,7 @@ impl Heap {
     pub(crate) fn put_view(&mut self, base: u64, mut view: View) {
         self.extents.records[view.range].state = Extent::Used;
         view.place = self.views.grid.enter(base, view.room);
-        self.views.grid.extend(view.place, &view.segs, 0);
+        self.views.grid.extend(view.place, &view.mappings, 0);
         self.views.map.insert(base, view);
     }
 
@@ -57,38 +57,38 @@ impl Heap {
         space: SpaceId,
         stream: u32,
         parts: &[(u64, u32)],
-    ) -> Option<Lent> {
-        let mut lent = Lent::default();
+    ) -> Option<Aliased> {
+        let mut aliased = Aliased::default();
         for (addr, granules) in parts {
             let piece = self.extents.piece_at(space, *addr);
             let claimed = piece.and_then(|(id, start)| {
                 self.claim(space, id, ((addr - start) / GRANULE) as u32, *granules)
             });
             match claimed {
-                Some((id, shards)) => lent.parts.push((id, shards)),
+                Some((id, shards)) => aliased.parts.push((id, shards)),
                 None => {
-                    self.give_home(space, lent);
+                    self.give_home(space, aliased);
                     return None;
                 }
             }
         }
-        let shards: Vec<Shard> = lent
+        let shards: Vec<Shard> = aliased
             .parts
             .iter()
             .flat_map(|(_, shards)| shards.clone())
             .collect();
-        lent.waits = self.streams.waits_for(stream, &shards);
-        Some(lent)
+        aliased.waits = self.streams.waits_for(stream, &shards);
+        Some(aliased)
     }
 
     /// Puts a claim back.
-    pub(crate) fn give_home(&mut self, space: SpaceId, lent: Lent) {
-        for (id, shards) in lent.parts {
+    pub(crate) fn give_home(&mut self, space: SpaceId, aliased: Aliased) {
+        for (id, shards) in aliased.parts {
             self.restore(space, id, shards);
         }
     }
 
-    /// Makes a block over lent memory: claimed, until it is [born](Self::born).
+    /// Makes a block over aliased memory: claimed, until it is [born](Self::born).
     pub(crate) fn view_block(
         &mut self,
         base: u64,
@@ -102,14 +102,14 @@ impl Heap {
             view.blocks.push((offset, offset + granules));
             view.stamp = clock;
         }
-        self.views.lent_bytes += u64::from(granules) * GRANULE;
+        self.views.aliased_bytes += u64::from(granules) * GRANULE;
         let addr = base + u64::from(offset) * GRANULE;
         let id = self
             .extents
             .records
             .make(SpaceId::Large, Extent::Busy, addr, granules);
         for part in &parts {
-            self.extents.records[*part].state = Extent::Lent;
+            self.extents.records[*part].state = Extent::Aliased;
             self.extents.records.cold_mut(*part).lent_to = id;
         }
         self.extents.records.set_home(id, parts);
@@ -119,7 +119,7 @@ impl Heap {
     /// Gives the memory of a block in a view back to its home pieces.
     pub(crate) fn view_block_freed(&mut self, id: u32, uses: &Uses) -> Vec<u32> {
         let addr = self.extents.records[id].addr;
-        self.views.lent_bytes -= self.extents.records[id].bytes();
+        self.views.aliased_bytes -= self.extents.records[id].bytes();
         let owner = self.extents.records.cold(id).owner;
         let parts = self.extents.records.cold_mut(id).take_home();
         if let Some((base, view)) = self.views.map.range_mut(..=addr).next_back() {
@@ -139,7 +139,7 @@ impl Heap {
         pieces
     }
 
-    /// Takes an idle view out of the books, for unmapping. Its range stays claimed.
+    /// Takes an idle view out of the heap, for unmapping. Its range stays claimed.
     pub(crate) fn take_view(&mut self, base: u64) -> Option<View> {
         let view = self.views.map.get(&base)?;
         if !view.is_over(&self.streams) {
@@ -149,15 +149,15 @@ impl Heap {
         let view = self.views.map.remove(&base)?;
         self.views.grid.leave(view.place, view.room);
         self.extents.records[view.range].state = Extent::Busy;
-        self.views.segs_under_way += view.segs.len();
+        self.views.segs_under_way += view.mappings.len();
         Some(view)
     }
 
     /// A view was unmapped: its handles and its range are free of it.
     pub(crate) fn view_gone(&mut self, view: &View) {
-        self.views.segs_under_way -= view.segs.len();
-        for seg in &view.segs {
-            if let Some(holding) = self.physical.holdings.get_mut(&seg.home) {
+        self.views.segs_under_way -= view.mappings.len();
+        for mapping in &view.mappings {
+            if let Some(holding) = self.physical.holdings.get_mut(&mapping.home) {
                 holding.views -= 1;
             }
         }
@@ -166,7 +166,7 @@ impl Heap {
 
     /// A view that could not be unmapped is as before.
     pub(crate) fn view_stays(&mut self, base: u64, view: View) {
-        self.views.segs_under_way -= view.segs.len();
+        self.views.segs_under_way -= view.mappings.len();
         self.put_view(base, view);
     }
 
@@ -178,13 +178,13 @@ impl Heap {
             .iter()
             .filter(|(_, v)| v.is_over(&self.streams));
         let mut idle: BinaryHeap<_> = idle
-            .map(|(base, v)| (Reverse((v.stamp, *base)), v.segs.len()))
+            .map(|(base, v)| (Reverse((v.stamp, *base)), v.mappings.len()))
             .collect();
         let (mut going, mut bases) = (0, Vec::new());
         while going < excess
-            && let Some((Reverse((_, base)), segs)) = idle.pop()
+            && let Some((Reverse((_, base)), mappings)) = idle.pop()
         {
-            going += segs;
+            going += mappings;
             bases.push(base);
         }
         bases

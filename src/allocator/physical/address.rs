@@ -108,7 +108,7 @@ impl Addresses {
 
     /// Gives everything back to the driver if nothing is leased. What cannot be freed stays, to be
     /// leased again; the first error is returned.
-    pub(crate) fn settle(&self, entered: &Entered<'_>) -> Result<(), DriverError> {
+    pub(crate) fn return_idle(&self, entered: &Entered<'_>) -> Result<(), DriverError> {
         let reservations = self.lock().take_idle();
         let mut first = Ok(());
         for (base, bytes) in reservations {
@@ -259,7 +259,7 @@ mod tests {
             base
         };
         lend();
-        addresses.settle(&entered).unwrap();
+        addresses.return_idle(&entered).unwrap();
         assert_eq!(sim.reports(), []);
         assert_eq!(sim.leaks().reservations, 0);
         // What fails keeps and loses nothing.
@@ -268,10 +268,10 @@ mod tests {
             sim.fail(FailPlan::call(name, code).unwrap());
         }
         let base = lend();
-        assert!(addresses.settle(&entered).is_err());
+        assert!(addresses.return_idle(&entered).is_err());
         assert!(addresses.is_idle(), "it is kept");
         assert_eq!(lend(), base);
-        addresses.settle(&entered).unwrap();
+        addresses.return_idle(&entered).unwrap();
         assert!(!addresses.is_idle());
         assert_eq!(sim.reports(), []);
         assert_eq!(sim.leaks().reservations, 0);

@@ -48,15 +48,15 @@ fn cap_share(level: usize, in_flight: bool) -> u64 {
 
 /// Whether work on this level will hardly come to rest. What is under way may make it count more than it
 /// is, up to the last level but one.
-fn is_restless(level: usize, in_flight: bool) -> bool {
+fn is_churning(level: usize, in_flight: bool) -> bool {
     level > LAST_STEP || (level == LAST_STEP && !in_flight)
 }
 
 impl Physical {
     /// Whether layouts will hardly come back, so that few mappings now count more than a layout that can
     /// be used again. `in_flight`: streams have work under way, as far as is known.
-    pub(crate) fn restless(&self, in_flight: bool) -> bool {
-        is_restless(self.level, in_flight)
+    pub(crate) fn churning(&self, in_flight: bool) -> bool {
+        is_churning(self.level, in_flight)
     }
 
     /// Bytes that growth should not pass while anything else helps, after so many live at once.
@@ -169,8 +169,8 @@ mod tests {
     }
 
     #[test]
-    fn work_is_restless_on_the_last_levels() {
-        let levels = |in_flight| (0..LEVELS).filter(move |level| is_restless(*level, in_flight));
+    fn work_churns_on_the_last_levels() {
+        let levels = |in_flight| (0..LEVELS).filter(move |level| is_churning(*level, in_flight));
         assert!(levels(false).eq([4, 5]));
         assert!(levels(true).eq([5]), "it counts more than it maps");
     }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use crate::allocator::config::Tuning;
 use crate::allocator::error::Error;
-use crate::allocator::extent::handle::{Handles, Holding, Stray};
+use crate::allocator::extent::handle::{Handles, Holding, OrphanedHandle};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::physical::bursts::Account;
@@ -26,7 +26,7 @@ pub(crate) struct Physical {
     /// The handles of the large arena by number.
     pub handles: Handles,
     /// Handles that are mapped nowhere and could not be released yet.
-    pub strays: Vec<Stray>,
+    pub orphaned_handles: Vec<OrphanedHandle>,
     /// Records of handles that could not be unmapped yet: nobody can use them.
     pub quarantined: Vec<u32>,
     /// Reserved address ranges: base to bytes.
@@ -55,7 +55,7 @@ impl Physical {
         Physical {
             holdings: BTreeMap::new(),
             handles: Handles::default(),
-            strays: Vec::new(),
+            orphaned_handles: Vec::new(),
             quarantined: Vec::new(),
             spans: BTreeMap::new(),
             planned: 0,
@@ -71,7 +71,7 @@ impl Physical {
 
     /// Whether an earlier failure left memory behind that nobody can use.
     pub(crate) fn has_leftovers(&self) -> bool {
-        !self.strays.is_empty() || !self.quarantined.is_empty()
+        !self.orphaned_handles.is_empty() || !self.quarantined.is_empty()
     }
 
     /// Counts a large request, which makes up for a part of a map.
@@ -145,5 +145,5 @@ pub(crate) struct GrowthFailure {
     /// Handles that are still mapped: (address, bytes, handle).
     pub(crate) mapped: Vec<(u64, u64, u64)>,
     /// Handles that are mapped nowhere and could not be released.
-    pub(crate) strays: Vec<(u64, u64)>,
+    pub(crate) orphaned_handles: Vec<(u64, u64)>,
 }

@@ -1,6 +1,6 @@
-//! The next step of a climb: what there is, what it is worth, and what stands in its way.
+//! The next step of a reclaim: what there is, what it is worth, and what stands in its way.
 //!
-//! A choice is made of the heap and the climb alone. It calls no driver and takes no lock: it plans, and
+//! A choice is made of the heap and the reclaim alone. It calls no driver and takes no lock: it plans, and
 //! claims what it planned, so that nobody else takes that before the step is executed.
 
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::allocator::heap::growth::Growth;
 use crate::allocator::heap::one_handle::Next;
 use crate::allocator::heap::stitch::STITCH_MIN;
 use crate::allocator::physical::LEVELS;
-use crate::allocator::reclaim::stage::{Answer, Climb, LastResort, Shortened, Stage, Step};
+use crate::allocator::reclaim::stage::{Answer, LastResort, Reclaim, Shortened, Stage, Step};
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stream::finder::Run;
 use crate::allocator::view::mapping::Openings;
@@ -29,7 +29,7 @@ const TOLERANCE_SLACK: u64 = PAGE / GRANULE;
 /// device's memory.
 pub(crate) const VIEW_ADDRESSES: u64 = 8;
 
-impl Climb<'_> {
+impl Reclaim<'_> {
     /// Chooses the next step for a request.
     pub(crate) fn next(&mut self, heap: &mut Heap, want: &Want) -> Step {
         let step = self.choose(heap, want);
@@ -39,8 +39,8 @@ impl Climb<'_> {
 
     fn choose(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if want.in_one_handle() {
-            if self.stage < Stage::Settled {
-                return Step::Settle;
+            if self.stage < Stage::CachesEmptied {
+                return Step::EmptyCaches;
             }
             return match heap.next_in_one_handle(want) {
                 Next::Take(place) => Step::Place(place),
@@ -52,8 +52,8 @@ impl Climb<'_> {
         if let Some(step) = fitting(heap, want) {
             return step;
         }
-        if heap.rules.caches() && self.stage < Stage::Settled {
-            return Step::Settle;
+        if heap.rules.caches() && self.stage < Stage::CachesEmptied {
+            return Step::EmptyCaches;
         }
         let mut open = None;
         if heap.rules.maps() {
@@ -68,15 +68,15 @@ impl Climb<'_> {
             }
             let room = heap.soft_room().min(heap.room());
             if let Some(growth) = heap.plan_growth(want, room, false) {
-                heap.stats.rungs.grown += 1;
+                heap.stats.reclaim.grown += 1;
                 return grow(heap, want, growth);
             }
         } else if let Some(growth) = heap.plan_segment(want) {
-            heap.stats.rungs.grown += 1;
+            heap.stats.reclaim.grown += 1;
             return grow(heap, want, growth);
         }
         if let Some(run) = behind_waits(heap, want) {
-            heap.stats.rungs.waited += 1;
+            heap.stats.reclaim.waited += 1;
             return Step::Wait(run);
         }
         if heap.rules.maps() {
@@ -91,7 +91,7 @@ impl Climb<'_> {
                 .plan_growth(want, room, false)
                 .or_else(|| heap.plan_growth(want, room, true));
             if let Some(growth) = growth {
-                heap.stats.rungs.grown_hard += 1;
+                heap.stats.reclaim.grown_hard += 1;
                 return grow(heap, want, growth);
             }
         }
@@ -162,7 +162,7 @@ impl Climb<'_> {
             if plan.is_empty() {
                 return None;
             }
-            heap.stats.rungs.released += 1;
+            heap.stats.reclaim.released += 1;
             return Some(Step::Release(plan));
         }
         if self.supplied || lacking == 0 {
@@ -170,8 +170,8 @@ impl Climb<'_> {
         }
         let within = lacking <= heap.soft_room();
         let growth = heap.plan_supply(want, lacking)?;
-        heap.stats.rungs.grown += u64::from(within);
-        heap.stats.rungs.grown_hard += u64::from(!within);
+        heap.stats.reclaim.grown += u64::from(within);
+        heap.stats.reclaim.grown_hard += u64::from(!within);
         Some(Step::Supply(growth, heap.growth_reason(want, 0)))
     }
 
@@ -196,7 +196,7 @@ impl Climb<'_> {
             let arenas = [SpaceId::Large, SpaceId::Small];
             let plan = heap.plan_release(&arenas, missing);
             if !plan.is_empty() {
-                heap.stats.rungs.released += 1;
+                heap.stats.reclaim.released += 1;
                 return Step::Release(plan);
             }
             if let Some(step) = self.supply_stitch(heap, want) {
@@ -225,18 +225,18 @@ impl Climb<'_> {
             .min_by_key(|(order, _, _)| *order);
         if let Some((_, stream, marker)) = oldest {
             let wait = Step::HostWait(stream, marker.bound, Arc::clone(&marker.event));
-            heap.stats.rungs.host_waits += 1;
+            heap.stats.reclaim.host_waits += 1;
             return wait;
         }
         if let Some(hook) = self.next_hook() {
             let missing = heap.missing(want);
             let missing = missing.unwrap_or(u64::from(want.span()) * GRANULE);
-            heap.stats.rungs.hooks += 1;
+            heap.stats.reclaim.hooks += 1;
             return Step::Hook(hook, missing.saturating_sub(heap.room()));
         }
         let asked = matches!(self.last_resort, LastResort::Hooks(_));
         if asked && heap.streams.iter().any(|(_, slot)| !slot.covered()) {
-            heap.stats.rungs.synchronised += 1;
+            heap.stats.reclaim.synchronised += 1;
             return Step::Synchronise;
         }
         Step::Fail
@@ -254,19 +254,19 @@ fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
     let finder = heap.finder(want.space, want.stream)?;
     let mut ready = finder.ready_run(want)?;
     if heap.spares_handles(want) {
-        ready = finder.sparing_run(want, ready, &heap.physical.handles);
+        ready = finder.handle_preserving_run(want, ready, &heap.physical.handles);
     }
-    let loose = |tight: u64| {
+    let provisional = |tight: u64| {
         ready.granules > (1 + TOLERANCES[heap.physical.level]) * tight + TOLERANCE_SLACK
     };
     // No run is tighter than the request itself.
     if heap.rules.maps()
         && heap.streams.several()
-        && loose(u64::from(want.granules))
+        && provisional(u64::from(want.granules))
         && let Some(tight) = finder.tightest_run(want, ready.granules)
-        && loose(tight.granules)
+        && provisional(tight.granules)
     {
-        heap.stats.rungs.tighter += 1;
+        heap.stats.reclaim.tighter += 1;
         return Some(Step::Wait(tight));
     }
     Some(Step::Take(ready))

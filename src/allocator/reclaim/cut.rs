@@ -17,7 +17,11 @@ impl Engine {
         let Some((at, gone)) = taken else {
             return Ok(());
         };
-        let bytes = gone.iter().map(|seg| u64::from(seg.granules)).sum::<u64>() * GRANULE;
+        let bytes = gone
+            .iter()
+            .map(|mapping| u64::from(mapping.granules))
+            .sum::<u64>()
+            * GRANULE;
         let unmapped = self.context.enter().and_then(|entered| {
             // SAFETY: the view's last mappings, whole; no block lies in them, nobody else takes them
             // away, and every use through the view's addresses was seen complete by the host.

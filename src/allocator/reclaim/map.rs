@@ -8,7 +8,7 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::LEVELS;
 use crate::allocator::reclaim::choice::VIEW_ADDRESSES;
-use crate::allocator::reclaim::stage::Climb;
+use crate::allocator::reclaim::stage::Reclaim;
 use crate::allocator::report::GrowthReason;
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Stitch, Unmapped};
@@ -20,11 +20,11 @@ impl Engine {
         want: &Want,
         mut stitch: Stitch,
         reason: GrowthReason,
-        climb: &mut Climb<'_>,
+        reclaim: &mut Reclaim<'_>,
     ) -> Result<Option<u32>, Error> {
         let new = stitch.fresh.as_ref().map_or(0, |f| f.bytes());
         // Their events may have no other holder by then, and are not destroyed under the lock.
-        let waits = std::mem::take(&mut stitch.lent.waits);
+        let waits = std::mem::take(&mut stitch.aliased.waits);
         match self.may_stitch() {
             Ok(true) => {}
             refused => {
@@ -51,7 +51,7 @@ impl Engine {
                 if new > 0 {
                     heap.note_growth(reason, want, new);
                 }
-                heap.stats.rungs.stitched += 1;
+                heap.stats.reclaim.stitched += 1;
                 let in_flight = heap.streams.in_flight();
                 heap.physical.spent(maps, in_flight);
                 self.driver().add_view_maps(maps as u64);
@@ -65,7 +65,7 @@ impl Engine {
             }
             Err(failed) => heap.not_mapped(want, stitch, failed),
         };
-        self.refused(&mut heap, error, free.min(new.saturating_sub(1)), climb)?;
+        self.refused(&mut heap, error, free.min(new.saturating_sub(1)), reclaim)?;
         Ok(None)
     }
 

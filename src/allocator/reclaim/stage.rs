@@ -1,4 +1,4 @@
-//! Where a climb to more memory stands: a cursor over stages, and what is remembered beside it.
+//! Where a reclaim to more memory stands: a cursor over stages, and what is remembered beside it.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::view::mapping::{Stitch, ViewRun};
 use crate::driver::{DriverError, Event};
 
-/// How far a climb has come since memory last became complete, or the driver's again. Whatever makes it so
+/// How far a reclaim has come since memory last became complete, or the driver's again. Whatever makes it so
 /// moves the cursor back to the first stage, since each stage may then find what it did not find before.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stage {
@@ -22,14 +22,14 @@ pub(crate) enum Stage {
     #[default]
     Fit,
     /// The caches of large blocks hold nothing back.
-    Settled,
+    CachesEmptied,
     /// The caches of small blocks gave back the pages that they can do without.
     Flushed,
     /// Idle views are gone.
     Evicted,
 }
 
-/// Whether a climb cut a view short. What was cut served the request no better before.
+/// Whether a reclaim cut a view short. What was cut served the request no better before.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Shortened {
     #[default]
@@ -42,12 +42,12 @@ pub(crate) enum Shortened {
 /// What the driver is known to answer to a request for memory.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) enum Answer {
-    /// An earlier refusal of another climb counts, if there was one.
+    /// An earlier refusal of another reclaim counts, if there was one.
     #[default]
     Known,
     /// The earlier refusal was forgotten.
     AskedAgain,
-    /// The driver refused this climb.
+    /// The driver refused this reclaim.
     Refused(DriverError),
 }
 
@@ -59,8 +59,8 @@ pub(crate) enum LastResort {
     Synchronised,
 }
 
-/// A climb to more memory for one request.
-pub(crate) struct Climb<'a> {
+/// A reclaim to more memory for one request.
+pub(crate) struct Reclaim<'a> {
     hooks: &'a Hooks,
     /// Bytes of memory of the device.
     pub total_memory: u64,
@@ -84,9 +84,9 @@ pub(crate) struct Climb<'a> {
     pub failure: Option<DriverError>,
 }
 
-impl<'a> Climb<'a> {
+impl<'a> Reclaim<'a> {
     pub(crate) fn new(hooks: &'a Hooks, total_memory: u64) -> Self {
-        Climb {
+        Reclaim {
             hooks,
             total_memory,
             views: false,
@@ -127,7 +127,7 @@ impl<'a> Climb<'a> {
             self.shortened = Shortened::Before;
         }
         match step {
-            Step::Settle => self.stage = Stage::Settled,
+            Step::EmptyCaches => self.stage = Stage::CachesEmptied,
             Step::Flush => self.stage = Stage::Flushed,
             Step::Retry => self.retried = true,
             Step::Evict(_) => self.stage = Stage::Evicted,
@@ -169,7 +169,7 @@ impl<'a> Climb<'a> {
     }
 }
 
-/// The next step of a climb.
+/// The next step of a reclaim.
 pub(crate) enum Step {
     Take(Run),
     /// Takes a run behind waits.
@@ -189,7 +189,7 @@ pub(crate) enum Step {
     Supply(Growth, GrowthReason),
     Flush,
     /// Takes out of the caches of large blocks what nobody holds.
-    Settle,
+    EmptyCaches,
     /// Tries again to release what an earlier failure left behind.
     Retry,
     Release(Vec<Release>),

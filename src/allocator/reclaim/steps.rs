@@ -1,4 +1,4 @@
-//! The steps of a climb that need the driver: what was chosen, and claimed for it, is done without the lock.
+//! The steps of a reclaim that need the driver: what was chosen, and claimed for it, is done without the lock.
 
 use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
@@ -7,7 +7,7 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::growth::Growth;
 use crate::allocator::physical::GrowthFailure;
-use crate::allocator::reclaim::stage::{Answer, Climb, Step};
+use crate::allocator::reclaim::stage::{Answer, Reclaim, Step};
 use crate::allocator::report::GrowthReason;
 
 impl Engine {
@@ -17,23 +17,23 @@ impl Engine {
         &self,
         want: &Want,
         step: Step,
-        climb: &mut Climb<'_>,
+        reclaim: &mut Reclaim<'_>,
     ) -> Result<Option<u32>, Error> {
         match step {
             Step::Stitch(stitch, reason) => {
-                let id = self.stitch(want, *stitch, reason, climb)?;
-                climb.unstitched = id.is_none();
+                let id = self.stitch(want, *stitch, reason, reclaim)?;
+                reclaim.unstitched = id.is_none();
                 return Ok(id);
             }
             Step::Grow(growth, reason) if self.rules.maps() => {
-                return self.grow(want, growth, reason, climb);
+                return self.grow(want, growth, reason, reclaim);
             }
-            Step::Grow(growth, reason) => return self.grow_segment(want, growth, reason, climb),
-            Step::Supply(growth, reason) => self.supply(want, growth, reason, climb)?,
-            Step::Reserve(space, bytes) => self.reserve_for(want, (space, bytes), climb)?,
+            Step::Grow(growth, reason) => return self.grow_segment(want, growth, reason, reclaim),
+            Step::Supply(growth, reason) => self.supply(want, growth, reason, reclaim)?,
+            Step::Reserve(space, bytes) => self.reserve_for(want, (space, bytes), reclaim)?,
             Step::Evict(idle) => self.evict(&idle)?,
             Step::MakeWay(idle) => match self.evict(&idle) {
-                Err(Error::Driver(error)) => climb.give_up_stitch(error),
+                Err(Error::Driver(error)) => reclaim.give_up_stitch(error),
                 done => done?,
             },
             Step::Shorten(cut) => match self.shorten(cut) {
@@ -41,7 +41,7 @@ impl Engine {
                 Err(Error::Driver(error)) => log::debug!("a view was kept: {error}"),
                 done => done?,
             },
-            Step::Retry => match self.retry_strays() {
+            Step::Retry => match self.retry_orphaned_handles() {
                 // What still cannot be released stays behind.
                 Ok(_) | Err(Error::Driver(_)) => {}
                 Err(error) => return Err(error),
@@ -67,7 +67,7 @@ impl Engine {
             | Step::Place(_)
             | Step::View(_)
             | Step::Flush
-            | Step::Settle
+            | Step::EmptyCaches
             | Step::AskAgain
             | Step::Fail => {}
         }
@@ -79,20 +79,20 @@ impl Engine {
         &self,
         want: &Want,
         (space, bytes): (SpaceId, u64),
-        climb: &mut Climb<'_>,
+        reclaim: &mut Reclaim<'_>,
     ) -> Result<(), Error> {
         match self.reserve_span(space, bytes) {
             Ok(()) => Ok(()),
             Err(Error::Driver(error)) if space == SpaceId::Views => {
-                climb.give_up_stitch(error);
+                reclaim.give_up_stitch(error);
                 Ok(())
             }
             Err(error) => {
                 let mut heap = self.lock();
                 match error {
                     Error::Driver(error) if heap.missing(want).is_some() => {
-                        climb.cramped = true;
-                        climb.failure = Some(error);
+                        reclaim.cramped = true;
+                        reclaim.failure = Some(error);
                         Ok(())
                     }
                     // No address space: as good as no memory.
@@ -113,7 +113,7 @@ impl Engine {
         want: &Want,
         mut growth: Growth,
         reason: GrowthReason,
-        climb: &mut Climb<'_>,
+        reclaim: &mut Reclaim<'_>,
     ) -> Result<Option<u32>, Error> {
         // Their events may have no other holder by the end, and are not destroyed under the lock.
         let waits = std::mem::take(&mut growth.waits);
@@ -136,7 +136,7 @@ impl Engine {
             }
             Err(failure) => {
                 drop(waits);
-                self.not_grown(growth, failure, climb)?;
+                self.not_grown(growth, failure, reclaim)?;
                 Ok(None)
             }
         }
@@ -148,7 +148,7 @@ impl Engine {
         want: &Want,
         growth: Growth,
         reason: GrowthReason,
-        climb: &mut Climb<'_>,
+        reclaim: &mut Reclaim<'_>,
     ) -> Result<(), Error> {
         match self.map(growth.addr, &growth.sizes) {
             Ok(handles) => {
@@ -157,7 +157,7 @@ impl Engine {
                 heap.note_growth(reason, want, growth.bytes());
                 Ok(())
             }
-            Err(failure) => self.not_grown(growth, failure, climb),
+            Err(failure) => self.not_grown(growth, failure, reclaim),
         }
     }
 
@@ -166,13 +166,13 @@ impl Engine {
         &self,
         growth: Growth,
         failure: GrowthFailure,
-        climb: &mut Climb<'_>,
+        reclaim: &mut Reclaim<'_>,
     ) -> Result<(), Error> {
         let (error, asked) = (failure.error, growth.bytes());
         let free = self.driver_free(error);
         let mut heap = self.lock();
         heap.growth_failed(growth, failure);
-        self.refused(&mut heap, error, free.min(asked - 1), climb)
+        self.refused(&mut heap, error, free.min(asked - 1), reclaim)
     }
 
     /// Asks the driver for a segment.
@@ -181,7 +181,7 @@ impl Engine {
         want: &Want,
         growth: Growth,
         reason: GrowthReason,
-        climb: &mut Climb<'_>,
+        reclaim: &mut Reclaim<'_>,
     ) -> Result<Option<u32>, Error> {
         let bytes = growth.bytes();
         let made = self
@@ -201,7 +201,7 @@ impl Engine {
                 Ok(id)
             }
             Err(error) => {
-                self.refused(&mut heap, error, free.min(bytes - 1), climb)?;
+                self.refused(&mut heap, error, free.min(bytes - 1), reclaim)?;
                 Ok(None)
             }
         }
@@ -224,14 +224,14 @@ impl Engine {
         heap: &mut Heap,
         error: crate::driver::DriverError,
         free: u64,
-        climb: &mut Climb<'_>,
+        reclaim: &mut Reclaim<'_>,
     ) -> Result<(), Error> {
         if !error.is_out_of_memory() {
             return Err(self.error(error));
         }
         heap.stats.retries += 1;
         heap.physical.full_at = Some(heap.held() + free);
-        climb.answer = Answer::Refused(error);
+        reclaim.answer = Answer::Refused(error);
         Ok(())
     }
 }

@@ -134,9 +134,9 @@ impl Finder<'_> {
 
     /// Of the ready runs around the shortest pieces that hold the request, the one in which it takes the
     /// fewest bytes of handles that are open as a whole; of equal ones the best fit.
-    pub(crate) fn sparing_run(&self, want: &Want, best: Run, handles: &Handles) -> Run {
+    pub(crate) fn handle_preserving_run(&self, want: &Want, best: Run, handles: &Handles) -> Run {
         let mut least = broken(want, best, handles);
-        let mut sparing = best;
+        let mut preserving = best;
         if least == 0 {
             return best;
         }
@@ -150,16 +150,17 @@ impl Finder<'_> {
                 let run = self.extend(first, |id| self.ready(id));
                 let bytes = broken(want, run, handles);
                 if run.holds(want)
-                    && (bytes, run.granules, run.addr) < (least, sparing.granules, sparing.addr)
+                    && (bytes, run.granules, run.addr)
+                        < (least, preserving.granules, preserving.addr)
                 {
-                    (least, sparing) = (bytes, run);
+                    (least, preserving) = (bytes, run);
                     if least == 0 {
-                        return sparing;
+                        return preserving;
                     }
                 }
             }
         }
-        sparing
+        preserving
     }
 
     /// Best fit where all free memory is the stream's own and merged: the index has the answer.

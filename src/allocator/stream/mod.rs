@@ -48,7 +48,7 @@ pub(crate) struct Streams {
     /// Markers that were not seen complete.
     pub(crate) unseen: usize,
     /// Contexts of streams whose places others have now. Who lets go of the last one calls the driver, so
-    /// not under the books' lock.
+    /// not under the heap's lock.
     pub former: Vec<Context>,
     /// Events that no marker needs any more, each with its context: on the way to their pool.
     pub spent: Vec<(u64, Arc<Event>)>,

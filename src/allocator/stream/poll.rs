@@ -144,7 +144,7 @@ impl Poll {
         Ok(())
     }
 
-    /// Lets go of the events: they go back to their pool only from the books' own hand.
+    /// Lets go of the events: they go back to their pool only from the heap's own hand.
     pub(crate) fn let_go(&mut self) {
         self.markers.clear();
     }

@@ -58,7 +58,7 @@ pub(crate) enum Holder {
     /// We keep the stream alive, so a marker may be recorded at any time.
     Kept(Stream),
     /// The caller's: touched only inside calls that name the stream or free its blocks. Who touches it
-    /// beside the books' lock holds a copy of the token meanwhile.
+    /// beside the heap's lock holds a copy of the token meanwhile.
     Foreign(Arc<()>),
     /// No calls any more: the last marker is recorded.
     Retired,
@@ -69,7 +69,7 @@ impl Holder {
         Holder::Foreign(Arc::new(()))
     }
 
-    /// Whether a call that is under way touches a stream of the caller's. Copies are made under the books'
+    /// Whether a call that is under way touches a stream of the caller's. Copies are made under the heap's
     /// lock alone.
     pub(crate) fn is_touched(&self) -> bool {
         matches!(self, Holder::Foreign(token) if Arc::strong_count(token) > 1)
@@ -100,11 +100,11 @@ pub(crate) struct Slot {
     pub former: Option<Holder>,
     pub in_use: bool,
     /// Calls that name the stream find it here. Not from the moment on that its last marker is about to be
-    /// recorded: what it is given later is another stream's to the books.
+    /// recorded: what it is given later is another stream's to the heap.
     pub named: bool,
     /// Retirements under way.
     pub leaving: u32,
-    /// Live blocks allocated on the stream or recorded on it, as far as fronts do not count them.
+    /// Live blocks allocated on the stream or recorded on it, as far as stream caches do not count them.
     pub live: u64,
     /// Calls under way that name the stream.
     pub calls: u32,

@@ -10,7 +10,7 @@
 use crate::allocator::extent::handle::WHOLE;
 use crate::allocator::extent::invariant::{CheckError, holds};
 use crate::allocator::size::GRANULE;
-use crate::allocator::view::mapping::Seg;
+use crate::allocator::view::mapping::Mapping;
 
 /// Grids: one per pitch, from the finest on, each twice as wide as the one before.
 const GRIDS: usize = 5;
@@ -56,15 +56,15 @@ impl Grid {
     }
 
     /// Enters what was mapped into a view behind its first `from` granules.
-    pub(crate) fn extend(&mut self, first: u32, segs: &[Seg], from: u32) {
+    pub(crate) fn extend(&mut self, first: u32, mappings: &[Mapping], from: u32) {
         for (grid, points) in self.points.iter_mut().enumerate() {
             let pitch = FINEST << grid;
             let start = (first as usize) << (GRIDS - 1 - grid);
             let (mut end, mut point) = (0, from.div_ceil(pitch));
-            for seg in segs {
-                end += seg.granules;
+            for mapping in mappings {
+                end += mapping.granules;
                 while point * pitch < end {
-                    points[start + point as usize] = seg.handle;
+                    points[start + point as usize] = mapping.handle;
                     point += 1;
                 }
             }
@@ -150,13 +150,13 @@ impl Grid {
     /// Compares what is stored with the views: their places, bases, rooms and handles.
     pub(crate) fn check<'a>(
         &self,
-        views: impl Iterator<Item = (u32, u64, u32, &'a [Seg])>,
+        views: impl Iterator<Item = (u32, u64, u32, &'a [Mapping])>,
     ) -> Result<(), CheckError> {
         let mut right = Grid {
             owners: vec![NOBODY; self.owners.len()],
             points: std::array::from_fn(|grid| vec![0; self.points[grid].len()]),
         };
-        for (place, base, room, segs) in views {
+        for (place, base, room, mappings) in views {
             let (first, units) = (place as usize, room.div_ceil(WIDEST) as usize);
             let Some(own) = right.owners.get_mut(first..first + units) else {
                 return holds("a view has a place in the grid", false);
@@ -166,7 +166,7 @@ impl Grid {
                 own.iter().all(|o| *o == NOBODY),
             )?;
             own.fill(base);
-            right.extend(place, segs, 0);
+            right.extend(place, mappings, 0);
         }
         holds("the grid knows its views", self.owners == right.owners)?;
         holds(
@@ -205,21 +205,21 @@ mod tests {
     fn grid(views: &[&[(u32, u32)]]) -> Grid {
         let mut grid = Grid::default();
         for (base, handles) in (1..).zip(views) {
-            let segs = segs(handles);
-            let granules: u32 = segs.iter().map(|seg| seg.granules).sum();
+            let mappings = mappings(handles);
+            let granules: u32 = mappings.iter().map(|mapping| mapping.granules).sum();
             let place = grid.enter(base, granules * 3 / 2);
-            grid.extend(place, &segs, 0);
+            grid.extend(place, &mappings, 0);
         }
         grid
     }
 
-    fn segs(handles: &[(u32, u32)]) -> Vec<Seg> {
-        let seg = |(handle, mib): &(u32, u32)| Seg {
+    fn mappings(handles: &[(u32, u32)]) -> Vec<Mapping> {
+        let mapping = |(handle, mib): &(u32, u32)| Mapping {
             home: u64::from(*handle) << 30,
             granules: mib * MIB,
             handle: *handle,
         };
-        handles.iter().map(seg).collect()
+        handles.iter().map(mapping).collect()
     }
 
     /// The views that may have a run of so many granules, if the grid can tell.
@@ -254,7 +254,7 @@ mod tests {
         let mut grid = Grid::default();
         for base in 1..4 {
             let place = grid.enter(base, WIDEST);
-            grid.extend(place, &segs(&[(1, 16); 8]), 0);
+            grid.extend(place, &mappings(&[(1, 16); 8]), 0);
         }
         for mib in [32, 64, 100, 128] {
             let found = candidates(&grid, mib * MIB, &[0, WHOLE]);
@@ -335,7 +335,7 @@ mod tests {
         grid.leave(5, 120 * MIB);
         assert_eq!(grid.enter(5, 500 * MIB), 4, "the end may be a part of it");
         assert_eq!(grid.owners, [1, 1, 1, 4, 5, 5, 5, 5]);
-        let first = segs(&[(1, 200)]);
+        let first = mappings(&[(1, 200)]);
         let views = || [(0, 1, 300 * MIB, &first[..]), (3, 4, 120 * MIB, &[])];
         let last = |place| views().into_iter().chain([(place, 5, 500 * MIB, &[][..])]);
         assert_eq!(grid.check(last(4)), Ok(()));
@@ -343,7 +343,7 @@ mod tests {
             assert!(grid.check(last(wrong)).is_err(), "another place");
         }
         assert!(grid.check(views().into_iter()).is_err(), "one view less");
-        grid.extend(4, &segs(&[(7, 20)]), 0);
+        grid.extend(4, &mappings(&[(7, 20)]), 0);
         assert!(
             grid.check(last(4)).is_err(),
             "handles that the view has not"

@@ -3,7 +3,7 @@
 use crate::allocator::extent::want::Want;
 use crate::allocator::physical::Physical;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
-use crate::allocator::view::mapping::{Layout, Seg};
+use crate::allocator::view::mapping::{Layout, Mapping};
 use crate::allocator::view::sources::{Source, Sources};
 
 impl Physical {
@@ -73,13 +73,13 @@ impl Physical {
     }
 
     /// Held handles as parts of a view.
-    pub(crate) fn segs(&self, adds: &[(u64, u64, u64)]) -> Vec<Seg> {
-        let seg = |(home, bytes, _): &(u64, u64, u64)| Seg {
+    pub(crate) fn mappings(&self, adds: &[(u64, u64, u64)]) -> Vec<Mapping> {
+        let mapping = |(home, bytes, _): &(u64, u64, u64)| Mapping {
             home: *home,
             granules: (bytes / GRANULE) as u32,
             handle: self.holdings.get(home).map_or(0, |h| h.number),
         };
-        adds.iter().map(seg).collect()
+        adds.iter().map(mapping).collect()
     }
 }
 

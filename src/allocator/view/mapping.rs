@@ -13,7 +13,7 @@ use crate::allocator::stream::slot::PendingWait;
 
 /// One handle in a view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Seg {
+pub(crate) struct Mapping {
     /// Home address of the handle.
     pub home: u64,
     pub granules: u32,
@@ -29,7 +29,7 @@ pub(crate) struct View {
     /// Granules of that range.
     pub room: u32,
     /// The handles in it, from its base on, without gaps.
-    pub segs: Vec<Seg>,
+    pub mappings: Vec<Mapping>,
     /// Granules of the handles.
     pub granules: u32,
     /// Its place in the grid.
@@ -117,12 +117,12 @@ impl View {
     }
 
     /// A view of these handles from the base of its range on, whose record this is.
-    pub(crate) fn new(range: u32, room: u32, segs: Vec<Seg>) -> View {
+    pub(crate) fn new(range: u32, room: u32, mappings: Vec<Mapping>) -> View {
         View {
             range,
             room,
-            granules: segs.iter().map(|seg| seg.granules).sum(),
-            segs,
+            granules: mappings.iter().map(|mapping| mapping.granules).sum(),
+            mappings,
             place: 0,
             calls: 0,
             blocks: Vec::new(),
@@ -148,15 +148,15 @@ impl View {
                 best = Some((start + skip, run));
             }
         };
-        for seg in &self.segs {
-            let (front, back) = borders.of(seg.handle);
-            if front < seg.granules {
-                found(offset + front, run + front);
+        for mapping in &self.mappings {
+            let (cache, back) = borders.of(mapping.handle);
+            if cache < mapping.granules {
+                found(offset + cache, run + cache);
                 run = back;
             } else {
-                run += seg.granules;
+                run += mapping.granules;
             }
-            offset += seg.granules;
+            offset += mapping.granules;
         }
         found(offset, run);
         best
@@ -165,13 +165,13 @@ impl View {
     /// Open bytes at the view's end.
     pub(crate) fn open_suffix(&self, borders: &Borders) -> u64 {
         let mut suffix = 0;
-        for seg in self.segs.iter().rev() {
-            if borders.touch()[seg.handle as usize] & BACK == 0 {
+        for mapping in self.mappings.iter().rev() {
+            if borders.touch()[mapping.handle as usize] & BACK == 0 {
                 break;
             }
-            let (_, back) = borders.of(seg.handle);
+            let (_, back) = borders.of(mapping.handle);
             suffix += back;
-            if back < seg.granules {
+            if back < mapping.granules {
                 break;
             }
         }
@@ -182,15 +182,15 @@ impl View {
     pub(crate) fn home_parts(&self, offset: u32, granules: u32) -> Vec<(u64, u32)> {
         let (mut parts, mut at) = (Vec::new(), 0u32);
         let end = offset + granules;
-        for seg in &self.segs {
-            let (from, to) = (offset.max(at), end.min(at + seg.granules));
+        for mapping in &self.mappings {
+            let (from, to) = (offset.max(at), end.min(at + mapping.granules));
             if from < to {
                 push_part(
                     &mut parts,
-                    (seg.home + u64::from(from - at) * GRANULE, to - from),
+                    (mapping.home + u64::from(from - at) * GRANULE, to - from),
                 );
             }
-            at += seg.granules;
+            at += mapping.granules;
         }
         parts
     }
@@ -206,7 +206,7 @@ pub(crate) fn push_part(parts: &mut Vec<(u64, u32)>, (addr, granules): (u64, u32
 
 /// A claim on home memory for a block in a view.
 #[derive(Debug, Default)]
-pub(crate) struct Lent {
+pub(crate) struct Aliased {
     /// Home extents in the order of the view, with what they were.
     pub parts: Vec<(u32, Vec<Shard>)>,
     pub waits: Vec<PendingWait>,
@@ -246,7 +246,7 @@ pub(crate) struct Stitch {
     /// Held handles to map behind what is there: (home, bytes, handle).
     pub adds: Vec<(u64, u64, u64)>,
     /// Home memory of the block that is held already.
-    pub lent: Lent,
+    pub aliased: Aliased,
     /// Home range of memory to create, claimed.
     pub fresh: Option<Fresh>,
 }

@@ -15,7 +15,7 @@ use crate::allocator::report::SelfTest;
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::grid::Grid;
 use crate::allocator::view::mapping::{
-    EXTENSIONS, Layout, Openings, Seg, Site, View, ViewRun, push_part,
+    EXTENSIONS, Layout, Mapping, Openings, Site, View, ViewRun, push_part,
 };
 
 /// The views of an allocator.
@@ -30,7 +30,7 @@ pub(crate) struct Views {
     /// Mappings in views that calls under way make or take away: counted at their handles.
     pub segs_under_way: usize,
     /// Bytes of blocks in views.
-    pub lent_bytes: u64,
+    pub aliased_bytes: u64,
     /// What the test of the device found.
     pub self_test: SelfTest,
 }
@@ -143,18 +143,18 @@ impl Views {
     }
 
     /// Enters what was mapped into a view behind the handles that it has.
-    pub(crate) fn extend_view(&mut self, base: u64, segs: Vec<Seg>) {
+    pub(crate) fn extend_view(&mut self, base: u64, mappings: Vec<Mapping>) {
         if let Some(view) = self.map.get_mut(&base) {
             let from = view.granules;
-            view.granules += segs.iter().map(|seg| seg.granules).sum::<u32>();
-            view.segs.extend(segs);
-            self.grid.extend(view.place, &view.segs, from);
+            view.granules += mappings.iter().map(|mapping| mapping.granules).sum::<u32>();
+            view.mappings.extend(mappings);
+            self.grid.extend(view.place, &view.mappings, from);
         }
     }
 
     /// Mappings in views.
     pub(crate) fn view_maps(&self) -> usize {
-        self.map.values().map(|v| v.segs.len()).sum()
+        self.map.values().map(|v| v.mappings.len()).sum()
     }
 
     /// The view around an address.

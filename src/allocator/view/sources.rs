@@ -67,9 +67,9 @@ pub(crate) struct Sources {
     /// Bytes of the smallest whole one.
     smallest: u64,
     /// Granules of each that are open from its start on.
-    fronts: Vec<u32>,
+    caches: Vec<u32>,
     /// The most of them, in bytes.
-    front: u64,
+    cache: u64,
     /// Few handles count more than that neighbours stay together.
     fewest: bool,
 }
@@ -101,14 +101,14 @@ impl Sources {
             sum += all[*at].bytes;
             sum
         });
-        let fronts: Vec<u32> = all.iter().map(|s| granules(s.prefix())).collect();
-        let front = fronts.iter().max().copied().unwrap_or(0);
+        let caches: Vec<u32> = all.iter().map(|s| granules(s.prefix())).collect();
+        let cache = caches.iter().max().copied().unwrap_or(0);
         Sources {
             sums: sums.collect(),
             smallest: by_size.last().map_or(u64::MAX, |at| all[*at].bytes),
-            front: u64::from(front) * GRANULE,
+            cache: u64::from(cache) * GRANULE,
             fewest,
-            fronts,
+            caches,
             all,
             rows,
             by_size,
@@ -117,7 +117,7 @@ impl Sources {
 
     /// No choice for so many bytes takes fewer handles.
     pub(crate) fn fewest(&self, need: u64) -> usize {
-        match need.checked_sub(self.front) {
+        match need.checked_sub(self.cache) {
             None | Some(0) => usize::from(need > 0),
             Some(rest) => self.sums.partition_point(|sum| *sum < rest) + 2,
         }
@@ -232,37 +232,37 @@ impl Sources {
     fn last(&self, mut least: u32, taken: &Marks) -> Option<&Source> {
         loop {
             // Over plain numbers, without a branch: this is most of the work.
-            let enough = |front: &u32| if *front < least { u32::MAX } else { *front };
-            let front = self.fronts.iter().map(enough).min()?;
-            if front == u32::MAX {
+            let enough = |cache: &u32| if *cache < least { u32::MAX } else { *cache };
+            let cache = self.caches.iter().map(enough).min()?;
+            if cache == u32::MAX {
                 return None;
             }
-            let fronts = self.all.iter().zip(&self.fronts);
-            let mut equal = fronts.filter(|(_, bytes)| **bytes == front);
+            let caches = self.all.iter().zip(&self.caches);
+            let mut equal = caches.filter(|(_, bytes)| **bytes == cache);
             if let Some((source, _)) = equal.find(|(source, _)| !taken.has(source.number)) {
                 return Some(source);
             }
-            least = front + 1;
+            least = cache + 1;
         }
     }
 
     /// Adds the last handle.
     fn finish(&self, mut filling: Filling) -> Choice {
         let Filling { left, taken, .. } = &filling;
-        let mut front = 0;
+        let mut cache = 0;
         if *left > 0 {
             if let Some(last) = self.last(granules(left.next_multiple_of(GRANULE)), taken) {
                 filling.adds.push((last.home, last.bytes));
                 filling.left = 0;
             } else {
                 let open = self.all.iter().filter(|s| !taken.has(s.number));
-                front = open.map(Source::prefix).max().unwrap_or(0);
+                cache = open.map(Source::prefix).max().unwrap_or(0);
             }
         }
         Choice {
             adds: filling.adds,
             missing: filling.left.next_multiple_of(PHYSICAL_GRANULE),
-            lacking: (filling.left.saturating_sub(front)).next_multiple_of(PHYSICAL_GRANULE),
+            lacking: (filling.left.saturating_sub(cache)).next_multiple_of(PHYSICAL_GRANULE),
         }
     }
 }
@@ -329,8 +329,8 @@ mod tests {
     const HANDLE: u64 = 8 * MIB;
 
     /// Handles of 8 MiB in a row, each open from its start on for so many MiB.
-    fn open_fronts(handles: &mut Handles, fronts: &[u64]) -> Sources {
-        let each = (0..).zip(fronts).map(|(at, mib)| Source {
+    fn open_caches(handles: &mut Handles, caches: &[u64]) -> Sources {
+        let each = (0..).zip(caches).map(|(at, mib)| Source {
             home: at * HANDLE,
             bytes: HANDLE,
             open: (at * HANDLE, at * HANDLE + mib * MIB),
@@ -370,7 +370,7 @@ mod tests {
     #[test]
     fn the_last_handle_is_the_smallest_that_is_enough() {
         let mut handles = Handles::default();
-        let sources = open_fronts(&mut handles, &[7, 3, 5, 3, 0]);
+        let sources = open_caches(&mut handles, &[7, 3, 5, 3, 0]);
         let mut taken = handles.marks();
         let mut last = |least: u64, take: bool| {
             let found = sources.last(granules(least), &taken).copied();
@@ -390,7 +390,7 @@ mod tests {
     #[test]
     fn an_open_front_lessens_what_is_lacking() {
         let mut handles = Handles::default();
-        let sources = open_fronts(&mut handles, &[8, 1, 7, 8, 0]);
+        let sources = open_caches(&mut handles, &[8, 1, 7, 8, 0]);
         let none = handles.marks();
         let lacks = |mib: u64| {
             let choice = sources.gather(&[], mib * MIB, &none);
@@ -425,7 +425,7 @@ mod tests {
     fn rows_go_by_length_and_equal_ones_by_address() {
         let mut handles = Handles::default();
         // Whole are: one handle, three in a row, one, three.
-        let sources = open_fronts(&mut handles, &[8, 1, 8, 8, 8, 1, 8, 1, 8, 8, 8]);
+        let sources = open_caches(&mut handles, &[8, 1, 8, 8, 8, 1, 8, 1, 8, 8, 8]);
         let none = handles.marks();
         let choice = sources.gather(&[], 8 * HANDLE, &none);
         let order: Vec<u64> = choice.adds.iter().map(|(home, _)| home / HANDLE).collect();

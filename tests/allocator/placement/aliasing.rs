@@ -29,7 +29,7 @@ fn the_first_view_is_tested_once_for_all_allocators() {
         let block = allocator.allocate(40 * MIB, &stream).unwrap();
         assert_eq!(tested(&allocator), SelfTest::Passed);
         let stats = allocator.stats();
-        assert_eq!((stats.packing.views, stats.rungs.stitched), (1, 1));
+        assert_eq!((stats.packing.views, stats.reclaim.stitched), (1, 1));
         assert_eq!(stats.all.reserved.current, peak);
         let launches = rig.calls("cuLaunchKernel");
         assert!(launches > 0 || rig.maybe_sim().is_none());
@@ -78,7 +78,7 @@ fn a_device_that_fails_the_test_is_used_without_views() {
         let (kept, block) = stitch(&allocator, &stream);
         assert_eq!(tested(&allocator), SelfTest::Failed);
         let stats = allocator.stats();
-        assert_eq!((stats.packing.views, stats.rungs.stitched), (0, 0));
+        assert_eq!((stats.packing.views, stats.reclaim.stitched), (0, 0));
         assert_eq!(stats.all.reserved.current, 122 * MIB as u64);
         rig.stamp(block.ptr(), 40 * MIB, 5, &stream);
         assert_eq!(rig.mismatches(block.ptr(), 40 * MIB, 5, &stream), 0);

@@ -78,9 +78,9 @@ fn the_last_growth_says_why() {
         assert_eq!((short.reason, short.added), (GrowthReason::Short, 2 << 20));
         // Three pieces of 2 MiB are free, none of 3; a request this small is grown for.
         let block = allocator.allocate(3 * MIB, &a).unwrap();
-        let apart = last();
-        assert_eq!(apart.reason, GrowthReason::Fragmented);
-        assert_eq!((apart.requested, apart.added), (3 << 20, 4 << 20));
+        let unlocked = last();
+        assert_eq!(unlocked.reason, GrowthReason::Fragmented);
+        assert_eq!((unlocked.requested, unlocked.added), (3 << 20, 4 << 20));
         drop(allocator.allocate(MIB / 2, &b).unwrap());
         let hold = rig.hold(&a);
         let large = allocator.allocate(16 * MIB, &a).unwrap();

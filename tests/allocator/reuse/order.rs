@@ -93,7 +93,7 @@ fn r6_waits_for_one_block_not_for_all() {
         rig.settle(&users[0]);
         rig.settle(&a);
         assert!(!users[1].is_complete().unwrap() && !users[2].is_complete().unwrap());
-        assert_eq!(allocator.stats().rungs.host_waits, 0);
+        assert_eq!(allocator.stats().reclaim.host_waits, 0);
         drop(holds);
         drop(block);
         rig.close(&allocator);
@@ -183,7 +183,7 @@ fn r28_slow_stream_does_not_delay_others() {
         found.sort_unstable();
         assert_eq!(found, expected);
         assert_eq!(waits(rig), before);
-        assert_eq!(allocator.stats().rungs.host_waits, 0);
+        assert_eq!(allocator.stats().reclaim.host_waits, 0);
         rig.stamp(found[0], BLOCK, 3, &c);
         rig.settle(&c);
         hold.release();

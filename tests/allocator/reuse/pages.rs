@@ -18,7 +18,7 @@ fn reserved(allocator: &Allocator) -> usize {
     allocator.stats().all.reserved.current as usize
 }
 
-/// R61: what one stream's front did not need since the last time that somebody lacked a page serves
+/// R61: what one stream's stream cache did not need since the last time that somebody lacked a page serves
 /// others before memory is added.
 #[test]
 fn r61_idle_pages_serve_other_streams() {
@@ -45,10 +45,10 @@ fn r61_idle_pages_serve_other_streams() {
     });
 }
 
-/// A front whose need goes up and down keeps the pages that it needs, also while others lack
+/// A stream cache whose need goes up and down keeps the pages that it needs, also while others lack
 /// some.
 #[test]
-fn pages_in_use_stay_with_their_front() {
+fn pages_in_use_stay_with_their_cache() {
     only(Policy::Packed, |rig| {
         let [a, b] = rig.streams();
         let allocator = rig.allocator();
@@ -72,7 +72,7 @@ fn pages_in_use_stay_with_their_front() {
     });
 }
 
-/// R61: of a front that hands nothing out also the runs that it kept as they were go.
+/// R61: of a stream cache that hands nothing out also the runs that it kept as they were go.
 #[test]
 fn r61_a_quiet_front_gives_all_that_it_has() {
     only(Policy::Packed, |rig| {
@@ -82,7 +82,7 @@ fn r61_a_quiet_front_gives_all_that_it_has() {
             .map(|_| allocator.allocate(512, &a).unwrap())
             .collect();
         drop(small);
-        let kept = allocator.stats().front_bytes;
+        let kept = allocator.stats().cache_bytes;
         assert!(kept > 0, "nothing is kept as it was");
         let mut blocks = pages(&allocator, &b, STEP);
         blocks.extend(pages(&allocator, &b, STEP - 1));
@@ -125,14 +125,14 @@ fn returned_blocks_merge() {
     });
 }
 
-/// Blocks that other streams are done with are free, also while their front has not merged them.
+/// Blocks that other streams are done with are free, also while their stream cache has not merged them.
 #[test]
 fn returned_blocks_are_shown_free() {
     only(Policy::Packed, |rig| {
         let [a, b] = rig.streams();
         let allocator = rig.allocator();
         drop(allocator.allocate(512, &b).unwrap());
-        // As many as a front gives to the books at once.
+        // As many as a stream cache gives to the heap at once.
         let blocks: Vec<_> = (0..512)
             .map(|_| allocator.allocate(512, &a).unwrap())
             .collect();
@@ -153,7 +153,7 @@ fn returned_blocks_are_shown_free() {
         assert_eq!(pending(), 512 * 512);
         drop(busy);
         rig.settle(&b);
-        // Large requests ask what is done by now, and leave the fronts' runs to them.
+        // Large requests ask what is done by now, and leave the stream caches' runs to them.
         for _ in 0..32 {
             drop(allocator.allocate(MIB, &a).unwrap());
         }

@@ -65,15 +65,15 @@ fn s1_a_segment_is_waited_for_before_it_makes_room() {
             let stream = if same { &a } else { &b };
             let next = allocator.allocate(SEGMENT + 4 * MIB, stream).unwrap();
             let stats = allocator.stats();
-            assert_eq!((stats.rungs.host_waits, stats.rungs.released), (1, 1));
-            assert_eq!(stats.rungs.synchronised, 0);
+            assert_eq!((stats.reclaim.host_waits, stats.reclaim.released), (1, 1));
+            assert_eq!(stats.reclaim.synchronised, 0);
             drop((next, busy));
             rig.close(&allocator);
         }
     });
 }
 
-/// S1: of what was freed on a caller's stream there is no marker that a trim may record; the last rung
+/// S1: of what was freed on a caller's stream there is no marker that a trim may record; the last step
 /// waits for the context.
 #[test]
 fn s1_a_segment_without_a_marker_is_waited_for_with_its_context() {
@@ -88,7 +88,7 @@ fn s1_a_segment_without_a_marker_is_waited_for_with_its_context() {
         let trimmed = allocator.trim(0).unwrap();
         assert_eq!((trimmed.released, trimmed.pending), (0, SEGMENT as u64));
         let next = allocator.allocate(SEGMENT + 4 * MIB, &a).unwrap();
-        assert_eq!(allocator.stats().rungs.synchronised, 1);
+        assert_eq!(allocator.stats().reclaim.synchronised, 1);
         drop((next, busy));
         rig.close(&allocator);
         raw.destroy();

@@ -55,7 +55,7 @@ fn r24_destroyed_streams_leave_their_memory() {
             let stats = allocator.stats();
             assert_eq!(stats.all.reserved.peak, limit as u64);
             if retire {
-                assert_eq!(stats.rungs.synchronised, 0, "a marker was there");
+                assert_eq!(stats.reclaim.synchronised, 0, "a marker was there");
             }
             drop(mine);
             rig.assert_clean();

@@ -93,8 +93,8 @@ fn what_a_lone_stream_freed_is_asked_for() {
         let taken = allocator.allocate(BLOCK, &b).unwrap();
         assert_eq!(taken.ptr(), ptr);
         assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
-        let rungs = allocator.stats().rungs;
-        assert_eq!((rungs.synchronised, rungs.host_waits), (0, 0));
+        let reclaim = allocator.stats().reclaim;
+        assert_eq!((reclaim.synchronised, reclaim.host_waits), (0, 0));
         drop(taken);
         rig.close(&allocator);
     });
@@ -117,8 +117,8 @@ fn what_a_lone_stream_in_a_later_slot_freed_is_asked_for() {
         drop(block);
         let taken = allocator.allocate(BLOCK, &c).unwrap();
         assert_eq!(taken.ptr(), ptr);
-        let rungs = allocator.stats().rungs;
-        assert_eq!((rungs.synchronised, rungs.host_waits), (0, 0));
+        let reclaim = allocator.stats().reclaim;
+        assert_eq!((reclaim.synchronised, reclaim.host_waits), (0, 0));
         drop(taken);
         rig.close(&allocator);
     });

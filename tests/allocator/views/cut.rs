@@ -9,7 +9,7 @@ use crate::common::*;
 /// The first six of the parts that are free in the end.
 const FRONT: usize = 25 * MIB;
 const ALL: usize = 40 * MIB;
-/// Less than all, and more than the front.
+/// Less than all, and more than the stream cache.
 const NEED: usize = 32 * MIB;
 
 fn unmapped(rig: &Rig) -> u64 {
@@ -18,12 +18,12 @@ fn unmapped(rig: &Rig) -> u64 {
 
 /// An allocator on its last level with 16 scattered parts of memory, all free, and an idle view over the
 /// first ten.
-fn restless(rig: &Rig, streams: [&Stream; 2]) -> (Allocator, Kept, u64) {
-    restless_after(rig, streams, 0, true)
+fn churning(rig: &Rig, streams: [&Stream; 2]) -> (Allocator, Kept, u64) {
+    churning_after(rig, streams, 0, true)
 }
 
-/// [`restless`] after so many frees of the stream; at a limit, or without one at the soft cap.
-fn restless_after(
+/// [`churning`] after so many frees of the stream; at a limit, or without one at the soft cap.
+fn churning_after(
     rig: &Rig,
     streams: [&Stream; 2],
     frees: usize,
@@ -104,7 +104,7 @@ fn fill(allocator: &Allocator, stream: &Stream) -> Vec<Block> {
 fn continued(frees: usize, limited: bool) {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let (allocator, kept, base) = restless_after(rig, [&a, &b], frees, limited);
+        let (allocator, kept, base) = churning_after(rig, [&a, &b], frees, limited);
         let mut parts = fill(&allocator, &a);
         // The view's tail is in use at home.
         drop(parts.split_off(10));
@@ -113,7 +113,7 @@ fn continued(frees: usize, limited: bool) {
         let before = (rig.calls("cuMemMap"), unmapped(rig));
         let block = allocator.allocate(NEED, &a).unwrap();
         assert_eq!(block.ptr(), base + MIB as u64);
-        assert_eq!(allocator.stats().rungs.shortened, 1);
+        assert_eq!(allocator.stats().reclaim.shortened, 1);
         let calls = (rig.calls("cuMemMap") - before.0, unmapped(rig) - before.1);
         assert_eq!(calls, (((NEED - FRONT) / MIB).div_ceil(2) as u64, 1));
         allocator.check().unwrap();
@@ -145,10 +145,10 @@ fn a_view_of_a_stream_that_nobody_asks_is_cut_away_from_a_limit() {
 
 /// The whole of the view in two blocks.
 fn halves(allocator: &Allocator, base: u64, stream: &Stream) -> (Block, Block) {
-    let front = allocator.allocate(FRONT, stream).unwrap();
+    let cache = allocator.allocate(FRONT, stream).unwrap();
     let back = allocator.allocate(ALL - FRONT, stream).unwrap();
     assert_eq!(view_of(allocator, &back), Some(base));
-    (front, back)
+    (cache, back)
 }
 
 /// A view is not cut below a block that lies in it.
@@ -156,10 +156,10 @@ fn halves(allocator: &Allocator, base: u64, stream: &Stream) -> (Block, Block) {
 fn a_block_in_the_end_of_a_view_keeps_it() {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let (allocator, kept, base) = restless(rig, [&a, &b]);
-        let (front, back) = halves(&allocator, base, &a);
+        let (allocator, kept, base) = churning(rig, [&a, &b]);
+        let (cache, back) = halves(&allocator, base, &a);
         rig.stamp(back.ptr(), ALL - FRONT, 3, &a);
-        drop(front);
+        drop(cache);
         a.synchronize().unwrap();
         let before = unmapped(rig);
         let block = allocator.allocate(ALL, &a).unwrap();
@@ -177,13 +177,13 @@ fn a_block_in_the_end_of_a_view_keeps_it() {
 fn a_view_that_a_stream_uses_is_not_cut() {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let (allocator, kept, base) = restless(rig, [&a, &b]);
-        let (front, back) = halves(&allocator, base, &a);
+        let (allocator, kept, base) = churning(rig, [&a, &b]);
+        let (cache, back) = halves(&allocator, base, &a);
         back.record_stream(&b).unwrap();
         a.synchronize().unwrap();
         let hold = rig.hold(&b);
         rig.stamp(back.ptr(), ALL - FRONT, 7, &b);
-        drop((front, back));
+        drop((cache, back));
         a.synchronize().unwrap();
         let before = unmapped(rig);
         // More than the view has, also behind a wait.
@@ -206,7 +206,7 @@ fn a_view_that_a_stream_uses_is_not_cut() {
 fn views_of_a_lone_stream_are_cut() {
     packed(|rig| {
         let a = rig.stream();
-        let (allocator, kept, base) = restless(rig, [&a, &a]);
+        let (allocator, kept, base) = churning(rig, [&a, &a]);
         let before = allocator.stats();
         assert!(before.packing.view_maps > 0);
         let mut parts = fill(&allocator, &a);
@@ -218,7 +218,7 @@ fn views_of_a_lone_stream_are_cut() {
         let block = allocator.allocate(NEED, &a).unwrap();
         assert_eq!(block.ptr(), base + MIB as u64);
         let after = allocator.stats();
-        assert_eq!(after.rungs.shortened - before.rungs.shortened, 1);
+        assert_eq!(after.reclaim.shortened - before.reclaim.shortened, 1);
         assert!(after.markers > before.markers);
         allocator.check().unwrap();
         rig.stamp(block.ptr(), NEED, 7, &a);
@@ -237,7 +237,7 @@ fn a_view_that_opens_beside_a_cut_needs_no_mapping() {
         return;
     };
     let [a, b] = rig.streams();
-    let (allocator, kept, base) = restless(&rig, [&a, &b]);
+    let (allocator, kept, base) = churning(&rig, [&a, &b]);
     let mut parts = fill(&allocator, &a);
     drop(parts.drain(8..));
     a.synchronize().unwrap();
@@ -247,11 +247,11 @@ fn a_view_that_opens_beside_a_cut_needs_no_mapping() {
     assert!(view.is_some_and(|view| view != base));
     drop(parts.drain(..6));
     a.synchronize().unwrap();
-    let before = allocator.stats().rungs;
+    let before = allocator.stats().reclaim;
     let maps = rig.calls("cuMemMap");
     interlude::after("cuMemUnmap", move || drop(other));
     let block = allocator.allocate(NEED, &a).unwrap();
-    let after = allocator.stats().rungs;
+    let after = allocator.stats().reclaim;
     assert_eq!(after.shortened - before.shortened, 1);
     assert_eq!(view_of(&allocator, &block), view);
     assert!(block.ptr().abs_diff(at) < (2 * MIB) as u64);

@@ -78,9 +78,9 @@ fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
         // Pieces of less than a page of the driver, and requests that are not worth a view.
         let mut kept = rows(&allocator, &a, 64, MIB / 2);
         let peak = allocator.stats().all.reserved.current;
-        while allocator.stats().rungs.grown_hard == 0 {
+        while allocator.stats().reclaim.grown_hard == 0 {
             kept.push(allocator.allocate(MIB, &a).unwrap());
-            assert!(kept.len() < 200, "{:?}", allocator.stats().rungs);
+            assert!(kept.len() < 200, "{:?}", allocator.stats().reclaim);
         }
         assert!(allocator.stats().all.reserved.current > peak + (16 * MIB) as u64);
         drop(kept);
@@ -135,9 +135,9 @@ fn a_stitch_takes_what_the_other_arena_gave_back() {
         a.synchronize().unwrap();
         let block = allocator.allocate(TWO + 2 * MIB, &a).unwrap();
         assert!(view_of(&allocator, &block).is_some());
-        let rungs = allocator.stats().rungs;
-        assert_eq!((rungs.stitched, rungs.released), (1, 1));
-        assert_eq!(rungs.synchronised, 0);
+        let reclaim = allocator.stats().reclaim;
+        assert_eq!((reclaim.stitched, reclaim.released), (1, 1));
+        assert_eq!(reclaim.synchronised, 0);
         drop((kept, block));
         rig.close(&allocator);
     });
@@ -191,7 +191,7 @@ fn a_stitch_lies_between_open_ends_at_the_limit() {
         rig.stamp(block.ptr(), bytes, 9, &a);
         let stats = allocator.stats();
         assert_eq!(stats.all.reserved.current, limit as u64);
-        assert_eq!((stats.rungs.stitched, stats.rungs.released), (1, 0));
+        assert_eq!((stats.reclaim.stitched, stats.reclaim.released), (1, 0));
         for (word, (kib, kept)) in (1..).zip(&kept) {
             assert_eq!(rig.mismatches(kept.ptr(), kib * KIB, word, &a), 0);
         }
@@ -261,7 +261,7 @@ fn r61_a_stitch_at_the_limit_goes_behind_waits() {
         let block = allocator.allocate(12 * MIB + MIB / 2, &a).unwrap();
         let after = allocator.stats();
         assert!(view_of(&allocator, &block).is_some());
-        assert_eq!(after.rungs.host_waits, before.rungs.host_waits);
+        assert_eq!(after.reclaim.host_waits, before.reclaim.host_waits);
         assert_eq!(after.stream_waits, before.stream_waits + 1);
         hold.release();
         drop((blocks, block, other));
@@ -313,8 +313,8 @@ fn a_refused_stitch_is_tried_again_after_a_release() {
         let kept = rows(&allocator, &a, PIECES, PART);
         allocator.trim(u64::MAX).unwrap();
         drop(allocator.allocate(VIEW, &a).unwrap());
-        let front = allocator.allocate(FRONT, &a).unwrap();
-        assert!(view_of(&allocator, &front).is_some());
+        let cache = allocator.allocate(FRONT, &a).unwrap();
+        assert!(view_of(&allocator, &cache).is_some());
         let mut parts: Vec<Block> = (0..PIECES - 2)
             .map(|_| allocator.allocate(PART, &a).unwrap())
             .collect();
@@ -330,14 +330,14 @@ fn a_refused_stitch_is_tried_again_after_a_release() {
         let held = allocator.stats().all.reserved.current;
         sim.take_memory(0, (8 * GIB - 3 * MIB) as u64 - held);
         let block = allocator.allocate(VIEW - FRONT + 4 * MIB, &a).unwrap();
-        assert_eq!(view_of(&allocator, &block), view_of(&allocator, &front));
+        assert_eq!(view_of(&allocator, &block), view_of(&allocator, &cache));
         assert_eq!(
             allocator.stats().all.reserved.current,
             held + (2 * MIB) as u64
         );
         allocator.check().unwrap();
         sim.take_memory(0, 0);
-        drop((kept, front, parts, small, block));
+        drop((kept, cache, parts, small, block));
         rig.close(&allocator);
     });
 }

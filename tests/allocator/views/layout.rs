@@ -1,6 +1,6 @@
 //! Where a block in a view lies.
 
-use super::{PART, TWO, lent, packed, scattered, view_of};
+use super::{PART, TWO, aliased, packed, scattered, view_of};
 use crate::common::*;
 use cualloc::allocator::{Config, Error, Request};
 
@@ -13,8 +13,8 @@ fn scattered_memory_serves_one_block() {
         let created = rig.calls("cuMemCreate");
         let block = allocator.allocate(TWO, &a).unwrap();
         assert!(view_of(&allocator, &block).is_some());
-        assert_eq!(allocator.stats().rungs.stitched, 1);
-        assert_eq!(lent(&allocator), TWO as u64);
+        assert_eq!(allocator.stats().reclaim.stitched, 1);
+        assert_eq!(aliased(&allocator), TWO as u64);
         rig.stamp(block.ptr(), TWO, 7, &a);
         // The byte that is left of the free parts is the last to be had.
         let rest = allocator.allocate(2 * PART - TWO, &a).unwrap();
@@ -32,7 +32,7 @@ fn scattered_memory_serves_one_block() {
     });
 }
 
-/// A view is kept: the same request is served again by books alone, and so is any other that finds
+/// A view is kept: the same request is served again by heap alone, and so is any other that finds
 /// its bytes in a row there.
 #[test]
 fn a_kept_view_serves_without_a_driver_call() {
@@ -53,7 +53,7 @@ fn a_kept_view_serves_without_a_driver_call() {
         assert_eq!(behind.ptr(), at + MIB as u64);
         rig.stamp(behind.ptr(), TWO - MIB, 4, &a);
         let stats = allocator.stats();
-        assert_eq!((stats.rungs.views, stats.rungs.stitched), (2, 1));
+        assert_eq!((stats.reclaim.views, stats.reclaim.stitched), (2, 1));
         assert_eq!(rig.memory_calls(), calls);
         assert_eq!(rig.mismatches(taken.ptr(), MIB, 3, &a), 0);
         assert_eq!(rig.mismatches(behind.ptr(), TWO - MIB, 4, &a), 0);
@@ -96,7 +96,7 @@ fn blocks_share_a_view() {
     });
 }
 
-/// A block that lacks a few handles gets them behind a view's free end, also while the view's front
+/// A block that lacks a few handles gets them behind a view's free end, also while the view's stream cache
 /// is in use.
 #[test]
 fn a_view_is_extended() {
@@ -114,19 +114,19 @@ fn a_view_is_extended() {
         assert_eq!(rig.mismatches(at, TWO + 4 * MIB, 1, &a), 0);
         drop(longer);
 
-        let front = allocator.allocate(6 * MIB, &a).unwrap();
-        rig.stamp(front.ptr(), 6 * MIB, 2, &a);
+        let cache = allocator.allocate(6 * MIB, &a).unwrap();
+        rig.stamp(cache.ptr(), 6 * MIB, 2, &a);
         let before = mapped();
         // 7 MiB are open behind it, 4 more are scattered elsewhere.
         let back = allocator.allocate(11 * MIB, &a).unwrap();
-        assert_eq!(front.ptr(), at);
+        assert_eq!(cache.ptr(), at);
         assert_eq!((back.ptr(), mapped() - before), (at + 6 * MIB as u64, 2));
         assert_eq!(view_of(&allocator, &back), Some(base));
         rig.stamp(back.ptr(), 11 * MIB, 3, &a);
-        assert_eq!(rig.mismatches(front.ptr(), 6 * MIB, 2, &a), 0);
+        assert_eq!(rig.mismatches(cache.ptr(), 6 * MIB, 2, &a), 0);
         assert_eq!(rig.mismatches(back.ptr(), 11 * MIB, 3, &a), 0);
         kept.assert_intact(rig);
-        drop((front, back, kept));
+        drop((cache, back, kept));
         rig.close(&allocator);
     });
 }
@@ -140,10 +140,10 @@ fn a_long_run_in_a_view_is_found_again() {
         let mapped = || rig.calls("cuMemMap");
         drop(allocator.allocate(36 * MIB, &a).unwrap());
         let before = mapped();
-        let front = allocator.allocate(36 * MIB, &a).unwrap();
+        let cache = allocator.allocate(36 * MIB, &a).unwrap();
         assert_eq!(mapped(), before, "the whole view");
         let back = allocator.allocate(29 * MIB, &a).unwrap();
-        let base = view_of(&allocator, &front);
+        let base = view_of(&allocator, &cache);
         assert_eq!(view_of(&allocator, &back), base);
         assert!(mapped() > before);
         allocator.check().unwrap();
@@ -151,7 +151,7 @@ fn a_long_run_in_a_view_is_found_again() {
         let before = mapped();
         let back = allocator.allocate(29 * MIB, &a).unwrap();
         assert_eq!((view_of(&allocator, &back), mapped()), (base, before));
-        drop((front, back));
+        drop((cache, back));
         let all = allocator.allocate(65 * MIB, &a).unwrap();
         assert_eq!((view_of(&allocator, &all), mapped()), (base, before));
         rig.stamp(all.ptr(), 65 * MIB, 1, &a);
@@ -220,9 +220,9 @@ fn views_can_be_turned_off() {
         drop((second, fourth));
         let block = allocator.allocate(TWO, &a).unwrap();
         assert_eq!(view_of(&allocator, &block), None);
-        let rungs = allocator.stats().rungs;
-        assert_eq!((rungs.views, rungs.stitched), (0, 0));
-        assert!(rungs.released > 0);
+        let reclaim = allocator.stats().reclaim;
+        assert_eq!((reclaim.views, reclaim.stitched), (0, 0));
+        assert!(reclaim.released > 0);
         drop((first, third, block));
         rig.close(&allocator);
     });

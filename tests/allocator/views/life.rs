@@ -1,6 +1,6 @@
 //! How long a view stays, and the handles under it.
 
-use super::{PART, TWO, lent, packed, scattered, view_of};
+use super::{PART, TWO, aliased, packed, scattered, view_of};
 use crate::common::*;
 
 fn unmapped(rig: &Rig) -> u64 {
@@ -48,7 +48,7 @@ fn a_wait_on_the_device_does_not_end_a_view() {
         let hold = rig.hold(&b);
         rig.stamp(block.ptr(), TWO, 7, &b);
         drop(block);
-        // The first stream takes all of it at home, behind waits, and is done with it by its books.
+        // The first stream takes all of it at home, behind waits, and is done with it by its heap.
         let parts = [PART, PART - MIB].map(|bytes| allocator.allocate(bytes, &a).unwrap());
         for part in &parts {
             assert_eq!(view_of(&allocator, part), None);
@@ -77,9 +77,9 @@ fn memory_of_a_live_block_in_a_view_is_not_released() {
         rig.stamp(block.ptr(), TWO, 7, &a);
         a.synchronize().unwrap();
         allocator.synchronize().unwrap();
-        // Two of the four free parts are lent.
+        // Two of the four free parts are aliased.
         assert_eq!(allocator.trim(0).unwrap().released, (8 * MIB) as u64);
-        assert_eq!(lent(&allocator), TWO as u64);
+        assert_eq!(aliased(&allocator), TWO as u64);
         assert_eq!(rig.mismatches(block.ptr(), TWO, 7, &a), 0);
         kept.assert_intact(rig);
         drop(block);
@@ -108,7 +108,7 @@ fn a_view_goes_for_memory_of_another_arena() {
         let small = allocator.allocate(KIB, &a).unwrap();
         rig.stamp(small.ptr(), KIB, 5, &a);
         let stats = allocator.stats();
-        assert!(stats.rungs.released > 0);
+        assert!(stats.reclaim.released > 0);
         assert_eq!(stats.all.reserved.current, (4 * PART) as u64);
         // The view, and one handle.
         assert_eq!(unmapped(rig), before + 2);
@@ -138,16 +138,16 @@ fn r8_another_arena_goes_for_a_stitch() {
             .for_each(|part| *part = None);
         // All free handles are in one view, where a block keeps them from being given back.
         drop(allocator.allocate(17 * MIB, &a).unwrap());
-        let front = allocator.allocate(6 * MIB, &a).unwrap();
-        rig.stamp(front.ptr(), 6 * MIB, 1, &a);
+        let cache = allocator.allocate(6 * MIB, &a).unwrap();
+        rig.stamp(cache.ptr(), 6 * MIB, 1, &a);
         let block = allocator.allocate(12 * MIB, &a).unwrap();
-        assert_eq!(view_of(&allocator, &block), view_of(&allocator, &front));
+        assert_eq!(view_of(&allocator, &block), view_of(&allocator, &cache));
         let stats = allocator.stats();
         assert_eq!(stats.all.reserved.current, limit as u64);
         assert_eq!(stats.small.reserved.current, 0);
         rig.stamp(block.ptr(), 12 * MIB, 2, &a);
-        assert_eq!(rig.mismatches(front.ptr(), 6 * MIB, 1, &a), 0);
-        drop((front, block, parts));
+        assert_eq!(rig.mismatches(cache.ptr(), 6 * MIB, 1, &a), 0);
+        drop((cache, block, parts));
         rig.close(&allocator);
     });
 }
@@ -233,7 +233,7 @@ fn r24_a_retired_stream_does_not_keep_a_view() {
         borrowed.synchronize().unwrap();
         drop(borrowed);
         gone.destroy();
-        // Others may take its place in the books.
+        // Others may take its place in the heap.
         let others: [_; 3] = rig.streams();
         for other in &others {
             drop(allocator.allocate(KIB, other));

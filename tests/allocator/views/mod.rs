@@ -84,9 +84,10 @@ fn home(allocator: &Allocator) -> Vec<BlockInfo> {
 }
 
 /// Bytes at home that blocks in views have.
-fn lent(allocator: &Allocator) -> u64 {
-    let lent = home(allocator).into_iter();
-    lent.filter(|b| b.state == BlockState::Lent)
+fn aliased(allocator: &Allocator) -> u64 {
+    let aliased = home(allocator).into_iter();
+    aliased
+        .filter(|b| b.state == BlockState::Aliased)
         .map(|b| b.size)
         .sum()
 }

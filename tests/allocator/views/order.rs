@@ -1,6 +1,6 @@
 //! One memory at two addresses, used by several streams.
 
-use super::{Kept, PART, TWO, home, lent, packed, scattered, view_of};
+use super::{Kept, PART, TWO, aliased, home, packed, scattered, view_of};
 use crate::common::*;
 use cualloc::Block;
 use cualloc::allocator::{Allocator, Error};
@@ -89,7 +89,7 @@ fn a_stitch_waits_for_what_is_pending() {
         let theirs = allocator.allocate(PART, &b).unwrap();
         let hold = use_and_free(rig, theirs, &b);
         let block = allocator.allocate(TWO, &a).unwrap();
-        assert_eq!(allocator.stats().rungs.stitched, 1);
+        assert_eq!(allocator.stats().reclaim.stitched, 1);
         rig.stamp(block.ptr(), TWO, 7, &a);
         assert!(!a.is_complete().unwrap(), "memory in use was handed out");
         hold.release();
@@ -111,7 +111,7 @@ fn a_stitch_prefers_what_is_complete() {
         let hold = use_and_free(rig, theirs, &b);
         let before = rig.calls("cuStreamWaitEvent");
         let block = allocator.allocate(TWO, &a).unwrap();
-        assert_eq!(allocator.stats().rungs.stitched, 1);
+        assert_eq!(allocator.stats().reclaim.stitched, 1);
         assert_eq!(rig.calls("cuStreamWaitEvent"), before);
         rig.stamp(block.ptr(), TWO, 7, &a);
         rig.settle(&a);
@@ -133,9 +133,9 @@ fn neighbours_in_a_page_do_not_meet() {
         a.synchronize().unwrap();
         // The block begins where the first part ends: in the middle of a handle.
         let neighbour = &kept.blocks[0];
-        let lent = home(&allocator);
+        let aliased = home(&allocator);
         let end = neighbour.ptr() + PART as u64;
-        assert!(lent.iter().any(|e| e.address == end) && !end.is_multiple_of(2 << 20));
+        assert!(aliased.iter().any(|e| e.address == end) && !end.is_multiple_of(2 << 20));
         let holds = [rig.hold(&a), rig.hold(&b)];
         for word in 0..8 {
             rig.stamp(neighbour.ptr(), PART, 100 + word, &a);
@@ -173,7 +173,7 @@ fn r2_a_failed_wait_leaves_memory_pending() {
             assert_eq!(sim.clear_failures(), 0);
             allocator.check().unwrap();
             assert_eq!(allocator.snapshot(), before);
-            assert_eq!(lent(&allocator), 0);
+            assert_eq!(aliased(&allocator), 0);
             // The same request goes through, behind the wait that is still needed.
             let block = allocator.allocate(TWO, &a).unwrap();
             rig.stamp(block.ptr(), TWO, 7, &a);

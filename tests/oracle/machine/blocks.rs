@@ -73,7 +73,8 @@ impl Machine<'_> {
     ) -> Step {
         self.lanes[at].kept |= matches!(self.lanes[at].handle, Handle::Owned(_));
         let told = block.as_ref().map(Block::size);
-        // Who asks by an address takes a large block off the shelf of its front: not for each of them.
+        // Who asks by an address takes a large block out of the large-block cache of its stream cache: not for
+        // each of them.
         let size = match told {
             Some(size) if !self.summary.allocations.is_multiple_of(8) => size,
             _ => self

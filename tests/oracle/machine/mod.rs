@@ -160,11 +160,11 @@ fn first_report(sim: &Simulator) -> Step {
     ))
 }
 
-/// Figures without those that tell a block which nobody holds on a shelf, in use for the books, from the
-/// same bytes off the shelf, free there. A call that looks at the block takes it off.
-fn apart_from_shelves(stats: Stats) -> Stats {
+/// Figures without those that tell a block which nobody holds in a large-block cache, in use for the heap, from
+/// the same bytes out of the large-block cache, free there. A call that looks at the block takes it off.
+fn without_large_caches(stats: Stats) -> Stats {
     let mut apart = stats;
-    apart.front_bytes = 0;
+    apart.cache_bytes = 0;
     apart.free_blocks = 0;
     apart.largest_free = 0;
     apart.nodes = 0;
@@ -176,7 +176,7 @@ fn same<T: PartialEq + Debug>(before: &T, after: &T) -> Step {
         return Ok(());
     }
     Err(format!(
-        "an error changed the books: {before:?} to {after:?}"
+        "an error changed the heap: {before:?} to {after:?}"
     ))
 }
 
@@ -428,12 +428,12 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Runs a call that must change nothing, twice: beside what lies on the shelves of fronts, and when
-    /// nothing lies there any more, as a snapshot takes everything off.
+    /// Runs a call that must change nothing, twice: beside what lies in the large-block caches of stream
+    /// caches, and when nothing lies there any more, as a snapshot takes everything off.
     fn unchanged<T>(&self, f: impl Fn(&Self) -> T) -> Step<[T; 2]> {
-        let before = apart_from_shelves(self.alloc.stats());
+        let before = without_large_caches(self.alloc.stats());
         let first = f(self);
-        same(&before, &apart_from_shelves(self.alloc.stats()))?;
+        same(&before, &without_large_caches(self.alloc.stats()))?;
         let before = self.alloc.stats_and_snapshot();
         self.compare_live(&before.1)?;
         let second = f(self);
@@ -507,7 +507,7 @@ impl<'a> Machine<'a> {
                 ));
             }
         }
-        // Several fronts give a bound of the peak: no less than it is, and no more than was allocated.
+        // Several stream caches give a bound of the peak: no less than it is, and no more than was allocated.
         let peak = self.figures.peak;
         if all.requested.peak < peak || all.requested.peak > all.allocated.peak.max(peak) {
             return Err(format!(
@@ -516,7 +516,7 @@ impl<'a> Machine<'a> {
             ));
         }
         if self.alloc.policy() == Policy::Classic && all.requested.peak != peak {
-            return Err("the peak of what was requested is exact without fronts".to_owned());
+            return Err("the peak of what was requested is exact without stream caches".to_owned());
         }
         Ok(())
     }

@@ -109,7 +109,7 @@ impl Machine<'_> {
             return Ok(());
         };
         let relief = match relief {
-            // It may raise the peak, which is exact without fronts.
+            // It may raise the peak, which is exact without stream caches.
             Relief::Allocate if self.setup.policy == Policy::Classic => Relief::Nothing,
             other => other,
         };

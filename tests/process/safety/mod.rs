@@ -110,7 +110,7 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     world.clean();
 }
 
-/// D2: the same of small blocks, which their front could take back at once.
+/// D2: the same of small blocks, which their stream cache could take back at once.
 #[test]
 fn d2_small_blocks_do_not_go_past_it_either() {
     let world = World::new(Mode::Instant, false);

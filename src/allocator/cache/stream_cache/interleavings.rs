@@ -1,10 +1,10 @@
-//! All interleavings of what threads do at fronts, tried by loom on the code itself:
+//! All interleavings of what threads do at stream caches, tried by loom on the code itself:
 //!
 //! ```text
 //! RUSTFLAGS='--cfg loom' cargo test --release -p cualloc --lib interleavings
 //! ```
 
-use super::grain::PageInfo;
+use super::granule::PageInfo;
 use super::*;
 use loom::thread;
 
@@ -22,10 +22,10 @@ fn request(granules: u32) -> Small {
     }
 }
 
-/// A front with one page and room for some granules.
-fn front(rank: u32, base: u64, room: u64) -> &'static Front {
-    let front: &'static Front = Box::leak(Box::new(Front::new(rank)));
-    let mut inner = front.lock();
+/// A stream cache with one page and room for some granules.
+fn cache(rank: u32, base: u64, room: u64) -> &'static StreamCache {
+    let cache: &'static StreamCache = Box::leak(Box::new(StreamCache::new(rank)));
+    let mut inner = cache.lock();
     (inner.allocator, inner.key) = (OWNER.allocator, OWNER.key);
     inner.set_fast(true);
     inner.runs.add_page(PageInfo {
@@ -35,34 +35,34 @@ fn front(rank: u32, base: u64, room: u64) -> &'static Front {
     });
     inner.accounts.allocated.set_room(room * GRANULE);
     drop(inner);
-    front
+    cache
 }
 
-fn take(front: &Front, granules: u32) -> Option<Taken> {
-    match front.lock().take(request(granules)) {
+fn take(cache: &StreamCache, granules: u32) -> Option<Taken> {
+    match cache.lock().take(request(granules)) {
         Allocated::Taken(taken) => Some(taken),
         _ => None,
     }
 }
 
-fn free(front: &Front, taken: &Taken) -> bool {
+fn free(cache: &StreamCache, taken: &Taken) -> bool {
     let life = Life::Generation(taken.generation);
-    front.lock().free_at_once(taken.node, life)
+    cache.lock().free_at_once(taken.node, life)
 }
 
 /// A block that another thread frees is handed out again once, and no two live ones overlap.
 #[test]
 fn interleavings_of_a_free_by_another_thread() {
     loom::model(|| {
-        let front = front(0, PAGE, 8);
-        let first = take(front, 2);
-        let other = thread::spawn(move || first.is_some_and(|first| free(front, &first)));
-        let mine = take(front, 2);
-        let next = take(front, 2);
+        let cache = cache(0, PAGE, 8);
+        let first = take(cache, 2);
+        let other = thread::spawn(move || first.is_some_and(|first| free(cache, &first)));
+        let mine = take(cache, 2);
+        let next = take(cache, 2);
         assert!(other.join().is_ok_and(|freed| freed));
         let (mine, next) = mine.zip(next).expect("there is room for three");
         assert!(mine.ptr + 1024 <= next.ptr || next.ptr + 1024 <= mine.ptr);
-        let inner = front.lock();
+        let inner = cache.lock();
         assert_eq!(inner.accounts.blocks.current(), 2);
         assert_eq!(inner.runs.check(), Ok(()));
     });
@@ -72,67 +72,67 @@ fn interleavings_of_a_free_by_another_thread() {
 #[test]
 fn interleavings_of_a_double_free() {
     loom::model(|| {
-        let front = front(0, PAGE, 8);
-        let block = take(front, 1).expect("there is room");
+        let cache = cache(0, PAGE, 8);
+        let block = take(cache, 1).expect("there is room");
         let other =
-            thread::spawn(move || front.lock().free_at_once(block.node, Life::At(block.ptr)));
-        let mine = front.lock().free_at_once(block.node, Life::At(block.ptr));
+            thread::spawn(move || cache.lock().free_at_once(block.node, Life::At(block.ptr)));
+        let mine = cache.lock().free_at_once(block.node, Life::At(block.ptr));
         let theirs = other.join().unwrap_or(mine);
         assert!(mine != theirs);
-        assert_eq!(front.lock().runs.check(), Ok(()));
+        assert_eq!(cache.lock().runs.check(), Ok(()));
     });
 }
 
-/// Fronts that know each other.
-fn row(fronts: &[&'static Front]) {
-    let row: Others = fronts.into();
-    for front in fronts {
-        front.lock().set_others(&row);
+/// Stream caches that know each other.
+fn row(caches: &[&'static StreamCache]) {
+    let row: Others = caches.into();
+    for cache in caches {
+        cache.lock().set_others(&row);
     }
 }
 
-/// Takes a request beyond the room that is left, as callers do who have not come to the books.
-fn take_with_help(front: &'static Front, granules: u32) -> Option<Taken> {
+/// Takes a request beyond the room that is left, as callers do who have not come to the heap.
+fn take_with_help(cache: &'static StreamCache, granules: u32) -> Option<Taken> {
     let request = request(granules);
-    let (inner, borrowed) = front.borrow_room(front.lock(), request.bytes());
+    let (inner, borrowed) = cache.borrow_room(cache.lock(), request.bytes());
     drop(inner);
-    if borrowed || front.pool_room(request.bytes()) {
-        return take(front, granules);
+    if borrowed || cache.pool_room(request.bytes()) {
+        return take(cache, granules);
     }
     None
 }
 
-fn limits(fronts: &[&'static Front]) -> u64 {
-    let limits = fronts.iter().map(|f| f.lock().accounts.allocated.limit());
+fn limits(caches: &[&'static StreamCache]) -> u64 {
+    let limits = caches.iter().map(|f| f.lock().accounts.allocated.limit());
     limits.sum::<u64>() / GRANULE
 }
 
-/// Two fronts that take room from each other at once, one by one or all together: no deadlock, the
+/// Two stream caches that take room from each other at once, one by one or all together: no deadlock, the
 /// limits together stay, and while there is enough for one of them somebody gets it.
 #[test]
 fn interleavings_of_lent_room() {
     loom::model(|| {
-        let fronts = [front(0, PAGE, 3), front(1, 2 * PAGE, 3)];
-        row(&fronts);
-        let [left, right] = fronts;
+        let caches = [cache(0, PAGE, 3), cache(1, 2 * PAGE, 3)];
+        row(&caches);
+        let [left, right] = caches;
         let other = thread::spawn(move || take_with_help(right, 4).is_some());
         let mine = take_with_help(left, 4).is_some();
         let theirs = other.join().unwrap_or(false);
         assert!(mine || theirs, "one of them has enough");
         assert!(!(mine && theirs), "there is not enough for both");
-        assert_eq!(limits(&fronts), 6);
-        let current = |front: &Front| front.lock().accounts.allocated.current();
+        assert_eq!(limits(&caches), 6);
+        let current = |cache: &StreamCache| cache.lock().accounts.allocated.current();
         assert_eq!(current(left) + current(right), 4 * GRANULE);
     });
 }
 
-/// All room is pooled while the front that lends it serves its own thread.
+/// All room is pooled while the stream cache that lends it serves its own thread.
 #[test]
 fn interleavings_of_pooled_room() {
     loom::model(|| {
-        let fronts = [front(0, PAGE, 2), front(1, 2 * PAGE, 2)];
-        row(&fronts);
-        let [left, right] = fronts;
+        let caches = [cache(0, PAGE, 2), cache(1, 2 * PAGE, 2)];
+        row(&caches);
+        let [left, right] = caches;
         let other = thread::spawn(move || {
             let mine = right.lock().take(request(1));
             matches!(mine, Allocated::Taken(_))
@@ -142,20 +142,20 @@ fn interleavings_of_pooled_room() {
         let theirs = other.join().unwrap_or(false);
         assert!(theirs || pooled, "one of them came first");
         assert_eq!(mine.is_some(), pooled, "what was pooled is there");
-        assert_eq!(limits(&fronts), 4);
-        let accounts = [left, right].map(|front| front.lock().accounts.allocated);
+        assert_eq!(limits(&caches), 4);
+        let accounts = [left, right].map(|cache| cache.lock().accounts.allocated);
         let [mine, theirs] = accounts.map(|account| account.current() + account.room());
         assert_eq!(mine + theirs, 4 * GRANULE);
     });
 }
 
-/// A front that is stopped lends nothing any more.
+/// A stream cache that is stopped lends nothing any more.
 #[test]
 fn interleavings_of_room_and_a_retirement() {
     loom::model(|| {
-        let fronts = [front(0, PAGE, 1), front(1, 2 * PAGE, 3)];
-        row(&fronts);
-        let [left, right] = fronts;
+        let caches = [cache(0, PAGE, 1), cache(1, 2 * PAGE, 3)];
+        row(&caches);
+        let [left, right] = caches;
         let other = thread::spawn(move || {
             let mut inner = right.lock();
             inner.set_fast(false);
@@ -166,25 +166,25 @@ fn interleavings_of_room_and_a_retirement() {
         assert_eq!(
             room < 3 * GRANULE,
             mine.is_some(),
-            "it lent before, or never"
+            "it aliased before, or never"
         );
-        assert_eq!(limits(&fronts), 4);
+        assert_eq!(limits(&caches), 4);
     });
 }
 
-/// Of fronts that are stopped, one after the other, none lends to the other any more: their limits can be
+/// Of stream caches that are stopped, one after the other, none lends to the other any more: their limits can be
 /// taken out of the sum one by one.
 #[test]
 fn interleavings_of_room_and_the_end_of_a_row() {
     loom::model(|| {
-        let fronts = [front(0, PAGE, 3), front(1, 2 * PAGE, 1)];
-        row(&fronts);
-        let [left, right] = fronts;
+        let caches = [cache(0, PAGE, 3), cache(1, 2 * PAGE, 1)];
+        row(&caches);
+        let [left, right] = caches;
         let other = thread::spawn(move || {
-            for front in [left, right] {
-                front.lock().set_fast(false);
+            for cache in [left, right] {
+                cache.lock().set_fast(false);
             }
-            let limits = [left, right].map(|front| front.lock().accounts.allocated.limit());
+            let limits = [left, right].map(|cache| cache.lock().accounts.allocated.limit());
             limits.iter().sum::<u64>() / GRANULE
         });
         let (inner, _) = right.borrow_room(right.lock(), 2 * GRANULE);
@@ -197,42 +197,42 @@ fn interleavings_of_room_and_the_end_of_a_row() {
 #[test]
 fn interleavings_of_a_flush() {
     loom::model(|| {
-        let front = front(0, PAGE, 8);
+        let cache = cache(0, PAGE, 8);
         let other = thread::spawn(move || {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             inner.runs.flush_quick();
             inner.runs.remove_page(0)
         });
-        let mine = take(front, 1);
-        let freed = mine.is_some_and(|mine| free(front, &mine));
+        let mine = take(cache, 1);
+        let freed = mine.is_some_and(|mine| free(cache, &mine));
         let gone = other.join().ok().flatten();
         assert_eq!(mine.is_some(), freed);
         assert!(gone.is_some() || freed, "the page is somebody's");
-        let inner = front.lock();
+        let inner = cache.lock();
         assert_eq!(inner.runs.page_count(), usize::from(gone.is_none()));
         assert_eq!(inner.runs.check(), Ok(()));
     });
 }
 
-/// The stream of a front retires: a thread that still knows it gets a block before, or none.
+/// The stream of a stream cache retires: a thread that still knows it gets a block before, or none.
 #[test]
 fn interleavings_of_a_retirement() {
     loom::model(|| {
-        let front = front(0, PAGE, 8);
-        assert!(take(front, 1).is_some_and(|first| free(front, &first)));
+        let cache = cache(0, PAGE, 8);
+        assert!(take(cache, 1).is_some_and(|first| free(cache, &first)));
         let other = thread::spawn(move || {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             inner.set_fast(false);
             inner.accounts.blocks.current()
         });
-        let mine = front.lock().take_anywhere(OWNER, request(1));
+        let mine = cache.lock().take_anywhere(OWNER, request(1));
         let seen = other.join().unwrap_or(0);
         assert_eq!(seen == 1, mine.is_some(), "what was given was seen");
-        assert!(front.lock().take_anywhere(OWNER, request(1)).is_none());
-        // Another stream gets the front.
-        front.lock().key = OWNER.key + 1;
-        front.lock().set_fast(true);
-        assert!(front.lock().take_anywhere(OWNER, request(1)).is_none());
+        assert!(cache.lock().take_anywhere(OWNER, request(1)).is_none());
+        // Another stream gets the stream cache.
+        cache.lock().key = OWNER.key + 1;
+        cache.lock().set_fast(true);
+        assert!(cache.lock().take_anywhere(OWNER, request(1)).is_none());
     });
 }
 
@@ -241,13 +241,13 @@ fn interleavings_of_a_retirement() {
 fn interleavings_of_a_publication() {
     loom::model(|| {
         let table: &'static PageTable = Box::leak(Box::new(PageTable::new()));
-        let front = front(0, PAGE, 8);
+        let cache = cache(0, PAGE, 8);
         let base = 2 * PAGE;
         let info = table.info(base).expect("an address of a device");
         let other = thread::spawn(move || {
-            let mut inner = front.lock();
+            let mut inner = cache.lock();
             let page = inner.runs.add_page(info);
-            table.set(base, front, page);
+            table.set(base, cache, page);
         });
         if let Some((found, page)) = table.find(base + 512) {
             let inner = found.lock();
@@ -259,11 +259,11 @@ fn interleavings_of_a_publication() {
     });
 }
 
-/// A stream is split: the threads use its fronts apart, and each frees what the other has given.
+/// A stream is split: the threads use its stream caches apart, and each frees what the other has given.
 #[test]
 fn interleavings_of_a_split() {
     loom::model(|| {
-        let (old, new) = (front(0, PAGE, 4), front(1, 2 * PAGE, 4));
+        let (old, new) = (cache(0, PAGE, 4), cache(1, 2 * PAGE, 4));
         let kept = take(old, 1);
         let other = thread::spawn(move || {
             let mine = take(new, 1);
@@ -275,8 +275,8 @@ fn interleavings_of_a_split() {
         assert!(freed, "a live block is freed");
         assert!(theirs.is_some_and(|theirs| free(new, &theirs)));
         assert!(mine.is_some_and(|mine| free(old, &mine)));
-        for front in [old, new] {
-            let inner = front.lock();
+        for cache in [old, new] {
+            let inner = cache.lock();
             assert_eq!(inner.accounts.blocks.current(), 0);
             assert_eq!(inner.runs.check(), Ok(()));
         }

@@ -1,22 +1,22 @@
-//! What the runs of a front are made of: granules and pages.
+//! What the runs of a stream cache are made of: granules and pages.
 
 use crate::allocator::size::GRANULE;
 
 /// Granules of a page, and the longest run.
-pub(crate) const PAGE_GRAINS: u32 = 128;
-pub(super) const GRAINS: usize = PAGE_GRAINS as usize;
+pub(crate) const PAGE_GRANULES: u32 = 128;
+pub(super) const GRANULES: usize = PAGE_GRANULES as usize;
 /// Bits of a place in a page.
 pub(super) const PLACE_BITS: u32 = 7;
-pub(super) const PLACE_MASK: u32 = PAGE_GRAINS - 1;
-/// No run. Like all nodes it has its top bit clear; no front has so many pages that one would be it.
+pub(super) const PLACE_MASK: u32 = PAGE_GRANULES - 1;
+/// No run. Like all nodes it has its top bit clear; no stream cache has so many pages that one would be it.
 pub(super) const NIL: u32 = u32::MAX >> 1;
 /// Set in every generation, and in no node: tells a live block's word from a link.
 pub(super) const LIVE: u32 = 1 << 31;
-/// Blocks that a front hands out before it looks for worn pages.
+/// Blocks that a stream cache hands out before it looks for worn pages.
 pub(super) const LIVES: u64 = 1 << 24;
 
 /// The generation from which on a page is worn: it may go on so far unseen, and once more so far in the
-/// front that it goes to.
+/// stream cache that it goes to.
 pub(super) const WORN: u32 = u32::MAX - 2 * LIVES as u32;
 
 const _: () = assert!(WORN & LIVE != 0);
@@ -37,7 +37,7 @@ pub(crate) enum Kind {
 
 /// Twelve bytes per granule; all but `back` mean something only where a run begins.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Grain {
+pub(super) struct Granule {
     /// Free, quick: the next run of the list. Live: the generation.
     pub a: u32,
     /// Free: the run before in the list. Live: bytes that were asked for.
@@ -57,9 +57,9 @@ const SPENT: u16 = 3 << 14;
 /// Bits for the other stream.
 const USING: u16 = OUT - 1;
 
-impl Default for Grain {
+impl Default for Granule {
     fn default() -> Self {
-        Grain {
+        Granule {
             a: NIL,
             b: NIL,
             c: FREE,
@@ -69,9 +69,9 @@ impl Default for Grain {
     }
 }
 
-const _: () = assert!(size_of::<Grain>() == 12);
+const _: () = assert!(size_of::<Granule>() == 12);
 
-impl Grain {
+impl Granule {
     pub(super) fn kind(&self) -> Kind {
         match self.c & !USING {
             _ if self.a & LIVE != 0 => Kind::Used,
@@ -126,7 +126,7 @@ impl Grain {
 }
 
 /// Which other streams were recorded on a live block: the number of the stream's slot, none, or
-/// that the books outside know.
+/// that the heap outside know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Using(u16);
 
@@ -146,7 +146,7 @@ impl Using {
     }
 }
 
-/// A run by its page's place in its front and its first granule.
+/// A run by its page's place in its stream cache and its first granule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Node(pub u32);
 
@@ -186,7 +186,7 @@ pub(super) struct Page {
     /// Of the newest free in it; of quick runs, when they were merged.
     pub ticket: u64,
     pub present: bool,
-    pub grains: [Grain; GRAINS],
+    pub granules: [Granule; GRANULES],
 }
 
 impl Page {
@@ -198,17 +198,17 @@ impl Page {
             },
             ticket,
             present: true,
-            grains: [Grain::default(); GRAINS],
+            granules: [Granule::default(); GRANULES],
         }
     }
 
     /// Makes a range a run that is out, with its length where it begins and where it ends.
     #[inline(always)]
     pub(super) fn shape(&mut self, node: Node, granules: u32) {
-        self.grains[(node.place() + granules as usize - 1) % GRAINS].back = granules as u8;
-        let grain = &mut self.grains[node.place()];
-        grain.len = granules as u8;
-        grain.set_out();
+        self.granules[(node.place() + granules as usize - 1) % GRANULES].back = granules as u8;
+        let granule = &mut self.granules[node.place()];
+        granule.len = granules as u8;
+        granule.set_out();
     }
 
     /// Makes a run that is out a live block. A page is worn out long before its last generation.
@@ -216,9 +216,9 @@ impl Page {
     pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
         let generation = self.info.generation.wrapping_add(1);
         self.info.generation = generation;
-        let grain = &mut self.grains[node.place()];
-        grain.a = generation;
-        grain.b = requested;
+        let granule = &mut self.granules[node.place()];
+        granule.a = generation;
+        granule.b = requested;
         Taken {
             node,
             ptr: self.info.base + node.place() as u64 * GRANULE,
@@ -268,7 +268,7 @@ pub(crate) struct Taken {
     pub generation: u32,
 }
 
-/// A live block as its front knows it.
+/// A live block as its stream cache knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Live {
     pub granules: u32,

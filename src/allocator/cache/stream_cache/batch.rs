@@ -1,9 +1,9 @@
-//! Freed blocks of a front that other streams still use: gathered in batches while nothing orders them,
+//! Freed blocks of a stream cache that other streams still use: gathered in batches while nothing orders them,
 //! waited for outside, and taken back.
 
 use std::collections::HashSet;
 
-use super::grain::{Kind, Live, Node, PAGE_GRAINS, Run};
+use super::granule::{Kind, Live, Node, PAGE_GRANULES, Run};
 use super::held_back::Batch;
 use super::{Freed, Inner};
 use crate::allocator::size::GRANULE;
@@ -19,7 +19,7 @@ const PATIENCE: u32 = 64;
 impl Inner {
     pub(super) fn free_shared(&mut self, node: Node, live: Live) -> Freed {
         let (true, Some(stream)) = (self.is_fast(), live.using.slot()) else {
-            return Freed::Books;
+            return Freed::NeedsHeap;
         };
         self.account_free(live);
         self.hold_back(node);
@@ -41,7 +41,7 @@ impl Inner {
         if batch.nodes.len() < BATCH_FREES && batch.bytes < BATCH_BYTES {
             return Freed::Done;
         }
-        // It stays here until the books take it, so that whoever looks meanwhile finds its blocks.
+        // It stays here until the heap takes it, so that whoever looks meanwhile finds its blocks.
         Freed::Full(stream)
     }
 
@@ -89,7 +89,7 @@ impl Inner {
 
     /// Free bytes in the pages.
     pub(crate) fn free_bytes(&self) -> u64 {
-        let pages = self.runs.page_count() as u64 * u64::from(PAGE_GRAINS) * GRANULE;
+        let pages = self.runs.page_count() as u64 * u64::from(PAGE_GRANULES) * GRANULE;
         pages - self.accounts.allocated.current() - self.pending_bytes()
     }
 

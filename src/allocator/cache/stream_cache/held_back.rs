@@ -1,7 +1,7 @@
-//! Freed blocks that other streams still use, on their way out of a front and back.
+//! Freed blocks that other streams still use, on their way out of a stream cache and back.
 
 use super::Runs;
-use super::grain::Node;
+use super::granule::Node;
 
 /// Frees of blocks that one other stream used, which nothing orders yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,9 +26,9 @@ impl Runs {
     pub(crate) fn hold_back(&mut self, node: Node) {
         let page = &mut self.pages[node.page()];
         page.ticket = self.ticket;
-        let grain = &mut page.grains[node.place()];
-        grain.set_pending();
-        self.pending_grains += u64::from(grain.len);
+        let granule = &mut page.granules[node.place()];
+        granule.set_pending();
+        self.pending_granules += u64::from(granule.len);
         self.pending += 1;
     }
 
@@ -37,10 +37,10 @@ impl Runs {
     ///
     /// What is kept counts as freed when it is merged, and is no longer what only others waited for.
     pub(crate) fn let_go(&mut self, node: Node, over: bool, keep: bool) {
-        let grain = self.grain_mut(node);
-        grain.set_out();
-        let granules = u32::from(grain.len);
-        self.pending_grains -= u64::from(granules);
+        let granule = self.granule_mut(node);
+        granule.set_out();
+        let granules = u32::from(granule.len);
+        self.pending_granules -= u64::from(granules);
         self.pending -= 1;
         let worn = self.is_worn_at(node);
         if keep && !worn && self.put_quick(node, granules) {

@@ -1,7 +1,7 @@
-//! What the runs of a front do by themselves.
+//! What the runs of a stream cache do by themselves.
 
-use super::grain::PageInfo;
-use super::grain::WORN;
+use super::granule::PageInfo;
+use super::granule::WORN;
 use super::runs::Runs;
 use super::{Allocated, Inner, Life, Owner, Small, Using};
 
@@ -65,7 +65,7 @@ fn r61_few_runs_are_kept() {
     assert_eq!(runs.quick_granules(), 60);
 }
 
-/// R24: a front that was stopped merges everything, and leaves each free to who looks at the books.
+/// R24: a stream cache that was stopped merges everything, and leaves each free to who looks at the heap.
 #[test]
 fn r24_a_stopped_front_takes_no_block_back_at_once() {
     let mut inner = Inner {
@@ -135,7 +135,7 @@ fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
     assert_eq!(inner.runs.check(), Ok(()));
 }
 
-/// R61: a page that was in use meanwhile is one that the front needs, also if it is free again.
+/// R61: a page that was in use meanwhile is one that the stream cache needs, also if it is free again.
 #[test]
 fn r61_pages_used_meanwhile_are_needed() {
     let mut runs = runs(3);
@@ -172,7 +172,7 @@ fn a_worn_page_goes_with_the_ticket_of_its_newest_free() {
     assert_eq!(runs.check(), Ok(()));
 }
 
-/// The free of a block in a worn page comes by way of the books, and to no list.
+/// The free of a block in a worn page comes by way of the heap, and to no list.
 #[test]
 fn a_block_in_a_worn_page_is_of_no_use_after_it() {
     for over in [false, true] {
@@ -183,7 +183,7 @@ fn a_block_in_a_worn_page_is_of_no_use_after_it() {
         runs.age(WORN);
         runs.wear_out();
         assert!(runs.remove_page(0).is_none(), "a block lives in it");
-        let using = runs.grain(node).live().map(|live| live.using);
+        let using = runs.granule(node).live().map(|live| live.using);
         assert_eq!(using, Some(Using::MANY));
         runs.set_ticket(5);
         runs.hold_back(node);
@@ -197,9 +197,9 @@ fn a_block_in_a_worn_page_is_of_no_use_after_it() {
     }
 }
 
-/// A front that handed out its lot looks for worn pages before it goes on, whatever made it stop meanwhile.
+/// A stream cache that handed out its lot looks for worn pages before it goes on, whatever made it stop meanwhile.
 #[test]
-fn generations_a_front_looks_for_worn_pages_before_they_are_used_up() {
+fn generations_a_cache_looks_for_worn_pages_before_they_are_used_up() {
     for (generation, stops) in [(WORN, false), (WORN, true), (WORN - 3, false)] {
         let owner = Owner {
             allocator: 1,
@@ -222,7 +222,7 @@ fn generations_a_front_looks_for_worn_pages_before_they_are_used_up() {
         let first = inner.take_anywhere(owner, request(1));
         assert!(first.is_some());
         let Allocated::Taken(second) = inner.take(request(1)) else {
-            panic!("the front looks at an allocation of a caller alone");
+            panic!("the stream cache looks at an allocation of a caller alone");
         };
         if stops {
             inner.set_fast(false);

@@ -1,31 +1,31 @@
-//! Large blocks that a front may hand out and take back without the books.
+//! Large blocks that a stream cache may hand out and take back without the heap.
 //!
-//! To the books a block on a shelf is in use, whether somebody holds it or not. The shelf knows
-//! better: it keeps the last few large blocks of its front, and one that was freed here is handed out
-//! again to the next request of the same length on the same stream, which needs no order and no
+//! To the heap a block in a large-block cache is in use, whether somebody holds it or not. The large-block
+//! cache knows better: it keeps the last few large blocks of its stream cache, and one that was freed here is
+//! handed out again to the next request of the same length on the same stream, which needs no order and no
 //! search.
 //!
 //! What lies here free is not merged with its neighbours, and must not change where other blocks go. So
-//! the next request that the shelf cannot serve sends everything back, and a block is only here while
-//! nothing else happened in the books since it was handed out: the best fit for the next request of its
-//! length is then the place where it lies. Only where threads meet at the lock of the books, so that
+//! the next request that the large-block cache cannot serve sends everything back, and a block is only here while
+//! nothing else happened in the heap since it was handed out: the best fit for the next request of its
+//! length is then the place where it lies. Only where threads meet at the lock of the heap, so that
 //! their order is chance anyway, do blocks stay beside other work.
 
 use crate::allocator::extent::invariant::{CheckError, holds, same};
 use crate::allocator::extent::record::{NIL, SPENT};
 
-/// Blocks on a shelf at most.
+/// Blocks in a large-block cache at most.
 const PLACES: usize = 64;
 
-/// A block on a shelf.
+/// A block in a large-block cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Shelved {
+pub(crate) struct CachedBlock {
     pub id: u32,
     /// Of its present life, or of its last one.
     pub generation: u32,
     pub ptr: u64,
     pub granules: u32,
-    /// Bytes as the books count them for it: no life of it on the shelf asks for more.
+    /// Bytes as the heap counts them for it: no life of it in the large-block cache asks for more.
     pub counted: u64,
     /// Bytes that its present life asked for; 0 if it is free.
     pub requested: u64,
@@ -33,7 +33,7 @@ pub(crate) struct Shelved {
     pub reuses: u32,
 }
 
-impl Shelved {
+impl CachedBlock {
     pub(crate) fn is_live(&self) -> bool {
         self.requested > 0
     }
@@ -59,31 +59,31 @@ impl std::ops::AddAssign for Amounts {
     }
 }
 
-/// The large blocks that a front keeps.
+/// The large blocks that a stream cache keeps.
 #[derive(Debug)]
-pub(crate) struct Shelf {
+pub(crate) struct LargeCache {
     /// Lengths of the free ones; 0 elsewhere. Apart from the rest, as every request reads all of them.
     free: [u32; PLACES],
     /// Numbers of the blocks; [`NIL`] where a place is empty.
     ids: [u32; PLACES],
-    blocks: [Shelved; PLACES],
+    blocks: [CachedBlock; PLACES],
     /// When each was last allocated or freed here.
     touched: [u32; PLACES],
     now: u32,
     /// Blocks here, free ones among them.
     count: u32,
-    /// What the books count and nobody holds.
+    /// What the heap counts and nobody holds.
     held: Amounts,
     /// What was ever handed out again.
     reused: Amounts,
 }
 
-impl Default for Shelf {
+impl Default for LargeCache {
     fn default() -> Self {
-        Shelf {
+        LargeCache {
             free: [0; PLACES],
             ids: [NIL; PLACES],
-            blocks: [Shelved::default(); PLACES],
+            blocks: [CachedBlock::default(); PLACES],
             touched: [0; PLACES],
             now: 0,
             count: 0,
@@ -93,10 +93,10 @@ impl Default for Shelf {
     }
 }
 
-impl Shelf {
+impl LargeCache {
     /// Hands out a free block of exactly this length.
     #[inline]
-    pub(crate) fn take(&mut self, granules: u32, requested: u64) -> Option<Shelved> {
+    pub(crate) fn take(&mut self, granules: u32, requested: u64) -> Option<CachedBlock> {
         if self.held.blocks == 0 {
             return None;
         }
@@ -104,16 +104,16 @@ impl Shelf {
     }
 
     #[inline(never)]
-    fn take_any(&mut self, granules: u32, requested: u64) -> Option<Shelved> {
+    fn take_any(&mut self, granules: u32, requested: u64) -> Option<CachedBlock> {
         let at = position(&self.free, granules)?;
         let block = &mut self.blocks[at];
-        // One that has no other life after this goes back to the books.
+        // One that has no other life after this goes back to the heap.
         if granules == 0 || requested > block.counted || block.generation >= SPENT - 1 {
             return None;
         }
         block.requested = requested;
         block.reuses = block.reuses.saturating_add(1);
-        // Odd while it is live, as at each birth in the books.
+        // Odd while it is live, as at each birth in the heap.
         block.generation += 2;
         let block = *block;
         self.free[at] = 0;
@@ -150,7 +150,7 @@ impl Shelf {
     }
 
     /// Puts a live block here. Gives back the one that has to go for it.
-    pub(crate) fn add(&mut self, block: Shelved) -> Option<Shelved> {
+    pub(crate) fn add(&mut self, block: CachedBlock) -> Option<CachedBlock> {
         let vacant = position(&self.ids, NIL);
         let at = vacant.or_else(|| self.least_wanted())?;
         let gone = self.clear(at);
@@ -171,19 +171,19 @@ impl Shelf {
     }
 
     /// The block, if it is here.
-    pub(crate) fn find(&self, id: u32) -> Option<&Shelved> {
+    pub(crate) fn find(&self, id: u32) -> Option<&CachedBlock> {
         let at = self.place(id)?;
         Some(&self.blocks[at])
     }
 
-    /// Takes a block off the shelf.
-    pub(crate) fn remove(&mut self, id: u32) -> Option<Shelved> {
+    /// Takes a block out of the large-block cache.
+    pub(crate) fn remove(&mut self, id: u32) -> Option<CachedBlock> {
         let at = self.place(id)?;
         self.clear(at)
     }
 
-    /// Takes a free block off the shelf.
-    pub(crate) fn remove_idle(&mut self) -> Option<Shelved> {
+    /// Takes a free block out of the large-block cache.
+    pub(crate) fn remove_idle(&mut self) -> Option<CachedBlock> {
         if self.held.blocks == 0 {
             return None;
         }
@@ -191,8 +191,8 @@ impl Shelf {
         self.clear(at)
     }
 
-    /// Takes any block off the shelf.
-    pub(crate) fn remove_any(&mut self) -> Option<Shelved> {
+    /// Takes any block out of the large-block cache.
+    pub(crate) fn remove_any(&mut self) -> Option<CachedBlock> {
         if self.count == 0 {
             return None;
         }
@@ -201,12 +201,12 @@ impl Shelf {
     }
 
     /// All blocks here.
-    pub(crate) fn blocks(&self) -> impl Iterator<Item = &Shelved> {
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = &CachedBlock> {
         let known = self.ids.iter().zip(&self.blocks);
         known.filter(|(id, _)| **id != NIL).map(|(_, block)| block)
     }
 
-    /// What the books count and nobody holds.
+    /// What the heap counts and nobody holds.
     pub(crate) fn held(&self) -> Amounts {
         self.held
     }
@@ -228,7 +228,11 @@ impl Shelf {
         for at in 0..PLACES {
             let block = &self.blocks[at];
             if self.ids[at] == NIL {
-                same("an empty place on a shelf", 0, u64::from(self.free[at]))?;
+                same(
+                    "an empty place in a large-block cache",
+                    0,
+                    u64::from(self.free[at]),
+                )?;
                 continue;
             }
             count += 1;
@@ -240,8 +244,12 @@ impl Shelf {
                 held.blocks += 1;
             }
         }
-        same("blocks on a shelf", count, u64::from(self.count))?;
-        holds("sums of a shelf", held == self.held)
+        same(
+            "blocks in a large-block cache",
+            count,
+            u64::from(self.count),
+        )?;
+        holds("sums of a large-block cache", held == self.held)
     }
 
     #[inline]
@@ -257,7 +265,7 @@ impl Shelf {
         self.touched[at] = self.now;
     }
 
-    fn clear(&mut self, at: usize) -> Option<Shelved> {
+    fn clear(&mut self, at: usize) -> Option<CachedBlock> {
         if self.ids[at] == NIL {
             return None;
         }

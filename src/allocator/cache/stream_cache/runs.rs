@@ -1,26 +1,26 @@
-//! The small blocks of one front: runs of granules in pages, and recently freed runs at hand.
+//! The small blocks of one stream cache: runs of granules in pages, and recently freed runs at hand.
 //!
-//! Pure bookkeeping, in safe code, under the front's lock. A page is 128 granules; its runs lie
+//! Pure bookkeeping, in safe code, under the stream cache's lock. A page is 128 granules; its runs lie
 //! without gaps. A free run is in the list of its exact length; one bit per length tells which lists
 //! hold anything, so that the best fit is found by counting zeros. Neighbours merge at once, except
 //! for the *quick* runs: the last ones that were freed, kept apart by length and handed out again as
 //! they are, the latest first.
 
 use super::account::rarely;
-use super::grain::{
-    Bits, FREE, GRAINS, Grain, Kind, LIVE, Live, NIL, Node, PAGE_GRAINS, Page, PageInfo, Taken,
-    Using,
+use super::granule::{
+    Bits, FREE, GRANULES, Granule, Kind, LIVE, Live, NIL, Node, PAGE_GRANULES, Page, PageInfo,
+    Taken, Using,
 };
 use crate::allocator::size::GRANULE;
 
 /// Quick runs together are at most this part of the pages, or that many granules.
 const QUICK_SHARE: u32 = 8;
-const QUICK_LEAST: u32 = 4 * PAGE_GRAINS;
+const QUICK_LEAST: u32 = 4 * PAGE_GRANULES;
 /// Quick runs of one length are kept up to this many granules together.
-const QUICK_GRAINS: u32 = 512;
+const QUICK_GRANULES: u32 = 512;
 /// They are many if they are more than this part of all pages.
 const QUICK_PART: u64 = 16;
-/// Pages that a front makes room for in its list of them at first.
+/// Pages that a stream cache makes room for in its list of them at first.
 const PAGES: usize = 32;
 
 /// The quick runs of one length.
@@ -53,8 +53,8 @@ pub(super) const LISTS: usize = 1 << 8;
 pub(super) const NO_QUICK: [Quick; LISTS] = {
     let mut lists = [Quick { head: NIL, left: 0 }; LISTS];
     let mut length = 1;
-    while length <= PAGE_GRAINS {
-        lists[length as usize].left = QUICK_GRAINS / length;
+    while length <= PAGE_GRANULES {
+        lists[length as usize].left = QUICK_GRANULES / length;
         length += 1;
     }
     lists
@@ -81,14 +81,14 @@ pub(crate) struct Runs {
     pub(super) idle: u32,
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
-    pub(super) pending_grains: u64,
+    pub(super) pending_granules: u64,
     /// Runs that other streams may still use.
     pub(super) pending: u32,
     /// Runs in the lists of free ones.
     pub(super) listed: u32,
     /// Lists of free runs by length less one, and a bit for each that is not empty.
     pub(super) filled: Bits,
-    pub(super) free: [u32; GRAINS],
+    pub(super) free: [u32; GRANULES],
     pub(super) quick: [Quick; LISTS],
     pub(super) vacant: Vec<u32>,
     /// Pages whose generations are used up.
@@ -105,11 +105,11 @@ impl Default for Runs {
             whole: 0,
             idle: 0,
             ticket: 0,
-            pending_grains: 0,
+            pending_granules: 0,
             pending: 0,
             listed: 0,
             filled: Bits::default(),
-            free: [NIL; GRAINS],
+            free: [NIL; GRANULES],
             quick: NO_QUICK,
             vacant: Vec::new(),
             worn: Vec::new(),
@@ -119,13 +119,13 @@ impl Default for Runs {
 
 impl Runs {
     #[inline(always)]
-    pub(super) fn grain(&self, node: Node) -> &Grain {
-        &self.pages[node.page()].grains[node.place()]
+    pub(super) fn granule(&self, node: Node) -> &Granule {
+        &self.pages[node.page()].granules[node.place()]
     }
 
     #[inline(always)]
-    pub(super) fn grain_mut(&mut self, node: Node) -> &mut Grain {
-        &mut self.pages[node.page()].grains[node.place()]
+    pub(super) fn granule_mut(&mut self, node: Node) -> &mut Granule {
+        &mut self.pages[node.page()].granules[node.place()]
     }
 
     // ---- blocks ----------------------------------------------------------------------------
@@ -148,7 +148,7 @@ impl Runs {
         // There is no page for `NIL`.
         let (page, cut) = if let Some(page) = self.pages.get_mut(node.page()) {
             let page = &mut **page;
-            quick.head = page.grains[node.place()].a;
+            quick.head = page.granules[node.place()].a;
             quick.left += 1;
             self.quick_room += granules;
             (page, Cut::new(node, granules))
@@ -165,7 +165,7 @@ impl Runs {
         let mut list = granules as usize - 1;
         while let Some(found) = self.filled.first_from(list) {
             let length = found as u32 + 1;
-            let mut at = self.free[found % GRAINS];
+            let mut at = self.free[found % GRANULES];
             while at != NIL {
                 let node = Node(at);
                 let place = self.address(node) / GRANULE;
@@ -174,10 +174,10 @@ impl Runs {
                     self.cut(node, skip, granules);
                     return Some(self.hand_out(Node(at + skip), requested));
                 }
-                at = self.grain(node).a;
+                at = self.granule(node).a;
             }
             list = found + 1;
-            if list >= GRAINS {
+            if list >= GRANULES {
                 break;
             }
         }
@@ -207,17 +207,17 @@ impl Runs {
     /// Takes a run out of the quick ones.
     pub(super) fn unquick(&mut self, node: Node, granules: u32) {
         let length = granules as usize % LISTS;
-        let next = self.grain(node).a;
+        let next = self.granule(node).a;
         let mut at = self.quick[length].head;
         if at == node.0 {
             self.quick[length].head = next;
         } else {
             // Not many: a list is bounded in granules.
             while at != NIL {
-                let grain = self.grain_mut(Node(at));
-                at = grain.a;
+                let granule = self.granule_mut(Node(at));
+                at = granule.a;
                 if at == node.0 {
-                    grain.a = next;
+                    granule.a = next;
                     break;
                 }
             }
@@ -246,21 +246,21 @@ impl Runs {
     pub(crate) fn live(&self, node: Node, ptr: u64) -> Option<Live> {
         let page = self.pages.get(node.page())?;
         let at = page.info.base + node.place() as u64 * GRANULE;
-        page.grains[node.place()].live().filter(|_| at == ptr)
+        page.granules[node.place()].live().filter(|_| at == ptr)
     }
 
     /// The live block at a node, in this life of it.
     #[inline(always)]
     pub(crate) fn live_as(&self, node: Node, generation: u32) -> Option<Live> {
         let page = self.pages.get(node.page())?;
-        let grain = &page.grains[node.place()];
+        let granule = &page.granules[node.place()];
         debug_assert!(generation & LIVE != 0, "no link looks like it");
-        (grain.a == generation).then(|| grain.as_live())
+        (granule.a == generation).then(|| granule.as_live())
     }
 
     /// Says which other streams use a live block.
     pub(crate) fn set_using(&mut self, node: Node, using: Using) {
-        self.grain_mut(node).set_using(using);
+        self.granule_mut(node).set_using(using);
     }
 
     /// Takes back a live block of `granules` that nobody else uses: kept as it is if there is room
@@ -290,7 +290,7 @@ impl Runs {
             quick.left = 0;
             return false;
         }
-        page.grains[node.place()].a = quick.head;
+        page.granules[node.place()].a = quick.head;
         quick.head = node.0;
         self.quick_room = room;
         true
@@ -301,11 +301,11 @@ impl Runs {
     /// Cuts the low end off the latest run of a list of free ones.
     #[inline(never)]
     fn carve(&mut self, found: usize, granules: u32) -> Cut {
-        let node = Node(self.free[found % GRAINS]);
+        let node = Node(self.free[found % GRANULES]);
         let page = &mut *self.pages[node.page()];
-        let next = page.grains[node.place()].a;
+        let next = page.granules[node.place()].a;
         page.shape(node, granules);
-        self.free[found % GRAINS] = next;
+        self.free[found % GRANULES] = next;
         match self.find(Node(next)) {
             Some(next) => next.b = NIL,
             None => self.filled.clear(found),
@@ -320,7 +320,7 @@ impl Runs {
 
     /// Takes `granules` out of a free run; what is left on either side stays free.
     fn cut(&mut self, node: Node, skip: u32, granules: u32) {
-        let length = u32::from(self.grain(node).len);
+        let length = u32::from(self.granule(node).len);
         self.unlist(node, length);
         if skip > 0 {
             self.list(node, skip);
@@ -341,24 +341,24 @@ impl Runs {
     #[inline(always)]
     fn list_here(&mut self, node: Node, granules: u32) {
         let length = granules as usize - 1;
-        let head = std::mem::replace(&mut self.free[length % GRAINS], node.0);
+        let head = std::mem::replace(&mut self.free[length % GRANULES], node.0);
         let page = &mut *self.pages[node.page()];
-        page.grains[(node.place() + length) % GRAINS].back = granules as u8;
-        let grain = &mut page.grains[node.place()];
-        (grain.len, grain.c) = (granules as u8, FREE);
-        (grain.a, grain.b) = (head, NIL);
+        page.granules[(node.place() + length) % GRANULES].back = granules as u8;
+        let granule = &mut page.granules[node.place()];
+        (granule.len, granule.c) = (granules as u8, FREE);
+        (granule.a, granule.b) = (head, NIL);
         match self.find(Node(head)) {
             Some(next) => next.b = node.0,
             None => self.filled.set(length),
         }
-        self.whole += u32::from(granules == PAGE_GRAINS);
+        self.whole += u32::from(granules == PAGE_GRANULES);
         self.listed += 1;
     }
 
     #[inline]
     pub(super) fn unlist(&mut self, node: Node, granules: u32) {
-        let grain = self.grain(node);
-        let (next, before) = (grain.a, grain.b);
+        let granule = self.granule(node);
+        let (next, before) = (granule.a, granule.b);
         let last = match self.find(Node(next)) {
             Some(next) => {
                 next.b = before;
@@ -370,7 +370,7 @@ impl Runs {
             Some(before) => before.a = next,
             None => {
                 let length = granules as usize - 1;
-                self.free[length % GRAINS] = next;
+                self.free[length % GRANULES] = next;
                 if last {
                     self.filled.clear(length);
                 }
@@ -381,16 +381,16 @@ impl Runs {
 
     /// The run of a link, unless that is `NIL`, for which there is no page.
     #[inline(always)]
-    fn find(&mut self, node: Node) -> Option<&mut Grain> {
+    fn find(&mut self, node: Node) -> Option<&mut Granule> {
         let page = self.pages.get_mut(node.page())?;
-        Some(&mut page.grains[node.place()])
+        Some(&mut page.granules[node.place()])
     }
 
     /// Counts a run of `granules` that is no more in its list.
     #[inline]
     fn unlisted(&mut self, granules: u32) {
         self.listed -= 1;
-        if granules == PAGE_GRAINS {
+        if granules == PAGE_GRANULES {
             self.whole -= 1;
             self.idle = self.idle.min(self.whole);
         }
@@ -420,18 +420,18 @@ impl Runs {
             page.ticket = ticket;
         }
         let place = node.place();
-        let grain = &mut page.grains[place];
-        let (mut start, mut length) = (node, u32::from(grain.len));
+        let granule = &mut page.granules[place];
+        let (mut start, mut length) = (node, u32::from(granule.len));
         // Only where a run begins may a granule look like anything but free: an old pointer to the
         // middle of a free run finds nothing live.
-        grain.set_free();
+        granule.set_free();
         let end = place + length as usize;
-        let right = page.grains.get(end).filter(|grain| grain.is_free());
-        let right = right.map(|grain| (Node(node.0 + length), u32::from(grain.len)));
-        let left = place.checked_sub(1).map(|last| page.grains[last].back);
+        let right = page.granules.get(end).filter(|granule| granule.is_free());
+        let right = right.map(|granule| (Node(node.0 + length), u32::from(granule.len)));
+        let left = place.checked_sub(1).map(|last| page.granules[last].back);
         let left = left.map(u32::from).filter(|more| {
             let place = place - *more as usize;
-            page.grains[place % GRAINS].is_free()
+            page.granules[place % GRANULES].is_free()
         });
         if let Some((right, more)) = right {
             self.unlist(right, more);
@@ -450,9 +450,9 @@ impl Runs {
     /// to come at a fraction of the cost.
     pub(crate) fn flush_for(&mut self, granules: u32) -> bool {
         let many = u64::from(self.quick_granules()) * QUICK_PART
-            > self.page_count() as u64 * u64::from(PAGE_GRAINS);
+            > self.page_count() as u64 * u64::from(PAGE_GRANULES);
         let wanted = granules as usize - 1;
-        many && (1..=PAGE_GRAINS).rev().any(|length| {
+        many && (1..=PAGE_GRANULES).rev().any(|length| {
             self.flush_list(length);
             self.filled.first_from(wanted).is_some()
         })
@@ -462,7 +462,7 @@ impl Runs {
     pub(crate) fn flush_quick(&mut self) -> bool {
         let any = self.quick_granules() > 0;
         if any {
-            (1..=PAGE_GRAINS).for_each(|length| self.flush_list(length));
+            (1..=PAGE_GRANULES).for_each(|length| self.flush_list(length));
         }
         any
     }
@@ -476,14 +476,14 @@ impl Runs {
         let mut at = quick.head;
         while at != NIL {
             let node = Node(at);
-            at = self.grain(node).a;
+            at = self.granule(node).a;
             self.put_merged(node);
         }
     }
 
     // ---- pages -----------------------------------------------------------------------------
 
-    /// Adds a page as one free run. Returns its place in the front.
+    /// Adds a page as one free run. Returns its place in the stream cache.
     pub(crate) fn add_page(&mut self, info: PageInfo) -> u32 {
         // Of its ticket: the stream may be using it still, or follow who is.
         let page = Page::new(info, self.ticket);
@@ -501,7 +501,7 @@ impl Runs {
                 self.pages.len() as u32 - 1
             }
         };
-        self.list(Node::new(at, 0), PAGE_GRAINS);
+        self.list(Node::new(at, 0), PAGE_GRANULES);
         self.set_cap();
         at
     }
@@ -515,8 +515,8 @@ impl Runs {
         if self.whole <= keep {
             return None;
         }
-        let node = Node(self.free[GRAINS - 1]);
-        self.unlist(node, PAGE_GRAINS);
+        let node = Node(self.free[GRANULES - 1]);
+        self.unlist(node, PAGE_GRANULES);
         let page = &mut self.pages[node.page()];
         page.present = false;
         let gone = (page.info, page.ticket);
@@ -547,7 +547,7 @@ impl Runs {
 
     /// Bounds what quick runs may hold together, after pages came or went.
     pub(super) fn set_cap(&mut self) {
-        let granules = self.page_count() as u32 * PAGE_GRAINS;
+        let granules = self.page_count() as u32 * PAGE_GRANULES;
         let cap = match self.merges_all {
             true => 0,
             false => (granules / QUICK_SHARE).max(QUICK_LEAST),
@@ -584,12 +584,12 @@ impl Runs {
     pub(crate) fn largest_free(&self) -> u64 {
         let is_free =
             |length: &usize| self.filled.has(length - 1) || self.quick[length % LISTS].head != NIL;
-        let longest = (1..=GRAINS).rev().find(is_free);
+        let longest = (1..=GRANULES).rev().find(is_free);
         longest.map_or(0, |length| length as u64 * GRANULE)
     }
 
     /// Granules of freed blocks that other streams may still use.
     pub(crate) fn pending_granules(&self) -> u64 {
-        self.pending_grains
+        self.pending_granules
     }
 }

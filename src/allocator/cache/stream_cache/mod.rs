@@ -1,26 +1,26 @@
-//! Fronts: what an allocation of up to 64 KiB meets first, and mostly nothing else.
+//! Stream caches: what an allocation of up to 64 KiB meets first, and mostly nothing else.
 //!
-//! A front belongs to one stream and has pages of its own; a stream has one, and more when threads
+//! A stream cache belongs to one stream and has pages of its own; a stream has one, and more when threads
 //! meet at its lock, up to one per thread of execution. Everything about a small block (its run, its
-//! generation, the statistics, the streams recorded on it) is under the lock of the front that owns
-//! its page, so that two streams, or two fronts of one, share no word that either writes. What a
-//! front cannot do alone (pages, markers, peaks) its callers do with the books outside.
+//! generation, the statistics, the streams recorded on it) is under the lock of the stream cache that owns
+//! its page, so that two streams, or two stream caches of one, share no word that either writes. What a
+//! stream cache cannot do alone (pages, markers, peaks) its callers do with the heap outside.
 //!
-//! Lock order: the books, then fronts by rank. A front is never waited for with a higher one held.
+//! Lock order: the heap, then stream caches by rank. A stream cache is never waited for with a higher one held.
 
 mod account;
 mod batch;
-pub(crate) mod cache;
-mod grain;
+mod granule;
 mod held_back;
 #[cfg(all(loom, test))]
 mod interleavings;
+mod large_cache;
 mod pages;
 mod room;
 mod runs;
-mod shelf;
 #[cfg(all(test, not(loom)))]
 mod tests;
+pub(crate) mod thread;
 mod walk;
 mod worn;
 
@@ -29,34 +29,34 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::locks::lock::AtomicPtr;
 pub(crate) use crate::locks::lock::{Held, Lock};
 pub(crate) use account::{Accounts, QUANTITIES};
-pub(crate) use grain::{Kind, Live, Node, PAGE_GRAINS, Run, Taken, Using};
+pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};
+pub(crate) use large_cache::{Amounts, CachedBlock, LargeCache};
 pub(crate) use pages::{PageTable, SMALL_ID, page_of};
 pub(crate) use runs::Runs;
-pub(crate) use shelf::{Amounts, Shelf, Shelved};
 
 use crate::allocator::size::GRANULE;
 use account::anew;
 use std::sync::atomic::Ordering;
 
-/// No allocator: every call needs the books.
+/// No allocator: every call needs the heap.
 const CLOSED: u64 = u64::MAX;
 /// No allocator: the next allocation looks for worn pages first.
 const USED_UP: u64 = u64::MAX - 1;
-/// Most fronts of a stream.
-pub(crate) const MOST_FRONTS: usize = 16;
-/// Wholly free pages that a front keeps when it hands some back: this part of its pages, between so
+/// Most stream caches of a stream.
+pub(crate) const MOST_CACHES: usize = 16;
+/// Wholly free pages that a stream cache keeps when it hands some back: this part of its pages, between so
 /// many and so many. Of those that it did not need lately no memory is added for others.
 const SPARE_PART: usize = 4;
 const SPARE_LEAST: usize = 8;
 const SPARE_PAGES: usize = 16;
-/// It hands none back before there are more than so many times that: a front whose need goes up and
+/// It hands none back before there are more than so many times that: a stream cache whose need goes up and
 /// down would give and ask all the time.
 const SPARE_EXCESS: u32 = 2;
-/// Times that threads met at a front's lock before its stream gets another front.
+/// Times that threads met at a stream cache's lock before its stream gets another stream cache.
 const CONTENTIONS: u32 = 32;
 
-/// What keeps an allocator: fronts with live blocks hold it, and know nothing else of it.
+/// What keeps an allocator: stream caches with live blocks hold it, and know nothing else of it.
 pub(crate) trait KeepAlive: std::fmt::Debug + Send + Sync {}
 
 #[cfg(test)]
@@ -68,37 +68,37 @@ pub(crate) fn nobody() -> std::sync::Weak<dyn KeepAlive> {
     std::sync::Weak::<()>::new()
 }
 
-/// One front. Never freed: a front that nobody needs waits for its next stream.
+/// One stream cache. Never freed: a stream cache that nobody needs waits for its next stream.
 ///
-/// On cache lines of its own, and the first of them is all that other fronts touch when they ask for
+/// On cache lines of its own, and the first of them is all that other stream caches touch when they ask for
 /// room.
 #[derive(Debug)]
 #[repr(C, align(128))]
-pub(crate) struct Front {
+pub(crate) struct StreamCache {
     lock: Lock<Inner>,
     /// Place in the order of locks.
     pub(crate) rank: u32,
-    /// The allocator while the front has a stream.
+    /// The allocator while the stream cache has a stream.
     owner: AtomicPtr<()>,
 }
 
-/// Fronts that wait for a stream.
+/// Stream caches that wait for a stream.
 #[derive(Debug)]
-pub(crate) struct FrontPool {
-    waiting: Mutex<Vec<&'static Front>>,
+pub(crate) struct StreamCachePool {
+    waiting: Mutex<Vec<&'static StreamCache>>,
     made: std::sync::atomic::AtomicU32,
 }
 
-impl FrontPool {
+impl StreamCachePool {
     pub(crate) const fn new() -> Self {
-        FrontPool {
+        StreamCachePool {
             waiting: Mutex::new(Vec::new()),
             made: std::sync::atomic::AtomicU32::new(0),
         }
     }
 
-    /// A front without a stream.
-    pub(crate) fn take(&self) -> &'static Front {
+    /// A stream cache without a stream.
+    pub(crate) fn take(&self) -> &'static StreamCache {
         let waiting = self
             .waiting
             .lock()
@@ -106,27 +106,27 @@ impl FrontPool {
             .pop();
         waiting.unwrap_or_else(|| {
             let rank = self.made.fetch_add(1, Ordering::Relaxed);
-            Box::leak(Box::new(Front::new(rank)))
+            Box::leak(Box::new(StreamCache::new(rank)))
         })
     }
 
-    /// Takes back a front whose stream is gone: it has no pages, and nothing live.
-    pub(crate) fn give_back(&self, front: &'static Front) {
-        let former = std::mem::take(&mut *front.lock());
+    /// Takes back a stream cache whose stream is gone: it has no pages, and nothing live.
+    pub(crate) fn give_back(&self, cache: &'static StreamCache) {
+        let former = std::mem::take(&mut *cache.lock());
         self.waiting
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .push(front);
+            .push(cache);
         // The last user of an allocator may go with it: outside the locks.
         drop(former);
     }
 }
 
-/// What a front is to its stream.
+/// What a stream cache is to its stream.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Inner {
-    /// The number of the allocator as long as calls may go on without a look at the books, and
+    /// The number of the allocator as long as calls may go on without a look at the heap, and
     open: u64,
     /// the stream's number in it: who may come in then.
     pub key: u64,
@@ -137,8 +137,8 @@ pub(crate) struct Inner {
     /// The stream's slot.
     pub slot: u32,
     /// Large blocks.
-    pub shelf: Shelf,
-    /// The allocator, as long as it is open or blocks of this front are live.
+    pub large_cache: LargeCache,
+    /// The allocator, as long as it is open or blocks of this stream cache are live.
     pub owner: Option<Arc<dyn KeepAlive>>,
     pub batches: Vec<Batch>,
     /// Batches that wait for their streams outside,
@@ -146,7 +146,7 @@ pub(crate) struct Inner {
     /// and those that do no more.
     pub returned: Vec<Returned>,
     /// Small blocks of other streams on which this stream is recorded, live or in a batch that is
-    /// open, as far as this front counts them: only the sum over a stream's fronts means something.
+    /// open, as far as this stream cache counts them: only the sum over a stream's stream caches means something.
     pub recorded: i64,
     /// Most bytes that were held back at once.
     pub pending_peak: u64,
@@ -159,21 +159,21 @@ pub(crate) struct Inner {
     /// were more.
     shared_at: u64,
     busy_at: u64,
-    /// Blocks handed out when it was last asked what the front did not need.
+    /// Blocks handed out when it was last asked what the stream cache did not need.
     asked_at: u64,
-    /// Fronts that were busy then, this one among them if it was, by rank: who may have room, and where
+    /// Stream caches that were busy then, this one among them if it was, by rank: who may have room, and where
     /// in the row to ask next.
     others: Option<Others>,
     turn: u32,
 }
 
-/// Fronts, by rank.
-pub(crate) type Others = Arc<[&'static Front]>;
+/// Stream caches, by rank.
+pub(crate) type Others = Arc<[&'static StreamCache]>;
 
 impl Default for Inner {
     fn default() -> Self {
         let mut accounts = Accounts::default();
-        accounts.blocks.allow(grain::LIVES);
+        accounts.blocks.allow(granule::LIVES);
         Inner {
             owner: None,
             allocator: 0,
@@ -181,7 +181,7 @@ impl Default for Inner {
             slot: 0,
             open: CLOSED,
             runs: Runs::default(),
-            shelf: Shelf::default(),
+            large_cache: LargeCache::default(),
             accounts,
             batches: Vec::new(),
             waiting: 0,
@@ -228,7 +228,7 @@ impl Small {
     }
 }
 
-/// How a request to a front ended.
+/// How a request to a stream cache ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Allocated {
     Taken(Taken),
@@ -236,7 +236,7 @@ pub(crate) enum Allocated {
     NoRun,
     /// It could be a new peak.
     NoRoom,
-    /// The front is another stream's by now, or its stream needs a closer look.
+    /// The stream cache is another stream's by now, or its stream needs a closer look.
     Stranger,
 }
 
@@ -257,26 +257,26 @@ pub(crate) enum Freed {
     Page,
     /// Done, and the batch for this stream is full.
     Full(u32),
-    /// Nothing is done yet: it needs the books.
-    Books,
+    /// Nothing is done yet: it needs the heap.
+    NeedsHeap,
     /// There is no such block.
     NotLive,
 }
 
-impl Front {
+impl StreamCache {
     #[inline]
     pub(crate) fn lock(&self) -> Held<'_, Inner> {
         self.lock.lock()
     }
 
-    /// The front, if nobody is at it.
+    /// The stream cache, if nobody is at it.
     #[inline(always)]
     pub(crate) fn try_lock(&self) -> Option<Held<'_, Inner>> {
         self.lock.try_lock()
     }
 
     fn new(rank: u32) -> Self {
-        Front {
+        StreamCache {
             lock: Lock::new(Inner::default()),
             rank,
             owner: AtomicPtr::new(std::ptr::null_mut()),
@@ -289,7 +289,7 @@ impl Front {
         self.owner.store(owner, Ordering::Release);
     }
 
-    /// The allocator that was set last. Alive as long as a block has this front as its home.
+    /// The allocator that was set last. Alive as long as a block has this stream cache as its home.
     #[inline]
     pub(crate) fn owner(&self) -> *const () {
         self.owner.load(Ordering::Acquire)
@@ -297,7 +297,7 @@ impl Front {
 }
 
 impl Inner {
-    /// Lets the front work without a look at the books, or stops it.
+    /// Lets the stream cache work without a look at the heap, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
         self.open = match fast {
             true if self.accounts.blocks.is_used_up() => USED_UP,
@@ -307,17 +307,17 @@ impl Inner {
         self.runs.keep_quick(fast);
     }
 
-    /// Threads met here: whether the stream should get another front, because they keep doing so.
-    pub(crate) fn crowded(&mut self) -> bool {
+    /// Threads met here: whether the stream should get another stream cache, because they keep doing so.
+    pub(crate) fn contended(&mut self) -> bool {
         self.contentions += 1;
-        let crowded = self.contentions >= CONTENTIONS;
-        if crowded {
+        let contended = self.contentions >= CONTENTIONS;
+        if contended {
             self.contentions = 0;
         }
-        crowded
+        contended
     }
 
-    /// Whether allocations and frees may go on without a look at the books.
+    /// Whether allocations and frees may go on without a look at the heap.
     #[inline(always)]
     pub(crate) fn is_fast(&self) -> bool {
         self.open != CLOSED
@@ -389,7 +389,7 @@ impl Inner {
         self.take(request)
     }
 
-    /// Whether calls for a stream may go on here without a look at the books.
+    /// Whether calls for a stream may go on here without a look at the heap.
     #[inline(always)]
     pub(crate) fn serves(&self, owner: Owner) -> bool {
         self.open == owner.allocator && self.key == owner.key
@@ -414,7 +414,7 @@ impl Inner {
         let Some(live) = live else {
             return false;
         };
-        // A front that was stopped keeps no quick runs: its blocks come no further than this.
+        // A stream cache that was stopped keeps no quick runs: its blocks come no further than this.
         if live.using != Using::NONE || !self.runs.put_quick(node, live.granules) {
             return false;
         }
@@ -437,10 +437,10 @@ impl Inner {
         Some(self.pages_to_keep().is_some())
     }
 
-    /// Takes a large block back onto the shelf. False if the books have to free it.
+    /// Takes a large block back into the large-block cache. False if the heap has to free it.
     #[inline]
     pub(crate) fn free_large(&mut self, id: u32, generation: u32) -> bool {
-        self.is_fast() && self.shelf.put(id, Some(generation)) == Some(true)
+        self.is_fast() && self.large_cache.put(id, Some(generation)) == Some(true)
     }
 
     /// Frees a block that begins at an address; with a generation only that life of it.
@@ -477,13 +477,13 @@ impl Inner {
         self.accounts.sub(bytes, u64::from(live.requested));
     }
 
-    /// Whether the front handed nothing out, also from its shelf, since this was last asked.
+    /// Whether the stream cache handed nothing out, also from its large-block cache, since this was last asked.
     pub(crate) fn take_quiet(&mut self) -> bool {
-        let total = self.accounts.blocks.total() + self.shelf.reused().blocks;
+        let total = self.accounts.blocks.total() + self.large_cache.reused().blocks;
         std::mem::replace(&mut self.asked_at, total) == total
     }
 
-    /// Whether the front handed anything out lately. `now` is the number of the sharing.
+    /// Whether the stream cache handed anything out lately. `now` is the number of the sharing.
     pub(crate) fn busy(&mut self, now: u64) -> bool {
         let total = self.accounts.blocks.total();
         if total != self.shared_at {
@@ -494,5 +494,5 @@ impl Inner {
     }
 }
 
-/// Sharings after which a front that hands nothing out gets no room.
+/// Sharings after which a stream cache that hands nothing out gets no room.
 const EPOCH: u64 = 16;

@@ -1,6 +1,6 @@
 //! Which lengths of large blocks are freed at once and asked for again at once.
 //!
-//! Only such blocks go on a shelf while nobody waits for the books: every other one would leave it at
+//! Only such blocks go in a large-block cache while nobody waits for the heap: every other one would leave it at
 //! the next event, for nothing. The rule is that of a branch predictor with saturating counters (J. E.
 //! Smith, "A study of branch prediction strategies", 1981), by a hash of the length.
 
@@ -9,10 +9,10 @@ const COUNTERS: usize = 128;
 const MOST: u8 = 4;
 /// and from here on a length is expected to come again.
 const EXPECTED: u8 = 2;
-/// What a counter loses by a block that went on the shelf in vain.
+/// What a counter loses by a block that went in the large-block cache in vain.
 const LOSS: u8 = 2;
 
-/// The last large event in the books.
+/// The last large event in the heap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Last {
     #[default]
@@ -25,21 +25,21 @@ enum Last {
 
 /// See the module's text.
 #[derive(Debug)]
-pub(crate) struct Habits {
+pub(crate) struct ReusePredictor {
     last: Last,
     counters: [u8; COUNTERS],
 }
 
-impl Default for Habits {
+impl Default for ReusePredictor {
     fn default() -> Self {
-        Habits {
+        ReusePredictor {
             last: Last::Other,
             counters: [0; COUNTERS],
         }
     }
 }
 
-impl Habits {
+impl ReusePredictor {
     fn counter(&mut self, granules: u32) -> &mut u8 {
         let hash = granules.wrapping_mul(0x9e37_79b1) >> 25;
         &mut self.counters[hash as usize % COUNTERS]
@@ -63,8 +63,8 @@ impl Habits {
         };
     }
 
-    /// A block left its shelf, from which it was handed out again so many times.
-    pub(crate) fn was_shelved(&mut self, granules: u32, reuses: u32) {
+    /// A block left its large-block cache, from which it was handed out again so many times.
+    pub(crate) fn was_cached(&mut self, granules: u32, reuses: u32) {
         if reuses > 0 {
             self.came_again(granules, reuses);
         } else {
@@ -85,34 +85,34 @@ impl Habits {
 mod tests {
     use super::*;
 
-    fn pair(habits: &mut Habits, id: u32) -> bool {
-        let expected = habits.allocated(id, 300);
-        habits.freed(id, 300);
+    fn pair(predictor: &mut ReusePredictor, id: u32) -> bool {
+        let expected = predictor.allocated(id, 300);
+        predictor.freed(id, 300);
         expected
     }
 
     #[test]
     fn a_length_is_expected_once_it_came_again_twice() {
-        let mut habits = Habits::default();
-        assert!(!pair(&mut habits, 1));
-        assert!(!pair(&mut habits, 2));
-        assert!(pair(&mut habits, 3));
-        assert!(!habits.allocated(4, 301));
-        habits.was_shelved(300, 0);
-        assert!(!habits.allocated(5, 300));
-        habits.was_shelved(300, 9);
-        habits.was_shelved(300, 0);
-        assert!(habits.allocated(6, 300));
+        let mut predictor = ReusePredictor::default();
+        assert!(!pair(&mut predictor, 1));
+        assert!(!pair(&mut predictor, 2));
+        assert!(pair(&mut predictor, 3));
+        assert!(!predictor.allocated(4, 301));
+        predictor.was_cached(300, 0);
+        assert!(!predictor.allocated(5, 300));
+        predictor.was_cached(300, 9);
+        predictor.was_cached(300, 0);
+        assert!(predictor.allocated(6, 300));
     }
 
     #[test]
     fn what_something_else_comes_between_is_not_expected() {
-        let mut habits = Habits::default();
+        let mut predictor = ReusePredictor::default();
         for at in 0..10 {
-            assert!(!habits.allocated(2 * at, 300));
-            habits.allocated(2 * at + 1, 500);
-            habits.freed(2 * at, 300);
-            habits.freed(2 * at + 1, 500);
+            assert!(!predictor.allocated(2 * at, 300));
+            predictor.allocated(2 * at + 1, 500);
+            predictor.freed(2 * at, 300);
+            predictor.freed(2 * at + 1, 500);
         }
     }
 }

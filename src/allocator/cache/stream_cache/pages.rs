@@ -1,15 +1,15 @@
-//! From an address to the front that owns the page around it, without a lock.
+//! From an address to the stream cache that owns the page around it, without a lock.
 //!
 //! A radix table over the address space: three levels of directories, below them leaves of 2 MiB
 //! with an entry per page. Directories and leaves are made when they are first needed and stay;
-//! entries change under the lock of the front that they name.
+//! entries change under the lock of the stream cache that they name.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, Ordering};
 
-use super::Front;
-use super::grain::PageInfo;
-use super::grain::WORN;
+use super::StreamCache;
+use super::granule::PageInfo;
+use super::granule::WORN;
 use crate::allocator::extent::boxed::boxed_array;
 use crate::allocator::size::GRANULE;
 use crate::locks::lock::{AtomicPtr, AtomicU32};
@@ -35,8 +35,8 @@ pub(crate) fn page_of(id: u32) -> u32 {
 
 #[derive(Debug)]
 struct Entry {
-    front: AtomicPtr<Front>,
-    /// Place of the page in the front.
+    cache: AtomicPtr<StreamCache>,
+    /// Place of the page in the stream cache.
     page: AtomicU32,
     /// Where the page's generations go on when it comes back.
     generation: AtomicU32,
@@ -54,7 +54,7 @@ impl Leaf {
     fn new() -> Self {
         Leaf {
             entries: std::array::from_fn(|_| Entry {
-                front: AtomicPtr::new(std::ptr::null_mut()),
+                cache: AtomicPtr::new(std::ptr::null_mut()),
                 page: AtomicU32::new(0),
                 generation: AtomicU32::new(0),
             }),
@@ -122,19 +122,19 @@ impl PageTable {
         lows[low % BELOW].get()
     }
 
-    /// The front that owns the page around an address, and the page's place in it. Another thread
-    /// may change both until that front is locked.
+    /// The stream cache that owns the page around an address, and the page's place in it. Another thread
+    /// may change both until that stream cache is locked.
     #[inline]
-    pub(crate) fn find(&self, ptr: u64) -> Option<(&'static Front, u32)> {
+    pub(crate) fn find(&self, ptr: u64) -> Option<(&'static StreamCache, u32)> {
         let entry = self.entry(ptr)?;
-        let front = entry.front.load(Ordering::Acquire);
-        // SAFETY: what stands here came from a `&'static Front`.
-        let front = unsafe { front.cast_const().as_ref() }?;
-        Some((front, entry.page.load(Ordering::Acquire)))
+        let cache = entry.cache.load(Ordering::Acquire);
+        // SAFETY: what stands here came from a `&'static StreamCache`.
+        let cache = unsafe { cache.cast_const().as_ref() }?;
+        Some((cache, entry.page.load(Ordering::Acquire)))
     }
 
-    /// What a page at `base` is to its next front: one that is worn has another number
-    /// from here on, and begins anew. It has no front now. `None` for an address that no device has.
+    /// What a page at `base` is to its next stream cache: one that is worn has another number
+    /// from here on, and begins anew. It has no stream cache now. `None` for an address that no device has.
     pub(crate) fn info(&self, base: u64) -> Option<PageInfo> {
         if base >> ADDRESS_BITS != 0 {
             return None;
@@ -165,20 +165,20 @@ impl PageTable {
         Some(SMALL_ID | number << ID_BITS | granule)
     }
 
-    /// Publishes a page that a front has taken in. The front is locked.
-    pub(crate) fn set(&self, base: u64, front: &'static Front, page: u32) {
+    /// Publishes a page that a stream cache has taken in. The stream cache is locked.
+    pub(crate) fn set(&self, base: u64, cache: &'static StreamCache, page: u32) {
         if let Some(entry) = self.entry(base) {
             entry.page.store(page, Ordering::Relaxed);
-            let front = std::ptr::from_ref(front).cast_mut();
-            entry.front.store(front, Ordering::Release);
+            let cache = std::ptr::from_ref(cache).cast_mut();
+            entry.cache.store(cache, Ordering::Release);
         }
     }
 
-    /// Takes back what [`set`](Self::set) published. The front is locked.
+    /// Takes back what [`set`](Self::set) published. The stream cache is locked.
     pub(crate) fn clear(&self, info: PageInfo) {
         if let Some(entry) = self.entry(info.base) {
             entry.generation.store(info.generation, Ordering::Relaxed);
-            entry.front.store(std::ptr::null_mut(), Ordering::Release);
+            entry.cache.store(std::ptr::null_mut(), Ordering::Release);
         }
     }
 }

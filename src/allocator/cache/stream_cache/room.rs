@@ -1,24 +1,24 @@
-//! Room below the peak, as fronts get it from each other without a look at the books.
+//! Room below the peak, as stream caches get it from each other without a look at the heap.
 //!
-//! What fronts may count to together stays the same in all of this, so no peak can be passed.
+//! What stream caches may count to together stays the same in all of this, so no peak can be passed.
 
 use std::sync::Arc;
 
-use super::{CLOSED, Front, Held, Inner, Others};
+use super::{CLOSED, Held, Inner, Others, StreamCache};
 
-/// Fronts that are asked for room before all of them are locked.
+/// Stream caches that are asked for room before all of them are locked.
 const ASKED: usize = 4;
-/// Spreads the fronts that are asked: 2^32 over the golden ratio.
+/// Spreads the stream caches that are asked: 2^32 over the golden ratio.
 const SPREAD: u32 = 0x9e37_79b9;
 
 impl Inner {
     /// Whom to ask for room next.
-    fn next_lender(&mut self, own: &Front) -> Option<&'static Front> {
+    fn next_lender(&mut self, own: &StreamCache) -> Option<&'static StreamCache> {
         let others = self.others.as_ref()?;
         self.turn = self.turn.wrapping_add(SPREAD);
         let at = ((u64::from(self.turn) * others.len() as u64) >> 32) as usize;
         let mut row = others[at..].iter().chain(&others[..at]);
-        row.find(|front| !std::ptr::eq(**front, own)).copied()
+        row.find(|cache| !std::ptr::eq(**cache, own)).copied()
     }
 
     /// Who was busy when room was shared out.
@@ -33,8 +33,8 @@ impl Inner {
     }
 }
 
-impl Front {
-    /// Room for `bytes` more from one of a few other fronts. The lock is let go where the order of
+impl StreamCache {
+    /// Room for `bytes` more from one of a few other stream caches. The lock is let go where the order of
     /// locks asks for it. True if there is enough now.
     pub(crate) fn borrow_room<'a>(
         &'a self,
@@ -45,7 +45,7 @@ impl Front {
             let Some(lender) = inner.next_lender(self) else {
                 break;
             };
-            // Who is at a front has done in a moment: to wait for one costs less than to disturb
+            // Who is at a stream cache has done in a moment: to wait for one costs less than to disturb
             // others.
             let mut theirs = match lender.try_lock() {
                 Some(theirs) => theirs,
@@ -69,7 +69,7 @@ impl Front {
         (inner, false)
     }
 
-    /// Room for `bytes` more from all other fronts that are known here, of which each then has as
+    /// Room for `bytes` more from all other stream caches that are known here, of which each then has as
     /// much. True if there was enough.
     pub(crate) fn pool_room(&self, bytes: u64) -> bool {
         let (open, others) = {
@@ -81,7 +81,7 @@ impl Front {
         };
         let mut locked: Vec<(bool, Held<'_, Inner>)> = others
             .iter()
-            .map(|front| (std::ptr::eq(*front, self), front.lock()))
+            .map(|cache| (std::ptr::eq(*cache, self), cache.lock()))
             .filter(|(_, inner)| inner.open == open)
             .collect();
         let rooms = locked.iter().map(|(_, i)| i.accounts.allocated.room());

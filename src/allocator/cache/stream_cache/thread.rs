@@ -1,35 +1,35 @@
-//! What a thread remembers: the front that it last used for a stream, and its own number.
+//! What a thread remembers: the stream cache that it last used for a stream, and its own number.
 //!
-//! An entry may be out of date in every respect. Fronts are never freed, and each tells under its
-//! lock whose it is, so a wrong entry costs a look at the books and nothing else.
+//! An entry may be out of date in every respect. Stream caches are never freed, and each tells under its
+//! lock whose it is, so a wrong entry costs a look at the heap and nothing else.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::Front;
+use super::StreamCache;
 
 /// Numbers of streams follow each other: as many may be in use at once.
 const ENTRIES: usize = 64;
 
-type Entry = Option<&'static Front>;
+type Entry = Option<&'static StreamCache>;
 
 thread_local! {
     static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(None) }; ENTRIES] };
     static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// The front that this thread last used for a stream with this number, or for another one in its
+/// The stream cache that this thread last used for a stream with this number, or for another one in its
 /// place.
 #[inline(always)]
 pub(crate) fn find(key: u64) -> Entry {
     SEEN.with(|seen| seen[key as usize % ENTRIES].get())
 }
 
-pub(crate) fn remember(key: u64, front: &'static Front) {
-    SEEN.with(|seen| seen[key as usize % ENTRIES].set(Some(front)));
+pub(crate) fn remember(key: u64, cache: &'static StreamCache) {
+    SEEN.with(|seen| seen[key as usize % ENTRIES].set(Some(cache)));
 }
 
-/// The next allocation of this thread looks at the books for the stream's fronts.
+/// The next allocation of this thread looks at the heap for the stream's stream caches.
 pub(crate) fn forget(key: u64) {
     SEEN.with(|seen| seen[key as usize % ENTRIES].set(None));
 }

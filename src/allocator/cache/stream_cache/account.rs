@@ -1,14 +1,14 @@
-//! Exact sums over many fronts, and an exact peak, without a word that they share.
+//! Exact sums over many stream caches, and an exact peak, without a word that they share.
 //!
-//! Of bytes each front may have up to a limit of its own, and the limits together never pass the peak
-//! so far: as long as every front stays within its limit no sum can be a new peak, and nobody has to
-//! look. Who needs more takes room from another front, or has all of them locked, the sum taken, the
+//! Of bytes each stream cache may have up to a limit of its own, and the limits together never pass the peak
+//! so far: as long as every stream cache stays within its limit no sum can be a new peak, and nobody has to
+//! look. Who needs more takes room from another stream cache, or has all of them locked, the sum taken, the
 //! peak raised if it is one, and the room below the peak shared out again.
 //!
-//! Of all else each front keeps a peak of its own. Their sum is no less than the peak of the sum, and
-//! just that as long as one front works alone.
+//! Of all else each stream cache keeps a peak of its own. Their sum is no less than the peak of the sum, and
+//! just that as long as one stream cache works alone.
 
-/// Bytes of one front.
+/// Bytes of one stream cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Account {
     /// Everything that was ever added.
@@ -69,7 +69,7 @@ impl Account {
         self.room = room;
     }
 
-    /// Moves room to another front that lacks it for `amount`: what it needs, and half of the rest.
+    /// Moves room to another stream cache that lacks it for `amount`: what it needs, and half of the rest.
     /// False, with nothing changed, if there is not enough.
     pub(crate) fn lend(&mut self, other: &mut Account, amount: u64) -> bool {
         let (needed, room) = (amount.saturating_sub(other.room()), self.room());
@@ -87,7 +87,7 @@ impl Account {
     }
 }
 
-/// Another quantity of one front, with a peak of its own.
+/// Another quantity of one stream cache, with a peak of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Gauge {
     /// Everything that was ever added and this together are the lot: below 0 when that is used up.
@@ -162,7 +162,7 @@ pub(super) fn anew<T>(value: &mut T) -> &mut T {
 #[inline]
 pub(super) fn rarely() {}
 
-/// What a front counts: bytes of blocks, bytes as asked for, and blocks.
+/// What a stream cache counts: bytes of blocks, bytes as asked for, and blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Accounts {

@@ -1,11 +1,11 @@
-//! Walks over the runs of a front: what lies where, and whether all of it agrees.
+//! Walks over the runs of a stream cache: what lies where, and whether all of it agrees.
 
-use super::grain::{GRAINS, Kind, NIL, Node, PAGE_GRAINS, PageInfo, Run};
+use super::granule::{GRANULES, Kind, NIL, Node, PAGE_GRANULES, PageInfo, Run};
 use super::runs::{NO_QUICK, Runs};
 use crate::allocator::size::GRANULE;
 
 impl Runs {
-    /// Pages with their places in the front.
+    /// Pages with their places in the stream cache.
     pub(crate) fn pages(&self) -> impl Iterator<Item = (u32, PageInfo)> + '_ {
         (0u32..)
             .zip(&self.pages)
@@ -18,19 +18,19 @@ impl Runs {
         let mut place = 0;
         std::iter::from_fn(move || {
             let held = self.pages.get(page as usize).filter(|p| p.present)?;
-            if place >= PAGE_GRAINS {
+            if place >= PAGE_GRANULES {
                 return None;
             }
-            let grain = held.grains.get(place as usize)?;
+            let granule = held.granules.get(place as usize)?;
             let node = Node::new(page, place);
             let ptr = held.info.base + u64::from(place) * GRANULE;
             // A length of zero would never end; the check reports it.
-            place += u32::from(grain.len).max(1);
+            place += u32::from(granule.len).max(1);
             Some(Run {
                 node,
                 ptr,
-                granules: u32::from(grain.len),
-                kind: grain.kind(),
+                granules: u32::from(granule.len),
+                kind: granule.kind(),
                 live: self.live(node, ptr),
             })
         })
@@ -44,22 +44,22 @@ impl Runs {
 
     /// Compares the lists with what stands in the pages. The first thing that does not agree.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
-        let mut counts = [[0u64; GRAINS]; 2];
+        let mut counts = [[0u64; GRANULES]; 2];
         let (mut whole, mut pending, mut spent) = (0, (0, 0), false);
         for (at, page) in (0u32..).zip(&self.pages).filter(|(_, page)| page.present) {
             let mut end = 0;
             let mut before = None;
             for run in self.runs(at) {
                 let (place, length) = (run.node.place() as u32, run.granules);
-                if place != end || length == 0 || place + length > PAGE_GRAINS {
+                if place != end || length == 0 || place + length > PAGE_GRANULES {
                     return Err("runs of a page lie side by side");
                 }
                 end = place + length;
-                let inner = &page.grains[place as usize + 1..end as usize];
-                if inner.iter().any(|grain| grain.kind() != Kind::Free) {
+                let inner = &page.granules[place as usize + 1..end as usize];
+                if inner.iter().any(|granule| granule.kind() != Kind::Free) {
                     return Err("only the first granule of a run says what it is");
                 }
-                let last = &page.grains[end as usize - 1];
+                let last = &page.granules[end as usize - 1];
                 if u32::from(last.back) != length {
                     return Err("a run's length stands at both of its ends");
                 }
@@ -69,7 +69,7 @@ impl Runs {
                             return Err("free runs that touch are one");
                         }
                         counts[0][length as usize - 1] += 1;
-                        whole += u32::from(length == PAGE_GRAINS);
+                        whole += u32::from(length == PAGE_GRANULES);
                     }
                     Kind::Quick => counts[1][length as usize - 1] += 1,
                     Kind::Pending => {
@@ -80,11 +80,11 @@ impl Runs {
                 }
                 before = Some(run.kind);
             }
-            if end != PAGE_GRAINS {
+            if end != PAGE_GRANULES {
                 return Err("runs fill their page");
             }
         }
-        let quick: [u32; GRAINS] = std::array::from_fn(|at| self.quick[at + 1].head);
+        let quick: [u32; GRANULES] = std::array::from_fn(|at| self.quick[at + 1].head);
         for (lists, kind, counts) in [
             (&self.free, Kind::Free, &counts[0]),
             (&quick, Kind::Quick, &counts[1]),
@@ -93,11 +93,11 @@ impl Runs {
                 let (mut at, mut count) = (*head, 0);
                 while at != NIL {
                     let node = Node(at);
-                    let grain = self.grain(node);
-                    if grain.kind() != kind || usize::from(grain.len) != length + 1 {
+                    let granule = self.granule(node);
+                    if granule.kind() != kind || usize::from(granule.len) != length + 1 {
                         return Err("a listed run is what its list says");
                     }
-                    (at, count) = (grain.a, count + 1);
+                    (at, count) = (granule.a, count + 1);
                     if count > counts[length] {
                         break;
                     }
@@ -114,7 +114,7 @@ impl Runs {
                 }
             }
         }
-        let sum = |counts: &[u64; GRAINS]| -> u64 {
+        let sum = |counts: &[u64; GRANULES]| -> u64 {
             counts
                 .iter()
                 .zip(1u64..)
@@ -122,7 +122,7 @@ impl Runs {
                 .sum()
         };
         if sum(&counts[1]) != u64::from(self.quick_granules())
-            || pending != (self.pending_grains, self.pending)
+            || pending != (self.pending_granules, self.pending)
             || counts[0].iter().sum::<u64>() != u64::from(self.listed)
             || whole != self.whole
         {

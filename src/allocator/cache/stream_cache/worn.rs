@@ -2,11 +2,11 @@
 //!
 //! A small block is told apart from all others by its page's number, its place in the page and its
 //! generation, of which a page has 2^31. Whoever hands a block out does not look whether any is left: after
-//! so many blocks of a front its next request comes here, and pages with fewer than twice as many left are
+//! so many blocks of a stream cache its next request comes here, and pages with fewer than twice as many left are
 //! worn. A worn page's runs are of no use as they become free, and when none of them is in use it goes back to
-//! the books: it comes again with another number.
+//! the heap: it comes again with another number.
 
-use super::grain::{Kind, LIVES, Node, PageInfo, Run, Using, WORN};
+use super::granule::{Kind, LIVES, Node, PageInfo, Run, Using, WORN};
 use super::{Inner, Runs};
 
 impl Inner {
@@ -50,7 +50,7 @@ impl Runs {
                 Kind::Free => self.unlist(run.node, run.granules),
                 Kind::Quick => self.unquick(run.node, run.granules),
                 Kind::Used => {
-                    // Its free comes to the books, and from there to `let_go`.
+                    // Its free comes to the heap, and from there to `let_go`.
                     let live = run.live.filter(|live| live.using == Using::NONE);
                     if live.is_some() {
                         self.set_using(run.node, Using::MANY);
@@ -67,7 +67,7 @@ impl Runs {
 
     /// Makes a run of a worn page of no use.
     pub(super) fn spend_run(&mut self, node: Node) {
-        self.grain_mut(node).set_spent();
+        self.granule_mut(node).set_spent();
     }
 
     /// Whether the page around a run is worn.
@@ -111,7 +111,7 @@ impl Runs {
 
 #[cfg(all(test, not(loom)))]
 impl Inner {
-    /// Lets the pages have given out so many generations, and the front all blocks but so many before it
+    /// Lets the pages have given out so many generations, and the stream cache all blocks but so many before it
     /// looks.
     pub(crate) fn age(&mut self, generation: u32, blocks: u64) {
         self.runs.age(generation);
