@@ -10,6 +10,8 @@ mod error;
 pub(crate) mod extent;
 #[cfg(all(test, unix, feature = "sim"))]
 mod forked;
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod generations;
 pub(crate) mod heap;
 pub(crate) mod physical;
 pub(crate) mod reclaim;

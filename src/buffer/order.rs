@@ -327,6 +327,22 @@ pub(super) fn submit_and_wait(
     end_of(stream, result, memory.events())
 }
 
+/// After a copy with memory of the caller: one that may have been started all the same is waited for.
+pub(super) fn started(
+    stream: &Stream,
+    memory: &Memory,
+    submitted: Result<(), Failed>,
+) -> Result<(), BufferError> {
+    match submitted {
+        Ok(()) => Ok(()),
+        Err(Failed::Before(error)) => Err(error),
+        Err(Failed::Submitted(error)) => match end_of(stream, Err(error), memory.events()) {
+            Ended::Over(result) => result,
+            Ended::Unseen(error) => Err(BufferError::Unseen(error)),
+        },
+    }
+}
+
 /// How an operation ended that was waited for.
 #[must_use]
 pub(crate) enum Ended {

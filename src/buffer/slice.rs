@@ -9,7 +9,7 @@ use crate::driver::{DriverError, Entered, Stream, sys};
 use super::element::{DeviceCopy, FillValue, Pattern, Pod};
 use super::error::BufferError;
 use super::flight::CopyInFlight;
-use super::order::{Ended, Failed, Memory, end_of, submit, submit_and_wait};
+use super::order::{Ended, Memory, started, submit, submit_and_wait};
 use super::pinned::{CopyError, PinnedBuffer};
 use super::staging::{CHUNK, Staging, keep};
 
@@ -527,22 +527,6 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
             Pattern::Word(word) => unsafe { entered.memset_d32(to, word, bytes / 4, raw) },
         };
         Ok(submit(stream, &[memory], operation)?)
-    }
-}
-
-/// After a copy with memory of the caller: one that may have been started all the same is waited for.
-fn started(
-    stream: &Stream,
-    memory: &Memory,
-    submitted: Result<(), Failed>,
-) -> Result<(), BufferError> {
-    match submitted {
-        Ok(()) => Ok(()),
-        Err(Failed::Before(error)) => Err(error),
-        Err(Failed::Submitted(error)) => match end_of(stream, Err(error), memory.events()) {
-            Ended::Over(result) => result,
-            Ended::Unseen(error) => Err(BufferError::Unseen(error)),
-        },
     }
 }
 
