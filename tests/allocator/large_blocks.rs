@@ -319,7 +319,7 @@ fn retirement_and_the_end_take_everything_out_of_the_large_caches() {
     });
 }
 
-/// Another stream's block, and a block of a foreign owner's stream that lies on its stream cache's large-block
+/// Another stream's block, and a block of a foreign owner's stream that lies in its stream cache's large-block
 /// cache.
 fn beside_a_foreign_cache(rig: &Rig, stream: &Stream) -> (Allocator, Block, RawStream) {
     let allocator = rig.allocator();

@@ -61,7 +61,7 @@ pub(crate) struct StreamCaches {
     /// Blocks in large-block caches, held by somebody or not, for those who do not hold the lock of the heap,
     /// under which it changes.
     pub(crate) in_large_caches: Arc<AtomicU32>,
-    /// On whose large-block cache a block lies, by its record.
+    /// In whose large-block cache a block lies, by its record.
     pub cached: HashMap<u32, &'static StreamCache, Mixed>,
     /// The block in a large-block cache that must leave it when anything else happens in the heap.
     pub provisional: Option<u32>,

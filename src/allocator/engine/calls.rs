@@ -301,7 +301,7 @@ impl Engine {
         let mut grant = heap.granted(id, stream, request.requested, cache);
         if self.rules.caches() {
             let id = grant.place.record().unwrap_or(id);
-            grant.set_cached(heap.cache_freed(id, cache, request.is_plain()));
+            grant.set_cached(heap.cache_handed_out(id, cache, request.is_plain()));
         }
         Ok((heap, grant))
     }

@@ -12,7 +12,7 @@ impl Heap {
     /// of use. Not one for which a request had wishes: another one would get a place elsewhere. Whether it is
     /// there.
     #[inline]
-    pub(crate) fn cache_freed(
+    pub(crate) fn cache_handed_out(
         &mut self,
         id: u32,
         cache: &'static StreamCache,
@@ -170,7 +170,7 @@ impl Heap {
         }
     }
 
-    /// Frees what nobody holds on any large-block cache; true if there was anything.
+    /// Frees what nobody holds in any large-block cache; true if there was anything.
     pub(crate) fn empty_large_caches(&mut self) -> bool {
         let mut any = false;
         for at in 0..self.caches.all().len() {

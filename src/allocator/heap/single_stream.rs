@@ -51,7 +51,7 @@ impl Heap {
         self.stats.hits += 1;
         let mut grant = self.granted(block, stream, want.requested, cache);
         let block = grant.place.record().unwrap_or(block);
-        grant.set_cached(self.cache_freed(block, cache, true));
+        grant.set_cached(self.cache_handed_out(block, cache, true));
         thread::remember(id, cache);
         Some(grant)
     }
