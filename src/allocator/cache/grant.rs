@@ -20,7 +20,7 @@ pub(crate) struct Place {
     home: &'static StreamCache,
     pub ptr: sys::CUdeviceptr,
     /// where a small block lies in there, or `RECORD` and the number of a record, with `WIDE` if it has
-    /// more bytes than its request rounded up, and `SHELF` if it was put in a large-block cache.
+    /// more bytes than its request rounded up, and `CACHED` if it was put in a large-block cache.
     node: u32,
     pub generation: u32,
 }
@@ -28,8 +28,8 @@ pub(crate) struct Place {
 /// Set where no node has a bit.
 const RECORD: u32 = 1 << 31;
 const WIDE: u32 = 1 << 30;
-const SHELF: u32 = 1 << 29;
-const FLAGS: u32 = RECORD | WIDE | SHELF;
+const CACHED: u32 = 1 << 29;
+const FLAGS: u32 = RECORD | WIDE | CACHED;
 
 impl Grant {
     #[inline(always)]
@@ -64,7 +64,7 @@ impl Grant {
     /// The block lies in the large-block cache of its stream cache.
     #[inline]
     pub(crate) fn set_cached(&mut self, cached: bool) {
-        self.place.node |= if cached { SHELF } else { 0 };
+        self.place.node |= if cached { CACHED } else { 0 };
     }
 
     #[inline(always)]
@@ -99,7 +99,7 @@ impl Place {
     /// The record of a block that was put in a large-block cache, where it may be no more.
     #[inline]
     pub(crate) fn cached(&self) -> Option<u32> {
-        let cached = self.node & (RECORD | SHELF) == RECORD | SHELF;
+        let cached = self.node & (RECORD | CACHED) == RECORD | CACHED;
         cached.then_some(self.node & !FLAGS)
     }
 

@@ -5,7 +5,7 @@
 //! [`reclaim`](crate::allocator::reclaim) makes room. A free goes the same way: to a cache
 //! ([`Engine::free_small`] and a block's drop), else to the heap, else it waits until it may be made.
 //!
-//! The rule of the lock: this file and `reclaim/reclaim.rs` alone take the heap's guard as a value and return it.
+//! The rule of the lock: this file and `reclaim/run.rs` alone take the heap's guard as a value and return it.
 //! Everything below them takes the heap by reference, or takes the lock itself.
 
 use std::sync::atomic::Ordering;
