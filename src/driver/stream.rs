@@ -254,18 +254,18 @@ impl Stream {
     ///
     /// # Errors
     /// The driver's.
+    #[inline]
     pub fn is_capturing(&self) -> Result<bool, DriverError> {
-        // Other handles mean the same stream whichever context is current.
-        let switched = match self.0.kind {
-            StreamKind::LegacyDefault | StreamKind::PerThreadDefault => {
-                Some(self.0.context.switch()?)
-            }
-            StreamKind::Owned | StreamKind::Borrowed => None,
-        };
         // SAFETY: the handle is valid by the contract under which it was made.
-        let result = unsafe { self.0.context.driver().is_capturing(self.0.raw) };
-        drop(switched);
-        result
+        let ask = || unsafe { self.0.context.driver().is_capturing(self.0.raw) };
+        match self.0.kind {
+            // These handles mean the same stream whichever context is current.
+            StreamKind::Owned | StreamKind::Borrowed => ask(),
+            StreamKind::LegacyDefault | StreamKind::PerThreadDefault => {
+                let _switched = self.0.context.switch()?;
+                ask()
+            }
+        }
     }
 
     /// [`Entered::record`] on this stream.

@@ -20,7 +20,7 @@ use super::table::{Key, Live, Slot};
 /// `Send` and `Sync`.
 pub struct PooledBuffer<T: DeviceCopy> {
     buffer: DeviceBuffer<T>,
-    /// `None` for a buffer without elements, which is no pool's.
+    /// `None` for a buffer without elements, which is no pool's. Goes after the buffer.
     home: Option<Home>,
 }
 
@@ -39,8 +39,18 @@ pub(super) struct Entry {
     pub key: Key,
 }
 
+impl Drop for Home {
+    /// Just after the buffer was freed.
+    fn drop(&mut self) {
+        if !process::is_gone() {
+            self.part.release(false);
+        }
+    }
+}
+
 impl Home {
     /// Just before the buffer is freed.
+    #[inline]
     fn leave(&self) -> Option<Live> {
         let entry = self.entry.as_ref()?;
         Some(self.part.table.leave(entry.slot, &entry.key))
@@ -116,9 +126,6 @@ impl<T: DeviceCopy> PooledBuffer<T> {
         let (buffer, mut home) = self.take_parts();
         let left = home.as_ref().and_then(Home::leave);
         let Err(failed) = buffer.free() else {
-            if let Some(home) = home {
-                home.part.release(false);
-            }
             return Ok(());
         };
         if let Some(home) = &mut home {
@@ -183,12 +190,9 @@ impl<T: DeviceCopy> DerefMut for PooledBuffer<T> {
 impl<T: DeviceCopy> Drop for PooledBuffer<T> {
     fn drop(&mut self) {
         // In a forked child a lock may be held by a thread that does not exist there.
-        let Some(home) = self.home.take().filter(|_| !process::is_gone()) else {
-            return;
-        };
-        home.leave();
-        drop(std::mem::replace(&mut self.buffer, DeviceBuffer::empty()));
-        home.part.release(false);
+        if let Some(home) = self.home.as_ref().filter(|_| !process::is_gone()) {
+            home.leave();
+        }
     }
 }
 

@@ -89,6 +89,7 @@ fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, PoolError> {
 }
 
 /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
+#[inline]
 fn refuse_capture(stream: &Stream) -> Result<(), PoolError> {
     capture::refuse_capture(stream, |stream| capturing(stream.raw() as usize))
 }
@@ -106,6 +107,7 @@ fn wait_for(context: &Context) -> Result<(), PoolError> {
 }
 
 /// Refuses a stream that is being captured, or of another driver than the pool's, or of another device.
+#[inline]
 fn admit(stream: &Stream, home: &Context) -> Result<(), PoolError> {
     if !home.driver().same_library(stream.context().driver()) {
         return Err(allocator::Error::ForeignDriver.into());

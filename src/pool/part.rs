@@ -85,29 +85,64 @@ impl Part {
         alignment: usize,
         stream: &Stream,
     ) -> Result<Option<Block>, PoolError> {
+        if let Some(block) = self.hit(key, alignment, stream) {
+            return Ok(Some(block));
+        }
+        self.search(key, alignment, stream)
+    }
+
+    /// The last returned block again, if it is the next one of its size that the stream's cache hands out, as
+    /// it mostly is; where no return is remembered, any that is at hand.
+    #[inline]
+    fn hit(&self, key: &Key, alignment: usize, stream: &Stream) -> Option<Block> {
+        let engine = self.made()?.engine();
+        if !engine.unwatched() || alignment as u64 > size::GRANULE {
+            return None;
+        }
+        let (id, bytes) = (stream.id_at_hand(), key.1);
+        let grant = self.table.hit(key, |last| match last {
+            Some(address) => engine.hit_at(id, bytes, address),
+            None => engine.hit(id, bytes).ok(),
+        })?;
+        Some(Block::new(engine, grant, bytes))
+    }
+
+    /// A cached block by the addresses of the last returns.
+    #[inline(never)]
+    fn search(
+        &self,
+        key: &Key,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Option<Block>, PoolError> {
         let allocator = self.allocator()?;
-        let engine = allocator.engine();
-        engine.usable()?;
-        let bytes = key.1;
+        allocator.engine().usable()?;
         let hints = self.table.hints(key);
         let near = hints.as_slice();
-        if near.is_empty()
-            && alignment as u64 <= size::GRANULE
-            && let Some(id) = stream.known_id()
-            && let Ok(grant) = engine.hit(id, bytes)
-        {
-            self.table.answered(key, &hints, true, &[]);
-            return Ok(Some(Block::new(engine, grant, bytes)));
-        }
-        let request = Request::new(bytes).align(alignment);
+        let request = Request::new(key.1).align(alignment);
         let (block, free) = allocator.allocate_near(request, stream, near)?;
         self.table.answered(key, &hints, block.is_some(), &free);
         Ok(block)
     }
 
     /// A cached block as [`cached_block`](Self::cached_block), else a new one.
+    #[inline]
     pub fn block(&self, key: &Key, alignment: usize, stream: &Stream) -> Result<Block, PoolError> {
-        let found = self.cached_block(key, alignment, stream)?;
+        if let Some(block) = self.hit(key, alignment, stream) {
+            self.release(true);
+            return Ok(block);
+        }
+        self.searched_or_new(key, alignment, stream)
+    }
+
+    #[inline(never)]
+    fn searched_or_new(
+        &self,
+        key: &Key,
+        alignment: usize,
+        stream: &Stream,
+    ) -> Result<Block, PoolError> {
+        let found = self.search(key, alignment, stream)?;
         self.release(true);
         if let Some(found) = found {
             return Ok(found);

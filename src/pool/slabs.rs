@@ -20,12 +20,12 @@ pub(super) struct Slab {
 /// The idle slabs by their size, each list with the slabs of all streams, the last returned at the end. A
 /// list is short, as the cap of the pool says.
 #[derive(Default)]
-pub(super) struct Slabs(HashMap<usize, Vec<(u64, Slab)>, Mixed>);
+pub(super) struct Slabs(HashMap<usize, Vec<(u64, Box<Slab>)>, Mixed>);
 
 impl Slabs {
     /// The slab of a size that was returned last on a stream.
     #[inline(always)]
-    pub fn take(&mut self, stream: u64, bytes: usize) -> Option<Slab> {
+    pub fn take(&mut self, stream: u64, bytes: usize) -> Option<Box<Slab>> {
         let slabs = self.0.get_mut(&bytes)?;
         let (owner, _) = slabs.last()?;
         let (_, slab) = if *owner == stream {
@@ -43,13 +43,22 @@ impl Slabs {
 
     /// Keeps a slab; gives it again if there are as many of its size as the cap says.
     #[inline]
-    pub fn give(&mut self, slab: Slab, stream: u64, cap: usize) -> Option<Slab> {
-        let slabs = self.0.entry(slab.bytes).or_default();
+    pub fn give(&mut self, slab: Box<Slab>, stream: u64, cap: usize) -> Option<Box<Slab>> {
+        let Some(slabs) = self.0.get_mut(&slab.bytes) else {
+            self.add(slab, stream);
+            return None;
+        };
         if slabs.len() >= cap {
             return Some(slab);
         }
         slabs.push((stream, slab));
         None
+    }
+
+    /// Keeps the first slab of its size.
+    #[cold]
+    fn add(&mut self, slab: Box<Slab>, stream: u64) {
+        self.0.insert(slab.bytes, vec![(stream, slab)]);
     }
 
     /// Streams and sizes of all slabs.

@@ -92,6 +92,7 @@ impl Hints {
     }
 }
 
+#[inline]
 fn shard_of(key: &Key) -> usize {
     // The upper bits: a shard's own map goes by the lower ones.
     (Mixed::default().hash_one(key) >> 32) as usize % SHARDS
@@ -102,6 +103,27 @@ impl Table {
     fn shards(&self) -> impl Iterator<Item = &Lock<Shard>> {
         let forked = process::is_forked_child();
         self.shards.iter().take_while(move |_| !forked)
+    }
+
+    /// A request that is to be a hit at once. `take` gets the address that was returned last for the key, `None`
+    /// if none is remembered; what it takes there is no hint any more. It may not wait: the shard is locked.
+    #[inline]
+    pub fn hit<T>(
+        &self,
+        key: &Key,
+        take: impl FnOnce(Option<sys::CUdeviceptr>) -> Option<T>,
+    ) -> Option<T> {
+        let mut shard = self.shards[shard_of(key)].lock();
+        let shard = &mut *shard;
+        let Some(returned) = shard.returned.get_mut(key) else {
+            let taken = take(None)?;
+            shard.stats.hits += 1;
+            return Some(taken);
+        };
+        let taken = take(returned.back().copied())?;
+        returned.pop_back();
+        shard.stats.hits += 1;
+        Some(taken)
     }
 
     /// Where memory for a key was returned.
@@ -136,6 +158,7 @@ impl Table {
     }
 
     /// Enters a live buffer.
+    #[inline]
     pub fn enter(&self, key: &Key, live: Live) -> Slot {
         let shard = shard_of(key);
         let at = self.shards[shard].lock().enter(live);
@@ -147,6 +170,7 @@ impl Table {
 
     /// Before a buffer is freed: from then on its address may belong to another one. Whoever takes the
     /// hint before the memory is free does not get it, and loses no more than the hint.
+    #[inline]
     pub fn leave(&self, slot: Slot, key: &Key) -> Live {
         let home = shard_of(key);
         let mut shard = self.shards[slot.shard as usize].lock();
@@ -205,6 +229,7 @@ impl Table {
 }
 
 impl Shard {
+    #[inline]
     fn enter(&mut self, live: Live) -> u32 {
         if let Some(at) = self.vacant.pop() {
             self.live[at as usize] = live;
@@ -214,6 +239,7 @@ impl Shard {
         (self.live.len() - 1) as u32
     }
 
+    #[inline]
     fn leave(&mut self, at: u32) -> Live {
         let left = self.live[at as usize];
         self.live[at as usize].capacity = 0;
@@ -221,16 +247,24 @@ impl Shard {
         left
     }
 
+    #[inline]
     fn remember(&mut self, key: &Key, address: sys::CUdeviceptr) {
         self.stats.returns += 1;
-        if self.returned.len() >= KEYS && !self.returned.contains_key(key) {
-            self.returned.clear();
-        }
-        let returned = self.returned.entry(*key).or_default();
+        let Some(returned) = self.returned.get_mut(key) else {
+            return self.remember_first(key, address);
+        };
         if returned.len() == REMEMBERED {
             returned.pop_front();
         }
         returned.push_back(address);
+    }
+
+    #[cold]
+    fn remember_first(&mut self, key: &Key, address: sys::CUdeviceptr) {
+        if self.returned.len() >= KEYS {
+            self.returned.clear();
+        }
+        self.returned.insert(*key, VecDeque::from([address]));
     }
 
     fn forget(&mut self, key: &Key, address: sys::CUdeviceptr) {
@@ -274,6 +308,20 @@ mod tests {
         assert_eq!(table.hints(&KEY).as_slice(), [5, 3, 2, 1]);
         assert!(table.hints(&(8, 512)).as_slice().is_empty());
         assert_eq!(table.stats().hits, 1);
+    }
+
+    /// S2.2
+    #[test]
+    fn s2_2_a_hit_takes_the_last_hint_and_a_miss_leaves_it() {
+        let table = Table::default();
+        assert_eq!(table.hit(&KEY, Some), Some(None));
+        for address in 1..=3 {
+            table.remember(&KEY, address);
+        }
+        assert_eq!(table.hit(&KEY, |_| None::<()>), None);
+        assert_eq!(table.hit(&KEY, |last| last), Some(3));
+        assert_eq!(table.hints(&KEY).as_slice(), [2, 1]);
+        assert_eq!(table.stats().hits, 2);
     }
 
     #[test]

@@ -157,10 +157,16 @@ impl TypedPool {
         parts
     }
 
+    #[inline]
     fn part(&self, ordinal: usize) -> Result<&Arc<Part>, PoolError> {
-        if let Some(part) = self.0.parts.find(ordinal) {
-            return Ok(part);
+        match self.0.parts.find(ordinal) {
+            Some(part) => Ok(part),
+            None => self.new_part(ordinal),
         }
+    }
+
+    #[cold]
+    fn new_part(&self, ordinal: usize) -> Result<&Arc<Part>, PoolError> {
         let driver = match &self.0.driver {
             Some(driver) => driver.clone(),
             None => Driver::load()?,
@@ -412,6 +418,7 @@ struct Wanted {
 
 impl Wanted {
     /// `None` for a request of no bytes.
+    #[inline]
     fn new<T: DeviceCopy>(len: usize, stream: &Stream) -> Result<Option<Wanted>, PoolError> {
         let capacity = TypedPool::round_len(len);
         let bytes = capacity.checked_mul(size_of::<T>());
@@ -433,6 +440,7 @@ impl Wanted {
     }
 
     /// The buffer in a block that was allocated for this request on the stream just now.
+    #[inline]
     fn buffer<T: DeviceCopy>(
         self,
         part: &Arc<Part>,

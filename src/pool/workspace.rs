@@ -203,7 +203,7 @@ impl WorkspacePool {
         stream: &Stream,
         bytes: usize,
         (slab_bytes, retirements): (usize, u64),
-    ) -> Result<Slab, PoolError> {
+    ) -> Result<Box<Slab>, PoolError> {
         let pool = &self.0;
         let allocated = pool.allocator.allocate(slab_bytes, stream);
         let block = allocated.map_err(zero_is_invalid)?;
@@ -211,11 +211,11 @@ impl WorkspacePool {
             state.stats.misses += 1;
             state.leased(bytes, slab_bytes);
         });
-        Ok(Slab {
+        Ok(Box::new(Slab {
             block,
             bytes: slab_bytes,
             retirements,
-        })
+        }))
     }
 
     /// Gives idle slabs back to the allocator until at most `keep` bytes of them are left, the largest
@@ -241,7 +241,7 @@ impl WorkspacePool {
 
 impl State {
     #[inline]
-    fn take(&mut self, stream: u64, bytes: usize) -> Option<Slab> {
+    fn take(&mut self, stream: u64, bytes: usize) -> Option<Box<Slab>> {
         let slab = self.idle.take(stream, bytes)?;
         self.stats.free_slabs -= 1;
         self.stats.free_bytes -= bytes as u64;
@@ -257,7 +257,7 @@ impl State {
 
     /// Takes a slab back; gives it again if it is too many.
     #[inline]
-    fn give(&mut self, slab: Slab, stream: u64) -> Option<Slab> {
+    fn give(&mut self, slab: Box<Slab>, stream: u64) -> Option<Box<Slab>> {
         let bytes = slab.bytes;
         let surplus = self.idle.give(slab, stream, self.cap);
         if surplus.is_none() {
@@ -272,7 +272,7 @@ impl Inner {
     /// Some stream was retired since a slab was taken: if it was the slab's it goes to the allocator, which
     /// does not count on more work of such a stream, else it is idle again.
     #[cold]
-    fn look_again(&self, mut slab: Slab, stream: u64, retirements: u64) {
+    fn look_again(&self, mut slab: Box<Slab>, stream: u64, retirements: u64) {
         if slab.block.stream_retired() {
             return;
         }
@@ -353,7 +353,7 @@ impl fmt::Debug for WorkspacePool {
 /// A lease that a captured graph uses must live as long as the graph. `Send` and `Sync`.
 #[must_use = "a lease that is dropped at once is of no use"]
 pub struct Lease {
-    slab: Option<Slab>,
+    slab: Option<Box<Slab>>,
     pool: Arc<Inner>,
     stream: u64,
     requested: usize,

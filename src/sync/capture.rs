@@ -10,6 +10,7 @@ use crate::driver::{Context, DriverError, Stream};
 ///
 /// # Errors
 /// The driver's, about anything but captures.
+#[inline]
 pub(crate) fn is_capturing(stream: &Stream) -> Result<bool, DriverError> {
     classified(stream.is_capturing())
 }
@@ -18,6 +19,7 @@ pub(crate) fn is_capturing(stream: &Stream) -> Result<bool, DriverError> {
 ///
 /// # Errors
 /// That one, or the driver's.
+#[inline]
 pub(crate) fn refuse_capture<E: From<DriverError>>(
     stream: &Stream,
     capturing: impl FnOnce(&Stream) -> E,
@@ -43,6 +45,7 @@ pub(crate) fn capture_in(context: &Context) -> Result<Option<usize>, DriverError
     Ok(classified(answer)?.then_some(0))
 }
 
+#[inline]
 fn classified(answer: Result<bool, DriverError>) -> Result<bool, DriverError> {
     match answer {
         Err(error) if error.code() == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(true),

@@ -68,6 +68,26 @@ fn s2_2_the_last_returned_comes_first() {
     });
 }
 
+/// S2.2
+#[test]
+fn s2_2_what_others_freed_later_does_not_come_first() {
+    each(|rig| {
+        let (pool, stream) = (pool_of(rig), rig.stream());
+        for len in [1000, 300_000] {
+            let buffer = pool.uninit::<u8>(len, &stream).unwrap();
+            let address = buffer.as_device_ptr();
+            let allocator = pool.allocator(0).unwrap();
+            let bytes = TypedPool::round_len(len);
+            let block = allocator.allocate(bytes, &stream).unwrap();
+            drop(buffer);
+            drop(block);
+            let again = pool.take::<u8>(len, &stream).unwrap();
+            let again = again.expect("a hit");
+            assert_eq!(again.as_device_ptr(), address, "len {len}");
+        }
+    });
+}
+
 /// S2.3, S2.4, S2.12
 #[test]
 fn s2_3_s2_4_s2_12_hits_and_misses_are_plain() {

@@ -69,6 +69,20 @@ impl Engine {
         }
     }
 
+    /// [`hit`](Self::hit) at one address alone: where the block lay that the stream cache took back last of all with so
+    /// many granules.
+    #[inline]
+    pub(crate) fn hit_at(&self, key: u64, bytes: usize, ptr: u64) -> Option<Grant> {
+        let request = unaligned(bytes).filter(|_| process::is_quiet())?;
+        let cache = thread::find(key)?;
+        let mut inner = cache.try_lock()?;
+        if inner.runs.next_quick(request.granules) != Some(ptr) {
+            return None;
+        }
+        let taken = inner.take_anywhere(self.owner(key), request)?;
+        Some(Grant::small(cache, taken, request.granules))
+    }
+
     /// Allocates from a stream cache that could not serve at once, if it can be had without the driver.
     #[inline]
     pub(crate) fn hit_slowly(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {

@@ -36,6 +36,15 @@ impl Runs {
         })
     }
 
+    /// Where the quick run of `granules` begins that is the next to be taken.
+    #[inline(always)]
+    pub(crate) fn next_quick(&self, granules: u32) -> Option<u64> {
+        let node = Node(self.quick.get(granules as usize)?.head);
+        // There is no page for `NIL`.
+        let page = self.pages.get(node.page())?;
+        Some(page.info.base + node.place() as u64 * GRANULE)
+    }
+
     /// The run around an address in a page.
     pub(crate) fn around(&self, page: u32, ptr: u64) -> Option<Run> {
         self.runs(page)
