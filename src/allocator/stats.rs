@@ -111,7 +111,7 @@ impl PoolStats {
     }
 }
 
-/// How often each step of the miss reclaim was taken (numbers).
+/// How often each step of the reclaim was taken (numbers).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ReclaimStats {
@@ -157,7 +157,7 @@ pub struct Stats {
     pub hits: u64,
     /// Allocations that needed memory from the driver, or failed.
     pub misses: u64,
-    /// Steps of the miss reclaim.
+    /// Steps of the reclaim.
     pub reclaim: ReclaimStats,
     /// Driver allocations that failed for lack of memory and were retried after making room.
     pub retries: u64,

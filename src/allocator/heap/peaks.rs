@@ -8,7 +8,7 @@ use crate::allocator::cache::stream_cache::{
 use crate::allocator::cache::{Locked, SmallTotals, totals};
 use crate::allocator::extent::invariant::{CheckError, holds, same};
 use crate::allocator::heap::Heap;
-use crate::allocator::size::GRANULE;
+use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stats::{Counter, PoolStats, Stats};
 
 /// The counters of the quantities that stream caches count, in their order.
@@ -176,16 +176,21 @@ impl Heap {
             pending_peak += inner.pending_peak;
             quick += u64::from(inner.runs.quick_granules()) * GRANULE;
             free += inner.free_bytes();
-            let runs = inner.runs.free_runs();
-            stats.free_blocks += runs + inner.large_cache.held().blocks;
+            let runs = inner.runs.count();
+            let idle = inner.large_cache.held().blocks;
+            stats.free_blocks += runs + idle;
             stats.nodes += runs;
-            let largest = inner
-                .runs
-                .largest_free()
-                .max(inner.large_cache.largest_free());
-            stats.largest_free = stats.largest_free.max(largest);
+            // Who asks for figures all the time keeps every cache locked meanwhile.
+            if idle > 0 {
+                stats.largest_free = stats.largest_free.max(inner.large_cache.largest_free());
+            }
+            // No run is longer than a page.
+            if stats.largest_free < PAGE {
+                stats.largest_free = stats.largest_free.max(inner.runs.largest_free());
+            }
         }
         let current = self::totals(&locked);
+        stats.free_blocks -= current[2];
         let (small, all) = self.bounds(&locked);
         for (pool, [requested, blocks]) in [(&mut stats.all, all), (&mut stats.small, small)] {
             // No block has more requested bytes than bytes, nor less than a granule.
@@ -207,7 +212,6 @@ impl Heap {
                 bound.max(active.current)
             };
         }
-        stats.nodes += current[2];
         let held = held(&locked);
         let mut reused = self.caches.reused;
         for inner in &locked {

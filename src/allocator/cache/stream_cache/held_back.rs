@@ -29,7 +29,6 @@ impl Runs {
         let granule = &mut page.granules[node.place()];
         granule.set_pending();
         self.pending_granules += u64::from(granule.len);
-        self.pending += 1;
     }
 
     /// The other streams are done with a block that was held back; or, not `over` yet, its own
@@ -41,7 +40,6 @@ impl Runs {
         granule.set_out();
         let granules = u32::from(granule.len);
         self.pending_granules -= u64::from(granules);
-        self.pending -= 1;
         let worn = self.is_worn_at(node);
         if keep && !worn && self.put_quick(node, granules) {
             return;

@@ -82,10 +82,8 @@ pub(crate) struct Runs {
     /// The stream's ticket for frees from now on.
     pub(super) ticket: u64,
     pub(super) pending_granules: u64,
-    /// Runs that other streams may still use.
-    pub(super) pending: u32,
-    /// Runs in the lists of free ones.
-    pub(super) listed: u32,
+    /// Runs in all pages, of whatever kind.
+    pub(super) count: u32,
     /// Lists of free runs by length less one, and a bit for each that is not empty.
     pub(super) filled: Bits,
     pub(super) free: [u32; GRANULES],
@@ -106,8 +104,7 @@ impl Default for Runs {
             idle: 0,
             ticket: 0,
             pending_granules: 0,
-            pending: 0,
-            listed: 0,
+            count: 0,
             filled: Bits::default(),
             free: [NIL; GRANULES],
             quick: NO_QUICK,
@@ -313,6 +310,7 @@ impl Runs {
         let length = found as u32 + 1;
         self.unlisted(length);
         if length > granules {
+            self.count += 1;
             self.list_here(Node(node.0 + granules), length - granules);
         }
         Cut::new(node, granules)
@@ -323,10 +321,12 @@ impl Runs {
         let length = u32::from(self.granule(node).len);
         self.unlist(node, length);
         if skip > 0 {
+            self.count += 1;
             self.list(node, skip);
         }
         let rest = length - skip - granules;
         if rest > 0 {
+            self.count += 1;
             self.list(Node(node.0 + skip + granules), rest);
         }
         let node = Node(node.0 + skip);
@@ -352,7 +352,6 @@ impl Runs {
             None => self.filled.set(length),
         }
         self.whole += u32::from(granules == PAGE_GRANULES);
-        self.listed += 1;
     }
 
     #[inline]
@@ -389,7 +388,6 @@ impl Runs {
     /// Counts a run of `granules` that is no more in its list.
     #[inline]
     fn unlisted(&mut self, granules: u32) {
-        self.listed -= 1;
         if granules == PAGE_GRANULES {
             self.whole -= 1;
             self.idle = self.idle.min(self.whole);
@@ -433,6 +431,7 @@ impl Runs {
             let place = place - *more as usize;
             page.granules[place % GRANULES].is_free()
         });
+        self.count -= u32::from(right.is_some()) + u32::from(left.is_some());
         if let Some((right, more)) = right {
             self.unlist(right, more);
             length += more;
@@ -501,6 +500,7 @@ impl Runs {
                 self.pages.len() as u32 - 1
             }
         };
+        self.count += 1;
         self.list(Node::new(at, 0), PAGE_GRANULES);
         self.set_cap();
         at
@@ -517,6 +517,7 @@ impl Runs {
         }
         let node = Node(self.free[GRANULES - 1]);
         self.unlist(node, PAGE_GRANULES);
+        self.count -= 1;
         let page = &mut self.pages[node.page()];
         page.present = false;
         let gone = (page.info, page.ticket);
@@ -573,11 +574,9 @@ impl Runs {
         self.cap - self.quick_room
     }
 
-    /// Runs that are not live blocks: free ones, quick ones, and those that other streams may still use.
-    pub(crate) fn free_runs(&self) -> u64 {
-        let quick = self.quick.iter().zip(&NO_QUICK);
-        let quick: u32 = quick.map(|(now, none)| none.left - now.left).sum();
-        u64::from(quick) + u64::from(self.listed) + u64::from(self.pending)
+    /// Runs in all, live blocks among them.
+    pub(crate) fn count(&self) -> u64 {
+        u64::from(self.count)
     }
 
     /// Bytes of the longest run that is free or quick.

@@ -54,7 +54,7 @@ impl Runs {
     /// Compares the lists with what stands in the pages. The first thing that does not agree.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         let mut counts = [[0u64; GRANULES]; 2];
-        let (mut whole, mut pending, mut spent) = (0, (0, 0), false);
+        let (mut whole, mut pending, mut count, mut spent) = (0, 0, 0, false);
         for (at, page) in (0u32..).zip(&self.pages).filter(|(_, page)| page.present) {
             let mut end = 0;
             let mut before = None;
@@ -72,6 +72,7 @@ impl Runs {
                 if u32::from(last.back) != length {
                     return Err("a run's length stands at both of its ends");
                 }
+                count += 1;
                 match run.kind {
                     Kind::Free => {
                         if before == Some(Kind::Free) {
@@ -81,9 +82,7 @@ impl Runs {
                         whole += u32::from(length == PAGE_GRANULES);
                     }
                     Kind::Quick => counts[1][length as usize - 1] += 1,
-                    Kind::Pending => {
-                        pending = (pending.0 + u64::from(length), pending.1 + 1);
-                    }
+                    Kind::Pending => pending += u64::from(length),
                     Kind::Used => {}
                     Kind::Spent => spent |= !self.worn.contains(&at),
                 }
@@ -131,8 +130,8 @@ impl Runs {
                 .sum()
         };
         if sum(&counts[1]) != u64::from(self.quick_granules())
-            || pending != (self.pending_granules, self.pending)
-            || counts[0].iter().sum::<u64>() != u64::from(self.listed)
+            || pending != self.pending_granules
+            || count != self.count
             || whole != self.whole
         {
             return Err("granules are counted");

@@ -80,6 +80,7 @@ impl Runs {
         let in_use = |run: Run| matches!(run.kind, Kind::Used | Kind::Pending);
         let at = (0..self.worn.len()).find(|at| !self.runs(self.worn[*at]).any(in_use))?;
         let at = self.worn.swap_remove(at);
+        self.count -= self.runs(at).count() as u32;
         let page = &mut self.pages[at as usize];
         page.present = false;
         let gone = (page.info, page.ticket);
