@@ -284,7 +284,7 @@ fn uses_recorded_by_two_threads_at_once_are_both_kept() {
 
 /// R34: a thread that frees what another stream used, a batch at a time, and one that looks at the heap.
 #[test]
-fn r34_books_agree_beside_batches_of_frees() {
+fn r34_figures_agree_beside_batches_of_frees() {
     only(Policy::Packed, |rig| {
         const BATCH: usize = 512;
         let [a, b] = rig.streams();

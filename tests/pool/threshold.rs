@@ -260,7 +260,7 @@ fn s3_29_what_was_idle_longest_goes_first() {
 
 /// S3.30
 #[test]
-fn s3_30_a_failed_release_keeps_block_and_books() {
+fn s3_30_a_failed_release_keeps_block_and_figures() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         let (pool, stream) = (pool_of(rig), rig.stream());

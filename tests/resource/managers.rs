@@ -306,7 +306,7 @@ mod manager {
 
     /// S5.55: whatever is called, the heap stay with what is there.
     #[test]
-    fn s5_55_no_call_desynchronises_the_books() {
+    fn s5_55_no_call_desynchronises_the_figures() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 10_000);
             let slice = manager.allocate::<u8>(1000, &stream).unwrap();

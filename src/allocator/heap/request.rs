@@ -5,7 +5,10 @@ use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::request::Request;
-use crate::allocator::size::{GRANULE, MAX_ALIGNMENT, round_size};
+use crate::allocator::size::{GRANULE, MAX_ALIGNMENT, PACKED_SMALL_LIMIT, PAGE, round_size};
+
+// The fast path compares with the limit, and `Checked::small` with a page: whoever moves one moves both.
+const _: () = assert!(PACKED_SMALL_LIMIT == PAGE);
 
 /// A [`Request`] whose numbers are in order.
 #[derive(Debug, Clone, Copy)]
