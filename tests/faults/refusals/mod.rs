@@ -232,7 +232,14 @@ fn judge_fault(
     world.end(at, ends)
 }
 
+/// Blocks of the driver's pools that could not go are kept for the whole process, and whoever comes next tries
+/// to free them: two sweeps at once would meet each other's.
+static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
 fn sweep(fault: &Fault) {
+    let _turn = TURN
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
     let (mut faults, mut found) = (0, Vec::new());
     for program in programs::PROGRAMS {
         // Queries fail in one sweep.

@@ -360,7 +360,9 @@ fn native(w: &World) -> Outcome {
     work(&w.context, second.ptr(), 4096, &b)?;
     if let Err(error) = second.record_use(&b) {
         // Nobody knows of the use but who made it.
-        b.synchronize().or_else(|_| b.synchronize())?;
+        if b.synchronize().or_else(|_| b.synchronize()).is_err() {
+            std::mem::forget(second);
+        }
         return Err(error.into());
     }
     drop(second);
