@@ -3,9 +3,10 @@
 use crate::options::{DeviceChoice, MachineOptions};
 use crate::output::note;
 use crate::{Failure, output};
+use cualloc::Error;
 use cualloc::driver::{Context, Device, Driver, DriverError, LoadError};
 use cualloc::sim::{ConfigError, DeviceConfig, SimConfig, Simulator};
-use cualloc::trace::{Stage, StageError};
+use cualloc::trace::Stage;
 use std::sync::Arc;
 
 /// A device could not be had.
@@ -20,7 +21,7 @@ pub enum MachineError {
     #[error("the simulator cannot be started")]
     Simulator(#[source] ConfigError),
     #[error(transparent)]
-    Stage(StageError),
+    Stage(Error),
 }
 
 /// The device to run on.

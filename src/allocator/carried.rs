@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use super::size::GRANULE;
-use super::{Allocator, Config, Error, Policy, Request};
+use super::{Allocator, Config, Policy, Request};
 use crate::Block;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::uses::Use;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::{Context, Stream};
+use crate::error::Error;
 use crate::sim::{Mode, SimConfig, Simulator};
 
 const KIB: usize = 1 << 10;

@@ -1,9 +1,10 @@
 //! A forked child finds locks that a thread of its parent held: nothing waits for them.
 
-use super::{Allocator, Config, Error, Policy, ReliefHook};
+use super::{Allocator, Config, Policy, ReliefHook};
 use crate::DeviceBuffer;
 use crate::driver::process::child_says;
 use crate::driver::{Context, Stream};
+use crate::error::Error;
 use crate::sim::{SimConfig, Simulator};
 
 type Test = Result<(), Box<dyn std::error::Error>>;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::carried::{Outcome, Rig, cached};
-use super::{Config, Error, Policy};
+use super::{Config, Policy};
 use crate::Block;
 use crate::allocator::engine::leaving::Leaving;
 use crate::allocator::extent::uses::Use;
@@ -11,6 +11,7 @@ use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::{Context, Event, Stream};
+use crate::error::Error;
 use crate::sim::Mode;
 
 const KIB: usize = 1 << 10;

@@ -9,10 +9,10 @@ use crate::driver::{Context, Stream, process};
 use crate::locks::held::Locked;
 
 use super::block::{BlockIdentity, BlockState, ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::key::{BlockKey, next_source};
 use super::traits::{MemoryResource, Outstanding};
 use super::usage::{Gauge, PoolUsage};
+use crate::error::{Error, InvalidArgument, Refused};
 
 /// What `cuMemAlloc` aligns to.
 const ALIGNMENT: usize = 256;
@@ -75,14 +75,14 @@ impl DirectResource {
         process::lock(&self.blocks)
     }
 
-    fn knows(&self, block: &BlockIdentity) -> Result<Live, ResourceError> {
+    fn knows(&self, block: &BlockIdentity) -> Result<Live, Error> {
         match self.blocks().get(&block.ptr) {
             Some(live) if live.key == block.key => Ok(live.clone()),
             _ => Err(block.gone()),
         }
     }
 
-    fn release(&self, block: &BlockIdentity) -> Result<(), ResourceError> {
+    fn release(&self, block: &BlockIdentity) -> Result<(), Error> {
         let live = self.knows(block)?;
         if let Some(home) = &live.home {
             home.enter()?.synchronize()?;
@@ -110,13 +110,15 @@ unsafe impl MemoryResource for DirectResource {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         if bytes == 0 || round_size(bytes).is_none() {
-            let requested = bytes as u64;
-            return Err(ResourceError::InvalidSize { requested });
+            let bytes = bytes as u64;
+            return Err(Error::Invalid(InvalidArgument::Size { bytes }));
         }
         if !alignment.is_power_of_two() || alignment > ALIGNMENT {
-            return Err(ResourceError::InvalidAlignment { alignment });
+            return Err(Error::Invalid(InvalidArgument::Alignment {
+                bytes: alignment as u64,
+            }));
         }
         super::ordered::same_place(&self.context, stream)?;
         let id = stream.id()?;
@@ -153,7 +155,7 @@ unsafe impl MemoryResource for DirectResource {
         &self.context
     }
 
-    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+    fn usage(&self) -> Result<PoolUsage, Error> {
         let current = self.live.load(Ordering::Acquire);
         let peak = self.peak.load(Ordering::Acquire).max(current);
         let all = Gauge { current, peak };
@@ -163,7 +165,7 @@ unsafe impl MemoryResource for DirectResource {
         })
     }
 
-    fn reset_peaks(&self) -> Result<(), ResourceError> {
+    fn reset_peaks(&self) -> Result<(), Error> {
         // No peak is lost to allocations at the same time.
         self.peak.store(0, Ordering::Release);
         let now = self.live.load(Ordering::Acquire);

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{Context, Stream};
 
 use super::block::{ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
+use crate::error::{Error, Refused};
 
 /// What went through a [`Statistics`] adaptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -107,7 +107,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Statistics<R> {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let result = self
             .inner
             .allocate_block_aligned(bytes, alignment, stream, tag);

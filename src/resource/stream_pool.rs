@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use crate::driver::{Context, Stream, process};
 use crate::locks::held::Locked;
 
-use super::error::{ResourceError, StreamMisuse};
+use crate::error::{Error, StreamMisuse};
 
 /// Streams of one context that are made once and kept: at most as many as its capacity. Numbers
 /// count up from 1 and are never used again; 0 is the default stream. Cheap to clone.
@@ -77,16 +77,17 @@ impl StreamPool {
     /// Makes a stream; it and its number.
     ///
     /// # Errors
-    /// [`ResourceError::NoStreamLeft`] at capacity, never another stream instead; driver errors.
-    pub fn acquire(&self) -> Result<(u64, Stream), ResourceError> {
+    /// [`Error::Exhausted`] at capacity, never another stream instead; driver errors.
+    pub fn acquire(&self) -> Result<(u64, Stream), Error> {
         if process::is_forked_child() {
-            return Err(crate::allocator::Error::ForkedChild.into());
+            return Err(Error::ForkedChild);
         }
         {
             let mut state = self.lock();
             if state.streams.len() + state.coming >= self.0.capacity {
-                return Err(ResourceError::NoStreamLeft {
-                    capacity: self.0.capacity,
+                return Err(Error::Exhausted {
+                    what: "streams",
+                    maximum: self.0.capacity,
                 });
             }
             state.coming += 1;
@@ -115,8 +116,8 @@ impl StreamPool {
     ///
     /// # Errors
     /// [`StreamMisuse::UnknownId`].
-    pub fn get(&self, id: u64) -> Result<Stream, ResourceError> {
+    pub fn get(&self, id: u64) -> Result<Stream, Error> {
         self.resolve(id)
-            .ok_or_else(|| StreamMisuse::UnknownId(id).into())
+            .ok_or_else(|| StreamMisuse::Unknown { stream: id }.into())
     }
 }

@@ -16,11 +16,12 @@ use std::sync::{Arc, Barrier};
 
 use common::capturing::*;
 use common::*;
-use cualloc::DeviceBuffer;
-use cualloc::allocator::{Allocator, Block, Config, Error, Policy, SelfTest};
+use cualloc::allocator::{Allocator, Block, Config, Policy, SelfTest};
 use cualloc::column::{Column, ElementType};
 use cualloc::driver::{HostMemory, Stream, sys};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::FailPlan;
+use cualloc::{DeviceBuffer, Error};
 
 /// Both ways to wait for everything.
 fn refused(allocator: &Allocator) {
@@ -169,7 +170,7 @@ fn r38_capture_leaves_no_stale_events() {
         assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
         let failed = own.free().unwrap_err();
         assert!(matches!(failed.error, Error::Capturing { .. }));
-        drop(failed.block);
+        drop(*failed.value);
         drop(recorded);
         assert_eq!(rig.calls("cuEventRecord") - allocator.stats().markers, 0);
         // Other streams go on.
@@ -403,14 +404,17 @@ fn s3_the_per_thread_stream_of_another_thread_cannot_be_retired() {
             let elsewhere = scope.spawn(|| allocator.retire(&own).unwrap_err());
             let error = elsewhere.join().unwrap();
             assert!(
-                matches!(error, Error::OtherThread { stream: 2 }),
+                matches!(error, Error::Stream(StreamMisuse::WrongThread)),
                 "{error:?}"
             );
         });
         drop(block);
         allocator.retire(&own).unwrap();
         let error = allocator.retire(&own).unwrap_err();
-        assert!(matches!(error, Error::UnknownStream { .. }), "{error:?}");
+        assert!(
+            matches!(error, Error::Stream(StreamMisuse::Unknown { .. })),
+            "{error:?}"
+        );
         rig.close(&allocator);
     });
 }

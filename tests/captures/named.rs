@@ -1,7 +1,9 @@
 //! Captures of streams that are named by their handles, and of default streams.
 
-use cualloc::allocator::{Allocator, Config, Error, Policy};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::driver::{Context, Stream, sys};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::SimConfig;
 
 use super::common::capturing::*;
@@ -58,7 +60,7 @@ fn uses_on_capturing_streams(rig: &Rig) {
         allocator.retire(&borrowed).unwrap();
         // SAFETY: the stream is alive. Where streams have no ids the handle is another name.
         match unsafe { allocator.retire_raw(raw.raw()) } {
-            Ok(()) | Err(Error::UnknownStream { .. }) => {}
+            Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) => {}
             Err(error) => panic!("{error}"),
         }
         raw.destroy();
@@ -94,11 +96,11 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
             let block = block.free().unwrap_err();
             is_capturing(Err::<(), _>(block.error));
             drop(allocator.allocate(4 * MIB, free).unwrap());
-            block.block.record_stream(free).unwrap();
+            block.value.record_stream(free).unwrap();
             beside.free().unwrap();
             // SAFETY: as above.
             drop(unsafe { entered.end_capture(blocking) }.unwrap());
-            drop(block.block);
+            drop(*block.value);
             // SAFETY: as above, and not used again.
             assert_eq!(unsafe { destroy(blocking) }, sys::CUresult::CUDA_SUCCESS);
             drop(entered);

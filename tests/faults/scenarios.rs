@@ -3,6 +3,7 @@
 use cualloc::Error;
 use cualloc::allocator::Request;
 use cualloc::driver::{Context, Stream};
+use cualloc::error::StreamMisuse;
 
 use crate::world::{CLASSIC, MIB, PACKED, PLAIN, Scenario, World};
 
@@ -325,7 +326,7 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.free(5).unwrap();
             },
             act: |w| match w.alloc.retire(&w.streams[1]) {
-                Err(Error::UnknownStream { .. }) => Ok(()),
+                Err(Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
                 result => result,
             },
             ..PLAIN

@@ -158,7 +158,7 @@ impl World {
             return Ok(());
         };
         held.free().map_err(|refused| {
-            self.blocks[block] = Some(refused.block);
+            self.blocks[block] = Some(*refused.value);
             refused.error
         })
     }

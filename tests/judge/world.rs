@@ -7,7 +7,8 @@ use std::collections::HashSet;
 use std::ffi::c_uint;
 use std::sync::{Arc, Mutex};
 
-use cualloc::allocator::{Allocator, Block, Config, Error, RangeGuard};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Block, Config, RangeGuard};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
 use cualloc::sim::{DeviceConfig, Mode, SimConfig, Simulator};

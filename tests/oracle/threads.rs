@@ -8,6 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cualloc::allocator::Request;
 use cualloc::driver::{Context, Stream};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy};
 
@@ -164,7 +165,7 @@ fn work(
                 });
                 if rng.chance(50) {
                     match alloc.retire(&streams[at]) {
-                        Ok(()) | Err(Error::UnknownStream { .. }) => {}
+                        Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) => {}
                         Err(error) => panic!("{error:?}"),
                     }
                 }

@@ -11,10 +11,10 @@ use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, Slot, StreamKey};
+use crate::error::Error;
 use crate::locks::lock::pause;
 
 impl Streams {

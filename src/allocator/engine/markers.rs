@@ -7,12 +7,12 @@ use crate::driver::sys::CUstream;
 use crate::driver::{Context, Event, Stream, process};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::poll::{Answer, Poll};
 use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
+use crate::error::Error;
 use crate::sync::capture::{is_capture_refusal, is_of_capture, is_void_event};
 
 /// What is to be found out for a request of a stream before memory of other streams may serve it.

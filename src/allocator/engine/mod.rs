@@ -28,10 +28,10 @@ use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::defaults::Defaults;
 use crate::allocator::engine::hooks::Hooks;
-use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::policy::Rules;
+use crate::error::Error;
 
 /// Marker failures are logged this often at most: the first, then at every power of two.
 #[derive(Debug, Default)]
@@ -248,10 +248,10 @@ impl Engine {
         match self.close() {
             Ok(()) | Err(Error::Guarded { .. } | Error::Closed) => {}
             // The last block, or one of those that come before it, may be one of a stream that captures.
-            Err(Error::LiveBlocks { .. }) if self.deferred.load(Ordering::Relaxed) => {
+            Err(Error::InUse { .. }) if self.deferred.load(Ordering::Relaxed) => {
                 self.outlive_capture();
             }
-            Err(Error::LiveBlocks { .. }) => {}
+            Err(Error::InUse { .. }) => {}
             Err(Error::Capturing { .. }) => self.outlive_capture(),
             // What the driver refused this once it may do when it is asked again.
             Err(error) => self.outlive_refusal(&error),

@@ -10,12 +10,12 @@ use crate::driver::{DriverError, Stream, StreamKind, WORD_KERNELS};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::bench::{Bench, Finished, Unfinished, Work};
-use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::report::SelfTest;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::slot::Holder;
+use crate::error::Error;
 use crate::locks::held::locked;
 use crate::sync::capture::is_of_capture;
 

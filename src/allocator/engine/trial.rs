@@ -8,8 +8,8 @@ use crate::driver::sys::{CUdeviceptr, CUmemGenericAllocationHandle};
 use crate::driver::{Context, Device, DriverError, Entered, MemoryProperties, Stream, Trials};
 
 use crate::allocator::config::Policy;
-use crate::allocator::error::Error;
 use crate::allocator::size::PHYSICAL_GRANULE;
+use crate::error::Error;
 
 /// What is tried: the smallest handle that allocators make.
 const BYTES: usize = PHYSICAL_GRANULE as usize;
@@ -48,7 +48,7 @@ pub(crate) fn memory_of(
     }
     match outcome(context, wished, trials).map_err(failed)? {
         Outcome::Usable(properties) | Outcome::Unknown(properties) => Ok(Some(properties)),
-        Outcome::Refused(source) if policy == Policy::Packed => Err(Error::Refused {
+        Outcome::Refused(source) if policy == Policy::Packed => Err(Error::DeviceRefused {
             what: WHAT,
             cause: source,
         }),

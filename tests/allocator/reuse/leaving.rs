@@ -6,6 +6,7 @@ use crate::common::*;
 use cualloc::allocator::{Allocator, Config, Policy, Request};
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Stream, sys};
+use cualloc::error::StreamMisuse;
 use cualloc::pool::WorkspacePool;
 use cualloc::sim::{FailPlan, Mode, Report, Simulator};
 use cualloc::{DeviceBuffer, Error};
@@ -198,7 +199,7 @@ fn d3_a_retirement_that_fails_changes_nothing() {
         allocator.retire(&a).unwrap();
         assert!(matches!(
             allocator.retire(&a),
-            Err(Error::UnknownStream { .. })
+            Err(Error::Stream(StreamMisuse::Unknown { .. }))
         ));
         rig.close(&allocator);
     });

@@ -1,7 +1,8 @@
 //! Default streams by their special handles: always those of the allocator's context.
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Error, Request};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Config, Request};
 use cualloc::driver::{Context, Stream, sys};
 
 /// The special handles.

@@ -347,8 +347,8 @@ fn native(w: &World) -> Outcome {
     work(&w.context, block.ptr(), 4096, &b)?;
     if let Err(failed) = block.free() {
         // The caller has it still, and uses it on the stream that it told of.
-        work(&w.context, failed.block.ptr(), 4096, &b)?;
-        failed.block.free()?;
+        work(&w.context, failed.value.ptr(), 4096, &b)?;
+        failed.value.free()?;
         let next = pool.allocate(4096, &a)?;
         work(&w.context, next.ptr(), 4096, &a)?;
         drop(next);

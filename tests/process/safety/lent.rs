@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use super::World;
-use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer, Schema, Table};
+use cualloc::column::{Column, Consumer, ElementType, Producer, Schema, Table};
 use cualloc::driver::{Stream, sys};
+use cualloc::error::InvalidArgument;
 use cualloc::pool::{NativeConfig, NativePool, TypedPool};
 use cualloc::resource::{
     AsyncResource, DirectResource, LaunchRecorder, MemoryResource, RecordMode, Tag,
 };
 use cualloc::sim::{FailPlan, Mode};
-use cualloc::{DeviceBuffer, PinnedBuffer};
+use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 /// D10: an export has no more rows than its column, whatever a table's columns were exchanged for.
 #[test]
@@ -21,7 +22,12 @@ fn d10_tables_export_no_more_rows_than_their_columns_have() {
     let schema = Schema::new([("only", ElementType::U32)]);
     let mut table = Table::from_columns(a, schema, vec![make(1 << 18)], &stream).unwrap();
     drop(std::mem::replace(&mut table.columns_mut()[0], make(16)));
-    let beyond = |error| matches!(error, ColumnError::OverCapacity { capacity: 16, .. });
+    let beyond = |error| {
+        matches!(
+            error,
+            Error::Invalid(InvalidArgument::Rows { capacity: 16, .. })
+        )
+    };
     let consumer = Consumer::Unordered;
     assert!(beyond(table.to_dlpack(&consumer).unwrap_err()));
     assert!(beyond(table.to_dlpack_versioned(&consumer).unwrap_err()));

@@ -6,16 +6,14 @@ mod lent;
 use std::sync::Arc;
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Error, Policy, Request};
-use cualloc::buffer::BufferError;
-use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer};
+use cualloc::allocator::{Allocator, Config, Policy, Request};
+use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
-use cualloc::pool::{NativeConfig, NativePool, PoolError, TypedPool, WorkspacePool};
-use cualloc::resource::{
-    AsyncResource, DirectResource, MemoryResource, ResourceError, StreamMisuse, Tag,
-};
+use cualloc::error::StreamMisuse;
+use cualloc::pool::{NativeConfig, NativePool, TypedPool, WorkspacePool};
+use cualloc::resource::{AsyncResource, DirectResource, MemoryResource, Tag};
 use cualloc::sim::{Mode, SimConfig, Simulator};
-use cualloc::{DeviceBuffer, PinnedBuffer};
+use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 struct World {
     sim: Simulator,
@@ -75,9 +73,7 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     drop(lent);
     let owned = column.into_owned().expect("nobody else has a part in it");
     let mut block = owned.into_block().unwrap();
-    let kept = |error: &ResourceError| {
-        matches!(error, ResourceError::StreamMisuse(StreamMisuse::KeptAbove))
-    };
+    let kept = |error: &Error| matches!(error, Error::Stream(StreamMisuse::KeptAbove));
     for below in [
         &world.allocator as &dyn MemoryResource,
         twice.inner().as_ref(),
@@ -201,8 +197,7 @@ fn d10_a_column_of_a_threads_own_stream_stays_there() {
     let mut column = Column::zeroed(&world.allocator, ElementType::F32, 1000, &own).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let wrong =
-                |error: ColumnError| matches!(error, ColumnError::Buffer(BufferError::WrongThread));
+            let wrong = |error: Error| matches!(error, Error::Stream(StreamMisuse::WrongThread));
             assert!(wrong(column.to_vec::<f32>().unwrap_err()));
             assert!(wrong(column.copy_from_slice(&[1.0f32; 1000]).unwrap_err()));
             // Lending and taking back is in order all the same.
@@ -227,7 +222,10 @@ fn s4_streams_of_another_driver_are_refused() {
     assert_ne!(home.id().unwrap(), foreign.id().unwrap());
     let a = &ours.allocator;
     let refused = |result: Result<(), Error>| {
-        assert!(matches!(result, Err(Error::ForeignDriver)), "{result:?}");
+        assert!(
+            matches!(result, Err(Error::Stream(StreamMisuse::ForeignDriver))),
+            "{result:?}"
+        );
     };
     for bytes in [100, 100 << 10, 8 << 20] {
         refused(a.allocate(bytes, &foreign).map(drop));
@@ -250,8 +248,7 @@ fn s4_streams_of_another_driver_are_refused() {
     let own = Stream::per_thread_default(&theirs.context).unwrap();
     refused(a.allocate(100, &own).map(drop));
 
-    let buffered =
-        |error: BufferError| matches!(error, BufferError::Allocator(Error::ForeignDriver));
+    let buffered = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
     assert!(buffered(
         DeviceBuffer::<u32>::zeroed(a, 100, &foreign).unwrap_err()
     ));
@@ -282,7 +279,7 @@ fn s4_streams_of_another_driver_are_refused() {
             .is_err()
     );
 
-    let pooled = |error: PoolError| matches!(error, PoolError::Allocator(Error::ForeignDriver));
+    let pooled = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
     let native = NativePool::with_context(&ours.context, NativeConfig::default()).unwrap();
     assert!(pooled(native.allocate(100, &foreign).unwrap_err()));
     let workspaces = WorkspacePool::new(a);
@@ -291,12 +288,7 @@ fn s4_streams_of_another_driver_are_refused() {
     drop(typed.uninit::<u32>(100, &home).unwrap());
     assert!(pooled(typed.uninit::<u32>(100, &foreign).unwrap_err()));
 
-    let misused = |error: ResourceError| {
-        matches!(
-            error,
-            ResourceError::StreamMisuse(StreamMisuse::ForeignDriver)
-        )
-    };
+    let misused = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
     let ordered = AsyncResource::new(a.clone());
     let block = ordered.allocate_block(100, &home, Tag::default()).unwrap();
     let (id, read) = (block.identity(), cualloc::resource::Access::Read);
