@@ -8,7 +8,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use cualloc::driver::{Context, Driver};
+use cualloc::driver::Driver;
 use cualloc::resource::{
     Budget, LogRecord, LogSink, Logging, OwnedBlock, ResourceError, SinkError, Tag,
 };
@@ -36,7 +36,7 @@ impl LogSink for ToLog {
 fn main() -> Result<(), Box<dyn Error>> {
     env_logger::init();
     let driver = Driver::load_or_simulate()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let allocator = Allocator::with_config(&context, Config::from_env()?)?;
     let stream = allocator.create_stream()?;
 

@@ -39,7 +39,7 @@ const BATCH: usize = 256;
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// let resource = AsyncResource::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
@@ -132,7 +132,7 @@ fn same_driver(context: &Context, stream: &Stream) -> Result<(), ResourceError> 
 pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), ResourceError> {
     same_driver(context, stream)?;
     let (expected, found) = (context.device(), stream.context().device());
-    if expected != found {
+    if expected.ordinal() != found.ordinal() {
         return Err(ResourceError::WrongDevice {
             expected: expected.ordinal(),
             found: found.ordinal(),

@@ -21,7 +21,7 @@ use super::traits::MemoryResource;
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// // A stack of one's own ...
 /// let mine = Runtime::new(Budget::new(allocator, Some(1 << 20)));
@@ -177,7 +177,7 @@ impl Runtimes {
             return Err(ResourceError::InvalidDevice { ordinal, count });
         }
         let device: Device = self.driver.device(ordinal)?;
-        (self.build)(&Context::primary(&self.driver, device)?)
+        (self.build)(&Context::primary(&device)?)
     }
 }
 
