@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use cualloc::driver::{Context, Driver};
+use cualloc::driver::Driver;
 use cualloc::resource::{Budget, LogRecord, LogSink, Logging, OwnedBlock, SinkError, Tag};
 use cualloc::{Allocator, Config, Error};
 
@@ -33,7 +33,7 @@ impl LogSink for ToLog {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     env_logger::init();
     let driver = Driver::load_or_simulate()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let allocator = Allocator::with_config(&context, Config::from_env()?)?;
     let stream = allocator.create_stream()?;
 

@@ -290,7 +290,7 @@ fn d8_a_native_block_of_another_threads_stream_waits_for_captures() {
     with_pool(|rig, _, pool| {
         let context = &rig.context;
         let allocate = || {
-            let own = Stream::per_thread_default(context).unwrap();
+            let own = Stream::per_thread(context);
             let _entered = context.enter().unwrap();
             pool.allocate(MIB, &own).unwrap()
         };

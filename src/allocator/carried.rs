@@ -35,7 +35,7 @@ impl Rig {
     pub fn new(config: Config) -> Result<Rig, Box<dyn std::error::Error>> {
         let sim = Simulator::new(SimConfig::default())?;
         let driver = sim.driver()?;
-        let context = Context::primary(&driver, driver.device(0)?)?;
+        let context = driver.context(0)?;
         let allocator = Allocator::with_config(&context, config)?;
         Ok(Rig {
             allocator,

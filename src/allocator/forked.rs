@@ -2,8 +2,8 @@
 
 use super::{Allocator, Config, Policy, ReliefHook};
 use crate::DeviceBuffer;
+use crate::driver::Stream;
 use crate::driver::process::child_says;
-use crate::driver::{Context, Stream};
 use crate::error::Error;
 use crate::sim::{SimConfig, Simulator};
 
@@ -31,7 +31,7 @@ fn knows_nothing(a: &Allocator, ptr: u64) -> bool {
 fn d9_nothing_waits_for_the_books_in_a_forked_child() -> Test {
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
     let driver = sim.driver()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     for policy in [Policy::Packed, Policy::Classic] {
         let a = Allocator::with_config(&context, Config::new().policy(policy))?;
         let stream = Stream::new(&context)?;
@@ -74,7 +74,7 @@ fn d9_nothing_waits_for_the_books_in_a_forked_child() -> Test {
 fn d9_nothing_waits_for_hooks_in_a_forked_child() -> Test {
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
     let driver = sim.driver()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let a = Allocator::with_config(&context, Config::new())?;
     let told = a.engine().hooks.while_locked(|| {
         child_says(|| {

@@ -127,7 +127,7 @@ fn a_wait_brings_what_its_marker_follows() -> Outcome {
     let mut row = vec![0; 3];
     row[a as usize] = 9;
     let event = event(&rig.context)?;
-    streams[1].record(&event)?;
+    event.record(&streams[1])?;
     let wait = PendingWait {
         stream: b,
         bound: 4,
@@ -182,8 +182,8 @@ fn a_block_of_several_users_waits_for_the_last() -> Outcome {
         // The writes are one after the other.
         if stream.id()? == b.id()? {
             let event = event(&rig.context)?;
-            b.record(&event)?;
-            c.wait_event(&event)?;
+            event.record(&b)?;
+            c.wait(&event)?;
         }
     }
     drop(block);

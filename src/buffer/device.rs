@@ -242,7 +242,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// The device that the memory is on. `None` if the buffer has no memory.
-    pub fn device(&self) -> Option<Device> {
+    pub fn device(&self) -> Option<&Device> {
         self.memory.as_ref().map(|memory| memory.context().device())
     }
 

@@ -42,7 +42,7 @@
 //!
 //! # let sim = Simulator::new(SimConfig::default())?;
 //! # let driver = sim.driver()?;
-//! # let context = Context::primary(&driver, driver.device(0)?)?;
+//! # let context = driver.context(0)?;
 //! let alloc = Allocator::with_config(&context, Config::new())?;
 //! let stream = alloc.create_stream()?;
 //!

@@ -88,7 +88,7 @@ impl Memory {
     /// The memory is used by nobody but its device's streams.
     pub(super) fn same_device(&self, stream: &Stream) -> Result<(), Error> {
         let (device, other) = (self.context().device(), stream.context().device());
-        if device == other {
+        if device.ordinal() == other.ordinal() {
             return Ok(());
         }
         Err(Error::WrongDevice {

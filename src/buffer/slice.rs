@@ -465,8 +465,8 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         target
             .same_device(stream)
             .or_else(|error| origin.same_device(stream).map_err(|_| error))?;
-        let one = to_context.key() == from_context.key()
-            && to_context.device() == stream.context().device();
+        let one = to_context.id() == from_context.id()
+            && to_context.device().ordinal() == stream.context().device().ordinal();
         let operation = |entered: &Entered<'_>| -> Result<(), DriverError> {
             if one {
                 // SAFETY: both parts lie in their memory, which is allocated until work on its home

@@ -45,7 +45,7 @@ const EXTENSION_METADATA: &str = "ARROW:extension:metadata";
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let alloc = Allocator::with_config(&context, Config::new())?;
 /// let (ours, theirs) = (alloc.create_stream()?, alloc.create_stream()?);
 /// let column = Column::from_slice(&alloc, &[1.5f64, 2.5], &ours)?;
@@ -280,7 +280,7 @@ impl ArrowDeviceArray {
     }
 
     /// Checks everything that a column needs.
-    fn describe(&self, element: ElementType, device: Device) -> Result<Described, ImportFault> {
+    fn describe(&self, element: ElementType, device: &Device) -> Result<Described, ImportFault> {
         let fields = self.fields();
         if fields.release.is_none() {
             return Err(ImportFault::Released);
@@ -345,7 +345,7 @@ impl ArrowDeviceArray {
         // SAFETY: by the contract of `from_parts` a handle stands there, that of a live event.
         let event = unsafe { Event::from_raw(stream.context(), at.read_unaligned()) };
         capture::refuse_capture(stream)?;
-        Ok(stream.wait_event(&event)?)
+        Ok(stream.wait(&event)?)
     }
 }
 

@@ -41,7 +41,7 @@ use super::order::{Consumer, Producer};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let alloc = Allocator::with_config(&context, Config::new())?;
 /// let stream = alloc.create_stream()?;
 /// let column = Column::from_slice(&alloc, &[3i64, 5, 8], &stream)?;
@@ -106,7 +106,7 @@ impl Column {
     ///
     /// # let sim = Simulator::new(SimConfig::default())?;
     /// # let driver = sim.driver()?;
-    /// # let context = Context::primary(&driver, driver.device(0)?)?;
+    /// # let context = driver.context(0)?;
     /// # let alloc = Allocator::with_config(&context, Config::new())?;
     /// # let (stream, other) = (Stream::new(&context)?, Stream::new(&context)?);
     /// let resource: Arc<dyn MemoryResource> = Arc::new(AsyncResource::new(alloc));
@@ -336,7 +336,7 @@ impl Column {
     }
 
     /// The device that the memory is on.
-    pub fn device(&self) -> Device {
+    pub fn device(&self) -> &Device {
         self.stream().context().device()
     }
 

@@ -185,7 +185,7 @@ fn export<M: Managed>(
     memory: Arc<Memory>,
     element: ElementType,
     rows: usize,
-    device: Device,
+    device: &Device,
     read_only: bool,
 ) -> NonNull<M> {
     let export = Box::into_raw(Box::new(Export::<M> {
@@ -270,7 +270,7 @@ unsafe fn own_memory<M: Managed>(managed: &M) -> Option<Arc<Memory>> {
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let alloc = Allocator::with_config(&context, Config::new())?;
 /// let (ours, theirs) = (alloc.create_stream()?, alloc.create_stream()?);
 /// let column = Column::from_slice(&alloc, &[1.0f32, 2.0], &ours)?;
@@ -403,7 +403,7 @@ impl DlpackTensor {
         memory: Arc<Memory>,
         element: ElementType,
         rows: usize,
-        device: Device,
+        device: &Device,
     ) -> Self {
         DlpackTensor(Form::Legacy(export(memory, element, rows, device, false)))
     }
@@ -412,7 +412,7 @@ impl DlpackTensor {
         memory: Arc<Memory>,
         element: ElementType,
         rows: usize,
-        device: Device,
+        device: &Device,
         read_only: bool,
     ) -> Self {
         DlpackTensor(Form::Versioned(export(
@@ -431,7 +431,7 @@ impl DlpackTensor {
     }
 
     /// Checks everything that a column needs.
-    pub(super) fn describe(&self, device: Device) -> Result<Described, ImportFault> {
+    pub(super) fn describe(&self, device: &Device) -> Result<Described, ImportFault> {
         let tensor = self.tensor()?;
         if tensor.device.device_type != CUDA {
             return Err(ImportFault::DeviceType {

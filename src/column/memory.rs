@@ -301,7 +301,7 @@ impl Memory {
             Some(Owner::Block(block, _)) => Ok(block.record_stream(stream)?),
             // Where no uses are tracked, freeing waits for all of the resource's context.
             Some(Owner::Resource(block, _)) if block.resource().tracking() == Tracking::None => {
-                if block.resource().context().key() != stream.context().key() {
+                if block.resource().context().id() != stream.context().id() {
                     self.lend_untracked(stream.context());
                 }
                 Ok(())
@@ -375,7 +375,7 @@ impl Memory {
     /// The last release waits for a context.
     fn lend_untracked(&self, context: &Context) {
         let mut contexts = process::lock(&self.untracked);
-        if contexts.iter().all(|known| known.key() != context.key()) {
+        if contexts.iter().all(|known| known.id() != context.id()) {
             contexts.push(context.clone());
         }
     }
@@ -435,7 +435,7 @@ impl Memory {
             // Where nothing is tracked it waits for the work of its own context alone.
             Owner::Resource(block, _)
                 if block.resource().tracking() == Tracking::None
-                    && block.resource().context().key() != self.stream.context().key() =>
+                    && block.resource().context().id() != self.stream.context().id() =>
             {
                 Ok(wait_until_idle(self.stream.context())?)
             }

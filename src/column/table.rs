@@ -76,7 +76,7 @@ const UNSET: u64 = u64::MAX;
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let alloc = Allocator::with_config(&context, Config::new())?;
 /// let stream = alloc.create_stream()?;
 /// let schema = Schema::new([("key", ElementType::U32), ("value", ElementType::F64)]);

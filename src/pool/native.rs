@@ -46,7 +46,7 @@ impl NativePool {
         config.validate()?;
         let driver = Driver::load()?;
         let device = device_of(&driver, config.ordinal)?;
-        Self::with_context(&Context::primary(&driver, device)?, config)
+        Self::with_context(&Context::primary(&device)?, config)
     }
 
     /// A pool on a given context, on whose device the memory is: `ordinal` is not looked at.
@@ -69,7 +69,7 @@ impl NativePool {
             sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE
         };
         let properties = PoolProperties {
-            device: context.device(),
+            device: context.device().raw(),
             export,
             max_bytes: config.max_bytes.unwrap_or(0) as usize,
         };
@@ -234,12 +234,12 @@ impl NativePool {
     ///
     /// # Errors
     /// Driver errors, among them that the device cannot have it; [`Error::Closed`].
-    pub fn set_access(&self, device: Device, on: bool) -> Result<(), Error> {
+    pub fn set_access(&self, device: &Device, on: bool) -> Result<(), Error> {
         let _use = self.0.enter()?;
         let done = if on {
-            self.0.pool.set_access(&[device])
+            self.0.pool.set_access(std::slice::from_ref(device))
         } else {
-            self.0.pool.revoke_access(&[device])
+            self.0.pool.revoke_access(std::slice::from_ref(device))
         };
         Ok(done?)
     }
@@ -248,7 +248,7 @@ impl NativePool {
     ///
     /// # Errors
     /// Driver errors, [`Error::Closed`].
-    pub fn has_access(&self, device: Device) -> Result<bool, Error> {
+    pub fn has_access(&self, device: &Device) -> Result<bool, Error> {
         let _use = self.0.enter()?;
         Ok(self.0.pool.has_access(device)?)
     }
@@ -466,7 +466,7 @@ impl fmt::Debug for NativePool {
 }
 
 fn supported(context: &Context) -> Result<(), Error> {
-    if context.driver().supports_pools(context.device())? {
+    if context.device().supports_pools()? {
         return Ok(());
     }
     Err(Error::NotSupported {

@@ -69,7 +69,7 @@ impl Part {
             None => Driver::load()?,
         };
         let device = device_of(&driver, self.ordinal)?;
-        let context = Context::primary(&driver, device)?;
+        let context = Context::primary(&device)?;
         // Two threads may both get here: one of the two allocators, which holds nothing yet, goes.
         let made = Allocator::with_config(&context, self.config.clone())?;
         Ok(self.allocator.get_or_init(|| made))

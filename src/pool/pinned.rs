@@ -49,7 +49,7 @@ pub struct PinnedStats {
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let pool = PinnedPool::new(&context, PinnedConfig::default())?;
 /// let mut lease = pool.acquire(4000)?.typed::<f32>(1000)?;
 /// lease.write(&[1.0; 10])?;

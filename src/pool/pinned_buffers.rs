@@ -196,7 +196,7 @@ impl Inner {
 
     /// Marks the end of what a stream was given so far.
     pub(super) fn mark(&self, stream: &Stream) -> Result<Event, DriverError> {
-        let event = if stream.context().key() == self.context.key() {
+        let event = if stream.context().id() == self.context.id() {
             self.event()?
         } else {
             stream.context().enter()?.create_event()?
@@ -208,7 +208,7 @@ impl Inner {
     fn keep_events(&self, events: Vec<Event>) {
         let (ours, foreign): (Vec<Event>, Vec<Event>) = events
             .into_iter()
-            .partition(|event| event.context().key() == self.context.key());
+            .partition(|event| event.context().id() == self.context.id());
         self.change(|state| state.events.extend(ours));
         drop(foreign);
     }

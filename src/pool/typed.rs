@@ -41,7 +41,7 @@ const UNIT: usize = 256;
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let pool = TypedPool::new(&driver, Config::new());
 /// assert!(pool.take::<f32>(1000, &stream)?.is_none());
@@ -267,7 +267,7 @@ impl TypedPool {
         };
         let next = match stream {
             Some(stream) => stream.clone(),
-            None => Stream::legacy_default(home.context())?,
+            None => Stream::legacy(home.context()),
         };
         let id = next.id()?;
         if id == from {

@@ -74,7 +74,7 @@ struct Inner {
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let allocator = Allocator::with_config(&context, Config::new())?;
 /// let stream = allocator.create_stream()?;
 /// let pool = WorkspacePool::new(&allocator);

@@ -30,7 +30,7 @@ const ALIGNMENT: usize = 256;
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let direct = DirectResource::new(&context);
 /// let block = direct.allocate_block(1 << 20, &stream, "scratch".into())?;
@@ -128,8 +128,8 @@ unsafe impl MemoryResource for DirectResource {
             id: 0,
             generation: self.generation.fetch_add(1, Ordering::Relaxed) + 1,
         };
-        let (ours, home) = (self.context.key(), stream.context());
-        let home = (home.key() != ours).then(|| home.clone());
+        let (ours, home) = (self.context.id(), stream.context());
+        let home = (home.id() != ours).then(|| home.clone());
         self.blocks().insert(ptr, Live { key, home });
         let now = self.live.fetch_add(bytes as u64, Ordering::AcqRel) + bytes as u64;
         self.peak.fetch_max(now, Ordering::AcqRel);

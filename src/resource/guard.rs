@@ -21,7 +21,7 @@ use crate::error::Error;
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let guard = Guard::builder().budget(Some(1000)).policy(OomPolicy::FreeCaches).build(allocator)?;
@@ -148,7 +148,7 @@ impl GuardBuilder {
     /// As [`Allocator::with_config`] and [`build`](Self::build).
     pub fn open(self, driver: &Driver) -> Result<Guard<Allocator>, Error> {
         let device = driver.device(self.device.unwrap_or(0))?;
-        let context = Context::primary(driver, device)?;
+        let context = Context::primary(&device)?;
         let allocator = Allocator::with_config(&context, Config::new())?;
         self.build(allocator)
     }

@@ -64,7 +64,7 @@ impl ManagerConfig {
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let runtime = Runtime::on(&context)?;
 /// let manager = Manager::new(ManagerConfig::new(0, Some(1024)).runtime(&runtime))?;
 /// let (_, stream) = runtime.streams().acquire()?;
@@ -145,7 +145,7 @@ impl Manager {
     /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
     /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
     /// # let driver = sim.driver()?;
-    /// # let context = Context::primary(&driver, driver.device(0)?)?;
+    /// # let context = driver.context(0)?;
     /// let runtime = Runtime::on(&context)?;
     /// let manager = Manager::new(ManagerConfig::new(0, Some(1024)).runtime(&runtime))?;
     /// let (_, stream) = runtime.streams().acquire()?;
@@ -180,7 +180,7 @@ impl Manager {
         let mut direct = process::lock(&self.0.direct);
         let known = direct
             .iter()
-            .find(|known| known.context().key() == context.key());
+            .find(|known| known.context().id() == context.id());
         let resource = match known {
             Some(known) => Arc::clone(known),
             None => {

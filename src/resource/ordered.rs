@@ -40,7 +40,7 @@ const BATCH: usize = 256;
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// let resource = AsyncResource::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
@@ -133,7 +133,7 @@ fn same_driver(context: &Context, stream: &Stream) -> Result<(), Error> {
 pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), Error> {
     same_driver(context, stream)?;
     let (expected, found) = (context.device(), stream.context().device());
-    if expected != found {
+    if expected.ordinal() != found.ordinal() {
         return Err(Error::WrongDevice {
             expected: expected.ordinal(),
             found: found.ordinal(),

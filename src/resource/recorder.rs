@@ -74,7 +74,7 @@ enum Phase {
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// let resource = AsyncResource::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);

@@ -49,7 +49,7 @@ type Checkpoint = dyn Fn(&Error) + Send + Sync;
 /// # use std::sync::{Arc, Mutex};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// use cualloc::resource::OwnedBlock;
@@ -107,7 +107,7 @@ impl<R: MemoryResource> Relief<R> {
     /// As [`MemoryResource::allocate_block`].
     pub fn with_reserve(self, bytes: usize) -> Result<Relief<R>, Error> {
         if bytes > 0 {
-            let stream = Stream::legacy_default(self.inner.context())?;
+            let stream = Stream::legacy(self.inner.context());
             let block = self
                 .inner
                 .allocate_block(bytes, &stream, Tag::new("reserve"))?;

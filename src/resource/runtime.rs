@@ -21,7 +21,7 @@ use crate::error::Error;
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// // A stack of one's own ...
 /// let mine = Runtime::new(Budget::new(allocator, Some(1 << 20)));
@@ -180,7 +180,7 @@ impl Runtimes {
             });
         }
         let device: Device = self.driver.device(ordinal)?;
-        (self.build)(&Context::primary(&self.driver, device)?)
+        (self.build)(&Context::primary(&device)?)
     }
 }
 

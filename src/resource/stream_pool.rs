@@ -15,7 +15,7 @@ use crate::error::{Error, StreamMisuse};
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let pool = StreamPool::new(&context);
 /// let (id, stream) = pool.acquire()?;
 /// assert_eq!(pool.resolve(id).map(|s| s.raw()), Some(stream.raw()));
@@ -105,7 +105,7 @@ impl StreamPool {
     /// The stream of a number; none if the pool never gave it. 0 is the default stream.
     pub fn resolve(&self, id: u64) -> Option<Stream> {
         if id == 0 {
-            return Stream::legacy_default(&self.0.context).ok();
+            return Some(Stream::legacy(&self.0.context));
         }
         let state = self.lock();
         let found = state.streams.iter().find(|(known, _)| *known == id);

@@ -30,14 +30,15 @@ impl Stage {
     ///
     /// # Errors
     /// The device's primary context cannot be had.
-    pub fn new(driver: &Driver, device: Device) -> Result<Stage, Error> {
+    pub fn new(device: &Device) -> Result<Stage, Error> {
+        let driver = device.driver();
         // SAFETY: the functions are those of `driver`, which is loaded for as long as the process
         // runs; a second table over them only counts apart.
         let own = unsafe { Driver::from_functions(*driver.functions()) }?;
         driver.set_timing(true);
         Ok(Stage {
-            allocator: Context::primary(driver, device)?,
-            own: Context::primary(&own, device)?,
+            allocator: Context::primary(device)?,
+            own: own.context(device.ordinal())?,
             #[cfg(feature = "sim")]
             simulation: None,
         })
@@ -57,8 +58,8 @@ impl Stage {
         let driver = simulator.driver()?;
         let own = simulator.driver()?;
         Ok(Stage {
-            allocator: Context::primary(&driver, driver.device(ordinal)?)?,
-            own: Context::primary(&own, own.device(ordinal)?)?,
+            allocator: driver.context(ordinal)?,
+            own: own.context(ordinal)?,
             simulation: Some(Simulation {
                 simulator: Arc::clone(simulator),
                 lag,

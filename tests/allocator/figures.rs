@@ -358,7 +358,7 @@ fn s1_45_every_special_case_has_a_result() {
             match rig.driver.device(1) {
                 Err(_) => eprintln!("SKIPPED in part: needs two devices"),
                 Ok(device) => {
-                    let second = Context::primary(&rig.driver, device).unwrap();
+                    let second = Context::primary(&device).unwrap();
                     let foreign = Stream::new(&second).unwrap();
                     let error = allocator.allocate(512, &foreign).unwrap_err();
                     assert!(matches!(

@@ -446,13 +446,13 @@ fn two_devices() {
 fn default_streams() {
     Rig::each(|rig, alloc, stream| {
         let context = &rig.contexts[0];
-        let legacy = Stream::legacy_default(context).unwrap();
+        let legacy = Stream::legacy(context);
         let mut buffer = DeviceBuffer::filled(alloc, 1000, 1u32, &legacy).unwrap();
         buffer.fill(2, stream).unwrap();
         assert_eq!(buffer.to_vec().unwrap(), [2; 1000]);
         drop(buffer);
 
-        let own = Stream::per_thread_default(context).unwrap();
+        let own = Stream::per_thread(context);
         let mut buffer = DeviceBuffer::filled(alloc, 1000, 3u32, &own).unwrap();
         buffer.fill(4, stream).unwrap();
         assert_eq!(buffer.to_vec().unwrap(), [4; 1000]);

@@ -329,11 +329,10 @@ fn streams_that_capture_are_refused() {
             alloc.create_stream().unwrap(),
         );
         let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 64, &home).unwrap();
-        let entered = rig.contexts[0].enter().unwrap();
+        let _entered = rig.contexts[0].enter().unwrap();
         for (captured, used) in [(&other, &other), (&home, &home), (&home, &other)] {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-            // SAFETY: the stream is alive, and nothing else captures.
-            unsafe { entered.begin_capture(captured.raw(), mode) }.unwrap();
+            captured.begin_capture(mode).unwrap();
             let refused = |result: Result<(), Error>| match result {
                 Err(Error::Capturing { stream }) => {
                     assert_eq!(stream, captured.raw() as usize);
@@ -361,8 +360,7 @@ fn streams_that_capture_are_refused() {
             let error = buffer.download(host, used).unwrap_err();
             refused(Err(error.error));
             assert_eq!(error.value.unwrap().len(), 64);
-            // SAFETY: as above.
-            drop(unsafe { entered.end_capture(captured.raw()) }.unwrap());
+            drop(captured.end_capture().unwrap());
             buffer.fill(1, used).unwrap();
         }
         assert_eq!(buffer.to_vec().unwrap(), [1; 64]);

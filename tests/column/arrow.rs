@@ -10,7 +10,7 @@ use crate::exchange::*;
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::column::*;
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
 use cualloc::error::ImportFault;
 use cualloc::sim::{Mode, SimConfig, Simulator};
 
@@ -153,7 +153,7 @@ fn s5_63_s5_52_import_from_c() {
         let hold = rig.hold(&theirs);
         rig.stamp(plain.ptr, 4096, 1, &theirs);
         let event = rig.context.enter().unwrap().create_event().unwrap();
-        theirs.record(&event).unwrap();
+        event.record(&theirs).unwrap();
         let seen = SeenArrow {
             offset: 2,
             event: event.raw() as u64,
@@ -472,10 +472,10 @@ fn d10_an_exports_event_covers_another_threads_own_stream() {
     config.mode = Mode::Manual;
     let sim = Simulator::new(config).unwrap();
     let driver = sim.driver().unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let allocator = Allocator::with_config(&context, Config::new()).unwrap();
     let make = || {
-        let own = Stream::per_thread_default(&context).unwrap();
+        let own = Stream::per_thread(&context);
         Column::zeroed(&allocator, ElementType::U32, 1 << 18, &own).unwrap()
     };
     let column = thread::scope(|scope| scope.spawn(make).join().unwrap());

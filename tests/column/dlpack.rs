@@ -468,14 +468,14 @@ fn s5_65_stream_numbers_of_the_protocol() {
         );
     }
     assert!(matches!(of(Some(-1)), Ok(Consumer::Unordered)));
-    let legacy = Stream::legacy_default(&rig.context).unwrap();
+    let legacy = Stream::legacy(&rig.context);
     for number in [None, Some(1)] {
         let Ok(Consumer::Tracked(stream)) = of(number) else {
             panic!("{number:?}")
         };
         assert_eq!(stream.id().unwrap(), legacy.id().unwrap());
     }
-    let own = Stream::per_thread_default(&rig.context).unwrap();
+    let own = Stream::per_thread(&rig.context);
     let Ok(Consumer::Tracked(found)) = of(Some(2)) else {
         panic!()
     };

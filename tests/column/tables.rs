@@ -418,7 +418,7 @@ fn r53_access_is_granted_on_demand() {
         let reached: Vec<usize> = (0..devices)
             .filter(|ordinal| {
                 let device = rig.driver.device(*ordinal).unwrap();
-                let context = Context::primary(&rig.driver, device).unwrap();
+                let context = Context::primary(&device).unwrap();
                 let there = Stream::new(&context).unwrap();
                 let entered = context.enter().unwrap();
                 // SAFETY: the memory is allocated; the simulator reports a refused access.

@@ -109,7 +109,7 @@ pub fn attempt(
     let made = || -> Result<_, Box<dyn std::error::Error>> {
         // SAFETY: the simulator's functions, behind ones of the same types.
         let driver = unsafe { Driver::from_functions(table::install(sim.functions())) }?;
-        let context = Context::primary(&driver, driver.device(0)?)?;
+        let context = driver.context(0)?;
         let allocator = Allocator::with_config(&context, wish)?;
         let commons = [Stream::new(&context)?, Stream::new(&context)?];
         Ok((context, allocator, commons))

@@ -214,8 +214,8 @@ fn s3_10_access_of_peers_is_given_and_taken() {
         let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
         let peer = rig.driver.device(1).unwrap();
         for on in [true, false] {
-            pool.set_access(peer, on).unwrap();
-            assert_eq!(pool.has_access(peer).unwrap(), on);
+            pool.set_access(&peer, on).unwrap();
+            assert_eq!(pool.has_access(&peer).unwrap(), on);
         }
         assert!(pool.set_access(rig.context.device(), false).is_err());
     });

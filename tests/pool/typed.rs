@@ -164,7 +164,7 @@ fn s2_5_s2_14_a_take_never_crosses_to_a_stream_that_would_have_to_wait() {
 fn s2_6_a_return_may_name_the_next_stream() {
     each(|rig| {
         let [a, b] = rig.streams();
-        let legacy = Stream::legacy_default(&rig.context).unwrap();
+        let legacy = Stream::legacy(&rig.context);
         for (target, next) in [(Some(&b), &b), (None, &legacy)] {
             let pool = pool_of(rig);
             let mut buffers: Vec<_> = (0..4)
@@ -247,7 +247,7 @@ fn s2_8_s2_9_devices_are_counted_and_emptied_apart() {
         let pool = TypedPool::new(driver, Config::new());
         let streams = [0, 1].map(|ordinal| {
             let device = driver.device(ordinal).unwrap();
-            Stream::new(&Context::primary(driver, device).unwrap()).unwrap()
+            Stream::new(&Context::primary(&device).unwrap()).unwrap()
         });
         for stream in &streams {
             drop(pool.uninit::<u8>(4 * MIB, stream).unwrap());
@@ -395,7 +395,7 @@ fn s2_17_a_release_does_not_hold_up_hits() {
     // SAFETY: the simulator's functions and one with the same contract.
     let driver = unsafe { Driver::from_functions(table) }.unwrap();
     let pool = TypedPool::new(&driver, Config::new());
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let stream = Stream::new(&context).unwrap();
     drop(pool.uninit::<u8>(GIB, &stream).unwrap());
     let keep = pool.uninit::<u8>(4096, &stream).unwrap();

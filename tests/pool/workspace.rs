@@ -1,7 +1,7 @@
 //! Workspace leases.
 
 use cualloc::driver::sys::CUresult;
-use cualloc::driver::{Context, Driver, Stream};
+use cualloc::driver::{Driver, Stream};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::WorkspacePool;
 use cualloc::sim::{FailPlan, SimConfig, Simulator};
@@ -147,7 +147,7 @@ fn s4_13_devices_never_mix() {
     }
     let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
-    let context = |ordinal| Context::primary(&driver, driver.device(ordinal).unwrap()).unwrap();
+    let context = |ordinal| driver.context(ordinal).unwrap();
     let [first, second] = [context(0), context(1)].map(|context| {
         let allocator = Allocator::with_config(&context, Config::new()).unwrap();
         WorkspacePool::new(&allocator)

@@ -3,7 +3,7 @@
 mod manager {
     use crate::common::*;
     use cualloc::column::{Column, ElementType, Schema, Table};
-    use cualloc::driver::{KernelParam, Stream, sys};
+    use cualloc::driver::{KernelParam, Module, Stream, sys};
     use cualloc::error::{InvalidArgument, StreamMisuse};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
@@ -100,7 +100,7 @@ mod manager {
             let source = Arc::new(manager.resource().unwrap());
             let column = Column::zeroed_in(source, ElementType::U32, 64, &stream).unwrap();
             let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
-            let module = rig.context.enter().unwrap().load_module(text).unwrap();
+            let module = Module::from_ptx(&rig.context, text).unwrap();
             let fill = module.function(c"cualloc_fill").unwrap();
             for (target, seed) in [(&slice as &dyn KernelParam, 7_u32), (&column, 9)] {
                 let (grid, block) = ([1, 1, 1], [32, 1, 1]);

@@ -333,7 +333,7 @@ fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
     // A stream of another device is refused, where there is one.
     if rig.driver.device_count().unwrap() > 1 {
         let device = rig.driver.device(1).unwrap();
-        let context = Context::primary(&rig.driver, device).unwrap();
+        let context = Context::primary(&device).unwrap();
         let foreign = Stream::new(&context).unwrap();
         assert!(
             resource

@@ -150,7 +150,7 @@ fn words_that_are_not_the_blocks_own_are_counted() {
     functions.cuLaunchKernel = Some(lose_the_first_launch);
     // SAFETY: the simulator's functions, one of them wrapped; the simulator outlives the driver.
     let driver = unsafe { Driver::from_functions(functions) }.unwrap();
-    let stage = Stage::new(&driver, driver.device(0).unwrap()).unwrap();
+    let stage = Stage::new(&driver.device(0).unwrap()).unwrap();
     let trace = trace("a,0,4096,0\na,1,512,0\nf,0,0,0\nf,1,0,0\n");
     let report = run(&stage, &trace, &options(|options| options.verify = true));
     // Block 0 was never filled; at most one of its words can have had the right value by chance.

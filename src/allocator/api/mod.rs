@@ -48,7 +48,7 @@ use crate::error::Error;
 /// # Default streams by their handles
 /// In a raw call null and 1 mean the legacy default stream of the *allocator's* context, and 2 the calling
 /// thread's own default stream in that context: whichever context is current, and where none is. They
-/// are the streams of [`Stream::legacy_default`] and [`Stream::per_thread_default`] with
+/// are the streams of [`Stream::legacy`] and [`Stream::per_thread`] with
 /// [`context`](Self::context). To the driver the same handles mean the streams of the context that is
 /// current, so a caller who has another one current passes a stream of it by its own handle; the default
 /// streams of another context have none: make a [`Stream`] of them, with their context. With
@@ -88,7 +88,7 @@ impl Allocator {
         let config = Config::from_env()?;
         let driver = Driver::load()?;
         let device = driver.device(ordinal)?;
-        Self::with_config(&Context::primary(&driver, device)?, config)
+        Self::with_config(&Context::primary(&device)?, config)
     }
 
     /// An allocator on a given context.

@@ -123,7 +123,7 @@ impl Engine {
             return Err(Error::Closed);
         }
         if !heap.contended
-            && let Some(grant) = heap.take_ready(self.device, named.key, request)
+            && let Some(grant) = heap.take_ready(&self.device, named.key, request)
         {
             return Ok(grant);
         }

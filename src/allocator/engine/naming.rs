@@ -155,7 +155,7 @@ impl Engine {
     /// Memory of this device is allocated on streams of this device.
     pub(crate) fn same_device(&self, heap: &Heap, stream: u32) -> Result<(), Error> {
         let other = heap.streams[stream].context.device();
-        if other == self.device {
+        if other.ordinal() == self.device.ordinal() {
             return Ok(());
         }
         Err(Error::WrongDevice {

@@ -310,7 +310,7 @@ impl Streams {
             while slot.markers.front().is_some_and(|m| m.bound <= ticket) {
                 let marker = slot.markers.pop_front();
                 self.unseen -= 1;
-                let spent = marker.map(|m| (m.event.context().key(), m.event));
+                let spent = marker.map(|m| (m.event.context().id(), m.event));
                 self.spent.extend(spent);
             }
             slot.backoff = 0;

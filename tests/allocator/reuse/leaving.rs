@@ -546,7 +546,7 @@ fn d12_the_legacy_stream_is_kept_once_it_is_named_by_an_object() {
             let ptr = allocator.allocate_raw(BLOCK, std::ptr::null_mut()).unwrap();
             allocator.free_raw(ptr).unwrap();
         }
-        let legacy = Stream::legacy_default(&rig.context).unwrap();
+        let legacy = Stream::legacy(&rig.context);
         let block = allocator.allocate(BLOCK, &legacy).unwrap();
         sim.set_mode(Mode::Manual);
         drop(block);

@@ -210,7 +210,7 @@ impl<'a> Machine<'a> {
         // SAFETY: the simulator's functions, some of them behind ones of the same types.
         let driver = unsafe { Driver::from_functions(table) }.map_err(text)?;
         let device = driver.device(0).map_err(text)?;
-        let context = Context::primary(&driver, device).map_err(text)?;
+        let context = Context::primary(&device).map_err(text)?;
         let alloc = Allocator::with_config(&context, config(setup)).map_err(text)?;
         let mut machine = Machine {
             sim,

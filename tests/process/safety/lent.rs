@@ -111,7 +111,7 @@ fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
     let buffer = DeviceBuffer::<u32>::zeroed(&world.allocator, 1 << 18, &home).unwrap();
     let copy = std::thread::scope(|scope| {
         let copy = || {
-            let own = Stream::per_thread_default(&world.context).unwrap();
+            let own = Stream::per_thread(&world.context);
             let host = PinnedBuffer::<u32>::zeroed(&world.context, 1 << 18).unwrap();
             buffer.download(host, &own).unwrap()
         };
@@ -135,7 +135,7 @@ fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
     let pool: Arc<dyn MemoryResource> = Arc::new(pool);
     let column = std::thread::scope(|scope| {
         let make = || {
-            let own = Stream::per_thread_default(&second).unwrap();
+            let own = Stream::per_thread(&second);
             Column::zeroed_in(pool.clone(), ElementType::U32, 1 << 18, &own).unwrap()
         };
         scope.spawn(make).join().unwrap()
@@ -176,7 +176,7 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
 fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
     let world = World::new(Mode::Manual, false);
     let pool = TypedPool::over([&world.allocator]);
-    let own = || Stream::per_thread_default(&world.context).unwrap();
+    let own = || Stream::per_thread(&world.context);
     let elsewhere = || {
         let made = pool.uninit::<u32>(1 << 18, &own()).unwrap();
         (made.as_device_ptr(), made)
@@ -203,7 +203,7 @@ fn d2_a_commit_on_another_thread_waits_for_the_launch() {
         .allocate_block(1 << 20, &home, Tag::default())
         .unwrap();
     let launch = || {
-        let own = Stream::per_thread_default(&world.context).unwrap();
+        let own = Stream::per_thread(&world.context);
         let mut recorder = LaunchRecorder::new(&resource, &own, RecordMode::Strict);
         recorder.write(&block).unwrap().preflight().unwrap();
         let entered = world.context.enter().unwrap();

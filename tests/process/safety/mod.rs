@@ -29,7 +29,7 @@ impl World {
         config.strict_undefined = strict;
         let sim = Simulator::new(config).unwrap();
         let driver = sim.driver().unwrap();
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let context = driver.context(0).unwrap();
         let allocator = Allocator::with_config(&context, Config::new()).unwrap();
         World {
             sim,
@@ -192,7 +192,7 @@ fn d10_columns_of_one_memory_take_turns() {
 #[test]
 fn d10_a_column_of_a_threads_own_stream_stays_there() {
     let world = World::new(Mode::Manual, true);
-    let own = Stream::per_thread_default(&world.context).unwrap();
+    let own = Stream::per_thread(&world.context);
     let other = world.stream();
     let mut column = Column::zeroed(&world.allocator, ElementType::F32, 1000, &own).unwrap();
     std::thread::scope(|scope| {
@@ -243,9 +243,9 @@ fn s4_streams_of_another_driver_are_refused() {
         refused(block.record_use(&foreign));
     }
     refused(a.retire(&foreign));
-    let default = Stream::legacy_default(&theirs.context).unwrap();
+    let default = Stream::legacy(&theirs.context);
     refused(a.allocate(100, &default).map(drop));
-    let own = Stream::per_thread_default(&theirs.context).unwrap();
+    let own = Stream::per_thread(&theirs.context);
     refused(a.allocate(100, &own).map(drop));
 
     let buffered = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
@@ -304,8 +304,8 @@ fn s4_streams_of_another_driver_are_refused() {
 
     let event = theirs.context.enter().unwrap().create_event().unwrap();
     let invalid = sys::CUresult::CUDA_ERROR_INVALID_HANDLE;
-    assert_eq!(home.record(&event).unwrap_err().code(), invalid);
-    assert_eq!(home.wait_event(&event).unwrap_err().code(), invalid);
+    assert_eq!(event.record(&home).unwrap_err().code(), invalid);
+    assert_eq!(home.wait(&event).unwrap_err().code(), invalid);
     let entered = ours.context.enter().unwrap();
     assert_eq!(entered.query(&event).unwrap_err().code(), invalid);
     assert_eq!(entered.wait(&event).unwrap_err().code(), invalid);
@@ -315,7 +315,7 @@ fn s4_streams_of_another_driver_are_refused() {
 
     // Another table over the same functions is the same driver.
     let again = ours.sim.driver().unwrap();
-    let context = Context::primary(&again, again.device(0).unwrap()).unwrap();
+    let context = again.context(0).unwrap();
     let stream = Stream::new(&context).unwrap();
     drop(a.allocate(100 << 10, &stream).unwrap());
     assert!(!ours.driver.is_forked_child());
@@ -396,7 +396,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             && workspaces.lease(&stream, 100).is_err()
             && typed.uninit::<u32>(10, &stream).is_err()
             && pinned.acquire(100).is_err()
-            && Context::primary(&rig.driver, context.device()).is_err()
+            && Context::primary(context.device()).is_err()
             && manager.allocate::<u8>(100, &stream).is_err()
             && guard.allocate_block(100, &stream, Tag::default()).is_err()
             && block.is_err();

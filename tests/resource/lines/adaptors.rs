@@ -180,7 +180,7 @@ fn probe_child() {
     println!("probes: {probes:?}");
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let runtime = Runtime::on(&context).unwrap();
     let (_, stream) = runtime.streams().acquire().unwrap();
     let resource = runtime.resource();

@@ -97,7 +97,7 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
         // Stream 0 is the default stream.
         let pool = StreamPool::new(&rig.context);
         let default = pool.resolve(0).unwrap();
-        let legacy = Stream::legacy_default(&rig.context).unwrap();
+        let legacy = Stream::legacy(&rig.context);
         assert_eq!(default.id().unwrap(), legacy.id().unwrap());
     });
 }

@@ -1,7 +1,7 @@
 //! The direct and the async resource, and what runtimes are made of.
 
 use cualloc::Policy;
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
 use cualloc::error::{InvalidArgument, StreamMisuse};
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, SimConfig};
@@ -51,7 +51,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
                 return;
             }
             let resource = asynchronous(rig);
-            let second = Context::primary(&rig.driver, rig.driver.device(1).unwrap()).unwrap();
+            let second = rig.driver.context(1).unwrap();
             let elsewhere = Stream::new(&second).unwrap();
             let calls = rig.memory_calls();
             let wrong = resource.allocate_block(64, &elsewhere, T);
@@ -68,7 +68,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let Some(_) = rig.sim() else { return };
             let sim = cualloc::sim::Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
             let driver = sim.driver().unwrap();
-            let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+            let context = driver.context(0).unwrap();
             let foreign = Stream::new(&context).unwrap();
             let refused = resource.allocate_block(64, &foreign, T);
             assert!(
