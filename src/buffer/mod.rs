@@ -12,7 +12,7 @@
 //! An operation that waits returns when the copy is complete, or with an error; in both cases the device
 //! is out of the caller's memory, which it never gets to see: such copies go through host memory of this
 //! crate, up to 4 MiB at a time. Should a driver refuse every wait without giving the context up for lost,
-//! that memory is leaked ([`Error::Unseen`]). A [`PinnedBuffer`] is copied directly.
+//! that memory is leaked ([`Error::Unseen`](crate::Error::Unseen)). A [`PinnedBuffer`] is copied directly.
 //!
 //! # Order
 //! A buffer has a home, the stream that it was allocated on, and all operations on it take place one

@@ -1,4 +1,4 @@
-//! What an [`Error`](crate::Error) is made of: values with data.
+//! What an [`Error`] is made of: values with data.
 //!
 //! There is one error above the driver. Its text names its cause, and its `source` is what stands behind that
 //! cause: whoever prints a chain of errors prints nothing twice. Addresses and handles are hexadecimal.

@@ -115,7 +115,7 @@ impl StreamPool {
     /// [`resolve`](Self::resolve), with an error for a number that the pool never gave.
     ///
     /// # Errors
-    /// [`StreamMisuse::UnknownId`].
+    /// [`StreamMisuse::Unknown`].
     pub fn get(&self, id: u64) -> Result<Stream, Error> {
         self.resolve(id)
             .ok_or_else(|| StreamMisuse::Unknown { stream: id }.into())
