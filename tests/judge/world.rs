@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use cualloc::allocator::{Allocator, Block, Config, Error, RangeGuard};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
-use cualloc::sim::{DeviceConfig, Mode, SimConfig, Simulator};
+use cualloc::sim::{Mode, SimConfig, SimDevice, Simulator};
 
 use super::captures::Helper;
 use super::layers::{Layered, Layers};
@@ -117,9 +117,9 @@ pub type Done = Result<(), String>;
 impl World {
     pub fn new(setup: &Setup) -> Result<World, String> {
         let memory = 4 << 30;
-        let device = DeviceConfig {
+        let device = SimDevice {
             memory,
-            ..DeviceConfig::default()
+            ..SimDevice::default()
         };
         let config = SimConfig {
             devices: vec![device; setup.devices],
