@@ -20,7 +20,7 @@ const PROGRESS_ROWS: usize = 4096;
 /// How a trace is replayed: on a new allocator, over a real or a simulated device.
 ///
 /// Blocks of the trace are freed at their release points, and those that live to the end after the last row. Work
-/// of a simulated device in [`Mode::Lag`](../sim/enum.Mode.html) completes so many rows after its own.
+/// of a simulated device in `Mode::Lag` completes so many rows after its own.
 ///
 /// ```
 /// # use cualloc::sim::{SimConfig, Simulator};
