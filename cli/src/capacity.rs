@@ -5,7 +5,7 @@ use crate::options::TraceOptions;
 use crate::output::{self, Output, Table, note};
 use crate::{Outcome, input, replay};
 use cualloc::Error;
-use cualloc::trace::{self, Options, Search, Trace};
+use cualloc::trace::{Capacity, Trace};
 use serde::Serialize;
 
 /// One line of `--json`.
@@ -51,7 +51,7 @@ pub fn run(options: &TraceOptions, output: &mut Output) -> Outcome {
         let search = match search(&machine, &trace, options)? {
             Ok(search) => search,
             Err(error) => {
-                note!("error: {}: {}", path.display(), output::chain(&error));
+                replay::cannot_begin(path, &error);
                 well = false;
                 continue;
             }
@@ -64,14 +64,14 @@ pub fn run(options: &TraceOptions, output: &mut Output) -> Outcome {
         }
         if let Some(report) = &search.fault {
             replay::report_faults(path, report);
-        } else if search.capacity.is_none() {
-            let most = trace.requested_peak().saturating_mul(trace::LIMIT_FACTOR);
+        } else if search.limit.is_none() {
+            let most = trace.requested_peak().saturating_mul(Capacity::FACTOR);
             note!(
                 "error: {}: runs under no limit up to {most} bytes",
                 path.display()
             );
         }
-        well &= search.capacity.is_some();
+        well &= search.limit.is_some();
     }
     Ok(well)
 }
@@ -80,29 +80,27 @@ fn search(
     machine: &Machine,
     trace: &Trace,
     options: &TraceOptions,
-) -> Result<Result<Search, Error>, crate::Failure> {
-    let stage = machine.stage(options.lag)?;
-    let mut replay = Options::default();
-    replay.policy = options.policy();
-    replay.views = !options.no_views;
-    replay.verify = options.verify;
-    replay.seed = options.seed;
+) -> Result<Result<Capacity, Error>, crate::Failure> {
+    let ground = machine.context(options.lag)?;
     let bar = indicatif::ProgressBar::new_spinner().with_prefix(trace.name().to_owned());
-    let search = trace::capacity(&stage, trace, &replay, &mut |probes, limit| {
-        let limit = output::mebibytes(limit);
-        bar.set_message(format!(
-            "{}: {probes} limits tried, now {limit} MiB",
-            trace.name()
-        ));
-        bar.tick();
-    });
+    let mut probes = 0;
+    let search = replay::begin(trace, options, None)
+        .on_progress(|limit| {
+            let limit = output::mebibytes(limit);
+            bar.set_message(format!(
+                "{}: {probes} limits tried, now {limit} MiB",
+                trace.name()
+            ));
+            bar.tick();
+            probes += 1;
+        })
+        .capacity(ground.context());
     bar.finish_and_clear();
     Ok(search)
 }
 
-fn line<'a>(machine: &'a Machine, trace: &'a Trace, search: &Search) -> Line<'a> {
-    let found = search.capacity.as_ref();
-    let limit = found.map(|found| found.limit);
+fn line<'a>(machine: &'a Machine, trace: &'a Trace, search: &Capacity) -> Line<'a> {
+    let (limit, pass) = (search.limit, search.pass.as_ref());
     Line {
         trace: trace.name(),
         device: machine.name(),
@@ -110,8 +108,8 @@ fn line<'a>(machine: &'a Machine, trace: &'a Trace, search: &Search) -> Line<'a>
         requested_peak_bytes: trace.requested_peak(),
         min_limit_bytes: limit,
         min_limit_ratio: limit.and_then(|limit| output::ratio_of(limit, trace.requested_peak())),
-        ns_per_row_at_limit: found.map(|found| found.figures.ns_per_row),
-        handle_ops: found.map(|found| found.figures.driver_calls.handle_ops()),
+        ns_per_row_at_limit: pass.map(|pass| pass.nanos_per_row),
+        handle_ops: pass.map(|pass| pass.calls.handle_ops()),
     }
 }
 

@@ -15,7 +15,8 @@ const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 pub enum InputError {
     #[error("{}: cannot be opened", path.display())]
     Open { path: PathBuf, source: io::Error },
-    #[error("{}:{}: {}", path.display(), source.line(), source.fault())]
+    // Its text begins with the line: `line 3: ...`.
+    #[error("{}:{}", path.display(), source.to_string().trim_start_matches("line "))]
     Trace { path: PathBuf, source: TraceError },
 }
 

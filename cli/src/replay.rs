@@ -1,12 +1,13 @@
 //! `cualloc replay`.
 
 use crate::machine::Machine;
-use crate::options::ReplayOptions;
+use crate::options::{ReplayOptions, TraceOptions};
 use crate::output::{self, Output, Table, note};
 use crate::{Failure, Outcome, input};
-use cualloc::allocator::{Fragmentation, Policy};
+use cualloc::Error;
+use cualloc::allocator::{Config, Fragmentation, Policy};
 use cualloc::driver::CallCounts;
-use cualloc::trace::{self, Figures, Options, Part, Report, Trace};
+use cualloc::trace::{Pass, Replay, ReplayReport, Trace};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -60,7 +61,7 @@ struct MemoryLine {
 }
 
 impl MemoryLine {
-    fn new(report: &Report) -> MemoryLine {
+    fn new(report: &ReplayReport) -> MemoryLine {
         let (peak, packing) = (report.at_peak.as_ref(), &report.packing);
         let stranded = |f: &Fragmentation| f.stranded.iter().map(|s| s.bytes).sum();
         MemoryLine {
@@ -104,12 +105,12 @@ struct PartLine {
 }
 
 impl PartLine {
-    fn new(part: &Part) -> PartLine {
+    fn new(part: &Pass) -> PartLine {
         PartLine {
             rows: part.rows,
-            driver_calls: by_name(&part.driver_calls),
-            handle_ops: part.driver_calls.handle_ops(),
-            driver_ns: part.driver_ns,
+            driver_calls: by_name(&part.calls),
+            handle_ops: part.calls.handle_ops(),
+            driver_ns: part.calls.nanos(),
         }
     }
 }
@@ -122,16 +123,16 @@ fn by_name(calls: &CallCounts) -> BTreeMap<String, u64> {
 }
 
 impl ReplayLine {
-    fn new(figures: &Figures) -> ReplayLine {
-        let several = figures.parts.len() > 1;
+    fn new(pass: &Pass) -> ReplayLine {
+        let several = pass.parts.len() > 1;
         ReplayLine {
-            reserved_peak_bytes: figures.reserved_peak,
-            driver_calls: by_name(&figures.driver_calls),
-            handle_ops: figures.driver_calls.handle_ops(),
-            driver_ns: figures.driver_ns,
-            ns_per_row: figures.ns_per_row,
+            reserved_peak_bytes: pass.reserved_peak,
+            driver_calls: by_name(&pass.calls),
+            handle_ops: pass.calls.handle_ops(),
+            driver_ns: pass.calls.nanos(),
+            ns_per_row: pass.nanos_per_row,
             parts: if several {
-                figures.parts.iter().map(PartLine::new).collect()
+                pass.parts.iter().map(PartLine::new).collect()
             } else {
                 Vec::new()
             },
@@ -178,33 +179,51 @@ fn replay(
     path: &Path,
     trace: &Trace,
     options: &ReplayOptions,
-) -> Result<Option<Report>, Failure> {
-    let stage = machine.stage(options.traces.lag)?;
-    let mut replay = Options::default();
-    replay.repeat = options.repeat as usize;
-    replay.policy = options.traces.policy();
-    replay.views = !options.traces.no_views;
-    replay.limit = options
+) -> Result<Option<ReplayReport>, Failure> {
+    let ground = machine.context(options.traces.lag)?;
+    let limit = options
         .limit
         .map(|limit| limit.bytes(trace.requested_peak()));
-    replay.verify = options.traces.verify;
-    replay.seed = options.traces.seed;
-    replay.parts = options.parts as usize;
-    replay.check_every = options.check_every.map(|rows| rows as usize);
     let rows = trace.rows().len() as u64 * u64::from(options.repeat);
     let bar = output::progress(rows, trace.name());
-    let report = trace::replay(&stage, trace, &replay, &mut |done| bar.set_position(done));
+    let report = begin(trace, &options.traces, limit)
+        .repeat(options.repeat as usize)
+        .parts(options.parts as usize)
+        .check_every(options.check_every.map(|rows| rows as usize))
+        .on_progress(|done| bar.set_position(done))
+        .run(ground.context());
     bar.finish_and_clear();
     match report {
         Ok(report) => Ok(Some(report)),
         Err(error) => {
-            note!("error: {}: {}", path.display(), output::chain(&error));
+            cannot_begin(path, &error);
             Ok(None)
         }
     }
 }
 
-fn line<'a>(machine: &'a Machine, trace: &'a Trace, report: &Report) -> Line<'a> {
+/// A replay as all commands on traces set it up.
+pub fn begin<'a>(trace: &'a Trace, options: &TraceOptions, limit: Option<u64>) -> Replay<'a> {
+    let config = Config::new()
+        .policy(options.policy())
+        .views(!options.no_views)
+        .limit(limit);
+    Replay::new(trace)
+        .config(config)
+        .verify(options.verify)
+        .seed(options.seed)
+}
+
+/// Says on stderr why a trace cannot be replayed.
+pub fn cannot_begin(path: &Path, error: &Error) {
+    let (what, words) = match error {
+        Error::Driver(error) => ("the device cannot be used", output::chain(error)),
+        error => ("the allocator cannot be made", output::chain(error)),
+    };
+    note!("error: {}: {what}: {words}", path.display());
+}
+
+fn line<'a>(machine: &'a Machine, trace: &'a Trace, report: &ReplayReport) -> Line<'a> {
     let peak = trace.requested_peak();
     Line {
         trace: trace.name(),
@@ -218,10 +237,10 @@ fn line<'a>(machine: &'a Machine, trace: &'a Trace, report: &Report) -> Line<'a>
         reserved_peak_bytes: report.reserved_peak,
         ratio: output::ratio_of(report.reserved_peak, peak),
         ratio_max: output::ratio_of(report.reserved_peak_max(), peak),
-        completed: report.completed(),
-        failed_row: report.failure.as_ref().map(|failure| failure.row),
+        completed: report.failed.is_none(),
+        failed_row: report.failed.map(|(_, row)| row),
         memory: MemoryLine::new(report),
-        replays: report.replays.iter().map(ReplayLine::new).collect(),
+        replays: report.passes.iter().map(ReplayLine::new).collect(),
     }
 }
 
@@ -234,11 +253,24 @@ pub fn policy_name(policy: Policy) -> &'static str {
 }
 
 /// Says on stderr everything that went wrong; whether nothing did.
-pub fn report_faults(path: &Path, report: &Report) -> bool {
+pub fn report_faults(path: &Path, report: &ReplayReport) -> bool {
     let file = path.display();
-    if let Some(failure) = &report.failure {
-        let line = Trace::line_of(failure.row.saturating_sub(1));
-        note!("error: {file}:{line}: {}", output::chain(failure));
+    if let Some((pass, row)) = report.failed {
+        let line = Trace::line_of(row.saturating_sub(1));
+        let words = match (&report.error, &report.check) {
+            // The only calls of the replayer's own between the rows.
+            (Some(Error::Driver(error)), _) if error.call() == "cuLaunchKernel" => {
+                format!(
+                    "the device could not be given work: {}",
+                    output::chain(error)
+                )
+            }
+            (Some(error), _) => output::chain(error),
+            (None, check) => check
+                .as_ref()
+                .map_or_else(String::new, |error| output::chain(error)),
+        };
+        note!("error: {file}:{line}: replay {pass} failed at row {row}: {words}");
     }
     if let Some(mismatches) = report.mismatches.filter(|count| *count > 0) {
         note!("error: {file}: {mismatches} words were not what their block was filled with");
@@ -286,13 +318,11 @@ fn table(files: &[std::path::PathBuf]) -> Table {
     ])
 }
 
-fn cells(line: &Line<'_>, report: &Report) -> Vec<String> {
+fn cells(line: &Line<'_>, report: &ReplayReport) -> Vec<String> {
     let dash = || "-".to_owned();
-    let first = report.replays.first();
-    let last = report.replays.last();
-    let calls = |figures: Option<&Figures>| {
-        figures.map_or_else(dash, |figures| figures.driver_calls.total().to_string())
-    };
+    let first = report.passes.first();
+    let last = report.passes.last();
+    let calls = |pass: Option<&Pass>| pass.map_or_else(dash, |pass| pass.calls.total().to_string());
     let end = match (report.is_clean(), line.failed_row) {
         (true, _) if report.mismatches.is_some() => "verified".to_owned(),
         (true, _) => "ok".to_owned(),
@@ -311,10 +341,8 @@ fn cells(line: &Line<'_>, report: &Report) -> Vec<String> {
         output::ratio(line.ratio_max),
         calls(first),
         calls(last),
-        last.map_or_else(dash, |figures| {
-            figures.driver_calls.handle_ops().to_string()
-        }),
-        last.map_or_else(dash, |figures| format!("{:.0}", figures.ns_per_row)),
+        last.map_or_else(dash, |pass| pass.calls.handle_ops().to_string()),
+        last.map_or_else(dash, |pass| format!("{:.0}", pass.nanos_per_row)),
         end,
     ]
 }

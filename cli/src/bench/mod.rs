@@ -32,7 +32,7 @@ const HOST: &str = "malloc";
 
 pub fn run(options: &BenchOptions, output: &mut Output) -> Outcome {
     let machine = Machine::choose(&options.machine)?;
-    let stage = machine.context()?;
+    let stage = machine.context(0)?;
     if matches!(machine, Machine::Simulated { .. }) {
         note!(
             "note: the simulated driver has one lock and answers slower than a real one: figures of \
