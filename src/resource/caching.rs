@@ -6,7 +6,7 @@ use crate::error::{Error, Refused};
 
 use super::block::{BlockIdentity, BlockState, ResourceBlock, Tag};
 use super::key::BlockKey;
-use super::traits::{MemoryResource, Outstanding, Tracking};
+use super::traits::{MemoryResource, Outstanding, Tracking, allocator_under};
 use super::usage::PoolUsage;
 
 /// The life of a block that came from here.
@@ -50,6 +50,17 @@ pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockIdentity {
         stream,
         device: engine.device.ordinal(),
     }
+}
+
+/// Whether the stream of an allocator's block was retired, or is about to be, so that the allocator takes its last
+/// marker for the end of all its work. Not asked of who keeps an order of his own over the allocator.
+#[inline]
+pub(crate) fn is_retired(resource: &dyn MemoryResource, block: &ResourceBlock) -> bool {
+    block.keepers() == 0
+        && allocator_under(resource).is_some_and(|allocator| {
+            let life = life(allocator, &block.identity());
+            life.is_some_and(|life| allocator.engine().stream_retired(&life))
+        })
 }
 
 /// A block of the allocator as one of a resource.
@@ -162,6 +173,11 @@ unsafe impl MemoryResource for Allocator {
 
     fn context(&self) -> &Context {
         Allocator::context(self)
+    }
+
+    #[inline]
+    fn as_allocator(&self) -> Option<&Allocator> {
+        Some(self)
     }
 
     #[inline]

@@ -71,9 +71,11 @@ pub use runtime::{Runtime, Runtimes, planned_stream_budget};
 pub use statistics::{ResourceStats, Statistics};
 pub use stream_pool::StreamPool;
 pub use tracked::{LiveBlock, Tracked};
-pub use traits::{MemoryResource, Outstanding, Tracking};
+pub use traits::{MemoryResource, Outstanding, Source, Tracking};
 pub use usage::{Gauge, PoolUsage};
 pub use watchdog::Watchdog;
 
-pub(crate) use caching::{adopt, identity_of};
+pub(crate) use caching::{adopt, identity_of, is_retired};
 pub(crate) use key::Table;
+pub(crate) use owned::give_back;
+pub(crate) use traits::allocator_under;

@@ -113,9 +113,9 @@ fn buffers(w: &World) -> Outcome {
     copy.is_complete()?;
     assert_eq!(copy.wait()?[..], [7; 500]);
     drop(one.upload(PinnedBuffer::from_slice(&w.context, &values)?, &b)?);
-    one.order_before(&b)?;
+    one.prepare_use(&b, Access::ReadWrite)?;
     work(&w.context, one.as_device_ptr(), 2000, &b)?;
-    one.order_after(&b)?;
+    one.finish_use(&b, Access::ReadWrite)?;
     assert_eq!(one.to_vec()?, [0x5a5a_5a5a; 500]);
     one.free()?;
     for stream in [w.alloc.create_stream()?, Stream::per_thread(&w.context)] {

@@ -11,7 +11,7 @@ use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::pool::{NativeConfig, NativePool, TypedPool, WorkspacePool};
-use cualloc::resource::{AsyncResource, DirectResource, MemoryResource, Tag};
+use cualloc::resource::{Access, AsyncResource, DirectResource, MemoryResource, Tag};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
@@ -254,8 +254,12 @@ fn s4_streams_of_another_driver_are_refused() {
     ));
     let mut buffer = DeviceBuffer::<u32>::zeroed(a, 100, &home).unwrap();
     assert!(buffered(buffer.fill(1, &foreign).unwrap_err()));
-    assert!(buffered(buffer.order_before(&foreign).unwrap_err()));
-    assert!(buffered(buffer.order_after(&foreign).unwrap_err()));
+    assert!(buffered(
+        buffer.prepare_use(&foreign, Access::ReadWrite).unwrap_err()
+    ));
+    assert!(buffered(
+        buffer.finish_use(&foreign, Access::ReadWrite).unwrap_err()
+    ));
     let host = PinnedBuffer::<u32>::zeroed(&ours.context, 100).unwrap();
     assert!(buffered(
         buffer
