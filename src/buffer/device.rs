@@ -8,8 +8,9 @@ use std::ops::RangeBounds;
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, Block, Request};
+use crate::block::BlockId;
 use crate::driver::{Device, KernelParam, Stream, sys};
-use crate::resource::{Access, BlockIdentity, Buffer, MemoryResource, Recordable, Source};
+use crate::resource::{Access, Buffer, MemoryResource, Recordable, Source};
 
 use super::element::{DeviceCopy, FillValue, Pod, bytes_of};
 use super::flight::CopyInFlight;
@@ -72,7 +73,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// [`InvalidArgument::TooLarge`] before any driver call, and those of [`Allocator::allocate_with`] or
-    /// [`MemoryResource::allocate_block_aligned`].
+    /// [`MemoryResource::allocate_block`].
     pub fn uninit(
         from: &impl Source,
         len: usize,
@@ -315,7 +316,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// The block under the buffer, by name. `None` if it has no memory, or memory of others.
-    pub fn id(&self) -> Option<BlockIdentity> {
+    pub fn id(&self) -> Option<BlockId> {
         let memory = self.memory.as_ref()?;
         memory.owner().identity(memory.stream_id())
     }
@@ -333,7 +334,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
 
     /// Lets everything that `stream` is given from now on come after everything done to the buffer so
     /// far. Does not wait. Where the resource puts accesses in order
-    /// ([`Tracking::Access`](crate::resource::Tracking::Access)), also after those that launches on other streams
+    /// ([`UseTracking::Access`](crate::resource::UseTracking::Access)), also after those that launches on other streams
     /// were recorded with, as the access needs it.
     ///
     /// # Errors

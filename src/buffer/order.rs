@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::allocator::{Block, Request};
 use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
-use crate::resource::{Access, Source, Tag};
+use crate::resource::{Access, Source};
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
@@ -40,12 +40,7 @@ impl Memory {
         let owner = match from.as_allocator() {
             Some(allocator) => Owner::Block(allocator.allocate_with(request, stream)?),
             None => Owner::Resource(Box::new(Lent {
-                block: from.allocate_block_aligned(
-                    request.bytes(),
-                    request.alignment(),
-                    stream,
-                    Tag::default(),
-                )?,
+                block: from.allocate_block(&request, stream)?,
                 resource: from.shared(),
             })),
         };
@@ -156,7 +151,7 @@ impl Memory {
     fn prepare(&self, access: Access) -> Result<(), Error> {
         match self.owner.ordered() {
             Some(Lent { resource, block }) => {
-                resource.prepare_use(&block.identity(), &self.stream, access)
+                resource.prepare_use(&block.id(), &self.stream, access)
             }
             None => Ok(()),
         }
@@ -167,7 +162,7 @@ impl Memory {
     fn finish(&self, access: Access) -> Result<(), Error> {
         match self.owner.ordered() {
             Some(Lent { resource, block }) => {
-                resource.finish_use(&block.identity(), &self.stream, access)
+                resource.finish_use(&block.id(), &self.stream, access)
             }
             None => Ok(()),
         }

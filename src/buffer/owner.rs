@@ -3,11 +3,11 @@
 use std::sync::{Arc, LazyLock};
 
 use crate::allocator::{Block, User};
+use crate::block::BlockId;
 use crate::driver::{Stream, StreamKind, sys};
 use crate::error::{Error, Refused};
 use crate::resource::{
-    BlockIdentity, MemoryResource, ResourceBlock, Tracking, allocator_under, give_back,
-    identity_of, is_retired,
+    MemoryResource, RawBlock, UseTracking, allocator_under, give_back, identity_of, is_retired,
 };
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
@@ -27,7 +27,7 @@ pub(crate) enum Owner {
 /// A block with the resource that it goes back to.
 pub(crate) struct Lent {
     pub resource: Arc<dyn MemoryResource>,
-    pub block: ResourceBlock,
+    pub block: RawBlock,
 }
 
 pub(crate) struct Foreign {
@@ -49,10 +49,10 @@ impl Owner {
     }
 
     /// The block's identity; none of memory of others.
-    pub(super) fn identity(&self, stream: u64) -> Option<BlockIdentity> {
+    pub(super) fn identity(&self, stream: u64) -> Option<BlockId> {
         match self {
             Owner::Block(block) => Some(identity_of(block, stream)),
-            Owner::Resource(lent) => Some(lent.block.identity()),
+            Owner::Resource(lent) => Some(lent.block.id()),
             Owner::Foreign(_) => None,
         }
     }
@@ -61,7 +61,7 @@ impl Owner {
     pub(super) fn key(&self) -> late::Key {
         let source = match self {
             Owner::Block(block) => block.engine().id,
-            Owner::Resource(lent) => lent.block.identity().key.source,
+            Owner::Resource(lent) => lent.block.id().source(),
             Owner::Foreign(_) => 0,
         };
         (source, self.ptr())
@@ -94,7 +94,9 @@ impl Owner {
     /// The block, if its resource puts accesses in order of which a buffer does not know.
     pub(super) fn ordered(&self) -> Option<&Lent> {
         match self {
-            Owner::Resource(lent) if lent.resource.tracking() == Tracking::Access => Some(lent),
+            Owner::Resource(lent) if lent.resource.use_tracking() == UseTracking::Access => {
+                Some(lent)
+            }
             _ => None,
         }
     }
@@ -117,9 +119,9 @@ impl Owner {
             Owner::Block(block) if now => block.record_use(stream)?,
             Owner::Block(block) => block.record_stream(stream)?,
             Owner::Resource(lent) => {
-                let id = lent.block.identity();
-                match lent.resource.tracking() {
-                    Tracking::None => return Ok(false),
+                let id = lent.block.id();
+                match lent.resource.use_tracking() {
+                    UseTracking::None => return Ok(false),
                     _ if now => lent.resource.record_use(&id, stream)?,
                     _ => lent.resource.record_stream(&id, stream)?,
                 }

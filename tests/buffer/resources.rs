@@ -4,13 +4,12 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use cualloc::allocator::Request;
+use cualloc::allocator::{BlockState, Request};
 use cualloc::driver::{Entered, Stream};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::{NativeConfig, NativePool, WorkspacePool};
 use cualloc::resource::{
-    Access, AsyncResource, BlockState, Budget, DirectResource, LaunchRecorder, MemoryResource,
-    RecordMode,
+    Access, AccessOrdered, Budget, CudaMemory, LaunchRecorder, MemoryResource, RecordMode,
 };
 use cualloc::sim::Mode;
 use cualloc::{Allocator, DeviceBuffer, Error};
@@ -23,8 +22,8 @@ fn resources(rig: &Rig, alloc: &Allocator) -> Vec<Arc<dyn MemoryResource>> {
     vec![
         Arc::new(alloc.clone()),
         Arc::new(Budget::new(alloc.clone(), Some(1 << 30))),
-        Arc::new(AsyncResource::new(alloc.clone())),
-        Arc::new(DirectResource::new(context)),
+        Arc::new(AccessOrdered::new(alloc.clone())),
+        Arc::new(CudaMemory::new(context)),
         Arc::new(NativePool::with_context(context, NativeConfig::default()).unwrap()),
         Arc::new(WorkspacePool::new(alloc)),
     ]
@@ -40,10 +39,10 @@ fn every_resource_takes_its_memory_back() {
     Rig::each(|rig, alloc, stream| {
         let other = alloc.create_stream().unwrap();
         for resource in resources(rig, alloc) {
-            let live = || resource.outstanding().live;
+            let live = || resource.usage().unwrap().requested.current;
             let mut buffer = DeviceBuffer::from_slice(&resource, &[1u32, 2, 3], stream).unwrap();
             let block = buffer.id().unwrap();
-            assert_eq!((block.ptr, block.bytes), (buffer.as_device_ptr(), 12));
+            assert_eq!((block.ptr(), block.bytes()), (buffer.as_device_ptr(), 12));
             assert_eq!((resource.state(&block), live()), (BlockState::Live, 12));
             let home = buffer.home().unwrap();
             assert_eq!(home.state(&block), BlockState::Live);
@@ -114,7 +113,7 @@ fn launches_and_buffers_are_in_order() {
             alloc.create_stream().unwrap(),
         );
         let entered = rig.contexts[0].enter().unwrap();
-        let resource = Arc::new(AsyncResource::new(alloc.clone()));
+        let resource = Arc::new(AccessOrdered::new(alloc.clone()));
         let mut buffer = DeviceBuffer::<u8>::zeroed(&resource, 4096, &home).unwrap();
         for value in 1..4 {
             // The launch follows what the buffer did, and what the buffer does next follows the launch.
