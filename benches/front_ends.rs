@@ -7,8 +7,10 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use criterion::{Criterion, criterion_group, criterion_main};
+use cualloc::Request;
+use cualloc::Tag;
 use cualloc::pool::{TypedPool, WorkspacePool};
-use cualloc::resource::{AsyncResource, Budget, Logging, MemoryResource, NullSink, Tag};
+use cualloc::resource::{AccessOrdered, Budget, Logging, MemoryResource, NullSink};
 
 use common::{KIB, Rig, quick};
 
@@ -17,7 +19,7 @@ const TAG: Tag = Tag::new("benchmark");
 
 fn resource_pair(rig: &Rig, resource: &impl MemoryResource) {
     let block = resource
-        .allocate_block(black_box(BYTES), &rig.stream, TAG)
+        .allocate_block(&Request::new(black_box(BYTES)).tag(TAG), &rig.stream)
         .unwrap();
     resource.deallocate_block(block).unwrap();
 }
@@ -53,7 +55,7 @@ fn front_ends(criterion: &mut Criterion) {
     });
     group.bench_function("asynchronous resource", |bencher| {
         let rig = Rig::new();
-        let resource = AsyncResource::new(rig.allocator.clone());
+        let resource = AccessOrdered::new(rig.allocator.clone());
         bencher.iter(|| resource_pair(&rig, &resource));
     });
     group.bench_function("workspace lease", |bencher| {

@@ -7,8 +7,10 @@
 
 use std::sync::Arc;
 
+use cualloc::Tag;
+
 use cualloc::driver::Driver;
-use cualloc::resource::{Budget, LogRecord, LogSink, Logging, OwnedBlock, SinkError, Tag};
+use cualloc::resource::{Budget, LogRecord, LogSink, Logging, OwnedBlock, SinkError};
 use cualloc::{Allocator, Config, Error};
 
 const MIB: usize = 1 << 20;
@@ -52,7 +54,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert_eq!(budget.remaining(), Some(16 * MIB as u64));
 
     drop(weights);
-    assert_eq!(budget.used(), 0);
+    assert_eq!(budget.usage().unwrap().outstanding(), 0);
     drop((memory, budget));
     allocator.close()?;
     Ok(())

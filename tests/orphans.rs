@@ -9,9 +9,10 @@ use std::sync::{Mutex, PoisonError};
 
 use common::capturing::*;
 use common::*;
+use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{NativeBlock, NativeConfig, NativePool};
-use cualloc::resource::{MemoryResource, OwnedBlock, Tag};
+use cualloc::resource::{MemoryResource, OwnedBlock};
 use cualloc::sim::{FailPlan, Mode, Simulator};
 use cualloc::{Error, Policy};
 

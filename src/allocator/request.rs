@@ -3,6 +3,7 @@
 use std::alloc::Layout;
 
 use crate::allocator::size;
+use crate::block::Tag;
 use crate::error::{Error, InvalidArgument};
 
 /// What is asked for: a number of bytes, with wishes.
@@ -23,6 +24,7 @@ pub struct Request {
     pub(crate) single_handle: bool,
     pub(crate) views: bool,
     pub(crate) cached_only: bool,
+    pub(crate) tag: Tag,
 }
 
 impl Request {
@@ -41,6 +43,7 @@ impl Request {
             single_handle: false,
             views: true,
             cached_only: false,
+            tag: Tag::NONE,
         }
     }
 
@@ -80,6 +83,12 @@ impl Request {
     /// [`Config::views`](crate::allocator::Config::views) for what views do not promise.
     pub const fn views(mut self, on: bool) -> Self {
         self.views = on;
+        self
+    }
+
+    /// The block has a label, for logs and figures.
+    pub fn tag(mut self, tag: impl Into<Tag>) -> Self {
+        self.tag = tag.into();
         self
     }
 

@@ -93,10 +93,7 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     /// # Errors
     /// A stream that is capturing; driver errors.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
-        match self.buffer.block() {
-            Some(block) => Ok(block.record_stream(stream)?),
-            None => Ok(()),
-        }
+        self.buffer.record_stream(stream)
     }
 
     /// Says that another stream used the buffer and will not again: reuse waits only for what that
@@ -105,10 +102,7 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     /// # Errors
     /// As [`record_stream`](Self::record_stream).
     pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
-        match self.buffer.block() {
-            Some(block) => Ok(block.record_use(stream)?),
-            None => Ok(()),
-        }
+        self.buffer.record_use(stream)
     }
 
     /// Returns the buffer to its pool; unlike a drop it reports failures, and gives the buffer back

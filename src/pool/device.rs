@@ -3,10 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::allocator::{Allocator, size};
-use crate::driver::{Context, Stream};
+use crate::allocator::{Allocator, Request};
+use crate::driver::Stream;
 use crate::error::{Error, InvalidArgument, Refused};
-use crate::resource::{BlockIdentity, MemoryResource, ResourceBlock, Tag, adopt};
+use crate::resource::{MemoryResource, RawBlock, adopt};
 
 use super::part::Part;
 
@@ -51,34 +51,29 @@ impl fmt::Debug for DevicePool {
 
 // SAFETY: the blocks are its allocator's.
 unsafe impl MemoryResource for DevicePool {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        if bytes == 0 || size::round_size(bytes).is_none() {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        let bytes = request.bytes();
+        if bytes == 0 || Request::round(bytes).is_none() {
             let requested = bytes as u64;
             return Err(Error::Invalid(InvalidArgument::Size { bytes: requested }));
         }
         let id = stream.id()?;
-        let block = self.part.block(&(id, bytes), alignment, stream)?;
-        Ok(adopt(block, id, alignment, tag))
+        let block = self.part.block(&(id, bytes), request.alignment(), stream)?;
+        Ok(adopt(block, id, request))
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
-        let BlockIdentity {
-            stream, bytes, ptr, ..
-        } = block.identity();
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let id = block.id();
         self.allocator.deallocate_block(block)?;
-        self.part.table.remember(&(stream, bytes), ptr);
+        self.part
+            .table
+            .remember(&(id.stream_id(), id.bytes()), id.ptr());
         self.part.release(false);
         Ok(())
     }
 
-    fn context(&self) -> &Context {
-        self.allocator.context()
+    fn ordinal(&self) -> usize {
+        self.allocator.ordinal()
     }
 
     #[inline]

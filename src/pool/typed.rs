@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::allocator::{Allocator, Block, Config, Trimmed};
-use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
+use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Driver, Stream};
 use crate::error::{Error, InvalidArgument, StreamMisuse};
 
@@ -262,9 +262,10 @@ impl TypedPool {
         mut buffer: PooledBuffer<T>,
         stream: Option<&Stream>,
     ) -> Result<(), Error> {
-        let (Some((home, from)), Some(block)) = (buffer.home(), buffer.block()) else {
+        let Some((home, from, block)) = buffer.block() else {
             return Ok(());
         };
+        let home = home.clone();
         let next = match stream {
             Some(stream) => stream.clone(),
             None => Stream::legacy(home.context()),
@@ -460,12 +461,12 @@ impl Wanted {
             slot: part.table.enter(&self.key, live),
             key: self.key,
         };
-        let memory = Memory::new(block, stream.clone(), self.key.0);
+        let buffer = DeviceBuffer::over(block, stream, self.key.0, self.len);
         let home = Home {
             part: Arc::clone(part),
             entry: Some(entry),
         };
-        PooledBuffer::new(DeviceBuffer::over(memory, self.len), home)
+        PooledBuffer::new(buffer, home)
     }
 }
 

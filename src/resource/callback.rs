@@ -2,9 +2,10 @@
 
 use std::fmt;
 
-use crate::driver::{Context, Stream};
+use crate::allocator::Request;
+use crate::driver::Stream;
 
-use super::block::{ResourceBlock, Tag};
+use super::block::RawBlock;
 use super::traits::MemoryResource;
 use crate::error::{Error, Refused};
 
@@ -14,7 +15,7 @@ use crate::error::{Error, Refused};
 ///
 /// ```
 /// use cualloc::resource::{Budget, FailureCallback, MemoryResource};
-/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
@@ -25,7 +26,7 @@ use crate::error::{Error, Refused};
 ///     asked.store(times, std::sync::atomic::Ordering::Relaxed);
 ///     times < 3
 /// });
-/// assert!(resource.allocate_block(101, &stream, "big".into()).is_err());
+/// assert!(resource.allocate_block(&Request::new(101).tag("big"), &stream).is_err());
 /// assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 3);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -45,7 +46,7 @@ where
     }
 
     /// The resource below.
-    pub fn inner(&self) -> &R {
+    pub fn get_ref(&self) -> &R {
         &self.inner
     }
 }
@@ -56,22 +57,13 @@ where
     R: MemoryResource,
     F: Fn(usize, &Error, u32) -> bool + Send + Sync,
 {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let mut times = 0;
         loop {
-            match self
-                .inner
-                .allocate_block_aligned(bytes, alignment, stream, tag)
-            {
+            match self.inner.allocate_block(request, stream) {
                 Err(error) if error.is_out_of_memory() => {
                     times += 1;
-                    if !(self.callback)(bytes, &error, times) {
+                    if !(self.callback)(request.bytes(), &error, times) {
                         return Err(error);
                     }
                 }
@@ -81,12 +73,12 @@ where
     }
 
     #[inline]
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         self.inner.deallocate_block(block)
     }
 
-    fn context(&self) -> &Context {
-        self.inner.context()
+    fn ordinal(&self) -> usize {
+        self.inner.ordinal()
     }
 
     #[inline]

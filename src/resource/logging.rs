@@ -6,12 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::driver::{Context, Stream, process};
+use crate::allocator::Request;
+use crate::driver::{Stream, process};
 use crate::locks::held::Locked;
 
-use super::block::{ResourceBlock, Tag};
+use super::block::RawBlock;
 use super::clock::{Clock, SystemClock};
 use super::traits::MemoryResource;
+use crate::block::Tag;
 use crate::error::{Error, Refused};
 
 /// Bytes of a message that are kept.
@@ -145,7 +147,7 @@ impl LogSink for NullSink {
 ///
 /// ```
 /// use cualloc::resource::{Logging, MemoryResource, RingSink};
-/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
@@ -154,7 +156,7 @@ impl LogSink for NullSink {
 /// use std::sync::Arc;
 /// let ring = Arc::new(RingSink::default());
 /// let logged = Logging::new(allocator, ring.clone());
-/// let block = logged.allocate_block(1000, &stream, "x".into())?;
+/// let block = logged.allocate_block(&Request::new(1000).tag("x"), &stream)?;
 /// logged.deallocate_block(block)?;
 /// assert_eq!(ring.len(), 2);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -274,7 +276,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     }
 
     /// The resource below.
-    pub fn inner(&self) -> &R {
+    pub fn get_ref(&self) -> &R {
         &self.inner
     }
 
@@ -282,7 +284,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         LogRecord {
             order: next_order(),
             action,
-            device: self.inner.device(),
+            device: self.inner.ordinal(),
             stream: 0,
             ptr: 0,
             bytes: 0,
@@ -296,33 +298,29 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     }
 
     #[inline(never)]
-    fn log_allocation(
-        &self,
-        result: &Result<ResourceBlock, Error>,
-        (bytes, stream, tag): (usize, &Stream, Tag),
-    ) {
+    fn log_allocation(&self, result: &Result<RawBlock, Error>, request: &Request, stream: &Stream) {
         let mut record = self.record(LogAction::Allocate, result.as_ref().err());
-        record.bytes = bytes as u64;
-        record.tag = tag;
+        record.bytes = request.bytes() as u64;
+        record.tag = request.tag;
         record.stream = stream.id().unwrap_or(0);
         if let Ok(block) = result {
             record.ptr = block.ptr();
-            record.generation = block.generation();
+            record.generation = block.id().generation();
         }
         self.write(&record);
     }
 
     #[inline(never)]
-    fn deallocate_logged(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
-        let (identity, tag) = (block.identity(), block.tag());
+    fn deallocate_logged(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let (id, tag) = (block.id(), block.tag());
         let result = self.inner.deallocate_block(block);
         let error = result.as_ref().err().map(|failure| &failure.error);
         let mut record = self.record(LogAction::Deallocate, error);
-        record.bytes = identity.bytes as u64;
+        record.bytes = id.bytes() as u64;
         record.tag = tag;
-        record.stream = identity.stream;
-        record.ptr = identity.ptr;
-        record.generation = identity.key.generation;
+        record.stream = id.stream_id();
+        record.ptr = id.ptr();
+        record.generation = id.generation();
         self.write(&record);
         result
     }
@@ -337,24 +335,16 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
     #[inline]
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        let result = self
-            .inner
-            .allocate_block_aligned(bytes, alignment, stream, tag);
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        let result = self.inner.allocate_block(request, stream);
         if self.sink.is_enabled() {
-            self.log_allocation(&result, (bytes, stream, tag));
+            self.log_allocation(&result, request, stream);
         }
         result
     }
 
     #[inline]
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         if self.sink.is_enabled() {
             return self.deallocate_logged(block);
         }
@@ -371,8 +361,8 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
         result
     }
 
-    fn context(&self) -> &Context {
-        self.inner.context()
+    fn ordinal(&self) -> usize {
+        self.inner.ordinal()
     }
 
     #[inline]

@@ -1,4 +1,4 @@
-//! The memory manager: typed slices of a device under a budget.
+//! The memory manager: memory of a device under a budget of live bytes.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -6,77 +6,50 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::allocator::{Counter, Request};
+use crate::block::{BlockId, Tag};
 use crate::driver::{Context, KernelParam, Stream, process, sys};
+use crate::error::{Error, InvalidArgument, Refused};
 
-use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
-use super::direct::DirectResource;
+use super::block::{Access, RawBlock};
+use super::cuda_memory::CudaMemory;
 use super::meter::Meter;
 use super::owned::OwnedBlock;
 use super::recorder::{Buffer, Recordable};
-use super::runtime::Runtime;
-use super::traits::{MemoryResource, Outstanding};
-use crate::error::{Error, InvalidArgument, Refused};
+use super::runtime::DeviceRuntime;
+use super::table::next_source;
+use super::traits::MemoryResource;
+use super::usage::Usage;
 
-/// Settings of a [`Manager`].
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct ManagerConfig {
-    /// The ordinal of the device.
-    pub device: usize,
-    /// Bytes of live slices that are allowed; none for no bound.
-    pub budget: Option<u64>,
-    /// Where memory comes from. Without one typed slices are allocations of the driver's, and raw blocks
-    /// are refused.
-    pub runtime: Option<Runtime>,
-}
-
-impl ManagerConfig {
-    /// A budget in bytes for a device, without a runtime.
-    pub fn new(device: usize, budget: Option<u64>) -> ManagerConfig {
-        ManagerConfig {
-            device,
-            budget,
-            runtime: None,
-        }
-    }
-
-    /// Attaches a runtime.
-    pub fn runtime(mut self, runtime: &Runtime) -> ManagerConfig {
-        self.runtime = Some(runtime.clone());
-        self
-    }
-}
-
-/// Gives out typed slices of one device's memory, up to a budget of live bytes, exact to the byte.
-/// Cheap to clone; slices keep it alive.
+/// Gives out memory of one device up to a budget of live bytes, exact to the byte: as typed slices, and as a
+/// resource for columns, tables, buffers and further adaptors. Cheap to clone; slices keep it alive.
 ///
-/// Memory comes from the runtime's stack. A manager without a runtime takes each slice straight from the
-/// driver, as [`DirectResource`] does, in the context of the slice's stream.
+/// Memory comes from the runtime's stack. A manager without a runtime gives typed slices only, each straight from
+/// the driver, as [`CudaMemory`] does, in the context of the slice's stream; raw blocks are refused then.
 ///
-/// The budget bounds what is live: a slice leaves it when it is dropped, also while its memory is
-/// still pending below. [`outstanding`](Self::outstanding) tells both apart; to bound their sum put
-/// a [`Budget`](super::Budget) into the runtime's stack. Both then apply, and refuse in the same
-/// way.
+/// The budget bounds what is live: a block leaves it when it is deallocated, also while its memory is
+/// still pending below. The [`usage`](MemoryResource::usage) of the runtime's stack tells both apart; to bound their
+/// sum put a [`Budget`](super::Budget) into that. Both then apply, and refuse in the same way.
 ///
 /// ```
-/// use cualloc::Error;
-/// use cualloc::resource::{Manager, ManagerConfig, Runtime};
+/// use cualloc::resource::{DeviceRuntime, Manager, MemoryResource};
+/// use cualloc::{Error, Request};
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
-/// let runtime = Runtime::on(&context)?;
-/// let manager = Manager::new(ManagerConfig::new(0, Some(1024)).runtime(&runtime))?;
+/// let runtime = DeviceRuntime::on(&context)?;
+/// let manager = Manager::new(0, Some(1024)).with_runtime(&runtime)?;
 /// let (_, stream) = runtime.streams().acquire()?;
 /// let slice = manager.allocate::<f32>(256, &stream)?;
-/// assert_eq!((manager.allocated(), manager.remaining()), (1024, Some(0)));
-/// let refused = manager.allocate::<u8>(2048, &stream);
+/// assert_eq!(manager.usage()?.remaining(), Some(0));
+/// let refused = manager.allocate_block(&Request::new(2048), &stream);
 /// assert!(matches!(
 ///     refused,
 ///     Err(Error::OverBudget { requested: 2048, limit: 1024, .. })
 /// ));
 /// drop(slice);
-/// assert_eq!(manager.allocated(), 0);
+/// assert_eq!(manager.usage()?.requested.current, 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
@@ -84,112 +57,84 @@ pub struct Manager(Arc<Inner>);
 
 struct Inner {
     id: u64,
-    device: usize,
-    runtime: Option<Runtime>,
+    ordinal: usize,
+    runtime: Option<DeviceRuntime>,
     meter: Arc<Meter>,
     requests: AtomicU64,
     /// Of a manager without a runtime, one for each context.
-    direct: Mutex<Vec<Arc<DirectResource>>>,
+    direct: Mutex<Vec<Arc<CudaMemory>>>,
 }
 
 impl Manager {
-    /// A manager.
+    /// A manager of a device, without a runtime, with a budget in bytes; none bounds nothing.
+    pub fn new(ordinal: usize, budget: Option<u64>) -> Manager {
+        Manager::of(ordinal, budget, None)
+    }
+
+    /// A manager of the same device and budget, whose memory comes from a runtime.
     ///
     /// # Errors
     /// [`Error::WrongDevice`] if the runtime is another device's.
-    pub fn new(config: ManagerConfig) -> Result<Manager, Error> {
-        if let Some(runtime) = &config.runtime
-            && runtime.device() != config.device
-        {
-            return Err(Error::WrongDevice {
-                expected: config.device,
-                found: runtime.device(),
-            });
-        }
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        Ok(Manager(Arc::new(Inner {
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
-            device: config.device,
-            runtime: config.runtime,
-            meter: Meter::new("manager", config.budget),
-            requests: AtomicU64::new(0),
-            direct: Mutex::default(),
-        })))
-    }
-
-    /// Tells it from every other manager of the process; starts at 1 and is never used again.
-    pub fn id(&self) -> u64 {
-        self.0.id
-    }
-
-    /// The ordinal of the device.
-    pub fn device(&self) -> usize {
-        self.0.device
-    }
-
-    /// The runtime, if one is attached.
-    pub fn runtime(&self) -> Option<&Runtime> {
-        self.0.runtime.as_ref()
-    }
-
-    /// The runtime's stack under this manager's budget: for raw blocks, columns, tables and further
-    /// adaptors. Clones share the budget.
-    ///
-    /// # Errors
-    /// [`Error::NoRuntime`].
-    ///
-    /// ```
-    /// use std::sync::Arc;
-    /// use cualloc::column::{Column, ElementType};
-    /// use cualloc::resource::{Manager, ManagerConfig, Runtime};
-    /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
-    /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-    /// # let driver = sim.driver()?;
-    /// # let context = driver.context(0)?;
-    /// let runtime = Runtime::on(&context)?;
-    /// let manager = Manager::new(ManagerConfig::new(0, Some(1024)).runtime(&runtime))?;
-    /// let (_, stream) = runtime.streams().acquire()?;
-    /// let column = Column::uninit_in(Arc::new(manager.resource()?), ElementType::F32, 100, &stream)?;
-    /// assert_eq!(manager.allocated(), 400);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn resource(&self) -> Result<Managed, Error> {
-        let runtime = self.runtime().ok_or(Error::NoRuntime {
-            device: self.device(),
-        })?;
-        Ok(self.over(Arc::clone(runtime.resource())))
-    }
-
-    fn over(&self, resource: Arc<dyn MemoryResource>) -> Managed {
-        Managed {
-            manager: self.clone(),
-            resource,
-        }
-    }
-
-    /// Where slices for a stream come from.
-    fn source(&self, stream: &Stream) -> Result<Managed, Error> {
-        if self.runtime().is_some() {
-            return self.resource();
-        }
-        let context = stream.context();
-        let (expected, found) = (self.device(), context.device().ordinal());
+    pub fn with_runtime(self, runtime: &DeviceRuntime) -> Result<Manager, Error> {
+        let (expected, found) = (self.0.ordinal, runtime.resource().ordinal());
         if expected != found {
             return Err(Error::WrongDevice { expected, found });
         }
-        let mut direct = process::lock(&self.0.direct);
-        let known = direct
-            .iter()
-            .find(|known| known.context().id() == context.id());
-        let resource = match known {
-            Some(known) => Arc::clone(known),
-            None => {
-                let new = Arc::new(DirectResource::new(context));
-                direct.push(Arc::clone(&new));
-                new
-            }
+        let runtime = Some(runtime.clone());
+        Ok(Manager::of(expected, self.0.meter.limit(), runtime))
+    }
+
+    fn of(ordinal: usize, budget: Option<u64>, runtime: Option<DeviceRuntime>) -> Manager {
+        Manager(Arc::new(Inner {
+            id: next_source(),
+            ordinal,
+            runtime,
+            meter: Meter::new("manager", budget),
+            requests: AtomicU64::new(0),
+            direct: Mutex::default(),
+        }))
+    }
+
+    /// The runtime, if one is attached.
+    pub fn runtime(&self) -> Option<&DeviceRuntime> {
+        self.0.runtime.as_ref()
+    }
+
+    /// Whether `bytes` would fit now, without taking them.
+    ///
+    /// # Errors
+    /// [`Error::OverBudget`].
+    pub fn check(&self, bytes: u64) -> Result<(), Error> {
+        self.0.meter.check(bytes)
+    }
+
+    fn below(&self) -> Result<&Arc<dyn MemoryResource>, Error> {
+        let device = self.0.ordinal;
+        let runtime = self.runtime().ok_or(Error::NoRuntime { device })?;
+        Ok(runtime.resource())
+    }
+
+    /// Where slices for a stream come from.
+    fn source(&self, stream: &Stream) -> Result<Arc<dyn MemoryResource>, Error> {
+        if let Some(runtime) = self.runtime() {
+            return Ok(Arc::clone(runtime.resource()));
+        }
+        let context = stream.context();
+        let (expected, found) = (self.0.ordinal, context.device().ordinal());
+        if expected != found {
+            return Err(Error::WrongDevice { expected, found });
+        }
+        let of_context = |known: &&Arc<CudaMemory>| {
+            let known: Option<&Context> = known.context();
+            known.is_some_and(|known| known.id() == context.id())
         };
-        Ok(self.over(resource))
+        let mut direct = process::lock(&self.0.direct);
+        let known = direct.iter().find(of_context).map(Arc::clone);
+        Ok(known.unwrap_or_else(|| {
+            let new = Arc::new(CudaMemory::new(context));
+            direct.push(Arc::clone(&new));
+            new
+        }))
     }
 
     /// Allocates `count` elements, whose contents are undefined. No elements, or elements without
@@ -213,18 +158,25 @@ impl Manager {
         stream: &Stream,
         tag: Tag,
     ) -> Result<Slice<T>, Error> {
-        self.0.requests.fetch_add(1, Ordering::Relaxed);
         let size = size_of::<T>();
         let overflow = Error::Invalid(InvalidArgument::TooLarge {
             len: count,
             element_bytes: size,
         });
-        let bytes = count.checked_mul(size).ok_or(overflow)?;
+        let Some(bytes) = count.checked_mul(size) else {
+            self.0.requests.fetch_add(1, Ordering::Relaxed);
+            return Err(overflow);
+        };
         if bytes == 0 {
+            self.0.requests.fetch_add(1, Ordering::Relaxed);
             return Ok(Slice::of(self, 0, count, None, false));
         }
-        let source = self.source(stream)?;
-        let block = source.take(bytes, align_of::<T>(), stream, tag)?;
+        let request = Request::new(bytes).align(align_of::<T>()).tag(tag);
+        let source = Managed {
+            manager: self.clone(),
+            below: self.source(stream)?,
+        };
+        let block = source.allocate_block(&request, stream)?;
         let (ptr, block) = (block.ptr(), OwnedBlock::from_parts(source, block));
         Ok(Slice::of(self, ptr, count, Some(block), false))
     }
@@ -239,142 +191,132 @@ impl Manager {
         Slice::of(self, ptr, count, None, true)
     }
 
-    /// Bytes of live slices.
-    pub fn allocated(&self) -> u64 {
-        self.0.meter.used()
+    fn take(
+        &self,
+        below: &dyn MemoryResource,
+        request: &Request,
+        stream: &Stream,
+    ) -> Result<RawBlock, Error> {
+        self.0.requests.fetch_add(1, Ordering::Relaxed);
+        // An error below drops the charge.
+        let charge = self.0.meter.charge(request.bytes() as u64)?;
+        let mut block = below.allocate_block(request, stream)?;
+        block.attach(charge);
+        Ok(block)
     }
 
-    /// The most of them since the start or the last reset; never below
-    /// [`allocated`](Self::allocated).
-    pub fn peak(&self) -> u64 {
-        self.0.meter.peak()
+    fn give(
+        &self,
+        below: &dyn MemoryResource,
+        mut block: RawBlock,
+    ) -> Result<(), Refused<RawBlock>> {
+        // It ends here, also while the memory is pending below.
+        let charge = block.detach(&self.0.meter);
+        below.deallocate_block(block).map_err(|mut failure| {
+            charge
+                .into_iter()
+                .for_each(|charge| failure.value.attach(charge));
+            failure
+        })
+    }
+}
+
+// SAFETY: passes everything on.
+unsafe impl MemoryResource for Manager {
+    /// As [`MemoryResource::allocate_block`]; [`Error::NoRuntime`].
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        self.take(self.below()?, request, stream)
     }
 
-    /// Sets the peak to what is live.
-    pub fn reset_peak(&self) {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        match self.below() {
+            Ok(below) => self.give(below, block),
+            Err(error) => Err(Refused::new(block, error)),
+        }
+    }
+
+    fn ordinal(&self) -> usize {
+        self.0.ordinal
+    }
+
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&**self.runtime()?.resource())
+    }
+
+    /// A number of its own.
+    fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    /// As the runtime says, but for what the manager bounds: live bytes, the number of live blocks, requests
+    /// (also those that failed: none over a measured region prove that it allocates nothing), and the limit. What is
+    /// pending below does not count.
+    fn usage(&self) -> Result<Usage, Error> {
+        let below = self.upstream().map(MemoryResource::usage).transpose()?;
+        let mut usage = below.unwrap_or_default();
+        usage.requested = self.0.meter.counter();
+        usage.blocks = Counter {
+            current: self.0.meter.count(),
+            ..Counter::default()
+        };
+        usage.pending = 0;
+        usage.requests = self.0.requests.load(Ordering::Relaxed);
+        usage.limit = self.0.meter.limit();
+        Ok(usage)
+    }
+
+    fn headroom(&self) -> Option<u64> {
+        let below = self.upstream().and_then(MemoryResource::headroom);
+        self.0.meter.remaining().into_iter().chain(below).min()
+    }
+
+    fn reset_peak_stats(&self) {
         self.0.meter.reset_peak();
+        if let Some(below) = self.upstream() {
+            below.reset_peak_stats();
+        }
     }
 
-    /// Requests for memory since the start or the last reset, also those that failed: 0 over a
-    /// measured region proves that it allocates nothing.
-    pub fn requests(&self) -> u64 {
-        self.0.requests.load(Ordering::Relaxed)
-    }
-
-    /// Sets the number of requests to 0.
-    pub fn reset_requests(&self) {
+    fn reset_accumulated_stats(&self) {
         self.0.requests.store(0, Ordering::Relaxed);
-    }
-
-    /// The budget in bytes.
-    pub fn budget(&self) -> Option<u64> {
-        self.0.meter.limit()
-    }
-
-    /// Bytes that are left of the budget; none without one.
-    pub fn remaining(&self) -> Option<u64> {
-        self.0.meter.remaining()
-    }
-
-    /// Whether `bytes` would fit now, without taking them.
-    ///
-    /// # Errors
-    /// [`Error::OverBudget`].
-    pub fn check(&self, bytes: u64) -> Result<(), Error> {
-        self.0.meter.check(bytes)
-    }
-
-    /// Live and pending bytes of the runtime, other users' included; nothing without a runtime.
-    pub fn outstanding(&self) -> Outstanding {
-        self.runtime()
-            .map(|runtime| runtime.resource().outstanding())
-            .unwrap_or_default()
+        if let Some(below) = self.upstream() {
+            below.reset_accumulated_stats();
+        }
     }
 }
 
 impl fmt::Debug for Manager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Manager")
-            .field("device", &self.0.device)
+            .field("ordinal", &self.0.ordinal)
             .field("meter", &self.0.meter)
             .finish_non_exhaustive()
     }
 }
 
-/// The memory that a [`Manager`] bounds, as a resource: blocks count against the manager's budget while
-/// they are live. Cheap to clone.
+/// A manager over what a slice's memory came from.
 #[derive(Clone)]
-pub struct Managed {
+struct Managed {
     manager: Manager,
-    resource: Arc<dyn MemoryResource>,
-}
-
-impl Managed {
-    /// The manager.
-    pub fn manager(&self) -> &Manager {
-        &self.manager
-    }
-
-    fn take(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        // An error below drops the charge.
-        let charge = self.manager.0.meter.charge(bytes as u64)?;
-        let mut block = self
-            .resource
-            .allocate_block_aligned(bytes, alignment, stream, tag)?;
-        block.attach(charge);
-        Ok(block)
-    }
-}
-
-impl fmt::Debug for Managed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Managed").field(&self.manager).finish()
-    }
+    below: Arc<dyn MemoryResource>,
 }
 
 // SAFETY: passes everything on.
 unsafe impl MemoryResource for Managed {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        self.manager.0.requests.fetch_add(1, Ordering::Relaxed);
-        self.take(bytes, alignment, stream, tag)
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        self.manager.take(&*self.below, request, stream)
     }
 
-    fn deallocate_block(&self, mut block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
-        // It ends here, also while the memory is pending below.
-        let charge = block.detach(&self.manager.0.meter);
-        self.resource
-            .deallocate_block(block)
-            .map_err(|mut failure| {
-                charge
-                    .into_iter()
-                    .for_each(|charge| failure.value.attach(charge));
-                failure
-            })
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        self.manager.give(&*self.below, block)
     }
 
-    fn headroom(&self) -> Option<u64> {
-        let below = self.resource.headroom();
-        self.manager.remaining().into_iter().chain(below).min()
-    }
-
-    fn context(&self) -> &Context {
-        self.resource.context()
+    fn ordinal(&self) -> usize {
+        self.below.ordinal()
     }
 
     fn upstream(&self) -> Option<&dyn MemoryResource> {
-        Some(&*self.resource)
+        Some(&*self.below)
     }
 }
 
@@ -434,9 +376,9 @@ impl<T> Slice<T> {
         &self.manager
     }
 
-    /// The block under it; none for an empty slice and for memory of somebody else.
-    pub fn block(&self) -> Option<BlockIdentity> {
-        self.block.as_ref().and_then(OwnedBlock::identity)
+    /// Who its block is; none for an empty slice and for memory of somebody else.
+    pub fn id(&self) -> Option<BlockId> {
+        self.block.as_ref().and_then(OwnedBlock::id)
     }
 
     /// The block, with its charge: for a [`Column`](crate::column::Column) of it. None for an empty slice
@@ -465,7 +407,7 @@ impl<T> Slice<T> {
     /// # Errors
     /// As [`MemoryResource::prepare_use`].
     pub fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
-        match (&self.block, self.block()) {
+        match (&self.block, self.id()) {
             (Some(owned), Some(block)) => owned.resource().prepare_use(&block, stream, access),
             _ => Ok(()),
         }
@@ -476,7 +418,7 @@ impl<T> Slice<T> {
     /// # Errors
     /// As [`MemoryResource::finish_use`].
     pub fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
-        match (&self.block, self.block()) {
+        match (&self.block, self.id()) {
             (Some(owned), Some(block)) => owned.resource().finish_use(&block, stream, access),
             _ => Ok(()),
         }
@@ -503,7 +445,7 @@ impl<T> Slice<T> {
 
 impl<T> Recordable for Slice<T> {
     fn buffer(&self) -> Buffer {
-        match self.block() {
+        match self.id() {
             Some(block) => Buffer::Block(block),
             None if self.bytes() == 0 => Buffer::Empty,
             None if self.external => Buffer::External,
@@ -524,7 +466,7 @@ impl<T> fmt::Debug for Slice<T> {
         f.debug_struct("Slice")
             .field("ptr", &format_args!("{:#x}", self.ptr))
             .field("len", &self.len)
-            .field("block", &self.block())
+            .field("block", &self.id())
             .finish_non_exhaustive()
     }
 }

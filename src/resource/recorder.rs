@@ -2,8 +2,9 @@
 
 use crate::driver::{Stream, StreamKind, process};
 
-use super::block::{Access, BlockIdentity, BlockState};
-use super::traits::{MemoryResource, Tracking};
+use super::block::Access;
+use super::traits::{MemoryResource, UseTracking};
+use crate::block::{BlockId, BlockState};
 use crate::error::{Error, StreamMisuse};
 
 /// How a launch recorder takes buffers that nobody tracks.
@@ -20,7 +21,7 @@ pub enum RecordMode {
 #[non_exhaustive]
 pub enum Buffer {
     /// A block of a resource.
-    Block(BlockIdentity),
+    Block(BlockId),
     /// No bytes: there is nothing to track.
     Empty,
     /// Memory of ours that belongs to no resource.
@@ -41,21 +42,21 @@ impl Recordable for Buffer {
     }
 }
 
-impl Recordable for BlockIdentity {
+impl Recordable for BlockId {
     fn buffer(&self) -> Buffer {
         Buffer::Block(*self)
     }
 }
 
-impl Recordable for super::ResourceBlock {
+impl Recordable for super::RawBlock {
     fn buffer(&self) -> Buffer {
-        Buffer::Block(self.identity())
+        Buffer::Block(self.id())
     }
 }
 
 impl<R: MemoryResource> Recordable for super::OwnedBlock<R> {
     fn buffer(&self) -> Buffer {
-        self.identity().map_or(Buffer::Untracked, Buffer::Block)
+        self.id().map_or(Buffer::Untracked, Buffer::Block)
     }
 }
 
@@ -70,16 +71,16 @@ enum Phase {
 /// [`preflight`](Self::preflight), launch, [`commit`](Self::commit).
 ///
 /// ```
-/// use cualloc::resource::{AsyncResource, LaunchRecorder, MemoryResource, RecordMode};
+/// use cualloc::resource::{AccessOrdered, LaunchRecorder, MemoryResource, RecordMode};
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
-/// let resource = AsyncResource::new(allocator);
+/// let resource = AccessOrdered::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let (input, output) =
-///     (resource.allocate_block(64, &a, "in".into())?, resource.allocate_block(64, &a, "out".into())?);
+///     (resource.allocate_block(&Request::new(64).tag("in"), &a)?, resource.allocate_block(&Request::new(64).tag("out"), &a)?);
 /// let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
 /// recorder.read(&input)?.write(&output)?;
 /// recorder.preflight()?;
@@ -106,7 +107,7 @@ pub struct LaunchRecorder<R: MemoryResource> {
 
 #[derive(Debug)]
 struct Entry {
-    block: BlockIdentity,
+    block: BlockId,
     access: Access,
     /// Its place in the order of recording.
     index: usize,
@@ -170,11 +171,8 @@ impl<R: MemoryResource> LaunchRecorder<R> {
             Buffer::External => self.others.push((index, true)),
             Buffer::Untracked => self.others.push((index, false)),
             Buffer::Block(identity) => {
-                let same = |other: &BlockIdentity| {
-                    (other.key, other.ptr, other.device)
-                        == (identity.key, identity.ptr, identity.device)
-                };
-                match self.blocks.iter_mut().find(|entry| same(&entry.block)) {
+                let known = self.blocks.iter_mut().find(|entry| entry.block == identity);
+                match known {
                     Some(known) => known.access = known.access.merge(access),
                     None => self.blocks.push(Entry {
                         block: identity,
@@ -188,7 +186,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     }
 
     /// The blocks recorded so far, each once, with what is done to it.
-    pub fn blocks(&self) -> impl Iterator<Item = (BlockIdentity, Access)> + '_ {
+    pub fn blocks(&self) -> impl Iterator<Item = (BlockId, Access)> + '_ {
         self.blocks.iter().map(|entry| (entry.block, entry.access))
     }
 
@@ -206,13 +204,13 @@ impl<R: MemoryResource> LaunchRecorder<R> {
             }
             .into());
         }
-        let (stream, device) = (self.stream.id()?, self.resource.device());
-        let tracking = self.resource.tracking();
+        let (stream, device) = (self.stream.id()?, self.resource.ordinal());
+        let tracking = self.resource.use_tracking();
         // Where only reuse is tracked, a stream is in order with itself and no other.
-        let in_order = |block: &BlockIdentity| match tracking {
-            Tracking::Access => true,
-            Tracking::Reuse => block.stream == stream,
-            Tracking::None => false,
+        let in_order = |block: &BlockId| match tracking {
+            UseTracking::Access => true,
+            UseTracking::Reuse => block.stream_id() == stream,
+            UseTracking::None => false,
         };
         if self.mode == RecordMode::Strict {
             let untracked = self.blocks.iter().filter(|entry| !in_order(&entry.block));
@@ -224,10 +222,10 @@ impl<R: MemoryResource> LaunchRecorder<R> {
             }
         }
         for Entry { block, .. } in &self.blocks {
-            if block.device != device {
+            if block.ordinal() != device {
                 return Err(Error::WrongDevice {
                     expected: device,
-                    found: block.device,
+                    found: block.ordinal(),
                 });
             }
             if self.resource.state(block) != BlockState::Live {
@@ -258,7 +256,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
             .into());
         }
         self.phase = Phase::Committed;
-        if self.resource.tracking() == Tracking::None {
+        if self.resource.use_tracking() == UseTracking::None {
             return Ok(());
         }
         if self.stream.kind() == StreamKind::PerThreadDefault && self.stream.id()? != self.named {

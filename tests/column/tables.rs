@@ -8,7 +8,7 @@ use cualloc::column::*;
 use cualloc::driver::{Context, Stream};
 use cualloc::error::{ImportFault, InvalidArgument};
 use cualloc::resource::{
-    AsyncResource, BlockState, Budget, DirectResource, LaunchRecorder, MemoryResource, Outstanding,
+    AccessOrdered, BlockState, Budget, CudaMemory, LaunchRecorder, MemoryResource, Outstanding,
     RecordMode,
 };
 use cualloc::sim::SimConfig;
@@ -41,15 +41,15 @@ fn s5_45_s5_9_columns_say_what_they_are() {
         let id = owned.block().unwrap();
         let ptr = owned.ptr();
         let block = owned.into_block().unwrap();
-        assert_eq!(block.generation(), (id.key.id, id.key.generation as u32));
+        assert_eq!(block.generation(), (id.key.id, id.generation() as u32));
         drop(block);
         let next = floats(&allocator, 300, &a);
         assert_eq!(next.ptr(), ptr);
         assert_ne!(next.block().unwrap().key, id.key);
         let elsewhere = rig.allocator();
         let there = floats(&elsewhere, 1, &a).block().unwrap();
-        assert_ne!(there.key.source, id.key.source);
-        assert_eq!(id.key.source, allocator.id());
+        assert_ne!(there.source(), id.source());
+        assert_eq!(id.source(), allocator.id());
 
         let Some(other) = other() else { return };
         let plain = Plain::new(&rig.context, 400);
@@ -453,11 +453,11 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
         let stream = rig.stream();
         let stacks = [
             shared(rig, |allocator| allocator),
-            shared(rig, AsyncResource::new),
+            shared(rig, AccessOrdered::new),
             shared(rig, |allocator| {
-                Budget::new(AsyncResource::new(allocator), Some(1 << 20))
+                Budget::new(AccessOrdered::new(allocator), Some(1 << 20))
             }),
-            Arc::new(DirectResource::new(&rig.context)),
+            Arc::new(CudaMemory::new(&rig.context)),
         ];
         for resource in stacks {
             let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &stream);
@@ -468,13 +468,13 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
                 (column.ptr(), 24, false)
             );
             assert_eq!(resource.state(&id), BlockState::Live);
-            assert_eq!(resource.outstanding().live, 24);
+            assert_eq!(resource.usage().unwrap().requested.current, 24);
             column.record_stream(&rig.stream()).unwrap();
             assert_eq!(column.to_vec::<i64>().unwrap(), [3, 5, 8]);
             // Neither is it an allocator's.
             let column = column.into_block().expect_err("a resource's");
             let owned = column.into_owned().unwrap();
-            assert_eq!(owned.identity(), Some(id));
+            assert_eq!(owned.id(), Some(id));
             // SAFETY: the block's own stream, and nothing else uses it.
             let refused = unsafe { Column::from_owned(owned, ElementType::I64, 1000, &stream) };
             let refused = refused.unwrap_err();
@@ -490,9 +490,9 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
                 (Some(id), vec![3, 5])
             );
             drop(again);
-            assert_eq!(resource.outstanding().live, 0);
+            assert_eq!(resource.usage().unwrap().requested.current, 0);
             resource.reap().unwrap();
-            assert_eq!(resource.state(&id), BlockState::Freed);
+            assert_eq!(resource.state(&id), BlockState::Free);
             let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::F32, 7, &stream);
             assert_eq!(zeros.unwrap().to_vec::<f32>().unwrap(), [0.0; 7]);
             let empty = Column::uninit_in(Arc::clone(&resource), ElementType::F32, 0, &stream);
@@ -506,7 +506,7 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
 #[test]
 fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
     each(|rig| {
-        let resource = shared(rig, AsyncResource::new);
+        let resource = shared(rig, AccessOrdered::new);
         let [a, b] = rig.streams();
         let mut column = Column::from_slice_in(Arc::clone(&resource), &[1u32; 1024], &a).unwrap();
         for round in 2..5u32 {
@@ -543,6 +543,6 @@ fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
         assert_eq!(next.to_vec::<u32>().unwrap(), [5; 1024]);
         drop(next);
         resource.reap().unwrap();
-        assert_eq!(resource.outstanding(), Outstanding::default());
+        assert_eq!(held(&resource), (0, 0));
     });
 }

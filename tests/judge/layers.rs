@@ -7,21 +7,21 @@ use cualloc::driver::Stream;
 use cualloc::pool::{
     Lease, NativeBlock, NativeConfig, NativePool, PooledBuffer, TypedPool, WorkspacePool,
 };
-use cualloc::resource::{Access, AsyncResource, MemoryResource, ResourceBlock};
-use cualloc::{Allocator, DeviceBuffer};
+use cualloc::resource::{Access, AccessOrdered, MemoryResource, RawBlock};
+use cualloc::{Allocator, DeviceBuffer, Request};
 
 use super::program::{Act, Step, size};
 use super::rng::Rng;
 use super::world::{Done, Kind, World};
 
-type Ordered = Arc<AsyncResource<Allocator>>;
+type Ordered = Arc<AccessOrdered<Allocator>>;
 
 pub enum Layered {
     Buffer(DeviceBuffer<u32>),
     Column(Column),
     Pooled(PooledBuffer<u32>),
     Lease(Lease),
-    Resource(ResourceBlock, Ordered),
+    Resource(RawBlock, Ordered),
     /// Lent to somebody who works on its stream.
     Tensor(DlpackTensor),
     /// Not the allocator's: the judge hears nothing of it, and the simulator alone judges its uses.
@@ -158,13 +158,13 @@ impl World {
                 let ordered = it
                     .layers
                     .ordered
-                    .get_or_insert_with(|| Arc::new(AsyncResource::new(allocator.clone())));
+                    .get_or_insert_with(|| Arc::new(AccessOrdered::new(allocator.clone())));
                 let ordered = Arc::clone(ordered);
                 if rng.percent(20) {
                     let _ = ordered.reap();
                 }
                 let block = ordered
-                    .allocate_block(bytes as usize, stream, "judge".into())
+                    .allocate_block(&Request::new(bytes as usize).tag("judge"), stream)
                     .map_err(|e| say(&e))?;
                 (block.ptr(), bytes, Layered::Resource(block, ordered))
             }
@@ -232,7 +232,7 @@ impl World {
         };
         let recorded = match layered {
             Layered::Resource(block, ordered) => {
-                let id = block.identity();
+                let id = block.id();
                 if ordered.prepare_use(&id, &stream, Access::Write).is_err() {
                     return Ok(());
                 }

@@ -9,11 +9,12 @@ use std::cell::RefCell;
 use std::sync::Once;
 
 use common::*;
+use cualloc::Tag;
 use cualloc::driver::sys;
 use cualloc::pool::{NativeConfig, NativePool, ThresholdPool};
-use cualloc::resource::{AsyncResource, LaunchRecorder, MemoryResource, RecordMode, Tag};
+use cualloc::resource::{AccessOrdered, LaunchRecorder, MemoryResource, RecordMode};
 use cualloc::sim::FailPlan;
-use cualloc::{Config, Policy};
+use cualloc::{Config, Policy, Request};
 
 thread_local! {
     /// What the calling thread has logged.
@@ -102,9 +103,13 @@ fn s3_8_a_drop_that_destroys_no_pool_is_logged() {
 fn s5_42_an_abandoned_recorder_warns() {
     collect();
     each(|rig| {
-        let (resource, stream) = (AsyncResource::new(rig.allocator()), rig.stream());
+        let (resource, stream) = (AccessOrdered::new(rig.allocator()), rig.stream());
         let tag = Tag::new("test");
-        let blocks = [(); 2].map(|()| resource.allocate_block(64, &stream, tag).unwrap());
+        let blocks = [(); 2].map(|()| {
+            resource
+                .allocate_block(&Request::new(64).tag(tag), &stream)
+                .unwrap()
+        });
         for (mode, name) in [
             (RecordMode::Strict, "Strict"),
             (RecordMode::Permissive, "Permissive"),

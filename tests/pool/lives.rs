@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use cualloc::driver::Stream;
 use cualloc::pool::{TypedPool, TypedStats};
 use cualloc::sim::{SimConfig, Simulator};
-use cualloc::{Config, Policy};
+use cualloc::{Config, Policy, Request};
 
 use crate::common::{Rig, each, on_cuda, only};
 use crate::fill;
@@ -173,13 +173,13 @@ fn s2_8_s2_13_threads_count_exactly_and_name_each_others_buffers() {
 /// S2.2: buffers and blocks of the resource share what came back, small ones too.
 #[test]
 fn s2_2_small_blocks_and_buffers_share_what_came_back() {
-    use cualloc::resource::{MemoryResource, Tag};
+    use cualloc::resource::MemoryResource;
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         let resource = pool.on_device(0).unwrap();
         let [a, b] = [0; 2].map(|_| {
             resource
-                .allocate_block(12_288, &stream, Tag::default())
+                .allocate_block(&Request::new(12_288), &stream)
                 .unwrap()
         });
         let [first, second] = [a.ptr(), b.ptr()];

@@ -6,7 +6,7 @@ mod guard {
     use cualloc::error::StreamMisuse;
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Error, Policy, Refused};
+    use cualloc::{Allocator, Error, Policy, Refused, Request};
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::{Arc, Mutex, OnceLock};
     use std::time::Duration;
@@ -32,7 +32,7 @@ mod guard {
             let stream = rig.stream();
             let open = Guard::builder().open(&rig.driver).unwrap();
             assert_eq!(
-                (open.inner().limit(), open.policy()),
+                (open.get_ref().limit(), open.policy()),
                 (None, OomPolicy::Fail)
             );
             assert_eq!((open.device(), open.release_reserve().unwrap()), (0, 0));
@@ -46,7 +46,7 @@ mod guard {
             assert_eq!(guard.policy(), OomPolicy::FreeCaches);
             guard.set_policy(OomPolicy::Fail);
             let calls = rig.memory_calls();
-            match guard.allocate_block(1001, &stream, T) {
+            match guard.allocate_block(&Request::new(1001).tag(T), &stream) {
                 Err(Error::OverBudget {
                     requested,
                     limit,
@@ -58,20 +58,35 @@ mod guard {
                 other => panic!("{other:?}"),
             }
             assert_eq!(rig.memory_calls(), calls);
-            let budget = guard.inner();
+            let budget = guard.get_ref();
             budget.set_limit(None);
             assert_eq!((budget.limit(), budget.remaining()), (None, None));
-            let block = guard.allocate_block(1001, &stream, T).unwrap();
+            let block = guard
+                .allocate_block(&Request::new(1001).tag(T), &stream)
+                .unwrap();
             budget.set_limit(Some(500));
-            assert_eq!(guard.stats().used, RESERVE + 1001, "stays");
-            assert_eq!(guard.stats().budget, Some(500));
-            assert!(guard.allocate_block(1, &stream, T).is_err());
+            assert_eq!(
+                guard.usage().unwrap().outstanding(),
+                RESERVE + 1001,
+                "stays"
+            );
+            assert_eq!(guard.usage().unwrap().limit, Some(500));
+            assert!(
+                guard
+                    .allocate_block(&Request::new(1).tag(T), &stream)
+                    .is_err()
+            );
             guard.deallocate_block(block).unwrap();
             assert_eq!(guard.reserved(), RESERVE);
             assert_eq!(guard.release_reserve().unwrap(), RESERVE);
             assert_eq!(guard.release_reserve().unwrap(), 0);
-            guard.inner().set_limit(Some(0));
-            assert!(guard.allocate_block(1, &stream, T).is_err(), "0 is no room");
+            guard.get_ref().set_limit(Some(0));
+            assert!(
+                guard
+                    .allocate_block(&Request::new(1).tag(T), &stream)
+                    .is_err(),
+                "0 is no room"
+            );
             let wrong = Guard::builder().device(7).build(rig.allocator());
             assert!(matches!(
                 wrong,
@@ -95,7 +110,7 @@ mod guard {
             alignment: usize,
             stream: &cualloc::driver::Stream,
             tag: Tag,
-        ) -> Result<ResourceBlock, Error> {
+        ) -> Result<RawBlock, Error> {
             let used = self.0.stats().all.reserved.current;
             if used > self.1 {
                 return Err(Error::OverBudget {
@@ -105,9 +120,9 @@ mod guard {
                     used,
                 });
             }
-            self.0.allocate_block_aligned(bytes, alignment, stream, tag)
+            self.0.allocate_block(request, stream)
         }
-        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+        fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
             self.0.deallocate_block(block)
         }
         fn context(&self) -> &cualloc::driver::Context {
@@ -130,14 +145,22 @@ mod guard {
                 .policy(OomPolicy::FreeCaches)
                 .build(Full(allocator.clone(), 7 * MIB as u64))
                 .unwrap();
-            let block = guard.allocate_block(4 * MIB, &stream, T).unwrap();
-            assert_eq!(guard.stats().oom_recoveries, 1);
+            let block = guard
+                .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
+                .unwrap();
+            assert_eq!(guard.usage().unwrap().recoveries, 1);
             let reserved = allocator.stats().all.reserved.current;
             assert!(reserved < cached, "caches were kept");
-            let more = guard.allocate_block(4 * MIB, &stream, T).unwrap();
-            assert!(guard.allocate_block(4 * MIB, &stream, T).is_err());
+            let more = guard
+                .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
+                .unwrap();
+            assert!(
+                guard
+                    .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
+                    .is_err()
+            );
             assert_eq!(
-                guard.stats().oom_recoveries,
+                guard.usage().unwrap().recoveries,
                 1,
                 "a retry that failed is none"
             );
@@ -171,7 +194,7 @@ mod guard {
                 OomPolicy::Wait(Duration::from_secs(1)),
             ] {
                 guard.set_policy(policy);
-                let refused = guard.allocate_block(101, &stream, T);
+                let refused = guard.allocate_block(&Request::new(101).tag(T), &stream);
                 assert!(
                     matches!(
                         refused,
@@ -188,7 +211,7 @@ mod guard {
             }
             assert_eq!(asked.load(Ordering::SeqCst), 0, "a hook was asked");
             assert_eq!(clock.waits(), 0);
-            assert_eq!(guard.stats().oom_recoveries, 0);
+            assert_eq!(guard.usage().unwrap().recoveries, 0);
         });
     }
 
@@ -198,7 +221,7 @@ mod guard {
         }
     }
 
-    impl Shared for AsyncResource {}
+    impl Shared for AccessOrdered {}
 
     /// S1.25: waiting looks every 100 ms of the clock it was given, and gives up in time.
     #[test]
@@ -212,16 +235,20 @@ mod guard {
                 .clock(clock.clone())
                 .build(rig.allocator())
                 .unwrap();
-            let block = guard.allocate_block(1000, &stream, T).unwrap();
+            let block = guard
+                .allocate_block(&Request::new(1000).tag(T), &stream)
+                .unwrap();
             std::thread::scope(|scope| {
-                let waiting = scope.spawn(|| guard.allocate_block(600, &stream, T));
+                let waiting =
+                    scope.spawn(|| guard.allocate_block(&Request::new(600).tag(T), &stream));
                 clock.await_waiter(0);
                 guard.deallocate_block(block).unwrap();
                 clock.advance(Duration::from_millis(100));
                 let block = waiting.join().unwrap().unwrap();
-                assert_eq!(guard.stats().oom_recoveries, 1);
+                assert_eq!(guard.usage().unwrap().recoveries, 1);
                 let seen = clock.waits();
-                let waiting = scope.spawn(|| guard.allocate_block(600, &stream, T));
+                let waiting =
+                    scope.spawn(|| guard.allocate_block(&Request::new(600).tag(T), &stream));
                 for number in 0..3 {
                     clock.await_waiter(seen + number);
                     clock.advance(Duration::from_millis(100));
@@ -230,7 +257,7 @@ mod guard {
                 assert_eq!(clock.waits(), seen + 3, "100, 200 and 250 ms");
                 guard.deallocate_block(block).unwrap();
             });
-            assert_eq!(guard.stats().oom_recoveries, 1);
+            assert_eq!(guard.usage().unwrap().recoveries, 1);
         });
     }
 
@@ -252,7 +279,11 @@ mod guard {
                 (OomPolicy::Checkpoint, 1),
             ] {
                 guard.set_policy(policy);
-                assert!(guard.allocate_block(101, &stream, T).is_err());
+                assert!(
+                    guard
+                        .allocate_block(&Request::new(101).tag(T), &stream)
+                        .is_err()
+                );
                 assert_eq!(runs.load(Ordering::SeqCst), expected, "{policy:?}");
             }
         });
@@ -282,8 +313,14 @@ mod guard {
             add("modest", 0, 0, 400);
             assert!(!add("first", -1, 0, 0));
             assert!(add("first", -1, 0, 0), "names are unique");
-            let held = guard.allocate_block(600, &stream, T).unwrap();
-            assert!(guard.allocate_block(500, &stream, T).is_err());
+            let held = guard
+                .allocate_block(&Request::new(600).tag(T), &stream)
+                .unwrap();
+            assert!(
+                guard
+                    .allocate_block(&Request::new(500).tag(T), &stream)
+                    .is_err()
+            );
             let seen: Vec<_> = order.lock().unwrap().drain(..).collect();
             let names: Vec<_> = seen.iter().map(|(name, _)| *name).collect();
             assert_eq!(
@@ -300,13 +337,15 @@ mod guard {
                 600
             });
             guard.add_relief_hook(hook.priority(-5));
-            let block = guard.allocate_block(500, &stream, T).unwrap();
+            let block = guard
+                .allocate_block(&Request::new(500).tag(T), &stream)
+                .unwrap();
             assert!(order.lock().unwrap().is_empty());
             // S1.52: what a hook freed is counted once, by the free.
-            assert_eq!(guard.stats().used, 500);
-            assert_eq!(guard.stats().oom_recoveries, 1, "a hook saved it");
+            assert_eq!(guard.usage().unwrap().outstanding(), 500);
+            assert_eq!(guard.usage().unwrap().recoveries, 1, "a hook saved it");
             guard.deallocate_block(block).unwrap();
-            assert_eq!(guard.stats().used, 0);
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
         });
     }
 
@@ -323,12 +362,18 @@ mod guard {
             }));
             guard.set_policy(OomPolicy::Checkpoint);
             guard.set_checkpoint(move |_| two.lock().unwrap().push("policy"));
-            let fits = guard.allocate_block(100, &stream, T).unwrap();
+            let fits = guard
+                .allocate_block(&Request::new(100).tag(T), &stream)
+                .unwrap();
             assert!(
                 order.lock().unwrap().is_empty(),
                 "nobody is asked for what fits"
             );
-            assert!(guard.allocate_block(1, &stream, T).is_err());
+            assert!(
+                guard
+                    .allocate_block(&Request::new(1).tag(T), &stream)
+                    .is_err()
+            );
             assert_eq!(*order.lock().unwrap(), ["hook", "policy"]);
             guard.deallocate_block(fits).unwrap();
             assert!(guard.remove_relief_hook("hook"));
@@ -376,35 +421,41 @@ mod guard {
     fn s1_32_s1_53_listeners_hear_of_every_entry_point() {
         packed(|rig| {
             let stream = rig.stream();
-            let inner = AsyncResource::new(rig.allocator()).shared();
+            let inner = AccessOrdered::new(rig.allocator()).shared();
             let guard = Arc::new(Guard::builder().budget(Some(1000)).build(inner).unwrap());
             let heard = Arc::new(Mutex::new(Vec::new()));
             let log = Arc::clone(&heard);
             let number = guard
-                .inner()
+                .get_ref()
                 .on_pressure(move |old, new| log.lock().unwrap().push((old, new)));
             let told = || std::mem::take(&mut *heard.lock().unwrap());
             use Pressure::*;
-            let block = guard.allocate_block(1000, &stream, T).unwrap();
+            let block = guard
+                .allocate_block(&Request::new(1000).tag(T), &stream)
+                .unwrap();
             assert_eq!(told(), [(None, Critical)], "allocate");
             guard.deallocate_block(block).unwrap();
             assert_eq!(told(), [], "still pending");
             guard.reap().unwrap();
             assert_eq!(told(), [(Critical, None)], "reap");
-            let owned = OwnedBlock::allocate(Arc::clone(&guard), 850, &stream, T).unwrap();
+            let owned =
+                OwnedBlock::allocate(Arc::clone(&guard), &Request::new(850).tag(T), &stream)
+                    .unwrap();
             assert_eq!(told(), [(None, Low)], "owned");
-            guard.inner().set_limit(Some(900));
+            guard.get_ref().set_limit(Some(900));
             assert_eq!(told(), [(Low, Medium)], "a new budget");
             drop(owned);
             // Another request reaps for it.
             guard.set_policy(OomPolicy::FreeCaches);
-            let block = guard.allocate_block_aligned(100, 256, &stream, T);
+            let block = guard.allocate_block(&Request::new(100).align(256).tag(T), &stream);
             assert_eq!(told(), [(Medium, None)], "reaped by a request");
             guard.deallocate_block(block.unwrap()).unwrap();
             guard.reap().unwrap();
-            assert!(guard.inner().remove_listener(number));
-            assert!(!guard.inner().remove_listener(number));
-            let block = guard.allocate_block(900, &stream, T).unwrap();
+            assert!(guard.get_ref().remove_listener(number));
+            assert!(!guard.get_ref().remove_listener(number));
+            let block = guard
+                .allocate_block(&Request::new(900).tag(T), &stream)
+                .unwrap();
             assert_eq!(told(), []);
             guard.deallocate_block(block).unwrap();
             guard.reap().unwrap();
@@ -452,10 +503,12 @@ mod guard {
                         scope.spawn(|| {
                             let stream = rig_free_stream(&guard);
                             for size in 1..400 {
-                                let block = guard.allocate_block(size * 100, &stream, T).unwrap();
+                                let block = guard
+                                    .allocate_block(&Request::new(size * 100).tag(T), &stream)
+                                    .unwrap();
                                 // Whoever resets has a turn while the block is there.
                                 for _ in 0..3 {
-                                    let stats = guard.stats();
+                                    let stats = guard.usage().unwrap();
                                     assert!(stats.peak >= stats.used, "{stats:?}");
                                     assert!(stats.peak >= block.bytes() as u64, "{stats:?}");
                                     std::thread::yield_now();
@@ -467,12 +520,12 @@ mod guard {
                     .collect();
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        guard.inner().reset_peak();
+                        guard.get_ref().reset_peak();
                     }
                 });
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        let stats = guard.stats();
+                        let stats = guard.usage().unwrap();
                         assert!(stats.peak >= stats.used, "{stats:?}");
                     }
                 });
@@ -480,27 +533,29 @@ mod guard {
                 stop.store(true, Ordering::Relaxed);
                 ended.into_iter().for_each(|end| end.unwrap());
             });
-            guard.inner().reset_peak();
-            let stats = guard.stats();
+            guard.get_ref().reset_peak();
+            let stats = guard.usage().unwrap();
             assert_eq!((stats.used, stats.peak, stats.live_allocations), (0, 0, 0));
             assert!(stats.device_total >= stats.device_free && stats.device_total > Some(0));
             if let Some(sim) = rig.sim() {
                 let refusal = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
                 sim.fail(FailPlan::call("cuMemGetInfo_v2", refusal).unwrap());
-                let stats = guard.stats();
+                let stats = guard.usage().unwrap();
                 let device = (stats.device_free, stats.device_total);
                 assert_eq!(device, (None, None), "not known is not nothing");
             }
             let stream = rig.stream();
-            let block = guard.allocate_block(100, &stream, T).unwrap();
-            assert_eq!(guard.stats().live_allocations, 1);
+            let block = guard
+                .allocate_block(&Request::new(100).tag(T), &stream)
+                .unwrap();
+            assert_eq!(guard.usage().unwrap().blocks.current, 1);
             guard.deallocate_block(block).unwrap();
-            assert_eq!(guard.stats().peak, 100);
+            assert_eq!(guard.usage().unwrap().requested.peak, 100);
         });
     }
 
     fn rig_free_stream(guard: &Guard<Allocator>) -> cualloc::driver::Stream {
-        guard.inner().inner().create_stream().unwrap()
+        guard.get_ref().get_ref().create_stream().unwrap()
     }
 
     /// Lets time pass until something is so; a watchdog that never looks fails the test.
@@ -584,12 +639,14 @@ mod guard {
                 for call in ["cuMemAlloc_v2", "cuMemCreate"] {
                     sim.fail(FailPlan::call(call, code).unwrap().times(1000));
                 }
-                let error = guard.allocate_block(64 * MIB, &stream, T).unwrap_err();
+                let error = guard
+                    .allocate_block(&Request::new(64 * MIB).tag(T), &stream)
+                    .unwrap_err();
                 assert_eq!(error.is_out_of_memory(), expected == 1);
                 assert_eq!(runs.load(Ordering::SeqCst), expected);
                 sim.clear_failures();
             }
-            assert_eq!(guard.stats().used, 0);
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
             // And no text does.
             let loud = Guard::builder()
                 .build(Arc::new(Loud(rig.allocator())))
@@ -599,7 +656,9 @@ mod guard {
             loud.set_checkpoint(move |_| {
                 counted.fetch_add(1, Ordering::SeqCst);
             });
-            let error = loud.allocate_block(64, &stream, T).unwrap_err();
+            let error = loud
+                .allocate_block(&Request::new(64).tag(T), &stream)
+                .unwrap_err();
             assert!(error.to_string().contains("out of memory"), "{error}");
             assert!(!error.is_out_of_memory());
             assert_eq!(runs.load(Ordering::SeqCst), 1);
@@ -617,13 +676,13 @@ mod guard {
             _alignment: usize,
             _stream: &cualloc::driver::Stream,
             _tag: Tag,
-        ) -> Result<ResourceBlock, Error> {
+        ) -> Result<RawBlock, Error> {
             Err(Error::from(StreamMisuse::LaunchOrder {
                 asked: "out of memory",
                 because: "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
             }))
         }
-        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+        fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
             self.0.deallocate_block(block)
         }
         fn context(&self) -> &cualloc::driver::Context {
@@ -632,7 +691,7 @@ mod guard {
         fn outstanding(&self) -> Outstanding {
             self.0.outstanding()
         }
-        fn state(&self, block: &BlockIdentity) -> BlockState {
+        fn state(&self, block: &BlockId) -> BlockState {
             self.0.state(block)
         }
     }
@@ -643,11 +702,13 @@ mod guard {
         packed(|rig| {
             let stream = rig.stream();
             let guard = Arc::new(guard(rig, 10_000));
-            let kept: Arc<std::sync::Mutex<Vec<ResourceBlock>>> = Arc::default();
+            let kept: Arc<std::sync::Mutex<Vec<RawBlock>>> = Arc::default();
             for _ in 0..3 {
-                kept.lock()
-                    .unwrap()
-                    .push(guard.allocate_block(3000, &stream, T).unwrap());
+                kept.lock().unwrap().push(
+                    guard
+                        .allocate_block(&Request::new(3000).tag(T), &stream)
+                        .unwrap(),
+                );
             }
             let (weak, list) = (Arc::downgrade(&guard), Arc::clone(&kept));
             guard.add_relief_hook(ReliefHook::new("frees two", move |_| {
@@ -658,18 +719,29 @@ mod guard {
                 }
                 6000
             }));
-            let block = guard.allocate_block(5000, &stream, T).unwrap();
-            assert_eq!(guard.stats().used, 8000);
-            assert_eq!(guard.inner().inner().outstanding().live, 8000);
+            let block = guard
+                .allocate_block(&Request::new(5000).tag(T), &stream)
+                .unwrap();
+            assert_eq!(guard.usage().unwrap().outstanding(), 8000);
+            assert_eq!(
+                guard.get_ref().get_ref().usage().unwrap().requested.current,
+                8000
+            );
             guard.remove_relief_hook("frees two");
-            assert!(guard.allocate_block(2001, &stream, T).is_err());
-            let rest = guard.allocate_block(2000, &stream, T).unwrap();
+            assert!(
+                guard
+                    .allocate_block(&Request::new(2001).tag(T), &stream)
+                    .is_err()
+            );
+            let rest = guard
+                .allocate_block(&Request::new(2000).tag(T), &stream)
+                .unwrap();
             guard.deallocate_block(rest).unwrap();
             guard.deallocate_block(block).unwrap();
             for block in kept.lock().unwrap().drain(..) {
                 guard.deallocate_block(block).unwrap();
             }
-            assert_eq!(guard.stats().used, 0);
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
         });
     }
 
@@ -685,30 +757,42 @@ mod guard {
             let busy = stream.clone();
             guard.add_relief_hook(ReliefHook::new("busy", move |_| {
                 let guard = one.get().unwrap();
-                let block = guard.allocate_block(10, &busy, T).unwrap();
+                let block = guard
+                    .allocate_block(&Request::new(10).tag(T), &busy)
+                    .unwrap();
                 guard.deallocate_block(block).unwrap();
                 guard.add_relief_hook(ReliefHook::new("added", |_| 0));
                 guard.remove_relief_hook("added");
                 guard.remove_relief_hook("busy");
-                guard.inner().set_limit(Some(1000));
+                guard.get_ref().set_limit(Some(1000));
                 0
             }));
             guard.add_relief_hook(ReliefHook::new("panics", |_| panic!("in a hook")).priority(-1));
             let also = stream.clone();
-            guard.inner().on_pressure(move |_, new| {
+            guard.get_ref().on_pressure(move |_, new| {
                 let guard = two.get().unwrap();
                 if new == Pressure::None {
-                    let block = guard.allocate_block(1, &also, T).unwrap();
+                    let block = guard
+                        .allocate_block(&Request::new(1).tag(T), &also)
+                        .unwrap();
                     guard.deallocate_block(block).unwrap();
                 }
             });
-            guard.inner().on_pressure(|_, _| panic!("in a listener"));
-            let held = guard.allocate_block(900, &stream, T).unwrap();
-            assert!(guard.allocate_block(200, &stream, T).is_err());
+            guard.get_ref().on_pressure(|_, _| panic!("in a listener"));
+            let held = guard
+                .allocate_block(&Request::new(900).tag(T), &stream)
+                .unwrap();
+            assert!(
+                guard
+                    .allocate_block(&Request::new(200).tag(T), &stream)
+                    .is_err()
+            );
             assert!(!guard.remove_relief_hook("busy"), "it ran");
             guard.deallocate_block(held).unwrap();
-            assert_eq!(guard.stats().used, 0);
-            let block = guard.allocate_block(1000, &stream, T).unwrap();
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
+            let block = guard
+                .allocate_block(&Request::new(1000).tag(T), &stream)
+                .unwrap();
             guard.deallocate_block(block).unwrap();
             guard.remove_relief_hook("panics");
         });
@@ -724,10 +808,12 @@ mod guard {
                     scope.spawn(|| {
                         let stream = rig_free_stream(&guard);
                         for _ in 0..300 {
-                            if let Ok(block) = guard.allocate_block(3000, &stream, T) {
-                                let below = guard.inner().inner().stats().all.requested.current;
+                            if let Ok(block) =
+                                guard.allocate_block(&Request::new(3000).tag(T), &stream)
+                            {
+                                let below = guard.get_ref().get_ref().stats().all.requested.current;
                                 assert!(below <= 10_000, "{below}");
-                                assert!(guard.stats().used <= 10_000);
+                                assert!(guard.usage().unwrap().outstanding() <= 10_000);
                                 guard.deallocate_block(block).unwrap();
                             }
                         }
@@ -735,10 +821,10 @@ mod guard {
                 }
             });
             assert_eq!(
-                guard.stats().used,
-                guard.inner().inner().stats().all.requested.current
+                guard.usage().unwrap().outstanding(),
+                guard.get_ref().get_ref().stats().all.requested.current
             );
-            assert_eq!(guard.stats().used, 0);
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
         });
     }
 }

@@ -7,19 +7,21 @@ mod manager {
     use cualloc::error::{InvalidArgument, StreamMisuse};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Error, Policy};
+    use cualloc::{Allocator, Error, Policy, Request};
     use std::sync::Arc;
 
     const T: Tag = Tag::new("test");
-    type Order = AsyncResource<Allocator>;
+    type Order = AccessOrdered<Allocator>;
 
     fn packed(test: impl Fn(&Rig)) {
         only(Policy::Packed, test);
     }
 
     fn managed(rig: &Rig, budget: u64) -> (Manager, Runtime, Stream) {
-        let runtime = Runtime::new(AsyncResource::new(rig.allocator()));
-        let manager = Manager::new(ManagerConfig::new(0, Some(budget)).runtime(&runtime)).unwrap();
+        let runtime = Runtime::new(AccessOrdered::new(rig.allocator()));
+        let manager = Manager::new(0, Some(budget))
+            .with_runtime(&runtime)
+            .unwrap();
         let (_, stream) = runtime.streams().acquire().unwrap();
         (manager, runtime, stream)
     }
@@ -33,10 +35,13 @@ mod manager {
     #[test]
     fn s5_1_manager_without_a_runtime_gives_typed_slices_only() {
         packed(|rig| {
-            let manager = Manager::new(ManagerConfig::new(0, Some(1024))).unwrap();
+            let manager = Manager::new(0, Some(1024));
             let (before, stream) = (rig.memory_calls(), rig.stream());
             let slice = manager.allocate::<f32>(200, &stream).unwrap();
-            assert_eq!((manager.allocated(), slice.bytes()), (800, 800));
+            assert_eq!(
+                (manager.usage().unwrap().requested.current, slice.bytes()),
+                (800, 800)
+            );
             assert!(rig.memory_calls() > before);
             rig.stamp(slice.ptr(), 800, 1, &stream);
             let calls = rig.memory_calls();
@@ -47,19 +52,31 @@ mod manager {
             ));
             let raw = manager.resource();
             assert!(matches!(raw, Err(Error::NoRuntime { device: 0 })));
-            assert_eq!((manager.allocated(), rig.memory_calls()), (800, calls));
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.current,
+                    rig.memory_calls()
+                ),
+                (800, calls)
+            );
             // A column of it is charged as the slice was.
             let owned = slice.into_owned().unwrap();
             // SAFETY: the stream is the slice's.
             let column = unsafe { Column::from_owned(owned, ElementType::F32, 200, &stream) };
-            assert_eq!(manager.allocated(), 800);
+            assert_eq!(manager.usage().unwrap().requested.current, 800);
             drop(column.unwrap());
-            assert_eq!((manager.allocated(), manager.peak()), (0, 800));
-            let elsewhere = Manager::new(ManagerConfig::new(1, None)).unwrap();
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.current,
+                    manager.usage().unwrap().requested.peak
+                ),
+                (0, 800)
+            );
+            let elsewhere = Manager::new(1, None);
             let wrong = elsewhere.allocate::<u8>(1, &stream);
             assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
-            let other = Runtime::on(&rig.context).unwrap();
-            let wrong = Manager::new(ManagerConfig::new(1, Some(1)).runtime(&other));
+            let other = DeviceRuntime::on(&rig.context).unwrap();
+            let wrong = Manager::new(1, Some(1)).with_runtime(&other);
             assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
         });
     }
@@ -69,22 +86,22 @@ mod manager {
     fn s5_45_s5_48_columns_count_against_the_budget() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1024);
-            let source = || Arc::new(manager.resource().unwrap());
+            let source = || Arc::new(manager.clone());
             let column = |element| Column::uninit_in(source(), element, 64, &stream);
             let schema = Schema::new([("key", ElementType::U32), ("value", ElementType::F64)]);
             let columns: Result<_, _> = schema.fields().iter().map(|f| column(f.element)).collect();
             let rows = Column::zeroed_in(source(), ElementType::U64, 1, &stream).unwrap();
             let table = Table::new(schema, columns.unwrap(), 64, rows).unwrap();
-            assert_eq!(manager.allocated(), 64 * 12 + 8);
+            assert_eq!(manager.usage().unwrap().requested.current, 64 * 12 + 8);
             assert_eq!(
                 (table.byte_len(), table.schema().row_bytes()),
                 (64 * 12, 12)
             );
             assert!(!table.is_empty());
             assert!(column(ElementType::U64).is_err(), "512 bytes more");
-            assert_eq!(manager.resource().unwrap().headroom(), Some(1024 - 776));
+            assert_eq!(manager.clone().headroom(), Some(1024 - 776));
             drop(table);
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
             runtime.resource().reap().unwrap();
         });
     }
@@ -97,7 +114,7 @@ mod manager {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
             let slice = manager.allocate::<u32>(64, &stream).unwrap();
-            let source = Arc::new(manager.resource().unwrap());
+            let source = Arc::new(manager.clone());
             let column = Column::zeroed_in(source, ElementType::U32, 64, &stream).unwrap();
             let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
             let module = Module::from_ptx(&rig.context, text).unwrap();
@@ -127,7 +144,11 @@ mod manager {
             let (manager, _runtime, stream) = managed(rig, 1024);
             let slice = manager.allocate::<u16>(333, &stream).unwrap();
             assert_eq!(
-                (manager.allocated(), slice.bytes(), slice.len()),
+                (
+                    manager.usage().unwrap().requested.current,
+                    slice.bytes(),
+                    slice.len()
+                ),
                 (666, 666, 333)
             );
             drop(slice);
@@ -150,11 +171,17 @@ mod manager {
                     ..
                 }))
             ));
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
             assert!(manager.allocate::<u8>(1024, &stream).is_err());
-            assert_eq!((manager.allocated(), manager.outstanding().live), (0, 0));
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.current,
+                    manager.usage().unwrap().requested.current
+                ),
+                (0, 0)
+            );
         });
     }
 
@@ -162,36 +189,33 @@ mod manager {
     #[test]
     fn s5_4_s5_67_live_and_pending_are_apart() {
         packed(|rig| {
-            let budget = Arc::new(Budget::new(AsyncResource::new(rig.allocator()), Some(3000)));
+            let budget = Arc::new(Budget::new(AccessOrdered::new(rig.allocator()), Some(3000)));
             let runtime = Runtime::new(Arc::clone(&budget));
-            let manager =
-                Manager::new(ManagerConfig::new(0, Some(2000)).runtime(&runtime)).unwrap();
+            let manager = Manager::new(0, Some(2000)).with_runtime(&runtime).unwrap();
             let (_, stream) = runtime.streams().acquire().unwrap();
             let slice = manager
                 .allocate_tagged::<u8>(2000, &stream, "raw".into())
                 .unwrap();
             assert_eq!(slice.block().unwrap().ptr, slice.ptr());
             drop(slice);
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
+            assert_eq!(held(&manager), (0, 2000));
             assert_eq!(
-                manager.outstanding(),
-                Outstanding {
-                    live: 0,
-                    pending: 2000
-                }
+                budget.usage().unwrap().outstanding(),
+                2000,
+                "bounds live and pending"
             );
-            assert_eq!(budget.used(), 2000, "bounds live and pending");
             let slice = manager.allocate::<u8>(1500, &stream).unwrap();
-            assert_eq!(
-                manager.outstanding(),
-                Outstanding {
-                    live: 1500,
-                    pending: 0
-                }
-            );
+            assert_eq!(held(&manager), (1500, 0));
             drop(slice);
             runtime.resource().reap().unwrap();
-            assert_eq!((budget.used(), manager.outstanding().total()), (0, 0));
+            assert_eq!(
+                (
+                    budget.usage().unwrap().outstanding(),
+                    manager.usage().unwrap().outstanding()
+                ),
+                (0, 0)
+            );
         });
     }
 
@@ -200,8 +224,7 @@ mod manager {
     fn s5_5_both_budgets_refuse_alike() {
         packed(|rig| {
             let runtime = Runtime::new(Budget::new(rig.allocator(), Some(500)));
-            let manager =
-                Manager::new(ManagerConfig::new(0, Some(1000)).runtime(&runtime)).unwrap();
+            let manager = Manager::new(0, Some(1000)).with_runtime(&runtime).unwrap();
             let stream = rig.stream();
             match manager.allocate::<u8>(501, &stream) {
                 Err(Error::OverBudget {
@@ -215,7 +238,7 @@ mod manager {
                 }
                 other => panic!("{other:?}"),
             }
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
         });
     }
 
@@ -225,11 +248,20 @@ mod manager {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 1000);
             assert_eq!(
-                (manager.budget(), manager.remaining()),
+                (
+                    manager.usage().unwrap().limit,
+                    manager.usage().unwrap().remaining()
+                ),
                 (Some(1000), Some(1000))
             );
             let slice = manager.allocate::<u8>(800, &stream).unwrap();
-            assert_eq!((manager.peak(), manager.remaining()), (800, Some(200)));
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.peak,
+                    manager.usage().unwrap().remaining()
+                ),
+                (800, Some(200))
+            );
             manager.check(200).unwrap();
             let tight = manager.check(201);
             assert!(matches!(
@@ -237,15 +269,25 @@ mod manager {
                 Err(Error::OverBudget { requested: 201, .. })
             ));
             drop(slice);
-            assert_eq!((manager.peak(), manager.allocated()), (800, 0));
-            manager.reset_peak();
-            assert_eq!(manager.peak(), 0);
-            assert_eq!(manager.requests(), 1);
-            manager.reset_requests();
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.peak,
+                    manager.usage().unwrap().requested.current
+                ),
+                (800, 0)
+            );
+            manager.reset_peak_stats();
+            assert_eq!(manager.usage().unwrap().requested.peak, 0);
+            assert_eq!(manager.usage().unwrap().requests, 1);
+            manager.reset_accumulated_stats();
             let _ = manager.check(1);
-            assert_eq!(manager.requests(), 0, "nothing was allocated");
+            assert_eq!(
+                manager.usage().unwrap().requests,
+                0,
+                "nothing was allocated"
+            );
             assert!(manager.allocate::<u8>(2000, &stream).is_err());
-            assert_eq!(manager.requests(), 1);
+            assert_eq!(manager.usage().unwrap().requests, 1);
         });
     }
 
@@ -259,17 +301,11 @@ mod manager {
             let bytes = slice.into_bytes();
             assert_eq!((bytes.ptr(), bytes.len(), bytes.block()), (ptr, 800, block));
             assert_eq!(bytes.manager().id(), manager.id());
-            assert_eq!(manager.allocated(), 800);
+            assert_eq!(manager.usage().unwrap().requested.current, 800);
             drop(bytes);
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
             let outstanding = runtime.resource().outstanding();
-            assert_eq!(
-                outstanding,
-                Outstanding {
-                    live: 0,
-                    pending: 800
-                }
-            );
+            assert_eq!(outstanding, (0, 800));
             let resource = Arc::downgrade(runtime.resource());
             drop((manager, runtime));
             assert!(resource.upgrade().is_none(), "nothing keeps the runtime");
@@ -287,7 +323,7 @@ mod manager {
             assert!(none.is_empty() && none.block().is_none());
             assert_eq!((unit.len(), unit.bytes()), (7, 0));
             assert_eq!(rig.driver.calls().total(), calls);
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
             assert!(matches!(none.buffer(), Buffer::Empty));
             let slice = manager.allocate::<u8>(100, &stream).unwrap();
             // SAFETY: the slice lives longer.
@@ -295,15 +331,19 @@ mod manager {
             assert!(foreign.block().is_none());
             assert!(matches!(foreign.buffer(), Buffer::External));
             drop(foreign);
-            assert_eq!(manager.allocated(), 100);
+            assert_eq!(manager.usage().unwrap().requested.current, 100);
             assert_eq!(slice.manager().id(), manager.id());
             assert!(manager.id() >= 1);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
             let slice = *slice.free().unwrap_err().value;
-            assert_eq!(manager.allocated(), 100, "still there");
+            assert_eq!(
+                manager.usage().unwrap().requested.current,
+                100,
+                "still there"
+            );
             slice.free().unwrap();
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
         });
     }
 
@@ -314,15 +354,18 @@ mod manager {
             let (manager, runtime, stream) = managed(rig, 10_000);
             let slice = manager.allocate::<u8>(1000, &stream).unwrap();
             let id = slice.block().unwrap();
-            manager.reset_peak();
-            manager.reset_requests();
+            manager.reset_peak_stats();
+            manager.reset_accumulated_stats();
             runtime.resource().record_use(&id, &stream).unwrap();
             runtime.resource().reap().unwrap();
             runtime.resource().trim(0).unwrap();
-            assert_eq!(manager.allocated(), 1000);
+            assert_eq!(manager.usage().unwrap().requested.current, 1000);
             drop(slice);
             assert_eq!(
-                (manager.allocated(), manager.remaining()),
+                (
+                    manager.usage().unwrap().requested.current,
+                    manager.usage().unwrap().remaining()
+                ),
                 (0, Some(10_000))
             );
             manager
@@ -331,19 +374,23 @@ mod manager {
                 .free()
                 .unwrap();
             runtime.resource().reap().unwrap();
-            assert_eq!(manager.outstanding(), Outstanding::default());
+            assert_eq!(held(&manager), (0, 0));
         });
     }
 
-    fn pair(rig: &Rig) -> (Order, Stream, Stream, ResourceBlock, ResourceBlock) {
-        let resource = AsyncResource::new(rig.allocator());
+    fn pair(rig: &Rig) -> (Order, Stream, Stream, RawBlock, RawBlock) {
+        let resource = AccessOrdered::new(rig.allocator());
         let [a, b] = rig.streams();
-        let one = resource.allocate_block(4096, &a, T).unwrap();
-        let two = resource.allocate_block(4096, &a, T).unwrap();
+        let one = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
+        let two = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
         (resource, a, b, one, two)
     }
 
-    fn finish(resource: &Order, blocks: [ResourceBlock; 2]) {
+    fn finish(resource: &Order, blocks: [RawBlock; 2]) {
         for block in blocks {
             resource.deallocate_block(block).unwrap();
         }
@@ -356,7 +403,7 @@ mod manager {
         packed(|rig| {
             let (resource, a, b, one, two) = pair(rig);
             let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
-            recorder.read(&one).unwrap().write(&one.identity()).unwrap();
+            recorder.read(&one).unwrap().write(&one.id()).unwrap();
             recorder.read_write(&two).unwrap().read(&two).unwrap();
             let recorded: Vec<_> = recorder.blocks().collect();
             assert_eq!(recorded.len(), 2);
@@ -378,9 +425,7 @@ mod manager {
             rig.stamp(one.ptr(), 4096, 1, &b);
             recorder.commit().unwrap();
             assert_eq!(rig.calls(records) - marks, 2);
-            resource
-                .prepare_use(&one.identity(), &a, Access::Write)
-                .unwrap();
+            resource.prepare_use(&one.id(), &a, Access::Write).unwrap();
             rig.stamp(one.ptr(), 4096, 2, &a);
             hold.release();
             assert_eq!(rig.mismatches(one.ptr(), 4096, 2, &a), 0);
@@ -413,8 +458,8 @@ mod manager {
                 lenient.commit().unwrap();
             }
             // A resource that does not track.
-            let direct = DirectResource::new(&rig.context);
-            let block = direct.allocate_block(64, &b, T).unwrap();
+            let direct = CudaMemory::new(&rig.context);
+            let block = direct.allocate_block(&Request::new(64).tag(T), &b).unwrap();
             let mut strict = LaunchRecorder::new(&direct, &b, RecordMode::Strict);
             strict.read(&block).unwrap();
             assert!(matches!(
@@ -467,9 +512,7 @@ mod manager {
             let (resource, a, b, one, two) = pair(rig);
             for block in [&one, &two] {
                 rig.stamp(block.ptr(), 4096, 1, &a);
-                resource
-                    .finish_use(&block.identity(), &a, Access::Write)
-                    .unwrap();
+                resource.finish_use(&block.id(), &a, Access::Write).unwrap();
             }
             let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
             recorder.write(&one).unwrap().write(&two).unwrap();
@@ -487,7 +530,7 @@ mod manager {
             rig.stamp(two.ptr(), 4096, 2, &b);
             recorder.commit().unwrap();
             // Stale blocks are found before any wait.
-            let stale = one.identity();
+            let stale = one.id();
             finish(&resource, [one, two]);
             let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Permissive);
             recorder.read(&stale).unwrap();
@@ -539,7 +582,7 @@ mod manager {
                 sim.fail(refusal("cuEventRecord"));
                 assert!(recorder.commit().is_err());
                 let block = if second { &two } else { &one };
-                let id = block.identity();
+                let id = block.id();
                 resource.prepare_use(&id, &a, Access::Write).unwrap();
                 rig.stamp(id.ptr, 4096, 2, &a);
                 assert!(!a.is_complete().unwrap());

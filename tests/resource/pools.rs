@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cualloc::pool::*;
 use cualloc::resource::*;
-use cualloc::{Config, Error};
+use cualloc::{Config, Error, Request};
 
 use crate::common::*;
 use crate::parts::run;
@@ -69,14 +69,14 @@ fn s4_12_s4_15_s4_17_exact_workspaces_pass_the_suite() {
 
 /// Every pool carries every adaptor.
 fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource {
-    let budget = Budget::new(AsyncResource::new(pool), Some(GIB as u64));
+    let budget = Budget::new(AccessOrdered::new(pool), Some(GIB as u64));
     let watched = Statistics::new(Logging::new(budget, RingSink::new(16)));
     let below: Arc<dyn MemoryResource> = Arc::new(watched);
     let guarded = Guard::builder().build(below).unwrap();
     let mut config = ProbeConfig::default();
     config.poison_freed = Some(0xDD);
     config.overlap = true;
-    Tracked::new(Probe::new(guarded, config))
+    Tracking::new(Probe::new(guarded, config))
 }
 
 #[test]
@@ -120,25 +120,25 @@ fn s1_44_pools_refuse_blocks_of_others() {
         // All of them are at their first block.
         let blocks: Vec<_> = pools
             .iter()
-            .map(|pool| pool.allocate_block(1000, &stream, Tag::default()).unwrap())
+            .map(|pool| pool.allocate_block(&Request::new(1000), &stream).unwrap())
             .collect();
         for (at, (mine, mut block)) in pools.iter().zip(blocks).enumerate() {
-            let id = block.identity();
+            let id = block.id();
             let others = pools.iter().enumerate().filter(|(n, _)| *n != at);
             for (_, other) in others {
-                let live = other.outstanding();
+                let live = held(&other);
                 let refused = other.deallocate_block(block).unwrap_err();
                 assert!(matches!(refused.error, Error::UseAfterFree { .. }));
                 block = *refused.value;
                 assert_eq!(
                     (other.state(&id), other.outstanding()),
-                    (BlockState::Freed, live)
+                    (BlockState::Free, live)
                 );
                 assert!(other.record_use(&id, &stream).is_err());
             }
             assert_eq!(mine.state(&id), BlockState::Live);
             mine.deallocate_block(block).unwrap();
-            assert_eq!(mine.state(&id), BlockState::Freed);
+            assert_eq!(mine.state(&id), BlockState::Free);
         }
     });
 }
@@ -153,17 +153,17 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
         let blocks: Vec<_> = (0..4)
             .map(|_| {
                 resource
-                    .allocate_block(MIB, &stream, Tag::default())
+                    .allocate_block(&Request::new(MIB), &stream)
                     .unwrap()
             })
             .collect();
-        let at: Vec<_> = blocks.iter().map(ResourceBlock::ptr).collect();
+        let at: Vec<_> = blocks.iter().map(RawBlock::ptr).collect();
         let [a, b, c, d] = <[_; 4]>::try_from(blocks).unwrap();
         for block in [b, d] {
             resource.deallocate_block(block).unwrap();
         }
         let next = resource
-            .allocate_block(MIB, &stream, Tag::default())
+            .allocate_block(&Request::new(MIB), &stream)
             .unwrap();
         assert_eq!(next.ptr(), at[3]);
         let then = pool.uninit::<u8>(MIB, &stream).unwrap();
@@ -186,7 +186,7 @@ fn s3_5_threshold_holds_for_blocks() {
         let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
         pool.set_release_threshold(Some(4 * MIB as u64)).unwrap();
         let (resource, stream) = (pool.open().unwrap(), rig.stream());
-        let block = resource.allocate_block(64 * MIB, &stream, Tag::default());
+        let block = resource.allocate_block(&Request::new(64 * MIB), &stream);
         resource.deallocate_block(block.unwrap()).unwrap();
         assert!(pool.stats().cached <= 4 * MIB as u64);
     });

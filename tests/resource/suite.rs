@@ -21,8 +21,8 @@ fn caching(rig: &Rig) -> cualloc::Allocator {
     rig.allocator()
 }
 
-fn tracked_order(rig: &Rig) -> AsyncResource {
-    AsyncResource::new(caching(rig))
+fn tracked_order(rig: &Rig) -> AccessOrdered {
+    AccessOrdered::new(caching(rig))
 }
 
 fn poison() -> ProbeConfig {
@@ -33,7 +33,7 @@ fn poison() -> ProbeConfig {
     config
 }
 
-type SmallStack = Statistics<Logging<Budget<AsyncResource>, RingSink>>;
+type SmallStack = Statistics<Logging<Budget<AccessOrdered>, RingSink>>;
 
 fn small_stack(rig: &Rig) -> SmallStack {
     Statistics::new(Logging::new(
@@ -46,16 +46,16 @@ suite! {
     /// S5.12: the caching resource.
     s5_12_caching_resource_passes_the_suite: caching;
     /// S5.19: the direct resource.
-    s5_19_direct_resource_passes_the_suite: |rig| DirectResource::new(&rig.context);
+    s5_19_direct_resource_passes_the_suite: |rig| CudaMemory::new(&rig.context);
     /// S5.20: the async resource.
     s5_20_async_resource_passes_the_suite: tracked_order;
-    async_over_direct: |rig| AsyncResource::new(DirectResource::new(&rig.context));
+    async_over_direct: |rig| AccessOrdered::new(CudaMemory::new(&rig.context));
     budget: |rig| Budget::new(caching(rig), Some(GIB as u64));
-    budget_over_direct: |rig| Budget::new(DirectResource::new(&rig.context), Some(GIB as u64));
+    budget_over_direct: |rig| Budget::new(CudaMemory::new(&rig.context), Some(GIB as u64));
     budget_over_async: |rig| Budget::new(tracked_order(rig), Some(GIB as u64 / 2));
-    async_over_budget: |rig| AsyncResource::new(Budget::new(caching(rig), Some(GIB as u64 / 2)));
+    async_over_budget: |rig| AccessOrdered::new(Budget::new(caching(rig), Some(GIB as u64 / 2)));
     statistics: |rig| Statistics::new(caching(rig));
-    tracked: |rig| Tracked::new(caching(rig));
+    tracked: |rig| Tracking::new(caching(rig));
     logging: |rig| Logging::new(caching(rig), RingSink::new(16));
     logging_to_nowhere: |rig| Logging::new(caching(rig), NullSink);
     callback: |rig| FailureCallback::new(caching(rig), |_, _, _| false);
@@ -67,7 +67,7 @@ suite! {
     probe_off: |rig| Probe::new(caching(rig), ProbeConfig::default());
     probe_over_caching: |rig| Probe::new(caching(rig), poison());
     probe_over_async: |rig| Probe::new(tracked_order(rig), poison());
-    probe_over_direct: |rig| Probe::new(DirectResource::new(&rig.context), poison());
+    probe_over_direct: |rig| Probe::new(CudaMemory::new(&rig.context), poison());
     /// S5.33: adaptors pass on what is asked of them.
     s5_33_stack_passes_the_suite: small_stack;
     stack_of_stacks: |rig| {
@@ -77,9 +77,9 @@ suite! {
             .policy(OomPolicy::FreeCaches)
             .build(below)
             .unwrap();
-        Probe::new(Tracked::new(FailureCallback::new(watched, |_, _, n| n < 2)), poison())
+        Probe::new(Tracking::new(FailureCallback::new(watched, |_, _, n| n < 2)), poison())
     };
-    order_twice: |rig| AsyncResource::new(Budget::new(
-        AsyncResource::new(Budget::new(caching(rig), Some(GIB as u64))), Some(GIB as u64)));
-    runtime: |rig| Arc::clone(Runtime::on(&rig.context).unwrap().resource());
+    order_twice: |rig| AccessOrdered::new(Budget::new(
+        AccessOrdered::new(Budget::new(caching(rig), Some(GIB as u64))), Some(GIB as u64)));
+    runtime: |rig| Arc::clone(DeviceRuntime::on(&rig.context).unwrap().resource());
 }

@@ -5,10 +5,11 @@
 #![allow(dead_code)]
 
 use super::workload::{Failure, Source};
+use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspacePool};
-use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, ResourceBlock, Tag};
-use cualloc::{Allocator, Block};
+use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, RawBlock};
+use cualloc::{Allocator, Block, Request};
 use std::alloc::{Layout, alloc, dealloc};
 use std::mem::MaybeUninit;
 
@@ -127,20 +128,22 @@ impl<'a> Stack<'a> {
 
 impl Source for Stack<'_> {
     type Stream = Stream;
-    type Block = ResourceBlock;
+    type Block = RawBlock;
 
     fn stream(&self, index: usize) -> Stream {
         self.streams[index].clone()
     }
 
     #[inline]
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<ResourceBlock, Failure> {
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<RawBlock, Failure> {
         const TAG: Tag = Tag::new("benchmark");
-        Ok(self.resource.allocate_block(bytes, stream, TAG)?)
+        Ok(self
+            .resource
+            .allocate_block(&Request::new(bytes).tag(TAG), stream)?)
     }
 
     #[inline]
-    fn free(&self, block: ResourceBlock) -> Result<(), Failure> {
+    fn free(&self, block: RawBlock) -> Result<(), Failure> {
         Ok(self.resource.deallocate_block(block)?)
     }
 }

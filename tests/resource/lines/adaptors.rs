@@ -3,7 +3,7 @@
 use cualloc::driver::{Context, Stream};
 use cualloc::resource::*;
 use cualloc::sim::{SimConfig, Simulator};
-use cualloc::{Allocator, Error, Refused};
+use cualloc::{Allocator, Error, Refused, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -20,9 +20,14 @@ fn s5_31_s5_32_records_say_everything() {
         clock.advance(std::time::Duration::from_secs(5));
         let budget = Budget::new(rig.allocator(), Some(1000));
         let log = Logging::with_clock(budget, ring.clone(), Arc::new(clock));
-        let block = log.allocate_block(1000, &stream, "named".into()).unwrap();
+        let block = log
+            .allocate_block(&Request::new(1000).tag("named"), &stream)
+            .unwrap();
         let (ptr, generation) = (block.ptr(), block.generation());
-        assert!(log.allocate_block(1, &stream, T).is_err());
+        assert!(
+            log.allocate_block(&Request::new(1).tag(T), &stream)
+                .is_err()
+        );
         log.reap().unwrap();
         let log = &log;
         std::thread::scope(|scope| {
@@ -51,7 +56,9 @@ fn s5_31_s5_32_records_say_everything() {
         assert!(ring.is_empty());
         // A sink that fails costs its caller nothing.
         let broken = Logging::new(rig.allocator(), Broken);
-        let block = broken.allocate_block(8, &stream, T).unwrap();
+        let block = broken
+            .allocate_block(&Request::new(8).tag(T), &stream)
+            .unwrap();
         broken.deallocate_block(block).unwrap();
         assert_eq!(broken.dropped(), 2);
     });
@@ -75,7 +82,9 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
         let count = |resource: &dyn MemoryResource| {
             let before = ALLOCATIONS.with(Cell::get);
             for _ in 0..100 {
-                let block = resource.allocate_block(512, &stream, T).unwrap();
+                let block = resource
+                    .allocate_block(&Request::new(512).tag(T), &stream)
+                    .unwrap();
                 resource.deallocate_block(block).unwrap();
             }
             ALLOCATIONS.with(Cell::get) - before
@@ -114,8 +123,10 @@ fn s5_11_s5_70_poison_comes_after_recorded_uses() {
         ];
         for resource in stacks {
             let [a, b] = rig.streams();
-            let block = resource.allocate_block(4096, &a, T).unwrap();
-            let (ptr, id) = (block.ptr(), block.identity());
+            let block = resource
+                .allocate_block(&Request::new(4096).tag(T), &a)
+                .unwrap();
+            let (ptr, id) = (block.ptr(), block.id());
             a.synchronize().unwrap();
             assert_eq!(sim.read_memory(ptr, 4096), Some(vec![0xCD; 4096]));
             let hold = rig.hold(&b);
@@ -181,10 +192,12 @@ fn probe_child() {
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
     let context = driver.context(0).unwrap();
-    let runtime = Runtime::on(&context).unwrap();
+    let runtime = DeviceRuntime::on(&context).unwrap();
     let (_, stream) = runtime.streams().acquire().unwrap();
     let resource = runtime.resource();
-    let block = resource.allocate_block(64, &stream, T).unwrap();
+    let block = resource
+        .allocate_block(&Request::new(64).tag(T), &stream)
+        .unwrap();
     stream.synchronize().unwrap();
     let memory = sim.read_memory(block.ptr(), 1).unwrap();
     println!("new memory: {}", memory[0]);
@@ -205,8 +218,10 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
         let mut config = ProbeConfig::default();
         config.overlap = true;
         let probe = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
-        let block = probe.allocate_block(600, &stream, T).unwrap();
-        match probe.allocate_block(600, &stream, T) {
+        let block = probe
+            .allocate_block(&Request::new(600).tag(T), &stream)
+            .unwrap();
+        match probe.allocate_block(&Request::new(600).tag(T), &stream) {
             Err(Error::Overlap { new, old }) => {
                 assert_eq!((new.0, old), (block.ptr(), (block.ptr(), 1024)));
             }
@@ -215,9 +230,11 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
         probe.deallocate_block(block).unwrap();
         config.panic = true;
         let loud = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
-        let block = loud.allocate_block(600, &stream, T).unwrap();
+        let block = loud
+            .allocate_block(&Request::new(600).tag(T), &stream)
+            .unwrap();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let _ = loud.allocate_block(600, &stream, T);
+            let _ = loud.allocate_block(&Request::new(600).tag(T), &stream);
         }));
         assert!(panicked.is_err());
         loud.deallocate_block(block).unwrap();
@@ -230,7 +247,7 @@ fn r69_tracking_erases_before_the_free() {
     packed(|rig| {
         let stream = rig.stream();
         let seen = Arc::new(AtomicU64::new(u64::MAX));
-        let tracked: Arc<std::sync::OnceLock<Arc<Tracked<Spy>>>> = Arc::default();
+        let tracked: Arc<std::sync::OnceLock<Arc<Tracking<Spy>>>> = Arc::default();
         let (look, count) = (Arc::clone(&tracked), Arc::clone(&seen));
         let spy = Spy(
             rig.allocator(),
@@ -239,9 +256,11 @@ fn r69_tracking_erases_before_the_free() {
                 count.store(live as u64, Ordering::SeqCst);
             }),
         );
-        let adaptor = Arc::new(Tracked::new(spy));
+        let adaptor = Arc::new(Tracking::new(spy));
         let _ = tracked.set(Arc::clone(&adaptor));
-        let block = adaptor.allocate_block(64, &stream, T).unwrap();
+        let block = adaptor
+            .allocate_block(&Request::new(64).tag(T), &stream)
+            .unwrap();
         adaptor.deallocate_block(block).unwrap();
         assert_eq!(
             seen.load(Ordering::SeqCst),
@@ -256,16 +275,10 @@ struct Spy(Allocator, Box<dyn Fn() + Send + Sync>);
 
 // SAFETY: passes everything on.
 unsafe impl MemoryResource for Spy {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        MemoryResource::allocate_block_aligned(&self.0, bytes, alignment, stream, tag)
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        MemoryResource::allocate_block(&self.0, request, stream)
     }
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         (self.1)();
         self.0.deallocate_block(block)
     }
@@ -275,7 +288,7 @@ unsafe impl MemoryResource for Spy {
     fn outstanding(&self) -> Outstanding {
         self.0.outstanding()
     }
-    fn state(&self, block: &BlockIdentity) -> BlockState {
+    fn state(&self, block: &BlockId) -> BlockState {
         self.0.state(block)
     }
 }

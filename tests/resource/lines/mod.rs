@@ -50,8 +50,8 @@ fn packed(test: impl Fn(&Rig)) {
     only(Policy::Packed, test);
 }
 
-fn asynchronous(rig: &Rig) -> AsyncResource {
-    AsyncResource::new(rig.allocator())
+fn asynchronous(rig: &Rig) -> AccessOrdered {
+    AccessOrdered::new(rig.allocator())
 }
 
 fn code() -> sys::CUresult {
@@ -70,28 +70,22 @@ fn fail(rig: &Rig, call: &str) -> bool {
 }
 
 /// Hands its first block out again and again, under new keys.
-struct Twice(Allocator, Mutex<Option<(BlockIdentity, u64)>>);
+struct Twice(Allocator, Mutex<Option<(BlockId, u64)>>);
 
 // SAFETY: none: that a block is handed out twice is what is looked for, and nobody uses its memory.
 unsafe impl MemoryResource for Twice {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let mut first = self.1.lock().unwrap();
         if let Some((mut identity, size)) = *first {
-            identity.key.generation += 1;
+            identity.generation() += 1;
             // SAFETY: none, see above.
-            return Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) });
+            return Ok(unsafe { RawBlock::new(identity, size, alignment, tag) });
         }
-        let block = MemoryResource::allocate_block_aligned(&self.0, bytes, alignment, stream, tag)?;
-        *first = Some((block.identity(), block.size()));
+        let block = MemoryResource::allocate_block(&self.0, request, stream)?;
+        *first = Some((block.id(), block.size()));
         Ok(block)
     }
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         self.0.deallocate_block(block)
     }
     fn context(&self) -> &Context {
@@ -100,7 +94,7 @@ unsafe impl MemoryResource for Twice {
     fn outstanding(&self) -> Outstanding {
         self.0.outstanding()
     }
-    fn state(&self, block: &BlockIdentity) -> BlockState {
+    fn state(&self, block: &BlockId) -> BlockState {
         self.0.state(block)
     }
 }

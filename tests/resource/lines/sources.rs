@@ -1,6 +1,7 @@
 //! The direct and the async resource, and what runtimes are made of.
 
 use cualloc::Policy;
+use cualloc::Request;
 use cualloc::driver::Stream;
 use cualloc::error::{InvalidArgument, StreamMisuse};
 use cualloc::resource::*;
@@ -16,16 +17,18 @@ use crate::common::*;
 fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
     packed(|rig| {
         let stream = rig.stream();
-        let direct = DirectResource::new(&rig.context);
+        let direct = CudaMemory::new(&rig.context);
         let calls = rig.calls("cuMemAlloc_v2");
-        let zero = direct.allocate_block(0, &stream, T);
+        let zero = direct.allocate_block(&Request::new(0).tag(T), &stream);
         assert!(matches!(
             zero,
             Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }))
         ));
         assert_eq!(rig.calls("cuMemAlloc_v2"), calls);
-        let block = direct.allocate_block(4096, &stream, T).unwrap();
-        let id = block.identity();
+        let block = direct
+            .allocate_block(&Request::new(4096).tag(T), &stream)
+            .unwrap();
+        let id = block.id();
         let busy = rig.busy(&stream);
         rig.stamp(block.ptr(), 4096, 9, &stream);
         // The driver does not promise that its free waits: this is asked for.
@@ -33,8 +36,8 @@ fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
         direct.deallocate_block(block).unwrap();
         assert_eq!(rig.calls("cuCtxSynchronize"), waits + 1);
         assert!(stream.is_complete().unwrap(), "the work is done");
-        assert_eq!(direct.outstanding(), Outstanding::default());
-        assert_eq!(direct.state(&id), BlockState::Freed);
+        assert_eq!(held(&direct), (0, 0));
+        assert_eq!(direct.state(&id), BlockState::Free);
         busy.release();
     });
 }
@@ -54,7 +57,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let second = rig.driver.context(1).unwrap();
             let elsewhere = Stream::new(&second).unwrap();
             let calls = rig.memory_calls();
-            let wrong = resource.allocate_block(64, &elsewhere, T);
+            let wrong = resource.allocate_block(&Request::new(64).tag(T), &elsewhere);
             assert!(
                 matches!(
                     wrong,
@@ -70,24 +73,26 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let driver = sim.driver().unwrap();
             let context = driver.context(0).unwrap();
             let foreign = Stream::new(&context).unwrap();
-            let refused = resource.allocate_block(64, &foreign, T);
+            let refused = resource.allocate_block(&Request::new(64).tag(T), &foreign);
             assert!(
                 matches!(refused, Err(Error::Stream(StreamMisuse::ForeignDriver))),
                 "{refused:?}"
             );
             assert_eq!(rig.memory_calls(), calls);
             // A source that hands the same memory out twice.
-            let same = AsyncResource::new(Twice(rig.allocator(), Mutex::default()));
+            let same = AccessOrdered::new(Twice(rig.allocator(), Mutex::default()));
             let stream = rig.stream();
-            let block = same.allocate_block(64, &stream, T).unwrap();
-            let collision = same.allocate_block(64, &stream, T);
+            let block = same
+                .allocate_block(&Request::new(64).tag(T), &stream)
+                .unwrap();
+            let collision = same.allocate_block(&Request::new(64).tag(T), &stream);
             assert!(
                 matches!(collision, Err(Error::Overlap { new, old }) if new == old),
                 "{collision:?}"
             );
-            assert_eq!(same.state(&block.identity()), BlockState::Live);
-            assert_eq!(same.outstanding().live, 64);
-            same.prepare_use(&block.identity(), &stream, Access::Read)
+            assert_eq!(same.state(&block.id()), BlockState::Live);
+            assert_eq!(same.usage().unwrap().requested.current, 64);
+            same.prepare_use(&block.id(), &stream, Access::Read)
                 .unwrap();
             same.deallocate_block(block).unwrap();
             assert_eq!(same.reap().unwrap(), 64);
@@ -140,7 +145,7 @@ fn s5_35_runtimes_are_built_once() {
                 if counted.fetch_add(1, Ordering::SeqCst) == 0 {
                     return Err(Error::NoRuntime { device: 0 });
                 }
-                Runtime::on(context)
+                DeviceRuntime::on(context)
             });
             assert!(runtimes.get(0).is_err());
             let all: Vec<Runtime> = std::thread::scope(|scope| {
@@ -170,7 +175,9 @@ fn lost_context_is_an_error() {
         let Some(sim) = rig.sim() else { return };
         let resource = asynchronous(rig);
         let stream = rig.stream();
-        let block = resource.allocate_block(64, &stream, T).unwrap();
+        let block = resource
+            .allocate_block(&Request::new(64).tag(T), &stream)
+            .unwrap();
         sim.fail(FailPlan::call("cuEventRecord", code()).unwrap());
         let failure = resource.deallocate_block(block).unwrap_err();
         assert!(failure.error.driver_error().is_some_and(|e| e.is_fatal()));
