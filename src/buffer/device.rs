@@ -226,6 +226,16 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Self::new(Some(memory), len)
     }
 
+    /// The memory; none if there are no bytes.
+    pub(crate) fn into_memory(self) -> Option<Memory> {
+        self.memory
+    }
+
+    /// Memory in which so many elements are.
+    pub(crate) fn from_memory(memory: Memory, len: usize) -> Self {
+        Self::new(Some(memory), len)
+    }
+
     /// The home with its id, and the allocator's block.
     pub(crate) fn block(&self) -> Option<(&Stream, u64, &Block)> {
         let memory = self.memory.as_ref()?;

@@ -74,5 +74,5 @@ pub use flight::CopyInFlight;
 pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
-pub(crate) use order::end_of;
-pub(crate) use staging::{CHUNK, Staging, keep};
+pub(crate) use order::Memory;
+pub(crate) use owner::{Foreign, Owner};

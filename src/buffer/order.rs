@@ -7,6 +7,7 @@
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::allocator::{Block, Request};
 use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
@@ -26,7 +27,13 @@ pub(crate) struct Memory {
     stream_id: u64,
     /// Streams were given work on the block that the home does not wait for: see [`late`].
     astray: AtomicBool,
+    /// Several owners submit to it, whom no borrow keeps apart: a tensor, and those made of its exports.
+    shared: bool,
 }
+
+/// Held while work on shared memory is queued. Not counted as a lock that is held: whoever queues next waits for
+/// the driver's calls of this one in any case.
+static TURN: Mutex<()> = Mutex::new(());
 
 impl Memory {
     /// Asks a resource for memory. An allocator's block goes back to it without a detour.
@@ -54,22 +61,29 @@ impl Memory {
             stream: ManuallyDrop::new(stream),
             stream_id,
             astray: AtomicBool::new(false),
+            shared: false,
         }
     }
 
-    pub(super) fn owner(&self) -> &Owner {
+    /// The same memory, with several owners or one.
+    pub(crate) fn shared(mut self, shared: bool) -> Memory {
+        self.shared = shared;
+        self
+    }
+
+    pub(crate) fn owner(&self) -> &Owner {
         &self.owner
     }
 
-    pub(super) fn ptr(&self) -> sys::CUdeviceptr {
+    pub(crate) fn ptr(&self) -> sys::CUdeviceptr {
         self.owner.ptr()
     }
 
-    pub(super) fn stream(&self) -> &Stream {
+    pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    pub(super) fn stream_id(&self) -> u64 {
+    pub(crate) fn stream_id(&self) -> u64 {
         self.stream_id
     }
 
@@ -169,7 +183,7 @@ impl Memory {
     }
 
     /// Lets later work of `stream` come after everything done to the memory so far.
-    pub(super) fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
+    pub(crate) fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
         self.admit(stream, id)?;
         self.prepare(access)?;
@@ -180,7 +194,7 @@ impl Memory {
     }
 
     /// Lets everything done to the memory from now on come after the work of `stream` so far.
-    pub(super) fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
+    pub(crate) fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
         match self.admit(stream, id) {
             Ok(()) => self.join(stream, id, access),
@@ -301,8 +315,21 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
-    fn drop(&mut self) {
+impl Memory {
+    /// Gives the memory back after all work of these contexts, for which the host waits, or else whoever takes the
+    /// memory back.
+    pub(crate) fn end_after(self, mut contexts: Vec<Context>) {
+        let wait = |context: &Context| order::wait_until_idle(context);
+        // A refusal may be over at once.
+        contexts.retain(|context| wait(context).or_else(|_| wait(context)).is_err());
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: it is not dropped.
+        unsafe { this.end(contexts) }
+    }
+
+    /// # Safety
+    /// This is the drop, or there is none.
+    unsafe fn end(&mut self, contexts: Vec<Context>) {
         if process::is_gone() {
             // In a forked child a lock may be held by a thread that does not exist there.
             return;
@@ -312,15 +339,22 @@ impl Drop for Memory {
             true => late::take_all_of(self.key()),
             false => Vec::new(),
         };
-        // SAFETY: this is the drop, so the owner is used no more.
+        // SAFETY: by the caller's contract the owner is used no more.
         let owner = unsafe { ManuallyDrop::take(&mut self.owner) };
-        if told.is_err() {
-            owner.end_after(&self.stream, &late);
+        if told.is_err() || !contexts.is_empty() {
+            owner.end_after(&self.stream, &late, contexts);
         } else {
             owner.end();
         }
         // SAFETY: as above; memory goes before its stream.
         unsafe { ManuallyDrop::drop(&mut self.stream) };
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: this is the drop.
+        unsafe { self.end(Vec::new()) }
     }
 }
 
@@ -349,6 +383,11 @@ pub(super) fn submit(
 ) -> Result<(), Failed> {
     let before = |error: DriverError| Failed::Before(error.into());
     let id = stream.id().map_err(before)?;
+    let _turn = match used.iter().any(|memory| memory.shared) {
+        true if process::is_forked_child() => return Err(Failed::Before(Error::ForkedChild)),
+        true => Some(TURN.lock().unwrap_or_else(PoisonError::into_inner)),
+        false => None,
+    };
     for memory in used {
         let ready = memory.admit(stream, id);
         let ready = ready.and_then(|()| memory.prepare(Access::ReadWrite));

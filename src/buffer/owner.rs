@@ -4,7 +4,7 @@ use std::sync::{Arc, LazyLock};
 
 use crate::allocator::{Block, User};
 use crate::block::BlockId;
-use crate::driver::{Stream, StreamKind, sys};
+use crate::driver::{Context, Stream, StreamKind, sys};
 use crate::error::{Error, Refused};
 use crate::resource::{
     MemoryResource, RawBlock, UseTracking, allocator_under, give_back, identity_of, is_retired,
@@ -49,7 +49,7 @@ impl Owner {
     }
 
     /// The block's identity; none of memory of others.
-    pub(super) fn identity(&self, stream: u64) -> Option<BlockId> {
+    pub(crate) fn identity(&self, stream: u64) -> Option<BlockId> {
         match self {
             Owner::Block(block) => Some(identity_of(block, stream)),
             Owner::Resource(lent) => Some(lent.block.id()),
@@ -59,12 +59,12 @@ impl Owner {
 
     /// What streams that are late for the memory are kept under.
     pub(super) fn key(&self) -> late::Key {
-        let source = match self {
-            Owner::Block(block) => block.engine().id,
-            Owner::Resource(lent) => lent.block.id().source(),
-            Owner::Foreign(_) => 0,
-        };
-        (source, self.ptr())
+        match self {
+            Owner::Block(block) => (block.engine().id, block.ptr()),
+            Owner::Resource(lent) => (lent.block.id().source(), lent.block.ptr()),
+            // Of others' memory there may be several owners in one place.
+            Owner::Foreign(foreign) => (0, std::ptr::from_ref(&**foreign).addr() as u64),
+        }
     }
 
     /// Whether whoever takes the memory back can do so now, as far as the host can tell.
@@ -114,7 +114,7 @@ impl Owner {
 
     /// Says that another stream uses the memory until it is freed, or with `now` that it did. False if the home
     /// has to wait in its place.
-    pub(super) fn record(&self, stream: &Stream, now: bool) -> Result<bool, Error> {
+    pub(crate) fn record(&self, stream: &Stream, now: bool) -> Result<bool, Error> {
         match self {
             Owner::Block(block) if now => block.record_use(stream)?,
             Owner::Block(block) => block.record_stream(stream)?,
@@ -162,9 +162,10 @@ impl Owner {
         }
     }
 
-    /// As [`end`](Self::end), when the home does not wait for all of these streams, or is one of them.
+    /// As [`end`](Self::end), when the home does not wait for all of these streams, or is one of them, nor for
+    /// these contexts.
     #[cold]
-    pub(super) fn end_after(self, home: &Stream, late: &[Late]) {
+    pub(super) fn end_after(self, home: &Stream, late: &[Late], contexts: Vec<Context>) {
         let mut users: Vec<&Stream> = late.iter().map(|late| &late.stream).collect();
         if self.is_retired() {
             users.push(home);
@@ -172,10 +173,16 @@ impl Owner {
         match self {
             // A refusal may be over at once; if not, a later call of the allocator tries again.
             Owner::Block(block) => {
-                let users: Vec<User> = users.into_iter().map(User::of).collect();
+                let mut users: Vec<User> = users.into_iter().map(User::of).collect();
+                users.extend(contexts.into_iter().map(User::Context));
                 block.drop_after(users);
             }
-            other if users.iter().all(|user| other.outlasts(user)) => other.end(),
+            other
+                if users.iter().all(|user| other.outlasts(user))
+                    && contexts.iter().all(|it| order::wait_until_idle(it).is_ok()) =>
+            {
+                other.end();
+            }
             other => {
                 log::error!(
                     "memory at {:#x} is never freed: its last use cannot be waited for",

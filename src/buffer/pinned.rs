@@ -81,6 +81,11 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
         Ok(buffer)
     }
 
+    /// The context that the memory was allocated in; none if there are no bytes.
+    pub(crate) fn context(&self) -> Option<&Context> {
+        self.memory.as_ref().map(HostAllocation::context)
+    }
+
     fn ptr(&self) -> NonNull<T> {
         match &self.memory {
             Some(memory) => memory.ptr().cast(),

@@ -40,7 +40,7 @@ impl<T: DeviceCopy> Clone for DeviceSlice<'_, T> {
 impl<T: DeviceCopy> Copy for DeviceSlice<'_, T> {}
 
 impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
-    pub(super) fn new(memory: Option<&'a Memory>, ptr: sys::CUdeviceptr, len: usize) -> Self {
+    pub(crate) fn new(memory: Option<&'a Memory>, ptr: sys::CUdeviceptr, len: usize) -> Self {
         DeviceSlice {
             memory,
             ptr,
@@ -270,7 +270,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
 impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// # Safety
     /// Nothing else may use the part while the result lives.
-    pub(super) unsafe fn new(part: DeviceSlice<'a, T>) -> Self {
+    pub(crate) unsafe fn new(part: DeviceSlice<'a, T>) -> Self {
         DeviceSliceMut {
             part,
             exclusive: PhantomData,

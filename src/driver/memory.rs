@@ -66,6 +66,11 @@ unsafe impl Send for HostAllocation {}
 unsafe impl Sync for HostAllocation {}
 
 impl HostAllocation {
+    /// The context that it was allocated in.
+    pub(crate) fn context(&self) -> &Context {
+        &self.context
+    }
+
     pub fn ptr(&self) -> NonNull<c_void> {
         self.address
     }

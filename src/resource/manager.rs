@@ -381,7 +381,7 @@ impl<T> Slice<T> {
         self.block.as_ref().and_then(OwnedBlock::id)
     }
 
-    /// The block, with its charge: for a [`Column`](crate::column::Column) of it. None for an empty slice
+    /// The block, with its charge: for others. None for an empty slice
     /// and for memory of somebody else.
     pub fn into_owned(self) -> Option<OwnedBlock<Arc<dyn MemoryResource>>> {
         let owned = self.block?;

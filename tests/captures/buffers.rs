@@ -2,8 +2,8 @@
 //! ends.
 
 use cualloc::allocator::Allocator;
-use cualloc::column::{Column, ElementType};
 use cualloc::driver::{Stream, sys};
+use cualloc::exchange::{DType, Tensor};
 use cualloc::resource::Access;
 use cualloc::sim::Mode;
 use cualloc::{DeviceBuffer, Error};
@@ -121,7 +121,7 @@ fn d4_a_buffer_of_a_retired_stream_dropped_in_its_capture_is_freed() {
 fn d4_a_column_of_a_retired_stream_dropped_in_its_capture_is_freed() {
     each(|rig| {
         freed_behind_the_capture(rig, |allocator, home| {
-            Column::zeroed(allocator, ElementType::F32, 1 << 18, home).unwrap()
+            Tensor::zeroed(allocator, DType::F32, &[1 << 18], home).unwrap()
         });
     });
 }

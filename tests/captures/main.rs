@@ -17,9 +17,9 @@ use std::sync::{Arc, Barrier};
 use common::capturing::*;
 use common::*;
 use cualloc::allocator::{Allocator, Block, Config, Policy, SelfTest};
-use cualloc::column::{Column, ElementType};
 use cualloc::driver::{HostMemory, Stream, sys};
 use cualloc::error::StreamMisuse;
+use cualloc::exchange::{DType, Tensor};
 use cualloc::sim::FailPlan;
 use cualloc::{DeviceBuffer, Error};
 
@@ -458,8 +458,11 @@ fn work_beside(rig: &Rig, allocator: &Allocator, stream: &Stream) {
     assert_eq!(buffer.to_vec().unwrap()[7], 5);
     drop(buffer);
     drop(allocator.allocate(MIB, &other).unwrap());
-    let column = Column::zeroed(allocator, ElementType::F32, 1000, stream).unwrap();
-    assert_eq!(column.to_vec::<f32>().unwrap()[999], 0.0);
+    let column = Tensor::zeroed(allocator, DType::F32, &[1000], stream).unwrap();
+    assert_eq!(
+        column.as_slice::<f32>().unwrap().to_vec().unwrap()[999],
+        0.0
+    );
     drop(column);
     allocator.trim(0).unwrap();
     allocator.retire(&other).unwrap();

@@ -7,8 +7,9 @@ use crate::common::*;
 use cualloc::Policy;
 use cualloc::Request;
 use cualloc::allocator::Allocator;
-use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::sys::CUresult;
+use cualloc::exchange::dlpack::DLManagedTensor;
+use cualloc::exchange::{DType, Peer, Tensor};
 use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource, OwnedBlock};
 use cualloc::sim::{FailPlan, Mode};
 
@@ -125,12 +126,14 @@ fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
         for call in ["cuCtxSynchronize", "cuCtxSetCurrent"] {
             let allocator = rig.allocator();
             let [home, other] = rig.streams();
-            let column = Column::zeroed(&allocator, ElementType::F32, 1 << 20, &home).unwrap();
+            let column = Tensor::zeroed(&allocator, DType::F32, &[1 << 20], &home).unwrap();
             let ptr = column.ptr();
-            let out = column.to_dlpack(&Consumer::Tracked(home.clone())).unwrap();
+            let out = column
+                .to_dlpack::<DLManagedTensor>(&Peer::on(&home))
+                .unwrap();
             drop(column);
-            let column = Column::from_dlpack(out, &home, Producer::Ordered).unwrap();
-            let out = column.to_dlpack(&Consumer::Untracked(other.clone()));
+            let column = Tensor::from_dlpack(out, &home, ordered()).unwrap();
+            let out = column.to_dlpack::<DLManagedTensor>(&Peer::starting_on(&other));
             let out = out.unwrap();
             drop(column);
             sim.set_mode(Mode::Manual);

@@ -14,12 +14,37 @@ mod rig;
 #[cfg(feature = "sim")]
 pub use rig::*;
 
-use cualloc::driver::{Driver, Symbol};
+use cualloc::driver::{Driver, Stream, Symbol};
+use cualloc::exchange::{Element, Peer, Tensor};
+use cualloc::resource::Source;
+use cualloc::{DeviceBuffer, Error};
 use std::env;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+/// A tensor of one dimension with these values.
+pub fn column<T: Element>(from: &impl Source, values: &[T], on: &Stream) -> Result<Tensor, Error> {
+    let buffer = DeviceBuffer::from_slice(from, values, on)?;
+    Ok(Tensor::from_buffer(buffer, &[values.len()])?)
+}
+
+/// All elements of a tensor.
+pub fn values<T: Element>(tensor: &Tensor) -> Result<Vec<T>, Error> {
+    tensor.as_slice::<T>()?.to_vec()
+}
+
+/// Gives a tensor these values.
+pub fn set<T: Element>(tensor: &mut Tensor, values: &[T]) -> Result<(), Error> {
+    tensor.as_mut_slice::<T>()?.copy_from_slice(values)
+}
+
+/// A peer that orders nothing by itself.
+pub fn ordered() -> Peer {
+    // SAFETY: the tests see to the order, or look at what comes of it without one.
+    unsafe { Peer::ordered() }
+}
 
 /// A folder that goes away with this.
 pub struct Folder(PathBuf);
