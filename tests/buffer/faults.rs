@@ -1,6 +1,7 @@
 //! Every driver call of a program of buffer operations, failed in turn.
 
 use super::Rig;
+use crate::common::{column, set, values};
 use cualloc::driver::Stream;
 use cualloc::driver::sys::CUresult;
 use cualloc::resource::Access;

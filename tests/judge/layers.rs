@@ -217,7 +217,7 @@ impl World {
                 Layered::Pooled(buffer) => buffer.as_mut_slice().fill(b, &stream).is_ok(),
                 Layered::Column(column) => {
                     if bytes < 40_000 && last == home {
-                        let _ = values::<f32>(column);
+                        let _ = column.as_slice::<f32>().and_then(|all| all.to_vec());
                     }
                     false
                 }
@@ -379,6 +379,8 @@ impl World {
         let Kind::Layered(layered) = held.kind else {
             return Ok(());
         };
+        // SAFETY: the memory is ours, and in order whatever is said.
+        let peer = unsafe { Peer::ordered() };
         let (layered, result) = match layered {
             Layered::Column(column) => {
                 let consumer = match rng.percent(70) {
@@ -394,14 +396,14 @@ impl World {
                     Err(error) => (Layered::Column(column), Err(format!("{error:?}"))),
                 }
             }
-            Layered::Legacy(tensor) => match Tensor::from_dlpack(tensor, &stream, ordered()) {
+            Layered::Legacy(tensor) => match Tensor::from_dlpack(tensor, &stream, peer) {
                 Ok(column) => (Layered::Column(column), Ok(())),
                 Err(refused) => {
                     let text = format!("{:?}", refused.error);
                     (Layered::Legacy(*refused.value), Err(text))
                 }
             },
-            Layered::Versioned(tensor) => match Tensor::from_dlpack(tensor, &stream, ordered()) {
+            Layered::Versioned(tensor) => match Tensor::from_dlpack(tensor, &stream, peer) {
                 Ok(column) => (Layered::Column(column), Ok(())),
                 Err(refused) => {
                     let text = format!("{:?}", refused.error);

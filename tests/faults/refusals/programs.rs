@@ -19,6 +19,7 @@ use cualloc::trace::{Replay, Trace};
 use cualloc::{Allocator, DeviceBuffer, PinnedBuffer, Request};
 
 use super::{Outcome, Program, World};
+use crate::common::{column, ordered, set, values};
 
 pub const PROGRAMS: &[Program] = &[
     Program {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::World;
+use crate::common::ordered;
 use cualloc::driver::{Stream, sys};
 use cualloc::error::InvalidArgument;
 use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};

@@ -194,7 +194,7 @@ fn d10_columns_of_one_memory_take_turns() {
     let mut seen = Tensor::from_dlpack(tensor, &other, ordered()).unwrap();
     let round = |column: &mut Tensor, value: u32| {
         for _ in 0..3000 {
-            set(&mut column, &[value; 100]).unwrap();
+            set(column, &[value; 100]).unwrap();
             let values = column.as_slice::<u32>().unwrap().to_vec().unwrap();
             assert!(values.iter().all(|v| *v == values[0]), "torn");
         }
