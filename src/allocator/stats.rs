@@ -79,6 +79,15 @@ pub struct PoolStats {
 }
 
 impl PoolStats {
+    /// The counters of what stream caches count as well, in their order.
+    pub(crate) fn counted(&mut self) -> [&mut Counter; 3] {
+        [
+            &mut self.allocated,
+            &mut self.requested,
+            &mut self.allocations,
+        ]
+    }
+
     #[inline(always)]
     fn freed(&mut self, bytes: u64, requested: u64, over: bool) {
         self.allocations.sub(1);

@@ -19,7 +19,6 @@ use crate::allocator::extent::lookup::Lookup;
 use crate::allocator::extent::record::{COMPLETE, NIL, Records, SpaceId, State as Extent};
 use crate::allocator::extent::space::Space;
 use crate::allocator::extent::uses::Uses;
-use crate::allocator::extent::want::Want;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
 /// All extents of an allocator.
@@ -101,16 +100,6 @@ impl Extents {
         regions.fold((None, 0), |(_, held), (base, region)| {
             (Some(base + region.bytes), held + region.bytes)
         })
-    }
-
-    /// Whether all of a request could be made new in one hole.
-    pub(crate) fn has_hole(&self, want: &Want) -> bool {
-        let holes = self
-            .space(want.space)
-            .into_iter()
-            .flat_map(|s| s.holes().values());
-        let mut sizes = holes.map(|id| self.records[*id].granules);
-        sizes.any(|granules| granules >= want.span())
     }
 
     /// How many frees there had been when the last byte of a free range was freed.
