@@ -98,7 +98,8 @@ impl PoolStats {
         }
     }
 
-    fn reset_peaks(&mut self) {
+    /// All counters.
+    pub(crate) fn counters(&mut self) -> [&mut Counter; 6] {
         let PoolStats {
             allocations,
             segments,
@@ -107,16 +108,18 @@ impl PoolStats {
             active,
             reserved,
         } = self;
-        for counter in [
+        [
             allocations,
             segments,
             allocated,
             requested,
             active,
             reserved,
-        ] {
-            counter.reset_peak();
-        }
+        ]
+    }
+
+    fn reset_peaks(&mut self) {
+        self.counters().into_iter().for_each(Counter::reset_peak);
     }
 }
 

@@ -136,7 +136,7 @@ impl Engine {
         named: &Named<'_>,
         request: &Checked,
     ) -> Result<Grant, Error> {
-        let (heap, call) = self.begin(heap, named, request.requested)?;
+        let (mut heap, call) = self.begin(heap, named, request.requested)?;
         let (stream, cache) = (call.stream, call.cache);
         let (mut heap, grant) = match self.small_request(request) {
             Some(small) => match self.obtain_small(heap, stream, cache, small) {
@@ -146,7 +146,20 @@ impl Engine {
                     .ok_or(Error::OutOfMemory(refusal))?,
                 obtained => obtained?,
             },
-            None => self.obtain_large(heap, stream, cache, request)?,
+            None => {
+                let want = heap.want(request, stream);
+                let contended = heap.contended;
+                heap.pass_by_cache(cache, contended);
+                let heap = self.mark_due(heap, stream);
+                let (mut heap, id, missed) = self.obtain(heap, &want)?;
+                if missed {
+                    heap.stats.misses += 1;
+                } else {
+                    heap.stats.hits += 1;
+                }
+                let grant = heap.hand_out(id, &want, cache, request.is_plain());
+                (heap, grant)
+            }
         };
         call.end(&mut heap);
         let repays = heap.physical.bursts.debt && grant.bytes() > PACKED_SMALL_LIMIT;
@@ -260,28 +273,6 @@ impl Engine {
         heap.stats.ooms -= 1;
         let grant = heap.granted(id, want.stream, want.requested, cache);
         Some((heap, grant))
-    }
-
-    /// Allocates a block that no page of a stream cache holds.
-    fn obtain_large<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        stream: u32,
-        cache: &'static StreamCache,
-        request: &Checked,
-    ) -> Result<(Guard<'a>, Grant), Error> {
-        let want = heap.want(request, stream);
-        let contended = heap.contended;
-        heap.pass_by_cache(cache, contended);
-        let heap = self.mark_due(heap, stream);
-        let (mut heap, id, missed) = self.obtain(heap, &want)?;
-        if missed {
-            heap.stats.misses += 1;
-        } else {
-            heap.stats.hits += 1;
-        }
-        let grant = heap.hand_out(id, &want, cache, request.is_plain());
-        Ok((heap, grant))
     }
 
     // ---- small blocks ------------------------------------------------------------------------

@@ -104,11 +104,7 @@ impl Engine {
         if !self.watchful()
             && let Some(freed) = heap.free_into_cache(id, generation)
         {
-            return if freed {
-                Ok(())
-            } else {
-                Err(Error::NotLive { ptr })
-            };
+            return freed.then_some(()).ok_or(Error::NotLive { ptr });
         }
         heap.uncache(id);
         let generation = generation.unwrap_or(heap.extents.records[id].generation);
@@ -331,11 +327,7 @@ impl Engine {
         {
             let mut heap = self.open()?;
             if heap.large_around(ptr).is_none() && heap.caches.small_around(ptr).is_none() {
-                return Err(if heap.physical.ours(ptr) {
-                    Error::NotLive { ptr }
-                } else {
-                    Error::NotOurs { ptr }
-                });
+                return Err(heap.physical.not_live(ptr));
             }
         }
         self.refuse_capture(named)?;
@@ -392,8 +384,7 @@ fn live(heap: &mut Heap, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
         Some(id) => interior(heap.extents.records[id].addr),
         None => match heap.caches.small_around(ptr) {
             Some((_, run, _)) => interior(run.ptr),
-            None if heap.physical.ours(ptr) => Error::NotLive { ptr },
-            None => Error::NotOurs { ptr },
+            None => heap.physical.not_live(ptr),
         },
     })
 }

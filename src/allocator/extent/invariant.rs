@@ -13,7 +13,35 @@ pub struct CheckError {
     pub found: u64,
 }
 
-pub(crate) fn same(what: &'static str, expected: u64, found: u64) -> Result<(), CheckError> {
+/// A number of any width.
+pub(crate) trait Number {
+    fn number(self) -> u64;
+}
+
+impl Number for u32 {
+    fn number(self) -> u64 {
+        self.into()
+    }
+}
+
+impl Number for u64 {
+    fn number(self) -> u64 {
+        self
+    }
+}
+
+impl Number for usize {
+    fn number(self) -> u64 {
+        self as u64
+    }
+}
+
+pub(crate) fn same(
+    what: &'static str,
+    expected: impl Number,
+    found: impl Number,
+) -> Result<(), CheckError> {
+    let (expected, found) = (expected.number(), found.number());
     if expected == found {
         Ok(())
     } else {
@@ -26,5 +54,5 @@ pub(crate) fn same(what: &'static str, expected: u64, found: u64) -> Result<(), 
 }
 
 pub(crate) fn holds(what: &'static str, condition: bool) -> Result<(), CheckError> {
-    same(what, 1, u64::from(condition))
+    same(what, 1u32, u32::from(condition))
 }

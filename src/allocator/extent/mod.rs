@@ -116,10 +116,15 @@ impl Extents {
     /// Makes memory that nobody has used yet free. Where only one stream is known it merges with
     /// that stream's own.
     pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
+        let uses = self.parts(space).0.fresh_uses(stream);
+        self.release(space, id, stream, uses);
+    }
+
+    /// Makes a claimed extent, or a block, a free piece that was a stream's; the piece it became part of.
+    pub(crate) fn release(&mut self, space: SpaceId, id: u32, owner: u32, uses: Uses) -> u32 {
         let (at, records) = self.parts(space);
-        let uses = at.fresh_uses(stream);
-        records.cold_mut(id).owner = stream;
-        at.release(records, id, uses);
+        records.cold_mut(id).owner = owner;
+        at.release(records, id, uses)
     }
 
     /// While one stream exists, complete memory is as good as its own, and merges with it.
@@ -212,10 +217,7 @@ impl Extents {
 
     /// Claims address space for a new view, if there is any; a record of the range.
     pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
-        let entry = self
-            .views
-            .index(crate::allocator::extent::record::COMPLETE)?
-            .best_fit(granules)?;
+        let entry = self.views.index(COMPLETE)?.best_fit(granules)?;
         self.views.carve(&mut self.records, entry.id, granules);
         self.records[entry.id].state = Extent::Busy;
         Some(entry.id)

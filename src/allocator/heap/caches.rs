@@ -24,9 +24,8 @@ impl Heap {
             let last = self.streams.ticket(stream, None);
             let slot = &mut self.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
-            let (small, records) = self.extents.parts(SpaceId::Small);
-            records.cold_mut(id).owner = stream;
-            small.release(records, id, Uses::One(last));
+            self.extents
+                .release(SpaceId::Small, id, stream, Uses::One(last));
             return Err(Error::NotSupported {
                 what: "device addresses of more than 49 bits",
             });
@@ -57,9 +56,8 @@ impl Heap {
             let u = self.streams.ticket(stream, Some(ticket));
             if let Some(id) = self.caches.page_ids.remove(&info.base) {
                 self.extents.records.cold_mut(id).freed = self.frees;
-                self.extents.records.cold_mut(id).owner = stream;
-                let (small, records) = self.extents.parts(SpaceId::Small);
-                small.release(records, id, Uses::One(u));
+                self.extents
+                    .release(SpaceId::Small, id, stream, Uses::One(u));
                 if self.streams.complete(&u) && !self.extents.small.merge_own {
                     self.complete_class(SpaceId::Small, stream);
                 }

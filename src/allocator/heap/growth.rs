@@ -353,13 +353,12 @@ impl Heap {
         let mut id = fresh.id;
         if growth.skip > 0 {
             let (space, records) = self.extents.parts(fresh.space);
-            let right = space.cut(records, id, growth.skip);
+            let right = space.split(records, id, growth.skip);
             // It may have been free memory that the stream was using a moment ago.
             let slot = &mut self.streams[want.stream];
             let uses = Uses::one(want.stream, slot.open);
             slot.open_uses = slot.open_uses.saturating_add(1);
-            records.cold_mut(id).owner = want.stream;
-            space.release(records, id, uses);
+            self.extents.release(fresh.space, id, want.stream, uses);
             id = right;
         }
         self.cut_fresh(want, (fresh.space, id), want.granules);
@@ -370,7 +369,7 @@ impl Heap {
     pub(crate) fn cut_fresh(&mut self, want: &Want, (space, id): (SpaceId, u32), granules: u32) {
         if self.extents.records[id].granules > granules {
             let (at, records) = self.extents.parts(space);
-            let rest = at.cut(records, id, granules);
+            let rest = at.split(records, id, granules);
             self.extents.put_fresh(space, rest, want.stream);
         }
     }

@@ -217,7 +217,7 @@ impl Heap {
     pub(crate) fn check_limits(&self) -> Result<(), CheckError> {
         let locked = self.caches.lock_caches();
         let limits = locked.iter().map(|inner| inner.accounts.allocated.limit());
-        let limit = limits.sum();
+        let limit: u64 = limits.sum();
         same(
             "limits of stream caches are known",
             limit,

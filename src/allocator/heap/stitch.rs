@@ -213,17 +213,12 @@ impl Heap {
         let adds: Vec<_> = layout
             .adds
             .iter()
-            .filter_map(|(home, bytes)| {
-                Some((*home, *bytes, self.physical.holdings.get(home)?.handle?))
-            })
+            .filter_map(|(home, bytes)| Some((*home, *bytes, self.physical.handle_at(*home)?)))
             .collect();
         // Nobody may take the handles away, or extend the same view, meanwhile.
         self.views.segs_under_way += adds.len();
-        for (home, _, _) in &adds {
-            if let Some(holding) = self.physical.holdings.get_mut(home) {
-                holding.views += 1;
-            }
-        }
+        self.physical
+            .viewed(adds.iter().map(|(home, _, _)| *home), true);
         if let Some(view) = self.views.map.get_mut(&site.base) {
             view.calls += 1;
             view.busy = true;
@@ -317,11 +312,8 @@ impl Heap {
             self.extents.put_fresh(SpaceId::Large, new.id, want.stream);
         }
         let (kept, undone) = stitch.adds.split_at(still_mapped.min(stitch.adds.len()));
-        for (home, _, _) in undone {
-            if let Some(holding) = self.physical.holdings.get_mut(home) {
-                holding.views -= 1;
-            }
-        }
+        self.physical
+            .viewed(undone.iter().map(|(home, _, _)| *home), false);
         let kept = self.physical.mappings(kept);
         if let Some(fresh) = stitch.fresh {
             self.not_made(fresh);
@@ -340,11 +332,7 @@ impl Heap {
     /// stitch adds them.
     fn hold_fresh(&mut self, fresh: &Fresh, handles: &[u64]) -> Vec<(u64, u64, u64)> {
         let homes = self.hold_all(fresh, handles);
-        for home in &homes {
-            if let Some(holding) = self.physical.holdings.get_mut(home) {
-                holding.views += 1;
-            }
-        }
+        self.physical.viewed(homes.iter().copied(), true);
         let made = homes.iter().zip(&fresh.sizes).zip(handles);
         made.map(|((home, bytes), handle)| (*home, *bytes, *handle))
             .collect()

@@ -118,6 +118,24 @@ impl Physical {
         }
     }
 
+    /// Handles, by their homes, are mapped in one view more, or one less.
+    pub(crate) fn viewed(&mut self, homes: impl IntoIterator<Item = u64>, more: bool) {
+        for home in homes {
+            if let Some(holding) = self.holdings.get_mut(&home) {
+                holding.views = if more {
+                    holding.views + 1
+                } else {
+                    holding.views - 1
+                };
+            }
+        }
+    }
+
+    /// The handle whose home this is.
+    pub(crate) fn handle_at(&self, home: u64) -> Option<u64> {
+        self.holdings.get(&home)?.handle
+    }
+
     /// Whether an earlier failure left memory behind that nobody can use.
     pub(crate) fn has_leftovers(&self) -> bool {
         !self.orphaned_handles.is_empty() || !self.quarantined.is_empty()

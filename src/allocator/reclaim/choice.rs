@@ -231,52 +231,51 @@ impl<'a> Reclaim<'a> {
         {
             return step;
         }
-        let step = match heap.rules {
-            Rules::Packed => self.choose_packed(heap, want),
-            Rules::Classic => choose_classic(heap, want),
-        };
-        step.unwrap_or_else(|| self.make_room(heap, want))
-    }
-
-    /// What comes before room is made under the packed policy: growth up to the limit, and views instead of it.
-    fn choose_packed(&mut self, heap: &mut Heap, want: &Want) -> Option<Step> {
+        if heap.rules == Rules::Classic {
+            return choose_classic(heap, want).unwrap_or_else(|| self.make_room(heap, want));
+        }
         if self.stage < Stage::CachesEmptied {
             self.stage = Stage::CachesEmptied;
             if heap.caches.have_large() || heap.streams.full().contains(&want.stream) {
-                return Some(Step::EmptyCaches);
+                return Step::EmptyCaches;
             }
         }
         if want.in_one_handle() {
-            return in_one_handle(heap, want);
+            return in_one_handle(heap, want).unwrap_or_else(|| self.make_room(heap, want));
         }
         if heap.lacks_addresses(want, self.cramped) {
-            return Some(Step::Reserve(want.space, u64::from(want.span()) * GRANULE));
+            return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
         }
         let mut open = None;
         if self.stitches(want)
             && self.shortened != Shortened::Now
             && let Some(step) = ready_in_view(heap, want, &mut open)
         {
-            return Some(step);
+            return step;
         }
         if let Some(growth) = heap.plan_growth(want, Bound::SoftCap, false) {
             heap.stats.reclaim.grown += 1;
-            return Some(Step::Grow(growth));
+            return Step::Grow(growth);
         }
         if let Some(step) = behind_waits(heap, want) {
-            return Some(step);
+            return step;
         }
         if self.stitches(want)
             && !self.unstitched
             && let Some(step) = self.stitch_step(heap, want, open)
         {
-            return Some(step);
+            return step;
         }
         let growth = heap
             .plan_growth(want, Bound::Limit, false)
-            .or_else(|| heap.plan_growth(want, Bound::Limit, true))?;
-        heap.stats.reclaim.grown_hard += 1;
-        Some(Step::Grow(growth))
+            .or_else(|| heap.plan_growth(want, Bound::Limit, true));
+        match growth {
+            Some(growth) => {
+                heap.stats.reclaim.grown_hard += 1;
+                Step::Grow(growth)
+            }
+            None => self.make_room(heap, want),
+        }
     }
 
     /// Whether a view could serve a request at all.
