@@ -5,7 +5,7 @@ use crate::allocator::extent::record::{NIL, SpaceId};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::Heap;
+use crate::allocator::heap::{Heap, Part};
 use crate::allocator::physical::Fresh;
 use crate::allocator::physical::address::Lease;
 use crate::allocator::report::{GrowthInfo, GrowthReason};
@@ -50,22 +50,6 @@ struct Opening {
     behind: u64,
 }
 
-/// A place inside free memory: the piece that it begins in, and how many granules into it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
-    pub first: u32,
-    pub skip: u32,
-}
-
-/// How such a request goes on.
-pub(crate) enum Next {
-    Take(Place),
-    Reserve(u64),
-    Grow(Growth),
-    /// As for any other request.
-    MakeRoom,
-}
-
 impl Heap {
     /// The opening that needs the least new memory, the lowest on ties.
     fn opening(&self, want: &Want, usable: impl Fn(&Finder<'_>, u32) -> bool) -> Option<Opening> {
@@ -78,28 +62,20 @@ impl Heap {
             let skip = want.skip(self.extents.records[first].addr);
             let needed = u64::from(skip + want.granules).saturating_sub(before);
             let mapped = needed.next_multiple_of(PHYSICAL_GRANULES);
-            let opening = if mapped <= room {
-                Opening {
-                    first,
-                    skip,
-                    before,
-                    hole,
-                    mapped,
-                    behind: 0,
-                }
-            } else {
-                let behind = needed - room.min(needed);
-                if finder.usable_behind(hole, usable) < behind {
-                    continue;
-                }
-                Opening {
-                    first,
-                    skip,
-                    before,
-                    hole,
-                    mapped: room,
-                    behind,
-                }
+            let (mapped, behind) = match mapped <= room {
+                true => (mapped, 0),
+                false => (room, needed - room.min(needed)),
+            };
+            if behind > 0 && finder.usable_behind(hole, usable) < behind {
+                continue;
+            }
+            let opening = Opening {
+                first,
+                skip,
+                before,
+                hole,
+                mapped,
+                behind,
             };
             if opening.mapped > 0 && best.is_none_or(|b| opening.mapped < b.mapped) {
                 best = Some(opening);
@@ -146,11 +122,7 @@ impl Heap {
             }
         })?;
         let missing = opening.mapped * GRANULE;
-        let room = match within {
-            Bound::SoftCap => self.soft_room().min(self.room()),
-            Bound::Limit => self.room(),
-        };
-        if missing > room {
+        if missing > self.room_within(within) {
             return None;
         }
         let addr = self.extents.records[opening.hole].addr;
@@ -167,6 +139,14 @@ impl Heap {
             waits,
             skip: opening.skip,
         })
+    }
+
+    /// Bytes that growth may add within a bound.
+    pub(crate) fn room_within(&self, within: Bound) -> u64 {
+        match within {
+            Bound::SoftCap => self.soft_room().min(self.room()),
+            Bound::Limit => self.room(),
+        }
     }
 
     /// Sizes of the handles for new memory at an address, of at least so many bytes each.
@@ -256,47 +236,20 @@ impl Heap {
 
     // ---- blocks in one handle --------------------------------------------------------------------
 
-    /// The next thing to try: the tightest open stretch of a handle, a handle of its own below the
-    /// soft cap, a stretch behind waits, a handle below the limit.
-    pub(crate) fn next_in_one_handle(&mut self, want: &Want) -> Next {
-        if let Some(place) = self.place_in_handle(want, |finder, id| finder.ready(id)) {
-            self.stats.reclaim.ready += 1;
-            return Next::Take(place);
-        }
-        let bytes = want.handle_bytes();
-        let Some((hole, skip)) = self.hole_for_handle(want) else {
-            return Next::Reserve(bytes);
-        };
-        if bytes <= self.soft_room().min(self.room()) {
-            self.stats.reclaim.grown += 1;
-            return self.one_handle(want, hole, skip);
-        }
-        if self.streams.several()
-            && let Some(place) = self.place_in_handle(want, |finder, id| finder.reachable(id))
-        {
-            self.stats.reclaim.waited += 1;
-            return Next::Take(place);
-        }
-        if bytes <= self.room() {
-            self.stats.reclaim.grown_hard += 1;
-            return self.one_handle(want, hole, skip);
-        }
-        Next::MakeRoom
-    }
-
     /// Takes a request that has to lie inside one handle from memory that is ready.
     pub(crate) fn take_in_handle(&mut self, want: &Want) -> Option<u32> {
-        let place = self.place_in_handle(want, |finder, id| finder.ready(id))?;
-        let (id, _) = self.claim(want.space, place.first, place.skip, want.granules)?;
+        let part = self.part_of_handle(want, |finder, id| finder.ready(id))?;
+        let (id, _) = self.claim_part(want, part)?;
         self.stats.reclaim.ready += 1;
         Some(id)
     }
 
-    fn place_in_handle(
+    /// The tightest open stretch of a handle that holds a request.
+    pub(crate) fn part_of_handle(
         &self,
         want: &Want,
         usable: impl Fn(&Finder<'_>, u32) -> bool,
-    ) -> Option<Place> {
+    ) -> Option<Part> {
         let finder = self.finder(want.space, want.stream)?;
         let open = Openings::ranges(&finder, |id| usable(&finder, id));
         let mut best: Option<(u64, u64)> = None;
@@ -311,8 +264,11 @@ impl Heap {
         let (_, from) = best?;
         let addr = from + u64::from(want.skip(from)) * GRANULE;
         let (first, start) = self.extents.piece_at(want.space, addr)?;
-        let skip = ((addr - start) / GRANULE) as u32;
-        Some(Place { first, skip })
+        Some(Part {
+            first,
+            skip: ((addr - start) / GRANULE) as u32,
+            granules: want.granules,
+        })
     }
 
     /// The lowest hole that takes a handle for the request, which no border of a reservation cuts,
@@ -329,14 +285,12 @@ impl Heap {
         })
     }
 
-    fn one_handle(&mut self, want: &Want, hole: u32, skip: u32) -> Next {
+    /// Plans a handle of its own for a request, so many granules into a hole.
+    pub(crate) fn plan_handle(&mut self, want: &Want, (hole, skip): (u32, u32)) -> Option<Growth> {
         let bytes = want.handle_bytes();
         let addr = self.extents.records[hole].addr + u64::from(skip) * GRANULE;
-        let granules = (bytes / GRANULE) as u32;
-        let Some(claimed) = self.claim(want.space, hole, skip, granules) else {
-            return Next::MakeRoom;
-        };
-        Next::Grow(Growth {
+        let claimed = self.claim(want.space, hole, skip, (bytes / GRANULE) as u32)?;
+        Some(Growth {
             fresh: self.plan(want, claimed, addr, vec![bytes]),
             waits: Vec::new(),
             skip: 0,

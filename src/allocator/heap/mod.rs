@@ -50,6 +50,14 @@ fn mixed_bytes(shards: &[Shard]) -> u64 {
     mixed.map(|s| u64::from(s.granules) * GRANULE).sum()
 }
 
+/// A part of free memory: the piece that it begins in, how many granules into it, and its length.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part {
+    first: u32,
+    skip: u32,
+    granules: u32,
+}
+
 /// What one lock guards.
 #[derive(Debug)]
 pub(crate) struct Heap {
@@ -183,16 +191,14 @@ impl Heap {
 
     /// Takes a request from a ready run.
     pub(crate) fn take(&mut self, want: &Want, run: Run) -> Option<u32> {
-        let skip = want.skip(run.addr);
-        let granules = self.granules_of(want, run.granules - u64::from(skip));
+        let part = self.part(want, run);
         let (space, records) = self.extents.parts(want.space);
         let first = records[run.first];
-        if skip == 0 && first.granules >= granules && first.stream != MIXED {
-            space.carve(records, run.first, granules);
+        if part.skip == 0 && first.granules >= part.granules && first.stream != MIXED {
+            space.carve(records, run.first, part.granules);
             return Some(run.first);
         }
-        self.claim(want.space, run.first, skip, granules)
-            .map(|(id, _)| id)
+        self.claim_part(want, part).map(|(id, _)| id)
     }
 
     /// Takes a request at the first of some addresses that is free.
@@ -290,12 +296,19 @@ impl Heap {
         self.rules.granules_of(want.space, want.granules, available)
     }
 
-    /// Claims a request's part of a run of which some pieces need a wait. Returns it and what stood
-    /// there.
-    pub(crate) fn claim_run(&mut self, want: &Want, run: Run) -> Option<(u32, Vec<Shard>)> {
+    /// The part of a run that a request gets.
+    pub(crate) fn part(&self, want: &Want, run: Run) -> Part {
         let skip = want.skip(run.addr);
-        let granules = self.granules_of(want, run.granules - u64::from(skip));
-        self.claim(want.space, run.first, skip, granules)
+        Part {
+            first: run.first,
+            skip,
+            granules: self.granules_of(want, run.granules - u64::from(skip)),
+        }
+    }
+
+    /// Claims a part of free memory, of which some pieces may need a wait. Returns it and what stood there.
+    pub(crate) fn claim_part(&mut self, want: &Want, part: Part) -> Option<(u32, Vec<Shard>)> {
+        self.claim(want.space, part.first, part.skip, part.granules)
     }
 
     /// Makes a taken extent a live block, and says what it is.

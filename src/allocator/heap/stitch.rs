@@ -30,20 +30,24 @@ const VIEW_MAPS_MIN: usize = 32_768;
 const VIEW_MAPS_PER_HANDLE: usize = 32;
 
 impl Heap {
-    /// The layout for a request that needs the least new memory, then the fewest handles, given what
-    /// is open at home.
+    /// The handles that a layout may be made of, given what is open at home.
+    fn sources(&self, open: &Openings) -> Sources {
+        let churning = self.physical.churning(self.streams.in_flight());
+        Sources::new(self.physical.sources(&open.ranges), churning)
+    }
+
+    /// Layouts for a request: extensions of views, and a new one.
+    fn layouts(&self, want: &Want, open: &Openings, sources: &Sources) -> Vec<Layout> {
+        let mut layouts = self.extended_layouts(want, open, sources);
+        let head = sources.best_head(want.align > 1);
+        layouts.extend(self.physical.new_layout(want, sources, head));
+        layouts
+    }
+
+    /// The layout for a request that needs the least new memory, then the fewest handles.
     fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = Sources::new(
-            self.physical.sources(&open.ranges),
-            self.physical.churning(self.streams.in_flight()),
-        );
-        let extended = self.extended_layouts(want, open, &sources).into_iter();
-        extended
-            .chain(
-                self.physical
-                    .new_layout(want, &sources, sources.best_head(want.align > 1)),
-            )
-            .min_by_key(Layout::cost)
+        let layouts = self.layouts(want, open, &self.sources(open));
+        layouts.into_iter().min_by_key(Layout::cost)
     }
 
     /// Plans and claims a stitch that creates at most `room` bytes, of what is open, or, where that
@@ -80,21 +84,12 @@ impl Heap {
     /// The layout that needs the least new memory if that is made before: between an open tail, as long
     /// as there is one, and an open front.
     fn leanest_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = Sources::new(
-            self.physical.sources(&open.ranges),
-            self.physical.churning(self.streams.in_flight()),
-        );
+        let sources = self.sources(open);
+        let mut layouts = self.layouts(want, open, &sources);
         let tail = sources.longest_tail().filter(|_| want.align == 1);
-        let with_tail = tail.and_then(|tail| self.physical.new_layout(want, &sources, Some(tail)));
-        let extended = self.extended_layouts(want, open, &sources).into_iter();
-        let others = extended.chain(self.physical.new_layout(
-            want,
-            &sources,
-            sources.best_head(want.align > 1),
-        ));
-        others
-            .chain(with_tail)
-            .min_by_key(|layout| (layout.lacking, layout.adds.len()))
+        layouts.extend(tail.and_then(|tail| self.physical.new_layout(want, &sources, Some(tail))));
+        let cost = |layout: &Layout| (layout.lacking, layout.adds.len());
+        layouts.into_iter().min_by_key(cost)
     }
 
     /// Bytes that have to be created at least before a stitch for this request.
@@ -180,11 +175,8 @@ impl Heap {
     /// bytes.
     pub(crate) fn view_room(&self, want: &Want, at_least: u64) -> u32 {
         let need = u64::from(want.granules) * GRANULE;
-        (view_bytes(
-            need,
-            at_least,
-            self.physical.churning(self.streams.in_flight()),
-        ) / GRANULE) as u32
+        let churning = self.physical.churning(self.streams.in_flight());
+        (view_bytes(need, at_least, churning) / GRANULE) as u32
     }
 
     /// Address space that must be at hand before a new view for a request can be planned, if it is

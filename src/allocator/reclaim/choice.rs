@@ -9,10 +9,10 @@ use std::sync::Arc;
 use crate::allocator::engine::hooks::{Hooks, ReliefHook};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::Heap;
 use crate::allocator::heap::cut::Cut;
-use crate::allocator::heap::growth::{Bound, Growth, Next, Place};
+use crate::allocator::heap::growth::{Bound, Growth};
 use crate::allocator::heap::stitch::STITCH_MIN;
+use crate::allocator::heap::{Heap, Part};
 use crate::allocator::physical::policy::Rules;
 use crate::allocator::physical::{Fresh, LEVELS, Release};
 use crate::allocator::size::{GRANULE, PAGE};
@@ -94,9 +94,8 @@ pub(crate) struct Reclaim<'a> {
 /// The next step of a reclaim.
 pub(crate) enum Step {
     Take(Run),
-    /// Takes a run behind waits.
-    Wait(Run),
-    Place(Place),
+    /// Takes a part of free memory, behind waits if it needs some.
+    Claim(Part),
     View(ViewRun),
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
@@ -456,14 +455,32 @@ fn choose_classic(heap: &mut Heap, want: &Want) -> Option<Step> {
     behind_waits(heap, want)
 }
 
-/// What comes before room is made for a block that has to lie in one handle.
+/// What comes before room is made for a block that has to lie in one handle: the tightest open stretch of one, a
+/// handle of its own below the soft cap, a stretch behind waits, a handle below the limit.
 fn in_one_handle(heap: &mut Heap, want: &Want) -> Option<Step> {
-    match heap.next_in_one_handle(want) {
-        Next::Take(place) => Some(Step::Place(place)),
-        Next::Reserve(bytes) => Some(Step::Reserve(want.space, bytes)),
-        Next::Grow(growth) => Some(Step::Grow(growth)),
-        Next::MakeRoom => None,
+    if let Some(part) = heap.part_of_handle(want, |finder, id| finder.ready(id)) {
+        heap.stats.reclaim.ready += 1;
+        return Some(Step::Claim(part));
     }
+    let bytes = want.handle_bytes();
+    let Some(hole) = heap.hole_for_handle(want) else {
+        return Some(Step::Reserve(want.space, bytes));
+    };
+    if bytes <= heap.room_within(Bound::SoftCap) {
+        heap.stats.reclaim.grown += 1;
+        return heap.plan_handle(want, hole).map(Step::Grow);
+    }
+    if heap.streams.several()
+        && let Some(part) = heap.part_of_handle(want, |finder, id| finder.reachable(id))
+    {
+        heap.stats.reclaim.waited += 1;
+        return Some(Step::Claim(part));
+    }
+    if bytes > heap.room() {
+        return None;
+    }
+    heap.stats.reclaim.grown_hard += 1;
+    heap.plan_handle(want, hole).map(Step::Grow)
 }
 
 /// Whether a request should leave handles whole where it can: near the limit, where others must find whole ones to
@@ -494,7 +511,7 @@ fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
         && provisional(tight.granules)
     {
         heap.stats.reclaim.tighter += 1;
-        return Some(Step::Wait(tight));
+        return Some(Step::Claim(heap.part(want, tight)));
     }
     Some(Step::Take(ready))
 }
@@ -506,7 +523,7 @@ fn behind_waits(heap: &mut Heap, want: &Want) -> Option<Step> {
     }
     let run = heap.finder(want.space, want.stream)?.oldest_run(want)?;
     heap.stats.reclaim.waited += 1;
-    Some(Step::Wait(run))
+    Some(Step::Claim(heap.part(want, run)))
 }
 
 /// A place in a view that is ready; and what was open.

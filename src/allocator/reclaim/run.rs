@@ -4,10 +4,8 @@
 //! choice begins again. Driver calls happen without the lock; what they work on is claimed before, so that
 //! nobody else can touch it, and put back if they fail.
 //!
-//! The rule of the lock: this file and `engine/calls.rs` alone take the heap's guard as a value and return it,
-//! so only here a caller has to ask whether the lock was let go in between. Everything below them takes the
-//! heap by reference, and holds the lock all the time, or nothing, and takes the lock itself.
-//! `tests/layers.py` watches over that.
+//! Who calls what is here has to ask whether the lock was let go in between, as in `engine/calls.rs` and nowhere
+//! else.
 
 use crate::driver::DriverError;
 use crate::sync::capture::is_void_wait;
@@ -118,12 +116,8 @@ impl Engine {
                 heap.stats.reclaim.ready += u64::from(id.is_some());
                 Ok((heap, id))
             }
-            Step::Wait(run) => {
-                let claimed = heap.claim_run(want, run);
-                self.wait_for(heap, want, claimed)
-            }
-            Step::Place(place) => {
-                let claimed = heap.claim(want.space, place.first, place.skip, want.granules);
+            Step::Claim(part) => {
+                let claimed = heap.claim_part(want, part);
                 self.wait_for(heap, want, claimed)
             }
             Step::View(run) => self.take_in_view(heap, want, run),
@@ -269,8 +263,7 @@ impl Engine {
             },
             // Taken under the lock.
             Step::Take(_)
-            | Step::Wait(_)
-            | Step::Place(_)
+            | Step::Claim(_)
             | Step::View(_)
             | Step::Flush
             | Step::EmptyCaches
