@@ -235,14 +235,8 @@ impl Config {
             _ => {}
         }
         match self.limit {
-            Some(Limit::Fraction(f)) if !(f > 0.0 && f <= 1.0) => Err(ConfigError::InvalidValue {
-                key: "limit".into(),
-                value: f.to_string(),
-            }),
-            Some(Limit::Bytes(0)) => Err(ConfigError::InvalidValue {
-                key: "limit".into(),
-                value: "0".into(),
-            }),
+            Some(Limit::Fraction(f)) if !(f > 0.0 && f <= 1.0) => invalid("limit", f.to_string()),
+            Some(Limit::Bytes(0)) => invalid("limit", "0".into()),
             _ => Ok(()),
         }
     }

@@ -5,17 +5,15 @@ pub(crate) mod carver;
 pub(crate) mod guard;
 pub(crate) mod raw;
 
+use crate::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, process, sys};
 
 use crate::allocator::api::block::Block;
-use crate::allocator::cache::grant::Grant;
 use crate::allocator::config::{Config, Policy};
 use crate::allocator::engine::hooks::ReliefHook;
-use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::small::Missed;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::heap::request::Checked;
 use crate::allocator::report::Trimmed;
@@ -24,8 +22,6 @@ use crate::allocator::report::{Fragmentation, SelfTest};
 use crate::allocator::request::Request;
 use crate::allocator::size;
 use crate::allocator::stats::Stats;
-use crate::allocator::stream::slot::StreamKey;
-use crate::error::Error;
 
 /// A caching allocator for the memory of one device.
 ///
@@ -165,35 +161,9 @@ impl Allocator {
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
         let grant = match self.engine.hit(stream.id_at_hand(), bytes) {
             Ok(grant) => grant,
-            Err(missed) => self.allocate_missed(bytes, stream, missed)?,
+            Err(missed) => self.engine.miss(bytes, stream, missed)?,
         };
         Ok(Block::new(&self.engine, grant, bytes))
-    }
-
-    /// [`allocate`](Self::allocate) of what the stream's cache did not serve at once. Apart from it, and with
-    /// a result of another type, so that the common case needs no copy in memory.
-    #[inline(never)]
-    fn allocate_missed(
-        &self,
-        bytes: usize,
-        stream: &Stream,
-        missed: Missed,
-    ) -> Result<Grant, Error> {
-        let key = stream.id_at_hand();
-        if let Some(grant) = self.engine.hit_slowly(key, bytes, missed) {
-            return Ok(grant);
-        }
-        let request = Checked::new(bytes, 1)?;
-        self.engine.same_driver(stream)?;
-        let named = match stream.known_id() {
-            Some(id) => Named {
-                key: StreamKey::Id(id),
-                raw: stream.raw(),
-                stream: Some(stream),
-            },
-            None => self.engine.named(stream)?,
-        };
-        self.engine.allocate_missed(&named, &request)
     }
 
     /// [`allocate`](Self::allocate) with wishes.

@@ -6,7 +6,7 @@ pub(crate) mod predictor;
 pub(crate) mod stream_cache;
 
 use std::collections::HashMap;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::allocator::cache::predictor::ReusePredictor;
@@ -231,6 +231,11 @@ impl StreamCaches {
             (inner.slot, inner.free_bytes() + inner.pending_bytes())
         });
         free.filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    /// Whether blocks lie in large-block caches, held by somebody or not.
+    pub(crate) fn have_large(&self) -> bool {
+        self.in_large_caches.load(Ordering::Relaxed) > 0
     }
 
     /// What the heap counts for blocks in large-block caches that nobody holds.

@@ -3,16 +3,15 @@
 pub(crate) mod bench;
 pub(crate) mod calls;
 pub(crate) mod close;
-pub(crate) mod commit;
 pub(crate) mod defaults;
-pub(crate) mod dropped;
+pub(crate) mod free;
 pub(crate) mod hooks;
-pub(crate) mod identity;
 pub(crate) mod large_cache;
 pub(crate) mod leaving;
 pub(crate) mod markers;
 pub(crate) mod naming;
 pub(crate) mod orphans;
+pub(crate) mod release;
 pub(crate) mod self_test;
 pub(crate) mod small;
 pub(crate) mod trial;
@@ -30,6 +29,7 @@ use crate::allocator::engine::defaults::Defaults;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::address::Addresses;
+use crate::allocator::physical::commit::Maker;
 use crate::allocator::physical::policy::Rules;
 use crate::error::Error;
 
@@ -275,6 +275,15 @@ impl Engine {
     #[inline]
     pub(crate) fn watchful(&self) -> bool {
         !process::is_quiet() || self.ask_captures
+    }
+
+    /// What the driver's memory is made like.
+    pub(crate) fn maker(&self) -> Maker<'_> {
+        Maker {
+            context: &self.context,
+            properties: &self.properties,
+            access: &self.access,
+        }
     }
 
     #[inline]

@@ -136,6 +136,31 @@ impl Engine {
         Ok((context, holder))
     }
 
+    /// Lets go of streams that only we still hold: records their last marker and drops them.
+    pub(crate) fn prune(&self) {
+        let alone: Vec<(u32, StreamKey)> = {
+            let heap = self.lock();
+            let kept = heap
+                .streams
+                .iter()
+                .filter_map(|(at, slot)| match &slot.holder {
+                    Holder::Kept(stream)
+                        if stream.kind() == StreamKind::Owned
+                            && !heap.streams.is_held_elsewhere(stream) =>
+                    {
+                        Some((at, slot.key))
+                    }
+                    _ => None,
+                });
+            kept.collect()
+        };
+        for (stream, key) in alone {
+            if let Err(error) = self.retire_slot(stream, key) {
+                self.log_marker_failure(&error);
+            }
+        }
+    }
+
     pub(crate) fn context_of(&self, named: &Named<'_>) -> Result<Context, Error> {
         if let Some(stream) = named.stream {
             return Ok(stream.context().clone());
@@ -150,18 +175,6 @@ impl Engine {
         }
         // SAFETY: the context of a live stream is alive, and stays so while the stream is in use.
         unsafe { Context::from_raw(self.driver(), raw) }.map_err(|e| self.error(e))
-    }
-
-    /// Memory of this device is allocated on streams of this device.
-    pub(crate) fn same_device(&self, heap: &Heap, stream: u32) -> Result<(), Error> {
-        let other = heap.streams[stream].context.device();
-        if other.ordinal() == self.device.ordinal() {
-            return Ok(());
-        }
-        Err(Error::WrongDevice {
-            expected: self.device.ordinal(),
-            found: other.ordinal(),
-        })
     }
 
     /// Names the default stream of the allocator's context that a special handle stands for, whichever context

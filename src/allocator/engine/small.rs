@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::process;
+use crate::driver::{Stream, process};
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
@@ -10,6 +10,7 @@ use crate::allocator::cache::stream_cache::{
     Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRANULES, Small, Using, thread,
 };
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
@@ -81,6 +82,31 @@ impl Engine {
         }
         let taken = inner.take_anywhere(self.owner(key), request)?;
         Some(Grant::small(cache, taken, request.granules))
+    }
+
+    /// Allocates what the stream's cache did not serve at once. Out of line, and with a result of its own, so
+    /// that the common case needs no copy in memory.
+    #[inline(never)]
+    pub(crate) fn miss(
+        &self,
+        bytes: usize,
+        stream: &Stream,
+        missed: Missed,
+    ) -> Result<Grant, Error> {
+        if let Some(grant) = self.hit_slowly(stream.id_at_hand(), bytes, missed) {
+            return Ok(grant);
+        }
+        let request = Checked::new(bytes, 1)?;
+        self.same_driver(stream)?;
+        let named = match stream.known_id() {
+            Some(id) => Named {
+                key: StreamKey::Id(id),
+                raw: stream.raw(),
+                stream: Some(stream),
+            },
+            None => self.named(stream)?,
+        };
+        self.allocate_missed(&named, &request)
     }
 
     /// Allocates from a stream cache that could not serve at once, if it can be had without the driver.

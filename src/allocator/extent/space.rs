@@ -128,12 +128,16 @@ impl Space {
         self.count
     }
 
+    /// The indexes of all classes.
+    fn indexes(&self) -> impl Iterator<Item = &FreeIndex> {
+        [&self.complete, &self.mixed]
+            .into_iter()
+            .chain(&self.pending)
+    }
+
     /// Every free piece, class by class.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Entry> + '_ {
-        self.complete
-            .iter()
-            .chain(self.mixed.iter())
-            .chain(self.pending.iter().flat_map(FreeIndex::iter))
+        self.indexes().flat_map(FreeIndex::iter)
     }
 
     pub(crate) fn regions(&self) -> &BTreeMap<u64, Region> {
@@ -146,18 +150,13 @@ impl Space {
 
     /// Free bytes, whatever they are pending on.
     pub(crate) fn free_bytes(&self) -> u64 {
-        let granules = self.complete.granules()
-            + self.mixed.granules()
-            + self.pending.iter().map(FreeIndex::granules).sum::<u64>();
-        granules * GRANULE
+        self.indexes().map(FreeIndex::granules).sum::<u64>() * GRANULE
     }
 
     /// The largest free piece in bytes.
     pub(crate) fn largest_piece(&self) -> u64 {
-        [&self.complete, &self.mixed]
-            .into_iter()
-            .chain(&self.pending)
-            .filter_map(FreeIndex::largest)
+        let largest = self.indexes().filter_map(FreeIndex::largest);
+        largest
             .map(|e| u64::from(e.granules) * GRANULE)
             .max()
             .unwrap_or(0)
@@ -293,8 +292,8 @@ impl Space {
         true
     }
 
-    /// Cuts an extent that is in no index; the right part gets a record of its own.
-    fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
+    /// Cuts an extent that is in no index, such as a claimed one; the right part gets a record of its own.
+    pub(crate) fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
         let cold = records.cold(id);
         let (uses, owner, freed) = (cold.uses.clone(), cold.owner, cold.freed);
         let state = records[id].state;
@@ -479,11 +478,6 @@ impl Space {
             (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
             self.enlist(records, rest);
         }
-    }
-
-    /// Cuts a claimed extent in two claimed ones; returns the right one.
-    pub(crate) fn cut(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
-        self.split(records, id, left)
     }
 
     /// Puts back what [`claim`](Self::claim) took.

@@ -49,9 +49,7 @@ impl Heap {
         self.physical.large_request(&want);
         self.stats.reclaim.ready += 1;
         self.stats.hits += 1;
-        let mut grant = self.granted(block, stream, want.requested, cache);
-        let block = grant.place.record().unwrap_or(block);
-        grant.set_cached(self.cache_handed_out(block, cache, true));
+        let grant = self.hand_out(block, &want, cache, true);
         thread::remember(id, cache);
         Some(grant)
     }
