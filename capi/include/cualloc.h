@@ -251,8 +251,7 @@ uint32_t cualloc_abi_version(void);
 const char *cualloc_last_error(void);
 
 /**
- * New options, those of the environment variable CUALLOC_CONFIG if it is set; null if that is not possible. To be
- * freed with cualloc_options_free.
+ * New options, with nothing set; null if that is not possible. To be freed with cualloc_options_free.
  *
  * Any thread.
  */

@@ -204,7 +204,11 @@ mod tests {
         assert!(inside());
         assert!(announce(0x7777_0003).is_none());
         let inner = announce_slowly(0x7777_0003);
-        let now = || words().map(|word| word.busy.load(Ordering::Relaxed)).collect::<Vec<_>>();
+        let now = || {
+            words()
+                .map(|word| word.busy.load(Ordering::Relaxed))
+                .collect::<Vec<_>>()
+        };
         assert!(now().contains(&0x7777_0002) && now().contains(&0x7777_0003));
         drop(inner);
         assert!(now().contains(&0x7777_0002) && !now().contains(&0x7777_0003));

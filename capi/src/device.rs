@@ -59,7 +59,10 @@ pub(crate) mod simulator {
 fn simulated() -> Result<Driver, Failure> {
     match simulator::shared() {
         Some(simulator) => Ok(simulator.driver()?),
-        None => Err(Failure::Said(CUALLOC_UNSUPPORTED, "the simulator cannot be set up")),
+        None => Err(Failure::Said(
+            CUALLOC_UNSUPPORTED,
+            "the simulator cannot be set up",
+        )),
     }
 }
 
@@ -71,7 +74,10 @@ fn simulated() -> Result<Driver, Failure> {
 /// The primary context of a device.
 pub(crate) fn primary(driver: &Driver, device: i32) -> Result<Context, Failure> {
     let count = driver.device_count()?;
-    let Some(ordinal) = usize::try_from(device).ok().filter(|&ordinal| ordinal < count) else {
+    let Some(ordinal) = usize::try_from(device)
+        .ok()
+        .filter(|&ordinal| ordinal < count)
+    else {
         return Err(Failure::NoSuchDevice { device, count });
     };
     Ok(Context::primary(driver, driver.device(ordinal)?)?)

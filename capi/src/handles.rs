@@ -14,9 +14,7 @@ use cualloc::{Allocator, Error};
 use crate::barrier;
 use crate::calls::{self, Announced};
 use crate::cualloc_t;
-use crate::results::{
-    CUALLOC_BUSY, CUALLOC_CLOSED, CUALLOC_UNSUPPORTED, Failure, NULL,
-};
+use crate::results::{CUALLOC_BUSY, CUALLOC_CLOSED, CUALLOC_UNSUPPORTED, Failure, NULL};
 
 /// Allocators that can be there at once.
 const PLACES: usize = 4096;
@@ -234,7 +232,10 @@ mod tests {
             assert_eq!((handle >> LIFE_SHIFT) as u32, life);
             assert_eq!(handle & !0xffff_ffff_fff0, MARK);
             let high = handle >> 47;
-            assert!(high != 0 && high != 0x1_ffff, "{handle:#x} could be an address");
+            assert!(
+                high != 0 && high != 0x1_ffff,
+                "{handle:#x} could be an address"
+            );
         }
     }
 }

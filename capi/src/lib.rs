@@ -20,6 +20,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use cualloc::Allocator;
 use cualloc::allocator::Request;
 
+#[cfg(all(test, feature = "sim"))]
+mod tests;
+
 pub use results::*;
 pub use stats::{cualloc_counter_t, cualloc_pool_stats_t, cualloc_stats_t};
 
@@ -104,8 +107,7 @@ pub extern "C" fn cualloc_last_error() -> *const c_char {
     message::last()
 }
 
-/// New options, those of the environment variable CUALLOC_CONFIG if it is set; null if that is not possible. To be
-/// freed with cualloc_options_free.
+/// New options, with nothing set; null if that is not possible. To be freed with cualloc_options_free.
 ///
 /// Any thread.
 #[unsafe(no_mangle)]
@@ -417,7 +419,10 @@ pub unsafe extern "C" fn cualloc_adopt_stream(
     call(|| {
         handles::with(allocator, |allocator| {
             // SAFETY: the caller's contract.
-            unsafe { allocator.mark_raw(stream.cast()) }
+            match unsafe { allocator.mark_raw(stream.cast()) } {
+                Err(cualloc::Error::UnknownStream { .. }) => Ok(()),
+                adopted => adopted,
+            }
         })
     })
 }

@@ -18,7 +18,10 @@ pub(crate) fn set(text: fmt::Arguments<'_>) {
     TEXT.with(|kept| {
         // SAFETY: the buffer is the thread's own. A text that calls back here while it is written has its bytes
         // overwritten, one at a time, through the same pointer.
-        let mut end = End { kept: kept.get(), at: 0 };
+        let mut end = End {
+            kept: kept.get(),
+            at: 0,
+        };
         end.push(0);
         // It writes what fits, and no more is needed.
         let _ = end.write_fmt(text);
@@ -69,7 +72,10 @@ mod tests {
 
     fn text() -> String {
         // SAFETY: the buffer always has a zero, and is the thread's own.
-        unsafe { CStr::from_ptr(last()) }.to_str().unwrap().to_owned()
+        unsafe { CStr::from_ptr(last()) }
+            .to_str()
+            .unwrap()
+            .to_owned()
     }
 
     #[test]
@@ -78,7 +84,11 @@ mod tests {
         let long = "ä€".repeat(BYTES);
         set(format_args!("x{long}"));
         let kept = text();
-        assert!(kept.len() < BYTES && kept.len() > BYTES - 4, "{}", kept.len());
+        assert!(
+            kept.len() < BYTES && kept.len() > BYTES - 4,
+            "{}",
+            kept.len()
+        );
         assert!(format!("x{long}").starts_with(&kept));
         set(format_args!("short\0er"));
         assert_eq!(text(), "short?er");

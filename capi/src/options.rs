@@ -72,11 +72,7 @@ pub(crate) fn find(handle: *const cualloc_options_t) -> Result<Options, Failure>
     known.by_handle.get(&(handle as u64)).cloned().ok_or(GONE)
 }
 
-pub(crate) fn set(
-    handle: *mut cualloc_options_t,
-    key: &str,
-    value: &str,
-) -> Result<(), Failure> {
+pub(crate) fn set(handle: *mut cualloc_options_t, key: &str, value: &str) -> Result<(), Failure> {
     if handle.is_null() {
         return Err(NULL);
     }
@@ -124,7 +120,10 @@ impl Options {
         let key = |part: &str| part.split('=').next().unwrap_or(part).trim().to_owned();
         let stays = |part: &&str| !self.settings.contains_key(&key(part));
         let inherited = inherited.split(',').filter(stays).map(str::to_owned);
-        let own = self.settings.iter().map(|(key, value)| format!("{key}={value}"));
+        let own = self
+            .settings
+            .iter()
+            .map(|(key, value)| format!("{key}={value}"));
         let parts: Vec<String> = inherited.chain(own).collect();
         parts.join(",")
     }
@@ -135,7 +134,9 @@ mod tests {
     use super::*;
 
     fn over(inherited: &str, own: &[(&str, &str)]) -> String {
-        let own = own.iter().map(|(key, value)| (key.to_string(), value.to_string()));
+        let own = own
+            .iter()
+            .map(|(key, value)| (key.to_string(), value.to_string()));
         let options = Options {
             settings: own.collect(),
             ..Options::default()
@@ -146,11 +147,17 @@ mod tests {
     #[test]
     fn what_is_set_replaces_what_the_environment_says() {
         assert_eq!(over("limit=1G, views=off", &[]), "limit=1G, views=off");
-        assert_eq!(over("limit=1G, views=off", &[("limit", "2G")]), " views=off,limit=2G");
+        assert_eq!(
+            over("limit=1G, views=off", &[("limit", "2G")]),
+            " views=off,limit=2G"
+        );
         assert_eq!(over(" limit =1G", &[("limit", "2G")]), "limit=2G");
         assert_eq!(over("", &[]), "");
         // What is wrong there stays wrong.
-        assert_eq!(over("limit=1G,limit=1G,x", &[("views", "on")]), "limit=1G,limit=1G,x,views=on");
+        assert_eq!(
+            over("limit=1G,limit=1G,x", &[("views", "on")]),
+            "limit=1G,limit=1G,x,views=on"
+        );
     }
 
     #[test]
@@ -165,7 +172,11 @@ mod tests {
 
     #[test]
     fn nothing_can_be_set_by_the_way() {
-        for (key, value) in [("limit", "1G,views=off"), ("limit=1G,views", "off"), ("limit=1", "")] {
+        for (key, value) in [
+            ("limit", "1G,views=off"),
+            ("limit=1G,views", "off"),
+            ("limit=1", ""),
+        ] {
             let refused = checked(key, value).unwrap_err();
             assert_eq!(refused.code(), CUALLOC_INVALID_ARGUMENT, "{key} {value}");
         }

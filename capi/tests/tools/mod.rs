@@ -15,7 +15,10 @@ pub fn libraries() -> PathBuf {
 }
 
 pub fn has(tool: &str) -> bool {
-    Command::new(tool).arg("--version").output().is_ok_and(|output| output.status.success())
+    Command::new(tool)
+        .arg("--version")
+        .output()
+        .is_ok_and(|output| output.status.success())
 }
 
 /// The checker that programs run under, if any.

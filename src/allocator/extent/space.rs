@@ -15,7 +15,7 @@
 use std::collections::BTreeMap;
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
-use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, Records, SpaceId, State};
+use crate::allocator::extent::record::{COMPLETE, Hot, MIXED, NIL, Records, SpaceId, State};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::size::GRANULE;
 
@@ -374,13 +374,13 @@ impl Space {
 
     fn merge_hole(&mut self, records: &mut Records, mut id: u32) {
         let prev = records[id].prev;
-        if prev != NIL && records[prev].state == State::Unmapped {
+        if prev != NIL && one_hole(&records[prev], &records[id]) {
             self.holes.remove(&records[id].addr);
             self.absorb_next(records, prev);
             id = prev;
         }
         let next = records[id].next;
-        if next != NIL && records[next].state == State::Unmapped {
+        if next != NIL && one_hole(&records[id], &records[next]) {
             self.holes.remove(&records[next].addr);
             self.absorb_next(records, id);
         }
@@ -567,5 +567,28 @@ impl Space {
                 self.coalesce(records, entry.id);
             }
         }
+    }
+}
+
+/// Whether neighbours are holes that can be one: a record counts granules up to 2 TiB.
+pub(crate) fn one_hole(left: &Hot, right: &Hot) -> bool {
+    let holes = left.state == State::Unmapped && right.state == State::Unmapped;
+    holes && left.granules.checked_add(right.granules).is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holes_that_no_record_can_count_stay_two() {
+        let hole = |granules| Hot {
+            granules,
+            state: State::Unmapped,
+            ..Hot::default()
+        };
+        assert!(one_hole(&hole(1 << 31), &hole((1 << 31) - 1)));
+        assert!(!one_hole(&hole(1 << 31), &hole(1 << 31)));
+        assert!(!one_hole(&hole(1), &Hot::default()));
     }
 }
