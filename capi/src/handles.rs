@@ -110,17 +110,23 @@ impl Entered {
     }
 }
 
+/// Finds an allocator on a thread that is in no other call and has called before.
+#[inline(always)]
+pub(crate) fn enter_quickly(handle: *mut cualloc_t) -> Option<Entered> {
+    let value = handle as u64;
+    if value == 0 {
+        return None;
+    }
+    Entered::found(value, calls::announce(value)?)
+}
+
 /// Finds an allocator, and keeps it until the result is dropped.
 #[inline(always)]
 pub(crate) fn enter(handle: *mut cualloc_t) -> Result<Entered, Failure> {
-    let value = handle as u64;
-    if value != 0
-        && let Some(announced) = calls::announce(value)
-        && let Some(entered) = Entered::found(value, announced)
-    {
-        return Ok(entered);
+    match enter_quickly(handle) {
+        Some(entered) => Ok(entered),
+        None => enter_slowly(handle as u64),
     }
-    enter_slowly(value)
 }
 
 #[cold]
@@ -153,7 +159,7 @@ pub(crate) fn with<T>(
 /// An error that may say that the allocator's context is gone makes us look, once.
 #[cold]
 #[inline(never)]
-fn judged(allocator: &Allocator, error: Error) -> Failure {
+pub(crate) fn judged(allocator: &Allocator, error: Error) -> Failure {
     let suspect = |code| {
         matches!(
             code,

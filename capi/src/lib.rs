@@ -49,6 +49,57 @@ fn call(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
     }
 }
 
+/// [`call`] with an allocator, for calls that are made often. What is rare about it is apart, with a function of its own
+/// to `run`, so that the common case has no copy of its result and saves few registers.
+#[inline(always)]
+fn quickly<T>(
+    handle: *mut cualloc_t,
+    run: impl FnOnce(&Allocator) -> Result<T, cualloc::Error>,
+    run_slowly: impl FnOnce(&Allocator) -> Result<T, cualloc::Error>,
+    done: impl Fn(T),
+) -> i32 {
+    let Some(entered) = handles::enter_quickly(handle) else {
+        return slowly(handle, run_slowly, done);
+    };
+    let ended = catch_unwind(AssertUnwindSafe(|| match run(entered.allocator()) {
+        Ok(value) => {
+            done(value);
+            CUALLOC_OK
+        }
+        Err(error) => failed(entered.allocator(), error),
+    }));
+    match ended {
+        Ok(code) => code,
+        Err(payload) => panicked(payload),
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn slowly<T>(
+    handle: *mut cualloc_t,
+    run: impl FnOnce(&Allocator) -> Result<T, cualloc::Error>,
+    done: impl Fn(T),
+) -> i32 {
+    call(|| {
+        done(handles::with(handle, run)?);
+        Ok(())
+    })
+}
+
+#[cold]
+#[inline(never)]
+fn failed(allocator: &Allocator, error: cualloc::Error) -> i32 {
+    call(|| Err(handles::judged(allocator, error)))
+}
+
+/// An argument is null.
+#[cold]
+#[inline(never)]
+fn null() -> i32 {
+    told(&NULL)
+}
+
 #[cold]
 #[inline(never)]
 fn told(failure: &Failure) -> i32 {
@@ -285,17 +336,17 @@ pub unsafe extern "C" fn cualloc_alloc(
     stream: *mut c_void,
     out: *mut u64,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        unsafe { cleared(out) }?;
-        let ptr = handles::with(allocator, |allocator| {
-            // SAFETY: the caller's contract.
-            unsafe { allocator.allocate_raw(bytes, stream.cast()) }
-        })?;
-        // SAFETY: the caller's contract.
-        unsafe { out.write(ptr) };
-        Ok(())
-    })
+    if out.is_null() {
+        return null();
+    }
+    // SAFETY: the caller's contract, here and below.
+    unsafe { out.write(0) };
+    quickly(
+        allocator,
+        |allocator| unsafe { allocator.allocate_raw(bytes, stream.cast()) },
+        |allocator| unsafe { allocator.allocate_raw_with(Request::new(bytes), stream.cast()) },
+        |ptr| unsafe { out.write(ptr) },
+    )
 }
 
 /// cualloc_alloc at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
@@ -314,18 +365,18 @@ pub unsafe extern "C" fn cualloc_alloc_aligned(
     stream: *mut c_void,
     out: *mut u64,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        unsafe { cleared(out) }?;
-        let request = Request::new(bytes).align(alignment);
-        let ptr = handles::with(allocator, |allocator| {
-            // SAFETY: the caller's contract.
-            unsafe { allocator.allocate_raw_with(request, stream.cast()) }
-        })?;
-        // SAFETY: the caller's contract.
-        unsafe { out.write(ptr) };
-        Ok(())
-    })
+    if out.is_null() {
+        return null();
+    }
+    // SAFETY: the caller's contract, here and below.
+    unsafe { out.write(0) };
+    let request = Request::new(bytes).align(alignment);
+    quickly(
+        allocator,
+        |allocator| unsafe { allocator.allocate_raw_with(request, stream.cast()) },
+        |allocator| unsafe { allocator.allocate_raw_with(request, stream.cast()) },
+        |ptr| unsafe { out.write(ptr) },
+    )
 }
 
 /// Frees the block that begins at ptr; 0 is CUALLOC_OK. Never waits: work that was given to the block's stream before
@@ -341,13 +392,12 @@ pub unsafe extern "C" fn cualloc_alloc_aligned(
 /// Nobody gives the device work after this call that uses the block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| match ptr {
-            0 => Ok(()),
-            // SAFETY: the caller's contract.
-            _ => unsafe { allocator.free_raw(ptr) },
-        })
-    })
+    let free = |allocator: &Allocator| match ptr {
+        0 => Ok(()),
+        // SAFETY: the caller's contract.
+        _ => unsafe { allocator.free_raw(ptr) },
+    };
+    quickly(allocator, free, free, |()| {})
 }
 
 /// cualloc_free of a block that a stream used last: that stream used it until now, and nobody will again. The memory
@@ -366,16 +416,15 @@ pub unsafe extern "C" fn cualloc_free_on(
     ptr: u64,
     stream: *mut c_void,
 ) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| match ptr {
-            0 => Ok(()),
-            // SAFETY: the caller's contract.
-            _ => unsafe {
-                allocator.record_use_raw(ptr, stream.cast())?;
-                allocator.free_raw(ptr)
-            },
-        })
-    })
+    let free = |allocator: &Allocator| match ptr {
+        0 => Ok(()),
+        // SAFETY: the caller's contract.
+        _ => unsafe {
+            allocator.record_use_raw(ptr, stream.cast())?;
+            allocator.free_raw(ptr)
+        },
+    };
+    quickly(allocator, free, free, |()| {})
 }
 
 /// Says that another stream uses the block around ptr (any address inside it). After its free the block is used anew

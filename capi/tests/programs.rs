@@ -153,6 +153,52 @@ fn the_cpp_face_owns_and_throws() {
     program("c++17", "face.cpp", Linked::Shared, &[]);
 }
 
+/// `CUALLOC_RMM_HEADERS` is a folder that the wheels librmm, rapids-logger, nvidia-cuda-runtime and nvidia-cuda-crt
+/// were unpacked into.
+#[test]
+fn the_memory_resource_is_one_of_rmm() {
+    let Some(wheels) = std::env::var_os("CUALLOC_RMM_HEADERS").map(PathBuf::from) else {
+        return println!("SKIPPED: CUALLOC_RMM_HEADERS names no folder with RMM's headers");
+    };
+    let program = folder("programs").join("rmm");
+    let named = folder("rmm");
+    let mut command = Command::new("g++");
+    command.args([
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-pedantic",
+        "-I",
+    ]);
+    command.arg(source("include")).arg("-o").arg(&program);
+    for headers in [
+        "librmm/include",
+        "librmm/include/rapids",
+        "nvidia/cu13/include",
+        "rapids_logger/include",
+    ] {
+        command.arg("-isystem").arg(wheels.join(headers));
+    }
+    command
+        .arg(source("tests/c/rmm.cpp"))
+        .arg(libraries().join("libcualloc_capi.so"));
+    for (folder, library) in [
+        ("librmm/lib64", "librmm.so"),
+        ("rapids_logger/lib64", "librapids_logger.so"),
+        ("nvidia/cu13/lib", "libcudart.so.13"),
+    ] {
+        command.arg(wheels.join(folder).join(library));
+        command.arg(format!("-Wl,-rpath,{}", wheels.join(folder).display()));
+    }
+    let link = named.join("libcualloc.so.0.1");
+    let _ = fs::remove_file(&link);
+    std::os::unix::fs::symlink(libraries().join("libcualloc_capi.so"), &link).unwrap();
+    run(command.arg(format!("-Wl,-rpath,{}", named.display())));
+    let mut command = Command::new(program);
+    assert!(run(command.env_remove("CUALLOC_CONFIG")).ends_with("well\n"));
+}
+
 #[test]
 fn the_snippet_of_the_document_runs() {
     let page = fs::read_to_string(source("../docs/clients/c.md")).unwrap();
@@ -219,4 +265,40 @@ fn the_shared_library_has_a_name_and_stays_loaded() {
         !dynamic.contains("libcuda"),
         "the driver is loaded when it is needed: {dynamic}"
     );
+}
+
+#[test]
+fn it_is_installed_and_found_by_pkg_config() {
+    let root = folder("installed");
+    let prefix = root.join("usr");
+    let mut install = Command::new("sh");
+    install
+        .arg(source("install.sh"))
+        .arg("--prefix")
+        .arg(&prefix);
+    run(install.arg("--built").arg(libraries()));
+    let dynamic = prefix.join("lib/libcualloc.so.0.1");
+    assert!(dynamic.exists() && prefix.join("lib/libcualloc.a").exists());
+    let described = fs::read_to_string(prefix.join("lib/pkgconfig/cualloc.pc")).unwrap();
+    assert!(!described.contains('@'), "{described}");
+    assert!(described.contains(&format!("Version: {}\n", env!("CARGO_PKG_VERSION"))));
+    if !has("pkg-config") || !has("gcc") {
+        return println!("SKIPPED in part: there is no pkg-config or no gcc");
+    }
+    let mut asked = Command::new("pkg-config");
+    asked.args(["--cflags", "--libs", "cualloc"]);
+    let flags = run(asked.env("PKG_CONFIG_PATH", prefix.join("lib/pkgconfig")));
+    let program = root.join("basic");
+    let mut compiler = Command::new("gcc");
+    compiler
+        .arg("-std=c11")
+        .arg(source("tests/c/basic.c"))
+        .arg("-o")
+        .arg(&program);
+    run(compiler.args(flags.split_whitespace()));
+    let mut command = Command::new(program);
+    command
+        .env_remove("CUALLOC_CONFIG")
+        .env_remove("CUALLOC_DEVICE");
+    assert!(run(command.env("LD_LIBRARY_PATH", prefix.join("lib"))).ends_with("well\n"));
 }
