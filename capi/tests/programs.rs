@@ -72,11 +72,21 @@ fn built(standard: &str, file: &Path, linked: Linked) -> Option<PathBuf> {
         }
         Linked::Static => {
             command.arg(libraries.join("libcualloc_capi.a"));
-            command.args(["-lgcc_s", "-lm", "-ldl"]);
+            command.args(["-lgcc_s", "-lm"]);
         }
     }
-    run(&mut command);
+    run(command.arg("-ldl"));
     Some(program)
+}
+
+/// The simulator as a library with the driver's names, where the tests of the whole workspace have built it.
+fn simulated_driver() -> Option<PathBuf> {
+    let driver = libraries().join("../examples/libsimdriver.so");
+    if !driver.exists() {
+        println!("SKIPPED: {} is not built", driver.display());
+        return None;
+    }
+    Some(driver)
 }
 
 /// Runs a program to its end, under the checker that was asked for.
@@ -146,6 +156,21 @@ fn calls_during_a_destroy_end_or_find_it_closed() {
 #[test]
 fn a_forked_child_gets_an_answer() {
     program("c11", "forked.c", Linked::Shared, &[]);
+}
+
+#[test]
+fn streams_and_contexts_are_the_callers() {
+    let Some(driver) = simulated_driver() else {
+        return;
+    };
+    let Some(program) = built("c11", &source("tests/c/driver.c"), Linked::Shared) else {
+        return;
+    };
+    for arguments in [&[] as &[&str], &["context dies first"]] {
+        let mut command = Command::new(&program);
+        command.args(arguments).env("CUALLOC_DRIVER", &driver);
+        assert!(run(command.env_remove("CUALLOC_CONFIG")).ends_with("well\n"));
+    }
 }
 
 #[test]
