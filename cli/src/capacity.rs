@@ -4,6 +4,7 @@ use crate::machine::Machine;
 use crate::options::TraceOptions;
 use crate::output::{self, Output, Table, note};
 use crate::{Outcome, input, replay};
+use cualloc::Error;
 use cualloc::trace::{self, Options, Search, Trace};
 use serde::Serialize;
 
@@ -79,7 +80,7 @@ fn search(
     machine: &Machine,
     trace: &Trace,
     options: &TraceOptions,
-) -> Result<Result<Search, trace::ReplayError>, crate::Failure> {
+) -> Result<Result<Search, Error>, crate::Failure> {
     let stage = machine.stage(options.lag)?;
     let mut replay = Options::default();
     replay.policy = options.policy();
