@@ -80,7 +80,7 @@ pub(crate) fn primary(driver: &Driver, device: i32) -> Result<Context, Failure> 
     else {
         return Err(Failure::NoSuchDevice { device, count });
     };
-    Ok(Context::primary(driver, driver.device(ordinal)?)?)
+    Ok(Context::primary(&driver.device(ordinal)?)?)
 }
 
 /// A context of the caller's; null means the one that is current on this thread.

@@ -19,6 +19,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use cualloc::Allocator;
 use cualloc::allocator::Request;
+use cualloc::error::StreamMisuse;
 
 #[cfg(all(test, feature = "sim"))]
 mod tests;
@@ -469,7 +470,7 @@ pub unsafe extern "C" fn cualloc_adopt_stream(
         handles::with(allocator, |allocator| {
             // SAFETY: the caller's contract.
             match unsafe { allocator.mark_raw(stream.cast()) } {
-                Err(cualloc::Error::UnknownStream { .. }) => Ok(()),
+                Err(cualloc::Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
                 adopted => adopted,
             }
         })
@@ -497,7 +498,7 @@ pub unsafe extern "C" fn cualloc_retire_stream(
         handles::with(allocator, |allocator| {
             // SAFETY: the caller's contract.
             match unsafe { allocator.retire_raw(stream.cast()) } {
-                Err(cualloc::Error::UnknownStream { .. }) => Ok(()),
+                Err(cualloc::Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
                 retired => retired,
             }
         })
@@ -700,6 +701,6 @@ pub extern "C" fn cualloc_check(allocator: *mut cualloc_t) -> i32 {
         if allocator.context().driver().is_forked_child() {
             return Err(cualloc::Error::ForkedChild.into());
         }
-        allocator.check().map_err(Failure::Inconsistent)
+        Ok(allocator.check()?)
     })
 }

@@ -5,7 +5,8 @@ use std::env;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cualloc::Config;
-use cualloc::allocator::{CONFIG_VARIABLE, ConfigError};
+use cualloc::allocator::CONFIG_VARIABLE;
+use cualloc::error::ConfigError;
 
 use crate::cualloc_options_t;
 use crate::device::Source;

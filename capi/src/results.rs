@@ -3,8 +3,8 @@
 use std::fmt;
 
 use cualloc::Error;
-use cualloc::allocator::{CheckError, ConfigError};
 use cualloc::driver::{DriverError, LoadError};
+use cualloc::error::ConfigError;
 
 /// The call did what it was asked to do.
 pub const CUALLOC_OK: i32 = 0;
@@ -44,8 +44,6 @@ pub(crate) enum Failure {
     NoSuchDevice { device: i32, count: usize },
     /// The library's error.
     Library(Error),
-    /// What a check found.
-    Inconsistent(CheckError),
 }
 
 impl Failure {
@@ -54,7 +52,6 @@ impl Failure {
             Failure::Said(code, _) => *code,
             Failure::NoSuchDevice { .. } => CUALLOC_INVALID_ARGUMENT,
             Failure::Library(error) => code_of(error),
-            Failure::Inconsistent(_) => CUALLOC_PANIC,
         }
     }
 }
@@ -67,7 +64,6 @@ impl fmt::Display for Failure {
                 write!(f, "there is no device {device}: the driver has {count}")
             }
             Failure::Library(error) => error.fmt(f),
-            Failure::Inconsistent(error) => error.fmt(f),
         }
     }
 }
@@ -101,24 +97,24 @@ pub(crate) const NULL: Failure = Failure::Said(CUALLOC_INVALID_ARGUMENT, "an arg
 
 fn code_of(error: &Error) -> i32 {
     match error {
-        Error::OutOfMemory(_) | Error::NotCached => CUALLOC_OUT_OF_MEMORY,
+        Error::OutOfMemory(_) | Error::OverBudget { .. } | Error::NotCached => {
+            CUALLOC_OUT_OF_MEMORY
+        }
         Error::NotOurs { .. } => CUALLOC_NOT_OURS,
         Error::NotLive { .. } | Error::InteriorPointer { .. } => CUALLOC_NOT_LIVE,
         Error::Capturing { .. } => CUALLOC_CAPTURING,
         Error::Closed => CUALLOC_CLOSED,
         Error::DriverUnavailable(_) => CUALLOC_NO_DRIVER,
         Error::ContextLost(_) | Error::ForkedChild | Error::Exiting => CUALLOC_CONTEXT_LOST,
-        Error::NotSupported { .. } | Error::Refused { .. } => CUALLOC_UNSUPPORTED,
-        Error::LiveBlocks { .. } | Error::Guarded { .. } | Error::StillHeld { .. } => CUALLOC_BUSY,
-        Error::InvalidSize { .. }
-        | Error::InvalidAlignment { .. }
-        | Error::InvalidRange { .. }
+        Error::NotSupported { .. } | Error::DeviceRefused { .. } => CUALLOC_UNSUPPORTED,
+        Error::InUse { .. } | Error::Guarded { .. } | Error::StillHeld { .. } => CUALLOC_BUSY,
+        Error::Inconsistent { .. } => CUALLOC_PANIC,
+        Error::Invalid(_)
         | Error::InvalidConfig(_)
+        | Error::InvalidDevice { .. }
+        | Error::Stream(_)
         | Error::WrongDevice { .. }
-        | Error::WrongContext { .. }
-        | Error::ForeignDriver
-        | Error::UnknownStream { .. }
-        | Error::OtherThread { .. } => CUALLOC_INVALID_ARGUMENT,
+        | Error::WrongContext { .. } => CUALLOC_INVALID_ARGUMENT,
         _ => CUALLOC_DRIVER,
     }
 }

@@ -156,7 +156,7 @@ fn a_context_that_dies_first_is_lost_and_left_alone() {
 #[test]
 fn streams_are_adopted_captured_and_retired() {
     let (_one, simulator, driver) = world();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = Context::primary(&driver.device(0).unwrap()).unwrap();
     let (first, second) = (
         Stream::new(&context).unwrap(),
         Stream::new(&context).unwrap(),
@@ -181,9 +181,8 @@ fn streams_are_adopted_captured_and_retired() {
             CUALLOC_OK
         );
 
-        let entered = context.enter().unwrap();
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        entered.begin_capture(first.raw(), mode).unwrap();
+        first.begin_capture(mode).unwrap();
         assert_eq!(alloc(allocator, 4096, first.raw()), (CUALLOC_CAPTURING, 0));
         assert_eq!(free(allocator, ptr), CUALLOC_CAPTURING);
         assert_eq!(
@@ -206,8 +205,7 @@ fn streams_are_adopted_captured_and_retired() {
             cualloc_empty_cache(allocator, null_mut(), null_mut()),
             CUALLOC_OK
         );
-        drop(entered.end_capture(first.raw()).unwrap());
-        drop(entered);
+        drop(first.end_capture().unwrap());
 
         assert_eq!(cualloc_free_on(allocator, ptr, handle(&second)), CUALLOC_OK);
         assert_eq!(cualloc_retire_stream(allocator, handle(&first)), CUALLOC_OK);
