@@ -251,91 +251,6 @@ uint32_t cualloc_abi_version(void);
 const char *cualloc_last_error(void);
 
 /**
- * New options, with nothing set; null if that is not possible. To be freed with cualloc_options_free.
- *
- * Any thread.
- */
-struct cualloc_options_t *cualloc_options_new(void);
-
-/**
- * Frees options. Allocators that were made with them stay as they are. Null, and what was freed before, change
- * nothing.
- *
- * Any thread.
- */
-void cualloc_options_free(struct cualloc_options_t *options);
-
-/**
- * Sets one option; the last value of a key counts.
- *
- * Keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
- * the device as 80%), views, capture_checks, self_test (on, off), checks (context, none), peers (1+3), slack (5%),
- * budget, handle. And device: cuda (the default), or sim, a simulated device of 80 GiB in host memory, in a library
- * that was built with the feature sim. Settings that contradict each other are refused by cualloc_create.
- *
- * Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
- * UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.
- *
- * Any thread.
- *
- * What the caller answers for:
- * `key` and `value` are null or end with a zero.
- */
-int32_t cualloc_options_set(struct cualloc_options_t *options,
-                            const char *key,
-                            const char *value);
-
-/**
- * Makes an allocator for a device, by its number from 0 (CUDA_VISIBLE_DEVICES counts), on the device's primary
- * context, which the CUDA runtime uses too. Loads the driver when it is first needed. options may be null: then the
- * environment variable CUALLOC_CONFIG has the settings, as it has those that options do not set.
- *
- * Errors: CUALLOC_INVALID_ARGUMENT for a null out, a device that is not there, or settings that contradict each
- * other; CUALLOC_CLOSED for options that were freed; CUALLOC_NO_DRIVER; CUALLOC_UNSUPPORTED if the device cannot do
- * what the settings ask for, or 4096 allocators are open; CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_DRIVER.
- * *out is null then.
- *
- * Any thread, whatever context is current. That stays current.
- *
- * What the caller answers for:
- * `out` is null or may be written.
- */
-int32_t cualloc_create(int32_t device,
-                       const struct cualloc_options_t *options,
-                       struct cualloc_t **out);
-
-/**
- * Makes an allocator in a context of the caller's (a CUcontext); null means the one that is current on the calling
- * thread. The context stays the caller's, who destroys it after cualloc_destroy. If it is destroyed before, calls
- * that need it fail with CUALLOC_CONTEXT_LOST from the first one on that finds out, and nothing more is called on it.
- *
- * Errors: as cualloc_create, and CUALLOC_INVALID_ARGUMENT if there is no such context, or none is current.
- *
- * Any thread.
- *
- * What the caller answers for:
- * `cu_context` is null or a live context of the driver; `out` is null or may be written.
- */
-int32_t cualloc_create_in(void *cu_context,
-                          const struct cualloc_options_t *options,
-                          struct cualloc_t **out);
-
-/**
- * Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used
- * freed blocks. Calls that other threads are in with this allocator come to their end first, or fail with
- * CUALLOC_CLOSED, as all later ones do. When this has returned CUALLOC_OK, nothing of the context is used any more.
- *
- * Errors: CUALLOC_BUSY while blocks are live, a guard keeps memory or a call on another thread holds some;
- * CUALLOC_CAPTURING if a stream would have to be waited for that is being captured; CUALLOC_DRIVER. In each of them
- * nothing was done, and the allocator goes on. CUALLOC_CONTEXT_LOST: the context is gone, memory is left alone, and
- * the handle is ended all the same (not so in a forked child, and not while the process ends).
- * CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a handle that was ended before.
- *
- * Any thread.
- */
-int32_t cualloc_destroy(struct cualloc_t *allocator);
-
-/**
  * Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). *out is the first
  * byte's address, a multiple of 512.
  *
@@ -455,6 +370,122 @@ int32_t cualloc_retire_stream(struct cualloc_t *allocator,
                               void *stream);
 
 /**
+ * The bytes that may be used of the live block that begins at ptr: those that were asked for, rounded up.
+ *
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a
+ * null handle or out, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is 0 then.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `out` is null or may be written.
+ */
+int32_t cualloc_usable_size(struct cualloc_t *allocator,
+                            uint64_t ptr,
+                            uint64_t *out);
+
+/**
+ * The live block around ptr, which may be any address inside it: its first byte's address and its usable bytes.
+ *
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_INVALID_ARGUMENT for a null handle, base or bytes,
+ * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *base and *bytes are 0 then.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `base` and `bytes` are null or may be written.
+ */
+int32_t cualloc_base(struct cualloc_t *allocator,
+                     uint64_t ptr,
+                     uint64_t *base,
+                     uint64_t *bytes);
+
+/**
+ * New options, with nothing set; null if that is not possible. To be freed with cualloc_options_free.
+ *
+ * Any thread.
+ */
+struct cualloc_options_t *cualloc_options_new(void);
+
+/**
+ * Frees options. Allocators that were made with them stay as they are. Null, and what was freed before, change
+ * nothing.
+ *
+ * Any thread.
+ */
+void cualloc_options_free(struct cualloc_options_t *options);
+
+/**
+ * Sets one option; the last value of a key counts.
+ *
+ * Keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
+ * the device as 80%), views, capture_checks, self_test (on, off), checks (context, none), peers (1+3), slack (5%),
+ * budget, handle. And device: cuda (the default), or sim, a simulated device of 80 GiB in host memory, in a library
+ * that was built with the feature sim. Settings that contradict each other are refused by cualloc_create.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
+ * UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `key` and `value` are null or end with a zero.
+ */
+int32_t cualloc_options_set(struct cualloc_options_t *options,
+                            const char *key,
+                            const char *value);
+
+/**
+ * Makes an allocator for a device, by its number from 0 (CUDA_VISIBLE_DEVICES counts), on the device's primary
+ * context, which the CUDA runtime uses too. Loads the driver when it is first needed. options may be null: then the
+ * environment variable CUALLOC_CONFIG has the settings, as it has those that options do not set.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null out, a device that is not there, or settings that contradict each
+ * other; CUALLOC_CLOSED for options that were freed; CUALLOC_NO_DRIVER; CUALLOC_UNSUPPORTED if the device cannot do
+ * what the settings ask for, or 4096 allocators are open; CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_DRIVER.
+ * *out is null then.
+ *
+ * Any thread, whatever context is current. That stays current.
+ *
+ * What the caller answers for:
+ * `out` is null or may be written.
+ */
+int32_t cualloc_create(int32_t device,
+                       const struct cualloc_options_t *options,
+                       struct cualloc_t **out);
+
+/**
+ * Makes an allocator in a context of the caller's (a CUcontext); null means the one that is current on the calling
+ * thread. The context stays the caller's, who destroys it after cualloc_destroy. If it is destroyed before, calls
+ * that need it fail with CUALLOC_CONTEXT_LOST from the first one on that finds out, and nothing more is called on it.
+ *
+ * Errors: as cualloc_create, and CUALLOC_INVALID_ARGUMENT if there is no such context, or none is current.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `cu_context` is null or a live context of the driver; `out` is null or may be written.
+ */
+int32_t cualloc_create_in(void *cu_context,
+                          const struct cualloc_options_t *options,
+                          struct cualloc_t **out);
+
+/**
+ * Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used
+ * freed blocks. Calls that other threads are in with this allocator come to their end first, or fail with
+ * CUALLOC_CLOSED, as all later ones do. When this has returned CUALLOC_OK, nothing of the context is used any more.
+ *
+ * Errors: CUALLOC_BUSY while blocks are live, a guard keeps memory or a call on another thread holds some;
+ * CUALLOC_CAPTURING if a stream would have to be waited for that is being captured; CUALLOC_DRIVER. In each of them
+ * nothing was done, and the allocator goes on. CUALLOC_CONTEXT_LOST: the context is gone, memory is left alone, and
+ * the handle is ended all the same (not so in a forked child, and not while the process ends).
+ * CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a handle that was ended before.
+ *
+ * Any thread.
+ */
+int32_t cualloc_destroy(struct cualloc_t *allocator);
+
+/**
  * Gives memory that nobody uses back to the driver until at most keep bytes of it are held. Never waits for work of
  * the device. *released are the bytes that went back, *pending those that would have, but for work that still uses
  * them; each may be null.
@@ -522,37 +553,6 @@ int32_t cualloc_stats(struct cualloc_t *allocator,
  * Any thread.
  */
 int32_t cualloc_reset_peaks(struct cualloc_t *allocator);
-
-/**
- * The bytes that may be used of the live block that begins at ptr: those that were asked for, rounded up.
- *
- * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a
- * null handle or out, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is 0 then.
- *
- * Any thread.
- *
- * What the caller answers for:
- * `out` is null or may be written.
- */
-int32_t cualloc_usable_size(struct cualloc_t *allocator,
-                            uint64_t ptr,
-                            uint64_t *out);
-
-/**
- * The live block around ptr, which may be any address inside it: its first byte's address and its usable bytes.
- *
- * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_INVALID_ARGUMENT for a null handle, base or bytes,
- * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *base and *bytes are 0 then.
- *
- * Any thread.
- *
- * What the caller answers for:
- * `base` and `bytes` are null or may be written.
- */
-int32_t cualloc_base(struct cualloc_t *allocator,
-                     uint64_t ptr,
-                     uint64_t *base,
-                     uint64_t *bytes);
 
 /**
  * Walks everything the allocator knows, computes every number anew, and compares: for tests and diagnosis. What it

@@ -10,6 +10,7 @@ use cualloc::sim::Simulator;
 
 use super::*;
 use crate::device::{Source, simulator};
+use crate::entry::call;
 
 /// The simulator's reports are those of all tests.
 fn world() -> (MutexGuard<'static, ()>, &'static Simulator, Driver) {
@@ -244,10 +245,8 @@ fn a_panic_in_a_call_ends_its_announcement() {
     let mut allocator = null_mut();
     let options = options(&[]);
     // SAFETY: the pointer is to a local.
-    assert_eq!(
-        unsafe { cualloc_create(0, options, &mut allocator) },
-        CUALLOC_OK
-    );
+    let created = unsafe { cualloc_create(0, options, &mut allocator) };
+    assert_eq!(created, CUALLOC_OK);
     cualloc_options_free(options);
     let stopped = call(|| handles::with(allocator, |_| panic!("half-way")));
     assert_eq!(stopped, CUALLOC_PANIC);
@@ -290,10 +289,8 @@ fn a_destroyed_allocators_place_gets_another_handle() {
         let mut allocator = null_mut();
         let options = options(&[]);
         // SAFETY: the pointer is to a local.
-        assert_eq!(
-            unsafe { cualloc_create(0, options, &mut allocator) },
-            CUALLOC_OK
-        );
+        let created = unsafe { cualloc_create(0, options, &mut allocator) };
+        assert_eq!(created, CUALLOC_OK);
         cualloc_options_free(options);
         assert!(seen.insert(allocator as u64), "a handle came twice");
         assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
