@@ -29,13 +29,19 @@
         }                                                                                          \
     } while (0)
 
-/* An allocator on the first device: the simulator's, unless CUALLOC_DEVICE says cuda. */
-static inline cualloc_t *new_allocator(void) {
+/* Options for the simulator, unless CUALLOC_DEVICE says cuda. */
+static inline cualloc_options_t *new_options(void) {
     const char *device = getenv("CUALLOC_DEVICE");
     cualloc_options_t *options = cualloc_options_new();
-    cualloc_t *made = 0;
     CHECK(options != 0);
     EXPECT(CUALLOC_OK, cualloc_options_set(options, "device", device ? device : "sim"));
+    return options;
+}
+
+/* An allocator on the first device. */
+static inline cualloc_t *new_allocator(void) {
+    cualloc_options_t *options = new_options();
+    cualloc_t *made = 0;
     EXPECT(CUALLOC_OK, cualloc_create(0, options, &made));
     CHECK(made != 0);
     cualloc_options_free(options);

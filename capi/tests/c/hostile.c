@@ -169,10 +169,9 @@ static void *thread(void *unused) {
 }
 
 static void devices(void) {
-    static const int32_t bad[] = {-1, 64, INT32_MAX, INT32_MIN};
-    cualloc_options_t *options = cualloc_options_new();
+    static const int32_t bad[] = {-1, 1024, INT32_MAX, INT32_MIN};
+    cualloc_options_t *options = new_options();
     size_t i;
-    EXPECT(CUALLOC_OK, cualloc_options_set(options, "device", "sim"));
     for (i = 0; i < sizeof bad / sizeof *bad; i++) {
         cualloc_t *made = (cualloc_t *)1;
         EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_create(bad[i], options, &made));
