@@ -339,15 +339,19 @@ int32_t cualloc_record_stream(struct cualloc_t *allocator,
                               void *stream);
 
 /**
- * Makes a stream known ahead of its first allocation.
+ * Takes the caller's word that a stream lives until it is retired, so that the allocator may use its handle in calls
+ * that do not name it: memory freed on it can then be had by other streams sooner. Not needed for correctness. Null
+ * and 1 are kept anyway.
  *
- * Errors: CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
- * CUALLOC_DRIVER.
+ * Errors: CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle or a stream of another context than the
+ * allocator's, CUALLOC_UNSUPPORTED for 2, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. A library that has no
+ * use for the word may return CUALLOC_OK where this names an error of the stream.
  *
  * Any thread, whatever context is current.
  *
  * What the caller answers for:
- * `stream` is a live stream, or null, 1 or 2.
+ * `stream` is a live stream, or null or 1, and lives until cualloc_retire_stream has succeeded for it or the allocator
+ * is destroyed.
  */
 int32_t cualloc_adopt_stream(struct cualloc_t *allocator,
                              void *stream);
