@@ -7,6 +7,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 mod tools;
 use tools::{checked, has, libraries, run, source};
@@ -63,11 +64,8 @@ fn built(standard: &str, file: &Path, linked: Linked) -> Option<PathBuf> {
     }
     match linked {
         Linked::Shared => {
-            // The program finds the library by its run-time name.
-            let named = folder("linked").join("libcualloc.so.0.1");
-            let _ = fs::remove_file(&named);
-            std::os::unix::fs::symlink(libraries.join("libcualloc_capi.so"), &named).unwrap();
-            let path = format!("-Wl,-rpath,{}", folder("linked").display());
+            let named = run_time_folder();
+            let path = format!("-Wl,-rpath,{}", named.display());
             command.arg(libraries.join("libcualloc_capi.so")).arg(path);
         }
         Linked::Static => {
@@ -77,6 +75,19 @@ fn built(standard: &str, file: &Path, linked: Linked) -> Option<PathBuf> {
     }
     run(command.arg("-ldl"));
     Some(program)
+}
+
+/// A folder with the library by its run-time name, where programs look for it.
+fn run_time_folder() -> PathBuf {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    let made = MADE.get_or_init(|| {
+        let made = folder("linked");
+        let named = made.join("libcualloc.so.0.1");
+        let _ = fs::remove_file(&named);
+        std::os::unix::fs::symlink(libraries().join("libcualloc_capi.so"), &named).unwrap();
+        made
+    });
+    made.clone()
 }
 
 /// The simulator as a library with the driver's names, where the tests of the whole workspace have built it.
@@ -186,7 +197,6 @@ fn the_memory_resource_is_one_of_rmm() {
         return println!("SKIPPED: CUALLOC_RMM_HEADERS names no folder with RMM's headers");
     };
     let program = folder("programs").join("rmm");
-    let named = folder("rmm");
     let mut command = Command::new("g++");
     command.args([
         "-std=c++17",
@@ -216,10 +226,7 @@ fn the_memory_resource_is_one_of_rmm() {
         command.arg(wheels.join(folder).join(library));
         command.arg(format!("-Wl,-rpath,{}", wheels.join(folder).display()));
     }
-    let link = named.join("libcualloc.so.0.1");
-    let _ = fs::remove_file(&link);
-    std::os::unix::fs::symlink(libraries().join("libcualloc_capi.so"), &link).unwrap();
-    run(command.arg(format!("-Wl,-rpath,{}", named.display())));
+    run(command.arg(format!("-Wl,-rpath,{}", run_time_folder().display())));
     let mut command = Command::new(program);
     assert!(run(command.env_remove("CUALLOC_CONFIG")).ends_with("well\n"));
 }

@@ -15,7 +15,7 @@
 use std::collections::BTreeMap;
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
-use crate::allocator::extent::record::{COMPLETE, Hot, MIXED, NIL, Records, SpaceId, State};
+use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, Records, SpaceId, State};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::size::GRANULE;
 
@@ -229,11 +229,14 @@ impl Space {
         }
     }
 
-    /// Makes a region one with the region that ends at its base, if there is one.
+    /// Makes a region one with the region that ends at its base, if there is one, and a record can count the
+    /// granules of both: any part of a region may become one hole.
     fn join(&mut self, records: &mut Records, base: u64) -> bool {
+        let added = self.regions.get(&base).map_or(0, |region| region.bytes);
+        let room = u64::from(u32::MAX) * GRANULE - added;
         let before = self.regions.range(..base).next_back();
         let Some((before, first)) = before
-            .filter(|(start, region)| *start + region.bytes == base)
+            .filter(|(start, region)| *start + region.bytes == base && region.bytes <= room)
             .map(|(start, region)| (*start, region.first))
         else {
             return false;
@@ -374,13 +377,13 @@ impl Space {
 
     fn merge_hole(&mut self, records: &mut Records, mut id: u32) {
         let prev = records[id].prev;
-        if prev != NIL && one_hole(&records[prev], &records[id]) {
+        if prev != NIL && records[prev].state == State::Unmapped {
             self.holes.remove(&records[id].addr);
             self.absorb_next(records, prev);
             id = prev;
         }
         let next = records[id].next;
-        if next != NIL && one_hole(&records[id], &records[next]) {
+        if next != NIL && records[next].state == State::Unmapped {
             self.holes.remove(&records[next].addr);
             self.absorb_next(records, id);
         }
@@ -570,25 +573,21 @@ impl Space {
     }
 }
 
-/// Whether neighbours are holes that can be one: a record counts granules up to 2 TiB.
-pub(crate) fn one_hole(left: &Hot, right: &Hot) -> bool {
-    let holes = left.state == State::Unmapped && right.state == State::Unmapped;
-    holes && left.granules.checked_add(right.granules).is_some()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn holes_that_no_record_can_count_stay_two() {
-        let hole = |granules| Hot {
-            granules,
-            state: State::Unmapped,
-            ..Hot::default()
-        };
-        assert!(one_hole(&hole(1 << 31), &hole((1 << 31) - 1)));
-        assert!(!one_hole(&hole(1 << 31), &hole(1 << 31)));
-        assert!(!one_hole(&hole(1), &Hot::default()));
+    fn a_region_is_no_longer_than_a_record_can_say() {
+        let (mut records, mut space) = (Records::default(), Space::new(SpaceId::Large, true));
+        let half = 1 << 31;
+        let bytes = u64::from(half) * GRANULE;
+        space.add_hole(&mut records, bytes, half);
+        space.add_hole(&mut records, 2 * bytes, half);
+        assert_eq!((space.regions().len(), space.holes().len()), (2, 2));
+        space.add_hole(&mut records, 3 * bytes, half - 1);
+        assert_eq!((space.regions().len(), space.holes().len()), (2, 2));
+        let hole = space.holes()[&(2 * bytes)];
+        assert_eq!(records[hole].granules, u32::MAX);
     }
 }
