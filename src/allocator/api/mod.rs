@@ -277,12 +277,7 @@ impl Allocator {
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
-        let mut heap = self.engine.readable()?;
-        if let Some((_, run, stream)) = heap.caches.small_around(ptr) {
-            return Some(heap.run_info(stream, &run, &[]));
-        }
-        let id = heap.large_around(ptr)?;
-        Some(heap.block_info(id))
+        self.engine.readable()?.block_info_around(ptr)
     }
 
     /// Usable bytes of the live block that starts at `ptr`.
@@ -471,6 +466,14 @@ impl fmt::Debug for Allocator {
 }
 
 impl crate::allocator::heap::Heap {
+    fn block_info_around(&mut self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
+        if let Some((_, run, stream)) = self.caches.small_around(ptr) {
+            return Some(self.run_info(stream, &run, &[]));
+        }
+        let id = self.large_around(ptr)?;
+        Some(self.block_info(id))
+    }
+
     fn statistics(&self) -> Stats {
         let mut stats = self.stats;
         stats.free = self.extents.free_bytes();

@@ -1,11 +1,12 @@
 //! Blocks by their addresses, on streams by their handles: for callers that keep both themselves.
 
-use crate::driver::{Stream, sys};
+use crate::driver::{DriverError, Stream, sys};
 
 use crate::allocator::api::Allocator;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::Missed;
 use crate::allocator::heap::request::Checked;
+use crate::allocator::report::BlockInfo;
 use crate::allocator::request::Request;
 use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::stream::slot::is_special;
@@ -134,6 +135,25 @@ impl Allocator {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         self.engine.record(ptr, &named, true)
+    }
+
+    /// The live block around `ptr`, or why there is none: [`block_of`](Self::block_of) with an error.
+    ///
+    /// # Errors
+    /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Closed`], a lost context.
+    pub fn block_around(&self, ptr: sys::CUdeviceptr) -> Result<BlockInfo, Error> {
+        let block = {
+            let mut heap = self.engine.open()?;
+            heap.block_info_around(ptr)
+        };
+        block.ok_or_else(|| self.engine.lock().physical.not_live(ptr))
+    }
+
+    /// Says that the allocator's context is gone, with all that was in it: for whoever knows that its owner has
+    /// destroyed it. The error that every later call returns; none of them calls the driver.
+    pub fn context_is_gone(&self) -> Error {
+        let code = sys::CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
+        self.engine.error(DriverError::new("cuCtxSetCurrent", code))
     }
 
     /// [`Block::record_use`](crate::allocator::Block::record_use) for a block that somebody else owns, by its

@@ -228,11 +228,14 @@ impl Space {
         }
     }
 
-    /// Makes a region one with the region that ends at its base, if there is one.
+    /// Makes a region one with the region that ends at its base, if there is one, and a record can count the
+    /// granules of both: any part of a region may become one hole.
     fn join(&mut self, records: &mut Records, base: u64) -> bool {
+        let added = self.regions.get(&base).map_or(0, |region| region.bytes);
+        let room = u64::from(u32::MAX) * GRANULE - added;
         let before = self.regions.range(..base).next_back();
         let Some((before, first)) = before
-            .filter(|(start, region)| *start + region.bytes == base)
+            .filter(|(start, region)| *start + region.bytes == base && region.bytes <= room)
             .map(|(start, region)| (*start, region.first))
         else {
             return false;
@@ -561,5 +564,24 @@ impl Space {
                 self.coalesce(records, entry.id);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_is_no_longer_than_a_record_can_say() {
+        let (mut records, mut space) = (Records::default(), Space::new(SpaceId::Large, true));
+        let half = 1 << 31;
+        let bytes = u64::from(half) * GRANULE;
+        space.add_hole(&mut records, bytes, half);
+        space.add_hole(&mut records, 2 * bytes, half);
+        assert_eq!((space.regions().len(), space.holes().len()), (2, 2));
+        space.add_hole(&mut records, 3 * bytes, half - 1);
+        assert_eq!((space.regions().len(), space.holes().len()), (2, 2));
+        let hole = space.holes()[&(2 * bytes)];
+        assert_eq!(records[hole].granules, u32::MAX);
     }
 }
