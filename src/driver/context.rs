@@ -1,5 +1,6 @@
 //! Contexts, and calls made with one of them current.
 
+use super::defaults;
 use super::device::Device;
 use super::error::DriverError;
 use super::owed::{Debts, Owed};
@@ -34,6 +35,8 @@ struct Inner {
     raw: sys::CUcontext,
     device: Device,
     key: u64,
+    /// By which its default streams are told from those of other contexts.
+    number: u64,
     kind: ContextKind,
     /// Handles of the context that are yet to be destroyed.
     debts: Debts,
@@ -70,10 +73,12 @@ impl Context {
             raw,
             device,
             key: raw as u64,
+            number: 0,
             kind,
             debts: Debts::default(),
         };
         inner.key = key_of(driver, raw)?;
+        inner.number = defaults::number_of(inner.key);
         let context = Context(Arc::new(inner));
         // The process-wide driver keeps its primary contexts for ever; any other one lets go of them with
         // their last user, since the context itself keeps the driver alive.
@@ -102,11 +107,13 @@ impl Context {
         let switched = Switched::to(driver, raw)?;
         let device = current_device(driver)?;
         drop(switched);
+        let key = key_of(driver, raw)?;
         Ok(Context(Arc::new(Inner {
             driver: driver.clone(),
             raw,
             device,
-            key: key_of(driver, raw)?,
+            key,
+            number: defaults::number_of(key),
             kind: ContextKind::Borrowed,
             debts: Debts::default(),
         })))
@@ -156,6 +163,18 @@ impl Context {
     /// value of its handle where the driver has no ids ([`Feature::StreamIds`]).
     pub fn key(&self) -> u64 {
         self.0.key
+    }
+
+    /// The identity of the legacy default stream.
+    #[inline]
+    pub(crate) fn legacy_id(&self) -> u64 {
+        defaults::legacy(self.0.number)
+    }
+
+    /// The identity of the calling thread's own default stream.
+    #[inline]
+    pub(crate) fn per_thread_id(&self) -> u64 {
+        defaults::per_thread(self.0.number)
     }
 
     /// Whether this is a retained primary context or a borrowed one.

@@ -14,6 +14,7 @@
 mod capture;
 mod context;
 mod counts;
+mod defaults;
 mod device;
 mod device_info;
 mod error;

@@ -9,13 +9,10 @@ use super::registry::Entry;
 use super::symbols::Feature;
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
 use super::table::{Driver, call, query};
-use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-
-use crate::locks::held::locked;
 
 /// The handle that always means the legacy default stream of the current context.
 const LEGACY: usize = 1;
@@ -139,8 +136,9 @@ impl Stream {
         };
         let id = match kind {
             StreamKind::PerThreadDefault => None,
+            StreamKind::LegacyDefault => Some(context.legacy_id()),
             // SAFETY: the caller vouches for the stream.
-            _ => Some(unsafe { ask_id(context, raw, kind) }?),
+            _ => Some(unsafe { context.driver().stream_id(raw) }?.unwrap_or_else(next_substitute)),
         };
         Ok(Stream(Arc::new(Inner {
             context: context.clone(),
@@ -154,7 +152,7 @@ impl Stream {
     /// The context's default stream, which all threads share.
     ///
     /// # Errors
-    /// The driver's.
+    /// None at present.
     pub fn legacy_default(context: &Context) -> Result<Stream, DriverError> {
         // SAFETY: the special handle is always valid.
         unsafe { Stream::from_raw(context, ptr::without_provenance_mut(LEGACY)) }
@@ -175,21 +173,19 @@ impl Stream {
         self.0.raw
     }
 
-    /// The stream's id, unique while the process lives: handle values are reused, ids are not.
-    /// Asked once, except for the per-thread default stream, whose id is the calling thread's.
+    /// The stream's id, unique while the process lives: handle values are reused, ids are not. The
+    /// driver's, which was asked when the `Stream` was made. A default stream has one that the driver does not
+    /// know, from 2^63 on: the legacy one of each context, and each thread's own in it, which is the calling
+    /// thread's.
     ///
     /// Where the driver has no ids ([`Feature::StreamIds`]) each owned or borrowed `Stream` (not
-    /// each clone) gets an id of its own, each default stream one per context (and thread).
+    /// each clone) gets an id of its own.
     ///
     /// # Errors
-    /// The driver's.
+    /// None at present.
     #[inline]
     pub fn id(&self) -> Result<u64, DriverError> {
-        match self.0.id {
-            Some(id) => Ok(id),
-            // SAFETY: the handle is valid by the contract under which it was made.
-            None => unsafe { ask_id(&self.0.context, self.0.raw, self.0.kind) },
-        }
+        Ok(self.0.id.unwrap_or_else(|| self.0.context.per_thread_id()))
     }
 
     /// The stream's id, if it is known without a question to the driver.
@@ -420,44 +416,8 @@ impl Driver {
     }
 }
 
-/// The id of a stream, from the driver or a substitute.
-///
-/// # Safety
-/// `raw` must be a live stream of `context` or a special handle.
-unsafe fn ask_id(
-    context: &Context,
-    raw: sys::CUstream,
-    kind: StreamKind,
-) -> Result<u64, DriverError> {
-    // A special handle means the current context's stream; asking for others needs none.
-    let _switched = context.switch()?;
-    // SAFETY: the caller vouches for the handle, and its context is current.
-    if let Some(id) = unsafe { context.driver().stream_id(raw) }? {
-        return Ok(id);
-    }
-    Ok(match kind {
-        StreamKind::Owned | StreamKind::Borrowed => next_substitute(),
-        StreamKind::LegacyDefault => default_substitute(context.key(), None),
-        StreamKind::PerThreadDefault => {
-            default_substitute(context.key(), Some(std::thread::current().id()))
-        }
-    })
-}
-
 /// A fresh id where the driver has none.
 fn next_substitute() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
-}
-
-/// The id of a default stream where the driver has none: one per context, or per context and
-/// thread.
-fn default_substitute(context: u64, thread: Option<std::thread::ThreadId>) -> u64 {
-    type Known = HashMap<(u64, Option<std::thread::ThreadId>), u64>;
-    static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
-    let mut known = locked(&KNOWN);
-    *known
-        .get_or_insert_default()
-        .entry((context, thread))
-        .or_insert_with(next_substitute)
 }

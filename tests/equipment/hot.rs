@@ -120,8 +120,10 @@ fn capture_and_end(allocator: &Allocator) -> Result<(), Failure> {
     // SAFETY: the stream is alive.
     drop(unsafe { context.enter()?.end_capture(streams[0].raw()) }?);
     let functions = context.driver().functions();
-    let (Some(begin), Some(end)) = (functions.cuStreamBeginCapture_v2, functions.cuStreamEndCapture)
-    else {
+    let (Some(begin), Some(end)) = (
+        functions.cuStreamBeginCapture_v2,
+        functions.cuStreamEndCapture,
+    ) else {
         return Err("the driver knows no captures".into());
     };
     let raw = streams[1].raw();

@@ -50,7 +50,7 @@ use crate::allocator::stream::slot::StreamKey;
 /// In a raw call null and 1 mean the legacy default stream of the *allocator's* context, and 2 the calling
 /// thread's own default stream in that context: whichever context is current, and where none is. They
 /// are the streams of [`Stream::legacy_default`] and [`Stream::per_thread_default`] with
-/// [`context`](Self::context). To the driver the same handles mean the streams of the context that is
+/// [`context`](Self::context), named without a call of the driver, and the legacy one need not be retired. To the driver the same handles mean the streams of the context that is
 /// current, so a caller who has another one current passes a stream of it by its own handle; the default
 /// streams of another context have none: make a [`Stream`] of them, with their context. With
 /// [`Config::context_checks`] (on in debug builds) a special handle beside another current context is

@@ -32,7 +32,14 @@ impl Allocator {
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if is_special(stream) || !self.engine.unwatched() {
+        if is_special(stream) {
+            let key = self.engine.special_key(stream)?;
+            return match self.engine.hit(key, bytes) {
+                Ok(grant) => Ok(grant.ptr()),
+                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
+            };
+        }
+        if !self.engine.unwatched() {
             // SAFETY: the caller's contract.
             return unsafe { self.allocate_raw_with(Request::new(bytes), stream) };
         }

@@ -4,7 +4,6 @@ pub(crate) mod bench;
 pub(crate) mod calls;
 pub(crate) mod close;
 pub(crate) mod commit;
-pub(crate) mod defaults;
 pub(crate) mod dropped;
 pub(crate) mod hooks;
 pub(crate) mod identity;
@@ -26,7 +25,6 @@ use crate::sync::event::EventPools;
 use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
-use crate::allocator::engine::defaults::Defaults;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
@@ -90,8 +88,8 @@ pub(crate) struct Engine {
     retirements: AtomicU64,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
     ask_captures: bool,
-    /// Default streams, as raw calls name them.
-    pub defaults: Defaults,
+    /// Who names a default stream by its handle while another context is current is refused.
+    pub context_checks: bool,
     /// Tests of views that could not be waited for.
     pub unfinished: Mutex<Vec<Unfinished>>,
     heap: OwnCacheLine<Lock<Heap>>,
@@ -178,7 +176,7 @@ impl Engine {
                 handles: AtomicUsize::new(1),
                 retirements: AtomicU64::new(0),
                 ask_captures: config.capture_checks,
-                defaults: Defaults::new(config.context_checks),
+                context_checks: config.context_checks,
                 in_large_caches: Arc::clone(&heap.caches.in_large_caches),
                 unfinished: Mutex::default(),
                 heap: OwnCacheLine(Lock::new(heap)),

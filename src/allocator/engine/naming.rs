@@ -52,7 +52,7 @@ impl Engine {
     pub(crate) unsafe fn named_raw(&self, raw: sys::CUstream) -> Result<Named<'static>, Error> {
         self.usable()?;
         let key = if is_special(raw) {
-            self.special_key(raw)?
+            StreamKey::Id(self.special_key(raw)?)
         } else {
             // SAFETY: the caller vouches for the stream.
             match unsafe { self.driver().stream_id(raw) } {
@@ -89,10 +89,11 @@ impl Engine {
         named: &Named<'_>,
         context: &Context,
     ) -> Result<(), Error> {
-        let entered = context.enter().map_err(|e| self.error(e))?;
+        // The question is never refused, so the thread's capture mode need not be changed for it.
+        let current = context.make_current().map_err(|e| self.error(e))?;
         // SAFETY: special handles are valid while a context is current.
         let capturing = unsafe { self.driver().is_capturing(named.raw) };
-        drop(entered);
+        drop(current);
         self.refuse_if(named, capturing)
     }
 
@@ -126,7 +127,13 @@ impl Engine {
             StreamKey::Id(id) if named.stream.is_none() => self.driver().owned_stream(id),
             _ => None,
         };
-        let holder = match named.kept().cloned().or(by_handle) {
+        // As long as its context, whoever names it.
+        let legacy = is_special(named.raw) && !is_per_thread(named.raw as usize);
+        let legacy = match named.stream {
+            None if legacy => Stream::legacy_default(&self.context).ok(),
+            _ => None,
+        };
+        let holder = match named.kept().cloned().or(by_handle).or(legacy) {
             Some(stream) => Holder::Kept(stream),
             None => Holder::foreign(),
         };
@@ -166,28 +173,21 @@ impl Engine {
 
     /// Names the default stream of the allocator's context that a special handle stands for, whichever context
     /// is current, or none. The same name as that of a [`Stream`] made of the handle and this context.
-    pub(crate) fn special_key(&self, raw: sys::CUstream) -> Result<StreamKey, Error> {
-        if self.defaults.checked {
+    #[inline]
+    pub(crate) fn special_key(&self, raw: sys::CUstream) -> Result<u64, Error> {
+        if self.context_checks {
             self.refuse_other_context(raw)?;
         }
-        let shared = !is_per_thread(raw as usize);
-        if shared && let Some(id) = self.defaults.legacy.get() {
-            return Ok(StreamKey::Id(*id));
-        }
-        // SAFETY: special handles are always valid.
-        let stream = unsafe { Stream::from_raw(&self.context, raw) };
-        let id = stream
-            .and_then(|stream| stream.id())
-            .map_err(|e| self.unnamed(raw, e))?;
-        if shared {
-            self.defaults.legacy.get_or_init(|| id);
-        }
-        Ok(StreamKey::Id(id))
+        Ok(match is_per_thread(raw as usize) {
+            true => self.context.per_thread_id(),
+            false => self.context.legacy_id(),
+        })
     }
 
     /// Who has another context current and passes a special handle means that context's stream, most likely.
     #[inline(never)]
     pub(crate) fn refuse_other_context(&self, raw: sys::CUstream) -> Result<(), Error> {
+        self.usable()?;
         let current = self.driver().current_raw().map_err(|e| self.error(e))?;
         if current.is_null() || current == self.context.raw() {
             return Ok(());
