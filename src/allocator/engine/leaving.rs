@@ -169,6 +169,8 @@ impl<'a> Leaving<'a> {
         stream: u32,
         key: StreamKey,
     ) -> Leaving<'a> {
+        // What its last marker covers is waited for.
+        heap.streams.tell(stream);
         heap.streams[stream].leaving += 1;
         heap.streams.forget_key(stream);
         engine.count_retirement();

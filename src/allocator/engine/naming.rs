@@ -204,6 +204,10 @@ impl Heap {
     /// The slot of a stream, if it is known.
     pub(crate) fn known_slot(&mut self, named: &Named<'_>) -> Option<u32> {
         let stream = self.streams.find(named.key)?;
+        self.streams.tell(stream);
+        if self.streams.woken {
+            self.streams_changed();
+        }
         let slot = &mut self.streams[stream];
         if let (Holder::Foreign(_), Some(kept)) = (&slot.holder, named.kept()) {
             // It was named by its handle until now.

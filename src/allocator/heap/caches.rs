@@ -134,7 +134,8 @@ impl Heap {
                 self.extents.records.cold_mut(id).owner = stream;
                 let (small, records) = self.extents.parts(SpaceId::Small);
                 small.release(records, id, Uses::One(u));
-                if self.streams.complete(&u) && !self.extents.small.merge_own {
+                let strange = !self.extents.small.merge_own || self.streams.rests(stream);
+                if strange && self.streams.complete(&u) {
                     self.complete_class(SpaceId::Small, stream);
                 }
             }

@@ -17,6 +17,7 @@ impl Heap {
             .collect();
         let mut events = self.streams.events.remove(&key).unwrap_or_default();
         for stream in gone {
+            self.streams.tell(stream);
             self.streams.forget_key(stream);
             self.caches.set_fast(stream, false);
             for cache in self.caches.all().to_vec() {

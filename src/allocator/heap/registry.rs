@@ -31,6 +31,7 @@ impl Heap {
     /// With one stream, memory needs no tags to be told apart and merges freely; with several it
     /// must not.
     pub(crate) fn streams_changed(&mut self) {
+        self.streams.woken = false;
         self.stats.streams = self.streams.len() as u64;
         if !self.rules.maps() {
             return;

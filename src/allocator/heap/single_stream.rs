@@ -31,7 +31,7 @@ impl Heap {
         let &[cache] = self.caches.of(stream) else {
             return None;
         };
-        if self.streams[stream].context.device() != device {
+        if self.streams[stream].context.device() != device || self.streams[stream].resting {
             return None;
         }
         self.uncache_provisional();
@@ -83,7 +83,7 @@ impl Heap {
         }
         let requested = cold.requested;
         let slot = &self.streams[stream];
-        if matches!(slot.holder, Holder::Retired) {
+        if matches!(slot.holder, Holder::Retired) || slot.resting {
             return false;
         }
         let ticket = slot.open;

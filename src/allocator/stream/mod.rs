@@ -28,6 +28,13 @@ use crate::allocator::stream::slot::{
 /// As many again, at least, once more markers than this are not complete: a stream without work is done
 /// with the last of them within microseconds.
 const FEW_MARKERS: usize = 8;
+/// A stream rests once so many large requests of others have passed without a word of it. Twice as many each time
+/// that it comes back, up to
+const RESTS_AFTER: u64 = 2048;
+/// so many.
+const RESTS_AFTER_MOST: u64 = 1 << 20;
+/// Large requests between two looks for streams that may rest.
+const REST_ROUND: u64 = 64;
 
 /// All streams of an allocator.
 #[derive(Debug, Default)]
@@ -36,6 +43,12 @@ pub(crate) struct Streams {
     pub(crate) by_key: HashMap<StreamKey, u32, Mixed>,
     vacant: Vec<u32>,
     in_use: usize,
+    /// Of those in use, how many rest.
+    resting: usize,
+    /// A stream came back from its rest, and the spaces do not know of it yet.
+    pub(crate) woken: bool,
+    /// Large requests while several streams were about.
+    requests: u64,
     orders: u64,
     /// Streams of which more is complete than when this was last taken.
     advanced: Vec<u32>,
@@ -75,7 +88,67 @@ impl Streams {
 
     /// More than one stream may hold or ask for memory.
     pub(crate) fn several(&self) -> bool {
-        self.in_use > 1
+        self.in_use - self.resting > 1
+    }
+
+    /// Counts a large request. The streams that may rest since nobody spoke of them for long, but for the one
+    /// that asks; mostly it is not the time to look.
+    pub(crate) fn long_silent(&mut self, stream: u32) -> Vec<u32> {
+        self.requests += 1;
+        if !self.requests.is_multiple_of(REST_ROUND) {
+            return Vec::new();
+        }
+        let now = self.requests;
+        let silent = self.iter().filter(|(at, slot)| {
+            *at != stream && !slot.resting && now - slot.told_at >= slot.rests_after
+        });
+        silent.map(|(at, _)| at).collect()
+    }
+
+    /// A stream rests, if it has nothing to wait for. Whether it does.
+    pub(crate) fn rest(&mut self, stream: u32) -> bool {
+        let slot = &mut self.slots[stream as usize];
+        let rests = slot.in_use && !slot.resting && slot.is_settled();
+        slot.resting |= rests;
+        self.resting += usize::from(rests);
+        rests
+    }
+
+    /// Whether a stream rests, or is none.
+    pub(crate) fn rests(&self, stream: u32) -> bool {
+        self.slots
+            .get(stream as usize)
+            .is_none_or(|slot| slot.resting)
+    }
+
+    /// The heap is told of a stream: it rests no more.
+    #[inline]
+    pub(crate) fn tell(&mut self, stream: u32) {
+        let now = self.requests;
+        let slot = &mut self.slots[stream as usize];
+        slot.told_at = now;
+        if slot.resting {
+            self.wake(stream);
+        }
+    }
+
+    #[cold]
+    fn wake(&mut self, stream: u32) {
+        let slot = &mut self.slots[stream as usize];
+        slot.resting = false;
+        slot.rests_after = (2 * slot.rests_after).min(RESTS_AFTER_MOST);
+        self.resting -= 1;
+        self.woken = true;
+        self.second_came();
+    }
+
+    /// Where nobody else was there to ask for what a stream freed, somebody is now.
+    fn second_came(&mut self) {
+        if self.in_use - self.resting == 2 {
+            for stream in self.slots() {
+                self.list_full(stream);
+            }
+        }
     }
 
     /// Whether a marker was not seen complete yet.
@@ -122,6 +195,9 @@ impl Streams {
             punctual: PUNCTUAL,
             patience: PUNCTUAL,
             listed: false,
+            resting: false,
+            told_at: self.requests,
+            rests_after: RESTS_AFTER,
         };
         let at = match at {
             Some(at) => {
@@ -135,12 +211,7 @@ impl Streams {
             }
         };
         self.by_key.insert(key, at);
-        if self.in_use == 2 {
-            // Nobody else was there to ask for what the first one freed.
-            for stream in self.slots() {
-                self.list_full(stream);
-            }
-        }
+        self.second_came();
         at
     }
 
@@ -161,6 +232,7 @@ impl Streams {
             return false;
         }
         slot.in_use = false;
+        self.resting -= usize::from(std::mem::take(&mut slot.resting));
         self.unseen -= slot.markers.len();
         slot.markers.clear();
         slot.row = Arc::default();
@@ -330,6 +402,7 @@ impl Streams {
     /// Counts a use under the open ticket of a stream. Whether the batch is to get its marker now.
     #[inline]
     pub(crate) fn count_use(&mut self, stream: u32, bytes: u64) -> bool {
+        self.tell(stream);
         let several = self.several();
         let slot = &mut self.slots[stream as usize];
         slot.open_uses = slot.open_uses.saturating_add(1);

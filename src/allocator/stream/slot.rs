@@ -129,6 +129,13 @@ pub(crate) struct Slot {
     pub(crate) patience: u32,
     /// Among the `full` ones.
     pub(crate) listed: bool,
+    /// The heap's memory has no part of the stream that is not complete, and nobody names it: the others do
+    /// as if it did not exist. Its stream caches go on.
+    pub(crate) resting: bool,
+    /// Requests for large memory, of all streams, when the heap was last told of the stream,
+    pub(crate) told_at: u64,
+    /// and after how many since then it rests.
+    pub(crate) rests_after: u64,
 }
 
 impl Slot {
@@ -177,6 +184,12 @@ impl Slot {
             context: self.context.clone(),
             _holder: self.holder.clone(),
         })
+    }
+
+    /// Whether nothing is left for the others to wait for.
+    pub(crate) fn is_settled(&self) -> bool {
+        let quiet = self.calls == 0 && self.leaving == 0 && self.markers.is_empty();
+        quiet && self.open_uses == 0 && self.completed + 1 >= self.open
     }
 
     pub(crate) fn drained(&self) -> bool {
