@@ -27,7 +27,33 @@ impl Driver {
 
     /// Notes a stream that the driver refused because it captures.
     pub(crate) fn saw_capture(&self, stream: CUstream) {
-        self.found().add(stream);
+        self.found().add(stream, false);
+    }
+
+    /// Calls look out for a stream that may be capturing, or may just have been.
+    pub(crate) fn suspect_capture(&self, stream: CUstream) {
+        self.found().add(stream, true);
+    }
+
+    /// Now and then looks whether captures that calls look out for are over: of streams that are this crate's the
+    /// driver says so, of others nobody may ask it, and they are taken for over after a while.
+    #[inline]
+    pub(crate) fn review_captures(&self) {
+        if self.found().is_due() {
+            self.look_at_captures();
+        }
+    }
+
+    #[cold]
+    fn look_at_captures(&self) {
+        for stream in self.found().watched() {
+            let own = self.own_stream(stream);
+            match own.map(|own| own.is_capturing()) {
+                // The answer has replaced what was known.
+                Some(Ok(_)) => {}
+                _ => self.found().age(stream),
+            }
+        }
     }
 }
 
@@ -87,9 +113,15 @@ impl Entered<'_> {
         stream: CUstream,
         mode: CUstreamCaptureMode,
     ) -> Result<(), DriverError> {
-        process::captures_streams();
+        // Before it begins, or calls of other threads would not look out for it.
+        self.driver().found().add(stream, true);
         // SAFETY: the caller vouches for the stream.
-        unsafe { call!(self.driver(), cuStreamBeginCapture_v2(stream, mode)) }
+        let begun = unsafe { call!(self.driver(), cuStreamBeginCapture_v2(stream, mode)) };
+        if begun.is_err() {
+            // SAFETY: as above. One that was under way goes on; the answer is noted.
+            let _noted = unsafe { self.driver().is_capturing(stream) };
+        }
+        begun
     }
 
     /// Ends the capture that was begun on `stream`.

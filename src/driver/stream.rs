@@ -63,6 +63,13 @@ impl Driver {
     pub(crate) fn owned_stream(&self, id: u64) -> Option<Stream> {
         self.streams().find(id).map(Stream)
     }
+
+    /// The owned stream with a handle, if there is one.
+    pub(super) fn own_stream(&self, raw: usize) -> Option<Stream> {
+        let streams: Vec<Arc<Inner>> = self.streams().all();
+        let own = streams.into_iter().find(|own| own.raw as usize == raw);
+        own.map(Stream)
+    }
 }
 
 impl Stream {
@@ -391,8 +398,8 @@ impl Driver {
         unsafe { query!(self, cuStreamIsCapturing(stream, &mut status)) }?;
         let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         if capturing {
-            self.found().add(stream);
-        } else if !process::is_quiet() {
+            self.found().add(stream, false);
+        } else {
             self.found().remove(stream);
         }
         Ok(capturing)

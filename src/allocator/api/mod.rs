@@ -181,7 +181,11 @@ impl Allocator {
         missed: Missed,
     ) -> Result<Grant, Error> {
         let key = stream.id_at_hand();
-        if let Some(grant) = self.engine.hit_slowly(key, bytes, missed) {
+        if self.engine.watchful() {
+            if let Some(grant) = self.engine.hit_watched(stream, bytes) {
+                return Ok(grant);
+            }
+        } else if let Some(grant) = self.engine.hit_slowly(key, bytes, missed) {
             return Ok(grant);
         }
         let request = Checked::new(bytes, 1)?;

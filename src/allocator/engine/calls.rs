@@ -118,6 +118,11 @@ impl Engine {
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }
+        if self.watchful()
+            && let Some(grant) = self.hit_asked(named.key, request)
+        {
+            return Ok(grant);
+        }
         let mut heap = self.lock();
         if heap.closed {
             return Err(Error::Closed);
@@ -339,6 +344,9 @@ impl Engine {
     fn free_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
         if let Some((cache, node)) = self.small_at(ptr) {
+            if self.watchful() && self.free_watched(cache, node, Life::At(ptr)) {
+                return Ok(());
+            }
             return self.free_small(cache, node, ptr, None);
         }
         let mut heap = self.open()?;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
 
+use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
@@ -395,9 +396,11 @@ impl Engine {
             _ => None,
         };
         leaving.end();
+        let asked = heap.caches.stop_asking(stream);
         heap.flush_caches_of(stream);
         heap.recycle(stream);
         drop(heap);
+        asked.into_iter().for_each(StreamCache::let_go);
         // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
         // destroyed if nobody else holds it: a driver call, so outside the lock.
         former.let_go();

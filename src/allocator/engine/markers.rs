@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::driver::sys::CUstream;
-use crate::driver::{Context, Event, Stream, process};
+use crate::driver::{Context, Event, Stream};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::error::Error;
@@ -83,7 +83,7 @@ impl Engine {
                 _ if !may => Ok(false),
                 // Who captures now and then may begin to while we ask, and would suffer.
                 Holder::Kept(asked)
-                    if ask && !self.watchful() && self.sees_idle(asked, key, &batch)? =>
+                    if ask && !self.may_capture() && self.sees_idle(asked, key, &batch)? =>
                 {
                     Ok(true)
                 }
@@ -151,7 +151,8 @@ impl Engine {
         let idle = match idle {
             // It captures since it was asked: so will the record below say.
             Err(error) if is_of_capture(error.code()) => {
-                process::captures_streams();
+                drop(heap);
+                self.driver().suspect_capture(stream.raw());
                 return Ok(false);
             }
             idle => idle.map_err(|e| self.error(e))?,
@@ -190,7 +191,7 @@ impl Engine {
             // SAFETY: as above; the context of a special handle is current.
             Ok(()) => unsafe { self.captures_now(stream) },
             Err(error) if is_of_capture(error.code()) => {
-                process::captures_streams();
+                self.driver().suspect_capture(stream);
                 Ok(true)
             }
             Err(_) => Ok(false),
@@ -360,16 +361,20 @@ impl Engine {
         if void.is_empty() {
             return false;
         }
-        process::captures_streams();
-        let mut gone = Vec::new();
+        let (mut gone, mut captured) = (Vec::new(), Vec::new());
         let mut heap = self.lock();
         for (stream, bound) in void {
+            captured.push(heap.streams[*stream].raw);
             if let Some(marker) = heap.streams.void(*stream, *bound) {
                 heap.stats.failed_markers += 1;
                 gone.push(marker);
             }
         }
         drop(heap);
+        for raw in captured {
+            let stream = std::ptr::with_exposed_provenance_mut(raw);
+            self.driver().suspect_capture(stream);
+        }
         // Their events are destroyed, if nobody else asks them just now.
         !gone.is_empty()
     }

@@ -275,6 +275,11 @@ impl Engine {
         !process::is_quiet() || self.ask_captures
     }
 
+    /// Whether the owner of a stream may begin to capture it at any time: it is not asked by others then.
+    pub(crate) fn may_capture(&self) -> bool {
+        self.watchful() || process::has_captured()
+    }
+
     #[inline]
     pub(crate) fn driver(&self) -> &Driver {
         self.context.driver()

@@ -40,6 +40,7 @@ impl Heap {
             inner.allocator = self.caches.id;
             inner.key = slot.key.number();
             inner.slot = stream;
+            inner.raw = slot.handle_to_ask();
             inner.runs.set_ticket(slot.open);
             inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
         }

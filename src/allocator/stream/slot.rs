@@ -174,6 +174,13 @@ impl Slot {
         self.in_use && self.named && self.key == key
     }
 
+    /// The handle, if nothing more is needed to ask the stream whether it captures; else 0.
+    pub(crate) fn handle_to_ask(&self) -> usize {
+        // A default stream is asked in its context.
+        let ask = !matches!(self.holder, Holder::Retired) && self.raw > 2;
+        if ask { self.raw } else { 0 }
+    }
+
     /// The stream, if it may be asked whether it is capturing.
     pub(crate) fn suspect(&self) -> Option<Suspect> {
         // The per-thread handle would ask about the calling thread's stream.

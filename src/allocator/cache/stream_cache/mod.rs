@@ -26,7 +26,7 @@ mod worn;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::locks::lock::AtomicPtr;
+use crate::locks::lock::{AtomicPtr, pause};
 pub(crate) use crate::locks::lock::{Held, Lock};
 pub(crate) use account::{Accounts, QUANTITIES};
 pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
@@ -136,6 +136,10 @@ pub(crate) struct Inner {
     pub allocator: u64,
     /// The stream's slot.
     pub slot: u32,
+    /// The stream's handle, as long as it may be asked whether it captures; 0 if that takes more than its handle.
+    pub raw: usize,
+    /// Frees under way that ask the stream just now, without a lock: who ends the stream waits for them.
+    pub asking: u32,
     /// Large blocks.
     pub large_cache: LargeCache,
     /// The allocator, as long as it is open or blocks of this stream cache are live.
@@ -179,6 +183,8 @@ impl Default for Inner {
             allocator: 0,
             key: 0,
             slot: 0,
+            raw: 0,
+            asking: 0,
             open: CLOSED,
             runs: Runs::default(),
             large_cache: LargeCache::default(),
@@ -273,6 +279,15 @@ impl StreamCache {
     #[inline(always)]
     pub(crate) fn try_lock(&self) -> Option<Held<'_, Inner>> {
         self.lock.try_lock()
+    }
+
+    /// Waits until no free asks the stream any more. None begins to.
+    pub(crate) fn let_go(&self) {
+        let mut round = 0;
+        while self.lock().asking > 0 {
+            pause(round);
+            round += 1;
+        }
     }
 
     fn new(rank: u32) -> Self {
@@ -403,15 +418,19 @@ impl Inner {
             .then_some(live)
     }
 
-    /// Frees a block if nothing stands in the way; with a generation only that life of it.
     #[inline(always)]
-    pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
-        let live = match life {
+    fn live_in(&self, node: Node, life: Life) -> Option<Live> {
+        match life {
             // The page of a block that somebody owns cannot have gone.
             Life::Generation(generation) => self.runs.live_as(node, generation),
             Life::At(ptr) => self.runs.live(node, ptr),
-        };
-        let Some(live) = live else {
+        }
+    }
+
+    /// Frees a block if nothing stands in the way; with a generation only that life of it.
+    #[inline(always)]
+    pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
+        let Some(live) = self.live_in(node, life) else {
             return false;
         };
         // A stream cache that was stopped keeps no quick runs: its blocks come no further than this.
@@ -435,6 +454,14 @@ impl Inner {
         self.account_free(live);
         self.runs.put_merged_here(node);
         Some(self.pages_to_keep().is_some())
+    }
+
+    /// Whom to ask about captures before the block in this life of it is freed, if its stream's handle is enough.
+    /// Counted in [`asking`](Self::asking) until the answer is there.
+    pub(crate) fn ask_for(&mut self, node: Node, life: Life) -> Option<usize> {
+        self.live_in(node, life).filter(|_| self.raw != 0)?;
+        self.asking += 1;
+        Some(self.raw)
     }
 
     /// Takes a large block back into the large-block cache. False if the heap has to free it.
