@@ -9,6 +9,7 @@
 #
 #   pair            allocate 4096 bytes and drop the block
 #   pair_raw        the same with a stream handle in, a pointer out, and the free by pointer
+#   pair_adopted    pair_raw on a stream that was adopted
 #   pair_default    pair_raw on the legacy default stream, by the null handle
 #   pair_after_capture     pair in a process in which other streams were captured, and none is
 #   pair_while_capturing   pair while another thread captures another stream
@@ -35,7 +36,7 @@ cd "$(dirname "$0")/.."
 recorded=benches/instructions.txt
 mode=show
 names=()
-some=(pair pair_raw pair_default pair_after_capture pair_while_capturing churn_op)
+some=(pair pair_raw pair_adopted pair_default pair_after_capture pair_while_capturing churn_op)
 every=("${some[@]}" churn_harness churn_wide churn_after churn_equal stack workspace typed_pool)
 while [ $# -gt 0 ]; do
     case $1 in

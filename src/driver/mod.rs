@@ -14,7 +14,7 @@
 mod capture;
 mod context;
 mod counts;
-mod defaults;
+pub(crate) mod defaults;
 mod device;
 mod device_info;
 mod error;

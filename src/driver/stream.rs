@@ -246,11 +246,7 @@ impl Stream {
     pub fn is_complete(&self) -> Result<bool, DriverError> {
         let entered = self.0.context.enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
-        match unsafe { call!(entered.driver(), cuStreamQuery(self.0.raw)) } {
-            Ok(()) => Ok(true),
-            Err(error) if error.is_not_ready() => Ok(false),
-            Err(error) => Err(error),
-        }
+        unsafe { entered.is_idle(self.0.raw) }
     }
 
     /// True if the stream is being captured into a graph, also if the capture is invalid.
@@ -341,6 +337,22 @@ impl Drop for Inner {
 }
 
 impl Entered<'_> {
+    /// True if everything submitted to `stream` has completed.
+    ///
+    /// # Errors
+    /// The driver's, including those of the work itself.
+    ///
+    /// # Safety
+    /// As [`Entered::record`].
+    pub(crate) unsafe fn is_idle(&self, stream: sys::CUstream) -> Result<bool, DriverError> {
+        // SAFETY: the caller vouches for the stream.
+        match unsafe { call!(self.driver(), cuStreamQuery(stream)) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_not_ready() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Blocks the calling thread until everything submitted to `stream` has completed.
     ///
     /// # Errors
@@ -375,6 +387,25 @@ impl Driver {
         if unsafe { self.is_capturing(stream) }? {
             let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
             return Err(DriverError::new("cuStreamGetId", code));
+        }
+        // SAFETY: the caller's contract.
+        unsafe { self.uncaptured_id(stream) }
+    }
+
+    /// [`stream_id`](Self::stream_id) of a stream that does not capture: one question instead of two.
+    ///
+    /// # Errors
+    /// The driver's; it spoils the capture if there is one.
+    ///
+    /// # Safety
+    /// As [`Driver::stream_id`].
+    #[inline]
+    pub(crate) unsafe fn uncaptured_id(
+        &self,
+        stream: sys::CUstream,
+    ) -> Result<Option<u64>, DriverError> {
+        if !self.has(Feature::StreamIds) {
+            return Ok(None);
         }
         let mut id = 0;
         // SAFETY: the caller vouches for the stream; the pointer is to a local integer.

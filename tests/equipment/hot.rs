@@ -57,7 +57,16 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
     let sim = &simulator;
     match work {
         "pair" => pair(sim, &handles, count)?,
-        "pair_raw" => pair(sim, &Pointers { allocator, streams }, count)?,
+        "pair_raw" => {
+            let streams = &[foreign(&context)?];
+            pair(sim, &Pointers { allocator, streams }, count)?;
+        }
+        "pair_adopted" => {
+            let streams = &[foreign(&context)?];
+            // SAFETY: the stream lives as long as the process.
+            unsafe { allocator.adopt_raw(streams[0].raw()) }?;
+            pair(sim, &Pointers { allocator, streams }, count)?;
+        }
         "pair_default" => {
             // SAFETY: the null handle is always valid.
             let streams = &[unsafe { Stream::from_raw(&context, std::ptr::null_mut()) }?];
@@ -100,6 +109,20 @@ fn pair<S: Source>(simulator: &Simulator, source: &S, count: usize) -> Result<()
     pairs(source, BYTES, &source.stream(0), WARM_PAIRS + count)?;
     println!("calls {}", calls.load(Ordering::Relaxed));
     Ok(())
+}
+
+/// A stream that somebody else made, who never destroys it.
+fn foreign(context: &Context) -> Result<Stream, Failure> {
+    let entered = context.enter()?;
+    let create = entered.driver().functions().cuStreamCreate;
+    let mut raw = std::ptr::null_mut();
+    // SAFETY: a context is current, and the output is a local. 1: non-blocking.
+    let code = create.map(|create| unsafe { create(&mut raw, 1) });
+    if code != Some(sys::CUresult::CUDA_SUCCESS) {
+        return Err("no stream was made".into());
+    }
+    // SAFETY: it was made just now, and lives as long as the process.
+    Ok(unsafe { Stream::from_raw(context, raw) }?)
 }
 
 const MODE: sys::CUstreamCaptureMode =

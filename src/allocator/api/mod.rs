@@ -283,6 +283,28 @@ impl Allocator {
         self.engine.retire(&named)
     }
 
+    /// Takes the caller's word that a stream's handle lives until it is [retired](Self::retire_raw). It is a stream
+    /// like those of this crate then: calls by its handle need not ask the driver which stream it is, and memory
+    /// that was freed on it gets its markers in calls which do not name it, when somebody asks for that memory. It is
+    /// not asked whether it is idle by other calls than its own, since that would spoil a capture which its owner
+    /// begins in the same moment, unless [`Config::captures`] promises that there is none.
+    ///
+    /// Of a stream that is known already all that was freed on it is held so from now on. A stream of this crate and
+    /// the legacy default stream are kept anyway: nothing changes.
+    ///
+    /// # Errors
+    /// [`Error::NotSupported`] for the per-thread default stream; [`Error::WrongContext`] for a stream of another
+    /// context than the allocator's; [`Error::Capturing`], [`Error::Closed`], driver errors.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream, or a special handle ([`Allocator`]), and stay alive until
+    /// [`retire_raw`](Self::retire_raw) has succeeded for it, or the allocator is closed.
+    pub unsafe fn adopt_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.adopt(&named)
+    }
+
     /// Records a marker on a stream now, so that what was freed on it so far can be trimmed or
     /// shared when its work is done. Not needed for correctness.
     ///

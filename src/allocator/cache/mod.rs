@@ -153,6 +153,13 @@ impl StreamCaches {
         }
     }
 
+    /// A stream is known by a handle from now on, or by none if that is 0.
+    pub(crate) fn set_handle(&self, stream: u32, raw: usize) {
+        for cache in self.of(stream) {
+            cache.set_handle(raw);
+        }
+    }
+
     /// Nobody begins to ask a stream about captures any more for a free in its stream caches. Who has begun, is
     /// waited for by [`StreamCache::let_go`].
     pub(crate) fn stop_asking(&self, stream: u32) -> Vec<&'static StreamCache> {

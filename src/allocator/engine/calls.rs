@@ -257,7 +257,7 @@ impl Engine {
     }
 
     /// The slot of a stream, registered if it is new.
-    fn slot<'a>(
+    pub(crate) fn slot<'a>(
         &'a self,
         mut heap: Guard<'a>,
         named: &Named<'_>,

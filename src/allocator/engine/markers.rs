@@ -82,8 +82,10 @@ impl Engine {
             match &holder {
                 _ if !may => Ok(false),
                 // Who captures now and then may begin to while we ask, and would suffer.
-                Holder::Kept(asked)
-                    if ask && !self.may_capture() && self.sees_idle(asked, key, &batch)? =>
+                holder
+                    if ask
+                        && self.may_ask(holder)
+                        && self.sees_idle((raw, &context), key, &batch)? =>
                 {
                     Ok(true)
                 }
@@ -134,6 +136,9 @@ impl Engine {
     /// # Safety
     /// The stream is alive, or special with its context current.
     unsafe fn captures_now(&self, stream: CUstream) -> Result<bool, Error> {
+        if self.no_captures {
+            return Ok(false);
+        }
         // SAFETY: the caller's contract.
         match unsafe { self.driver().is_capturing(stream) } {
             Ok(capturing) => Ok(capturing),
@@ -142,17 +147,36 @@ impl Engine {
         }
     }
 
+    /// Whether a stream may be asked if it is idle, by a call that need not name it. One that its owner may begin to
+    /// capture in the same moment is not: the capture would be spoilt.
+    fn may_ask(&self, holder: &Holder) -> bool {
+        match holder {
+            Holder::Kept(_) => !self.may_capture(),
+            Holder::Adopted(_) => self.no_captures,
+            Holder::Foreign(_) | Holder::Retired => false,
+        }
+    }
+
     /// Whether a stream is idle. Then everything freed on it up to the batch is complete, for everybody
     /// from the same moment on.
-    fn sees_idle(&self, stream: &Stream, key: StreamKey, batch: &Batch) -> Result<bool, Error> {
-        let idle = stream.is_complete();
+    fn sees_idle(
+        &self,
+        (raw, context): (usize, &Context),
+        key: StreamKey,
+        batch: &Batch,
+    ) -> Result<bool, Error> {
+        let stream = std::ptr::with_exposed_provenance_mut(raw);
+        let entered = context.enter().map_err(|e| self.error(e))?;
+        // SAFETY: the stream is alive, as in `may_mark`.
+        let idle = unsafe { entered.is_idle(stream) };
+        drop(entered);
         let mut heap = self.lock();
         heap.stats.queries += 1;
         let idle = match idle {
             // It captures since it was asked: so will the record below say.
             Err(error) if is_of_capture(error.code()) => {
                 drop(heap);
-                self.driver().suspect_capture(stream.raw());
+                self.driver().suspect_capture(stream);
                 return Ok(false);
             }
             idle => idle.map_err(|e| self.error(e))?,
@@ -499,7 +523,7 @@ impl Engine {
         let mut found = self.driver().found_capturing();
         found.retain(|(stream, _)| {
             let mut slots = heap.streams.iter();
-            slots.any(|(_, s)| s.raw == *stream && matches!(s.holder, Holder::Foreign(_)))
+            slots.any(|(_, s)| s.raw == *stream && s.holder.is_callers())
         });
         found
     }

@@ -88,6 +88,8 @@ pub(crate) struct Engine {
     retirements: AtomicU64,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
     ask_captures: bool,
+    /// The program promises that it captures no stream which the allocator knows.
+    pub no_captures: bool,
     /// Who names a default stream by its handle while another context is current is refused.
     pub context_checks: bool,
     /// Tests of views that could not be waited for.
@@ -176,6 +178,7 @@ impl Engine {
                 handles: AtomicUsize::new(1),
                 retirements: AtomicU64::new(0),
                 ask_captures: config.capture_checks,
+                no_captures: !config.captures,
                 context_checks: config.context_checks,
                 in_large_caches: Arc::clone(&heap.caches.in_large_caches),
                 unfinished: Mutex::default(),
@@ -277,7 +280,7 @@ impl Engine {
 
     /// Whether the owner of a stream may begin to capture it at any time: it is not asked by others then.
     pub(crate) fn may_capture(&self) -> bool {
-        self.watchful() || process::has_captured()
+        !self.no_captures && (self.watchful() || process::has_captured())
     }
 
     #[inline]

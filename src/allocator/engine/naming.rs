@@ -1,5 +1,7 @@
 //! Streams by their names: handles and ids, default streams, and whether a stream is captured.
 
+use std::sync::Arc;
+
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
 use crate::allocator::engine::Engine;
@@ -53,9 +55,11 @@ impl Engine {
         self.usable()?;
         let key = if is_special(raw) {
             StreamKey::Id(self.special_key(raw)?)
+        } else if let Some(key) = self.key_at_hand(raw as usize) {
+            StreamKey::Id(key)
         } else {
             // SAFETY: the caller vouches for the stream.
-            match unsafe { self.driver().stream_id(raw) } {
+            match unsafe { self.raw_id(raw) } {
                 Ok(Some(id)) => StreamKey::Id(id),
                 Ok(None) => StreamKey::Handle(raw as usize),
                 Err(error) => return Err(self.unnamed(raw, error)),
@@ -68,9 +72,47 @@ impl Engine {
         })
     }
 
+    /// The driver's id of a stream, if it has ids.
+    ///
+    /// # Safety
+    /// `raw` must be a live stream.
+    #[inline]
+    pub(crate) unsafe fn raw_id(&self, raw: sys::CUstream) -> Result<Option<u64>, DriverError> {
+        match self.no_captures {
+            // SAFETY: the caller's contract.
+            true => unsafe { self.driver().uncaptured_id(raw) },
+            // SAFETY: as above.
+            false => unsafe { self.driver().stream_id(raw) },
+        }
+    }
+
+    /// Keeps a stream by its handle until that is retired, on the caller's word.
+    pub(crate) fn adopt(&self, named: &Named<'_>) -> Result<(), Error> {
+        if is_per_thread(named.raw as usize) {
+            return Err(Error::NotSupported {
+                what: "adoption of a stream that is another one on each thread",
+            });
+        }
+        self.refuse_capture(named)?;
+        let context = self.context_of(named)?;
+        if context.key() != self.context.key() {
+            return Err(Error::WrongContext {
+                stream: named.raw as usize,
+                current: context.raw() as usize,
+                expected: self.context.raw() as usize,
+            });
+        }
+        let (mut heap, stream) = self.slot(self.open()?, named)?;
+        heap.keep_handle(stream);
+        Ok(())
+    }
+
     /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
     #[inline]
     pub(crate) fn refuse_capture(&self, named: &Named<'_>) -> Result<(), Error> {
+        if self.no_captures {
+            return Ok(());
+        }
         if is_special(named.raw) {
             let context = named.stream.map_or(&self.context, Stream::context);
             return self.refuse_special_capture(named, context);
@@ -209,12 +251,27 @@ impl Heap {
             self.streams_changed();
         }
         let slot = &mut self.streams[stream];
-        if let (Holder::Foreign(_), Some(kept)) = (&slot.holder, named.kept()) {
+        if slot.holder.is_callers()
+            && let Some(kept) = named.kept()
+        {
             // It was named by its handle until now.
             let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
             slot.former = Some(former);
+            self.caches
+                .set_handle(stream, self.streams[stream].lasting_handle());
         }
         Some(stream)
+    }
+
+    /// The caller promises that the handle of a stream lives until it is retired.
+    fn keep_handle(&mut self, stream: u32) {
+        let slot = &mut self.streams[stream];
+        if let Holder::Foreign(token) = &slot.holder {
+            slot.holder = Holder::Adopted(Arc::clone(token));
+            self.streams.list_full(stream);
+            self.caches
+                .set_handle(stream, self.streams[stream].lasting_handle());
+        }
     }
 }
 

@@ -69,6 +69,33 @@ impl Engine {
         }
     }
 
+    /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if that handle lasts.
+    #[inline(always)]
+    pub(crate) fn hit_by_handle(
+        &self,
+        cache: &'static StreamCache,
+        raw: usize,
+        bytes: usize,
+    ) -> Option<Grant> {
+        let request = unaligned(bytes).filter(|_| process::is_quiet())?;
+        let mut inner = cache.try_lock()?;
+        if !cache.is_of_handle(raw) {
+            return None;
+        }
+        let owner = self.owner(inner.key);
+        let taken = inner.take_anywhere(owner, request)?;
+        Some(Grant::small(cache, taken, request.granules))
+    }
+
+    /// The id of a stream by its handle, if that lasts and the thread knows it.
+    pub(crate) fn key_at_hand(&self, raw: usize) -> Option<u64> {
+        let cache = thread::find_handle(raw)?;
+        let inner = cache.lock();
+        let (allocator, key) = (self.id, inner.key);
+        let known = cache.is_of_handle(raw) && inner.serves(Owner { allocator, key });
+        known.then_some(key)
+    }
+
     /// [`hit`](Self::hit) for a stream that was asked a moment ago, and does not capture.
     pub(crate) fn hit_asked(&self, key: StreamKey, request: &Checked) -> Option<Grant> {
         let StreamKey::Id(key) = key else {

@@ -30,6 +30,7 @@ impl Heap {
 
     fn add_cache(&mut self, stream: u32) -> &'static StreamCache {
         let cache = POOL.take();
+        cache.set_handle(self.streams[stream].lasting_handle());
         {
             let slot = &self.streams[stream];
             let mut inner = cache.lock();

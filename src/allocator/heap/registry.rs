@@ -97,7 +97,7 @@ impl Heap {
             Holder::Foreign(_) => {
                 (many || !slot.named) && slot.leaving == 0 && !slot.holder.is_touched()
             }
-            Holder::Kept(_) => false,
+            Holder::Kept(_) | Holder::Adopted(_) => false,
         };
         if !idle || !forget {
             return;

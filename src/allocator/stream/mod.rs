@@ -258,7 +258,7 @@ impl Streams {
     /// The holders of all streams of the caller's, none of which is touched from here on.
     pub(crate) fn take_foreign(&mut self) -> Vec<Holder> {
         let slots = self.iter_mut().map(|(_, slot)| &mut slot.holder);
-        let foreign = slots.filter(|holder| matches!(holder, Holder::Foreign(_)));
+        let foreign = slots.filter(|holder| holder.is_callers());
         let mut taken: Vec<Holder> = foreign
             .map(|holder| std::mem::replace(holder, Holder::Retired))
             .collect();
@@ -410,7 +410,7 @@ impl Streams {
         if !several || !slot.is_full() {
             return false;
         }
-        let waits = slot.punctual == 0 && matches!(slot.holder, Holder::Kept(_));
+        let waits = slot.punctual == 0 && slot.holder.is_lasting();
         // Where streams are captured a free is the owner's call, and a question is not.
         if waits && !self.watchful && process::is_quiet() {
             self.list_full(stream);
@@ -436,7 +436,7 @@ impl Streams {
 
     pub(crate) fn list_full(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
-        let kept = slot.in_use && matches!(slot.holder, Holder::Kept(_));
+        let kept = slot.in_use && slot.holder.is_lasting();
         if kept && !slot.listed && slot.is_full() {
             slot.listed = true;
             self.full.push(stream);
@@ -474,7 +474,7 @@ impl Streams {
     pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
         let slots = self.iter();
         slots
-            .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
+            .filter(|(_, slot)| slot.holder.is_lasting() && !slot.covered())
             .map(|(stream, slot)| (stream, slot.key))
             .collect()
     }

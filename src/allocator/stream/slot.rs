@@ -60,6 +60,10 @@ pub(crate) enum Holder {
     /// The caller's: touched only inside calls that name the stream or free its blocks. Who touches it
     /// beside the heap's lock holds a copy of the token meanwhile.
     Foreign(Arc<()>),
+    /// The caller's, who promised that its handle lives until it is retired: it may be marked at any time. It is
+    /// not asked whether it is idle by calls that do not name it, since its owner may begin to capture it. The token
+    /// is that of a foreign one.
+    Adopted(Arc<()>),
     /// No calls any more: the last marker is recorded.
     Retired,
 }
@@ -69,15 +73,26 @@ impl Holder {
         Holder::Foreign(Arc::new(()))
     }
 
+    /// Whether a marker may be recorded on the stream at any time.
+    #[inline]
+    pub(crate) fn is_lasting(&self) -> bool {
+        matches!(self, Holder::Kept(_) | Holder::Adopted(_))
+    }
+
+    /// The caller's, adopted or not.
+    pub(crate) fn is_callers(&self) -> bool {
+        matches!(self, Holder::Foreign(_) | Holder::Adopted(_))
+    }
+
     /// Whether a call that is under way touches a stream of the caller's. Copies are made under the heap's
     /// lock alone.
     pub(crate) fn is_touched(&self) -> bool {
-        matches!(self, Holder::Foreign(token) if Arc::strong_count(token) > 1)
+        matches!(self, Holder::Foreign(token) | Holder::Adopted(token) if Arc::strong_count(token) > 1)
     }
 
     /// Waits until nobody touches a stream of the caller's any more. No copies are made of this holder now.
     pub(crate) fn let_go(self) {
-        let Holder::Foreign(mut token) = self else {
+        let (Holder::Foreign(mut token) | Holder::Adopted(mut token)) = self else {
             return;
         };
         let mut round = 0;
@@ -179,6 +194,15 @@ impl Slot {
         // A default stream is asked in its context.
         let ask = !matches!(self.holder, Holder::Retired) && self.raw > 2;
         if ask { self.raw } else { 0 }
+    }
+
+    /// The handle, if it is this stream's and no other's until the stream is retired; else 0.
+    pub(crate) fn lasting_handle(&self) -> usize {
+        if self.holder.is_lasting() {
+            self.handle_to_ask()
+        } else {
+            0
+        }
     }
 
     /// The stream, if it may be asked whether it is capturing.

@@ -37,7 +37,7 @@ pub(crate) use runs::Runs;
 
 use crate::allocator::size::GRANULE;
 use account::anew;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// No allocator: every call needs the heap.
 const CLOSED: u64 = u64::MAX;
@@ -80,6 +80,9 @@ pub(crate) struct StreamCache {
     pub(crate) rank: u32,
     /// The allocator while the stream cache has a stream.
     owner: AtomicPtr<()>,
+    /// The stream's handle, if it is that stream's and no other's as long as calls may go on without a look at the
+    /// heap; else 0. Written under the lock.
+    handle: AtomicUsize,
 }
 
 /// Stream caches that wait for a stream.
@@ -295,7 +298,25 @@ impl StreamCache {
             lock: Lock::new(Inner::default()),
             rank,
             owner: AtomicPtr::new(std::ptr::null_mut()),
+            handle: AtomicUsize::new(0),
         }
+    }
+
+    /// The stream is known by a handle from now on, or by none if that is 0.
+    pub(crate) fn set_handle(&self, raw: usize) {
+        let _inner = self.lock();
+        self.handle.store(raw, Ordering::Relaxed);
+    }
+
+    /// Whether the stream is known by this handle. It is its own as long as the stream cache serves.
+    #[inline(always)]
+    pub(crate) fn is_of_handle(&self, raw: usize) -> bool {
+        self.handle.load(Ordering::Relaxed) == raw
+    }
+
+    #[inline]
+    pub(crate) fn handle(&self) -> usize {
+        self.handle.load(Ordering::Relaxed)
     }
 
     /// The allocator from now on.
