@@ -121,7 +121,7 @@ fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
 
 /// A stream with work that is not seen complete does not rest, and one that comes back does so later the next time.
 #[test]
-fn a_stream_that_is_waited_for_does_not_rest() -> Outcome {
+fn r34_a_stream_that_is_waited_for_does_not_rest() -> Outcome {
     let rig = Rig::new(packed())?;
     let (mut streams, [a, b]) = known(&rig);
     assert!(!streams.count_use(b, 1));

@@ -91,6 +91,8 @@ fn the_watch_for_captures_ends_with_them() {
         drop(allocator.allocate(4096, &b).unwrap());
         pairs(2);
         assert_eq!(pairs(100), 0);
+        let held = allocator.allocate(4096, &b).unwrap();
+        let ptr = held.ptr();
         // Through the crate.
         let entered = rig.context.enter().unwrap();
         // SAFETY: the stream is alive.
@@ -102,9 +104,13 @@ fn the_watch_for_captures_ends_with_them() {
             matches!(refused, Err(Error::Capturing { .. })),
             "{refused:?}"
         );
+        drop(held);
+        assert!(allocator.owns(ptr));
         // SAFETY: as above. A capture that was spoilt ends with an error.
         drop(unsafe { entered.end_capture(b.raw()) }.unwrap());
         drop(entered);
+        allocator.trim(u64::MAX).unwrap();
+        assert!(!allocator.owns(ptr));
         assert_eq!(pairs(100), 0);
         // One that was refused.
         let entered = rig.context.enter().unwrap();

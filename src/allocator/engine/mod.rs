@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod calls;
 pub(crate) mod close;
 pub(crate) mod commit;
+pub(crate) mod contexts;
 pub(crate) mod dropped;
 pub(crate) mod hooks;
 pub(crate) mod identity;

@@ -7,6 +7,7 @@
 
 pub(crate) mod finder;
 pub(crate) mod poll;
+pub(crate) mod rest;
 pub(crate) mod slot;
 
 use std::collections::{HashMap, VecDeque};
@@ -28,14 +29,6 @@ use crate::allocator::stream::slot::{
 /// As many again, at least, once more markers than this are not complete: a stream without work is done
 /// with the last of them within microseconds.
 const FEW_MARKERS: usize = 8;
-/// A stream rests once so many large requests of others have passed without a word of it. Twice as many each time
-/// that it comes back, up to
-const RESTS_AFTER: u64 = 2048;
-/// so many.
-const RESTS_AFTER_MOST: u64 = 1 << 20;
-/// Large requests between two looks for streams that may rest.
-const REST_ROUND: u64 = 64;
-
 /// All streams of an allocator.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
@@ -89,57 +82,6 @@ impl Streams {
     /// More than one stream may hold or ask for memory.
     pub(crate) fn several(&self) -> bool {
         self.in_use - self.resting > 1
-    }
-
-    /// Counts a large request. The streams that may rest since nobody spoke of them for long, but for the one
-    /// that asks; mostly it is not the time to look.
-    pub(crate) fn long_silent(&mut self, stream: u32) -> Vec<u32> {
-        self.requests += 1;
-        if !self.requests.is_multiple_of(REST_ROUND) {
-            return Vec::new();
-        }
-        let now = self.requests;
-        let silent = self.iter().filter(|(at, slot)| {
-            *at != stream && !slot.resting && now - slot.told_at >= slot.rests_after
-        });
-        silent.map(|(at, _)| at).collect()
-    }
-
-    /// A stream rests, if it has nothing to wait for. Whether it does.
-    pub(crate) fn rest(&mut self, stream: u32) -> bool {
-        let slot = &mut self.slots[stream as usize];
-        let rests = slot.in_use && !slot.resting && slot.is_settled();
-        slot.resting |= rests;
-        self.resting += usize::from(rests);
-        rests
-    }
-
-    /// Whether a stream rests, or is none.
-    pub(crate) fn rests(&self, stream: u32) -> bool {
-        self.slots
-            .get(stream as usize)
-            .is_none_or(|slot| slot.resting)
-    }
-
-    /// The heap is told of a stream: it rests no more.
-    #[inline]
-    pub(crate) fn tell(&mut self, stream: u32) {
-        let now = self.requests;
-        let slot = &mut self.slots[stream as usize];
-        slot.told_at = now;
-        if slot.resting {
-            self.wake(stream);
-        }
-    }
-
-    #[cold]
-    fn wake(&mut self, stream: u32) {
-        let slot = &mut self.slots[stream as usize];
-        slot.resting = false;
-        slot.rests_after = (2 * slot.rests_after).min(RESTS_AFTER_MOST);
-        self.resting -= 1;
-        self.woken = true;
-        self.second_came();
     }
 
     /// Where nobody else was there to ask for what a stream freed, somebody is now.
@@ -197,7 +139,7 @@ impl Streams {
             listed: false,
             resting: false,
             told_at: self.requests,
-            rests_after: RESTS_AFTER,
+            rests_after: rest::RESTS_AFTER,
         };
         let at = match at {
             Some(at) => {
