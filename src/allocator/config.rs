@@ -54,6 +54,11 @@ pub struct Config {
     /// (for larger blocks, for more memory, at markers). For programs that begin captures through
     /// other libraries and want each misuse reported, the first one included.
     pub capture_checks: bool,
+    /// Whether streams that the allocator knows may be captured into graphs, on by default. Off is the program's
+    /// promise that none ever is: then no call asks about captures, and streams that are adopted or kept are asked
+    /// at any time whether they are idle. Where the promise is broken the capture is spoilt, or the graph has memory
+    /// that others get as well.
+    pub captures: bool,
     /// Whether a raw call that names a default stream by its special handle (null, 1 or 2) while
     /// another context than the allocator's is current is
     /// [`Error::WrongContext`](crate::Error::WrongContext): the handle means the stream of the
@@ -95,6 +100,7 @@ impl Default for Config {
             peers: Vec::new(),
             views: true,
             capture_checks: false,
+            captures: true,
             context_checks: cfg!(debug_assertions),
             self_test: true,
             slack: None,
@@ -138,6 +144,12 @@ impl Config {
     /// never asked by other threads, which would spoil a capture that begins at that moment.
     pub fn capture_checks(mut self, on: bool) -> Self {
         self.capture_checks = on;
+        self
+    }
+
+    /// Allows for captures of the allocator's streams, or promises that there are none.
+    pub fn captures(mut self, on: bool) -> Self {
+        self.captures = on;
         self
     }
 
@@ -212,6 +224,11 @@ impl Config {
             (classic && self.handle.is_some(), "policy=classic", "handle"),
             (no_views && self.budget.is_some(), "views=off", "budget"),
             (self.handle_above_limit(), "limit", "handle"),
+            (
+                self.capture_checks && !self.captures,
+                "captures=never",
+                "capture_checks=on",
+            ),
         ];
         for (holds, first, second) in contradictions {
             if holds {
@@ -253,7 +270,7 @@ impl Config {
 
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` (with an optional
 /// suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`,
-/// `capture_checks=on|off`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
+/// `capture_checks=on|off`, `captures=watched|never`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
 /// `handle=BYTES`.
 ///
 /// ```
@@ -301,6 +318,13 @@ impl FromStr for Config {
                 "views" => config.views = parse_switch(value).ok_or_else(invalid)?,
                 "capture_checks" => {
                     config.capture_checks = parse_switch(value).ok_or_else(invalid)?;
+                }
+                "captures" => {
+                    config.captures = match value {
+                        "watched" => true,
+                        "never" => false,
+                        _ => return Err(invalid()),
+                    }
                 }
                 "checks" => {
                     config.context_checks = match value {
@@ -380,6 +404,8 @@ mod tests {
             assert_eq!(parse(&format!("checks={value}")), Ok(expected));
         }
         assert_eq!(Config::new().context_checks, cfg!(debug_assertions));
+        assert_eq!(parse("captures=never"), Ok(Config::new().captures(false)));
+        assert_eq!(parse("captures=watched"), Ok(Config::new()));
         assert_eq!(parse("policy"), Err(ConfigError::NotAPair("policy".into())));
         assert_eq!(
             parse("colour=red"),
@@ -400,6 +426,7 @@ mod tests {
             "views=yes",
             "self_test=1",
             "checks=on",
+            "captures=off",
             "slack=2",
             "slack=-1%",
             "slack=101%",
@@ -423,6 +450,7 @@ mod tests {
             "policy=classic,budget=100",
             "policy=classic,handle=4M",
             "views=off,budget=100",
+            "captures=never,capture_checks=on",
             "limit=2M,handle=4M",
         ] {
             assert!(

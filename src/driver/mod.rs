@@ -14,6 +14,7 @@
 mod capture;
 mod context;
 mod counts;
+pub(crate) mod defaults;
 mod device;
 mod error;
 mod event;

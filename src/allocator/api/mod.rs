@@ -45,7 +45,7 @@ use crate::allocator::stats::Stats;
 /// In a raw call null and 1 mean the legacy default stream of the *allocator's* context, and 2 the calling
 /// thread's own default stream in that context: whichever context is current, and where none is. They
 /// are the streams of [`Stream::legacy`] and [`Stream::per_thread`] with
-/// [`context`](Self::context). To the driver the same handles mean the streams of the context that is
+/// [`context`](Self::context), named without a call of the driver, and the legacy one need not be retired. To the driver the same handles mean the streams of the context that is
 /// current, so a caller who has another one current passes a stream of it by its own handle; the default
 /// streams of another context have none: make a [`Stream`] of them, with their context. With
 /// [`Config::context_checks`] (on in debug builds) a special handle beside another current context is
@@ -246,6 +246,28 @@ impl Allocator {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         self.engine.retire(&named)
+    }
+
+    /// Takes the caller's word that a stream's handle lives until it is [retired](Self::retire_raw). It is a stream
+    /// like those of this crate then: calls by its handle need not ask the driver which stream it is, and memory
+    /// that was freed on it gets its markers in calls which do not name it, when somebody asks for that memory. It is
+    /// not asked whether it is idle by other calls than its own, since that would spoil a capture which its owner
+    /// begins in the same moment, unless [`Config::captures`] promises that there is none.
+    ///
+    /// Of a stream that is known already all that was freed on it is held so from now on. A stream of this crate and
+    /// the legacy default stream are kept anyway: nothing changes.
+    ///
+    /// # Errors
+    /// [`Error::NotSupported`] for the per-thread default stream; [`Error::WrongContext`] for a stream of another
+    /// context than the allocator's; [`Error::Capturing`], [`Error::Closed`], driver errors.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream, or a special handle ([`Allocator`]), and stay alive until
+    /// [`retire_raw`](Self::retire_raw) has succeeded for it, or the allocator is closed.
+    pub unsafe fn adopt_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.adopt(&named)
     }
 
     /// Records a marker on a stream now, so that what was freed on it so far can be trimmed or

@@ -3,6 +3,7 @@
 use crate::driver::{DriverError, Stream, sys};
 
 use crate::allocator::api::Allocator;
+use crate::allocator::cache::stream_cache::thread;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::Missed;
 use crate::allocator::heap::request::Checked;
@@ -33,14 +34,32 @@ impl Allocator {
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if is_special(stream) || !self.engine.unwatched() {
+        if is_special(stream) {
+            let key = self.engine.special_key(stream)?;
+            return match self.engine.hit(key, bytes) {
+                Ok(grant) => Ok(grant.ptr()),
+                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
+            };
+        }
+        if let Some(cache) = thread::find_handle(stream as usize) {
+            return match self.engine.hit_by_handle(cache, stream as usize, bytes) {
+                Some(grant) => Ok(grant.ptr()),
+                // SAFETY: the caller's contract.
+                None => unsafe { self.allocate_raw_with(Request::new(bytes), stream) },
+            };
+        }
+        if !self.engine.unwatched() {
             // SAFETY: the caller's contract.
             return unsafe { self.allocate_raw_with(Request::new(bytes), stream) };
         }
         // SAFETY: the caller's contract.
-        match unsafe { self.engine.driver().stream_id(stream) } {
+        match unsafe { self.engine.raw_id(stream) } {
             Ok(Some(key)) => match self.engine.hit(key, bytes) {
-                Ok(grant) => Ok(grant.ptr()),
+                Ok(grant) => {
+                    // It may have been adopted since the thread used it last.
+                    thread::remember_handle(grant.place.home());
+                    Ok(grant.ptr())
+                }
                 Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
             },
             // SAFETY: the caller's contract.

@@ -89,6 +89,11 @@ impl Engine {
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }
+        if self.watchful()
+            && let Some(grant) = self.hit_asked(named.key, request)
+        {
+            return Ok(grant);
+        }
         let mut heap = self.lock();
         if heap.closed {
             return Err(Error::Closed);

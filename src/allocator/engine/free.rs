@@ -88,6 +88,9 @@ impl Engine {
     fn free_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
         if let Some((cache, node)) = self.small_at(ptr) {
+            if self.watchful() && self.free_watched(cache, node, Life::At(ptr)) {
+                return Ok(());
+            }
             return self.free_small(cache, node, ptr, None);
         }
         self.free_record(ptr, |heap| Ok((live(heap, ptr)?, None)))

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Event, Stream};
 
+use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::Heap;
@@ -170,6 +171,8 @@ impl<'a> Leaving<'a> {
         stream: u32,
         key: StreamKey,
     ) -> Leaving<'a> {
+        // What its last marker covers is waited for.
+        heap.streams.tell(stream);
         heap.streams[stream].leaving += 1;
         heap.streams.forget_key(stream);
         engine.count_retirement();
@@ -396,9 +399,11 @@ impl Engine {
             _ => None,
         };
         leaving.end();
+        let asked = heap.caches.stop_asking(stream);
         heap.flush_caches_of(stream);
         heap.recycle(stream);
         drop(heap);
+        asked.into_iter().for_each(StreamCache::let_go);
         // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
         // destroyed if nobody else holds it: a driver call, so outside the lock.
         former.let_go();

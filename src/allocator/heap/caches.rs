@@ -58,7 +58,8 @@ impl Heap {
                 self.extents.records.cold_mut(id).freed = self.frees;
                 self.extents
                     .release(SpaceId::Small, id, stream, Uses::One(u));
-                if self.streams.complete(&u) && !self.extents.small.merge_own {
+                let strange = !self.extents.small.merge_own || self.streams.rests(stream);
+                if strange && self.streams.complete(&u) {
                     self.complete_class(SpaceId::Small, stream);
                 }
             }

@@ -67,7 +67,8 @@ impl Heap {
         let cold = self.extents.records.cold(id);
         let (owner, was_mixed) = (cold.owner, self.extents.records[id].stream == MIXED);
         // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
-        let keep_owner = self.extents.space(space).is_some_and(|s| s.merge_own);
+        let keep_owner =
+            self.extents.space(space).is_some_and(|s| s.merge_own) && !self.streams.rests(owner);
         let streams = &self.streams;
         let Some(uses) = cold
             .uses

@@ -31,7 +31,8 @@ impl Heap {
         let &[cache] = self.caches.of(stream) else {
             return None;
         };
-        if self.streams[stream].context.device().ordinal() != device.ordinal() {
+        let slot = &self.streams[stream];
+        if slot.context.device().ordinal() != device.ordinal() || slot.resting {
             return None;
         }
         self.uncache_provisional();
@@ -81,7 +82,7 @@ impl Heap {
         }
         let requested = cold.requested;
         let slot = &self.streams[stream];
-        if matches!(slot.holder, Holder::Retired) {
+        if matches!(slot.holder, Holder::Retired) || slot.resting {
             return false;
         }
         let ticket = slot.open;

@@ -55,6 +55,7 @@ impl Heap {
 
     fn add_cache(&mut self, stream: u32) -> &'static StreamCache {
         let cache = POOL.take();
+        cache.set_handle(self.streams[stream].lasting_handle());
         {
             let slot = &self.streams[stream];
             let mut inner = cache.lock();
@@ -65,6 +66,7 @@ impl Heap {
             inner.allocator = self.caches.id;
             inner.key = slot.key.number();
             inner.slot = stream;
+            inner.raw = slot.handle_to_ask();
             inner.runs.set_ticket(slot.open);
             inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
         }
@@ -117,6 +119,7 @@ impl Heap {
     /// With one stream, memory needs no tags to be told apart and merges freely; with several it
     /// must not.
     pub(crate) fn streams_changed(&mut self) {
+        self.streams.woken = false;
         self.stats.streams = self.streams.len() as u64;
         if !self.rules.maps() {
             return;
@@ -182,7 +185,7 @@ impl Heap {
             Holder::Foreign(_) => {
                 (many || !slot.named) && slot.leaving == 0 && !slot.holder.is_touched()
             }
-            Holder::Kept(_) => false,
+            Holder::Kept(_) | Holder::Adopted(_) => false,
         };
         if !idle || !forget {
             return;
@@ -217,6 +220,7 @@ impl Heap {
             .collect();
         let mut events = self.streams.events.remove(&key).unwrap_or_default();
         for stream in gone {
+            self.streams.tell(stream);
             self.streams.forget_key(stream);
             self.caches.set_fast(stream, false);
             for cache in self.caches.all().to_vec() {

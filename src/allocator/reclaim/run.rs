@@ -67,6 +67,31 @@ impl Engine {
         self.lock()
     }
 
+    /// Lets streams rest of which nobody has spoken for long: settles what they left, and does as if the others
+    /// were alone once that is complete.
+    fn rest_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
+        let silent = heap.streams.long_silent(stream);
+        if silent.is_empty() {
+            return Ok(heap);
+        }
+        let mut ours = heap.streams.kept_uncovered();
+        ours.retain(|(kept, _)| silent.contains(kept));
+        if !ours.is_empty() || !heap.streams.all_seen() {
+            (heap, _) = self.unlocked(heap, || {
+                self.cover_all(&ours)?;
+                self.poll_some(|stream| silent.contains(&stream))
+            })?;
+        }
+        let mut rested = false;
+        for stream in silent {
+            rested |= heap.streams.rest(stream);
+        }
+        if rested {
+            heap.streams_changed();
+        }
+        Ok(heap)
+    }
+
     /// Finds or makes room for a request. The extent comes back claimed, ready for its stream, with whether
     /// more was to be done for it than to look.
     pub(crate) fn obtain<'a>(
@@ -74,6 +99,12 @@ impl Engine {
         mut heap: Guard<'a>,
         want: &Want,
     ) -> Result<(Guard<'a>, u32, bool), Error> {
+        if heap.streams.woken {
+            heap.streams_changed();
+        }
+        if heap.streams.several() {
+            heap = self.rest_others(heap, want.stream)?;
+        }
         if heap.streams.several() {
             heap = self.poll_before(heap, want.stream)?;
         } else {
