@@ -139,7 +139,7 @@ impl Streams {
             listed: false,
             resting: false,
             told_at: self.requests,
-            rests_after: rest::RESTS_AFTER,
+            rests_after: slot::RESTS_AFTER,
         };
         let at = match at {
             Some(at) => {

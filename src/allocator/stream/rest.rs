@@ -6,10 +6,7 @@
 
 use crate::allocator::stream::Streams;
 
-/// A stream rests once so many large requests of others have passed without a word of it. Twice as many each time
-/// that it comes back, up to
-pub(crate) const RESTS_AFTER: u64 = 2048;
-/// so many.
+/// Large requests without a word of a stream before it rests: twice as many each time that it comes back, up to this.
 const RESTS_AFTER_MOST: u64 = 1 << 20;
 /// Large requests between two looks for streams that may rest.
 const REST_ROUND: u64 = 64;

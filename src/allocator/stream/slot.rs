@@ -250,6 +250,9 @@ pub(crate) const PUNCTUAL: u32 = 512;
 /// Each time that a stream is busy when somebody asks for its memory it is twice as many, up to this.
 pub(crate) const MOST_PUNCTUAL: u32 = 1 << 16;
 
+/// A stream rests once so many large requests of others have passed without a word of it, at first.
+pub(crate) const RESTS_AFTER: u64 = 2048;
+
 /// Large allocations to let pass before a marker that was not ready is asked again.
 pub(crate) const BACKOFF: u32 = 8;
 

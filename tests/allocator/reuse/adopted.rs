@@ -88,17 +88,20 @@ fn an_adopted_stream_is_marked_when_somebody_asks_for_its_memory() {
             let allocator = rig.allocator_with(Config::new().captures(captures));
             let (stream, other) = (RawStream::new(rig), rig.stream());
             drop(allocator.allocate(KIB, &other).unwrap());
-            // SAFETY: the stream is alive until it is retired, and nothing uses the memory.
-            unsafe {
+            // SAFETY: the stream is alive until it is retired.
+            let ptr = unsafe {
                 let ptr = allocator.allocate_raw(512 * KIB, stream.raw()).unwrap();
                 if adopted {
                     allocator.adopt_raw(stream.raw()).unwrap();
                     allocator.adopt_raw(stream.raw()).unwrap();
                 }
-                allocator.free_raw(ptr).unwrap();
-            }
+                ptr
+            };
+            // The other stream is asked here, or marked, and no more from then on.
+            allocator.trim(0).unwrap();
             let asked = rig.calls("cuStreamQuery");
-            rig.settle(&other);
+            // SAFETY: nothing uses the memory.
+            unsafe { allocator.free_raw(ptr) }.unwrap();
             allocator.trim(0).unwrap();
             let trimmed = allocator.trim(0).unwrap();
             assert_eq!(trimmed.pending == 0, adopted);
