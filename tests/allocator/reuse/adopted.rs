@@ -7,6 +7,7 @@ use crate::common::*;
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::driver::{Context, Stream, sys};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::{Mode, Simulator};
 
 /// Allocates by the handle and frees at once, so many times.
@@ -173,7 +174,7 @@ fn streams_that_cannot_be_adopted_are_refused() {
         }
         assert!(matches!(
             allocator.retire(&theirs),
-            Err(Error::UnknownStream { .. })
+            Err(Error::Stream(StreamMisuse::Unknown { .. }))
         ));
         rig.close(&allocator);
     });
