@@ -7,6 +7,9 @@ use std::io::{self, BufRead, Read, Write};
 /// The first line of every trace.
 pub const HEADER: &str = "op,id,bytes,stream";
 
+/// What some programs begin every file with.
+const BYTE_ORDER_MARK: &[u8] = "\u{FEFF}".as_bytes();
+
 /// The longest line a trace may have; the longest valid one is far shorter. It keeps a file that is
 /// not a trace from being read into memory as one line.
 const LINE_LIMIT: u64 = 1024;
@@ -38,6 +41,18 @@ pub struct Row {
     pub bytes: u64,
 }
 
+/// As the line of a trace, without its end.
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let op = match self.op {
+            Op::Allocate => 'a',
+            Op::Free => 'f',
+            Op::Complete => 'c',
+        };
+        write!(f, "{op},{},{},{}", self.id, self.bytes, self.stream)
+    }
+}
+
 /// One block of a trace, from its allocation to its release.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Allocation {
@@ -63,7 +78,8 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Reads a trace as text; lines end in LF or CRLF, the last one may end with the file.
+    /// Reads a trace as text; lines end in LF or CRLF, the last one may end with the file. A byte order
+    /// mark is skipped.
     ///
     /// Compressed files are the caller's to decompress: any [`BufRead`] will do.
     ///
@@ -76,7 +92,8 @@ impl Trace {
             buffer: Vec::new(),
         };
         match parser.next_line()? {
-            Some(line) if line == HEADER.as_bytes() => {}
+            Some(line)
+                if line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line) == HEADER.as_bytes() => {}
             found => {
                 let found = String::from_utf8_lossy(found.unwrap_or_default()).into_owned();
                 return Err(parser.error(Fault::Header { found }));
@@ -140,12 +157,7 @@ impl Trace {
     pub fn write(&self, mut writer: impl Write) -> io::Result<()> {
         writeln!(writer, "{HEADER}")?;
         for row in &self.rows {
-            let op = match row.op {
-                Op::Allocate => 'a',
-                Op::Free => 'f',
-                Op::Complete => 'c',
-            };
-            writeln!(writer, "{op},{},{},{}", row.id, row.bytes, row.stream)?;
+            writeln!(writer, "{row}")?;
         }
         writer.flush()
     }
@@ -325,10 +337,9 @@ fn requested_peak(rows: &[Row], allocations: &[Allocation]) -> Result<u64, Trace
     for (index, row) in rows.iter().enumerate() {
         let block = &allocations[row.id];
         if row.op == Op::Allocate {
-            live = live.checked_add(block.bytes).ok_or(TraceError {
-                line: Trace::line_of(index),
-                fault: Fault::LiveBytesOverflow,
-            })?;
+            live = live
+                .checked_add(block.bytes)
+                .ok_or_else(|| TraceError::overflow_at(index))?;
             peak = peak.max(live);
         } else if block.released == Some(index) {
             live -= block.bytes;
@@ -358,6 +369,14 @@ impl Error for TraceError {
 }
 
 impl TraceError {
+    /// The live bytes overflow at the row with this index.
+    pub(super) fn overflow_at(row: usize) -> TraceError {
+        TraceError {
+            line: Trace::line_of(row),
+            fault: Fault::LiveBytesOverflow,
+        }
+    }
+
     /// The line of the file, counted from 1; the header is line 1.
     pub fn line(&self) -> u64 {
         self.line
@@ -404,7 +423,7 @@ pub enum Fault {
     #[error("more than four fields")]
     FieldsLeftOver,
     /// A field is not an unsigned decimal integer of at most 64 bits.
-    #[error("`{field}` is not an integer of 64 bits: `{found}`")]
+    #[error("`{field}` must be a whole number from 0 to {max}, not `{found}`", max = u64::MAX)]
     NotANumber {
         /// The name of the field.
         field: &'static str,
