@@ -22,6 +22,11 @@ const PROGRESS_ROWS: usize = 4096;
 pub struct Options {
     /// How often, one after another on one allocator.
     pub repeat: usize,
+    /// Whether the report has every replay, or the first and the last one alone: then its size does not
+    /// grow with their number.
+    pub keep_all: bool,
+    /// Further settings of the allocator; those of the next three fields count instead of its own.
+    pub config: Config,
     /// The allocator's segment policy.
     pub policy: Policy,
     /// Whether the packed policy may use second layouts of its memory.
@@ -45,6 +50,8 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             repeat: 1,
+            keep_all: true,
+            config: Config::default(),
             policy: Policy::Auto,
             views: true,
             limit: None,
@@ -96,7 +103,9 @@ pub struct Report {
     /// The most bytes of memory that the allocator held during the first replay, or until that
     /// failed.
     pub reserved_peak: u64,
-    /// The replays that completed.
+    /// The largest of that and of what was held in the replays that completed.
+    pub reserved_peak_max: u64,
+    /// The replays that completed; the first and the last of them without [`Options::keep_all`].
     pub replays: Vec<Figures>,
     /// Why the next replay did not complete.
     pub failure: Option<Failure>,
@@ -133,12 +142,6 @@ impl Report {
             && self.close.is_none()
             && self.leaked_bytes == 0
             && self.reports.is_empty()
-    }
-
-    /// The largest peak of held memory over all replays, in bytes.
-    pub fn reserved_peak_max(&self) -> u64 {
-        let peaks = self.replays.iter().map(|figures| figures.reserved_peak);
-        peaks.fold(self.reserved_peak, u64::max)
     }
 }
 
@@ -220,7 +223,9 @@ pub fn replay(
     } else {
         None
     };
-    let config = Config::default()
+    let config = options
+        .config
+        .clone()
         .policy(options.policy)
         .views(options.views)
         .limit(options.limit);
@@ -310,7 +315,8 @@ impl Run<'_> {
             policy: self.allocator.policy(),
             limit: options.limit,
             reserved_peak: 0,
-            replays: Vec::with_capacity(options.repeat),
+            reserved_peak_max: 0,
+            replays: Vec::new(),
             failure: None,
             at_peak: None,
             packing: Packing::default(),
@@ -338,18 +344,25 @@ impl Run<'_> {
             let reserved_peak = self.allocator.stats().all.reserved.peak;
             if index == 0 {
                 report.reserved_peak = reserved_peak;
+                report.reserved_peak_max = reserved_peak;
             }
             match outcome {
-                Ok(wall) => report.replays.push(Figures {
-                    reserved_peak,
-                    driver_calls: calls.since(&calls_before),
-                    driver_ns,
-                    ns_per_row: match self.steps.len() {
-                        0 => 0.0,
-                        rows => wall.as_nanos() as f64 / rows as f64,
-                    },
-                    parts,
-                }),
+                Ok(wall) => {
+                    report.reserved_peak_max = report.reserved_peak_max.max(reserved_peak);
+                    if !options.keep_all {
+                        report.replays.truncate(1);
+                    }
+                    report.replays.push(Figures {
+                        reserved_peak,
+                        driver_calls: calls.since(&calls_before),
+                        driver_ns,
+                        ns_per_row: match self.steps.len() {
+                            0 => 0.0,
+                            rows => wall.as_nanos() as f64 / rows as f64,
+                        },
+                        parts,
+                    });
+                }
                 Err((row, source)) => {
                     report.failure = Some(Failure {
                         replay: index + 1,

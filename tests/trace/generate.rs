@@ -187,6 +187,7 @@ fn agree(mut rows: Rows<'_>) {
     let trace = Trace::from_rows("all", all.iter().copied()).unwrap();
     assert_eq!(rows.rows(), trace.rows().len());
     assert_eq!(rows.allocations(), trace.allocations().len());
+    assert_eq!(rows.streams(), trace.streams().len());
     assert_eq!(rows.requested_peak().unwrap(), trace.requested_peak());
 }
 

@@ -70,7 +70,7 @@ fn every_replay_has_its_own_figures_and_progress_ends_at_the_last_row() {
         assert_eq!(report.replays.len(), 3);
         assert_eq!(report.reserved_peak, report.replays[0].reserved_peak);
         assert!(report.reserved_peak >= trace.requested_peak());
-        assert!(report.reserved_peak_max() >= report.reserved_peak);
+        assert!(report.reserved_peak_max >= report.reserved_peak);
         assert!(report.replays[0].driver_calls.total() > 0);
         assert!(report.replays[0].driver_ns > 0);
         assert!(seen.is_sorted());

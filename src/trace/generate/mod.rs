@@ -13,6 +13,7 @@ mod vary;
 
 use super::format::{Op, Row, Trace, TraceError};
 use draft::{Draft, Maker, Ready, Release};
+use std::collections::BTreeSet;
 use std::fmt;
 
 pub use draft::{Kind, Program};
@@ -67,6 +68,7 @@ pub struct Rows<'a> {
     end: usize,
     rows: usize,
     blocks: usize,
+    streams: BTreeSet<u16>,
     live: u64,
     peak: u64,
     overflow: Option<usize>,
@@ -80,6 +82,7 @@ impl<'a> Rows<'a> {
             end,
             rows: 0,
             blocks: 0,
+            streams: BTreeSet::new(),
             live: 0,
             peak: 0,
             overflow: None,
@@ -96,6 +99,11 @@ impl<'a> Rows<'a> {
         self.blocks
     }
 
+    /// Streams that own a block so far.
+    pub fn streams(&self) -> usize {
+        self.streams.len()
+    }
+
     /// The most requested bytes that were live so far, as [`Trace::requested_peak`] of these rows.
     ///
     /// # Errors
@@ -110,6 +118,7 @@ impl<'a> Rows<'a> {
     fn account(&mut self, ready: Ready) {
         if ready.row.op == Op::Allocate {
             self.blocks += 1;
+            self.streams.insert(ready.row.stream);
             match self.live.checked_add(ready.bytes) {
                 Some(live) => self.live = live,
                 None => self.overflow = self.overflow.or(Some(self.rows)),
