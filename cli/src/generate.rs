@@ -69,7 +69,7 @@ pub fn vary(global: &GlobalOptions, options: &VaryOptions, output: &mut Output) 
             "{file} cannot be its own copy: --out names the file that is read"
         )));
     }
-    let trace = match input::read(&options.file, u64::MAX) {
+    let trace = match input::read(&options.file, options.max_rows) {
         Ok(trace) => trace,
         Err(error) => {
             output.failed(&input::name(&options.file), error.line(), &error)?;

@@ -9,6 +9,9 @@ use std::path::PathBuf;
 /// What `--sim-memory` is without the option.
 const SIM_MEMORY: Size = Size(144 << 30);
 
+/// What `--max-rows` is without the option.
+const MAX_ROWS: u64 = 20_000_000;
+
 const AFTER_HELP: &str = "\
 Sizes are bytes, or numbers with a unit like 512M, 1.5GiB: K, M, G, T and KiB to TiB are powers of 1024, KB to TB \
 powers of 1000. The file - is standard input where files are read and standard output where they are written.
@@ -152,6 +155,9 @@ pub struct VaryOptions {
     /// Different seeds change the sizes differently.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
+    /// Rows that the trace may have: each takes some 80 bytes of memory.
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
+    pub max_rows: u64,
     /// File to write, compressed if it ends in `.gz`; `-` is standard output.
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
@@ -185,7 +191,7 @@ pub struct TraceOptions {
     #[arg(long, value_name = "N", default_value_t = 1, requires = "verify")]
     pub seed: u64,
     /// Rows that a trace may have: each takes some 120 bytes of memory.
-    #[arg(long, value_name = "N", default_value_t = 20_000_000)]
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
     pub max_rows: u64,
     /// Show all columns, however narrow the terminal is.
     #[arg(long, conflicts_with = "json")]

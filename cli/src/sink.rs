@@ -1,6 +1,7 @@
 //! Files that are written: whole or not at all.
 
 use crate::text;
+use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -12,22 +13,41 @@ const NAMES: u32 = 100;
 pub enum Sink {
     /// Stdout, or a file that is no regular one: it takes the bytes as they come.
     Stream(Box<dyn Write>),
-    /// A new file beside the old one, which takes its place when all is written.
+    /// A new file in the folder of the old one, which takes its place when all is written.
     New { file: File, place: Place },
 }
 
-/// Where a new file is and belongs; it is removed again if it never gets there.
+/// Where a new file belongs, and what it is called until it gets there: nothing where the system has files
+/// without names, which go with a process that is killed.
 pub struct Place {
-    temporary: Option<PathBuf>,
+    temporary: Temporary,
     target: PathBuf,
 }
 
-impl Drop for Place {
+/// A name that lasts as long as this.
+#[derive(Default)]
+struct Temporary(Option<PathBuf>);
+
+impl Drop for Temporary {
     fn drop(&mut self) {
-        if let Some(path) = self.temporary.take() {
+        if let Some(path) = &self.0 {
             // Nothing more can be done about a file that cannot be removed.
             let _ = std::fs::remove_file(path);
         }
+    }
+}
+
+impl Place {
+    /// Puts the file where it belongs.
+    fn take(mut self, file: &File) -> io::Result<()> {
+        if self.temporary.0.is_none() {
+            self.temporary = beside(&self.target, |path| link(file, path))?.1;
+        }
+        if let Some(path) = &self.temporary.0 {
+            std::fs::rename(path, &self.target)?;
+        }
+        self.temporary.0 = None;
+        Ok(())
     }
 }
 
@@ -50,11 +70,13 @@ impl Sink {
             Some(_) => std::fs::canonicalize(path)?,
             None => path.to_owned(),
         };
-        let (file, temporary) = beside(&target)?;
-        let place = Place {
-            temporary: Some(temporary),
-            target,
+        let (file, temporary) = match unnamed(&target) {
+            Some(file) => (file, Temporary::default()),
+            None => beside(&target, |path| {
+                OpenOptions::new().write(true).create_new(true).open(path)
+            })?,
         };
+        let place = Place { temporary, target };
         if let Some(old) = old {
             file.set_permissions(old.permissions())?;
         }
@@ -73,39 +95,90 @@ impl Sink {
                 writer.flush()?;
                 Ok(filled)
             }
-            Sink::New { file, mut place } => {
+            Sink::New { file, place } => {
                 let mut writer = BufWriter::with_capacity(1 << 16, &file);
                 let filled = fill(&mut writer)?;
                 writer.flush()?;
                 drop(writer);
                 file.sync_all()?;
-                if let Some(temporary) = &place.temporary {
-                    std::fs::rename(temporary, &place.target)?;
-                }
-                place.temporary = None;
+                place.take(&file)?;
                 Ok(filled)
             }
         }
     }
 }
 
-/// A new file in the folder of another.
-fn beside(target: &Path) -> io::Result<(File, PathBuf)> {
+/// Makes something with a new name in the folder of a file.
+fn beside<T>(target: &Path, make: impl Fn(&Path) -> io::Result<T>) -> io::Result<(T, Temporary)> {
     let Some(name) = target.file_name() else {
         return Err(io::ErrorKind::InvalidFilename.into());
     };
     let mut tried = 0;
     loop {
-        let mut hidden = std::ffi::OsString::from(".");
+        let mut hidden = OsString::from(".");
         hidden.push(name);
         hidden.push(format!(".{}-{tried}.tmp", std::process::id()));
         let path = target.with_file_name(hidden);
-        match OpenOptions::new().write(true).create_new(true).open(&path) {
-            Ok(file) => return Ok((file, path)),
+        match make(&path) {
+            Ok(made) => return Ok((made, Temporary(Some(path)))),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && tried < NAMES => {
-                tried += 1
+                tried += 1;
             }
             Err(error) => return Err(error),
         }
     }
+}
+
+/// A file without a name in the folder of another; none where that cannot be had.
+#[cfg(target_os = "linux")]
+fn unnamed(target: &Path) -> Option<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let folder = match target.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let mut options = OpenOptions::new();
+    options.write(true).custom_flags(libc::O_TMPFILE);
+    // Only through its number can it be named later.
+    let file = options.open(folder).ok()?;
+    Path::new(&numbered(&file)).exists().then_some(file)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn unnamed(_: &Path) -> Option<File> {
+    None
+}
+
+#[cfg(target_os = "linux")]
+fn numbered(file: &File) -> String {
+    use std::os::fd::AsRawFd;
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+/// Gives a file without a name one.
+#[cfg(target_os = "linux")]
+fn link(file: &File, path: &Path) -> io::Result<()> {
+    use std::ffi::CString;
+    use std::os::unix::ffi::OsStrExt;
+    let from = CString::new(numbered(file))?;
+    let to = CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: both are strings that end in zero and live through the call.
+    let linked = unsafe {
+        libc::linkat(
+            libc::AT_FDCWD,
+            from.as_ptr(),
+            libc::AT_FDCWD,
+            to.as_ptr(),
+            libc::AT_SYMLINK_FOLLOW,
+        )
+    };
+    match linked {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn link(_: &File, _: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
 }

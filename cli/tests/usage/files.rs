@@ -123,6 +123,42 @@ fn a_file_is_written_whole_or_stays_as_it_was() {
     assert_eq!(complaint.lines().count(), 1);
 }
 
+/// Linux has files without names.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_program_that_is_killed_leaves_nothing() {
+    let mut child = cualloc()
+        .args([
+            "generate",
+            "churn",
+            "--rows",
+            "99999999999999",
+            "--out",
+            "killed.csv",
+        ])
+        .spawn()
+        .unwrap();
+    // It is written from the moment on at which the process has it open, and never whole.
+    let folder = scratch().canonicalize().unwrap();
+    let opened = || {
+        let entries = std::fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap();
+        let targets = entries.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+        targets.into_iter().find(|path| path.starts_with(&folder))
+    };
+    let written = loop {
+        if let Some(path) = opened() {
+            break path;
+        }
+        std::thread::yield_now();
+    };
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Some file systems have none without a name.
+    if std::fs::remove_file(&written).is_err() {
+        assert_eq!(named("killed.csv"), 0);
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn links_and_devices_stay_what_they_are() {
