@@ -5,14 +5,11 @@
 //! RUST_LOG=info cargo run --example budget --features sim
 //! ```
 
-use std::error::Error;
 use std::sync::Arc;
 
-use cualloc::driver::{Context, Driver};
-use cualloc::resource::{
-    Budget, LogRecord, LogSink, Logging, OwnedBlock, ResourceError, SinkError, Tag,
-};
-use cualloc::{Allocator, Config};
+use cualloc::driver::Driver;
+use cualloc::resource::{Budget, LogRecord, LogSink, Logging, OwnedBlock, SinkError, Tag};
+use cualloc::{Allocator, Config, Error};
 
 const MIB: usize = 1 << 20;
 
@@ -33,10 +30,10 @@ impl LogSink for ToLog {
     }
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
     env_logger::init();
     let driver = Driver::load_or_simulate()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let allocator = Allocator::with_config(&context, Config::from_env()?)?;
     let stream = allocator.create_stream()?;
 
@@ -48,7 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         OwnedBlock::allocate(Arc::clone(&memory), 48 * MIB, &stream, Tag::new("weights"))?;
     let refused = OwnedBlock::allocate(Arc::clone(&memory), 32 * MIB, &stream, Tag::new("scratch"));
     match refused {
-        Err(error @ ResourceError::OutOfBudget { .. }) => println!("refused: {error}"),
+        Err(error @ Error::OverBudget { .. }) => println!("refused: {error}"),
         Err(error) => return Err(error.into()),
         Ok(_) => return Err("the budget was not kept".into()),
     }

@@ -7,12 +7,12 @@
 use std::error::Error;
 
 use cualloc::column::{Column, Consumer, DlpackTensor, Producer};
-use cualloc::driver::{Context, Driver};
+use cualloc::driver::Driver;
 use cualloc::{Allocator, Config};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let driver = Driver::load_or_simulate()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let allocator = Allocator::with_config(&context, Config::from_env()?)?;
     let (ours, theirs) = (allocator.create_stream()?, allocator.create_stream()?);
 

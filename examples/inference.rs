@@ -21,7 +21,7 @@ type Outcome = Result<f32, Box<dyn Error + Send + Sync>>;
 
 fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     let driver = Driver::load_or_simulate()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let allocator = Allocator::with_config(&context, Config::from_env()?)?;
 
     // An `Allocator` is a handle: threads share one, by reference or by a clone.

@@ -127,7 +127,7 @@ pub unsafe extern "C" fn gpu_close(gpu: *mut Allocator) -> c_int {
 fn main() -> Result<(), Box<dyn Error>> {
     // What the program in C has: the driver's functions, a context, streams.
     let driver = Driver::load_or_simulate()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let _current = context.enter()?;
     let table = driver.functions();
     let (Some(create), Some(destroy), Some(fill)) = (

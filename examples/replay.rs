@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     };
     let driver = Driver::load_or_simulate()?;
-    let stage = Stage::new(&driver, driver.device(0)?)?;
+    let stage = Stage::new(&driver.device(0)?)?;
     println!("{}: {} rows", trace.name(), trace.rows().len());
     for policy in [Policy::Packed, Policy::Classic] {
         let mut options = Options::default();

@@ -14,6 +14,8 @@ pub mod allocator;
 pub mod buffer;
 pub mod column;
 pub mod driver;
+mod element;
+pub mod error;
 mod locks;
 pub mod pool;
 pub mod resource;
@@ -22,11 +24,12 @@ pub mod sim;
 mod sync;
 pub mod trace;
 
-pub use allocator::{Allocator, Block, Config, Error, Policy, Stats};
+pub use allocator::{Allocator, Block, Config, Policy, Stats};
 pub use buffer::{
-    BufferError, CopyInFlight, DeviceBuffer, DeviceCopy, DeviceSlice, DeviceSliceMut, FillValue,
-    PinnedBuffer, Pod,
+    CopyInFlight, DeviceBuffer, DeviceCopy, DeviceSlice, DeviceSliceMut, FillValue, PinnedBuffer,
+    Pod,
 };
+pub use error::kinds::{Error, Refused, Result};
 
 /// The documents that come with the sources, so that each link to them is good here, too.
 #[cfg(doc)]

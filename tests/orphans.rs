@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use common::capturing::*;
 use common::*;
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{NativeBlock, NativeConfig, NativePool, PoolError};
+use cualloc::pool::{NativeBlock, NativeConfig, NativePool};
 use cualloc::resource::{MemoryResource, OwnedBlock, Tag};
 use cualloc::sim::{FailPlan, Mode, Simulator};
 use cualloc::{Error, Policy};
@@ -276,10 +276,7 @@ fn d8_native_memory_that_a_capture_came_between_is_freed_later() {
         });
         let refused = pool.allocate(MIB, &stream);
         sim.clear_hooks();
-        assert!(matches!(
-            refused.map(drop),
-            Err(PoolError::Allocator(Error::Capturing { .. }))
-        ));
+        assert!(matches!(refused.map(drop), Err(Error::Capturing { .. })));
         assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
         assert_eq!(pool.live(), 1);
         pool.trim(0).unwrap();
@@ -293,7 +290,7 @@ fn d8_a_native_block_of_another_threads_stream_waits_for_captures() {
     with_pool(|rig, _, pool| {
         let context = &rig.context;
         let allocate = || {
-            let own = Stream::per_thread_default(context).unwrap();
+            let own = Stream::per_thread(context);
             let _entered = context.enter().unwrap();
             pool.allocate(MIB, &own).unwrap()
         };

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use criterion::Criterion;
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Config};
 
@@ -29,7 +29,7 @@ impl Rig {
         };
         let simulator = Simulator::new(config).unwrap();
         let driver = simulator.driver().unwrap();
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let context = driver.context(0).unwrap();
         let allocator = Allocator::with_config(&context, Config::new()).unwrap();
         let stream = allocator.create_stream().unwrap();
         Rig {

@@ -6,7 +6,8 @@ use crate::output::{self, Output, SCHEMA};
 use crate::settings::Settings;
 use crate::table::{Cell, Column, Table};
 use crate::{Outcome, input, replay, text};
-use cualloc::trace::{self, ReplayError, Search, Trace};
+use cualloc::Error;
+use cualloc::trace::{self, Search, Trace};
 use serde::Serialize;
 
 /// One line of `--json`.
@@ -99,7 +100,7 @@ fn search(
     options: &TraceOptions,
     settings: &Settings,
     output: &Output,
-) -> Result<Result<Search, ReplayError>, crate::Failure> {
+) -> Result<Result<Search, Error>, crate::Failure> {
     let stage = machine.stage(options.lag)?;
     let replay = settings.options(options);
     let bar = output.spinner(trace.name());

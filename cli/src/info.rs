@@ -5,7 +5,8 @@ use crate::options::{DeviceChoice, GlobalOptions};
 use crate::output::{self, Output, SCHEMA};
 use crate::settings::Settings;
 use crate::{Failure, Outcome, text};
-use cualloc::allocator::{Allocator, Config, Error as AllocatorError};
+use cualloc::Error as AllocatorError;
+use cualloc::allocator::{Allocator, Config};
 use cualloc::driver::{Context, Device, Driver, DriverError, MemoryProperties, sys};
 use serde::Serialize;
 
@@ -102,7 +103,7 @@ fn describe(driver: &Driver) -> Result<DriverInfo, DriverError> {
     let count = driver.device_count()?;
     let mut devices = Vec::with_capacity(count);
     for ordinal in 0..count {
-        devices.push(device(driver, driver.device(ordinal)?, count)?);
+        devices.push(device(&driver.device(ordinal)?, count)?);
     }
     Ok(DriverInfo {
         library: driver.library().map(str::to_owned),
@@ -111,13 +112,9 @@ fn describe(driver: &Driver) -> Result<DriverInfo, DriverError> {
     })
 }
 
-fn device(driver: &Driver, device: Device, count: usize) -> Result<DeviceInfo, DriverError> {
-    let virtual_memory_management = driver.supports_vmm(device)?;
-    let yes = |attribute| {
-        driver
-            .attribute(device, attribute)
-            .is_ok_and(|value| value != 0)
-    };
+fn device(device: &Device, count: usize) -> Result<DeviceInfo, DriverError> {
+    let virtual_memory_management = device.supports_vmm()?;
+    let yes = |attribute| device.attribute(attribute).is_ok_and(|value| value != 0);
     let mut exports = Vec::new();
     if virtual_memory_management && yes(HANDLE_TYPE_POSIX) {
         exports.push("posix file descriptor");
@@ -127,39 +124,39 @@ fn device(driver: &Driver, device: Device, count: usize) -> Result<DeviceInfo, D
     }
     let mut peers = Vec::new();
     for ordinal in (0..count).filter(|ordinal| *ordinal != device.ordinal()) {
-        if driver.can_access_peer(device, driver.device(ordinal)?)? {
+        if device.can_access_peer(&device.driver().device(ordinal)?)? {
             peers.push(ordinal);
         }
     }
     let granularity_bytes = if virtual_memory_management {
-        Some(granularity(driver, device)?)
+        Some(granularity(device)?)
     } else {
         None
     };
     Ok(DeviceInfo {
         ordinal: device.ordinal(),
-        name: driver.device_name(device)?,
-        uuid: driver.uuid(device)?.map(uuid),
-        pci_bus_id: driver.pci_bus_id(device)?,
-        total_memory_bytes: driver.total_memory(device)?,
+        name: device.name()?,
+        uuid: device.uuid()?.map(uuid),
+        pci_bus_id: device.pci_bus_id()?,
+        total_memory_bytes: device.total_memory()?,
         granularity_bytes,
         virtual_memory_management,
-        memory_pools: driver.supports_pools(device)?,
+        memory_pools: device.supports_pools()?,
         exports,
         gpu_direct_rdma: yes(GPU_DIRECT_RDMA),
-        views_test: views_test(driver, device),
+        views_test: views_test(device),
         peers,
     })
 }
 
-fn granularity(driver: &Driver, device: Device) -> Result<usize, DriverError> {
-    let properties = MemoryProperties::for_device(driver, device)?;
-    let context = Context::primary(driver, device)?;
+fn granularity(device: &Device) -> Result<usize, DriverError> {
+    let properties = MemoryProperties::for_device(device)?;
+    let context = Context::primary(device)?;
     context.enter()?.granularity(&properties)
 }
 
-fn views_test(driver: &Driver, device: Device) -> &'static str {
-    let tested = Context::primary(driver, device)
+fn views_test(device: &Device) -> &'static str {
+    let tested = Context::primary(device)
         .map_err(AllocatorError::from)
         .and_then(|context| Allocator::with_config(&context, Config::default()))
         .and_then(|allocator| allocator.test_views());

@@ -3,9 +3,10 @@
 use crate::options::{DeviceChoice, GlobalOptions};
 use crate::output::Output;
 use crate::{Failure, text};
+use cualloc::Error;
 use cualloc::driver::{Context, Device, Driver, DriverError, LoadError};
 use cualloc::sim::{ConfigError, DeviceConfig, SimConfig, Simulator};
-use cualloc::trace::{Stage, StageError};
+use cualloc::trace::Stage;
 use std::sync::Arc;
 
 /// A device could not be had.
@@ -20,12 +21,12 @@ pub enum MachineError {
     #[error("the simulator cannot be started")]
     Simulator(#[source] ConfigError),
     #[error(transparent)]
-    Stage(StageError),
+    Stage(Error),
 }
 
 /// The device to run on.
 pub enum Machine {
-    Cuda { driver: Driver, device: Device },
+    Cuda(Device),
     Simulated { memory: u64 },
 }
 
@@ -65,15 +66,13 @@ impl Machine {
             return Err(MachineError::NoDevice);
         }
         let device = driver.device(0).map_err(MachineError::Driver)?;
-        Ok(Machine::Cuda { driver, device })
+        Ok(Machine::Cuda(device))
     }
 
     /// Bytes of memory that the device has.
     pub fn memory(&self) -> Result<u64, MachineError> {
         match self {
-            Machine::Cuda { driver, device } => {
-                driver.total_memory(*device).map_err(MachineError::Driver)
-            }
+            Machine::Cuda(device) => device.total_memory().map_err(MachineError::Driver),
             Machine::Simulated { memory } => Ok(*memory),
         }
     }
@@ -81,15 +80,15 @@ impl Machine {
     /// As `--device` calls it.
     pub fn name(&self) -> &'static str {
         match self {
-            Machine::Cuda { .. } => "cuda",
+            Machine::Cuda(_) => "cuda",
             Machine::Simulated { .. } => "sim",
         }
     }
 
     fn describe(&self) -> String {
         match self {
-            Machine::Cuda { driver, device } => driver
-                .device_name(*device)
+            Machine::Cuda(device) => device
+                .name()
                 .unwrap_or_else(|error| format!("a GPU that does not tell its name ({error})")),
             Machine::Simulated { .. } => "the simulator".to_owned(),
         }
@@ -97,17 +96,16 @@ impl Machine {
 
     /// A context on the device, for what needs no traces; a simulated device starts anew.
     pub fn context(&self) -> Result<Ground, MachineError> {
-        let (driver, device, simulator) = match self {
-            Machine::Cuda { driver, device } => (driver.clone(), *device, None),
+        let (context, simulator) = match self {
+            Machine::Cuda(device) => (Context::primary(device), None),
             Machine::Simulated { memory } => {
                 let simulator = simulator(*memory)?;
                 let driver = simulator.driver().map_err(MachineError::NoDriver)?;
-                let device = driver.device(0).map_err(MachineError::Driver)?;
-                (driver, device, Some(simulator))
+                (driver.context(0), Some(simulator))
             }
         };
         Ok(Ground {
-            context: Context::primary(&driver, device).map_err(MachineError::Driver)?,
+            context: context.map_err(MachineError::Driver)?,
             _simulator: simulator,
         })
     }
@@ -115,7 +113,7 @@ impl Machine {
     /// Only a simulated device can be told when to complete its work.
     pub fn check_lag(&self, lag: u64) -> Result<(), Failure> {
         match self {
-            Machine::Cuda { .. } if lag > 0 => Err(Failure::Usage(
+            Machine::Cuda(_) if lag > 0 => Err(Failure::Usage(
                 "--lag is for the simulator: add --device sim".to_owned(),
             )),
             _ => Ok(()),
@@ -125,7 +123,7 @@ impl Machine {
     /// A stage for one trace; a simulated device starts anew.
     pub fn stage(&self, lag: u64) -> Result<Stage, MachineError> {
         match self {
-            Machine::Cuda { driver, device } => Stage::new(driver, *device),
+            Machine::Cuda(device) => Stage::new(device),
             Machine::Simulated { memory } => {
                 let simulator = Arc::new(simulator(*memory)?);
                 Stage::simulated(&simulator, 0, lag)

@@ -6,9 +6,10 @@ use crate::output::{self, Output, SCHEMA};
 use crate::settings::Settings;
 use crate::table::{Cell, Column, Table};
 use crate::{Failure, Outcome, input, text};
+use cualloc::Error;
 use cualloc::allocator::{Fragmentation, Policy};
 use cualloc::driver::CallCounts;
-use cualloc::trace::{self, Figures, Part, ReplayError, Report, Trace};
+use cualloc::trace::{self, Figures, Part, Report, Trace};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -211,7 +212,7 @@ fn replay(
     options: &ReplayOptions,
     settings: &Settings,
     output: &Output,
-) -> Result<Result<Report, ReplayError>, Failure> {
+) -> Result<Result<Report, Error>, Failure> {
     let stage = machine.stage(options.traces.lag)?;
     let mut replay = settings.options(&options.traces);
     replay.repeat = options.repeat as usize;

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use super::size::GRANULE;
-use super::{Allocator, Config, Error, Policy, Request};
+use super::{Allocator, Config, Policy, Request};
 use crate::Block;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::uses::Use;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::{Context, Stream};
+use crate::error::Error;
 use crate::sim::{Mode, SimConfig, Simulator};
 
 const KIB: usize = 1 << 10;
@@ -34,7 +35,7 @@ impl Rig {
     pub fn new(config: Config) -> Result<Rig, Box<dyn std::error::Error>> {
         let sim = Simulator::new(SimConfig::default())?;
         let driver = sim.driver()?;
-        let context = Context::primary(&driver, driver.device(0)?)?;
+        let context = driver.context(0)?;
         let allocator = Allocator::with_config(&context, config)?;
         Ok(Rig {
             allocator,

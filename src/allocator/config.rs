@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+use crate::error::ConfigError;
+
 use super::size::PHYSICAL_GRANULE;
 
 /// Where segments come from and how they are used.
@@ -54,7 +56,7 @@ pub struct Config {
     pub capture_checks: bool,
     /// Whether a raw call that names a default stream by its special handle (null, 1 or 2) while
     /// another context than the allocator's is current is
-    /// [`Error::WrongContext`](super::Error::WrongContext): the handle means the stream of the
+    /// [`Error::WrongContext`](crate::Error::WrongContext): the handle means the stream of the
     /// allocator's context, which is not the one that a launch with that handle would go to. On by
     /// default in builds with debug assertions, off in others.
     pub context_checks: bool,
@@ -255,40 +257,6 @@ impl Config {
     }
 }
 
-/// Why settings were refused.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConfigError {
-    /// A part of the string that is not `key=value`.
-    #[error("`{0}` is not of the form key=value")]
-    NotAPair(String),
-    /// A key that does not exist.
-    #[error("unknown setting `{0}`")]
-    UnknownKey(String),
-    /// A key that occurs twice.
-    #[error("setting `{0}` is given twice")]
-    Repeated(String),
-    /// A value that the key does not take.
-    #[error("`{value}` is not a valid value of `{key}`")]
-    InvalidValue {
-        /// The setting.
-        key: String,
-        /// What was given.
-        value: String,
-    },
-    /// Settings that exclude each other.
-    #[error("`{first}` and `{second}` exclude each other")]
-    Contradiction {
-        /// One of them.
-        first: &'static str,
-        /// The other.
-        second: &'static str,
-    },
-    /// The environment variable is not Unicode.
-    #[error("the environment variable {CONFIG_VARIABLE} is not Unicode")]
-    NotUnicode,
-}
-
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
 /// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `views=on|off`,
 /// `capture_checks=on|off`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
@@ -299,7 +267,7 @@ pub enum ConfigError {
 /// let config: Config = "policy=packed,limit=12G".parse()?;
 /// assert_eq!(config, Config::new().policy(Policy::Packed).limit(Some(12 << 30)));
 /// assert!("polcy=packed".parse::<Config>().is_err());
-/// # Ok::<(), cualloc::allocator::ConfigError>(())
+/// # Ok::<(), cualloc::error::ConfigError>(())
 /// ```
 impl FromStr for Config {
     type Err = ConfigError;

@@ -1,9 +1,10 @@
 //! A forked child finds locks that a thread of its parent held: nothing waits for them.
 
-use super::{Allocator, Config, Error, Policy, ReliefHook};
+use super::{Allocator, Config, Policy, ReliefHook};
 use crate::DeviceBuffer;
+use crate::driver::Stream;
 use crate::driver::process::child_says;
-use crate::driver::{Context, Stream};
+use crate::error::Error;
 use crate::sim::{SimConfig, Simulator};
 
 type Test = Result<(), Box<dyn std::error::Error>>;
@@ -30,7 +31,7 @@ fn knows_nothing(a: &Allocator, ptr: u64) -> bool {
 fn d9_nothing_waits_for_the_books_in_a_forked_child() -> Test {
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
     let driver = sim.driver()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     for policy in [Policy::Packed, Policy::Classic] {
         let a = Allocator::with_config(&context, Config::new().policy(policy))?;
         let stream = Stream::new(&context)?;
@@ -73,7 +74,7 @@ fn d9_nothing_waits_for_the_books_in_a_forked_child() -> Test {
 fn d9_nothing_waits_for_hooks_in_a_forked_child() -> Test {
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
     let driver = sim.driver()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let a = Allocator::with_config(&context, Config::new())?;
     let told = a.engine().hooks.while_locked(|| {
         child_says(|| {

@@ -6,7 +6,6 @@ pub(crate) mod cache;
 mod carried;
 mod config;
 pub(crate) mod engine;
-mod error;
 pub(crate) mod extent;
 #[cfg(all(test, unix, feature = "sim"))]
 mod forked;
@@ -25,21 +24,19 @@ mod tickets;
 pub(crate) mod view;
 
 pub use api::Allocator;
-pub use api::block::{Block, FreeError};
-pub use api::carver::{CarveError, Carved, Carver, CarverStats};
+pub use api::block::Block;
+pub use api::carver::{Carved, Carver, CarverStats};
 pub use api::guard::RangeGuard;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
-pub use config::{CONFIG_VARIABLE, Config, ConfigError, Limit, Policy};
+pub use config::{CONFIG_VARIABLE, Config, Limit, Policy};
 pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
-pub use error::{Error, OutOfMemory, PinnedSegment};
 pub(crate) use extent::hash::Mixed;
-pub use extent::invariant::CheckError;
 pub use report::{
     BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
-    PhysicalSegment, SegmentInfo, SelfTest, StreamBytes, Trimmed,
+    PhysicalSegment, SegmentInfo, SelfTest, Trimmed,
 };
 pub use request::Request;
 pub use stats::{Counter, PoolStats, ReclaimStats, Stats};

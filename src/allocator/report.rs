@@ -1,6 +1,7 @@
 //! Figures and reports as values.
 
 use crate::driver::sys;
+use crate::error::StreamBytes;
 
 /// Why memory was added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,18 +93,6 @@ pub struct Packing {
     pub bursts: Bursts,
     /// Whether views were tested, and how that ended.
     pub self_test: SelfTest,
-}
-
-/// Free memory that waits for one stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StreamBytes {
-    /// The driver's id of the stream.
-    pub stream_id: u64,
-    /// Free bytes that no other stream can have, and the driver neither, before this stream is done with them.
-    pub bytes: u64,
-    /// Those of them that no marker covers: only a synchronised context tells that they are complete.
-    pub unmarked: u64,
 }
 
 /// External fragmentation: free memory, and how far it can serve.

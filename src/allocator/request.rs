@@ -2,8 +2,8 @@
 
 use std::alloc::Layout;
 
-use crate::allocator::error::Error;
 use crate::allocator::size;
+use crate::error::{Error, InvalidArgument};
 
 /// What is asked for: a number of bytes, with wishes.
 ///
@@ -47,13 +47,11 @@ impl Request {
     /// Asks for room for `len` values of a type, at its alignment.
     ///
     /// # Errors
-    /// [`Error::InvalidSize`] if there is no number for so many bytes.
+    /// [`InvalidArgument::Size`] if there is no number for so many bytes.
     pub const fn array<T>(len: usize) -> Result<Self, Error> {
         match len.checked_mul(size_of::<T>()) {
             Some(bytes) => Ok(Request::new(bytes).align(align_of::<T>())),
-            None => Err(Error::InvalidSize {
-                requested: u64::MAX,
-            }),
+            None => Err(Error::Invalid(InvalidArgument::Size { bytes: u64::MAX })),
         }
     }
 
@@ -127,7 +125,10 @@ mod tests {
         assert_eq!((request.bytes(), request.alignment()), (24, 8));
         assert_eq!(request, Request::from(Layout::new::<[u64; 3]>()));
         let too_many = Request::array::<u64>(usize::MAX / 4);
-        assert!(matches!(too_many, Err(Error::InvalidSize { .. })));
+        assert!(matches!(
+            too_many,
+            Err(Error::Invalid(InvalidArgument::Size { .. }))
+        ));
         Ok(())
     }
 

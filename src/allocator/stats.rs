@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::error::memory::Bytes;
+
 use super::report::Packing;
 
 /// A quantity over time. Bytes or numbers, as the field that holds it says.
@@ -270,22 +272,6 @@ impl Stats {
         } else {
             &mut self.large
         });
-    }
-}
-
-/// Bytes with a binary unit, for people.
-pub(crate) struct Bytes(pub u64);
-
-impl fmt::Display for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut value = self.0 as f64;
-        for unit in ["B", "KiB", "MiB"] {
-            if value < 1024.0 {
-                return write!(f, "{:.*} {unit}", if unit == "B" { 0 } else { 2 }, value);
-            }
-            value /= 1024.0;
-        }
-        write!(f, "{value:.2} GiB")
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::carried::{Outcome, Rig, cached};
-use super::{Config, Error, Policy};
+use super::{Config, Policy};
 use crate::Block;
 use crate::allocator::engine::leaving::Leaving;
 use crate::allocator::extent::uses::Use;
@@ -11,6 +11,7 @@ use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::{Context, Event, Stream};
+use crate::error::Error;
 use crate::sim::Mode;
 
 const KIB: usize = 1 << 10;
@@ -126,7 +127,7 @@ fn a_wait_brings_what_its_marker_follows() -> Outcome {
     let mut row = vec![0; 3];
     row[a as usize] = 9;
     let event = event(&rig.context)?;
-    streams[1].record(&event)?;
+    event.record(&streams[1])?;
     let wait = PendingWait {
         stream: b,
         bound: 4,
@@ -181,8 +182,8 @@ fn a_block_of_several_users_waits_for_the_last() -> Outcome {
         // The writes are one after the other.
         if stream.id()? == b.id()? {
             let event = event(&rig.context)?;
-            b.record(&event)?;
-            c.wait_event(&event)?;
+            event.record(&b)?;
+            c.wait(&event)?;
         }
     }
     drop(block);

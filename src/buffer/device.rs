@@ -9,11 +9,11 @@ use crate::allocator::{Allocator, Block};
 use crate::driver::{Device, Stream, sys};
 
 use super::element::{DeviceCopy, FillValue, bytes_of};
-use super::error::BufferError;
 use super::flight::CopyInFlight;
-use super::order::{FromBlockError, Memory};
-use super::pinned::{CopyError, PinnedBuffer};
+use super::order::Memory;
+use super::pinned::PinnedBuffer;
 use super::slice::{DeviceSlice, DeviceSliceMut, describe};
+use crate::error::{Error, InvalidArgument, Refused};
 
 /// Device memory for `len` elements, with one owner: what `Vec` with a fixed length is on the host.
 ///
@@ -25,8 +25,8 @@ use super::slice::{DeviceSlice, DeviceSliceMut, describe};
 /// Dropping the buffer frees it, in the order of its stream: work that was given to it or to the
 /// buffer before may still use the memory.
 ///
-/// `Send` and `Sync`, except for what [`BufferError::WrongThread`] says. See the
-/// [module](crate::buffer) for the order of operations and for kernels.
+/// `Send` and `Sync`; what needs its stream, if that is a per-thread default stream, is refused on other threads
+/// ([`Error::Stream`]). See the [module](crate::buffer) for the order of operations and for kernels.
 ///
 /// ```compile_fail,E0382
 /// # use cualloc::*;
@@ -62,13 +62,13 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// Memory for `len` elements that is not initialised, for use on `stream`, the buffer's home.
     ///
     /// # Errors
-    /// [`BufferError::TooLarge`] before any driver call, and those of
+    /// [`InvalidArgument::TooLarge`] before any driver call, and those of
     /// [`Allocator::allocate_with`].
     pub fn uninit(
         alloc: &Allocator,
         len: usize,
         stream: &Stream,
-    ) -> Result<DeviceBuffer<MaybeUninit<T>>, BufferError> {
+    ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
         let memory = allocate::<T>(alloc, len, stream)?;
         Ok(DeviceBuffer::new(memory, len))
     }
@@ -78,7 +78,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As [`uninit`](Self::uninit), and driver errors.
-    pub fn zeroed(alloc: &Allocator, len: usize, stream: &Stream) -> Result<Self, BufferError> {
+    pub fn zeroed(alloc: &Allocator, len: usize, stream: &Stream) -> Result<Self, Error> {
         // SAFETY: zeroed in the order of the stream before anything else can be done to it.
         let mut buffer = unsafe { Self::uninit(alloc, len, stream)?.assume_init() };
         buffer.as_mut_slice().set_zero(stream)?;
@@ -90,12 +90,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As [`zeroed`](Self::zeroed).
-    pub fn filled(
-        alloc: &Allocator,
-        len: usize,
-        value: T,
-        stream: &Stream,
-    ) -> Result<Self, BufferError>
+    pub fn filled(alloc: &Allocator, len: usize, value: T, stream: &Stream) -> Result<Self, Error>
     where
         T: FillValue,
     {
@@ -109,11 +104,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As [`zeroed`](Self::zeroed).
-    pub fn from_slice(
-        alloc: &Allocator,
-        values: &[T],
-        stream: &Stream,
-    ) -> Result<Self, BufferError> {
+    pub fn from_slice(alloc: &Allocator, values: &[T], stream: &Stream) -> Result<Self, Error> {
         // SAFETY: all of it is written before anything else can be done to it.
         let mut buffer = unsafe { Self::uninit(alloc, values.len(), stream)?.assume_init() };
         buffer.copy_from_slice(values)?;
@@ -123,7 +114,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// A buffer of the first `len` elements in a block.
     ///
     /// # Errors
-    /// [`BufferError::TooLarge`], [`BufferError::BlockTooSmall`], [`BufferError::Misaligned`]; with
+    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::TooSmall`], [`InvalidArgument::Misaligned`]; with
     /// the block.
     ///
     /// # Safety
@@ -133,28 +124,30 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         block: Block,
         len: usize,
         stream: &Stream,
-    ) -> Result<Self, FromBlockError> {
+    ) -> Result<Self, Refused<Block>> {
         let error = match bytes_of::<T>(len) {
-            None => BufferError::TooLarge {
+            None => Error::Invalid(InvalidArgument::TooLarge {
                 len,
                 element_bytes: size_of::<T>(),
-            },
-            Some(needed) if needed as u64 > block.size() => BufferError::BlockTooSmall {
-                needed,
-                usable: block.size(),
-            },
+            }),
+            Some(needed) if needed as u64 > block.size() => {
+                Error::Invalid(InvalidArgument::TooSmall {
+                    needed,
+                    usable: block.size() as usize,
+                })
+            }
             Some(_) if !block.ptr().is_multiple_of(align_of::<T>() as u64) => {
-                BufferError::Misaligned {
+                Error::Invalid(InvalidArgument::Misaligned {
                     ptr: block.ptr(),
                     alignment: align_of::<T>(),
-                }
+                })
             }
             Some(_) => {
                 let memory = Memory::from_block(block, stream)?;
                 return Ok(Self::new(Some(memory), len));
             }
         };
-        Err(FromBlockError { block, error })
+        Err(Refused::new(block, error))
     }
 
     /// A buffer without elements.
@@ -187,18 +180,14 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// Where a stream that was given work could not be ordered, what keeps that from being made up for:
-    /// [`BufferError::Capturing`], [`BufferError::WrongThread`], driver errors; and those of
+    /// [`Error::Capturing`], [`Error::Stream`], driver errors; and those of
     /// [`Block::record_stream`]; with the buffer.
-    #[expect(clippy::result_large_err, reason = "the error owns the buffer")]
-    pub fn into_block(self) -> Result<Option<Block>, ReleaseError<T>> {
+    pub fn into_block(self) -> Result<Option<Block>, Refused<DeviceBuffer<T>>> {
         let len = self.len;
         match self.memory.map(Memory::into_block) {
             None => Ok(None),
             Some(Ok(block)) => Ok(Some(block)),
-            Some(Err((memory, error))) => Err(ReleaseError {
-                buffer: Self::new(Some(memory), len),
-                error,
-            }),
+            Some(Err((memory, error))) => Err(Refused::new(Self::new(Some(memory), len), error)),
         }
     }
 
@@ -206,16 +195,17 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As [`into_block`](Self::into_block) and [`Block::free`].
-    #[expect(clippy::result_large_err, reason = "the error owns the buffer")]
-    pub fn free(self) -> Result<(), ReleaseError<T>> {
+    pub fn free(self) -> Result<(), Refused<DeviceBuffer<T>>> {
         let len = self.len;
         let home = self.memory.as_ref().map(Memory::home);
         let (Some(block), Some((stream, id))) = (self.into_block()?, home) else {
             return Ok(());
         };
-        block.free().map_err(|failed| ReleaseError {
-            buffer: Self::new(Some(Memory::new(failed.block, stream, id)), len),
-            error: failed.error.into(),
+        block.free().map_err(|failed| {
+            Refused::new(
+                Self::new(Some(Memory::new(*failed.value, stream, id)), len),
+                failed.error,
+            )
         })
     }
 
@@ -252,7 +242,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// The device that the memory is on. `None` if the buffer has no memory.
-    pub fn device(&self) -> Option<Device> {
+    pub fn device(&self) -> Option<&Device> {
         self.memory.as_ref().map(|memory| memory.context().device())
     }
 
@@ -267,8 +257,8 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// far. Does not wait.
     ///
     /// # Errors
-    /// [`BufferError::WrongThread`], [`BufferError::Capturing`], and driver errors.
-    pub fn order_before(&self, stream: &Stream) -> Result<(), BufferError> {
+    /// [`Error::Stream`], [`Error::Capturing`], and driver errors.
+    pub fn order_before(&self, stream: &Stream) -> Result<(), Error> {
         match &self.memory {
             Some(memory) => memory.order_before(stream),
             None => Ok(()),
@@ -282,7 +272,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// As [`order_before`](Self::order_before). Later operations make up for it then, or are refused until
     /// they can, and the memory is not reused before `stream` is done with it. A stream that is being captured
     /// is the exception: whoever captures work answers for the memory's life until the graph is gone.
-    pub fn order_after(&self, stream: &Stream) -> Result<(), BufferError> {
+    pub fn order_after(&self, stream: &Stream) -> Result<(), Error> {
         match &self.memory {
             Some(memory) => memory.order_after(stream),
             None => Ok(()),
@@ -305,19 +295,19 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// A part of it, for reading.
     ///
     /// # Errors
-    /// [`BufferError::OutOfRange`].
-    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<DeviceSlice<'_, T>, BufferError> {
+    /// [`Error::OutOfBounds`].
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<DeviceSlice<'_, T>, Error> {
         self.as_slice().slice(range)
     }
 
     /// A part of it, for writing.
     ///
     /// # Errors
-    /// [`BufferError::OutOfRange`].
+    /// [`Error::OutOfBounds`].
     pub fn slice_mut(
         &mut self,
         range: impl RangeBounds<usize>,
-    ) -> Result<DeviceSliceMut<'_, T>, BufferError> {
+    ) -> Result<DeviceSliceMut<'_, T>, Error> {
         let part = self.as_slice().slice(range)?;
         // SAFETY: the buffer is borrowed exclusively for as long.
         Ok(unsafe { DeviceSliceMut::new(part) })
@@ -327,7 +317,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As there.
-    pub fn copy_from_slice(&mut self, source: &[T]) -> Result<(), BufferError> {
+    pub fn copy_from_slice(&mut self, source: &[T]) -> Result<(), Error> {
         self.as_mut_slice().copy_from_slice(source)
     }
 
@@ -335,7 +325,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As there.
-    pub fn copy_to_slice(&self, target: &mut [T]) -> Result<(), BufferError> {
+    pub fn copy_to_slice(&self, target: &mut [T]) -> Result<(), Error> {
         self.as_slice().copy_to_slice(target)
     }
 
@@ -343,7 +333,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As there.
-    pub fn to_vec(&self) -> Result<Vec<T>, BufferError> {
+    pub fn to_vec(&self) -> Result<Vec<T>, Error> {
         self.as_slice().to_vec()
     }
 
@@ -355,7 +345,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         &mut self,
         host: PinnedBuffer<T>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, CopyError<T>> {
+    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
         self.as_mut_slice().upload(host, stream)
     }
 
@@ -367,7 +357,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         &self,
         host: PinnedBuffer<T>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, CopyError<T>> {
+    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
         self.as_slice().download(host, stream)
     }
 
@@ -375,11 +365,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As there.
-    pub fn copy_from(
-        &mut self,
-        source: &DeviceSlice<'_, T>,
-        stream: &Stream,
-    ) -> Result<(), BufferError> {
+    pub fn copy_from(&mut self, source: &DeviceSlice<'_, T>, stream: &Stream) -> Result<(), Error> {
         self.as_mut_slice().copy_from(source, stream)
     }
 
@@ -387,7 +373,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As there.
-    pub fn fill(&mut self, value: T, stream: &Stream) -> Result<(), BufferError>
+    pub fn fill(&mut self, value: T, stream: &Stream) -> Result<(), Error>
     where
         T: FillValue,
     {
@@ -410,11 +396,11 @@ fn allocate<T: DeviceCopy>(
     alloc: &Allocator,
     len: usize,
     stream: &Stream,
-) -> Result<Option<Memory>, BufferError> {
-    let too_large = BufferError::TooLarge {
+) -> Result<Option<Memory>, Error> {
+    let too_large = Error::Invalid(InvalidArgument::TooLarge {
         len,
         element_bytes: size_of::<T>(),
-    };
+    });
     match bytes_of::<T>(len).ok_or(too_large)? {
         0 => Ok(None),
         bytes => Memory::allocate(alloc, bytes, align_of::<T>(), stream).map(Some),
@@ -424,26 +410,5 @@ fn allocate<T: DeviceCopy>(
 impl<T: DeviceCopy> fmt::Debug for DeviceBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         describe("DeviceBuffer", &self.as_slice(), f)
-    }
-}
-
-/// A buffer whose memory could not be freed or given up, and why.
-#[derive(thiserror::Error)]
-#[error("the buffer at {:#x} could not be released", buffer.as_device_ptr())]
-pub struct ReleaseError<T: DeviceCopy> {
-    /// The buffer, still allocated.
-    pub buffer: DeviceBuffer<T>,
-    /// The reason.
-    #[source]
-    pub error: BufferError,
-}
-
-// By hand: a derived one would ask for `T: Debug`.
-impl<T: DeviceCopy> fmt::Debug for ReleaseError<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReleaseError")
-            .field("buffer", &self.buffer)
-            .field("error", &self.error)
-            .finish()
     }
 }

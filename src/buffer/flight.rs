@@ -8,9 +8,9 @@ use crate::sync::event::Pooled;
 use crate::sync::order::{wait, wait_for};
 
 use super::element::DeviceCopy;
-use super::error::BufferError;
 use super::order::{Failed, Memory, submit};
-use super::pinned::{CopyError, PinnedBuffer};
+use super::pinned::PinnedBuffer;
+use crate::error::{Error, Refused};
 
 /// A copy between a device and a [`PinnedBuffer`], which it owns until the copy is complete.
 ///
@@ -34,16 +34,11 @@ impl<T: DeviceCopy> CopyInFlight<T> {
         memory: Option<&Memory>,
         stream: &Stream,
         operation: impl FnOnce(&Entered<'_>, *mut T) -> Result<(), DriverError>,
-    ) -> Result<Self, CopyError<T>> {
+    ) -> Result<Self, Refused<Option<PinnedBuffer<T>>>> {
         let Some(memory) = memory else {
             return Ok(Self::complete(host));
         };
-        let refused = |host, error| {
-            Err(CopyError {
-                host: Some(host),
-                error,
-            })
-        };
+        let refused = |host, error| Err(Refused::new(Some(host), error));
         if let Err(error) = memory.same_device(stream) {
             return refused(host, error);
         }
@@ -57,7 +52,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
                         end: Some((event, stream.clone())),
                     });
                 }
-                Err(error) => error.into(),
+                Err(error) => Error::from(error),
             },
             Err(Failed::Before(error)) => return refused(host, error),
             Err(Failed::Submitted(error)) => {
@@ -65,7 +60,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
                     Ok(()) => refused(host, error),
                     Err(_) => {
                         leak(host);
-                        Err(CopyError { host: None, error })
+                        Err(Refused::new(None, error))
                     }
                 };
             }
@@ -75,7 +70,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
             Ok(()) => Ok(Self::complete(host)),
             Err(_) => {
                 leak(host);
-                Err(CopyError { host: None, error })
+                Err(Refused::new(None, error))
             }
         }
     }
@@ -91,7 +86,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
     ///
     /// # Errors
     /// Driver errors, among them those of the work itself.
-    pub fn is_complete(&self) -> Result<bool, BufferError> {
+    pub fn is_complete(&self) -> Result<bool, Error> {
         match &self.end {
             None => Ok(true),
             Some((event, _)) => Ok(event.is_complete()?),
@@ -103,7 +98,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
     /// # Errors
     /// Driver errors, among them those of the work itself. If the end of the copy could not be waited
     /// for by any means, the host memory is leaked.
-    pub fn wait(self) -> Result<PinnedBuffer<T>, BufferError> {
+    pub fn wait(self) -> Result<PinnedBuffer<T>, Error> {
         let mut this = ManuallyDrop::new(self);
         // SAFETY: `this` is not dropped and neither field is used again.
         let (host, end) = unsafe {

@@ -12,7 +12,7 @@
 //! An operation that waits returns when the copy is complete, or with an error; in both cases the device
 //! is out of the caller's memory, which it never gets to see: such copies go through host memory of this
 //! crate, up to 4 MiB at a time. Should a driver refuse every wait without giving the context up for lost,
-//! that memory is leaked ([`BufferError::Unseen`]). A [`PinnedBuffer`] is copied directly.
+//! that memory is leaked ([`Error::Unseen`](crate::Error::Unseen)). A [`PinnedBuffer`] is copied directly.
 //!
 //! # Order
 //! A buffer has a home, the stream that it was allocated on, and all operations on it take place one
@@ -42,7 +42,7 @@
 //!
 //! # let sim = Simulator::new(SimConfig::default())?;
 //! # let driver = sim.driver()?;
-//! # let context = Context::primary(&driver, driver.device(0)?)?;
+//! # let context = driver.context(0)?;
 //! let alloc = Allocator::with_config(&context, Config::new())?;
 //! let stream = alloc.create_stream()?;
 //!
@@ -60,7 +60,6 @@
 
 mod device;
 mod element;
-mod error;
 mod flight;
 mod late;
 mod order;
@@ -68,12 +67,10 @@ mod pinned;
 mod slice;
 mod staging;
 
-pub use device::{DeviceBuffer, ReleaseError};
+pub use device::DeviceBuffer;
 pub use element::{DeviceCopy, FillValue, Pod};
-pub use error::BufferError;
 pub use flight::CopyInFlight;
-pub use order::FromBlockError;
-pub use pinned::{CopyError, PinnedBuffer};
+pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
 pub(crate) use order::{Memory, end_of};

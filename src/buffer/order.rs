@@ -13,8 +13,8 @@ use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, 
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
-use super::error::BufferError;
 use super::late::{self, Late};
+use crate::error::{Error, Refused, StreamMisuse};
 
 /// A block and its home stream.
 pub(crate) struct Memory {
@@ -32,19 +32,16 @@ impl Memory {
         bytes: usize,
         alignment: usize,
         stream: &Stream,
-    ) -> Result<Memory, BufferError> {
+    ) -> Result<Memory, Error> {
         let stream_id = stream.id()?;
         let block = alloc.allocate_with(Request::new(bytes).align(alignment), stream)?;
         Ok(Memory::new(block, stream.clone(), stream_id))
     }
 
-    pub(super) fn from_block(block: Block, stream: &Stream) -> Result<Memory, FromBlockError> {
+    pub(super) fn from_block(block: Block, stream: &Stream) -> Result<Memory, Refused<Block>> {
         match stream.id() {
             Ok(id) => Ok(Memory::new(block, stream.clone(), id)),
-            Err(error) => Err(FromBlockError {
-                block,
-                error: error.into(),
-            }),
+            Err(error) => Err(Refused::new(block, error)),
         }
     }
 
@@ -80,42 +77,42 @@ impl Memory {
     }
 
     /// Whether the calling thread can name the home stream.
-    fn at_home(&self) -> Result<(), BufferError> {
+    fn at_home(&self) -> Result<(), Error> {
         if self.stream.kind() == StreamKind::PerThreadDefault && self.stream.id()? != self.stream_id
         {
-            return Err(BufferError::WrongThread);
+            return Err(Error::Stream(StreamMisuse::WrongThread));
         }
         Ok(())
     }
 
     /// The memory is used by nobody but its device's streams.
-    pub(super) fn same_device(&self, stream: &Stream) -> Result<(), BufferError> {
+    pub(super) fn same_device(&self, stream: &Stream) -> Result<(), Error> {
         let (device, other) = (self.context().device(), stream.context().device());
-        if device == other {
+        if device.ordinal() == other.ordinal() {
             return Ok(());
         }
-        Err(BufferError::WrongDevice {
-            device: device.ordinal(),
-            stream_device: other.ordinal(),
+        Err(Error::WrongDevice {
+            expected: device.ordinal(),
+            found: other.ordinal(),
         })
     }
 
     /// Whether `stream` may be ordered with the home stream at all.
-    fn admit(&self, stream: &Stream, id: u64) -> Result<(), BufferError> {
+    fn admit(&self, stream: &Stream, id: u64) -> Result<(), Error> {
         let engine = self.block.engine();
         engine.usable()?;
         engine.same_driver(stream)?;
         self.at_home()?;
-        refuse_capture(stream)?;
+        capture::refuse_capture(stream)?;
         if id != self.stream_id {
-            refuse_capture(&self.stream)?;
+            capture::refuse_capture(&self.stream)?;
         }
         self.catch_up()
     }
 
     /// Lets the home wait for the streams that an earlier failure left unordered with it.
     #[inline]
-    fn catch_up(&self) -> Result<(), BufferError> {
+    fn catch_up(&self) -> Result<(), Error> {
         if self.astray.load(Ordering::Acquire) {
             self.make_up_for_all()?;
         }
@@ -123,7 +120,7 @@ impl Memory {
     }
 
     #[cold]
-    fn make_up_for_all(&self) -> Result<(), BufferError> {
+    fn make_up_for_all(&self) -> Result<(), Error> {
         self.at_home()?;
         for late in late::all_of(self.key()) {
             self.make_up_for(&late)?;
@@ -132,10 +129,10 @@ impl Memory {
         Ok(())
     }
 
-    fn make_up_for(&self, late: &Late) -> Result<(), BufferError> {
+    fn make_up_for(&self, late: &Late) -> Result<(), Error> {
         let stream = &late.stream;
-        refuse_capture(stream)?;
-        refuse_capture(&self.stream)?;
+        capture::refuse_capture(stream)?;
+        capture::refuse_capture(&self.stream)?;
         if stream.kind() == StreamKind::PerThreadDefault && stream.id()? != late.id {
             // Here the handle means another stream.
             return Ok(stream.context().enter()?.synchronize()?);
@@ -144,7 +141,7 @@ impl Memory {
     }
 
     /// Lets later work of `stream` come after everything done to the memory so far.
-    pub(super) fn order_before(&self, stream: &Stream) -> Result<(), BufferError> {
+    pub(super) fn order_before(&self, stream: &Stream) -> Result<(), Error> {
         let id = stream.id()?;
         self.admit(stream, id)?;
         if id != self.stream_id {
@@ -154,13 +151,13 @@ impl Memory {
     }
 
     /// Lets everything done to the memory from now on come after the work of `stream` so far.
-    pub(super) fn order_after(&self, stream: &Stream) -> Result<(), BufferError> {
+    pub(super) fn order_after(&self, stream: &Stream) -> Result<(), Error> {
         let id = stream.id()?;
         match self.admit(stream, id) {
             Ok(()) => Ok(self.join(stream, id)?),
             // What is captured has not run, and when it does is not for this stream to say.
-            Err(BufferError::Capturing { stream: named }) if named == stream.raw() as usize => {
-                Err(BufferError::Capturing { stream: named })
+            Err(Error::Capturing { stream: named }) if named == stream.raw() as usize => {
+                Err(Error::Capturing { stream: named })
             }
             Err(error) => {
                 // The caller says that there is work: it must not lose its memory.
@@ -184,7 +181,7 @@ impl Memory {
     fn let_home_wait(&self, stream: &Stream) -> Result<(), DriverError> {
         order::order(stream, &self.stream, self.events()).or_else(|error| {
             // A wait for what is captured cannot end, and would spoil the capture.
-            if refuse_capture(stream).is_err() {
+            if capture::refuse_capture(stream).is_err() {
                 return Err(error);
             }
             stream.synchronize().map_err(|_| error)
@@ -206,7 +203,7 @@ impl Memory {
     }
 
     /// Tells the allocator what it must know before the block is freed.
-    fn tell_uses(&self) -> Result<(), BufferError> {
+    fn tell_uses(&self) -> Result<(), Error> {
         self.catch_up()?;
         // A retired stream was promised to get no more work, but operations on the buffer may have
         // given it some. To the allocator it is a new stream then.
@@ -218,9 +215,9 @@ impl Memory {
     }
 
     /// The block, ready to be freed.
-    pub(super) fn into_block(self) -> Result<Block, (Memory, BufferError)> {
+    pub(super) fn into_block(self) -> Result<Block, (Memory, Error)> {
         if process::is_forked_child() {
-            return Err((self, crate::allocator::Error::ForkedChild.into()));
+            return Err((self, Error::ForkedChild));
         }
         if let Err(error) = self.tell_uses() {
             return Err((self, error));
@@ -262,23 +259,16 @@ impl Drop for Memory {
     }
 }
 
-/// Work on a graph's stream would run when the graph does, which may be after the buffer's end.
-fn refuse_capture(stream: &Stream) -> Result<(), BufferError> {
-    capture::refuse_capture(stream, |stream| BufferError::Capturing {
-        stream: stream.raw() as usize,
-    })
-}
-
 /// An operation that failed.
 pub(super) enum Failed {
     /// It was not submitted.
-    Before(BufferError),
+    Before(Error),
     /// It may have been.
-    Submitted(BufferError),
+    Submitted(Error),
 }
 
-impl From<Failed> for BufferError {
-    fn from(failed: Failed) -> BufferError {
+impl From<Failed> for Error {
+    fn from(failed: Failed) -> Error {
         match failed {
             Failed::Before(error) | Failed::Submitted(error) => error,
         }
@@ -310,7 +300,7 @@ pub(super) fn submit(
     }
     result.map_err(|error| Failed::Submitted(error.into()))?;
     // Another thread may have begun a capture since it was asked: then nothing was done yet.
-    refuse_capture(stream).map_err(Failed::Submitted)
+    capture::refuse_capture(stream).map_err(Failed::Submitted)
 }
 
 /// As [`submit`] of an operation on one memory, and waits until it is complete.
@@ -332,13 +322,13 @@ pub(super) fn started(
     stream: &Stream,
     memory: &Memory,
     submitted: Result<(), Failed>,
-) -> Result<(), BufferError> {
+) -> Result<(), Error> {
     match submitted {
         Ok(()) => Ok(()),
         Err(Failed::Before(error)) => Err(error),
         Err(Failed::Submitted(error)) => match end_of(stream, Err(error), memory.events()) {
             Ended::Over(result) => result,
-            Ended::Unseen(error) => Err(BufferError::Unseen(error)),
+            Ended::Unseen(error) => Err(Error::Unseen(error)),
         },
     }
 }
@@ -348,30 +338,15 @@ pub(super) fn started(
 pub(crate) enum Ended {
     /// The device is out of host memory that the operation used: it is complete, or was never
     /// submitted, or its context is lost and the work with it.
-    Over(Result<(), BufferError>),
+    Over(Result<(), Error>),
     /// It was submitted, and no wait for it succeeds.
     Unseen(DriverError),
 }
 
 /// Waits for the end of an operation that was given to `stream` with this result.
-pub(crate) fn end_of(
-    stream: &Stream,
-    result: Result<(), BufferError>,
-    events: &EventPools,
-) -> Ended {
+pub(crate) fn end_of(stream: &Stream, result: Result<(), Error>, events: &EventPools) -> Ended {
     match order::see_end(stream, events) {
-        order::Ended::Over(end) => Ended::Over(result.and(end.map_err(BufferError::from))),
+        order::Ended::Over(end) => Ended::Over(result.and(end.map_err(Error::from))),
         order::Ended::Unseen(error) => Ended::Unseen(error),
     }
-}
-
-/// A block that could not become a buffer, and why.
-#[derive(Debug, thiserror::Error)]
-#[error("the block at {:#x} cannot be such a buffer", block.ptr())]
-pub struct FromBlockError {
-    /// The block, still allocated.
-    pub block: Block,
-    /// The reason.
-    #[source]
-    pub error: BufferError,
 }

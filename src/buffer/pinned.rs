@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use crate::driver::{Context, HostAllocation, HostMemory};
 
 use super::element::{DeviceCopy, bytes_of};
-use super::error::BufferError;
+use crate::error::{Error, InvalidArgument};
 
 /// A buffer of page-locked host memory: devices copy to and from it without the host's help. Use it
 /// as a slice.
@@ -27,9 +27,9 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
     /// bytes.
     ///
     /// # Errors
-    /// [`BufferError::TooLarge`], [`BufferError::Misaligned`] for an element type of unusual
+    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::Misaligned`] for an element type of unusual
     /// alignment, and driver errors.
-    pub fn zeroed(context: &Context, len: usize) -> Result<Self, BufferError> {
+    pub fn zeroed(context: &Context, len: usize) -> Result<Self, Error> {
         let buffer = Self::allocate(context, len)?;
         // SAFETY: the memory has so many elements, and is ours alone.
         unsafe { buffer.ptr().as_ptr().write_bytes(0, len) };
@@ -40,7 +40,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
     ///
     /// # Errors
     /// As [`zeroed`](Self::zeroed).
-    pub fn from_slice(context: &Context, values: &[T]) -> Result<Self, BufferError> {
+    pub fn from_slice(context: &Context, values: &[T]) -> Result<Self, Error> {
         let buffer = Self::allocate(context, values.len())?;
         // SAFETY: the memory has as many elements as the slice, and is ours alone.
         unsafe {
@@ -53,11 +53,11 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
     }
 
     /// Its elements are not initialised yet.
-    fn allocate(context: &Context, len: usize) -> Result<Self, BufferError> {
-        let bytes = bytes_of::<T>(len).ok_or(BufferError::TooLarge {
+    fn allocate(context: &Context, len: usize) -> Result<Self, Error> {
+        let bytes = bytes_of::<T>(len).ok_or(Error::Invalid(InvalidArgument::TooLarge {
             len,
             element_bytes: size_of::<T>(),
-        })?;
+        }))?;
         let memory = if bytes == 0 {
             None
         } else {
@@ -73,10 +73,10 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
             elements: PhantomData,
         };
         if !buffer.ptr().is_aligned() {
-            return Err(BufferError::Misaligned {
+            return Err(Error::Invalid(InvalidArgument::Misaligned {
                 ptr: buffer.ptr().as_ptr() as u64,
                 alignment: align_of::<T>(),
-            });
+            }));
         }
         Ok(buffer)
     }
@@ -117,27 +117,6 @@ impl<T: DeviceCopy> fmt::Debug for PinnedBuffer<T> {
             .field("type", &std::any::type_name::<T>())
             .field("ptr", &self.ptr())
             .field("len", &self.len)
-            .finish()
-    }
-}
-
-/// A copy that could not be started, and why.
-#[derive(thiserror::Error)]
-#[error("the copy could not be started")]
-pub struct CopyError<T: DeviceCopy> {
-    /// The host memory. `None` if the driver may have taken the copy and its end could not be waited
-    /// for: then the memory is left to the device for ever.
-    pub host: Option<PinnedBuffer<T>>,
-    /// The reason.
-    #[source]
-    pub error: BufferError,
-}
-
-impl<T: DeviceCopy> fmt::Debug for CopyError<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CopyError")
-            .field("host", &self.host)
-            .field("error", &self.error)
             .finish()
     }
 }

@@ -7,11 +7,11 @@ use std::ops::{Bound, RangeBounds};
 use crate::driver::{DriverError, Entered, Stream, sys};
 
 use super::element::{DeviceCopy, FillValue, Pattern, Pod};
-use super::error::BufferError;
 use super::flight::CopyInFlight;
 use super::order::{Ended, Memory, started, submit, submit_and_wait};
-use super::pinned::{CopyError, PinnedBuffer};
+use super::pinned::PinnedBuffer;
 use super::staging::{CHUNK, Staging, keep};
+use crate::error::{Error, InvalidArgument, Refused};
 
 /// A part of a [`DeviceBuffer`](super::DeviceBuffer), for reading: what `&[T]` is to a `Vec`. `Copy`,
 /// `Send` and `Sync`; on the host it is an address and a length.
@@ -74,8 +74,8 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// A part of it.
     ///
     /// # Errors
-    /// [`BufferError::OutOfRange`].
-    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<DeviceSlice<'a, T>, BufferError> {
+    /// [`Error::OutOfBounds`].
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<DeviceSlice<'a, T>, Error> {
         let (start, end) = resolve(range, self.len)?;
         let offset = (start * size_of::<T>()) as u64;
         Ok(DeviceSlice::new(
@@ -88,8 +88,8 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// What comes before element `middle`, and the rest.
     ///
     /// # Errors
-    /// [`BufferError::OutOfRange`].
-    pub fn split_at(&self, middle: usize) -> Result<(Self, Self), BufferError> {
+    /// [`Error::OutOfBounds`].
+    pub fn split_at(&self, middle: usize) -> Result<(Self, Self), Error> {
         Ok((self.slice(..middle)?, self.slice(middle..)?))
     }
 
@@ -104,17 +104,17 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// The same memory as elements of another type.
     ///
     /// # Errors
-    /// [`BufferError::SizeMismatch`] if the bytes are no whole number of them,
-    /// [`BufferError::Misaligned`].
-    pub fn cast<U: Pod>(&self) -> Result<DeviceSlice<'a, U>, BufferError>
+    /// [`InvalidArgument::Remainder`] if the bytes are no whole number of them,
+    /// [`InvalidArgument::Misaligned`].
+    pub fn cast<U: Pod>(&self) -> Result<DeviceSlice<'a, U>, Error>
     where
         T: Pod,
     {
         let (bytes, element_bytes) = (self.byte_len(), size_of::<U>());
-        let mismatch = BufferError::SizeMismatch {
+        let mismatch = Error::Invalid(InvalidArgument::Remainder {
             bytes,
             element_bytes,
-        };
+        });
         let len = match bytes.checked_rem(element_bytes) {
             Some(0) => bytes / element_bytes,
             None if bytes == 0 => 0,
@@ -122,10 +122,10 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         };
         let alignment = align_of::<U>();
         if !self.ptr.is_multiple_of(alignment as u64) {
-            return Err(BufferError::Misaligned {
+            return Err(Error::Invalid(InvalidArgument::Misaligned {
                 ptr: self.ptr,
                 alignment,
-            });
+            }));
         }
         Ok(DeviceSlice::new(self.memory, self.ptr, len))
     }
@@ -135,16 +135,16 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         self.memory.filter(|_| self.byte_len() > 0)
     }
 
-    fn matches(&self, source_len: usize) -> Result<(), BufferError> {
+    fn matches(&self, source_len: usize) -> Result<(), Error> {
         same_length(self.len, source_len)
     }
 
     /// Copies to the host, and waits until it is done. Runs on the buffer's stream.
     ///
     /// # Errors
-    /// [`BufferError::LengthMismatch`], [`BufferError::WrongThread`], [`BufferError::Capturing`], and
+    /// [`InvalidArgument::Length`], [`Error::Stream`], [`Error::Capturing`], and
     /// driver errors.
-    pub fn copy_to_slice(&self, target: &mut [T]) -> Result<(), BufferError> {
+    pub fn copy_to_slice(&self, target: &mut [T]) -> Result<(), Error> {
         same_length(target.len(), self.len)?;
         let (Some(memory), bytes) = (self.work(), self.byte_len()) else {
             return Ok(());
@@ -167,12 +167,12 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// Copies to a new vector, and waits until it is done. Runs on the buffer's stream.
     ///
     /// # Errors
-    /// [`BufferError::HostMemory`], else as [`copy_to_slice`](Self::copy_to_slice).
-    pub fn to_vec(&self) -> Result<Vec<T>, BufferError> {
+    /// [`Error::HostMemory`], else as [`copy_to_slice`](Self::copy_to_slice).
+    pub fn to_vec(&self) -> Result<Vec<T>, Error> {
         let mut values: Vec<T> = Vec::new();
         values
             .try_reserve_exact(self.len)
-            .map_err(|_| BufferError::HostMemory {
+            .map_err(|_| Error::HostMemory {
                 bytes: self.byte_len(),
             })?;
         if let Some(memory) = self.work() {
@@ -218,18 +218,15 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// ```
     ///
     /// # Errors
-    /// [`BufferError::LengthMismatch`], [`BufferError::WrongDevice`], [`BufferError::WrongThread`],
-    /// [`BufferError::Capturing`], and driver errors; with the host memory.
+    /// [`InvalidArgument::Length`], [`Error::WrongDevice`], [`Error::Stream`],
+    /// [`Error::Capturing`], and driver errors; with the host memory.
     pub fn download(
         &self,
         host: PinnedBuffer<T>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, CopyError<T>> {
+    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
         if let Err(error) = same_length(host.len(), self.len) {
-            return Err(CopyError {
-                host: Some(host),
-                error,
-            });
+            return Err(Refused::new(Some(host), error));
         }
         let (from, bytes) = (self.ptr, self.byte_len());
         // SAFETY: the part lies in the memory, and the host memory is as long.
@@ -244,16 +241,16 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     ///
     /// # Errors
     /// As [`download`](Self::download), of which `target` is out of the device's reach, since a copy that
-    /// may have been started is waited for. [`BufferError::Unseen`] if it cannot be.
+    /// may have been started is waited for. [`Error::Unseen`] if it cannot be.
     ///
     /// # Safety
-    /// Until the copy is complete, also after [`BufferError::Unseen`], `target` stays allocated, and
+    /// Until the copy is complete, also after [`Error::Unseen`], `target` stays allocated, and
     /// nothing reads or writes it.
     pub unsafe fn copy_to_slice_async(
         &self,
         target: &mut [T],
         stream: &Stream,
-    ) -> Result<(), BufferError> {
+    ) -> Result<(), Error> {
         same_length(target.len(), self.len)?;
         let Some(memory) = self.work() else {
             return Ok(());
@@ -314,11 +311,11 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// A part of it.
     ///
     /// # Errors
-    /// [`BufferError::OutOfRange`].
+    /// [`Error::OutOfBounds`].
     pub fn slice_mut(
         &mut self,
         range: impl RangeBounds<usize>,
-    ) -> Result<DeviceSliceMut<'_, T>, BufferError> {
+    ) -> Result<DeviceSliceMut<'_, T>, Error> {
         let part = self.part.slice(range)?;
         // SAFETY: this one is borrowed exclusively for as long.
         Ok(unsafe { DeviceSliceMut::new(part) })
@@ -327,8 +324,8 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// What comes before element `middle`, and the rest.
     ///
     /// # Errors
-    /// [`BufferError::OutOfRange`].
-    pub fn split_at_mut(self, middle: usize) -> Result<(Self, Self), BufferError> {
+    /// [`Error::OutOfBounds`].
+    pub fn split_at_mut(self, middle: usize) -> Result<(Self, Self), Error> {
         let (head, tail) = self.part.split_at(middle)?;
         // SAFETY: they do not overlap, and this one ends here.
         Ok(unsafe { (DeviceSliceMut::new(head), DeviceSliceMut::new(tail)) })
@@ -347,7 +344,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     ///
     /// # Errors
     /// As [`DeviceSlice::cast`].
-    pub fn cast_mut<U: Pod>(&mut self) -> Result<DeviceSliceMut<'_, U>, BufferError>
+    pub fn cast_mut<U: Pod>(&mut self) -> Result<DeviceSliceMut<'_, U>, Error>
     where
         T: Pod,
     {
@@ -360,7 +357,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     ///
     /// # Errors
     /// As [`DeviceSlice::copy_to_slice`].
-    pub fn copy_from_slice(&mut self, source: &[T]) -> Result<(), BufferError> {
+    pub fn copy_from_slice(&mut self, source: &[T]) -> Result<(), Error> {
         self.part.matches(source.len())?;
         let Some(memory) = self.part.work() else {
             return Ok(());
@@ -412,12 +409,9 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         &mut self,
         host: PinnedBuffer<T>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, CopyError<T>> {
+    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
         if let Err(error) = self.part.matches(host.len()) {
-            return Err(CopyError {
-                host: Some(host),
-                error,
-            });
+            return Err(Refused::new(Some(host), error));
         }
         let (to, bytes) = (self.part.ptr, self.byte_len());
         // SAFETY: the part lies in the memory, and the host memory is as long.
@@ -434,13 +428,13 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// As [`DeviceSlice::copy_to_slice_async`].
     ///
     /// # Safety
-    /// Until the copy is complete, also after [`BufferError::Unseen`], `source` stays allocated, and
+    /// Until the copy is complete, also after [`Error::Unseen`], `source` stays allocated, and
     /// nothing writes to it.
     pub unsafe fn copy_from_slice_async(
         &mut self,
         source: &[T],
         stream: &Stream,
-    ) -> Result<(), BufferError> {
+    ) -> Result<(), Error> {
         self.part.matches(source.len())?;
         let Some(memory) = self.part.work() else {
             return Ok(());
@@ -459,13 +453,9 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// them later; returns before it is done. Works without peer access.
     ///
     /// # Errors
-    /// [`BufferError::LengthMismatch`], [`BufferError::WrongDevice`], [`BufferError::WrongThread`],
-    /// [`BufferError::Capturing`], and driver errors.
-    pub fn copy_from(
-        &mut self,
-        source: &DeviceSlice<'_, T>,
-        stream: &Stream,
-    ) -> Result<(), BufferError> {
+    /// [`InvalidArgument::Length`], [`Error::WrongDevice`], [`Error::Stream`],
+    /// [`Error::Capturing`], and driver errors.
+    pub fn copy_from(&mut self, source: &DeviceSlice<'_, T>, stream: &Stream) -> Result<(), Error> {
         self.part.matches(source.len)?;
         let (Some(target), Some(origin)) = (self.part.work(), source.work()) else {
             return Ok(());
@@ -475,8 +465,8 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         target
             .same_device(stream)
             .or_else(|error| origin.same_device(stream).map_err(|_| error))?;
-        let one = to_context.key() == from_context.key()
-            && to_context.device() == stream.context().device();
+        let one = to_context.id() == from_context.id()
+            && to_context.device().ordinal() == stream.context().device().ordinal();
         let operation = |entered: &Entered<'_>| -> Result<(), DriverError> {
             if one {
                 // SAFETY: both parts lie in their memory, which is allocated until work on its home
@@ -497,7 +487,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     ///
     /// # Errors
     /// As [`copy_from`](Self::copy_from).
-    pub fn fill(&mut self, value: T, stream: &Stream) -> Result<(), BufferError>
+    pub fn fill(&mut self, value: T, stream: &Stream) -> Result<(), Error>
     where
         T: FillValue,
     {
@@ -509,11 +499,11 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     ///
     /// # Errors
     /// As [`copy_from`](Self::copy_from).
-    pub fn set_zero(&mut self, stream: &Stream) -> Result<(), BufferError> {
+    pub fn set_zero(&mut self, stream: &Stream) -> Result<(), Error> {
         self.fill_with(Pattern::Byte(0), stream)
     }
 
-    fn fill_with(&mut self, pattern: Pattern, stream: &Stream) -> Result<(), BufferError> {
+    fn fill_with(&mut self, pattern: Pattern, stream: &Stream) -> Result<(), Error> {
         let Some(memory) = self.part.work() else {
             return Ok(());
         };
@@ -530,18 +520,18 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     }
 }
 
-fn same_length(target_len: usize, source_len: usize) -> Result<(), BufferError> {
+fn same_length(target_len: usize, source_len: usize) -> Result<(), Error> {
     if target_len == source_len {
         return Ok(());
     }
-    Err(BufferError::LengthMismatch {
-        target_len,
-        source_len,
-    })
+    Err(Error::Invalid(InvalidArgument::Length {
+        expected: target_len,
+        found: source_len,
+    }))
 }
 
 /// First element and the one after the last of a range of `0..len`.
-fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<(usize, usize), BufferError> {
+fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<(usize, usize), Error> {
     // A bound that cannot be counted lies outside of every buffer.
     let start = match range.start_bound() {
         Bound::Unbounded => 0,
@@ -556,7 +546,12 @@ fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<(usize, usize),
     if start <= end && end <= len && counted {
         Ok((start, end))
     } else {
-        Err(BufferError::OutOfRange { start, end, len })
+        Err(Error::OutOfBounds {
+            generation: None,
+            start,
+            end,
+            len,
+        })
     }
 }
 

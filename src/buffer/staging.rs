@@ -6,8 +6,8 @@
 
 use std::mem::MaybeUninit;
 
-use super::error::BufferError;
 use super::order::Ended;
+use crate::error::Error;
 
 /// The most bytes that are copied at a time, so that a large copy needs no second memory of its size.
 pub(crate) const CHUNK: usize = 4 << 20;
@@ -19,12 +19,12 @@ impl Staging {
     /// Memory for `bytes`.
     ///
     /// # Errors
-    /// [`BufferError::HostMemory`].
-    pub(crate) fn new(bytes: usize) -> Result<Staging, BufferError> {
+    /// [`Error::HostMemory`].
+    pub(crate) fn new(bytes: usize) -> Result<Staging, Error> {
         let mut memory = Vec::new();
         memory
             .try_reserve_exact(bytes)
-            .map_err(|_| BufferError::HostMemory { bytes })?;
+            .map_err(|_| Error::HostMemory { bytes })?;
         Ok(Staging(memory))
     }
 
@@ -35,13 +35,13 @@ impl Staging {
 }
 
 /// What an operation used, after it; leaked if the end was not seen.
-pub(crate) fn keep<T>(memory: T, ended: Ended) -> Result<T, BufferError> {
+pub(crate) fn keep<T>(memory: T, ended: Ended) -> Result<T, Error> {
     match ended {
         Ended::Over(result) => result.map(|()| memory),
         Ended::Unseen(error) => {
             log::error!("host memory is leaked: the end of a copy cannot be seen: {error}");
             std::mem::forget(memory);
-            Err(BufferError::Unseen(error))
+            Err(Error::Unseen(error))
         }
     }
 }

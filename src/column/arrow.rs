@@ -17,10 +17,11 @@ use crate::driver::{Device, Event, Stream, sys};
 
 use super::columns::Column;
 use super::described::{Described, place};
-use super::element::ElementType;
-use super::error::{ColumnError, ImportError, Invalid};
 use super::memory::{ColumnSource, Foreign, Memory};
-use super::order::{Consumer, Producer, refuse_capture};
+use super::order::{Consumer, Producer};
+use crate::element::ElementType;
+use crate::error::{Error, ImportFault, Refused};
+use crate::sync::capture;
 
 /// The device type of CUDA device memory.
 const CUDA: i32 = 2;
@@ -44,7 +45,7 @@ const EXTENSION_METADATA: &str = "ARROW:extension:metadata";
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let alloc = Allocator::with_config(&context, Config::new())?;
 /// let (ours, theirs) = (alloc.create_stream()?, alloc.create_stream()?);
 /// let column = Column::from_slice(&alloc, &[1.5f64, 2.5], &ours)?;
@@ -279,27 +280,27 @@ impl ArrowDeviceArray {
     }
 
     /// Checks everything that a column needs.
-    fn describe(&self, element: ElementType, device: Device) -> Result<Described, Invalid> {
+    fn describe(&self, element: ElementType, device: &Device) -> Result<Described, ImportFault> {
         let fields = self.fields();
         if fields.release.is_none() {
-            return Err(Invalid::Released);
+            return Err(ImportFault::Released);
         }
         if self.device_type != CUDA {
-            return Err(Invalid::DeviceType {
+            return Err(ImportFault::DeviceType {
                 device_type: self.device_type,
             });
         }
         if self.device_id != i64::from(device.raw()) {
-            return Err(Invalid::Device {
+            return Err(ImportFault::Device {
                 expected: device.ordinal(),
                 actual: self.device_id,
             });
         }
         if fields.n_children != 0 || !fields.dictionary.is_null() {
-            return Err(Invalid::Nested);
+            return Err(ImportFault::Nested);
         }
         if fields.n_buffers != 2 || fields.buffers.is_null() {
-            return Err(Invalid::Buffers {
+            return Err(ImportFault::Buffers {
                 buffers: fields.n_buffers,
             });
         }
@@ -311,7 +312,7 @@ impl ArrowDeviceArray {
             )
         };
         if fields.null_count > 0 || (fields.null_count < 0 && !validity.is_null()) {
-            return Err(Invalid::Nulls {
+            return Err(ImportFault::Nulls {
                 nulls: fields.null_count,
             });
         }
@@ -336,15 +337,15 @@ impl ArrowDeviceArray {
     }
 
     /// Lets a stream wait for the array's event.
-    fn wait(&self, stream: &Stream) -> Result<(), ColumnError> {
+    fn wait(&self, stream: &Stream) -> Result<(), Error> {
         let at = self.sync_event.cast::<sys::CUevent>();
         if at.is_null() {
             return Ok(());
         }
         // SAFETY: by the contract of `from_parts` a handle stands there, that of a live event.
         let event = unsafe { Event::from_raw(stream.context(), at.read_unaligned()) };
-        refuse_capture(stream)?;
-        Ok(stream.wait_event(&event)?)
+        capture::refuse_capture(stream)?;
+        Ok(stream.wait(&event)?)
     }
 }
 
@@ -368,13 +369,13 @@ impl Column {
     /// The array's type is [`ElementType::arrow_field`]'s.
     ///
     /// # Errors
-    /// [`ColumnError::Capturing`]; driver errors.
-    pub fn to_arrow(&self, consumer: &Consumer) -> Result<ArrowDeviceArray, ColumnError> {
+    /// [`Error::Capturing`]; driver errors.
+    pub fn to_arrow(&self, consumer: &Consumer) -> Result<ArrowDeviceArray, Error> {
         self.memory.lend(consumer)?;
         let event = if self.byte_len() == 0 {
             None
         } else {
-            refuse_capture(self.stream())?;
+            capture::refuse_capture(self.stream())?;
             // The event says that all of it is done, whatever the consumer's own stream waits for.
             self.memory.gather()?;
             let event = self.stream().context().enter()?.create_event()?;
@@ -430,30 +431,27 @@ impl Column {
     /// Does not wait on the host.
     ///
     /// # Errors
-    /// [`ColumnError::Invalid`] for an array that is not what a column needs, or one of ours that has fewer
-    /// bytes than so many elements of the type, before any driver call; [`ColumnError::Capturing`]; driver
+    /// [`Error::Import`] for an array that is not what a column needs, or one of ours that has fewer
+    /// bytes than so many elements of the type, before any driver call; [`Error::Capturing`]; driver
     /// errors. With the array.
     pub fn from_arrow(
         array: ArrowDeviceArray,
         element: ElementType,
         stream: &Stream,
         producer: Producer,
-    ) -> Result<Column, ImportError<ArrowDeviceArray>> {
+    ) -> Result<Column, Refused<ArrowDeviceArray>> {
         let returned = array.own_memory();
         let ready = || {
             let described = array.describe(element, stream.context().device())?;
             // First of all, which also refuses our own memory of another driver.
             Memory::expect(returned.as_deref(), &described, stream, &producer)?;
             array.wait(stream)?;
-            Ok(described)
+            Ok::<_, Error>(described)
         };
         let described = match ready() {
             Ok(described) => described,
             Err(error) => {
-                return Err(ImportError {
-                    offered: Box::new(array),
-                    error,
-                });
+                return Err(Refused::new(array, error));
             }
         };
         let Described {

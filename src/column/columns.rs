@@ -10,8 +10,8 @@ use crate::resource::{BlockIdentity, Buffer, MemoryResource, OwnedBlock, Recorda
 
 use super::described::Described;
 use super::dlpack::DlpackTensor;
-use super::element::{Element, ElementType};
-use super::error::{ColumnError, ImportError};
+use crate::element::{Element, ElementType};
+use crate::error::{Error, InvalidArgument, Refused};
 use crate::sync::event::EventPools;
 
 use super::memory::{ColumnSource, Foreign, Memory};
@@ -41,7 +41,7 @@ use super::order::{Consumer, Producer};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let alloc = Allocator::with_config(&context, Config::new())?;
 /// let stream = alloc.create_stream()?;
 /// let column = Column::from_slice(&alloc, &[3i64, 5, 8], &stream)?;
@@ -66,13 +66,13 @@ impl Column {
     /// Memory for `rows` elements, with undefined contents. No rows: no memory, no driver call.
     ///
     /// # Errors
-    /// [`ColumnError::TooLarge`], and those of [`Allocator::allocate`].
+    /// [`InvalidArgument::TooLarge`], and those of [`Allocator::allocate`].
     pub fn uninit(
         alloc: &Allocator,
         element: ElementType,
         rows: usize,
         stream: &Stream,
-    ) -> Result<Column, ColumnError> {
+    ) -> Result<Column, Error> {
         let bytes = bytes_of(element, rows)?;
         let memory = match bytes {
             0 => Memory::empty(stream),
@@ -93,7 +93,7 @@ impl Column {
     /// own copies and exports take part in it.
     ///
     /// # Errors
-    /// [`ColumnError::TooLarge`], and those of [`MemoryResource::allocate_block`].
+    /// [`InvalidArgument::TooLarge`], and those of [`MemoryResource::allocate_block`].
     ///
     /// ```
     /// # #[cfg(feature = "sim")] {
@@ -106,7 +106,7 @@ impl Column {
     ///
     /// # let sim = Simulator::new(SimConfig::default())?;
     /// # let driver = sim.driver()?;
-    /// # let context = Context::primary(&driver, driver.device(0)?)?;
+    /// # let context = driver.context(0)?;
     /// # let alloc = Allocator::with_config(&context, Config::new())?;
     /// # let (stream, other) = (Stream::new(&context)?, Stream::new(&context)?);
     /// let resource: Arc<dyn MemoryResource> = Arc::new(AsyncResource::new(alloc));
@@ -125,7 +125,7 @@ impl Column {
         element: ElementType,
         rows: usize,
         stream: &Stream,
-    ) -> Result<Column, ColumnError> {
+    ) -> Result<Column, Error> {
         let bytes = bytes_of(element, rows)?;
         let memory = match bytes {
             0 => Memory::empty(stream),
@@ -149,7 +149,7 @@ impl Column {
         element: ElementType,
         rows: usize,
         stream: &Stream,
-    ) -> Result<Column, ColumnError> {
+    ) -> Result<Column, Error> {
         let column = Column::uninit_in(resource, element, rows, stream)?;
         column.set_zero()?;
         Ok(column)
@@ -163,7 +163,7 @@ impl Column {
         resource: Arc<dyn MemoryResource>,
         values: &[T],
         stream: &Stream,
-    ) -> Result<Column, ColumnError> {
+    ) -> Result<Column, Error> {
         let mut column = Column::uninit_in(resource, T::TYPE, values.len(), stream)?;
         column.copy_from_slice(values)?;
         Ok(column)
@@ -178,7 +178,7 @@ impl Column {
         element: ElementType,
         rows: usize,
         stream: &Stream,
-    ) -> Result<Column, ColumnError> {
+    ) -> Result<Column, Error> {
         let column = Column::uninit(alloc, element, rows, stream)?;
         column.set_zero()?;
         Ok(column)
@@ -192,7 +192,7 @@ impl Column {
         alloc: &Allocator,
         values: &[T],
         stream: &Stream,
-    ) -> Result<Column, ColumnError> {
+    ) -> Result<Column, Error> {
         let mut column = Column::uninit(alloc, T::TYPE, values.len(), stream)?;
         column.copy_from_slice(values)?;
         Ok(column)
@@ -201,7 +201,7 @@ impl Column {
     /// A column of the first `rows` elements of a block.
     ///
     /// # Errors
-    /// [`ColumnError::TooLarge`], [`ColumnError::BlockTooSmall`]; with the block.
+    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::TooSmall`]; with the block.
     ///
     /// # Safety
     /// `stream` is the stream that the block was allocated on, and follows all uses of the block.
@@ -210,33 +210,29 @@ impl Column {
         element: ElementType,
         rows: usize,
         stream: &Stream,
-    ) -> Result<Column, ImportError<Block>> {
+    ) -> Result<Column, Refused<Block>> {
         let error = match bytes_of(element, rows) {
             Err(error) => error,
-            Ok(needed) if needed as u64 > block.size() => ColumnError::BlockTooSmall {
-                needed,
-                usable: block.size(),
-            },
+            Ok(needed) if needed as u64 > block.size() => {
+                Error::Invalid(InvalidArgument::TooSmall {
+                    needed,
+                    usable: block.size() as usize,
+                })
+            }
             Ok(bytes) => {
                 return match Memory::block(block, bytes, stream) {
                     Ok(memory) => Ok(Column::new(memory, element, rows, false)),
-                    Err((block, error)) => Err(ImportError {
-                        offered: Box::new(block),
-                        error: error.into(),
-                    }),
+                    Err((block, error)) => Err(Refused::new(block, error)),
                 };
             }
         };
-        Err(ImportError {
-            offered: Box::new(block),
-            error,
-        })
+        Err(Refused::new(block, error))
     }
 
     /// A column of the first `rows` elements of a resource's block.
     ///
     /// # Errors
-    /// [`ColumnError::TooLarge`], [`ColumnError::BlockTooSmall`], [`ColumnError::NoBlock`]; with the
+    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::TooSmall`], [`Error::Abandoned`]; with the
     /// block.
     ///
     /// # Safety
@@ -246,11 +242,8 @@ impl Column {
         element: ElementType,
         rows: usize,
         stream: &Stream,
-    ) -> Result<Column, ImportError<OwnedBlock<Arc<dyn MemoryResource>>>> {
-        let refused = |block, error| ImportError {
-            offered: Box::new(block),
-            error,
-        };
+    ) -> Result<Column, Refused<OwnedBlock<Arc<dyn MemoryResource>>>> {
+        let refused = |block, error| Refused::new(block, error);
         let bytes = match bytes_of(element, rows) {
             Ok(bytes) => bytes,
             Err(error) => return Err(refused(block, error)),
@@ -260,11 +253,14 @@ impl Column {
             let needed = bytes;
             return Err(refused(
                 block,
-                ColumnError::BlockTooSmall { needed, usable },
+                Error::Invalid(InvalidArgument::TooSmall {
+                    needed,
+                    usable: usable as usize,
+                }),
             ));
         }
         let Some(identity) = block.identity() else {
-            return Err(refused(block, ColumnError::NoBlock));
+            return Err(refused(block, Error::Abandoned));
         };
         let memory = Memory::resource(block, identity, bytes, stream);
         Ok(Column::new(memory, element, rows, false))
@@ -340,7 +336,7 @@ impl Column {
     }
 
     /// The device that the memory is on.
-    pub fn device(&self) -> Device {
+    pub fn device(&self) -> &Device {
         self.stream().context().device()
     }
 
@@ -372,8 +368,8 @@ impl Column {
     /// producer before everything is done that the stream was given until then.
     ///
     /// # Errors
-    /// Those of [`Block::record_stream`]; [`ColumnError::Capturing`]; driver errors.
-    pub fn record_stream(&self, stream: &Stream) -> Result<(), ColumnError> {
+    /// Those of [`Block::record_stream`]; [`Error::Capturing`]; driver errors.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         self.memory.record(stream)
     }
 
@@ -382,9 +378,9 @@ impl Column {
     /// Exports the column as a legacy tensor: one dimension, compact. Does not wait.
     ///
     /// # Errors
-    /// [`ColumnError::ReadOnly`], which the legacy form cannot say; [`ColumnError::Capturing`]; driver
+    /// [`Error::ReadOnly`], which the legacy form cannot say; [`Error::Capturing`]; driver
     /// errors.
-    pub fn to_dlpack(&self, consumer: &Consumer) -> Result<DlpackTensor, ColumnError> {
+    pub fn to_dlpack(&self, consumer: &Consumer) -> Result<DlpackTensor, Error> {
         self.to_dlpack_rows(self.rows, consumer)
     }
 
@@ -392,9 +388,9 @@ impl Column {
         &self,
         rows: usize,
         consumer: &Consumer,
-    ) -> Result<DlpackTensor, ColumnError> {
+    ) -> Result<DlpackTensor, Error> {
         if self.read_only {
-            return Err(ColumnError::ReadOnly);
+            return Err(Error::ReadOnly);
         }
         self.holds(rows)?;
         self.memory.lend(consumer)?;
@@ -408,21 +404,21 @@ impl Column {
     }
 
     /// Whether there are so many rows: a table's columns can be exchanged for shorter ones.
-    fn holds(&self, rows: usize) -> Result<(), ColumnError> {
+    fn holds(&self, rows: usize) -> Result<(), Error> {
         if rows <= self.rows {
             return Ok(());
         }
-        Err(ColumnError::OverCapacity {
+        Err(Error::Invalid(InvalidArgument::Rows {
             rows: rows as u64,
             capacity: self.rows,
-        })
+        }))
     }
 
     /// Exports the column as a versioned tensor. Does not wait.
     ///
     /// # Errors
-    /// [`ColumnError::Capturing`]; driver errors.
-    pub fn to_dlpack_versioned(&self, consumer: &Consumer) -> Result<DlpackTensor, ColumnError> {
+    /// [`Error::Capturing`]; driver errors.
+    pub fn to_dlpack_versioned(&self, consumer: &Consumer) -> Result<DlpackTensor, Error> {
         self.to_dlpack_versioned_rows(self.rows, consumer)
     }
 
@@ -430,7 +426,7 @@ impl Column {
         &self,
         rows: usize,
         consumer: &Consumer,
-    ) -> Result<DlpackTensor, ColumnError> {
+    ) -> Result<DlpackTensor, Error> {
         self.holds(rows)?;
         self.memory.lend(consumer)?;
         let memory = Arc::clone(&self.memory);
@@ -448,18 +444,18 @@ impl Column {
     /// host.
     ///
     /// # Errors
-    /// [`ColumnError::Invalid`] for a tensor that is not what a column needs, before any driver call;
-    /// [`ColumnError::Capturing`]; driver errors. With the tensor.
+    /// [`Error::Import`] for a tensor that is not what a column needs, before any driver call;
+    /// [`Error::Capturing`]; driver errors. With the tensor.
     pub fn from_dlpack(
         tensor: DlpackTensor,
         stream: &Stream,
         producer: Producer,
-    ) -> Result<Column, ImportError<DlpackTensor>> {
+    ) -> Result<Column, Refused<DlpackTensor>> {
         let returned = tensor.own_memory();
         let ready = || {
             let described = tensor.describe(stream.context().device())?;
             Memory::expect(returned.as_deref(), &described, stream, &producer)?;
-            Ok(described)
+            Ok::<_, Error>(described)
         };
         let Described {
             ptr,
@@ -470,10 +466,7 @@ impl Column {
         } = match ready() {
             Ok(described) => described,
             Err(error) => {
-                return Err(ImportError {
-                    offered: Box::new(tensor),
-                    error,
-                });
+                return Err(Refused::new(tensor, error));
             }
         };
         let source = Foreign::new(ColumnSource::Dlpack, tensor);
@@ -482,10 +475,13 @@ impl Column {
     }
 }
 
-fn bytes_of(element: ElementType, rows: usize) -> Result<usize, ColumnError> {
+fn bytes_of(element: ElementType, rows: usize) -> Result<usize, Error> {
     element
         .bytes_of(rows)
-        .ok_or(ColumnError::TooLarge { rows, element })
+        .ok_or(Error::Invalid(InvalidArgument::TooLarge {
+            len: rows,
+            element_bytes: element.bytes(),
+        }))
 }
 
 // SAFETY: the address of its first element is what the driver reads.

@@ -1,14 +1,14 @@
 //! What is in a column: filled and copied in the order of its stream.
 
-use crate::buffer::{BufferError, CHUNK, Staging, end_of, keep};
+use crate::buffer::{CHUNK, Staging, end_of, keep};
+use crate::error::{Error, InvalidArgument};
 use crate::resource::Access;
 
 use super::columns::Column;
-use super::element::Element;
-use super::error::ColumnError;
+use crate::element::Element;
 
 impl Column {
-    pub(super) fn set_zero(&self) -> Result<(), ColumnError> {
+    pub(super) fn set_zero(&self) -> Result<(), Error> {
         if self.byte_len() == 0 {
             return Ok(());
         }
@@ -19,20 +19,20 @@ impl Column {
         let filled = unsafe { entered.memset_d8(self.ptr(), 0, self.byte_len(), stream.raw()) };
         drop(entered);
         let finished = self.memory.finish(Access::Write);
-        filled.map_err(ColumnError::from).and(finished)
+        filled.map_err(Error::from).and(finished)
     }
 
     /// Overwrites all elements, in the order of the column's stream. Waits until that is done, and until
     /// other columns of the same memory have done theirs.
     ///
     /// # Errors
-    /// [`ColumnError::WrongType`], [`ColumnError::WrongLength`], [`ColumnError::ReadOnly`],
-    /// [`ColumnError::Capturing`], [`ColumnError::Buffer`] (of a per-thread default stream also on any
+    /// [`InvalidArgument::DType`], [`InvalidArgument::Length`], [`Error::ReadOnly`],
+    /// [`Error::Capturing`], [`Error::Stream`] (of a per-thread default stream on any
     /// thread but the one that made the column), driver errors.
-    pub fn copy_from_slice<T: Element>(&mut self, values: &[T]) -> Result<(), ColumnError> {
+    pub fn copy_from_slice<T: Element>(&mut self, values: &[T]) -> Result<(), Error> {
         self.expect::<T>(values.len())?;
         if self.is_read_only() {
-            return Err(ColumnError::ReadOnly);
+            return Err(Error::ReadOnly);
         }
         if values.is_empty() {
             return Ok(());
@@ -46,7 +46,7 @@ impl Column {
     }
 
     /// Copies as many values as the column has rows.
-    fn copy_in<T: Element>(&self, values: &[T]) -> Result<(), ColumnError> {
+    fn copy_in<T: Element>(&self, values: &[T]) -> Result<(), Error> {
         let (bytes, stream) = (self.byte_len(), self.stream());
         let mut staging = Staging::new(bytes.min(CHUNK))?;
         for start in (0..bytes).step_by(CHUNK) {
@@ -64,11 +64,7 @@ impl Column {
                 unsafe { entered.copy_host_to_device(to, from.cast(), part, stream.raw()) };
             staging = keep(
                 staging,
-                end_of(
-                    stream,
-                    copied.map_err(BufferError::from),
-                    self.memory.events(),
-                ),
+                end_of(stream, copied.map_err(Error::from), self.memory.events()),
             )?;
         }
         Ok(())
@@ -78,7 +74,7 @@ impl Column {
     ///
     /// # Errors
     /// As [`copy_from_slice`](Self::copy_from_slice).
-    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>, ColumnError> {
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>, Error> {
         self.expect::<T>(self.rows())?;
         let mut bytes = vec![0u8; self.byte_len()];
         if bytes.is_empty() {
@@ -99,11 +95,7 @@ impl Column {
         };
         bytes = keep(
             bytes,
-            end_of(
-                stream,
-                copied.map_err(BufferError::from),
-                self.memory.events(),
-            ),
+            end_of(stream, copied.map_err(Error::from), self.memory.events()),
         )?;
         Ok(bytes
             .chunks_exact(size_of::<T>())
@@ -111,18 +103,18 @@ impl Column {
             .collect())
     }
 
-    fn expect<T: Element>(&self, rows: usize) -> Result<(), ColumnError> {
+    fn expect<T: Element>(&self, rows: usize) -> Result<(), Error> {
         if T::TYPE != self.element_type() {
-            return Err(ColumnError::WrongType {
+            return Err(Error::Invalid(InvalidArgument::DType {
                 expected: T::TYPE,
-                actual: self.element_type(),
-            });
+                found: self.element_type(),
+            }));
         }
         if rows != self.rows() {
-            return Err(ColumnError::WrongLength {
+            return Err(Error::Invalid(InvalidArgument::Length {
                 expected: self.rows(),
-                actual: rows,
-            });
+                found: rows,
+            }));
         }
         Ok(())
     }

@@ -2,8 +2,8 @@
 
 use crate::driver::sys;
 
-use super::element::ElementType;
-use super::error::Invalid;
+use crate::element::ElementType;
+use crate::error::ImportFault;
 
 /// What a column needs to know about what is imported.
 pub(super) struct Described {
@@ -22,30 +22,30 @@ pub(super) fn place(
     data: u64,
     shown: u64,
     offset: Option<u64>,
-) -> Result<(usize, sys::CUdeviceptr), Invalid> {
-    let count = usize::try_from(rows).map_err(|_| Invalid::Rows { rows })?;
-    let bytes = element.bytes_of(count).ok_or(Invalid::Rows { rows })?;
+) -> Result<(usize, sys::CUdeviceptr), ImportFault> {
+    let count = usize::try_from(rows).map_err(|_| ImportFault::Rows { rows })?;
+    let bytes = element.bytes_of(count).ok_or(ImportFault::Rows { rows })?;
     let size = element.bytes();
     let offset = offset
         .filter(|offset| offset.is_multiple_of(size as u64))
-        .ok_or(Invalid::Offset { offset: shown })?;
+        .ok_or(ImportFault::Offset { offset: shown })?;
     if data == 0 {
         return match count {
             0 => Ok((0, 0)),
-            rows => Err(Invalid::NoData { rows }),
+            rows => Err(ImportFault::NoData { rows }),
         };
     }
     let address = data
         .checked_add(offset)
-        .ok_or(Invalid::Offset { offset: shown })?;
+        .ok_or(ImportFault::Offset { offset: shown })?;
     if !address.is_multiple_of(size as u64) {
-        return Err(Invalid::Alignment {
+        return Err(ImportFault::Alignment {
             address,
             alignment: size,
         });
     }
     if address.checked_add(bytes as u64).is_none() {
-        return Err(Invalid::Overflow { address, bytes });
+        return Err(ImportFault::Overflow { address, bytes });
     }
     Ok((count, address))
 }

@@ -13,9 +13,9 @@ use std::sync::Arc;
 use crate::driver::Device;
 
 use super::described::{Described, place};
-use super::element::ElementType;
-use super::error::Invalid;
 use super::memory::Memory;
+use crate::element::ElementType;
+use crate::error::ImportFault;
 
 /// The version of the specification that exports follow. Tensors of another major version are refused.
 pub const DLPACK_VERSION: DLPackVersion = DLPackVersion { major: 1, minor: 0 };
@@ -185,7 +185,7 @@ fn export<M: Managed>(
     memory: Arc<Memory>,
     element: ElementType,
     rows: usize,
-    device: Device,
+    device: &Device,
     read_only: bool,
 ) -> NonNull<M> {
     let export = Box::into_raw(Box::new(Export::<M> {
@@ -270,7 +270,7 @@ unsafe fn own_memory<M: Managed>(managed: &M) -> Option<Arc<Memory>> {
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let alloc = Allocator::with_config(&context, Config::new())?;
 /// let (ours, theirs) = (alloc.create_stream()?, alloc.create_stream()?);
 /// let column = Column::from_slice(&alloc, &[1.0f32, 2.0], &ours)?;
@@ -324,7 +324,7 @@ impl DlpackTensor {
     /// Takes over a legacy tensor.
     ///
     /// # Errors
-    /// [`Invalid::Null`].
+    /// [`ImportFault::Null`].
     ///
     /// # Safety
     /// The structure is valid and nobody else uses or deletes it from now on. What it says about its
@@ -335,20 +335,22 @@ impl DlpackTensor {
     /// ([`Column::from_dlpack`](super::Column::from_dlpack)), for which it names a stream and a producer:
     /// all elements hold values, and what others do with the memory until the deleter is called is in order
     /// with that stream by what is said of [`Producer`](super::Producer), or over.
-    pub unsafe fn from_raw(raw: *mut DLManagedTensor) -> Result<Self, Invalid> {
-        let raw = NonNull::new(raw).ok_or(Invalid::Null)?;
+    pub unsafe fn from_raw(raw: *mut DLManagedTensor) -> Result<Self, ImportFault> {
+        let raw = NonNull::new(raw).ok_or(ImportFault::Null)?;
         Ok(DlpackTensor(Form::Legacy(raw)))
     }
 
     /// Takes over a versioned tensor.
     ///
     /// # Errors
-    /// [`Invalid::Null`].
+    /// [`ImportFault::Null`].
     ///
     /// # Safety
     /// As [`from_raw`](Self::from_raw); of a version that is not known only the fields before `flags`.
-    pub unsafe fn from_raw_versioned(raw: *mut DLManagedTensorVersioned) -> Result<Self, Invalid> {
-        let raw = NonNull::new(raw).ok_or(Invalid::Null)?;
+    pub unsafe fn from_raw_versioned(
+        raw: *mut DLManagedTensorVersioned,
+    ) -> Result<Self, ImportFault> {
+        let raw = NonNull::new(raw).ok_or(ImportFault::Null)?;
         Ok(DlpackTensor(Form::Versioned(raw)))
     }
 
@@ -375,13 +377,13 @@ impl DlpackTensor {
     /// The tensor itself.
     ///
     /// # Errors
-    /// [`Invalid::Version`] if the layout is not known.
-    pub fn tensor(&self) -> Result<DLTensor, Invalid> {
+    /// [`ImportFault::Version`] if the layout is not known.
+    pub fn tensor(&self) -> Result<DLTensor, ImportFault> {
         match (self.0, self.version()) {
             // SAFETY: alive by the contract of `from_raw`.
             (Form::Legacy(raw), _) => Ok(unsafe { (*raw.as_ptr()).dl_tensor }),
             (_, Some(DLPackVersion { major, minor })) if major != DLPACK_VERSION.major => {
-                Err(Invalid::Version { major, minor })
+                Err(ImportFault::Version { major, minor })
             }
             // SAFETY: as above, and the layout is the one declared here.
             (Form::Versioned(raw), _) => Ok(unsafe { (*raw.as_ptr()).dl_tensor }),
@@ -401,7 +403,7 @@ impl DlpackTensor {
         memory: Arc<Memory>,
         element: ElementType,
         rows: usize,
-        device: Device,
+        device: &Device,
     ) -> Self {
         DlpackTensor(Form::Legacy(export(memory, element, rows, device, false)))
     }
@@ -410,7 +412,7 @@ impl DlpackTensor {
         memory: Arc<Memory>,
         element: ElementType,
         rows: usize,
-        device: Device,
+        device: &Device,
         read_only: bool,
     ) -> Self {
         DlpackTensor(Form::Versioned(export(
@@ -429,24 +431,24 @@ impl DlpackTensor {
     }
 
     /// Checks everything that a column needs.
-    pub(super) fn describe(&self, device: Device) -> Result<Described, Invalid> {
+    pub(super) fn describe(&self, device: &Device) -> Result<Described, ImportFault> {
         let tensor = self.tensor()?;
         if tensor.device.device_type != CUDA {
-            return Err(Invalid::DeviceType {
+            return Err(ImportFault::DeviceType {
                 device_type: tensor.device.device_type,
             });
         }
         if tensor.device.device_id != device.raw() {
-            return Err(Invalid::Device {
+            return Err(ImportFault::Device {
                 expected: device.ordinal(),
                 actual: tensor.device.device_id.into(),
             });
         }
         if tensor.ndim != 1 {
-            return Err(Invalid::Dimensions { ndim: tensor.ndim });
+            return Err(ImportFault::Dimensions { ndim: tensor.ndim });
         }
         if tensor.shape.is_null() {
-            return Err(Invalid::NoShape);
+            return Err(ImportFault::NoShape);
         }
         // SAFETY: one number by the contract of `from_raw`.
         let rows = unsafe { tensor.shape.read_unaligned() };
@@ -454,7 +456,7 @@ impl DlpackTensor {
             // SAFETY: as above.
             let stride = unsafe { tensor.strides.read_unaligned() };
             if stride != 1 {
-                return Err(Invalid::Stride { stride });
+                return Err(ImportFault::Stride { stride });
             }
         }
         let element = ElementType::from_dlpack(tensor.dtype)?;
@@ -529,12 +531,12 @@ impl ElementType {
     /// The type that DLPack writes so.
     ///
     /// # Errors
-    /// [`Invalid::ElementType`].
-    pub fn from_dlpack(dtype: DLDataType) -> Result<ElementType, Invalid> {
+    /// [`ImportFault::ElementType`].
+    pub fn from_dlpack(dtype: DLDataType) -> Result<ElementType, ImportFault> {
         ElementType::ALL
             .into_iter()
             .find(|element| element.dlpack() == dtype)
-            .ok_or(Invalid::ElementType {
+            .ok_or(ImportFault::ElementType {
                 code: dtype.code,
                 bits: dtype.bits,
                 lanes: dtype.lanes,

@@ -6,18 +6,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use crate::allocator::{Block, User};
-use crate::buffer::BufferError;
 use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
+use crate::error::{Error, ImportFault, StreamMisuse};
 use crate::locks::held::locked;
 use crate::resource::{
     Access, BlockIdentity, Buffer, MemoryResource, OwnedBlock, Tracking, identity_of,
 };
+use crate::sync::capture;
 use crate::sync::event::EventPools;
 use crate::sync::order::wait_until_idle;
 
 use super::described::Described;
-use super::error::{ColumnError, Invalid};
-use super::order::{Consumer, Producer, order, refuse_capture, wait_until_over};
+use super::order::{Consumer, Producer, order, wait_until_over};
 
 /// Where a column's memory came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -157,11 +157,11 @@ impl Memory {
 
     /// Gets ready for a copy on the memory's stream that is waited for: nobody else copies while the result
     /// lives, through whichever column of the memory.
-    pub(super) fn begin(&self) -> Result<MutexGuard<'_, ()>, ColumnError> {
+    pub(super) fn begin(&self) -> Result<MutexGuard<'_, ()>, Error> {
         // Before the lock: a forked child fails here.
-        refuse_capture(&self.stream)?;
+        capture::refuse_capture(&self.stream)?;
         if !self.at_home() {
-            return Err(BufferError::WrongThread.into());
+            return Err(Error::Stream(StreamMisuse::WrongThread));
         }
         let mut first = self;
         while let Some(Owner::Returned(_, memory)) = &first.owner {
@@ -172,7 +172,7 @@ impl Memory {
     }
 
     /// Lets an access on the memory's stream come after the uses that its resource has put in order.
-    pub(super) fn prepare(&self, access: Access) -> Result<(), ColumnError> {
+    pub(super) fn prepare(&self, access: Access) -> Result<(), Error> {
         match self.ordered() {
             Some((block, id)) => Ok(block.resource().prepare_use(id, &self.stream, access)?),
             None => Ok(()),
@@ -180,7 +180,7 @@ impl Memory {
     }
 
     /// Says that the access was given to the memory's stream.
-    pub(super) fn finish(&self, access: Access) -> Result<(), ColumnError> {
+    pub(super) fn finish(&self, access: Access) -> Result<(), Error> {
         match self.ordered() {
             Some((block, id)) => Ok(block.resource().finish_use(id, &self.stream, access)?),
             None => Ok(()),
@@ -206,12 +206,12 @@ impl Memory {
         described: &Described,
         stream: &Stream,
         producer: &Producer,
-    ) -> Result<(), ColumnError> {
+    ) -> Result<(), Error> {
         // An array does not say of what type its elements are, and whoever imports it may be wrong.
         if let Some(memory) = returned
             && !memory.contains(described.ptr, described.bytes)
         {
-            return Err(Invalid::Beyond {
+            return Err(ImportFault::Beyond {
                 address: described.ptr,
                 bytes: described.bytes,
                 memory: memory.bytes,
@@ -296,12 +296,12 @@ impl Memory {
     }
 
     /// Notes that a stream uses the memory until it is freed.
-    pub(super) fn record(&self, stream: &Stream) -> Result<(), ColumnError> {
+    pub(super) fn record(&self, stream: &Stream) -> Result<(), Error> {
         match &self.owner {
             Some(Owner::Block(block, _)) => Ok(block.record_stream(stream)?),
             // Where no uses are tracked, freeing waits for all of the resource's context.
             Some(Owner::Resource(block, _)) if block.resource().tracking() == Tracking::None => {
-                if block.resource().context().key() != stream.context().key() {
+                if block.resource().context().id() != stream.context().id() {
                     self.lend_untracked(stream.context());
                 }
                 Ok(())
@@ -309,7 +309,7 @@ impl Memory {
             Some(Owner::Resource(block, _)) => Ok(block.record_stream(stream)?),
             Some(Owner::Returned(_, memory)) => memory.record(stream),
             Some(Owner::Foreign { uses, .. }) => {
-                refuse_capture(stream)?;
+                capture::refuse_capture(stream)?;
                 let id = stream.id()?;
                 if id == self.stream.id()? {
                     return Ok(());
@@ -328,7 +328,7 @@ impl Memory {
     }
 
     /// Hands the memory to a consumer: orders its stream after ours, and notes its use.
-    pub(super) fn lend(&self, consumer: &Consumer) -> Result<(), ColumnError> {
+    pub(super) fn lend(&self, consumer: &Consumer) -> Result<(), Error> {
         if self.bytes == 0 {
             return Ok(());
         }
@@ -353,7 +353,7 @@ impl Memory {
     /// Lets the memory's stream, as the calling thread can name it, come after everything that was done to
     /// the memory.
     #[cfg(feature = "arrow")]
-    pub(super) fn gather(&self) -> Result<(), ColumnError> {
+    pub(super) fn gather(&self) -> Result<(), Error> {
         self.prepare(Access::ReadWrite)?;
         if !self.at_home() {
             // Here the handle means this thread's stream, not the one that was meant.
@@ -363,7 +363,7 @@ impl Memory {
     }
 
     /// Orders a stream after everything that was done to the memory.
-    fn follow(&self, stream: &Stream) -> Result<(), ColumnError> {
+    fn follow(&self, stream: &Stream) -> Result<(), Error> {
         self.prepare(Access::ReadWrite)?;
         if !self.at_home() {
             // Here the handle means this thread's stream, not the one that was meant.
@@ -375,7 +375,7 @@ impl Memory {
     /// The last release waits for a context.
     fn lend_untracked(&self, context: &Context) {
         let mut contexts = process::lock(&self.untracked);
-        if contexts.iter().all(|known| known.key() != context.key()) {
+        if contexts.iter().all(|known| known.id() != context.id()) {
             contexts.push(context.clone());
         }
     }
@@ -422,7 +422,7 @@ impl Memory {
     /// Tells whoever is to free the memory that this stream used it until now. That goes without saying on
     /// the memory's own stream, unless that was retired since: then what it was given later is not covered by
     /// its last marker.
-    fn tell_uses(&self, owner: &Owner) -> Result<(), ColumnError> {
+    fn tell_uses(&self, owner: &Owner) -> Result<(), Error> {
         match owner {
             Owner::Block(block, _) if block.stream_retired() => match self.at_home() {
                 true => Ok(block.record_stream(&self.stream)?),
@@ -435,7 +435,7 @@ impl Memory {
             // Where nothing is tracked it waits for the work of its own context alone.
             Owner::Resource(block, _)
                 if block.resource().tracking() == Tracking::None
-                    && block.resource().context().key() != self.stream.context().key() =>
+                    && block.resource().context().id() != self.stream.context().id() =>
             {
                 Ok(wait_until_idle(self.stream.context())?)
             }
@@ -469,7 +469,7 @@ impl Memory {
     }
 
     /// Waits until the memory can be freed, or released, as far as that is not in the order of a stream.
-    fn let_go(&mut self, owner: &mut Owner) -> Result<(), ColumnError> {
+    fn let_go(&mut self, owner: &mut Owner) -> Result<(), Error> {
         if self.bytes == 0 {
             return Ok(());
         }
@@ -487,7 +487,7 @@ impl Memory {
 
     /// Whether nothing uses foreign memory any more, by host waits or because its producer's stream
     /// waits in our place.
-    fn quiesce(&self, producer: Option<&Stream>, uses: &[Stream]) -> Result<(), ColumnError> {
+    fn quiesce(&self, producer: Option<&Stream>, uses: &[Stream]) -> Result<(), Error> {
         for stream in std::iter::once(&self.stream).chain(uses) {
             if stream.kind() == StreamKind::PerThreadDefault {
                 // Here the handle means this thread's stream, not the one that was meant.

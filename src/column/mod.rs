@@ -22,12 +22,11 @@ mod columns;
 mod contents;
 mod described;
 mod dlpack;
-mod element;
-mod error;
 mod memory;
 mod order;
 mod table;
 
+pub use crate::element::{Element, ElementType};
 #[cfg(feature = "arrow")]
 pub use arrow::{ArrowDeviceArray, ArrowParts, FFI_ArrowArray, FFI_ArrowSchema};
 pub use columns::Column;
@@ -35,8 +34,6 @@ pub use dlpack::{
     DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPACK_FLAG_READ_ONLY,
     DLPACK_VERSION, DLPackVersion, DLTensor, DlpackTensor, RawDlpack,
 };
-pub use element::{Element, ElementType};
-pub use error::{ColumnError, ImportError, Invalid};
 pub use memory::ColumnSource;
 pub use order::{Consumer, Producer};
 pub use table::{Field, Schema, Table};

@@ -4,7 +4,7 @@ use crate::driver::{Context, Stream, StreamKind, sys};
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
-use super::error::ColumnError;
+use crate::error::{Error, StreamMisuse};
 
 /// What the consumer of an export says about itself.
 ///
@@ -38,17 +38,14 @@ impl Consumer {
     /// used in this export only.
     ///
     /// # Errors
-    /// [`ColumnError::InvalidStream`] for 0 and other negative numbers; driver errors.
+    /// [`StreamMisuse::NotAStream`] for 0 and other negative numbers; driver errors.
     ///
     /// # Safety
     /// A handle must be a live stream of a context of the device until the export has been made.
-    pub unsafe fn from_protocol(
-        context: &Context,
-        stream: Option<i64>,
-    ) -> Result<Consumer, ColumnError> {
+    pub unsafe fn from_protocol(context: &Context, stream: Option<i64>) -> Result<Consumer, Error> {
         let raw = match stream {
             Some(-1) => return Ok(Consumer::Unordered),
-            Some(value @ ..=0) => return Err(ColumnError::InvalidStream { value }),
+            Some(value @ ..=0) => return Err(Error::Stream(StreamMisuse::NotAStream { value })),
             None => 1,
             Some(value) => value as usize,
         };
@@ -79,29 +76,18 @@ pub enum Producer {
 
 /// Lets everything that `later` is given from now on come after everything that `earlier` was given
 /// so far.
-pub(super) fn order(
-    earlier: &Stream,
-    later: &Stream,
-    events: &EventPools,
-) -> Result<(), ColumnError> {
+pub(super) fn order(earlier: &Stream, later: &Stream, events: &EventPools) -> Result<(), Error> {
     if earlier.id()? == later.id()? {
         return Ok(());
     }
-    refuse_capture(earlier)?;
-    refuse_capture(later)?;
+    capture::refuse_capture(earlier)?;
+    capture::refuse_capture(later)?;
     Ok(order::order(earlier, later, events)?)
 }
 
-/// A capturing stream would take the exchange into its graph, or be invalidated by it.
-pub(super) fn refuse_capture(stream: &Stream) -> Result<(), ColumnError> {
-    capture::refuse_capture(stream, |stream| ColumnError::Capturing {
-        stream: stream.raw() as usize,
-    })
-}
-
 /// Waits on the host until everything that the stream was given is over, done or failed.
-pub(super) fn wait_until_over(stream: &Stream) -> Result<(), ColumnError> {
-    refuse_capture(stream)?;
+pub(super) fn wait_until_over(stream: &Stream) -> Result<(), Error> {
+    capture::refuse_capture(stream)?;
     if stream.synchronize().is_err() {
         order::wait_until_idle(stream.context())?;
     }

@@ -7,9 +7,9 @@ use crate::driver::{Stream, sys};
 
 use super::columns::Column;
 use super::dlpack::DlpackTensor;
-use super::element::ElementType;
-use super::error::{ColumnError, Invalid};
 use super::order::{Consumer, Producer, order};
+use crate::element::ElementType;
+use crate::error::{Error, ImportFault, InvalidArgument};
 
 /// A column's name and type.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -76,7 +76,7 @@ const UNSET: u64 = u64::MAX;
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let alloc = Allocator::with_config(&context, Config::new())?;
 /// let stream = alloc.create_stream()?;
 /// let schema = Schema::new([("key", ElementType::U32), ("value", ElementType::F64)]);
@@ -103,47 +103,47 @@ impl Table {
     /// A table of given columns and row count, a column of one `u64`. Neither is read.
     ///
     /// # Errors
-    /// [`ColumnError::Arity`], [`ColumnError::FieldType`], [`ColumnError::ColumnRows`];
-    /// [`ColumnError::WrongType`] or [`ColumnError::WrongLength`] for the row count.
+    /// [`InvalidArgument::Arity`], [`InvalidArgument::FieldType`], [`InvalidArgument::ColumnRows`];
+    /// [`InvalidArgument::DType`] or [`InvalidArgument::Length`] for the row count.
     pub fn new(
         schema: Schema,
         columns: Vec<Column>,
         capacity: usize,
         row_count: Column,
-    ) -> Result<Table, ColumnError> {
+    ) -> Result<Table, Error> {
         if columns.len() != schema.arity() {
-            return Err(ColumnError::Arity {
+            return Err(Error::Invalid(InvalidArgument::Arity {
                 columns: columns.len(),
                 fields: schema.arity(),
-            });
+            }));
         }
         for (index, (column, field)) in columns.iter().zip(schema.fields()).enumerate() {
             if column.element_type() != field.element {
-                return Err(ColumnError::FieldType {
+                return Err(Error::Invalid(InvalidArgument::FieldType {
                     index,
                     expected: field.element,
-                    actual: column.element_type(),
-                });
+                    found: column.element_type(),
+                }));
             }
             if column.rows() != capacity {
-                return Err(ColumnError::ColumnRows {
+                return Err(Error::Invalid(InvalidArgument::ColumnRows {
                     index,
                     rows: column.rows(),
                     capacity,
-                });
+                }));
             }
         }
         if row_count.element_type() != ElementType::U64 {
-            return Err(ColumnError::WrongType {
+            return Err(Error::Invalid(InvalidArgument::DType {
                 expected: ElementType::U64,
-                actual: row_count.element_type(),
-            });
+                found: row_count.element_type(),
+            }));
         }
         if row_count.rows() != 1 {
-            return Err(ColumnError::WrongLength {
+            return Err(Error::Invalid(InvalidArgument::Length {
                 expected: 1,
-                actual: row_count.rows(),
-            });
+                found: row_count.rows(),
+            }));
         }
         Ok(Table {
             schema,
@@ -163,7 +163,7 @@ impl Table {
         schema: Schema,
         capacity: usize,
         stream: &Stream,
-    ) -> Result<Table, ColumnError> {
+    ) -> Result<Table, Error> {
         let columns = schema
             .fields()
             .iter()
@@ -177,26 +177,26 @@ impl Table {
     /// row count to be written.
     ///
     /// # Errors
-    /// [`Invalid::UnequalRows`], and as [`new`](Self::new) and [`Column::from_slice`].
+    /// [`ImportFault::UnequalRows`], and as [`new`](Self::new) and [`Column::from_slice`].
     pub fn from_columns(
         alloc: &Allocator,
         schema: Schema,
         columns: Vec<Column>,
         stream: &Stream,
-    ) -> Result<Table, ColumnError> {
+    ) -> Result<Table, Error> {
         let expected = columns.first().map_or(0, Column::rows);
         if let Some(other) = columns.iter().find(|column| column.rows() != expected) {
-            return Err(Invalid::UnequalRows {
+            return Err(ImportFault::UnequalRows {
                 expected,
                 actual: other.rows(),
             }
             .into());
         }
         if columns.len() != schema.arity() {
-            return Err(ColumnError::Arity {
+            return Err(Error::Invalid(InvalidArgument::Arity {
                 columns: columns.len(),
                 fields: schema.arity(),
-            });
+            }));
         }
         let row_count = Column::from_slice(alloc, &[expected as u64], stream)?;
         let table = Table::new(schema, columns, expected, row_count)?;
@@ -214,12 +214,12 @@ impl Table {
         tensors: Vec<DlpackTensor>,
         stream: &Stream,
         producer: &Producer,
-    ) -> Result<Table, ColumnError> {
+    ) -> Result<Table, Error> {
         if tensors.len() != schema.arity() {
-            return Err(ColumnError::Arity {
+            return Err(Error::Invalid(InvalidArgument::Arity {
                 columns: tensors.len(),
                 fields: schema.arity(),
-            });
+            }));
         }
         let mut columns = Vec::with_capacity(tensors.len());
         for tensor in tensors {
@@ -233,7 +233,7 @@ impl Table {
     ///
     /// # Errors
     /// As [`rows`](Self::rows) and [`Column::to_dlpack`].
-    pub fn to_dlpack(&self, consumer: &Consumer) -> Result<Vec<DlpackTensor>, ColumnError> {
+    pub fn to_dlpack(&self, consumer: &Consumer) -> Result<Vec<DlpackTensor>, Error> {
         let rows = self.rows()?;
         self.columns
             .iter()
@@ -245,10 +245,7 @@ impl Table {
     ///
     /// # Errors
     /// As [`rows`](Self::rows) and [`Column::to_dlpack_versioned`].
-    pub fn to_dlpack_versioned(
-        &self,
-        consumer: &Consumer,
-    ) -> Result<Vec<DlpackTensor>, ColumnError> {
+    pub fn to_dlpack_versioned(&self, consumer: &Consumer) -> Result<Vec<DlpackTensor>, Error> {
         let rows = self.rows()?;
         self.columns
             .iter()
@@ -325,22 +322,22 @@ impl Table {
     /// be set once; only [`row_count_mut_ptr`](Self::row_count_mut_ptr) ends it.
     ///
     /// # Errors
-    /// [`ColumnError::OverCapacity`], [`ColumnError::RowsAlreadySet`].
-    pub fn set_cached_rows(&self, rows: u64) -> Result<(), ColumnError> {
+    /// [`InvalidArgument::Rows`], [`InvalidArgument::RowsAlreadySet`].
+    pub fn set_cached_rows(&self, rows: u64) -> Result<(), Error> {
         self.check(rows)?;
         self.cached
             .compare_exchange(UNSET, rows, Ordering::AcqRel, Ordering::Acquire)
             .map(drop)
-            .map_err(|rows| ColumnError::RowsAlreadySet { rows })
+            .map_err(|rows| Error::Invalid(InvalidArgument::RowsAlreadySet { rows }))
     }
 
     /// Logical rows: the host's copy, or else the device's number, for which it waits, and which becomes
     /// the host's copy.
     ///
     /// # Errors
-    /// [`ColumnError::OverCapacity`] if the device counts more rows than there is room for; as
+    /// [`InvalidArgument::Rows`] if the device counts more rows than there is room for; as
     /// [`Column::to_vec`].
-    pub fn rows(&self) -> Result<usize, ColumnError> {
+    pub fn rows(&self) -> Result<usize, Error> {
         if let Some(rows) = self.cached_rows() {
             return Ok(rows);
         }
@@ -356,18 +353,18 @@ impl Table {
         let rows = self.check(read.first().copied().unwrap_or(UNSET))?;
         match self.set_cached_rows(rows as u64) {
             // Another thread was faster.
-            Ok(()) | Err(ColumnError::RowsAlreadySet { .. }) => Ok(rows),
+            Ok(()) | Err(Error::Invalid(InvalidArgument::RowsAlreadySet { .. })) => Ok(rows),
             Err(error) => Err(error),
         }
     }
 
-    fn check(&self, rows: u64) -> Result<usize, ColumnError> {
+    fn check(&self, rows: u64) -> Result<usize, Error> {
         usize::try_from(rows)
             .ok()
             .filter(|rows| *rows <= self.capacity)
-            .ok_or(ColumnError::OverCapacity {
+            .ok_or(Error::Invalid(InvalidArgument::Rows {
                 rows,
                 capacity: self.capacity,
-            })
+            }))
     }
 }

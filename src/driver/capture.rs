@@ -7,6 +7,7 @@ use super::context::{Context, Entered};
 use super::error::DriverError;
 use super::owed::Owed;
 use super::process;
+use super::stream::Stream;
 use super::sys::{self, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
 use super::table::{Driver, call};
 use std::ffi::c_void;
@@ -29,17 +30,6 @@ impl Driver {
     pub(crate) fn saw_capture(&self, stream: CUstream) {
         self.found().add(stream);
     }
-}
-
-/// What a stream is being captured into.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct CaptureInfo {
-    /// True if the capture has become invalid and can only be ended.
-    pub invalidated: bool,
-    /// The capture's id, unique while the process lives; 0 for an invalid one.
-    pub id: u64,
-    /// The graph that is being made, owned by the capture; null for an invalid one.
-    pub graph: sys::CUgraph,
 }
 
 /// A graph that a capture has made, destroyed on drop. `Send`; a graph may be used by one thread
@@ -73,42 +63,34 @@ impl Drop for Graph {
     }
 }
 
-impl Entered<'_> {
-    /// Starts capturing `stream`.
+impl Stream {
+    /// Starts capturing the stream into a graph.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without
     /// [`Feature::CaptureControl`](super::Feature::CaptureControl).
-    ///
-    /// # Safety
-    /// `stream` must be valid as for [`Entered::record`].
-    pub unsafe fn begin_capture(
-        &self,
-        stream: CUstream,
-        mode: CUstreamCaptureMode,
-    ) -> Result<(), DriverError> {
+    pub fn begin_capture(&self, mode: CUstreamCaptureMode) -> Result<(), DriverError> {
+        let entered = self.context().enter()?;
         process::captures_streams();
-        // SAFETY: the caller vouches for the stream.
-        unsafe { call!(self.driver(), cuStreamBeginCapture_v2(stream, mode)) }
+        // SAFETY: the handle is valid by the contract under which it was made.
+        unsafe { call!(entered.driver(), cuStreamBeginCapture_v2(self.raw(), mode)) }
     }
 
-    /// Ends the capture that was begun on `stream`.
-    ///
-    /// # Errors
-    /// The driver's, such as `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`; the capture has ended then
-    /// too.
+    /// Ends the capture that was begun on the stream.
     ///
     /// Allocators whose last block was dropped during a capture are closed here, after their streams'
     /// work is complete, and blocks of the driver's pools that were dropped then are freed.
     ///
-    /// # Safety
-    /// `stream` must be valid as for [`Entered::record`].
-    pub unsafe fn end_capture(&self, stream: CUstream) -> Result<Graph, DriverError> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the output is a local, and the caller vouches for the stream.
-        let ended = unsafe { call!(self.driver(), cuStreamEndCapture(stream, &mut raw)) };
+    /// # Errors
+    /// The driver's, such as `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`; the capture has ended then
+    /// too.
+    pub fn end_capture(&self) -> Result<Graph, DriverError> {
+        let entered = self.context().enter()?;
+        let (driver, mut raw) = (entered.driver(), ptr::null_mut());
+        // SAFETY: the output is a local, and the handle is valid by the contract under which it was made.
+        let ended = unsafe { call!(driver, cuStreamEndCapture(self.raw(), &mut raw)) };
         // SAFETY: as above. Where it was refused, as on the wrong thread, the capture goes on.
-        let asked = unsafe { self.driver().is_capturing(stream) };
+        let asked = unsafe { driver.is_capturing(self.raw()) };
         let graph = ended.map(|()| Graph {
             context: self.context().clone(),
             raw,
@@ -119,28 +101,24 @@ impl Entered<'_> {
         graph
     }
 
-    /// What `stream` is being captured into; none if it is not.
+    /// The id of the capture that the stream is in, unique while the process lives, and 0 if the capture has
+    /// become invalid and can only be ended; `None` if the stream is not being captured.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without
     /// [`Feature::CaptureInfo`](super::Feature::CaptureInfo).
-    ///
-    /// # Safety
-    /// `stream` must be valid as for [`Entered::record`].
-    pub unsafe fn capture_info(
-        &self,
-        stream: CUstream,
-    ) -> Result<Option<CaptureInfo>, DriverError> {
+    pub fn capture_id(&self) -> Result<Option<u64>, DriverError> {
+        let entered = self.context().enter()?;
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let (mut id, mut graph) = (0, ptr::null_mut());
         let (no_nodes, no_count) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the outputs are locals or null, which is allowed for these; the caller vouches
-        // for the stream.
+        // SAFETY: the outputs are locals or null, which is allowed for these; the handle is valid by the
+        // contract under which it was made.
         unsafe {
             call!(
-                self.driver(),
+                entered.driver(),
                 cuStreamGetCaptureInfo_v2(
-                    stream,
+                    self.raw(),
                     &mut status,
                     &mut id,
                     &mut graph,
@@ -149,22 +127,18 @@ impl Entered<'_> {
                 )
             )
         }?;
-        if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            return Ok(None);
-        }
-        Ok(Some(CaptureInfo {
-            invalidated: status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE,
-            id,
-            graph,
-        }))
+        Ok(match status {
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => None,
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Some(id),
+            _ => Some(0),
+        })
     }
+}
 
+#[doc(hidden)]
+impl Entered<'_> {
     /// Calls `destroy(data)` once `graph` and every executable made from it are gone.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::GraphLifetime`](super::Feature::GraphLifetime). After an error `destroy` is never
-    /// called.
+    /// After an error it is never called.
     ///
     /// # Safety
     /// `graph` must be live; `data` must be good for `destroy`, which runs on a thread of the

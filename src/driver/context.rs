@@ -7,7 +7,7 @@ use super::process;
 use super::registry::Entry;
 use super::symbols::Feature;
 use super::sys::{self, CUresult, CUstreamCaptureMode};
-use super::table::{Driver, call, query};
+use super::table::{Driver, call, query, thin};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
@@ -20,24 +20,20 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct Context(Arc<Inner>);
 
-/// Who a [`Context`] belongs to.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum ContextKind {
-    /// The device's primary context, retained by the [`Driver`].
-    Primary,
-    /// Somebody else's: never destroyed here.
-    Borrowed,
-}
-
 struct Inner {
-    driver: Driver,
     raw: sys::CUcontext,
     device: Device,
-    key: u64,
-    kind: ContextKind,
+    id: u64,
+    /// Whether it is the device's primary context, which was retained here; else it is somebody's.
+    primary: bool,
     /// Handles of the context that are yet to be destroyed.
     debts: Debts,
+    /// What keeps the context alive, if not the caller's word.
+    _owner: Owner,
 }
+
+/// What keeps a handle alive that belongs to somebody else.
+pub(super) type Owner = Option<Box<dyn Send + Sync>>;
 
 // SAFETY: a context handle may be used from any thread; the driver synchronises.
 unsafe impl Send for Inner {}
@@ -50,7 +46,8 @@ impl Context {
     ///
     /// # Errors
     /// The driver's.
-    pub fn primary(driver: &Driver, device: Device) -> Result<Context, DriverError> {
+    pub fn primary(device: &Device) -> Result<Context, DriverError> {
+        let driver = device.driver();
         // Before the lock, which a thread of the parent may have held while it forked.
         if process::is_forked_child() {
             let code = CUresult::CUDA_ERROR_NOT_INITIALIZED;
@@ -63,17 +60,16 @@ impl Context {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local handle.
         unsafe { call!(driver, cuDevicePrimaryCtxRetain(&mut raw, device.raw())) }?;
-        let kind = ContextKind::Primary;
         // From here on the drop of the context releases it, also on the error path.
         let mut inner = Inner {
-            driver: driver.clone(),
             raw,
-            device,
-            key: raw as u64,
-            kind,
+            device: device.clone(),
+            id: raw as u64,
+            primary: true,
             debts: Debts::default(),
+            _owner: None,
         };
-        inner.key = key_of(driver, raw)?;
+        inner.id = id_of(driver, raw)?;
         let context = Context(Arc::new(inner));
         // The process-wide driver keeps its primary contexts for ever; any other one lets go of them with
         // their last user, since the context itself keeps the driver alive.
@@ -95,6 +91,34 @@ impl Context {
     /// `raw` must be a live context of `driver`, and stay alive as long as the result, its clones
     /// and everything made from them.
     pub unsafe fn from_raw(driver: &Driver, raw: sys::CUcontext) -> Result<Context, DriverError> {
+        // SAFETY: as the caller says.
+        unsafe { Context::borrowed(driver, raw, None) }
+    }
+
+    /// As [`Context::from_raw`], with what keeps the context alive: it is dropped with the last clone of the
+    /// result and of everything made from it.
+    ///
+    /// # Errors
+    /// As [`Context::from_raw`]; then `owner` has been dropped.
+    ///
+    /// # Safety
+    /// `raw` must be a live context of `driver` as long as `owner` is there.
+    pub unsafe fn from_raw_with_owner(
+        driver: &Driver,
+        raw: sys::CUcontext,
+        owner: impl Send + Sync + 'static,
+    ) -> Result<Context, DriverError> {
+        // SAFETY: as the caller says; the owner stays with the result.
+        unsafe { Context::borrowed(driver, raw, Some(Box::new(owner))) }
+    }
+
+    /// # Safety
+    /// As [`Context::from_raw`].
+    unsafe fn borrowed(
+        driver: &Driver,
+        raw: sys::CUcontext,
+        owner: Owner,
+    ) -> Result<Context, DriverError> {
         if raw.is_null() {
             let code = CUresult::CUDA_ERROR_INVALID_CONTEXT;
             return Err(DriverError::new("cuCtxSetCurrent", code));
@@ -103,12 +127,12 @@ impl Context {
         let device = current_device(driver)?;
         drop(switched);
         Ok(Context(Arc::new(Inner {
-            driver: driver.clone(),
             raw,
             device,
-            key: key_of(driver, raw)?,
-            kind: ContextKind::Borrowed,
+            id: id_of(driver, raw)?,
+            primary: false,
             debts: Debts::default(),
+            _owner: owner,
         })))
     }
 
@@ -144,23 +168,26 @@ impl Context {
     /// The driver that this context belongs to.
     #[inline]
     pub fn driver(&self) -> &Driver {
-        &self.0.driver
+        self.0.device.driver()
     }
 
     /// The device that this context is on.
-    pub fn device(&self) -> Device {
-        self.0.device
+    pub fn device(&self) -> &Device {
+        &self.0.device
     }
 
     /// Tells this context from every other one of the driver: its id, which is never reused, or the
     /// value of its handle where the driver has no ids ([`Feature::StreamIds`]).
-    pub fn key(&self) -> u64 {
-        self.0.key
+    pub fn id(&self) -> u64 {
+        self.0.id
     }
 
-    /// Whether this is a retained primary context or a borrowed one.
-    pub fn kind(&self) -> ContextKind {
-        self.0.kind
+    /// Waits until everything that was submitted to the context has completed.
+    ///
+    /// # Errors
+    /// The driver's, including those of the work itself.
+    pub fn synchronize(&self) -> Result<(), DriverError> {
+        self.enter()?.synchronize()
     }
 
     /// Makes this context current on the calling thread, and the thread's stream capture mode
@@ -238,8 +265,8 @@ impl fmt::Debug for Context {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Context")
             .field("device", &self.0.device.ordinal())
-            .field("key", &self.0.key)
-            .field("kind", &self.0.kind)
+            .field("id", &self.0.id)
+            .field("primary", &self.0.primary)
             .finish_non_exhaustive()
     }
 }
@@ -247,23 +274,18 @@ impl fmt::Debug for Context {
 impl Drop for Inner {
     fn drop(&mut self) {
         // The process-wide driver holds its contexts for ever, so this is none of them.
-        let ours = self.kind == ContextKind::Primary;
-        if !ours || self.driver.drops_nothing() || !self.driver.has(Feature::PrimaryRelease) {
+        let driver = self.device.driver();
+        if !self.primary || driver.drops_nothing() || !driver.has(Feature::PrimaryRelease) {
             return;
         }
-        if let Ok(_switched) = Switched::to(&self.driver, self.raw) {
-            self.debts.pay(&self.driver, true);
+        if let Ok(_switched) = Switched::to(driver, self.raw) {
+            self.debts.pay(driver, true);
         }
         // SAFETY: this is the release of the one retain made in `Context::primary`; everything
         // that used the context held a reference to it and is gone.
-        let result = unsafe {
-            call!(
-                &self.driver,
-                cuDevicePrimaryCtxRelease_v2(self.device.raw())
-            )
-        };
+        let result = unsafe { call!(driver, cuDevicePrimaryCtxRelease_v2(self.device.raw())) };
         if let Err(error) = result {
-            self.driver.drop_failed(&"a primary context", error);
+            driver.drop_failed(&"a primary context", error);
         }
     }
 }
@@ -279,7 +301,7 @@ fn is_over(error: &DriverError) -> bool {
         )
 }
 
-fn key_of(driver: &Driver, raw: sys::CUcontext) -> Result<u64, DriverError> {
+fn id_of(driver: &Driver, raw: sys::CUcontext) -> Result<u64, DriverError> {
     if !driver.has(Feature::StreamIds) {
         return Ok(raw as u64);
     }
@@ -293,7 +315,7 @@ fn current_device(driver: &Driver) -> Result<Device, DriverError> {
     let mut raw = 0;
     // SAFETY: the pointer is to a local handle.
     unsafe { call!(driver, cuCtxGetDevice(&mut raw)) }?;
-    Ok(Device::from_raw(raw))
+    Ok(Device::from_raw(driver, raw))
 }
 
 fn exchange_mode(
@@ -306,6 +328,14 @@ fn exchange_mode(
 }
 
 impl Driver {
+    /// The primary context of the device with this number ([`Context::primary`]).
+    ///
+    /// # Errors
+    /// As [`device`](Self::device).
+    pub fn context(&self, ordinal: usize) -> Result<Context, DriverError> {
+        Context::primary(&self.device(ordinal)?)
+    }
+
     /// The handle that is current on the calling thread, or null. Not counted.
     pub(crate) fn current_raw(&self) -> Result<sys::CUcontext, DriverError> {
         let mut raw = ptr::null_mut();
@@ -364,9 +394,8 @@ pub(crate) struct Current<'a> {
     _switched: Switched<'a>,
 }
 
-/// A context that is current on this thread, with the thread's stream capture mode relaxed. All
-/// calls that need a context are methods of this; they act on the calling thread at once, and
-/// none of them waits for the device unless it says so.
+/// A context that is current on this thread, with the thread's stream capture mode relaxed, for calls of your
+/// own ([`Driver::functions`]).
 ///
 /// Stays on its thread: neither `Send` nor `Sync`.
 ///
@@ -391,21 +420,19 @@ impl<'a> Entered<'a> {
     pub fn driver(&self) -> &'a Driver {
         self.context.driver()
     }
+}
 
-    /// Waits until everything that was submitted to the context has completed.
-    ///
-    /// # Errors
-    /// The driver's, including those of the work itself.
-    pub fn synchronize(&self) -> Result<(), DriverError> {
-        // SAFETY: the context is current; the call takes nothing.
-        unsafe { call!(self.driver(), cuCtxSynchronize()) }
+/// Calls that act on the context: hidden, as all calls on `Entered` are, which act on the calling thread at once
+/// and wait for the device only if they say so.
+#[doc(hidden)]
+impl Entered<'_> {
+    thin! {
+        /// Waits until everything that was submitted to the context has completed.
+        fn synchronize() = cuCtxSynchronize();
     }
 
     /// Gives kernels in this context access to plain allocations of `peer`'s context. Mapped memory
     /// has its own access rights ([`Entered::set_access`]). Already enabled is not an error.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn enable_peer_access(&self, peer: &Context) -> Result<(), DriverError> {
         self.driver()
             .refuse_foreign(peer.driver(), "cuCtxEnablePeerAccess")?;

@@ -105,8 +105,7 @@ impl CallCounts {
     }
 
     /// Operations whose cost grows with the number of physical handles: handles created, handles
-    /// released, and handles mapped a second time (into a view), as reported with
-    /// [`super::Driver::add_view_maps`]. Failed calls do not count.
+    /// released, and handles mapped a second time (into a view). Failed calls do not count.
     pub fn handle_ops(&self) -> u64 {
         self.handle_ops
     }

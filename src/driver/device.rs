@@ -1,18 +1,62 @@
-//! Devices, as values.
+//! Devices, and what they say about themselves.
 
-use super::sys;
+use super::error::DriverError;
+use super::symbols::Feature;
+use super::sys::{self, CUdevice_attribute};
+use super::table::{Driver, call};
+use std::ffi::{CStr, c_char, c_int};
+use std::fmt;
 
 /// A device of a driver, by its ordinal among the devices that this process may see
-/// (`CUDA_VISIBLE_DEVICES` and MIG are the driver's business). Plain data, `Send` and `Sync`.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+/// (`CUDA_VISIBLE_DEVICES` and MIG are the driver's business).
+///
+/// Cheap to clone, `Send` and `Sync`. Two are equal if they are the same device of the same driver.
+#[derive(Clone)]
 pub struct Device {
+    driver: Driver,
     ordinal: usize,
     raw: sys::CUdevice,
 }
 
+impl Driver {
+    /// How many devices this process may see; 0 is not an error.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn device_count(&self) -> Result<usize, DriverError> {
+        let mut count = 0;
+        // SAFETY: the pointer is to a local integer.
+        unsafe { call!(self, cuDeviceGetCount(&mut count)) }?;
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// The device with this number.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_DEVICE` for an unknown number, or the driver's.
+    pub fn device(&self, ordinal: usize) -> Result<Device, DriverError> {
+        let number = c_int::try_from(ordinal).map_err(|_| {
+            DriverError::new("cuDeviceGet", sys::CUresult::CUDA_ERROR_INVALID_DEVICE)
+        })?;
+        let mut raw = 0;
+        // SAFETY: the pointer is to a local handle.
+        unsafe { call!(self, cuDeviceGet(&mut raw, number)) }?;
+        Ok(Device {
+            driver: self.clone(),
+            ordinal,
+            raw,
+        })
+    }
+}
+
 impl Device {
-    pub(super) fn new(ordinal: usize, raw: sys::CUdevice) -> Device {
-        Device { ordinal, raw }
+    /// The device behind a handle that the driver gave out; handles are ordinals.
+    pub(super) fn from_raw(driver: &Driver, raw: sys::CUdevice) -> Device {
+        Device {
+            driver: driver.clone(),
+            ordinal: usize::try_from(raw).unwrap_or(usize::MAX),
+            raw,
+        }
     }
 
     /// The device's number, from 0.
@@ -25,19 +69,172 @@ impl Device {
         self.raw
     }
 
-    /// The location of this device's memory, as the driver wants it.
-    pub(super) fn location(&self) -> sys::CUmemLocation {
-        sys::CUmemLocation {
-            type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-            id: self.raw,
+    /// The driver that the device belongs to.
+    #[inline]
+    pub fn driver(&self) -> &Driver {
+        &self.driver
+    }
+
+    /// The device's product name.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn name(&self) -> Result<String, DriverError> {
+        let mut text: [c_char; 256] = [0; 256];
+        // SAFETY: the pointer is to a local array of the length that is given.
+        unsafe {
+            call!(
+                self.driver(),
+                cuDeviceGetName(text.as_mut_ptr(), 256, self.raw)
+            )
+        }?;
+        Ok(string(&text))
+    }
+
+    /// The device's memory in bytes.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn total_memory(&self) -> Result<u64, DriverError> {
+        let mut bytes = 0_usize;
+        // SAFETY: the pointer is to a local integer.
+        unsafe { call!(self.driver(), cuDeviceTotalMem_v2(&mut bytes, self.raw)) }?;
+        Ok(bytes as u64)
+    }
+
+    /// A number that describes the device; also numbers newer than the bindings may be asked for.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_INVALID_VALUE` for an attribute that it does not know.
+    pub fn attribute(&self, attribute: CUdevice_attribute) -> Result<i32, DriverError> {
+        let mut value = 0;
+        // SAFETY: the pointer is to a local integer.
+        unsafe {
+            call!(
+                self.driver(),
+                cuDeviceGetAttribute(&mut value, attribute, self.raw)
+            )
+        }?;
+        Ok(value)
+    }
+
+    /// The device's UUID, or that of the MIG instance; none if the driver cannot say.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn uuid(&self) -> Result<Option<[u8; 16]>, DriverError> {
+        if !self.driver.has(Feature::DeviceUuid) {
+            return Ok(None);
+        }
+        let mut uuid = sys::CUuuid::default();
+        // SAFETY: the pointer is to a local struct.
+        unsafe { call!(self.driver(), cuDeviceGetUuid_v2(&mut uuid, self.raw)) }?;
+        Ok(Some(uuid.bytes.map(|byte| byte.to_ne_bytes()[0])))
+    }
+
+    /// The device's PCI address, such as `0000:3b:00.0`; none if the driver cannot say.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn pci_bus_id(&self) -> Result<Option<String>, DriverError> {
+        if !self.driver.has(Feature::PciBusId) {
+            return Ok(None);
+        }
+        let mut text: [c_char; 64] = [0; 64];
+        // SAFETY: the pointer is to a local array of the length that is given.
+        unsafe {
+            call!(
+                self.driver(),
+                cuDeviceGetPCIBusId(text.as_mut_ptr(), 64, self.raw)
+            )
+        }?;
+        Ok(Some(string(&text)))
+    }
+
+    /// True if driver and device support virtual memory management.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn supports_vmm(&self) -> Result<bool, DriverError> {
+        self.supports(
+            Feature::Vmm,
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        )
+    }
+
+    /// True if driver and device support the driver's own memory pools.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn supports_pools(&self) -> Result<bool, DriverError> {
+        self.supports(
+            Feature::Pools,
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED,
+        )
+    }
+
+    /// True if the driver exports `feature` and the device reports `attribute` as non-zero; an attribute
+    /// that the driver does not know counts as false.
+    #[doc(hidden)]
+    pub fn supports(
+        &self,
+        feature: Feature,
+        attribute: CUdevice_attribute,
+    ) -> Result<bool, DriverError> {
+        if !self.driver.has(feature) {
+            return Ok(false);
+        }
+        match self.attribute(attribute) {
+            Ok(value) => Ok(value != 0),
+            Err(error) if error.code() == sys::CUresult::CUDA_ERROR_INVALID_VALUE => Ok(false),
+            Err(error) => Err(error),
         }
     }
 
-    /// The device behind a handle that the driver gave out; handles are ordinals.
-    pub(super) fn from_raw(raw: sys::CUdevice) -> Device {
-        Device {
-            ordinal: usize::try_from(raw).unwrap_or(usize::MAX),
-            raw,
+    /// True if kernels on this device can be given access to memory on `peer`; false if the driver
+    /// lacks [`Feature::Peers`].
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for a device of another driver.
+    pub fn can_access_peer(&self, peer: &Device) -> Result<bool, DriverError> {
+        self.driver
+            .refuse_foreign(&peer.driver, "cuDeviceCanAccessPeer")?;
+        if !self.driver.has(Feature::Peers) {
+            return Ok(false);
         }
+        let mut can = 0;
+        // SAFETY: the pointer is to a local integer.
+        unsafe {
+            call!(
+                self.driver(),
+                cuDeviceCanAccessPeer(&mut can, self.raw, peer.raw)
+            )
+        }?;
+        Ok(can != 0)
+    }
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Device) -> bool {
+        self.ordinal == other.ordinal && self.driver.same_library(&other.driver)
+    }
+}
+
+impl Eq for Device {}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device")
+            .field("ordinal", &self.ordinal)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The text up to the first zero, or all of it.
+fn string(text: &[c_char]) -> String {
+    let bytes: Vec<u8> = text.iter().map(|unit| unit.to_ne_bytes()[0]).collect();
+    match CStr::from_bytes_until_nul(&bytes) {
+        Ok(text) => text.to_string_lossy().into_owned(),
+        Err(_) => String::from_utf8_lossy(&bytes).into_owned(),
     }
 }

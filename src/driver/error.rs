@@ -30,7 +30,7 @@ impl DriverError {
     }
 
     /// The code's name, such as `CUDA_ERROR_OUT_OF_MEMORY`; `unrecognized error` for a code that
-    /// this crate does not know (then [`super::Driver::describe`] may).
+    /// this crate does not know.
     pub fn name(&self) -> &'static str {
         name(self.code)
     }
@@ -161,26 +161,12 @@ names! {
     CUDA_ERROR_UNKNOWN
 }
 
-/// A library that was tried as the driver and could not be opened.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct Candidate {
-    /// The name or path that was given to the system's loader.
-    pub name: String,
-    /// Why the loader refused it; the end of its chain is the loader's own text.
-    pub source: libloading::Error,
-}
-
-impl fmt::Display for Candidate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cannot open `{}`", self.name)
-    }
-}
-
-impl Error for Candidate {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(&self.source)
-    }
+/// A library that could not be opened, and why; the end of the chain is the loader's own text.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot open `{name}`")]
+pub(super) struct Unopened {
+    pub(super) name: String,
+    pub(super) source: libloading::Error,
 }
 
 /// Why no driver is available.
@@ -191,11 +177,12 @@ impl Error for Candidate {
 pub enum LoadError {
     /// There is no such driver on this operating system.
     UnsupportedPlatform,
-    /// No candidate could be opened. The source is the last candidate's error; the text names
-    /// them all, each with its reason.
+    /// No library could be opened. The source is the last one's error; the text names them all, each with its
+    /// reason.
     NotFound {
-        /// Everything that was tried, in order; never empty.
-        candidates: Vec<Candidate>,
+        /// Everything that was tried, in order, as it was given to the system's loader, and why the loader
+        /// refused it; never empty.
+        tried: Vec<(String, Box<dyn Error + Send + Sync>)>,
     },
     /// The library lacks a function that this crate cannot do without.
     SymbolMissing {
@@ -229,15 +216,15 @@ impl fmt::Display for LoadError {
             LoadError::UnsupportedPlatform => {
                 write!(f, "there is no CUDA driver on this platform")
             }
-            LoadError::NotFound { candidates } => {
+            LoadError::NotFound { tried } => {
                 write!(f, "no CUDA driver library found")?;
-                for (index, candidate) in candidates.iter().enumerate() {
+                for (index, (name, error)) in tried.iter().enumerate() {
                     let separator = if index == 0 { ": tried " } else { ", " };
-                    write!(f, "{separator}`{}` (", candidate.name)?;
-                    match candidate.source.source() {
-                        Some(words) => write!(f, "{words})")?,
-                        None => write!(f, "{})", candidate.source)?,
+                    let mut last: &dyn Error = &**error;
+                    while let Some(source) = last.source() {
+                        last = source;
                     }
+                    write!(f, "{separator}`{name}` ({last})")?;
                 }
                 Ok(())
             }
@@ -264,14 +251,8 @@ impl fmt::Display for LoadError {
 impl Error for LoadError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
-            LoadError::NotFound { candidates } => match candidates.last() {
-                Some(candidate) => Some(candidate),
-                None => None,
-            },
-            LoadError::SymbolMissing { source, .. } => match source {
-                Some(source) => Some(source),
-                None => None,
-            },
+            LoadError::NotFound { tried } => tried.last().map(|(_, error)| &**error as _),
+            LoadError::SymbolMissing { source, .. } => source.as_ref().map(|error| error as _),
             LoadError::Init(error) => Some(error),
             LoadError::UnsupportedPlatform
             | LoadError::StubLibrary { .. }

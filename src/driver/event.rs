@@ -4,7 +4,7 @@ use super::context::{Context, Current, Entered};
 use super::error::DriverError;
 use super::owed::Owed;
 use super::sys::{self, CUevent_flags};
-use super::table::call;
+use super::table::{call, thin};
 use std::fmt;
 use std::ptr;
 
@@ -16,16 +16,8 @@ use std::ptr;
 pub struct Event {
     context: Context,
     raw: sys::CUevent,
-    kind: EventKind,
-}
-
-/// Who an [`Event`] belongs to.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum EventKind {
-    /// Created here, destroyed on drop.
-    Owned,
-    /// Somebody else's: never destroyed here.
-    Borrowed,
+    /// Whether it is destroyed on drop.
+    owned: bool,
 }
 
 // SAFETY: an event handle may be used from any thread; the driver synchronises.
@@ -34,6 +26,14 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
+    /// A new event without timing.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn new(context: &Context) -> Result<Event, DriverError> {
+        context.enter()?.create_event()
+    }
+
     /// An event that somebody else owns.
     ///
     /// # Safety
@@ -42,7 +42,7 @@ impl Event {
         Event {
             context: context.clone(),
             raw,
-            kind: EventKind::Borrowed,
+            owned: false,
         }
     }
 
@@ -57,9 +57,20 @@ impl Event {
         &self.context
     }
 
-    /// Whether the event is owned or borrowed.
-    pub fn kind(&self) -> EventKind {
-        self.kind
+    /// True if the work that the event stands for has completed.
+    ///
+    /// # Errors
+    /// The driver's, including those of the work itself.
+    pub fn is_complete(&self) -> Result<bool, DriverError> {
+        self.context.enter()?.query(self)
+    }
+
+    /// Blocks the calling thread until the work that the event stands for has completed.
+    ///
+    /// # Errors
+    /// The driver's, including those of the work itself.
+    pub fn synchronize(&self) -> Result<(), DriverError> {
+        self.context.enter()?.wait(self)
     }
 }
 
@@ -67,25 +78,23 @@ impl fmt::Debug for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Event")
             .field("raw", &self.raw)
-            .field("kind", &self.kind)
+            .field("owned", &self.owned)
             .finish_non_exhaustive()
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if self.kind == EventKind::Borrowed {
+        if !self.owned {
             return;
         }
         self.context.release(Owed::Event(self.raw));
     }
 }
 
+#[doc(hidden)]
 impl Entered<'_> {
     /// A new event without timing, owned by the result.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn create_event(&self) -> Result<Event, DriverError> {
         self.context().debts().pay(self.driver(), false);
         let mut raw = ptr::null_mut();
@@ -95,29 +104,20 @@ impl Entered<'_> {
         Ok(Event {
             context: self.context().clone(),
             raw,
-            kind: EventKind::Owned,
+            owned: true,
         })
     }
 
-    /// Makes `event` stand for everything submitted to `stream` so far; an earlier record is
-    /// forgotten, while waits that were already submitted keep it.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_INVALID_HANDLE` if event and stream differ in their context.
-    ///
-    /// # Safety
-    /// `stream` must be a live stream, or a special handle that means the default stream here; it and the
-    /// event are of this driver.
-    pub unsafe fn record(&self, event: &Event, stream: sys::CUstream) -> Result<(), DriverError> {
-        // SAFETY: the event is alive, and the caller vouches for the stream.
-        unsafe { call!(self.driver(), cuEventRecord(event.raw, stream)) }
+    thin! {
+        /// [`Event::record`]. `stream` must be a live stream, or a special handle that means the default stream
+        /// here; it and the event are of this driver.
+        unsafe fn record(event: &Event, stream: sys::CUstream) = cuEventRecord(event.raw, stream);
+
+        /// [`Stream::wait`](super::Stream::wait), under the conditions of [`Entered::record`] but that the event may be of any context.
+        unsafe fn stream_wait(stream: sys::CUstream, event: &Event) = cuStreamWaitEvent(stream, event.raw, 0);
     }
 
     /// True if the work that `event` stands for has completed.
-    ///
-    /// # Errors
-    /// The driver's, including those of the work itself; `CUDA_ERROR_INVALID_HANDLE` for an event of
-    /// another driver.
     pub fn query(&self, event: &Event) -> Result<bool, DriverError> {
         self.driver()
             .refuse_foreign(event.context.driver(), "cuEventQuery")?;
@@ -130,39 +130,16 @@ impl Entered<'_> {
     }
 
     /// Blocks the calling thread until the work that `event` stands for has completed.
-    ///
-    /// # Errors
-    /// As [`query`](Self::query).
     pub fn wait(&self, event: &Event) -> Result<(), DriverError> {
         self.driver()
             .refuse_foreign(event.context.driver(), "cuEventSynchronize")?;
         // SAFETY: the event is alive.
         unsafe { call!(self.driver(), cuEventSynchronize(event.raw)) }
     }
-
-    /// Lets everything that is submitted to `stream` from now on start only after the work that
-    /// `event` stands for. The event may belong to another context or device.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// As [`Entered::record`].
-    pub unsafe fn stream_wait(
-        &self,
-        stream: sys::CUstream,
-        event: &Event,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the event is alive, and the caller vouches for the stream.
-        unsafe { call!(self.driver(), cuStreamWaitEvent(stream, event.raw, 0)) }
-    }
 }
 
 impl Current<'_> {
     /// As [`Entered::record`].
-    ///
-    /// # Errors
-    /// As there.
     ///
     /// # Safety
     /// As there.
@@ -176,9 +153,6 @@ impl Current<'_> {
     }
 
     /// As [`Entered::stream_wait`].
-    ///
-    /// # Errors
-    /// As there.
     ///
     /// # Safety
     /// As there.

@@ -1,6 +1,6 @@
 //! Finding and opening the driver's shared library.
 
-use super::error::{Candidate, DriverError, LoadError};
+use super::error::{DriverError, LoadError, Unopened};
 use super::process;
 use super::symbols;
 use super::sys::{self, CUresult};
@@ -83,7 +83,7 @@ impl Driver {
     /// # Safety
     /// The library's initialisers run in this process, and its exports are called by the types of the
     /// bindings: whatever is at `path` must be a CUDA driver, or behave as one under every name of
-    /// [`symbols`](Driver::symbols) that it exports.
+    /// [`sys::CuFunctions`] that it exports.
     ///
     /// ```compile_fail,E0133
     /// # use cualloc::driver::Driver;
@@ -108,14 +108,14 @@ fn open_default() -> Result<Opened, LoadError> {
     let mut failed = Vec::new();
     for name in CANDIDATES {
         match open_one(name.as_ref(), open_system) {
-            Err(LoadError::NotFound { candidates }) => failed.extend(candidates),
+            Err(LoadError::NotFound { tried }) => failed.extend(tried),
             result => return result,
         }
     }
     Err(if failed.is_empty() {
         LoadError::UnsupportedPlatform
     } else {
-        LoadError::NotFound { candidates: failed }
+        LoadError::NotFound { tried: failed }
     })
 }
 
@@ -126,10 +126,9 @@ fn open_one(name: &OsStr, open: Open) -> Result<Opened, LoadError> {
     let library = match open(name) {
         Ok(library) => library,
         Err(source) => {
-            let candidate = Candidate { name: text, source };
-            return Err(LoadError::NotFound {
-                candidates: vec![candidate],
-            });
+            let name = text.clone();
+            let tried = vec![(text, Unopened { name, source }.into())];
+            return Err(LoadError::NotFound { tried });
         }
     };
     // SAFETY: the library is taken for a driver, whose exports have the types of the bindings: the

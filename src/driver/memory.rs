@@ -4,7 +4,7 @@ use super::context::{Context, Entered};
 use super::error::DriverError;
 use super::owed::Owed;
 use super::sys::{self, CUdeviceptr, CUpointer_attribute, CUstream};
-use super::table::call;
+use super::table::{call, thin};
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::MaybeUninit;
@@ -12,6 +12,7 @@ use std::ptr::{self, NonNull};
 
 /// A device's memory as the driver sees it, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+#[non_exhaustive]
 pub struct MemInfo {
     /// What can still be allocated, by all processes together.
     pub free: u64,
@@ -19,7 +20,18 @@ pub struct MemInfo {
     pub total: u64,
 }
 
+impl Context {
+    /// Free and total memory of the context's device. Costs microseconds.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn mem_info(&self) -> Result<MemInfo, DriverError> {
+        self.enter()?.mem_info()
+    }
+}
+
 /// How page-locked host memory is made; the default is plain.
+#[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct HostMemory {
     /// Page-locked for all contexts, not only the one that is current.
@@ -41,6 +53,7 @@ impl HostMemory {
 
 /// Page-locked host memory, freed on drop, which may wait for work that uses it. `Send` and `Sync`: an
 /// address with a lifetime; what may be done with the bytes is for its owner to say.
+#[doc(hidden)]
 pub struct HostAllocation {
     context: Context,
     address: NonNull<c_void>,
@@ -53,12 +66,10 @@ unsafe impl Send for HostAllocation {}
 unsafe impl Sync for HostAllocation {}
 
 impl HostAllocation {
-    /// The first byte.
     pub fn ptr(&self) -> NonNull<c_void> {
         self.address
     }
 
-    /// Its size.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -79,34 +90,34 @@ impl Drop for HostAllocation {
     }
 }
 
+/// Memory of the device and of the host. A pointer, a range or a stream that an unsafe method takes must be live, and
+/// a stream be one of the context or a special handle; memory that is freed is used no more, neither by submitted work
+/// nor later.
+#[doc(hidden)]
 impl Entered<'_> {
-    /// Allocates `bytes` of device memory; the address is a multiple of 256 at least.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_INVALID_VALUE` for 0 bytes.
-    pub fn mem_alloc(&self, bytes: usize) -> Result<CUdeviceptr, DriverError> {
-        let mut address = 0;
-        // SAFETY: the pointer is to a local integer.
-        unsafe { call!(self.driver(), cuMemAlloc_v2(&mut address, bytes)) }?;
-        Ok(address)
-    }
+    thin! {
+        /// Allocates `bytes` of device memory; the address is a multiple of 256 at least.
+        fn mem_alloc(bytes: usize) -> address: CUdeviceptr = cuMemAlloc_v2(&mut address, bytes);
 
-    /// Frees memory of [`Entered::mem_alloc`]. May wait until all running kernels have finished.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// No work may use the memory any more, neither submitted nor later.
-    pub unsafe fn mem_free(&self, address: CUdeviceptr) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for the memory.
-        unsafe { call!(self.driver(), cuMemFree_v2(address)) }
+        /// Frees memory of [`Entered::mem_alloc`]. May wait until all running kernels have finished.
+        unsafe fn mem_free(address: CUdeviceptr) = cuMemFree_v2(address);
+
+        /// Base address and bytes of the allocation or mapping that contains `address`.
+        fn address_range(address: CUdeviceptr) -> range: (CUdeviceptr, usize)
+            = cuMemGetAddressRange_v2(&mut range.0, &mut range.1, address);
+
+        /// Frees memory of [`Entered::host_alloc`].
+        unsafe fn host_free(address: *mut c_void) = cuMemFreeHost(address);
+
+        /// The address under which the device sees page-locked host memory.
+        unsafe fn host_device_pointer(address: *mut c_void) -> device: CUdeviceptr
+            = cuMemHostGetDevicePointer_v2(&mut device, address, 0);
+
+        /// Undoes [`Entered::host_register`].
+        unsafe fn host_unregister(address: *mut c_void) = cuMemHostUnregister(address);
     }
 
     /// Free and total memory of the context's device, in bytes. Costs microseconds.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn mem_info(&self) -> Result<MemInfo, DriverError> {
         let (mut free, mut total) = (0_usize, 0_usize);
         // SAFETY: both pointers are to local integers.
@@ -115,22 +126,6 @@ impl Entered<'_> {
             free: free as u64,
             total: total as u64,
         })
-    }
-
-    /// Base address and bytes of the allocation or mapping that contains `address`.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn address_range(&self, address: CUdeviceptr) -> Result<(CUdeviceptr, usize), DriverError> {
-        let (mut base, mut bytes) = (0, 0);
-        // SAFETY: both outputs are locals; any address may be asked about.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemGetAddressRange_v2(&mut base, &mut bytes, address)
-            )
-        }?;
-        Ok((base, bytes))
     }
 
     /// One attribute of an address.
@@ -160,9 +155,6 @@ impl Entered<'_> {
 
     /// Makes synchronous copies to and from this allocation really synchronous, as transfers by
     /// other devices need it.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn set_sync_memops(&self, address: CUdeviceptr, on: bool) -> Result<(), DriverError> {
         let value = u32::from(on);
         let attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS;
@@ -176,9 +168,6 @@ impl Entered<'_> {
     }
 
     /// Allocates `bytes` of page-locked host memory.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn host_alloc(&self, bytes: usize, how: HostMemory) -> Result<*mut c_void, DriverError> {
         let mut address = ptr::null_mut();
         // SAFETY: the pointer is to a local.
@@ -192,9 +181,6 @@ impl Entered<'_> {
     }
 
     /// Allocates `bytes` of page-locked host memory that frees itself. Its bytes are undefined.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn host_allocation(
         &self,
         bytes: usize,
@@ -207,40 +193,6 @@ impl Entered<'_> {
             address,
             bytes,
         })
-    }
-
-    /// Frees memory of [`Entered::host_alloc`].
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// Nothing may use the memory any more, neither the host nor submitted work.
-    pub unsafe fn host_free(&self, address: *mut c_void) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for the memory.
-        unsafe { call!(self.driver(), cuMemFreeHost(address)) }
-    }
-
-    /// The address under which the device sees page-locked host memory.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// `address` must lie in live page-locked memory.
-    pub unsafe fn host_device_pointer(
-        &self,
-        address: *mut c_void,
-    ) -> Result<CUdeviceptr, DriverError> {
-        let mut device = 0;
-        // SAFETY: the output is a local, and the caller vouches for the memory.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemHostGetDevicePointer_v2(&mut device, address, 0)
-            )
-        }?;
-        Ok(device)
     }
 
     /// Page-locks `bytes` of host memory that the caller owns. `write_combined` does not apply.
@@ -265,97 +217,49 @@ impl Entered<'_> {
         // SAFETY: the caller vouches for the memory.
         unsafe { call!(self.driver(), cuMemHostRegister_v2(address, bytes, flags)) }
     }
-
-    /// Undoes [`Entered::host_register`].
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// No submitted work may rely on the memory being page-locked.
-    pub unsafe fn host_unregister(&self, address: *mut c_void) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for the memory.
-        unsafe { call!(self.driver(), cuMemHostUnregister(address)) }
-    }
 }
 
 /// Copies and fills in stream order: they return before the work is done.
 ///
 /// All of them share one contract. `stream` must be valid as for [`Entered::record`]. The ranges
 /// must be accessible where the operation runs, must stay allocated and mapped until it has
-/// completed, and nothing may write to them (or, for what is written, touch them) at the same time.
-/// A host range that is not page-locked may be copied before the call returns, but need not be.
+/// completed, and nothing may write to them (or, for what is written, touch them) at the same time; the ranges of a
+/// copy must not overlap. A host range that is not page-locked may be copied before the call returns, but need not be.
+#[doc(hidden)]
 impl Entered<'_> {
-    /// Fills `bytes` bytes with `value`.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The contract of stream-ordered operations above.
-    pub unsafe fn memset_d8(
-        &self,
-        to: CUdeviceptr,
-        value: u8,
-        bytes: usize,
-        stream: CUstream,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for range and stream.
-        unsafe { call!(self.driver(), cuMemsetD8Async(to, value, bytes, stream)) }
-    }
+    thin! {
+        /// Fills `bytes` bytes with `value`.
+        unsafe fn memset_d8(to: CUdeviceptr, value: u8, bytes: usize, stream: CUstream)
+            = cuMemsetD8Async(to, value, bytes, stream);
 
-    /// Fills `words` 32-bit words with `value`; `to` must be a multiple of 4.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The contract of stream-ordered operations above.
-    pub unsafe fn memset_d32(
-        &self,
-        to: CUdeviceptr,
-        value: u32,
-        words: usize,
-        stream: CUstream,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for range and stream.
-        unsafe { call!(self.driver(), cuMemsetD32Async(to, value, words, stream)) }
-    }
+        /// Fills `words` 32-bit words with `value`; `to` must be a multiple of 4.
+        unsafe fn memset_d32(to: CUdeviceptr, value: u32, words: usize, stream: CUstream)
+            = cuMemsetD32Async(to, value, words, stream);
 
-    /// Copies `bytes` bytes from the host to the device.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The contract of stream-ordered operations above.
-    pub unsafe fn copy_host_to_device(
-        &self,
-        to: CUdeviceptr,
-        from: *const c_void,
-        bytes: usize,
-        stream: CUstream,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for ranges and stream.
-        unsafe { call!(self.driver(), cuMemcpyHtoDAsync_v2(to, from, bytes, stream)) }
-    }
+        /// Copies from the host to the device.
+        unsafe fn copy_host_to_device(
+            to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream
+        ) = cuMemcpyHtoDAsync_v2(to, from, bytes, stream);
 
-    /// Copies `bytes` bytes from the device to the host.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The contract of stream-ordered operations above.
-    pub unsafe fn copy_device_to_host(
-        &self,
-        to: *mut c_void,
-        from: CUdeviceptr,
-        bytes: usize,
-        stream: CUstream,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for ranges and stream.
-        unsafe { call!(self.driver(), cuMemcpyDtoHAsync_v2(to, from, bytes, stream)) }
+        /// Copies from the device to the host.
+        unsafe fn copy_device_to_host(
+            to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream
+        ) = cuMemcpyDtoHAsync_v2(to, from, bytes, stream);
+
+        /// Copies on the device.
+        unsafe fn copy_device_to_device(
+            to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream
+        ) = cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
+
+        /// Copies between any two addresses of the unified address space.
+        unsafe fn copy(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream)
+            = cuMemcpyAsync(to, from, bytes, stream);
+
+        /// Copies from one context's memory to another's; needs [`Feature::Peers`](super::Feature::Peers).
+        unsafe fn copy_peer(
+            to: CUdeviceptr, to_context: &Context, from: CUdeviceptr, from_context: &Context, bytes: usize,
+            stream: CUstream
+        ) = cuMemcpyPeerAsync(to, to_context.raw(), from, from_context.raw(), bytes, stream);
     }
 
     /// Words of the device, after everything that the stream was given. Waits for the stream. Host memory
@@ -385,68 +289,6 @@ impl Entered<'_> {
                 std::mem::forget(read);
                 Err(copied.err().unwrap_or(error))
             }
-        }
-    }
-
-    /// Copies `bytes` bytes on the device.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The contract of stream-ordered operations above; the ranges must not overlap.
-    pub unsafe fn copy_device_to_device(
-        &self,
-        to: CUdeviceptr,
-        from: CUdeviceptr,
-        bytes: usize,
-        stream: CUstream,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for ranges and stream.
-        unsafe { call!(self.driver(), cuMemcpyDtoDAsync_v2(to, from, bytes, stream)) }
-    }
-
-    /// Copies `bytes` bytes between any two addresses of the unified address space.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The contract of stream-ordered operations above; the ranges must not overlap.
-    pub unsafe fn copy(
-        &self,
-        to: CUdeviceptr,
-        from: CUdeviceptr,
-        bytes: usize,
-        stream: CUstream,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for ranges and stream.
-        unsafe { call!(self.driver(), cuMemcpyAsync(to, from, bytes, stream)) }
-    }
-
-    /// Copies `bytes` bytes from one context's memory to another's.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Peers`](super::Feature::Peers).
-    ///
-    /// # Safety
-    /// The contract of stream-ordered operations above; the ranges must not overlap.
-    pub unsafe fn copy_peer(
-        &self,
-        to: CUdeviceptr,
-        to_context: &Context,
-        from: CUdeviceptr,
-        from_context: &Context,
-        bytes: usize,
-        stream: CUstream,
-    ) -> Result<(), DriverError> {
-        let (to_raw, from_raw) = (to_context.raw(), from_context.raw());
-        // SAFETY: the contexts are alive, and the caller vouches for ranges and stream.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemcpyPeerAsync(to, to_raw, from, from_raw, bytes, stream)
-            )
         }
     }
 }

@@ -3,8 +3,8 @@
 //! [`Driver`] is a loaded function table. It comes from the driver's shared library
 //! ([`Driver::load`], [`Driver::open`]) or from functions of this process
 //! ([`Driver::from_functions`]), and it counts the calls made through it. [`Context`], [`Stream`]
-//! and [`Event`] are owned or borrowed handles; [`Entered`] is the proof that a context is current
-//! on the calling thread, and carries every call that needs one.
+//! and [`Event`] are handles made here or somebody else's; [`Entered`] keeps a context current on the calling
+//! thread, for calls of your own through [`Driver::functions`].
 //!
 //! Nothing here panics. A failed call is a [`DriverError`], a driver that cannot be had is a
 //! [`LoadError`]. In a forked child of the process that loaded the driver, every call fails with
@@ -15,7 +15,6 @@ mod capture;
 mod context;
 mod counts;
 mod device;
-mod device_info;
 mod error;
 mod event;
 mod found;
@@ -33,21 +32,27 @@ mod table;
 mod trials;
 mod vmm;
 
-pub use capture::{CaptureInfo, Graph};
-pub use context::{Context, ContextKind, Entered};
+pub use capture::Graph;
+pub use context::{Context, Entered};
 pub use counts::CallCounts;
 pub use device::Device;
-pub use error::{Candidate, DriverError, LoadError};
-pub use event::{Event, EventKind};
-pub use memory::{HostAllocation, HostMemory, MemInfo};
+pub use error::{DriverError, LoadError};
+pub use event::Event;
+pub use memory::MemInfo;
+#[doc(hidden)]
+pub use memory::{HostAllocation, HostMemory};
 pub(crate) use module::WORD_KERNELS;
 pub use module::{Function, KernelParam, Module};
+#[doc(hidden)]
 pub use pool::{MemoryPool, PoolProperties};
-pub(crate) use stream::NO_ID;
-pub use stream::{Stream, StreamKind};
-pub use symbols::{Feature, Symbol};
+pub use stream::Stream;
+pub(crate) use stream::{NO_ID, StreamKind};
+pub use symbols::Feature;
+#[doc(hidden)]
+pub use symbols::Symbol;
 pub use table::Driver;
 pub(crate) use trials::Trials;
+#[doc(hidden)]
 pub use vmm::MemoryProperties;
 
 /// The generated bindings: names, types and layouts exactly as in `wrapper.h`.

@@ -5,7 +5,7 @@ use super::error::DriverError;
 use super::owed::Owed;
 use super::stream::Stream;
 use super::sys::{self, CUstream};
-use super::table::call;
+use super::table::{call, thin};
 use std::ffi::{CStr, c_void};
 use std::fmt;
 use std::ptr;
@@ -38,6 +38,40 @@ unsafe impl Send for Inner {}
 unsafe impl Sync for Inner {}
 
 impl Module {
+    /// Loads PTX text, which the driver compiles for the device.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Kernels`](super::Feature::Kernels).
+    pub fn from_ptx(context: &Context, ptx: &CStr) -> Result<Module, DriverError> {
+        // SAFETY: PTX is text that ends in zero; the driver checks the rest.
+        unsafe { Module::load(context, ptx.as_ptr().cast()) }
+    }
+
+    /// Loads an image of any kind: PTX that ends in zero, cubin or fatbin.
+    ///
+    /// # Errors
+    /// As [`Module::from_ptx`].
+    ///
+    /// # Safety
+    /// `image` must be whole and well-formed: the driver is not told its size.
+    pub unsafe fn from_image(context: &Context, image: &[u8]) -> Result<Module, DriverError> {
+        // SAFETY: the caller vouches for the image.
+        unsafe { Module::load(context, image.as_ptr().cast()) }
+    }
+
+    /// # Safety
+    /// `image` must point to a whole and well-formed image.
+    unsafe fn load(context: &Context, image: *const c_void) -> Result<Module, DriverError> {
+        let entered = context.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the output is a local, and the caller vouches for the image.
+        unsafe { call!(entered.driver(), cuModuleLoadData(&mut raw, image)) }?;
+        Ok(Module(Arc::new(Inner {
+            context: context.clone(),
+            raw,
+        })))
+    }
+
     /// The kernel with this name.
     ///
     /// # Errors
@@ -53,14 +87,9 @@ impl Module {
             )
         }?;
         Ok(Function {
-            module: self.clone(),
+            _module: self.clone(),
             raw,
         })
-    }
-
-    /// The driver's handle.
-    pub fn raw(&self) -> sys::CUmodule {
-        self.0.raw
     }
 }
 
@@ -81,7 +110,7 @@ impl Drop for Inner {
 /// A kernel. Keeps its module loaded. `Send` and `Sync`.
 #[derive(Clone)]
 pub struct Function {
-    module: Module,
+    _module: Module,
     raw: sys::CUfunction,
 }
 
@@ -96,13 +125,6 @@ impl Function {
         self.raw
     }
 
-    /// The module it is part of.
-    pub fn module(&self) -> &Module {
-        &self.module
-    }
-}
-
-impl Function {
     /// Launches the kernel on a stream, with typed parameters, whose values are read before the call
     /// returns.
     ///
@@ -173,38 +195,10 @@ impl fmt::Debug for Function {
     }
 }
 
+#[doc(hidden)]
 impl Entered<'_> {
-    /// Loads PTX text, which the driver compiles for the device.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Kernels`](super::Feature::Kernels).
-    pub fn load_module(&self, ptx: &CStr) -> Result<Module, DriverError> {
-        // SAFETY: PTX is text that ends in zero; the driver checks the rest.
-        unsafe { self.load_module_image(ptx.as_ptr().cast()) }
-    }
-
-    /// Loads an image of any kind: PTX, cubin or fatbin.
-    ///
-    /// # Errors
-    /// As [`Entered::load_module`].
-    ///
-    /// # Safety
-    /// `image` must point to a whole and well-formed image: the driver is not told its size.
-    pub unsafe fn load_module_image(&self, image: *const c_void) -> Result<Module, DriverError> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the output is a local, and the caller vouches for the image.
-        unsafe { call!(self.driver(), cuModuleLoadData(&mut raw, image)) }?;
-        Ok(Module(Arc::new(Inner {
-            context: self.context().clone(),
-            raw,
-        })))
-    }
-
     /// Launches a kernel on `stream`; one pointer to each parameter's value, all read before the
     /// call returns.
-    ///
-    /// # Errors
-    /// The driver's.
     ///
     /// # Safety
     /// `stream` must be valid as for [`Entered::record`]; the function must belong to the current
@@ -244,27 +238,12 @@ impl Entered<'_> {
         }
     }
 
-    /// Calls `function(data)` on a thread of the driver when everything before it on `stream` has
-    /// completed.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// `stream` must be valid as for [`Entered::record`]; `data` must be good for `function`, which
-    /// must not unwind and must not call the driver.
-    pub unsafe fn launch_host(
-        &self,
-        stream: CUstream,
-        function: unsafe extern "C" fn(*mut c_void),
-        data: *mut c_void,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for all of it.
-        unsafe {
-            call!(
-                self.driver(),
-                cuLaunchHostFunc(stream, Some(function), data)
-            )
-        }
+    thin! {
+        /// Calls `function(data)` on a thread of the driver when everything before it on `stream` has completed.
+        /// `stream` must be valid as for [`Entered::record`]; `data` must be good for `function`, which must not
+        /// unwind and must not call the driver.
+        unsafe fn launch_host(
+            stream: CUstream, function: unsafe extern "C" fn(*mut c_void), data: *mut c_void
+        ) = cuLaunchHostFunc(stream, Some(function), data);
     }
 }

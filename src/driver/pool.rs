@@ -4,21 +4,24 @@ use super::context::{Context, Entered};
 use super::device::Device;
 use super::error::DriverError;
 use super::owed::Owed;
+#[cfg(unix)]
+use super::share::opened;
 use super::sys::{
     self, CUdeviceptr, CUmemAllocationHandleType, CUmemPool_attribute, CUmemPoolPtrExportData,
     CUstream,
 };
-use super::table::call;
-use super::vmm::access_list;
+use super::table::{call, thin};
+use super::vmm::{access_list, location_of};
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What a pool is made like; final at its creation.
+#[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct PoolProperties {
-    /// The device whose memory it holds.
-    pub device: Device,
+    /// The handle of the device whose memory it holds.
+    pub device: sys::CUdevice,
     /// The kinds of handle it can be exported as: a bit set of the constants.
     pub export: CUmemAllocationHandleType,
     /// The most it may hold, in bytes; 0 for no limit.
@@ -31,7 +34,7 @@ impl PoolProperties {
         sys::CUmemPoolProps {
             allocType: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
             handleTypes: self.export,
-            location: self.device.location(),
+            location: location_of(self.device),
             maxSize: self.max_bytes,
             ..Default::default()
         }
@@ -42,6 +45,7 @@ impl PoolProperties {
 ///
 /// `Send` and `Sync`. Dropping a pool returns at once; its memory goes back when its last
 /// allocation is freed.
+#[doc(hidden)]
 pub struct MemoryPool {
     context: Context,
     raw: sys::CUmemoryPool,
@@ -56,9 +60,6 @@ unsafe impl Sync for MemoryPool {}
 impl MemoryPool {
     /// A new pool. Its release threshold is 0: the driver takes back all that is unused at every
     /// synchronisation, until [`MemoryPool::set`] says otherwise.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
     pub fn new(context: &Context, properties: &PoolProperties) -> Result<MemoryPool, DriverError> {
         let entered = context.enter()?;
         let mut raw = ptr::null_mut();
@@ -69,9 +70,6 @@ impl MemoryPool {
     }
 
     /// The default pool of the context's device, which everything in the process shares.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
     pub fn default_of(context: &Context) -> Result<MemoryPool, DriverError> {
         let mut raw = ptr::null_mut();
         let device = context.device().raw();
@@ -87,9 +85,6 @@ impl MemoryPool {
 
     /// The pool that [`Entered::mem_alloc_async`] takes from on the context's device at present.
     ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
-    ///
     /// # Safety
     /// As [`from_raw`](Self::from_raw): whoever owns the pool keeps it as long as the result.
     pub unsafe fn current_of(context: &Context) -> Result<MemoryPool, DriverError> {
@@ -101,10 +96,6 @@ impl MemoryPool {
     }
 
     /// The pool behind a file descriptor of [`MemoryPool::export_fd`], owned by the result.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::PoolExport`](super::Feature::PoolExport).
     #[cfg(unix)]
     pub fn import_fd(
         context: &Context,
@@ -144,9 +135,6 @@ impl MemoryPool {
     /// Destroys the pool now, if it is owned and was not destroyed before; else does nothing. Unlike
     /// a drop it reports failures, after which the pool is as before.
     ///
-    /// # Errors
-    /// The driver's.
-    ///
     /// # Safety
     /// Nothing may use the pool afterwards: no other method of this, no allocation from it. Memory
     /// that is still allocated from it may be used and freed.
@@ -171,9 +159,6 @@ impl MemoryPool {
 
     /// Makes this the pool that [`Entered::mem_alloc_async`] takes from on the context's device,
     /// for the whole process.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn make_current(&self) -> Result<(), DriverError> {
         let device = self.context.device().raw();
         // SAFETY: the pool is alive; the driver falls back to the default one if it is destroyed.
@@ -181,9 +166,6 @@ impl MemoryPool {
     }
 
     /// Reads an attribute: bytes, or 0 and 1 for the reuse policies.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn get(&self, attribute: CUmemPool_attribute) -> Result<u64, DriverError> {
         // The policies are 32-bit integers, the rest 64-bit ones.
         let (mut narrow, mut wide) = (0_u32, 0_u64);
@@ -207,9 +189,6 @@ impl MemoryPool {
     }
 
     /// Sets an attribute: bytes, or 0 and 1 for the reuse policies.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn set(&self, attribute: CUmemPool_attribute, value: u64) -> Result<(), DriverError> {
         let mut narrow = u32::from(value != 0);
         let mut wide = value;
@@ -229,26 +208,17 @@ impl MemoryPool {
 
     /// Gives unused memory back to the driver until `keep` bytes are left. Memory counts as unused
     /// once the host has seen its last use complete, by a synchronisation.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn trim_to(&self, keep: usize) -> Result<(), DriverError> {
         // SAFETY: the pool is alive.
         unsafe { call!(self.context.driver(), cuMemPoolTrimTo(self.raw, keep)) }
     }
 
     /// Lets the devices read and write everything in the pool.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn set_access(&self, devices: &[Device]) -> Result<(), DriverError> {
         self.access(&access_list(devices))
     }
 
     /// Takes the access of [`MemoryPool::set_access`] back. The pool's own device keeps it.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn revoke_access(&self, devices: &[Device]) -> Result<(), DriverError> {
         let mut list = access_list(devices);
         for entry in &mut list {
@@ -268,12 +238,9 @@ impl MemoryPool {
     }
 
     /// True if `device` may read and write everything in the pool.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn has_access(&self, device: Device) -> Result<bool, DriverError> {
+    pub fn has_access(&self, device: &Device) -> Result<bool, DriverError> {
         let mut flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE;
-        let mut location = device.location();
+        let mut location = location_of(device.raw());
         // SAFETY: the pool is alive, and both pointers are to locals.
         unsafe {
             call!(
@@ -286,13 +253,8 @@ impl MemoryPool {
 
     /// A file descriptor that stands for the pool in other processes. The pool must have been
     /// created as exportable.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::PoolExport`](super::Feature::PoolExport).
     #[cfg(unix)]
     pub fn export_fd(&self) -> Result<std::os::fd::OwnedFd, DriverError> {
-        use std::os::fd::FromRawFd;
         let mut fd: std::ffi::c_int = -1;
         let out = ptr::from_mut(&mut fd).cast();
         let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -303,18 +265,11 @@ impl MemoryPool {
                 cuMemPoolExportToShareableHandle(out, self.raw, kind, 0)
             )
         }?;
-        if fd < 0 {
-            let code = sys::CUresult::CUDA_ERROR_UNKNOWN;
-            return Err(DriverError::new("cuMemPoolExportToShareableHandle", code));
-        }
         // SAFETY: the driver has just opened it for us.
-        Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(fd) })
+        unsafe { opened("cuMemPoolExportToShareableHandle", fd) }
     }
 
     /// What stands for an allocation of an exported pool in other processes.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn export_pointer(
         &self,
         address: CUdeviceptr,
@@ -332,9 +287,6 @@ impl MemoryPool {
 
     /// The address here of another process's allocation from this imported pool. It must be freed
     /// here before it is freed there.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn import_pointer(
         &self,
         mut data: CUmemPoolPtrExportData,
@@ -378,63 +330,19 @@ impl Drop for MemoryPool {
     }
 }
 
+/// `stream` must be valid as for [`Entered::record`]; freed memory is used by no work but what is ordered before.
+#[doc(hidden)]
 impl Entered<'_> {
-    /// Allocates `bytes` from the device's current pool; usable in the order of `stream`.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
-    ///
-    /// # Safety
-    /// `stream` must be valid as for [`Entered::record`].
-    pub unsafe fn mem_alloc_async(
-        &self,
-        bytes: usize,
-        stream: CUstream,
-    ) -> Result<CUdeviceptr, DriverError> {
-        let mut address = 0;
-        // SAFETY: the output is a local, and the caller vouches for the stream.
-        unsafe { call!(self.driver(), cuMemAllocAsync(&mut address, bytes, stream)) }?;
-        Ok(address)
-    }
+    thin! {
+        /// Allocates `bytes` from the device's current pool; usable in the order of `stream`.
+        unsafe fn mem_alloc_async(bytes: usize, stream: CUstream) -> address: CUdeviceptr
+            = cuMemAllocAsync(&mut address, bytes, stream);
 
-    /// Allocates `bytes` from a pool; usable in the order of `stream`.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Pools`](super::Feature::Pools).
-    ///
-    /// # Safety
-    /// `stream` must be valid as for [`Entered::record`].
-    pub unsafe fn mem_alloc_from_pool(
-        &self,
-        bytes: usize,
-        pool: &MemoryPool,
-        stream: CUstream,
-    ) -> Result<CUdeviceptr, DriverError> {
-        let mut address = 0;
-        // SAFETY: the output is a local, the pool is alive, and the caller vouches for the stream.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemAllocFromPoolAsync(&mut address, bytes, pool.raw, stream)
-            )
-        }?;
-        Ok(address)
-    }
+        /// Allocates `bytes` from a pool; usable in the order of `stream`.
+        unsafe fn mem_alloc_from_pool(bytes: usize, pool: &MemoryPool, stream: CUstream) -> address: CUdeviceptr
+            = cuMemAllocFromPoolAsync(&mut address, bytes, pool.raw, stream);
 
-    /// Frees pool memory in the order of `stream`.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// `stream` must be valid as for [`Entered::record`], and no work may use the memory except
-    /// what is ordered before this.
-    pub unsafe fn mem_free_async(
-        &self,
-        address: CUdeviceptr,
-        stream: CUstream,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for memory and stream.
-        unsafe { call!(self.driver(), cuMemFreeAsync(address, stream)) }
+        /// Frees pool memory in the order of `stream`.
+        unsafe fn mem_free_async(address: CUdeviceptr, stream: CUstream) = cuMemFreeAsync(address, stream);
     }
 }

@@ -5,43 +5,40 @@ use super::error::DriverError;
 use super::sys::{
     self, CUdeviceptr, CUmemAllocationHandleType, CUmemFabricHandle, CUmemGenericAllocationHandle,
 };
-use super::table::call;
+use super::table::{call, thin};
 use std::ffi::c_void;
 use std::ptr;
 
+/// Each kind of sharing needs its [`Feature`](super::Feature). An unsafe method takes live handles.
+#[doc(hidden)]
 impl Entered<'_> {
-    /// The physical handle behind an address; it must be released again with
-    /// [`Entered::mem_release`].
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::HandleFromAddress`](super::Feature::HandleFromAddress).
-    pub fn retain_handle(
-        &self,
-        address: CUdeviceptr,
-    ) -> Result<CUmemGenericAllocationHandle, DriverError> {
-        let mut handle = 0;
-        let at = address as usize as *mut c_void;
-        // SAFETY: the output is a local; the address is looked up, not followed.
-        unsafe { call!(self.driver(), cuMemRetainAllocationHandle(&mut handle, at)) }?;
-        Ok(handle)
+    thin! {
+        /// The physical handle behind an address; it must be released again with
+        /// [`Entered::mem_release`].
+        fn retain_handle(address: CUdeviceptr) -> handle: CUmemGenericAllocationHandle
+            = cuMemRetainAllocationHandle(&mut handle, address as usize as *mut c_void);
+
+        /// The handle that stands for a plain allocation ([`Entered::mem_alloc`]) in other processes:
+        /// for the whole allocation that contains `address`.
+        fn ipc_handle(address: CUdeviceptr) -> handle: sys::CUipcMemHandle
+            = cuIpcGetMemHandle(&mut handle, address);
+
+        /// Maps another process's allocation; its base address here.
+        fn ipc_open(handle: sys::CUipcMemHandle) -> address: CUdeviceptr
+            = cuIpcOpenMemHandle_v2(&mut address, handle, sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+
+        /// Unmaps what [`Entered::ipc_open`] mapped: no work may use the memory any more, neither submitted nor
+        /// later.
+        unsafe fn ipc_close(address: CUdeviceptr) = cuIpcCloseMemHandle(address);
     }
 
     /// A file descriptor that stands for a handle in other processes. The handle must have been
     /// created as exportable.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::VmmExport`](super::Feature::VmmExport).
-    ///
-    /// # Safety
-    /// The handle must be live.
     #[cfg(unix)]
     pub unsafe fn export_fd(
         &self,
         handle: CUmemGenericAllocationHandle,
     ) -> Result<std::os::fd::OwnedFd, DriverError> {
-        use std::os::fd::FromRawFd;
         let mut fd: std::ffi::c_int = -1;
         let out = ptr::from_mut(&mut fd).cast();
         let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -52,20 +49,12 @@ impl Entered<'_> {
                 cuMemExportToShareableHandle(out, handle, kind, 0)
             )
         }?;
-        if fd < 0 {
-            let code = sys::CUresult::CUDA_ERROR_UNKNOWN;
-            return Err(DriverError::new("cuMemExportToShareableHandle", code));
-        }
         // SAFETY: the driver has just opened it for us.
-        Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(fd) })
+        unsafe { opened("cuMemExportToShareableHandle", fd) }
     }
 
     /// The handle that a file descriptor of [`Entered::export_fd`] stands for; it must be released
     /// with [`Entered::mem_release`]. The descriptor may be closed afterwards.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::VmmExport`](super::Feature::VmmExport).
     #[cfg(unix)]
     pub fn import_fd(
         &self,
@@ -86,13 +75,6 @@ impl Entered<'_> {
     }
 
     /// The fabric handle that stands for a handle on other machines.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::VmmExport`](super::Feature::VmmExport).
-    ///
-    /// # Safety
-    /// The handle must be live.
     pub unsafe fn export_fabric(
         &self,
         handle: CUmemGenericAllocationHandle,
@@ -112,10 +94,6 @@ impl Entered<'_> {
 
     /// The handle that a fabric handle stands for; it must be released with
     /// [`Entered::mem_release`].
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::VmmExport`](super::Feature::VmmExport).
     pub fn import_fabric(
         &self,
         mut fabric: CUmemFabricHandle,
@@ -135,17 +113,12 @@ impl Entered<'_> {
 
     /// A dma-buf for a range of mapped device memory; address and bytes must be multiples of the
     /// host's page size.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::RangeHandles`](super::Feature::RangeHandles).
     #[cfg(unix)]
     pub fn dma_buf(
         &self,
         address: CUdeviceptr,
         bytes: usize,
     ) -> Result<std::os::fd::OwnedFd, DriverError> {
-        use std::os::fd::FromRawFd;
         let mut fd: std::ffi::c_int = -1;
         let out = ptr::from_mut(&mut fd).cast();
         let kind = sys::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
@@ -156,54 +129,24 @@ impl Entered<'_> {
                 cuMemGetHandleForAddressRange(out, address, bytes, kind, 0)
             )
         }?;
-        if fd < 0 {
-            let code = sys::CUresult::CUDA_ERROR_UNKNOWN;
-            return Err(DriverError::new("cuMemGetHandleForAddressRange", code));
-        }
         // SAFETY: the driver has just opened it for us.
-        Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(fd) })
+        unsafe { opened("cuMemGetHandleForAddressRange", fd) }
     }
+}
 
-    /// The handle that stands for a plain allocation ([`Entered::mem_alloc`]) in other processes:
-    /// for the whole allocation that contains `address`.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::LegacyIpc`](super::Feature::LegacyIpc).
-    pub fn ipc_handle(&self, address: CUdeviceptr) -> Result<sys::CUipcMemHandle, DriverError> {
-        let mut handle = sys::CUipcMemHandle::default();
-        // SAFETY: the output is a local; the driver checks the address.
-        unsafe { call!(self.driver(), cuIpcGetMemHandle(&mut handle, address)) }?;
-        Ok(handle)
+/// A file descriptor that a call gave out.
+///
+/// # Safety
+/// It is ours if it is one.
+#[cfg(unix)]
+pub(super) unsafe fn opened(
+    call: &'static str,
+    fd: std::ffi::c_int,
+) -> Result<std::os::fd::OwnedFd, DriverError> {
+    use std::os::fd::FromRawFd;
+    if fd < 0 {
+        return Err(DriverError::new(call, sys::CUresult::CUDA_ERROR_UNKNOWN));
     }
-
-    /// Maps another process's allocation; its base address here.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::LegacyIpc`](super::Feature::LegacyIpc).
-    pub fn ipc_open(&self, handle: sys::CUipcMemHandle) -> Result<CUdeviceptr, DriverError> {
-        let mut address = 0;
-        let flags = sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS;
-        // SAFETY: the output is a local; the driver checks the handle.
-        unsafe {
-            call!(
-                self.driver(),
-                cuIpcOpenMemHandle_v2(&mut address, handle, flags)
-            )
-        }?;
-        Ok(address)
-    }
-
-    /// Unmaps what [`Entered::ipc_open`] mapped.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// No work may use the memory any more, neither submitted nor later.
-    pub unsafe fn ipc_close(&self, address: CUdeviceptr) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for the memory.
-        unsafe { call!(self.driver(), cuIpcCloseMemHandle(address)) }
-    }
+    // SAFETY: as the caller says.
+    Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(fd) })
 }

@@ -1,6 +1,6 @@
 //! Streams, and what a raw stream handle stands for.
 
-use super::context::{Context, Entered};
+use super::context::{Context, Entered, Owner};
 use super::error::DriverError;
 use super::event::Event;
 use super::owed::Owed;
@@ -8,7 +8,7 @@ use super::process;
 use super::registry::Entry;
 use super::symbols::Feature;
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
-use super::table::{Driver, call, query};
+use super::table::{Driver, call, query, thin};
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
@@ -22,9 +22,9 @@ const LEGACY: usize = 1;
 /// The handle that always means the calling thread's default stream in the current context.
 const PER_THREAD: usize = 2;
 
-/// A stream of a context: owned, borrowed, or one of the two default streams.
+/// A stream of a context: made here, somebody else's, or one of the two default streams.
 ///
-/// Cheap to clone; an owned stream is destroyed with its last clone, which returns at once while
+/// Cheap to clone; a stream that was made here is destroyed with its last clone, which returns at once while
 /// submitted work runs on. `Send` and `Sync`; the per-thread default stream is a different queue on
 /// each thread that uses it.
 #[derive(Clone)]
@@ -32,10 +32,10 @@ pub struct Stream(Arc<Inner>);
 
 /// What a [`Stream`] is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum StreamKind {
-    /// Created here, destroyed with its last user.
+pub(crate) enum StreamKind {
+    /// Alive as long as there are clones: created here and destroyed with the last one, or with an owner.
     Owned,
-    /// Somebody else's: never destroyed here.
+    /// Somebody else's, who says how long it lives.
     Borrowed,
     /// The context's default stream, which all threads share.
     LegacyDefault,
@@ -50,10 +50,13 @@ struct Inner {
     context: Context,
     raw: sys::CUstream,
     kind: StreamKind,
-    /// None for the per-thread default stream: it depends on who asks.
-    id: Option<u64>,
-    /// The same in one word.
-    at_hand: u64,
+    /// [`NO_ID`] for the per-thread default stream, whose id depends on who asks, and for the legacy one until
+    /// somebody has asked.
+    id: AtomicU64,
+    /// Whether it is destroyed here.
+    created: bool,
+    /// What keeps the stream alive, if not the caller's word.
+    _owner: Owner,
 }
 
 // SAFETY: a stream handle may be used from any thread; the driver synchronises.
@@ -104,17 +107,17 @@ impl Stream {
             }?,
         }
         // Owned from here on: an error below destroys it.
-        let mut inner = Inner {
+        let inner = Arc::new(Inner {
             context: context.clone(),
             raw,
             kind: StreamKind::Owned,
-            id: None,
-            at_hand: NO_ID,
-        };
+            id: AtomicU64::new(NO_ID),
+            created: true,
+            _owner: None,
+        });
         // SAFETY: the stream has just been created in the current context.
         let id = unsafe { driver.stream_id(raw) }?.unwrap_or_else(next_substitute);
-        (inner.id, inner.at_hand) = (Some(id), id);
-        let inner = Arc::new(inner);
+        inner.id.store(id, Ordering::Relaxed);
         driver
             .streams()
             .lock()
@@ -137,36 +140,50 @@ impl Stream {
             PER_THREAD => StreamKind::PerThreadDefault,
             _ => StreamKind::Borrowed,
         };
-        let id = match kind {
-            StreamKind::PerThreadDefault => None,
-            // SAFETY: the caller vouches for the stream.
-            _ => Some(unsafe { ask_id(context, raw, kind) }?),
-        };
-        Ok(Stream(Arc::new(Inner {
-            context: context.clone(),
-            raw,
-            kind,
-            id,
-            at_hand: id.unwrap_or(NO_ID),
-        })))
+        let stream = Stream::of(context, raw, kind, None);
+        stream.id()?;
+        Ok(stream)
+    }
+
+    /// A stream that somebody else owns, with what keeps it alive: that is dropped with the last clone of the
+    /// result, those that allocators keep included.
+    ///
+    /// # Errors
+    /// The driver's; then `owner` has been dropped.
+    ///
+    /// # Safety
+    /// `raw` must be a live stream of `context` as long as `owner` is there, and no special handle.
+    pub unsafe fn from_raw_with_owner(
+        context: &Context,
+        raw: sys::CUstream,
+        owner: impl Send + Sync + 'static,
+    ) -> Result<Stream, DriverError> {
+        let stream = Stream::of(context, raw, StreamKind::Owned, Some(Box::new(owner)));
+        stream.id()?;
+        Ok(stream)
     }
 
     /// The context's default stream, which all threads share.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn legacy_default(context: &Context) -> Result<Stream, DriverError> {
-        // SAFETY: the special handle is always valid.
-        unsafe { Stream::from_raw(context, ptr::without_provenance_mut(LEGACY)) }
+    pub fn legacy(context: &Context) -> Stream {
+        let raw = ptr::without_provenance_mut(LEGACY);
+        Stream::of(context, raw, StreamKind::LegacyDefault, None)
     }
 
     /// The context's default stream of whichever thread uses the result.
-    ///
-    /// # Errors
-    /// None at present.
-    pub fn per_thread_default(context: &Context) -> Result<Stream, DriverError> {
-        // SAFETY: the special handle is always valid.
-        unsafe { Stream::from_raw(context, ptr::without_provenance_mut(PER_THREAD)) }
+    pub fn per_thread(context: &Context) -> Stream {
+        let raw = ptr::without_provenance_mut(PER_THREAD);
+        Stream::of(context, raw, StreamKind::PerThreadDefault, None)
+    }
+
+    fn of(context: &Context, raw: sys::CUstream, kind: StreamKind, owner: Owner) -> Stream {
+        Stream(Arc::new(Inner {
+            context: context.clone(),
+            raw,
+            kind,
+            id: AtomicU64::new(NO_ID),
+            created: false,
+            _owner: owner,
+        }))
     }
 
     /// The driver's handle.
@@ -185,23 +202,42 @@ impl Stream {
     /// The driver's.
     #[inline]
     pub fn id(&self) -> Result<u64, DriverError> {
-        match self.0.id {
-            Some(id) => Ok(id),
-            // SAFETY: the handle is valid by the contract under which it was made.
-            None => unsafe { ask_id(&self.0.context, self.0.raw, self.0.kind) },
+        match self.id_at_hand() {
+            NO_ID => self.ask_id(),
+            id => Ok(id),
         }
+    }
+
+    /// The id from the driver, or a substitute.
+    fn ask_id(&self) -> Result<u64, DriverError> {
+        let (context, kind) = (&self.0.context, self.0.kind);
+        // A special handle means the current context's stream; asking for others needs none.
+        let _switched = context.switch()?;
+        // SAFETY: the handle is valid by the contract under which it was made, and its context is current.
+        let id = match (unsafe { context.driver().stream_id(self.0.raw) }?, kind) {
+            (Some(id), _) => id,
+            (None, StreamKind::Owned | StreamKind::Borrowed) => next_substitute(),
+            (None, StreamKind::LegacyDefault) => default_substitute(context.id(), None),
+            (None, StreamKind::PerThreadDefault) => {
+                default_substitute(context.id(), Some(std::thread::current().id()))
+            }
+        };
+        if kind != StreamKind::PerThreadDefault {
+            self.0.id.store(id, Ordering::Relaxed);
+        }
+        Ok(id)
     }
 
     /// The stream's id, if it is known without a question to the driver.
     #[inline]
     pub(crate) fn known_id(&self) -> Option<u64> {
-        self.0.id
+        Some(self.id_at_hand()).filter(|id| *id != NO_ID)
     }
 
     /// The stream's id, or [`NO_ID`] if that is not known without a question to the driver.
     #[inline(always)]
     pub(crate) fn id_at_hand(&self) -> u64 {
-        self.0.at_hand
+        self.0.id.load(Ordering::Relaxed)
     }
 
     /// Whether the other one is a clone of this one: not only the same stream, but kept alive with it.
@@ -215,13 +251,13 @@ impl Stream {
         &self.0.context
     }
 
-    /// Whether the stream is owned, borrowed or a default stream.
-    pub fn kind(&self) -> StreamKind {
+    pub(crate) fn kind(&self) -> StreamKind {
         self.0.kind
     }
 
     /// How many clones there are, this one included. One means that nobody else can submit through
     /// them; a thread may clone between the answer and its use only if it holds one.
+    #[doc(hidden)]
     pub fn holders(&self) -> usize {
         Arc::strong_count(&self.0)
     }
@@ -268,19 +304,7 @@ impl Stream {
         }
     }
 
-    /// [`Entered::record`] on this stream.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for an event of another driver.
-    pub fn record(&self, event: &Event) -> Result<(), DriverError> {
-        let (driver, other) = (self.0.context.driver(), event.context().driver());
-        driver.refuse_foreign(other, "cuEventRecord")?;
-        let entered = self.0.context.enter()?;
-        // SAFETY: the handle is valid by the contract under which it was made.
-        unsafe { entered.record(event, self.0.raw) }
-    }
-
-    /// [`record`](Self::record) of an event that is to be waited for or asked: refused if the stream is
+    /// [`Event::record`] of an event that is to be waited for or asked: refused if the stream is
     /// captured by then, as the event may be a graph's that tells nobody outside of it anything. Whether
     /// it captures was asked before; another thread may have begun a capture since.
     ///
@@ -298,16 +322,81 @@ impl Stream {
         Ok(())
     }
 
-    /// [`Entered::stream_wait`] on this stream.
+    /// Lets everything that is submitted to the stream from now on start only after the work that
+    /// `event` stands for. The event may belong to another context or device.
     ///
     /// # Errors
-    /// As [`record`](Self::record).
-    pub fn wait_event(&self, event: &Event) -> Result<(), DriverError> {
+    /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for an event of another driver.
+    pub fn wait(&self, event: &Event) -> Result<(), DriverError> {
         let (driver, other) = (self.0.context.driver(), event.context().driver());
         driver.refuse_foreign(other, "cuStreamWaitEvent")?;
         let entered = self.0.context.enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
         unsafe { entered.stream_wait(self.0.raw, event) }
+    }
+
+    /// Lets everything that is submitted to the stream from now on start only after everything that was
+    /// submitted to `other` so far.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    pub fn wait_for(&self, other: &Stream) -> Result<(), DriverError> {
+        let event = Event::new(&other.0.context)?;
+        event.record(other)?;
+        self.wait(&event)
+    }
+
+    /// Fills `bytes` bytes at `to` with `value`, in the order of the stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// The memory must be writable where the stream is, and stay so until the fill has completed; nothing else
+    /// may use it meanwhile.
+    pub unsafe fn memset(
+        &self,
+        to: sys::CUdeviceptr,
+        value: u8,
+        bytes: usize,
+    ) -> Result<(), DriverError> {
+        let entered = self.0.context.enter()?;
+        // SAFETY: the caller vouches for the memory.
+        unsafe { entered.memset_d8(to, value, bytes, self.0.raw) }
+    }
+
+    /// Copies `bytes` bytes between any two addresses of the unified address space, in the order of the stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// Both ranges must be accessible where the stream is, stay so until the copy has completed, and not overlap;
+    /// nothing may write to them meanwhile, or use what is written.
+    pub unsafe fn memcpy(
+        &self,
+        to: sys::CUdeviceptr,
+        from: sys::CUdeviceptr,
+        bytes: usize,
+    ) -> Result<(), DriverError> {
+        let entered = self.0.context.enter()?;
+        // SAFETY: the caller vouches for the memory.
+        unsafe { entered.copy(to, from, bytes, self.0.raw) }
+    }
+}
+
+impl Event {
+    /// Makes the event stand for everything submitted to `stream` so far; an earlier record is
+    /// forgotten, while waits that were already submitted keep it.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_INVALID_HANDLE` if event and stream differ in their context or driver.
+    pub fn record(&self, stream: &Stream) -> Result<(), DriverError> {
+        let driver = stream.context().driver();
+        driver.refuse_foreign(self.context().driver(), "cuEventRecord")?;
+        let entered = stream.context().enter()?;
+        // SAFETY: the stream's handle is valid by the contract under which it was made.
+        unsafe { entered.record(self, stream.raw()) }
     }
 }
 
@@ -323,12 +412,11 @@ impl fmt::Debug for Stream {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.kind != StreamKind::Owned {
+        if !self.created {
             return;
         }
-        if let Some(id) = self.id
-            && !process::is_gone()
-        {
+        let id = *self.id.get_mut();
+        if id != NO_ID && !process::is_gone() {
             // What it gives is dropped behind the lock.
             let entry = self.context.driver().streams().lock().remove(&id);
             drop(entry);
@@ -337,31 +425,22 @@ impl Drop for Inner {
     }
 }
 
+#[doc(hidden)]
 impl Entered<'_> {
-    /// Blocks the calling thread until everything submitted to `stream` has completed.
-    ///
-    /// # Errors
-    /// The driver's, including those of the work itself.
-    ///
-    /// # Safety
-    /// As [`Entered::record`].
-    pub unsafe fn stream_synchronize(&self, stream: sys::CUstream) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for the stream.
-        unsafe { call!(self.driver(), cuStreamSynchronize(stream)) }
+    thin! {
+        /// Blocks the calling thread until everything submitted to `stream`, valid as for [`Entered::record`], has
+        /// completed.
+        unsafe fn stream_synchronize(stream: sys::CUstream) = cuStreamSynchronize(stream);
     }
 }
 
+/// Questions about raw handles: `stream` must be a live stream, or a special handle while the context it is meant for
+/// is current.
+#[doc(hidden)]
 impl Driver {
     /// The id of a stream; none where the driver has no ids. Not counted, and writes to nothing
-    /// that threads share: about as cheap as two queries of the driver.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`, and the capture is left alone, for a
-    /// stream that is being captured.
-    ///
-    /// # Safety
-    /// `stream` must be a live stream, or a special handle while the context it is meant for is
-    /// current.
+    /// that threads share: about as cheap as two queries of the driver. A stream that is being captured is
+    /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`, and the capture is left alone.
     #[inline]
     pub unsafe fn stream_id(&self, stream: sys::CUstream) -> Result<Option<u64>, DriverError> {
         if !self.has(Feature::StreamIds) {
@@ -380,14 +459,8 @@ impl Driver {
     }
 
     /// True if the stream is being captured into a graph, also if the capture is invalid. Not
-    /// counted.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` for the legacy default stream while a
-    /// blocking stream of its context is captured.
-    ///
-    /// # Safety
-    /// As [`Driver::stream_id`].
+    /// counted. `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` for the legacy default stream while a blocking stream of its
+    /// context is captured.
     #[inline]
     pub unsafe fn is_capturing(&self, stream: sys::CUstream) -> Result<bool, DriverError> {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
@@ -402,13 +475,8 @@ impl Driver {
         Ok(capturing)
     }
 
-    /// The context of a stream; for a special handle the calling thread's current context.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_INVALID_CONTEXT` for a special handle where none is current.
-    ///
-    /// # Safety
-    /// As [`Driver::stream_id`].
+    /// The context of a stream; for a special handle the calling thread's current context, and
+    /// `CUDA_ERROR_INVALID_CONTEXT` where there is none.
     pub unsafe fn stream_context(
         &self,
         stream: sys::CUstream,
@@ -418,30 +486,6 @@ impl Driver {
         unsafe { call!(self, cuStreamGetCtx(stream, &mut context)) }?;
         Ok(context)
     }
-}
-
-/// The id of a stream, from the driver or a substitute.
-///
-/// # Safety
-/// `raw` must be a live stream of `context` or a special handle.
-unsafe fn ask_id(
-    context: &Context,
-    raw: sys::CUstream,
-    kind: StreamKind,
-) -> Result<u64, DriverError> {
-    // A special handle means the current context's stream; asking for others needs none.
-    let _switched = context.switch()?;
-    // SAFETY: the caller vouches for the handle, and its context is current.
-    if let Some(id) = unsafe { context.driver().stream_id(raw) }? {
-        return Ok(id);
-    }
-    Ok(match kind {
-        StreamKind::Owned | StreamKind::Borrowed => next_substitute(),
-        StreamKind::LegacyDefault => default_substitute(context.key(), None),
-        StreamKind::PerThreadDefault => {
-            default_substitute(context.key(), Some(std::thread::current().id()))
-        }
-    })
 }
 
 /// A fresh id where the driver has none.

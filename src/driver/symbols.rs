@@ -145,7 +145,9 @@ symbols! {
 const _: () = assert!(SYMBOL_COUNT * size_of::<usize>() == size_of::<sys::CuFunctions>());
 const _: () = assert!(SYMBOL_COUNT <= 128 && Feature::ALL.len() < 32);
 
-/// A function of the table.
+/// A function of the table: its exported name, whose suffix is the version of its ABI, and the group it belongs
+/// to; none if no driver is accepted without it.
+#[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Symbol {
     name: &'static str,
@@ -153,12 +155,10 @@ pub struct Symbol {
 }
 
 impl Symbol {
-    /// The exported name, whose suffix is the version of its ABI.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// The group it belongs to; none if no driver is accepted without it.
     pub fn feature(&self) -> Option<Feature> {
         self.feature
     }

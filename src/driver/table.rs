@@ -1,7 +1,6 @@
 //! The function table, and the counted call.
 
 use super::counts::{CallCounts, Counters};
-use super::device::Device;
 use super::error::{DriverError, LoadError};
 use super::found::Found;
 use super::process;
@@ -49,7 +48,28 @@ macro_rules! query {
     }};
 }
 
-pub(super) use {call, query};
+/// Public methods of [`Entered`](super::Entered) that hand their arguments to one function of the driver; what it
+/// writes, if anything, is named behind the arrow. `words` are `fn` or `unsafe fn` and the name.
+macro_rules! thin {
+    ($(
+        $(#[$meta:meta])* $($word:ident)+ ($($arg:ident: $type:ty),*)
+            $(-> $out:ident: $of:ty)? = $call:ident($($pass:expr),*);
+    )*) => {$(
+        $(#[$meta])*
+        pub $($word)+ (&self, $($arg: $type),*) -> Result<thin!(@one $($of)?), DriverError> {
+            $(let mut $out = <$of>::default();)?
+            // SAFETY: outputs are locals. Where memory, handles or streams must be as the driver needs them,
+            // the method is unsafe and its caller vouches for them; the rest the driver checks.
+            unsafe { call!(self.driver(), $call($($pass),*)) }?;
+            Ok(thin!(@one $($out)?))
+        }
+    )*};
+    (@one) => { () };
+    (@one $one:ident) => { $one };
+    (@one $one:ty) => { $one };
+}
+
+pub(super) use {call, query, thin};
 
 /// A loaded function table of the driver, initialised.
 ///
@@ -85,7 +105,7 @@ struct State {
     /// destroys it.
     streams: Registry,
     /// What was found out about second mappings, by device.
-    aliasing: Mutex<Vec<(Device, bool)>>,
+    aliasing: Mutex<Vec<(usize, bool)>>,
     /// What was found out about virtual memory.
     trials: Trials,
 }
@@ -234,6 +254,7 @@ impl Driver {
     }
 
     /// Every function of the table: required ones first, then group by group.
+    #[doc(hidden)]
     pub fn symbols() -> impl Iterator<Item = Symbol> {
         SYMBOLS.iter().copied()
     }
@@ -245,6 +266,7 @@ impl Driver {
 
     /// Adds `count` handles that the caller mapped a second time (into a view) to
     /// [`CallCounts::handle_ops`]; creations and releases are counted by the table itself.
+    #[doc(hidden)]
     pub fn add_view_maps(&self, count: u64) {
         self.0.counters.add_handle_ops(count);
     }
@@ -257,6 +279,7 @@ impl Driver {
 
     /// True in a child process forked after a driver was started in its parent. Then every call
     /// fails with `CUDA_ERROR_NOT_INITIALIZED`. No system call is made.
+    #[doc(hidden)]
     #[inline]
     pub fn is_forked_child(&self) -> bool {
         process::is_forked_child()
@@ -264,6 +287,7 @@ impl Driver {
 
     /// True once handlers for the exit of the process run: the driver may have shut down already,
     /// so nothing should be asked of it any more. Costs no system call.
+    #[doc(hidden)]
     pub fn is_exiting(&self) -> bool {
         process::is_exiting()
     }
@@ -278,6 +302,7 @@ impl Driver {
 
     /// The driver's own name and text for a code, also for codes that this crate does not know;
     /// none if the driver does not know it either.
+    #[doc(hidden)]
     pub fn describe(&self, code: CUresult) -> Option<String> {
         let text = |pointer: *const std::ffi::c_char| {
             // SAFETY: the driver hands out null or a static string that ends in zero.
@@ -394,19 +419,17 @@ impl Driver {
     }
 
     /// Whether a device keeps memory the same through two addresses, if it was tested.
-    pub(crate) fn aliasing(&self, device: Device) -> Option<bool> {
+    pub(crate) fn aliasing(&self, ordinal: usize) -> Option<bool> {
         let known = locked(&self.0.state.aliasing);
-        known
-            .iter()
-            .find(|(d, _)| *d == device)
-            .map(|(_, good)| *good)
+        let mut of = known.iter().filter(|(d, _)| *d == ordinal);
+        of.next().map(|(_, good)| *good)
     }
 
     /// Remembers it for all allocators over this driver.
-    pub(crate) fn set_aliasing(&self, device: Device, good: bool) {
+    pub(crate) fn set_aliasing(&self, ordinal: usize, good: bool) {
         let mut known = locked(&self.0.state.aliasing);
-        known.retain(|(d, _)| *d != device);
-        known.push((device, good));
+        known.retain(|(d, _)| *d != ordinal);
+        known.push((ordinal, good));
     }
 
     /// What was found out about virtual memory by all allocators over this driver.

@@ -1,36 +1,35 @@
 //! What trials of virtual memory came to, for all users of a driver.
 
-use super::device::Device;
 use std::sync::Mutex;
 
 use crate::locks::held::locked;
 
-/// Devices whose virtual memory was tried. An allocator asks here before it tries one.
+/// Devices, by their ordinals, whose virtual memory was tried. An allocator asks here before it tries one.
 #[derive(Default)]
 pub(crate) struct Trials {
-    passed: Mutex<Vec<Device>>,
+    passed: Mutex<Vec<usize>>,
     /// Those of which a refusal was reported.
-    refused: Mutex<Vec<Device>>,
+    refused: Mutex<Vec<usize>>,
 }
 
 impl Trials {
     /// Whether a device gave everything that was wished for.
-    pub(crate) fn passed(&self, device: Device) -> bool {
+    pub(crate) fn passed(&self, device: usize) -> bool {
         locked(&self.passed).contains(&device)
     }
 
-    pub(crate) fn pass(&self, device: Device) {
+    pub(crate) fn pass(&self, device: usize) {
         note(&self.passed, device);
     }
 
     /// Whether this is the first refusal of a device.
-    pub(crate) fn first_refusal(&self, device: Device) -> bool {
+    pub(crate) fn first_refusal(&self, device: usize) -> bool {
         note(&self.refused, device)
     }
 }
 
 /// Whether the device was not there yet.
-fn note(devices: &Mutex<Vec<Device>>, device: Device) -> bool {
+fn note(devices: &Mutex<Vec<usize>>, device: usize) -> bool {
     let mut devices = locked(devices);
     let new = !devices.contains(&device);
     if new {

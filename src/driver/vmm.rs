@@ -12,13 +12,14 @@ use super::sys::{
     self, CUdevice_attribute, CUdeviceptr, CUmemAllocationGranularity_flags,
     CUmemAllocationHandleType, CUmemGenericAllocationHandle,
 };
-use super::table::{Driver, call};
+use super::table::{call, thin};
 
 /// What physical memory is made like. All of it is final at [`Entered::mem_create`].
+#[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct MemoryProperties {
-    /// The device whose memory it is.
-    pub device: Device,
+    /// The handle of the device whose memory it is.
+    pub device: sys::CUdevice,
     /// The kinds of handle it can be exported as: a bit set of the constants.
     pub export: CUmemAllocationHandleType,
     /// Whether other devices on the bus may transfer to and from it.
@@ -28,17 +29,12 @@ pub struct MemoryProperties {
 impl MemoryProperties {
     /// Everything that the device supports and that costs nothing: exportable as a POSIX file
     /// descriptor, and ready for GPUDirect RDMA.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn for_device(driver: &Driver, device: Device) -> Result<MemoryProperties, DriverError> {
-        let posix = driver.supports(
-            device,
+    pub fn for_device(device: &Device) -> Result<MemoryProperties, DriverError> {
+        let posix = device.supports(
             Feature::VmmExport,
             CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
         )?;
-        let rdma = driver.supports(
-            device,
+        let rdma = device.supports(
             Feature::Vmm,
             CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
         )?;
@@ -54,9 +50,9 @@ impl MemoryProperties {
     }
 
     /// Neither exportable nor ready for RDMA.
-    pub fn plain(device: Device) -> MemoryProperties {
+    pub fn plain(device: &Device) -> MemoryProperties {
         MemoryProperties {
-            device,
+            device: device.raw(),
             export: CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
             gpu_direct_rdma: false,
         }
@@ -67,7 +63,7 @@ impl MemoryProperties {
         let mut raw = sys::CUmemAllocationProp {
             type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
             requestedHandleTypes: self.export,
-            location: self.device.location(),
+            location: location_of(self.device),
             ..Default::default()
         };
         raw.allocFlags.gpuDirectRDMACapable = u8::from(self.gpu_direct_rdma);
@@ -75,11 +71,30 @@ impl MemoryProperties {
     }
 }
 
+/// Virtual memory. All of it needs [`Feature::Vmm`]. An unsafe method takes live handles, and ranges that the caller
+/// has reserved or mapped as said.
+#[doc(hidden)]
 impl Entered<'_> {
+    thin! {
+        /// Reserves `bytes` of address space, aligned to `alignment` (a power of two, or 0 for the
+        /// driver's choice), at `hint` if that is free and not 0.
+        fn address_reserve(bytes: usize, alignment: usize, hint: CUdeviceptr) -> address: CUdeviceptr
+            = cuMemAddressReserve(&mut address, bytes, alignment, hint, 0);
+
+        /// Gives a reservation back: exactly its address and bytes, in which nothing is mapped or used any more.
+        unsafe fn address_free(address: CUdeviceptr, bytes: usize) = cuMemAddressFree(address, bytes);
+
+        /// Maps all of a handle, whose size is `bytes`, at `address`, where nothing is mapped. The mapping cannot
+        /// be accessed before [`Entered::set_access`].
+        unsafe fn mem_map(address: CUdeviceptr, bytes: usize, handle: CUmemGenericAllocationHandle)
+            = cuMemMap(address, bytes, 0, handle, 0);
+
+        /// Unmaps a range of one or more whole mappings, at once: no work may use the addresses any more,
+        /// neither submitted nor later.
+        unsafe fn mem_unmap(address: CUdeviceptr, bytes: usize) = cuMemUnmap(address, bytes);
+    }
+
     /// The smallest unit of physical memory with these properties, in bytes.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Vmm`].
     pub fn granularity(&self, properties: &MemoryProperties) -> Result<usize, DriverError> {
         let mut bytes = 0;
         let raw = properties.raw();
@@ -94,48 +109,7 @@ impl Entered<'_> {
         Ok(bytes)
     }
 
-    /// Reserves `bytes` of address space, aligned to `alignment` (a power of two, or 0 for the
-    /// driver's choice), at `hint` if that is free and not 0.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Vmm`].
-    pub fn address_reserve(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        hint: CUdeviceptr,
-    ) -> Result<CUdeviceptr, DriverError> {
-        let mut address = 0;
-        // SAFETY: the output is a local; reserving changes nothing else.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemAddressReserve(&mut address, bytes, alignment, hint, 0)
-            )
-        }?;
-        Ok(address)
-    }
-
-    /// Gives a reservation back: exactly its address and bytes.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// Nothing may be mapped in the range, and nothing may use its addresses any more.
-    pub unsafe fn address_free(
-        &self,
-        address: CUdeviceptr,
-        bytes: usize,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for the range.
-        unsafe { call!(self.driver(), cuMemAddressFree(address, bytes)) }
-    }
-
     /// Creates `bytes` of physical memory. Counts as one handle operation.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Vmm`].
     pub fn mem_create(
         &self,
         bytes: usize,
@@ -151,12 +125,6 @@ impl Entered<'_> {
 
     /// Gives a handle back. The memory lives on while it is mapped or exported. Counts as one
     /// handle operation.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The handle must be live, and is not used any more.
     pub unsafe fn mem_release(
         &self,
         handle: CUmemGenericAllocationHandle,
@@ -167,44 +135,8 @@ impl Entered<'_> {
         Ok(())
     }
 
-    /// Maps all of a handle, whose size is `bytes`, at `address`. The mapping cannot be accessed
-    /// before [`Entered::set_access`].
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The handle must be live, and the range reserved by the caller and not mapped.
-    pub unsafe fn mem_map(
-        &self,
-        address: CUdeviceptr,
-        bytes: usize,
-        handle: CUmemGenericAllocationHandle,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for range and handle.
-        unsafe { call!(self.driver(), cuMemMap(address, bytes, 0, handle, 0)) }
-    }
-
-    /// Unmaps a range of one or more whole mappings, at once.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// No work may use the addresses any more, neither submitted nor later.
-    pub unsafe fn mem_unmap(&self, address: CUdeviceptr, bytes: usize) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for the range.
-        unsafe { call!(self.driver(), cuMemUnmap(address, bytes)) }
-    }
-
     /// Lets the devices read and write a range of one or more whole mappings. Access belongs to the
     /// mapping and ends with it.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The range must be mapped by the caller.
     pub unsafe fn set_access(
         &self,
         address: CUdeviceptr,
@@ -222,12 +154,9 @@ impl Entered<'_> {
     }
 
     /// True if `device` may read and write at `address`.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn has_access(&self, address: CUdeviceptr, device: Device) -> Result<bool, DriverError> {
+    pub fn has_access(&self, address: CUdeviceptr, device: &Device) -> Result<bool, DriverError> {
         let mut flags = 0;
-        let location = device.location();
+        let location = location_of(device.raw());
         // SAFETY: both pointers are to locals; any address may be asked about.
         unsafe {
             call!(
@@ -240,12 +169,6 @@ impl Entered<'_> {
     }
 
     /// The properties that a handle was created with.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// The handle must be live.
     pub unsafe fn handle_properties(
         &self,
         handle: CUmemGenericAllocationHandle,
@@ -259,10 +182,18 @@ impl Entered<'_> {
             )
         }?;
         Ok(MemoryProperties {
-            device: Device::from_raw(raw.location.id),
+            device: raw.location.id,
             export: raw.requestedHandleTypes,
             gpu_direct_rdma: raw.allocFlags.gpuDirectRDMACapable != 0,
         })
+    }
+}
+
+/// A device's memory, as the driver wants it.
+pub(super) fn location_of(device: sys::CUdevice) -> sys::CUmemLocation {
+    sys::CUmemLocation {
+        type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+        id: device,
     }
 }
 
@@ -271,7 +202,7 @@ pub(super) fn access_list(devices: &[Device]) -> Vec<sys::CUmemAccessDesc> {
     devices
         .iter()
         .map(|device| sys::CUmemAccessDesc {
-            location: device.location(),
+            location: location_of(device.raw()),
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         })
         .collect()

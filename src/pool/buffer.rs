@@ -8,9 +8,9 @@ use std::sync::Arc;
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Stream, process};
 
-use super::error::PoolError;
 use super::part::Part;
 use super::table::{Key, Live, Slot};
+use crate::error::{Error, Refused};
 
 /// Device memory for elements, out of a [`TypedPool`](super::TypedPool) or
 /// [`ThresholdPool`](super::ThresholdPool), to which its drop returns it, in the order of its stream,
@@ -92,7 +92,7 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     ///
     /// # Errors
     /// A stream that is capturing; driver errors.
-    pub fn record_stream(&self, stream: &Stream) -> Result<(), PoolError> {
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         match self.buffer.block() {
             Some(block) => Ok(block.record_stream(stream)?),
             None => Ok(()),
@@ -104,7 +104,7 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     ///
     /// # Errors
     /// As [`record_stream`](Self::record_stream).
-    pub fn record_use(&self, stream: &Stream) -> Result<(), PoolError> {
+    pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
         match self.buffer.block() {
             Some(block) => Ok(block.record_use(stream)?),
             None => Ok(()),
@@ -116,12 +116,9 @@ impl<T: DeviceCopy> PooledBuffer<T> {
     ///
     /// # Errors
     /// As [`DeviceBuffer::free`].
-    pub fn free(mut self) -> Result<(), Box<PooledFreeError<T>>> {
+    pub fn free(mut self) -> Result<(), Refused<PooledBuffer<T>>> {
         if process::is_forked_child() {
-            return Err(Box::new(PooledFreeError {
-                buffer: self,
-                error: crate::allocator::Error::ForkedChild.into(),
-            }));
+            return Err(Refused::new(self, Error::ForkedChild));
         }
         let (buffer, mut home) = self.take_parts();
         let left = home.as_ref().and_then(Home::leave);
@@ -131,13 +128,13 @@ impl<T: DeviceCopy> PooledBuffer<T> {
         if let Some(home) = &mut home {
             home.stay(left);
         }
-        Err(Box::new(PooledFreeError {
-            buffer: PooledBuffer {
-                buffer: failed.buffer,
+        Err(Refused::new(
+            PooledBuffer {
+                buffer: *failed.value,
                 home,
             },
-            error: failed.error.into(),
-        }))
+            failed.error,
+        ))
     }
 
     /// The buffer is to be returned on another stream than its own.
@@ -165,7 +162,7 @@ impl<T: DeviceCopy> PooledBuffer<MaybeUninit<T>> {
         }
     }
 
-    pub(super) fn zeroed(self, stream: &Stream) -> Result<PooledBuffer<T>, PoolError> {
+    pub(super) fn zeroed(self, stream: &Stream) -> Result<PooledBuffer<T>, Error> {
         // SAFETY: zeroed in the order of the stream before anything else can be done to it.
         let mut buffer = unsafe { self.assume_init() };
         buffer.as_mut_slice().set_zero(stream)?;
@@ -199,25 +196,5 @@ impl<T: DeviceCopy> Drop for PooledBuffer<T> {
 impl<T: DeviceCopy> fmt::Debug for PooledBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&self.buffer, f)
-    }
-}
-
-/// A buffer that could not be returned, and why.
-#[derive(thiserror::Error)]
-#[error("the buffer at {:#x} could not be returned", buffer.as_device_ptr())]
-pub struct PooledFreeError<T: DeviceCopy> {
-    /// The buffer, still allocated.
-    pub buffer: PooledBuffer<T>,
-    /// The reason.
-    #[source]
-    pub error: PoolError,
-}
-
-impl<T: DeviceCopy> fmt::Debug for PooledFreeError<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PooledFreeError")
-            .field("buffer", &self.buffer)
-            .field("error", &self.error)
-            .finish()
     }
 }

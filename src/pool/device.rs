@@ -5,11 +5,9 @@ use std::sync::Arc;
 
 use crate::allocator::{Allocator, size};
 use crate::driver::{Context, Stream};
-use crate::resource::{
-    BlockIdentity, MemoryResource, Refused, ResourceBlock, ResourceError, Tag, adopt,
-};
+use crate::error::{Error, InvalidArgument, Refused};
+use crate::resource::{BlockIdentity, MemoryResource, ResourceBlock, Tag, adopt};
 
-use super::error::PoolError;
 use super::part::Part;
 
 /// A [`TypedPool`](super::TypedPool) or [`ThresholdPool`](super::ThresholdPool) on one device, as a
@@ -24,7 +22,7 @@ pub struct DevicePool {
 
 impl DevicePool {
     /// Makes the part's allocator if there is none yet.
-    pub(super) fn new(part: &Arc<Part>) -> Result<DevicePool, PoolError> {
+    pub(super) fn new(part: &Arc<Part>) -> Result<DevicePool, Error> {
         Ok(DevicePool {
             part: Arc::clone(part),
             allocator: part.allocator()?.clone(),
@@ -59,10 +57,10 @@ unsafe impl MemoryResource for DevicePool {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         if bytes == 0 || size::round_size(bytes).is_none() {
             let requested = bytes as u64;
-            return Err(ResourceError::InvalidSize { requested });
+            return Err(Error::Invalid(InvalidArgument::Size { bytes: requested }));
         }
         let id = stream.id()?;
         let block = self.part.block(&(id, bytes), alignment, stream)?;

@@ -6,7 +6,7 @@ use super::*;
 fn d9_nothing_waits_for_workspaces_in_a_forked_child() -> Result<(), Box<dyn std::error::Error>> {
     let sim = crate::sim::Simulator::new(crate::sim::SimConfig::default())?;
     let driver = sim.driver()?;
-    let context = crate::driver::Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let allocator = Allocator::with_config(&context, crate::allocator::Config::new())?;
     let stream = allocator.create_stream()?;
     let pool = WorkspacePool::new(&allocator);

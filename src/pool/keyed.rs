@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use crate::allocator::{Allocator, Trimmed};
 use crate::driver::{Context, Stream};
+use crate::error::{Error, InvalidArgument, Refused};
 use crate::resource::{
-    BlockIdentity, BlockKey, BlockState, MemoryResource, Outstanding, PoolUsage, Refused,
-    ResourceBlock, ResourceError, Tag, Tracking,
+    BlockIdentity, BlockKey, BlockState, MemoryResource, Outstanding, PoolUsage, ResourceBlock,
+    Tag, Tracking,
 };
 
 use super::native::NativePool;
@@ -17,12 +18,14 @@ use super::workspace::{Lease, WorkspacePool};
 const ALIGNMENT: usize = 256;
 
 /// A request for nothing is an error, also of those pools that have an answer to it.
-fn check(bytes: usize, alignment: usize) -> Result<(), ResourceError> {
+fn check(bytes: usize, alignment: usize) -> Result<(), Error> {
     if bytes == 0 {
-        return Err(ResourceError::InvalidSize { requested: 0 });
+        return Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }));
     }
     if !alignment.is_power_of_two() || alignment > ALIGNMENT {
-        return Err(ResourceError::InvalidAlignment { alignment });
+        return Err(Error::Invalid(InvalidArgument::Alignment {
+            bytes: alignment as u64,
+        }));
     }
     Ok(())
 }
@@ -41,21 +44,17 @@ macro_rules! known_uses {
             Tracking::Reuse
         }
 
-        fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
-            Ok($known(self, block)?.record_use(stream)?)
+        fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
+            $known(self, block)?.record_use(stream)
         }
 
-        fn record_stream(
-            &self,
-            block: &BlockIdentity,
-            stream: &Stream,
-        ) -> Result<(), ResourceError> {
-            Ok($known(self, block)?.record_stream(stream)?)
+        fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
+            $known(self, block)?.record_stream(stream)
         }
     };
 }
 
-fn lease(pool: &WorkspacePool, block: &BlockIdentity) -> Result<Arc<Lease>, ResourceError> {
+fn lease(pool: &WorkspacePool, block: &BlockIdentity) -> Result<Arc<Lease>, Error> {
     let known = pool.keyed().get(block.key.generation);
     let known = known.filter(|_| block.key.source == pool.keyed().source());
     known.ok_or_else(|| block.gone())
@@ -70,7 +69,7 @@ unsafe impl MemoryResource for WorkspacePool {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         check(bytes, alignment)?;
         let id = stream.id()?;
         let lease = self.lease(stream, bytes)?;
@@ -118,25 +117,25 @@ unsafe impl MemoryResource for WorkspacePool {
     }
 
     /// Idle slabs first, then the allocator's unused memory.
-    fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+    fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         let held = self.allocator().stats().all.reserved.current;
         let surplus = held.saturating_sub(keep);
         WorkspacePool::trim(self, self.stats().free_bytes.saturating_sub(surplus));
-        Ok(Allocator::trim(self.allocator(), keep)?)
+        Allocator::trim(self.allocator(), keep)
     }
 
-    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+    fn usage(&self) -> Result<PoolUsage, Error> {
         self.allocator().usage()
     }
 
-    fn reset_peaks(&self) -> Result<(), ResourceError> {
+    fn reset_peaks(&self) -> Result<(), Error> {
         MemoryResource::reset_peaks(self.allocator())
     }
 
     known_uses!(lease);
 }
 
-fn native(pool: &NativePool, block: &BlockIdentity) -> Result<Arc<NativeBlock>, ResourceError> {
+fn native(pool: &NativePool, block: &BlockIdentity) -> Result<Arc<NativeBlock>, Error> {
     let known = pool.keyed().get(block.key.generation);
     let known = known.filter(|_| block.key.source == pool.keyed().source());
     known.ok_or_else(|| block.gone())
@@ -151,7 +150,7 @@ unsafe impl MemoryResource for NativePool {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         check(bytes, alignment)?;
         let block = NativePool::allocate(self, bytes, stream)?;
         let (ptr, stream) = (block.ptr(), block.stream_id());
@@ -203,19 +202,19 @@ unsafe impl MemoryResource for NativePool {
         }
     }
 
-    fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+    fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         Ok(Trimmed {
             released: self.trim_held(keep)?,
             ..Trimmed::default()
         })
     }
 
-    fn usage(&self) -> Result<PoolUsage, ResourceError> {
-        Ok(NativePool::usage(self)?)
+    fn usage(&self) -> Result<PoolUsage, Error> {
+        NativePool::usage(self)
     }
 
-    fn reset_peaks(&self) -> Result<(), ResourceError> {
-        Ok(NativePool::reset_peaks(self)?)
+    fn reset_peaks(&self) -> Result<(), Error> {
+        NativePool::reset_peaks(self)
     }
 
     known_uses!(native);

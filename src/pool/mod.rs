@@ -22,7 +22,6 @@
 
 mod buffer;
 mod device;
-mod error;
 mod histogram;
 mod keyed;
 mod native;
@@ -40,12 +39,11 @@ mod threshold;
 mod typed;
 mod workspace;
 
-pub use buffer::{PooledBuffer, PooledFreeError};
+pub use buffer::PooledBuffer;
 pub use device::DevicePool;
-pub use error::PoolError;
 pub use histogram::SizeHistogram;
 pub use native::NativePool;
-pub use native_block::{NativeBlock, NativeFreeError};
+pub use native_block::NativeBlock;
 pub use native_config::NativeConfig;
 pub use pinned::{PinnedPool, PinnedStats};
 pub use pinned_buffers::PinnedConfig;
@@ -59,8 +57,8 @@ pub use workspace::{Lease, WorkspacePool, WorkspaceStats};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::allocator;
 use crate::driver::{Context, Device, Driver, Stream, process};
+use crate::error::{Error, StreamMisuse};
 use crate::sync::{capture, order};
 
 /// The first of many equal failures is logged, then those whose number is a power of two.
@@ -80,46 +78,35 @@ impl RareLog {
 }
 
 /// The device of an ordinal.
-fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, PoolError> {
+fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error> {
     let devices = driver.device_count()?;
     if ordinal >= devices {
-        return Err(PoolError::InvalidDevice { ordinal, devices });
+        return Err(Error::InvalidDevice { ordinal, devices });
     }
     Ok(driver.device(ordinal)?)
 }
 
-/// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
-#[inline]
-fn refuse_capture(stream: &Stream) -> Result<(), PoolError> {
-    capture::refuse_capture(stream, |stream| capturing(stream.raw() as usize))
-}
-
-fn capturing(stream: usize) -> PoolError {
-    allocator::Error::Capturing { stream }.into()
-}
-
 /// Waits for everything that a context was given; refuses while something captures there, which would suffer.
-fn wait_for(context: &Context) -> Result<(), PoolError> {
+fn wait_for(context: &Context) -> Result<(), Error> {
     match capture::capture_in(context)? {
-        Some(stream) => Err(capturing(stream)),
+        Some(stream) => Err(Error::Capturing { stream }),
         None => Ok(order::wait_for_context(context)?),
     }
 }
 
 /// Refuses a stream that is being captured, or of another driver than the pool's, or of another device.
 #[inline]
-fn admit(stream: &Stream, home: &Context) -> Result<(), PoolError> {
+fn admit(stream: &Stream, home: &Context) -> Result<(), Error> {
     if !home.driver().same_library(stream.context().driver()) {
-        return Err(allocator::Error::ForeignDriver.into());
+        return Err(Error::Stream(StreamMisuse::ForeignDriver));
     }
     let device = home.device().ordinal();
     let other = stream.context().device().ordinal();
     if other != device {
-        return Err(allocator::Error::WrongDevice {
-            device,
-            stream_device: other,
-        }
-        .into());
+        return Err(Error::WrongDevice {
+            expected: device,
+            found: other,
+        });
     }
-    refuse_capture(stream)
+    capture::refuse_capture(stream)
 }

@@ -4,14 +4,15 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::allocator::{self, OutOfMemory, size};
+use crate::allocator::size;
 use crate::driver::{
     Context, Device, Driver, DriverError, Feature, MemoryPool, PoolProperties, Stream, sys,
 };
+use crate::error::{Error, InvalidArgument, OutOfMemory};
 use crate::resource::{Gauge, PoolUsage, Table};
+use crate::sync::capture;
 use crate::sync::event::EventPools;
 
-use super::error::PoolError;
 use super::native_block::{DESTROYED, Inner, NativeBlock, free_those_of};
 use super::native_config::{
     NativeConfig, OPPORTUNISTIC, RELEASE_THRESHOLD, RESERVED_CURRENT, RESERVED_HIGH, USED_CURRENT,
@@ -41,24 +42,24 @@ impl NativePool {
     /// # Errors
     /// As [`NativeConfig::validate`] and [`with_context`](Self::with_context); a driver that cannot be
     /// had.
-    pub fn new(config: NativeConfig) -> Result<NativePool, PoolError> {
+    pub fn new(config: NativeConfig) -> Result<NativePool, Error> {
         config.validate()?;
         let driver = Driver::load()?;
         let device = device_of(&driver, config.ordinal)?;
-        Self::with_context(&Context::primary(&driver, device)?, config)
+        Self::with_context(&Context::primary(&device)?, config)
     }
 
     /// A pool on a given context, on whose device the memory is: `ordinal` is not looked at.
     ///
     /// # Errors
-    /// As [`NativeConfig::validate`]; [`PoolError::NotSupported`] if driver or device have no pools, or
+    /// As [`NativeConfig::validate`]; [`Error::NotSupported`] if driver or device have no pools, or
     /// cannot export them and that was asked for; driver errors.
-    pub fn with_context(context: &Context, config: NativeConfig) -> Result<NativePool, PoolError> {
+    pub fn with_context(context: &Context, config: NativeConfig) -> Result<NativePool, Error> {
         config.validate()?;
         supported(context)?;
         let driver = context.driver();
         if config.exportable && !driver.has(Feature::PoolExport) {
-            return Err(PoolError::NotSupported {
+            return Err(Error::NotSupported {
                 what: "export of memory pools",
             });
         }
@@ -68,7 +69,7 @@ impl NativePool {
             sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE
         };
         let properties = PoolProperties {
-            device: context.device(),
+            device: context.device().raw(),
             export,
             max_bytes: config.max_bytes.unwrap_or(0) as usize,
         };
@@ -93,8 +94,8 @@ impl NativePool {
     /// Never destroyed.
     ///
     /// # Errors
-    /// [`PoolError::NotSupported`], driver errors.
-    pub fn default_of(context: &Context) -> Result<NativePool, PoolError> {
+    /// [`Error::NotSupported`], driver errors.
+    pub fn default_of(context: &Context) -> Result<NativePool, Error> {
         supported(context)?;
         Ok(Self::wrap(context, MemoryPool::default_of(context)?, None))
     }
@@ -102,18 +103,18 @@ impl NativePool {
     /// The pool that `cuMemAllocAsync` takes from on the device at present. Never destroyed from here.
     ///
     /// # Errors
-    /// [`PoolError::NotSupported`], driver errors.
+    /// [`Error::NotSupported`], driver errors.
     ///
     /// # Safety
     /// Whoever owns the pool keeps it as long as the result, its clones and its blocks are there.
     ///
     /// ```compile_fail,E0133
-    /// # use cualloc::{driver::Context, pool::{NativePool, PoolError}};
-    /// fn current(context: &Context) -> Result<NativePool, PoolError> {
+    /// # use cualloc::{Error, driver::Context, pool::NativePool};
+    /// fn current(context: &Context) -> Result<NativePool, Error> {
     ///     NativePool::current_of(context)
     /// }
     /// ```
-    pub unsafe fn current_of(context: &Context) -> Result<NativePool, PoolError> {
+    pub unsafe fn current_of(context: &Context) -> Result<NativePool, Error> {
         supported(context)?;
         // SAFETY: the caller's contract.
         let pool = unsafe { MemoryPool::current_of(context) }?;
@@ -123,12 +124,12 @@ impl NativePool {
     /// The pool of another process behind a descriptor of [`export`](Self::export).
     ///
     /// # Errors
-    /// [`PoolError::NotSupported`], driver errors.
+    /// [`Error::NotSupported`], driver errors.
     #[cfg(unix)]
     pub fn import(
         context: &Context,
         descriptor: std::os::fd::BorrowedFd<'_>,
-    ) -> Result<NativePool, PoolError> {
+    ) -> Result<NativePool, Error> {
         supported(context)?;
         let pool = MemoryPool::import_fd(context, descriptor).map_err(absent)?;
         Ok(Self::wrap(context, pool, None))
@@ -169,8 +170,8 @@ impl NativePool {
     /// of. A second call does nothing.
     ///
     /// # Errors
-    /// [`PoolError::InUse`]; driver errors, after which the pool is as before.
-    pub fn destroy(&self) -> Result<(), PoolError> {
+    /// [`Error::InUse`]; driver errors, after which the pool is as before.
+    pub fn destroy(&self) -> Result<(), Error> {
         free_those_of(&self.0);
         let ended =
             self.0
@@ -179,7 +180,10 @@ impl NativePool {
         match ended {
             Ok(_) => {}
             Err(DESTROYED) => return Ok(()),
-            Err(users) => return Err(PoolError::InUse { users }),
+            Err(count) => {
+                let (what, bytes) = ("user", 0);
+                return Err(Error::InUse { what, count, bytes });
+            }
         }
         // SAFETY: no block is live and no call under way, and none begins from now on.
         let result = unsafe { self.0.pool.destroy() };
@@ -192,8 +196,8 @@ impl NativePool {
     /// Reads an attribute. Reserved bytes are those held, used ones those in live blocks.
     ///
     /// # Errors
-    /// Driver errors, [`PoolError::Destroyed`].
-    pub fn get(&self, attribute: sys::CUmemPool_attribute) -> Result<u64, PoolError> {
+    /// Driver errors, [`Error::Closed`].
+    pub fn get(&self, attribute: sys::CUmemPool_attribute) -> Result<u64, Error> {
         let _use = self.0.enter()?;
         self.0.get(attribute)
     }
@@ -202,21 +206,21 @@ impl NativePool {
     /// means the current value.
     ///
     /// # Errors
-    /// [`PoolError::InvalidValue`] for a value that the attribute does not take,
-    /// [`PoolError::NotSupported`] for opportunistic reuse on a driver where it is not safe,
-    /// [`PoolError::Contradiction`] for a threshold above the maximum, driver errors,
-    /// [`PoolError::Destroyed`].
-    pub fn set(&self, attribute: sys::CUmemPool_attribute, value: u64) -> Result<(), PoolError> {
+    /// [`InvalidArgument::Setting`] for a value that the attribute does not take,
+    /// [`Error::NotSupported`] for opportunistic reuse on a driver where it is not safe,
+    /// [`InvalidArgument::Contradiction`] for a threshold above the maximum, driver errors,
+    /// [`Error::Closed`].
+    pub fn set(&self, attribute: sys::CUmemPool_attribute, value: u64) -> Result<(), Error> {
         let _use = self.0.enter()?;
         if !takes(attribute, value) {
-            return Err(PoolError::InvalidValue {
+            return Err(Error::Invalid(InvalidArgument::Setting {
                 what: "a pool's attribute",
                 value,
-            });
+            }));
         }
         let old = self.0.context.driver().version() < SAFE_OPPORTUNISTIC;
         if attribute == OPPORTUNISTIC && value == 1 && old {
-            return Err(PoolError::NotSupported {
+            return Err(Error::NotSupported {
                 what: "opportunistic reuse by a driver before CUDA 11.5",
             });
         }
@@ -229,13 +233,13 @@ impl NativePool {
     /// Gives a device access to everything in the pool, or takes it away.
     ///
     /// # Errors
-    /// Driver errors, among them that the device cannot have it; [`PoolError::Destroyed`].
-    pub fn set_access(&self, device: Device, on: bool) -> Result<(), PoolError> {
+    /// Driver errors, among them that the device cannot have it; [`Error::Closed`].
+    pub fn set_access(&self, device: &Device, on: bool) -> Result<(), Error> {
         let _use = self.0.enter()?;
         let done = if on {
-            self.0.pool.set_access(&[device])
+            self.0.pool.set_access(std::slice::from_ref(device))
         } else {
-            self.0.pool.revoke_access(&[device])
+            self.0.pool.revoke_access(std::slice::from_ref(device))
         };
         Ok(done?)
     }
@@ -243,8 +247,8 @@ impl NativePool {
     /// Whether a device may read and write everything in the pool.
     ///
     /// # Errors
-    /// Driver errors, [`PoolError::Destroyed`].
-    pub fn has_access(&self, device: Device) -> Result<bool, PoolError> {
+    /// Driver errors, [`Error::Closed`].
+    pub fn has_access(&self, device: &Device) -> Result<bool, Error> {
         let _use = self.0.enter()?;
         Ok(self.0.pool.has_access(device)?)
     }
@@ -252,8 +256,8 @@ impl NativePool {
     /// Makes this the pool that `cuMemAllocAsync` takes from on the device, for the whole process.
     ///
     /// # Errors
-    /// Driver errors, [`PoolError::Destroyed`].
-    pub fn make_current(&self) -> Result<(), PoolError> {
+    /// Driver errors, [`Error::Closed`].
+    pub fn make_current(&self) -> Result<(), Error> {
         let _use = self.0.enter()?;
         Ok(self.0.pool.make_current()?)
     }
@@ -261,10 +265,10 @@ impl NativePool {
     /// A descriptor that stands for the pool in other processes.
     ///
     /// # Errors
-    /// [`PoolError::NotSupported`], driver errors (a pool that was not made exportable),
-    /// [`PoolError::Destroyed`].
+    /// [`Error::NotSupported`], driver errors (a pool that was not made exportable),
+    /// [`Error::Closed`].
     #[cfg(unix)]
-    pub fn export(&self) -> Result<std::os::fd::OwnedFd, PoolError> {
+    pub fn export(&self) -> Result<std::os::fd::OwnedFd, Error> {
         let _use = self.0.enter()?;
         self.0.pool.export_fd().map_err(absent)
     }
@@ -276,7 +280,7 @@ impl NativePool {
     pub fn export_block(
         &self,
         ptr: sys::CUdeviceptr,
-    ) -> Result<sys::CUmemPoolPtrExportData, PoolError> {
+    ) -> Result<sys::CUmemPoolPtrExportData, Error> {
         let _use = self.0.enter()?;
         Ok(self.0.pool.export_pointer(ptr)?)
     }
@@ -284,13 +288,13 @@ impl NativePool {
     /// Allocates `bytes` (at least 1) for use on a stream.
     ///
     /// # Errors
-    /// [`PoolError::InvalidSize`]; want of memory; a stream that is capturing or of another device;
-    /// driver errors; [`PoolError::Destroyed`].
-    pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<NativeBlock, PoolError> {
+    /// [`InvalidArgument::Size`]; want of memory; a stream that is capturing or of another device;
+    /// driver errors; [`Error::Closed`].
+    pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<NativeBlock, Error> {
         if bytes == 0 || size::round_size(bytes).is_none() {
-            return Err(PoolError::InvalidSize {
-                requested: bytes as u64,
-            });
+            return Err(Error::Invalid(InvalidArgument::Size {
+                bytes: bytes as u64,
+            }));
         }
         free_those_of(&self.0);
         let used = self.0.enter()?;
@@ -303,7 +307,7 @@ impl NativePool {
         let block = NativeBlock::new(Arc::clone(&self.0), ptr, bytes, (stream.clone(), id));
         // If another thread has begun a capture since, it may be memory of the graph's, which is freed in there;
         // any other is freed after the capture.
-        if let Err(error) = super::refuse_capture(stream) {
+        if let Err(error) = capture::refuse_capture(stream) {
             block.undo();
             return Err(error);
         }
@@ -316,16 +320,12 @@ impl NativePool {
     ///
     /// # Errors
     /// A stream that is capturing or of another device; driver errors, among them that the address is not
-    /// live; [`PoolError::Destroyed`]. The memory is live still then.
+    /// live; [`Error::Closed`]. The memory is live still then.
     ///
     /// # Safety
     /// No [`NativeBlock`] stands for the memory, its allocation is complete on the stream or in its order, and
     /// so are all uses of it on other streams.
-    pub unsafe fn free_raw_on(
-        &self,
-        ptr: sys::CUdeviceptr,
-        stream: &Stream,
-    ) -> Result<(), PoolError> {
+    pub unsafe fn free_raw_on(&self, ptr: sys::CUdeviceptr, stream: &Stream) -> Result<(), Error> {
         let _use = self.0.enter()?;
         super::admit(stream, &self.0.context)?;
         let entered = stream.context().enter()?;
@@ -338,8 +338,8 @@ impl NativePool {
     /// not seen to be unused, by a synchronisation. Does not wait.
     ///
     /// # Errors
-    /// Driver errors, [`PoolError::Destroyed`].
-    pub fn trim(&self, keep: u64) -> Result<u64, PoolError> {
+    /// Driver errors, [`Error::Closed`].
+    pub fn trim(&self, keep: u64) -> Result<u64, Error> {
         free_those_of(&self.0);
         let _use = self.0.enter()?;
         let used = self.0.get(USED_CURRENT)?;
@@ -347,13 +347,13 @@ impl NativePool {
     }
 
     /// As [`trim`](Self::trim), until at most `keep` bytes are held, in use or not.
-    pub(crate) fn trim_held(&self, keep: u64) -> Result<u64, PoolError> {
+    pub(crate) fn trim_held(&self, keep: u64) -> Result<u64, Error> {
         free_those_of(&self.0);
         let _use = self.0.enter()?;
         self.shrink_to(keep)
     }
 
-    fn shrink_to(&self, keep: u64) -> Result<u64, PoolError> {
+    fn shrink_to(&self, keep: u64) -> Result<u64, Error> {
         let before = self.0.get(RESERVED_CURRENT)?;
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
         self.0.pool.trim_to(keep)?;
@@ -364,8 +364,8 @@ impl NativePool {
     /// What the pool holds and hands out.
     ///
     /// # Errors
-    /// Driver errors, [`PoolError::Destroyed`].
-    pub fn usage(&self) -> Result<PoolUsage, PoolError> {
+    /// Driver errors, [`Error::Closed`].
+    pub fn usage(&self) -> Result<PoolUsage, Error> {
         let _use = self.0.enter()?;
         self.measure()
     }
@@ -374,7 +374,7 @@ impl NativePool {
     ///
     /// # Errors
     /// As [`set`](Self::set).
-    pub fn reset_peaks(&self) -> Result<(), PoolError> {
+    pub fn reset_peaks(&self) -> Result<(), Error> {
         self.set(RESERVED_HIGH, 0)?;
         self.set(USED_HIGH, 0)
     }
@@ -394,7 +394,7 @@ impl NativePool {
         &self.0.keyed
     }
 
-    fn take(&self, bytes: usize, stream: &Stream) -> Result<sys::CUdeviceptr, PoolError> {
+    fn take(&self, bytes: usize, stream: &Stream) -> Result<sys::CUdeviceptr, Error> {
         let attempt = || {
             let entered = stream.context().enter()?;
             // SAFETY: the stream is alive by the contract under which it was made.
@@ -417,7 +417,7 @@ impl NativePool {
         Err(self.out_of_memory(bytes, refused))
     }
 
-    fn out_of_memory(&self, bytes: usize, refused: DriverError) -> PoolError {
+    fn out_of_memory(&self, bytes: usize, refused: DriverError) -> Error {
         let usage = self.measure().unwrap_or_default();
         let info = self.0.context.enter().and_then(|e| e.mem_info()).ok();
         let picture = OutOfMemory {
@@ -432,12 +432,12 @@ impl NativePool {
             driver: Some(refused),
             ..OutOfMemory::default()
         };
-        allocator::Error::OutOfMemory(Box::new(picture)).into()
+        Error::OutOfMemory(Box::new(picture))
     }
 
-    fn measure(&self) -> Result<PoolUsage, PoolError> {
+    fn measure(&self) -> Result<PoolUsage, Error> {
         let gauge = |current, peak| {
-            Ok::<_, PoolError>(Gauge {
+            Ok::<_, Error>(Gauge {
                 current: self.0.get(current)?,
                 peak: self.0.get(peak)?,
             })
@@ -465,20 +465,20 @@ impl fmt::Debug for NativePool {
     }
 }
 
-fn supported(context: &Context) -> Result<(), PoolError> {
-    if context.driver().supports_pools(context.device())? {
+fn supported(context: &Context) -> Result<(), Error> {
+    if context.device().supports_pools()? {
         return Ok(());
     }
-    Err(PoolError::NotSupported {
+    Err(Error::NotSupported {
         what: "stream-ordered memory pools",
     })
 }
 
 /// A function that the driver does not export is an ability that it does not have.
 #[cfg(unix)]
-fn absent(error: DriverError) -> PoolError {
+fn absent(error: DriverError) -> Error {
     if error.code() == sys::CUresult::CUDA_ERROR_NOT_FOUND {
-        return PoolError::NotSupported {
+        return Error::NotSupported {
             what: "export of memory pools",
         };
     }

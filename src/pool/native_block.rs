@@ -4,7 +4,6 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::allocator;
 use crate::driver::{Context, MemoryPool, Stream, process, sys};
 use crate::locks::held::Locked;
 use crate::resource::Table;
@@ -12,7 +11,8 @@ use crate::sync::event::{EventPools, Pooled};
 use crate::sync::order;
 
 use super::RareLog;
-use super::error::PoolError;
+use crate::error::{Error, Refused};
+use crate::sync::capture;
 
 /// A pool of the driver, as its handles and blocks know it.
 pub(super) struct Inner {
@@ -42,14 +42,14 @@ impl Drop for Use<'_> {
 }
 
 impl Inner {
-    pub(super) fn enter(&self) -> Result<Use<'_>, PoolError> {
+    pub(super) fn enter(&self) -> Result<Use<'_>, Error> {
         let more = |users: u64| (users != DESTROYED).then(|| users + 1);
         match self
             .users
             .fetch_update(Ordering::Acquire, Ordering::Relaxed, more)
         {
             Ok(_) => Ok(Use(self)),
-            Err(_) => Err(PoolError::Destroyed),
+            Err(_) => Err(Error::Closed),
         }
     }
 
@@ -60,7 +60,7 @@ impl Inner {
         self.users.fetch_sub(1, Ordering::Release);
     }
 
-    pub(super) fn get(&self, attribute: sys::CUmemPool_attribute) -> Result<u64, PoolError> {
+    pub(super) fn get(&self, attribute: sys::CUmemPool_attribute) -> Result<u64, Error> {
         Ok(self.pool.get(attribute)?)
     }
 }
@@ -162,7 +162,7 @@ impl NativeBlock {
     ///
     /// # Errors
     /// A stream that is capturing, and driver errors.
-    pub fn record_stream(&self, stream: &Stream) -> Result<(), PoolError> {
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         self.record(stream, false)
     }
 
@@ -171,7 +171,7 @@ impl NativeBlock {
     ///
     /// # Errors
     /// As [`record_stream`](Self::record_stream).
-    pub fn record_use(&self, stream: &Stream) -> Result<(), PoolError> {
+    pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
         self.record(stream, true)
     }
 
@@ -179,10 +179,10 @@ impl NativeBlock {
     ///
     /// # Errors
     /// A stream that is capturing, and driver errors.
-    pub fn free(self) -> Result<(), Box<NativeFreeError>> {
+    pub fn free(self) -> Result<(), Refused<NativeBlock>> {
         match self.release() {
             Ok(()) => Ok(()),
-            Err(error) => Err(Box::new(NativeFreeError { block: self, error })),
+            Err(error) => Err(Refused::new(self, error)),
         }
     }
 
@@ -205,8 +205,8 @@ impl NativeBlock {
         (!over).then_some(self)
     }
 
-    fn record(&self, stream: &Stream, over: bool) -> Result<(), PoolError> {
-        super::refuse_capture(stream)?;
+    fn record(&self, stream: &Stream, over: bool) -> Result<(), Error> {
+        capture::refuse_capture(stream)?;
         let id = stream.id()?;
         if id == self.home.1 {
             return Ok(());
@@ -229,9 +229,9 @@ impl NativeBlock {
     }
 
     /// Gives the memory back. Called once: by the owner, or by who took the block out of its table.
-    pub(crate) fn release(&self) -> Result<(), PoolError> {
+    pub(crate) fn release(&self) -> Result<(), Error> {
         let (stream, id) = &self.home;
-        super::refuse_capture(stream)?;
+        capture::refuse_capture(stream)?;
         if stream.id()? != *id {
             // Another thread's default stream cannot be named here: what it may still do is waited
             // for instead.
@@ -262,7 +262,7 @@ impl NativeBlock {
         self.pool.left(self.requested);
     }
 
-    fn give_back(&self) -> Result<(), PoolError> {
+    fn give_back(&self) -> Result<(), Error> {
         let stream = &self.home.0;
         let entered = stream.context().enter()?;
         // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
@@ -271,7 +271,7 @@ impl NativeBlock {
     }
 
     /// Makes the block's stream wait for all uses on others.
-    fn order_uses(&self, uses: &[ForeignUse]) -> Result<(), PoolError> {
+    fn order_uses(&self, uses: &[ForeignUse]) -> Result<(), Error> {
         let home = &self.home.0;
         for foreign in uses {
             if let Some(end) = &foreign.end {
@@ -283,7 +283,7 @@ impl NativeBlock {
                 super::wait_for(foreign.stream.context())?;
                 continue;
             }
-            super::refuse_capture(&foreign.stream)?;
+            capture::refuse_capture(&foreign.stream)?;
             order::order(&foreign.stream, home, &self.pool.events)?;
         }
         Ok(())
@@ -313,10 +313,8 @@ impl Drop for NativeBlock {
             uses: Mutex::new(uses),
             freed: AtomicBool::new(false),
         });
-        if !matches!(
-            error,
-            PoolError::Allocator(allocator::Error::Capturing { .. })
-        ) && let Some(count) = self.pool.log.due()
+        if !matches!(error, Error::Capturing { .. })
+            && let Some(count) = self.pool.log.due()
         {
             log::warn!(
                 "the block at {:#x} of a driver's pool is freed later ({count} such events): {error}",
@@ -332,24 +330,6 @@ impl fmt::Debug for NativeBlock {
             .field("ptr", &format_args!("{:#x}", self.ptr))
             .field("requested", &self.requested)
             .finish_non_exhaustive()
-    }
-}
-
-/// A block that could not be freed, and why.
-#[derive(Debug, thiserror::Error)]
-#[error("the block at {:#x} could not be freed", block.ptr())]
-pub struct NativeFreeError {
-    /// The block, still allocated.
-    pub block: NativeBlock,
-    /// The reason.
-    #[source]
-    pub error: PoolError,
-}
-
-impl From<Box<NativeFreeError>> for PoolError {
-    /// Drops the block, which tries once more.
-    fn from(failed: Box<NativeFreeError>) -> PoolError {
-        failed.error
     }
 }
 

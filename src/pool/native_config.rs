@@ -4,7 +4,7 @@
 
 use crate::driver::sys::CUmemPool_attribute as A;
 
-use super::error::PoolError;
+use crate::error::{Error, InvalidArgument};
 
 /// Settings of a [`NativePool`](super::NativePool), final but for the threshold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -59,14 +59,14 @@ impl NativeConfig {
     /// Checks the settings against each other. Needs no driver.
     ///
     /// # Errors
-    /// [`PoolError::InvalidValue`] for a pool that may hold nothing, [`PoolError::Contradiction`].
-    pub fn validate(&self) -> Result<(), PoolError> {
+    /// [`InvalidArgument::Setting`] for a pool that may hold nothing, [`InvalidArgument::Contradiction`].
+    pub fn validate(&self) -> Result<(), Error> {
         // To the driver a maximum of 0 is none.
         if self.max_bytes == Some(0) {
-            return Err(PoolError::InvalidValue {
+            return Err(Error::Invalid(InvalidArgument::Setting {
                 what: "max_bytes",
                 value: 0,
-            });
+            }));
         }
         within("initial_bytes", self.initial_bytes, self.max_bytes)?;
         let threshold = self.release_threshold.unwrap_or(0);
@@ -79,14 +79,14 @@ pub(super) fn within(
     setting: &'static str,
     value: u64,
     max_bytes: Option<u64>,
-) -> Result<(), PoolError> {
+) -> Result<(), Error> {
     match max_bytes {
-        Some(limit) if value > limit => Err(PoolError::Contradiction {
+        Some(limit) if value > limit => Err(Error::Invalid(InvalidArgument::Contradiction {
             larger: setting,
             value,
             bound: "max_bytes",
             limit,
-        }),
+        })),
         _ => Ok(()),
     }
 }

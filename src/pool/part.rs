@@ -7,9 +7,9 @@ use std::sync::{Arc, OnceLock};
 use crate::allocator::{Allocator, Block, Config, Policy, Request, Trimmed, size};
 use crate::driver::{Context, Driver, Stream};
 
-use super::error::{PoolError, zero_is_invalid};
 use super::table::{Key, Table};
 use super::{RareLog, device_of};
+use crate::error::Error;
 
 /// The threshold that keeps everything.
 const NONE: u64 = u64::MAX;
@@ -60,7 +60,7 @@ impl Part {
     }
 
     /// The allocator, made on first use. A failure is not remembered.
-    pub fn allocator(&self) -> Result<&Allocator, PoolError> {
+    pub fn allocator(&self) -> Result<&Allocator, Error> {
         if let Some(allocator) = self.allocator.get() {
             return Ok(allocator);
         }
@@ -69,7 +69,7 @@ impl Part {
             None => Driver::load()?,
         };
         let device = device_of(&driver, self.ordinal)?;
-        let context = Context::primary(&driver, device)?;
+        let context = Context::primary(&device)?;
         // Two threads may both get here: one of the two allocators, which holds nothing yet, goes.
         let made = Allocator::with_config(&context, self.config.clone())?;
         Ok(self.allocator.get_or_init(|| made))
@@ -84,7 +84,7 @@ impl Part {
         key: &Key,
         alignment: usize,
         stream: &Stream,
-    ) -> Result<Option<Block>, PoolError> {
+    ) -> Result<Option<Block>, Error> {
         if let Some(block) = self.hit(key, alignment, stream) {
             return Ok(Some(block));
         }
@@ -109,12 +109,7 @@ impl Part {
 
     /// A cached block by the addresses of the last returns.
     #[inline(never)]
-    fn search(
-        &self,
-        key: &Key,
-        alignment: usize,
-        stream: &Stream,
-    ) -> Result<Option<Block>, PoolError> {
+    fn search(&self, key: &Key, alignment: usize, stream: &Stream) -> Result<Option<Block>, Error> {
         let allocator = self.allocator()?;
         allocator.engine().usable()?;
         let hints = self.table.hints(key);
@@ -127,7 +122,7 @@ impl Part {
 
     /// A cached block as [`cached_block`](Self::cached_block), else a new one.
     #[inline]
-    pub fn block(&self, key: &Key, alignment: usize, stream: &Stream) -> Result<Block, PoolError> {
+    pub fn block(&self, key: &Key, alignment: usize, stream: &Stream) -> Result<Block, Error> {
         if let Some(block) = self.hit(key, alignment, stream) {
             self.release(true);
             return Ok(block);
@@ -141,15 +136,14 @@ impl Part {
         key: &Key,
         alignment: usize,
         stream: &Stream,
-    ) -> Result<Block, PoolError> {
+    ) -> Result<Block, Error> {
         let found = self.search(key, alignment, stream)?;
         self.release(true);
         if let Some(found) = found {
             return Ok(found);
         }
         let request = Request::new(key.1).align(alignment);
-        let made = self.allocator()?.allocate_with(request, stream);
-        made.map_err(zero_is_invalid)
+        self.allocator()?.allocate_with(request, stream)
     }
 
     // ---- surplus ---------------------------------------------------------------------------
@@ -163,7 +157,7 @@ impl Part {
     }
 
     /// Sets the threshold, and gives back at once what is above it.
-    pub fn set_threshold(&self, bytes: Option<u64>) -> Result<(), PoolError> {
+    pub fn set_threshold(&self, bytes: Option<u64>) -> Result<(), Error> {
         let bytes = bytes.unwrap_or(NONE);
         self.threshold.store(bytes, Ordering::Relaxed);
         self.trim(bytes).map(drop)
@@ -176,7 +170,7 @@ impl Part {
     }
 
     /// Gives unused memory back until at most `keep` bytes of it are held.
-    pub fn trim(&self, keep: u64) -> Result<Trimmed, PoolError> {
+    pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         match self.made() {
             Some(allocator) => Ok(allocator.trim(keep)?),
             None => Ok(Trimmed::default()),

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use crate::driver::Context;
 
 use super::RareLog;
-use super::error::PoolError;
 use super::pinned_buffers::{Buffer, Inner, PinnedConfig, State};
 use super::pinned_lease::PinnedLease;
+use crate::error::{Error, InvalidArgument};
 
 /// Figures of a [`PinnedPool`]: of its current generation, but for `stale`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -49,7 +49,7 @@ pub struct PinnedStats {
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let pool = PinnedPool::new(&context, PinnedConfig::default())?;
 /// let mut lease = pool.acquire(4000)?.typed::<f32>(1000)?;
 /// lease.write(&[1.0; 10])?;
@@ -64,19 +64,19 @@ impl PinnedPool {
     /// A pool with its initial buffers. They are usable with every context.
     ///
     /// # Errors
-    /// [`PoolError::InvalidSize`] for buffers of 0 bytes, [`PoolError::Contradiction`] for more initial
+    /// [`InvalidArgument::Size`] for buffers of 0 bytes, [`InvalidArgument::Contradiction`] for more initial
     /// buffers than the maximum, driver errors.
-    pub fn new(context: &Context, config: PinnedConfig) -> Result<PinnedPool, PoolError> {
+    pub fn new(context: &Context, config: PinnedConfig) -> Result<PinnedPool, Error> {
         if config.buffer_bytes == 0 {
-            return Err(PoolError::InvalidSize { requested: 0 });
+            return Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }));
         }
         if config.initial > config.maximum {
-            return Err(PoolError::Contradiction {
+            return Err(Error::Invalid(InvalidArgument::Contradiction {
                 larger: "initial",
                 value: config.initial as u64,
                 bound: "maximum",
                 limit: config.maximum as u64,
-            });
+            }));
         }
         let pool = PinnedPool(Arc::new(Inner {
             context: context.clone(),
@@ -95,7 +95,7 @@ impl PinnedPool {
     ///
     /// # Errors
     /// Driver errors; buffers made before stay.
-    pub fn warm_up(&self, free: usize) -> Result<(), PoolError> {
+    pub fn warm_up(&self, free: usize) -> Result<(), Error> {
         self.0.usable()?;
         self.0.reap();
         loop {
@@ -127,17 +127,17 @@ impl PinnedPool {
     /// buffer one of its own. Its bytes are not initialised.
     ///
     /// # Errors
-    /// [`PoolError::MaximumReached`], [`PoolError::Oversize`], driver errors. Nothing has changed then.
-    pub fn acquire(&self, bytes: usize) -> Result<PinnedLease<u8>, PoolError> {
+    /// [`Error::Exhausted`], [`InvalidArgument::TooSmall`], driver errors. Nothing has changed then.
+    pub fn acquire(&self, bytes: usize) -> Result<PinnedLease<u8>, Error> {
         self.0.usable()?;
         self.0.reap();
         let config = &self.0.config;
         let oversize = bytes > config.buffer_bytes;
         if oversize && !config.oversize {
-            return Err(PoolError::Oversize {
-                requested: bytes,
-                capacity: config.buffer_bytes,
-            });
+            return Err(Error::Invalid(InvalidArgument::TooSmall {
+                needed: bytes,
+                usable: config.buffer_bytes,
+            }));
         }
         let found = self.0.change(|state| {
             if oversize {
@@ -148,7 +148,8 @@ impl PinnedPool {
                 return Ok(Ok(buffer));
             }
             if state.pooled() >= config.maximum {
-                return Err(PoolError::MaximumReached {
+                return Err(Error::Exhausted {
+                    what: "buffers",
                     maximum: config.maximum,
                 });
             }
@@ -166,7 +167,7 @@ impl PinnedPool {
                     }
                     let buffer = made?;
                     state.leased(&buffer);
-                    Ok::<_, PoolError>(buffer)
+                    Ok::<_, Error>(buffer)
                 })?
             }
         };

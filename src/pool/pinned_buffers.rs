@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::driver::{Context, DriverError, Event, HostAllocation, HostMemory, Stream, process};
 
 use super::RareLog;
-use super::error::PoolError;
+use crate::error::{Error, InvalidArgument};
 
 /// The system locks memory in pages of this many bytes.
 const PAGE: usize = 4096;
@@ -149,9 +149,9 @@ impl State {
 }
 
 impl Inner {
-    pub(super) fn usable(&self) -> Result<(), PoolError> {
+    pub(super) fn usable(&self) -> Result<(), Error> {
         if process::is_forked_child() {
-            return Err(crate::allocator::Error::ForkedChild.into());
+            return Err(Error::ForkedChild);
         }
         Ok(())
     }
@@ -165,17 +165,18 @@ impl Inner {
         bytes: usize,
         oversize: bool,
         generation: u64,
-    ) -> Result<Buffer, PoolError> {
+    ) -> Result<Buffer, Error> {
         let how = HostMemory {
             portable: true,
             ..HostMemory::default()
         };
         // Whole pages, so that no two buffers share one, and no more.
-        let bytes = bytes
-            .checked_next_multiple_of(PAGE)
-            .ok_or(PoolError::InvalidSize {
-                requested: bytes as u64,
-            })?;
+        let bytes =
+            bytes
+                .checked_next_multiple_of(PAGE)
+                .ok_or(Error::Invalid(InvalidArgument::Size {
+                    bytes: bytes as u64,
+                }))?;
         let memory = self.context.enter()?.host_allocation(bytes, how)?;
         Ok(Buffer {
             memory,
@@ -195,7 +196,7 @@ impl Inner {
 
     /// Marks the end of what a stream was given so far.
     pub(super) fn mark(&self, stream: &Stream) -> Result<Event, DriverError> {
-        let event = if stream.context().key() == self.context.key() {
+        let event = if stream.context().id() == self.context.id() {
             self.event()?
         } else {
             stream.context().enter()?.create_event()?
@@ -207,14 +208,14 @@ impl Inner {
     fn keep_events(&self, events: Vec<Event>) {
         let (ours, foreign): (Vec<Event>, Vec<Event>) = events
             .into_iter()
-            .partition(|event| event.context().key() == self.context.key());
+            .partition(|event| event.context().id() == self.context.id());
         self.change(|state| state.events.extend(ours));
         drop(foreign);
     }
 
     /// Takes out the copies that are over; the error of a lost context marks the buffer as lost. The
     /// bytes that are initialised by them.
-    pub(super) fn land(&self, buffer: &mut Buffer) -> Result<usize, PoolError> {
+    pub(super) fn land(&self, buffer: &mut Buffer) -> Result<usize, Error> {
         let (mut initialised, mut over, mut left) = (0, Vec::new(), Vec::new());
         let mut failure = None;
         for flight in buffer.flights.drain(..) {

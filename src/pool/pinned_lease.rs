@@ -9,8 +9,9 @@ use std::sync::Arc;
 use crate::buffer::DeviceCopy;
 use crate::driver::{DriverError, Entered, Stream, process, sys};
 
-use super::error::PoolError;
 use super::pinned_buffers::{Access, Buffer, Flight, Inner};
+use crate::error::{Error, InvalidArgument};
+use crate::sync::capture;
 
 /// Page-locked memory for `len` elements of `T`, returned to its [`PinnedPool`](super::PinnedPool) on drop.
 /// `Send` and `Sync`.
@@ -41,28 +42,28 @@ impl PinnedLease<u8> {
     /// The same memory for `len` elements of another type.
     ///
     /// # Errors
-    /// [`PoolError::TooLarge`], [`PoolError::Oversize`] for more than the capacity,
-    /// [`PoolError::InvalidValue`] for a type of unusual alignment, [`PoolError::InFlight`]. The lease is
+    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::TooSmall`] for more than the capacity,
+    /// [`InvalidArgument::Setting`] for a type of unusual alignment, [`Error::InFlight`]. The lease is
     /// returned then.
-    pub fn typed<U: DeviceCopy>(mut self, len: usize) -> Result<PinnedLease<U>, PoolError> {
+    pub fn typed<U: DeviceCopy>(mut self, len: usize) -> Result<PinnedLease<U>, Error> {
         self.land_finished(true)?;
         let Some(bytes) = len.checked_mul(size_of::<U>()) else {
-            return Err(PoolError::TooLarge {
+            return Err(Error::Invalid(InvalidArgument::TooLarge {
                 len,
                 element_bytes: size_of::<U>(),
-            });
+            }));
         };
         if bytes > self.capacity() {
-            return Err(PoolError::Oversize {
-                requested: bytes,
-                capacity: self.capacity(),
-            });
+            return Err(Error::Invalid(InvalidArgument::TooSmall {
+                needed: bytes,
+                usable: self.capacity(),
+            }));
         }
         if !self.as_ptr().cast::<U>().is_aligned() {
-            return Err(PoolError::InvalidValue {
+            return Err(Error::Invalid(InvalidArgument::Setting {
                 what: "alignment",
                 value: align_of::<U>() as u64,
-            });
+            }));
         }
         Ok(PinnedLease {
             buffer: self.buffer.take(),
@@ -107,12 +108,12 @@ impl<T: DeviceCopy> PinnedLease<T> {
     }
 
     /// Takes note of copies that are over; an error if one is not that excludes what is to be done.
-    fn land_finished(&mut self, write: bool) -> Result<(), PoolError> {
+    fn land_finished(&mut self, write: bool) -> Result<(), Error> {
         let Some(buffer) = &mut self.buffer else {
             return Ok(());
         };
         if buffer.lost {
-            return Err(PoolError::InFlight);
+            return Err(Error::InFlight);
         }
         if buffer.flights.is_empty() {
             return Ok(());
@@ -123,7 +124,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
         }
         let excludes = |flight: &Flight| write || flight.access == Access::Write;
         if buffer.flights.iter().any(excludes) {
-            return Err(PoolError::InFlight);
+            return Err(Error::InFlight);
         }
         Ok(())
     }
@@ -131,8 +132,8 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// The elements that hold values.
     ///
     /// # Errors
-    /// [`PoolError::InFlight`] while a device may write; driver errors.
-    pub fn initialised(&mut self) -> Result<&[T], PoolError> {
+    /// [`Error::InFlight`] while a device may write; driver errors.
+    pub fn initialised(&mut self) -> Result<&[T], Error> {
         self.land_finished(false)?;
         // SAFETY: so many elements hold values, and no device writes to them while this is borrowed:
         // starting a copy takes the lease exclusively.
@@ -142,8 +143,8 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// The elements that hold values, to change them.
     ///
     /// # Errors
-    /// [`PoolError::InFlight`] while a device may read or write; driver errors.
-    pub fn initialised_mut(&mut self) -> Result<&mut [T], PoolError> {
+    /// [`Error::InFlight`] while a device may read or write; driver errors.
+    pub fn initialised_mut(&mut self) -> Result<&mut [T], Error> {
         self.land_finished(true)?;
         let len = self.initialised;
         // SAFETY: as above, and borrowed exclusively.
@@ -154,7 +155,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     ///
     /// # Errors
     /// As [`initialised_mut`](Self::initialised_mut).
-    pub fn uninit_mut(&mut self) -> Result<&mut [MaybeUninit<T>], PoolError> {
+    pub fn uninit_mut(&mut self) -> Result<&mut [MaybeUninit<T>], Error> {
         self.land_finished(true)?;
         // What is written here may be no value.
         self.initialised = 0;
@@ -166,11 +167,11 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// Declares that the first `len` elements hold values.
     ///
     /// # Errors
-    /// [`PoolError::Oversize`] if there are not so many.
+    /// [`InvalidArgument::TooSmall`] if there are not so many.
     ///
     /// # Safety
     /// They do.
-    pub unsafe fn assume_init(&mut self, len: usize) -> Result<(), PoolError> {
+    pub unsafe fn assume_init(&mut self, len: usize) -> Result<(), Error> {
         self.fits(len)?;
         self.initialised = len;
         Ok(())
@@ -179,9 +180,9 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// Copies values to the start; elements behind them keep theirs.
     ///
     /// # Errors
-    /// [`PoolError::Oversize`] for more than there is room for, else as
+    /// [`InvalidArgument::TooSmall`] for more than there is room for, else as
     /// [`initialised_mut`](Self::initialised_mut).
-    pub fn write(&mut self, values: &[T]) -> Result<(), PoolError> {
+    pub fn write(&mut self, values: &[T]) -> Result<(), Error> {
         self.fits(values.len())?;
         self.land_finished(true)?;
         // SAFETY: so many elements fit, and no device uses them.
@@ -193,18 +194,18 @@ impl<T: DeviceCopy> PinnedLease<T> {
         Ok(())
     }
 
-    fn fits(&self, len: usize) -> Result<(), PoolError> {
+    fn fits(&self, len: usize) -> Result<(), Error> {
         if len <= self.len {
             return Ok(());
         }
-        Err(PoolError::Oversize {
-            requested: len.saturating_mul(size_of::<T>()),
-            capacity: self.len * size_of::<T>(),
-        })
+        Err(Error::Invalid(InvalidArgument::TooSmall {
+            needed: len.saturating_mul(size_of::<T>()),
+            usable: self.len * size_of::<T>(),
+        }))
     }
 
     /// Refuses a lease of an earlier generation: what its copies would refer to is gone.
-    fn current(&self) -> Result<(), PoolError> {
+    fn current(&self) -> Result<(), Error> {
         let (have, current) = (
             self.generation(),
             self.pool.change(|state| state.generation),
@@ -212,24 +213,20 @@ impl<T: DeviceCopy> PinnedLease<T> {
         if have == current {
             return Ok(());
         }
-        Err(PoolError::Stale { have, current })
+        Err(Error::Stale { have, current })
     }
 
     /// Queues a copy of the elements that hold values to device memory. Does not wait; the memory is not
     /// written to or reused before the copy is over.
     ///
     /// # Errors
-    /// [`PoolError::Stale`], [`PoolError::InFlight`] while a device may write; a stream that is
+    /// [`Error::Stale`], [`Error::InFlight`] while a device may write; a stream that is
     /// capturing; driver errors.
     ///
     /// # Safety
     /// `to` is device memory of that many bytes, alive until the copy is over, and work that uses it is
     /// in order with the stream.
-    pub unsafe fn upload(
-        &mut self,
-        to: sys::CUdeviceptr,
-        stream: &Stream,
-    ) -> Result<(), PoolError> {
+    pub unsafe fn upload(&mut self, to: sys::CUdeviceptr, stream: &Stream) -> Result<(), Error> {
         self.current()?;
         self.land_finished(false)?;
         let (from, bytes) = (self.as_ptr(), self.initialised * size_of::<T>());
@@ -244,7 +241,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// values when the copy is over.
     ///
     /// # Errors
-    /// [`PoolError::Oversize`], [`PoolError::Stale`], [`PoolError::InFlight`]; a stream that is
+    /// [`InvalidArgument::TooSmall`], [`Error::Stale`], [`Error::InFlight`]; a stream that is
     /// capturing; driver errors.
     ///
     /// # Safety
@@ -255,7 +252,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
         from: sys::CUdeviceptr,
         len: usize,
         stream: &Stream,
-    ) -> Result<(), PoolError> {
+    ) -> Result<(), Error> {
         self.fits(len)?;
         self.current()?;
         self.land_finished(true)?;
@@ -272,21 +269,21 @@ impl<T: DeviceCopy> PinnedLease<T> {
         access: Access,
         bytes: usize,
         copy: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
-    ) -> Result<(), PoolError> {
+    ) -> Result<(), Error> {
         if bytes == 0 {
             return Ok(());
         }
-        super::refuse_capture(stream)?;
+        capture::refuse_capture(stream)?;
         let entered = stream.context().enter()?;
         // An error may be that of earlier work, so it does not say that nothing was queued.
         let copied = copy(&entered);
         drop(entered);
         let written = if copied.is_ok() { bytes } else { 0 };
         let marked = self.flight(stream, access, written);
-        copied.map_err(PoolError::from).and(marked)
+        copied.map_err(Error::from).and(marked)
     }
 
-    fn flight(&mut self, stream: &Stream, access: Access, bytes: usize) -> Result<(), PoolError> {
+    fn flight(&mut self, stream: &Stream, access: Access, bytes: usize) -> Result<(), Error> {
         let marked = self.pool.mark(stream);
         let Some(buffer) = &mut self.buffer else {
             return Ok(());
@@ -309,8 +306,8 @@ impl<T: DeviceCopy> PinnedLease<T> {
     /// # Errors
     /// A stream that is capturing; driver errors. Where the end of the work can be neither marked nor
     /// waited for, the memory is never used again.
-    pub fn record_use(&mut self, stream: &Stream) -> Result<(), PoolError> {
-        super::refuse_capture(stream)?;
+    pub fn record_use(&mut self, stream: &Stream) -> Result<(), Error> {
+        capture::refuse_capture(stream)?;
         self.flight(stream, Access::Write, 0)
     }
 
@@ -318,10 +315,10 @@ impl<T: DeviceCopy> PinnedLease<T> {
     ///
     /// # Errors
     /// Driver errors.
-    pub fn is_complete(&mut self) -> Result<bool, PoolError> {
+    pub fn is_complete(&mut self) -> Result<bool, Error> {
         match self.land_finished(true) {
             Ok(()) => Ok(true),
-            Err(PoolError::InFlight) => Ok(false),
+            Err(Error::InFlight) => Ok(false),
             Err(error) => Err(error),
         }
     }
@@ -330,7 +327,7 @@ impl<T: DeviceCopy> PinnedLease<T> {
     ///
     /// # Errors
     /// Driver errors, among them those of the work itself.
-    pub fn wait(&mut self) -> Result<(), PoolError> {
+    pub fn wait(&mut self) -> Result<(), Error> {
         if let Some(buffer) = &self.buffer {
             for flight in &buffer.flights {
                 flight.end.context().enter()?.wait(&flight.end)?;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use crate::driver::process;
 use crate::resource::Pressure;
 
-use super::error::PoolError;
+use crate::error::{Error, InvalidArgument};
 
 type Transition = dyn Fn(Pressure, Pressure) + Send + Sync;
 type Eviction = dyn Fn(u64) -> u64 + Send + Sync;
@@ -34,7 +34,7 @@ struct State {
 /// assert_eq!(monitor.observe(95, 100), Pressure::Critical);
 /// // Enough to be below the warning fraction again.
 /// assert_eq!(monitor.evicted(), 46);
-/// # Ok::<(), cualloc::pool::PoolError>(())
+/// # Ok::<(), cualloc::Error>(())
 /// ```
 pub struct PressureMonitor {
     /// The share in use that is worth a warning.
@@ -49,13 +49,13 @@ impl PressureMonitor {
     /// warning, and the one that is critical.
     ///
     /// # Errors
-    /// [`PoolError::InvalidValue`], with the share in percent, unless 0 < warning < critical <= 1.
-    pub fn new(warning: f64, critical: f64) -> Result<PressureMonitor, PoolError> {
+    /// [`InvalidArgument::Setting`], with the share in percent, unless 0 < warning < critical <= 1.
+    pub fn new(warning: f64, critical: f64) -> Result<PressureMonitor, Error> {
         let wrong = |what, share: f64| {
-            Err(PoolError::InvalidValue {
+            Err(Error::Invalid(InvalidArgument::Setting {
                 what,
                 value: (share * 100.0) as u64,
-            })
+            }))
         };
         if !(warning > 0.0 && warning < critical) {
             return wrong("warning percentage", warning);

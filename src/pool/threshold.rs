@@ -10,8 +10,8 @@ use crate::driver::{Driver, Stream};
 
 use super::buffer::{Home, PooledBuffer};
 use super::device::DevicePool;
-use super::error::PoolError;
 use super::part::Part;
+use crate::error::{Error, InvalidArgument};
 
 /// Figures of a [`ThresholdPool`]: those of its allocator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -74,8 +74,8 @@ impl ThresholdPool {
     ///
     /// # Errors
     /// Invalid settings.
-    pub fn new(ordinal: usize) -> Result<ThresholdPool, PoolError> {
-        let config = Config::from_env().map_err(crate::allocator::Error::from)?;
+    pub fn new(ordinal: usize) -> Result<ThresholdPool, Error> {
+        let config = Config::from_env().map_err(Error::from)?;
         Ok(ThresholdPool(Arc::new(Part::new(None, ordinal, config))))
     }
 
@@ -98,8 +98,8 @@ impl ThresholdPool {
     /// The allocator, made on first use. A failure is not remembered.
     ///
     /// # Errors
-    /// [`PoolError::InvalidDevice`], and those of [`Allocator::with_config`].
-    pub fn allocator(&self) -> Result<&Allocator, PoolError> {
+    /// [`Error::InvalidDevice`], and those of [`Allocator::with_config`].
+    pub fn allocator(&self) -> Result<&Allocator, Error> {
         self.0.allocator()
     }
 
@@ -107,25 +107,25 @@ impl ThresholdPool {
     ///
     /// # Errors
     /// As [`allocator`](Self::allocator).
-    pub fn open(&self) -> Result<DevicePool, PoolError> {
+    pub fn open(&self) -> Result<DevicePool, Error> {
         DevicePool::new(&self.0)
     }
 
     /// Memory for `len` elements (at least 1) that is not initialised.
     ///
     /// # Errors
-    /// [`PoolError::InvalidSize`], [`PoolError::TooLarge`], and those of [`Allocator::allocate`].
+    /// [`InvalidArgument::Size`], [`InvalidArgument::TooLarge`], and those of [`Allocator::allocate`].
     pub fn uninit<T: DeviceCopy>(
         &self,
         len: usize,
         stream: &Stream,
-    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
+    ) -> Result<PooledBuffer<MaybeUninit<T>>, Error> {
         if len == 0 {
-            return Err(PoolError::InvalidSize { requested: 0 });
+            return Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }));
         }
         let allocator = self.0.allocator()?;
         self.0.release(true);
-        let buffer = DeviceBuffer::<T>::uninit(allocator, len, stream).map_err(too_large)?;
+        let buffer = DeviceBuffer::<T>::uninit(allocator, len, stream)?;
         let home = Home {
             part: Arc::clone(&self.0),
             entry: None,
@@ -141,7 +141,7 @@ impl ThresholdPool {
         &self,
         len: usize,
         stream: &Stream,
-    ) -> Result<PooledBuffer<T>, PoolError> {
+    ) -> Result<PooledBuffer<T>, Error> {
         self.uninit::<T>(len, stream)?.zeroed(stream)
     }
 
@@ -175,7 +175,7 @@ impl ThresholdPool {
     ///
     /// # Errors
     /// As [`trim`](Self::trim); the threshold is set all the same.
-    pub fn set_release_threshold(&self, bytes: Option<u64>) -> Result<(), PoolError> {
+    pub fn set_release_threshold(&self, bytes: Option<u64>) -> Result<(), Error> {
         self.0.set_threshold(bytes)
     }
 
@@ -185,17 +185,8 @@ impl ThresholdPool {
     ///
     /// # Errors
     /// As [`Allocator::trim`].
-    pub fn trim(&self, keep: u64) -> Result<Trimmed, PoolError> {
+    pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         self.0.trim(keep)
-    }
-}
-
-pub(super) fn too_large(error: crate::buffer::BufferError) -> PoolError {
-    match error {
-        crate::buffer::BufferError::TooLarge { len, element_bytes } => {
-            PoolError::TooLarge { len, element_bytes }
-        }
-        other => other.into(),
     }
 }
 

@@ -6,14 +6,14 @@ use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::allocator::{Allocator, Block, Config, Error, Trimmed};
+use crate::allocator::{Allocator, Block, Config, Trimmed};
 use crate::buffer::{DeviceBuffer, DeviceCopy, Memory};
 use crate::driver::{Driver, Stream};
+use crate::error::{Error, InvalidArgument, StreamMisuse};
 
 use super::buffer::{Entry, Home, PooledBuffer};
 use super::device::DevicePool;
 use super::device_of;
-use super::error::PoolError;
 use super::part::Part;
 use super::table::{Key, Live, TypedStats};
 
@@ -41,7 +41,7 @@ const UNIT: usize = 256;
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let pool = TypedPool::new(&driver, Config::new());
 /// assert!(pool.take::<f32>(1000, &stream)?.is_none());
@@ -113,7 +113,7 @@ impl TypedPool {
     ///
     /// # Errors
     /// Invalid settings in `CUALLOC_CONFIG`, at each call until they are valid; the pool is there then.
-    pub fn global() -> Result<&'static TypedPool, PoolError> {
+    pub fn global() -> Result<&'static TypedPool, Error> {
         static GLOBAL: OnceLock<TypedPool> = OnceLock::new();
         if let Some(pool) = GLOBAL.get() {
             return Ok(pool);
@@ -158,7 +158,7 @@ impl TypedPool {
     }
 
     #[inline]
-    fn part(&self, ordinal: usize) -> Result<&Arc<Part>, PoolError> {
+    fn part(&self, ordinal: usize) -> Result<&Arc<Part>, Error> {
         match self.0.parts.find(ordinal) {
             Some(part) => Ok(part),
             None => self.new_part(ordinal),
@@ -166,7 +166,7 @@ impl TypedPool {
     }
 
     #[cold]
-    fn new_part(&self, ordinal: usize) -> Result<&Arc<Part>, PoolError> {
+    fn new_part(&self, ordinal: usize) -> Result<&Arc<Part>, Error> {
         let driver = match &self.0.driver {
             Some(driver) => driver.clone(),
             None => Driver::load()?,
@@ -182,9 +182,9 @@ impl TypedPool {
     /// The allocator of a device, made on first use.
     ///
     /// # Errors
-    /// [`PoolError::InvalidDevice`]; a driver that cannot be had; those of
+    /// [`Error::InvalidDevice`]; a driver that cannot be had; those of
     /// [`Allocator::with_config`].
-    pub fn allocator(&self, ordinal: usize) -> Result<Allocator, PoolError> {
+    pub fn allocator(&self, ordinal: usize) -> Result<Allocator, Error> {
         Ok(self.part(ordinal)?.allocator()?.clone())
     }
 
@@ -193,7 +193,7 @@ impl TypedPool {
     ///
     /// # Errors
     /// As [`allocator`](Self::allocator).
-    pub fn on_device(&self, ordinal: usize) -> Result<DevicePool, PoolError> {
+    pub fn on_device(&self, ordinal: usize) -> Result<DevicePool, Error> {
         DevicePool::new(self.part(ordinal)?)
     }
 
@@ -206,12 +206,12 @@ impl TypedPool {
     /// A buffer of no elements has no memory and is neither hit nor miss.
     ///
     /// # Errors
-    /// [`PoolError::TooLarge`]; a stream that is capturing; driver errors.
+    /// [`InvalidArgument::TooLarge`]; a stream that is capturing; driver errors.
     pub fn take<T: DeviceCopy>(
         &self,
         len: usize,
         stream: &Stream,
-    ) -> Result<Option<PooledBuffer<MaybeUninit<T>>>, PoolError> {
+    ) -> Result<Option<PooledBuffer<MaybeUninit<T>>>, Error> {
         let Some(wanted) = Wanted::new::<T>(len, stream)? else {
             return Ok(Some(PooledBuffer::empty()));
         };
@@ -229,7 +229,7 @@ impl TypedPool {
         &self,
         len: usize,
         stream: &Stream,
-    ) -> Result<PooledBuffer<MaybeUninit<T>>, PoolError> {
+    ) -> Result<PooledBuffer<MaybeUninit<T>>, Error> {
         let Some(wanted) = Wanted::new::<T>(len, stream)? else {
             return Ok(PooledBuffer::empty());
         };
@@ -246,7 +246,7 @@ impl TypedPool {
         &self,
         len: usize,
         stream: &Stream,
-    ) -> Result<PooledBuffer<T>, PoolError> {
+    ) -> Result<PooledBuffer<T>, Error> {
         self.uninit::<T>(len, stream)?.zeroed(stream)
     }
 
@@ -261,13 +261,13 @@ impl TypedPool {
         &self,
         mut buffer: PooledBuffer<T>,
         stream: Option<&Stream>,
-    ) -> Result<(), PoolError> {
+    ) -> Result<(), Error> {
         let (Some((home, from)), Some(block)) = (buffer.home(), buffer.block()) else {
             return Ok(());
         };
         let next = match stream {
             Some(stream) => stream.clone(),
-            None => Stream::legacy_default(home.context())?,
+            None => Stream::legacy(home.context()),
         };
         let id = next.id()?;
         if id == from {
@@ -281,8 +281,12 @@ impl TypedPool {
         // Without a marker the other stream could not see when the first one is done.
         // SAFETY: the buffer kept its stream alive, and so does this clone of it.
         match unsafe { allocator.mark_raw(home.raw()) } {
-            Ok(()) | Err(Error::UnknownStream { .. } | Error::OtherThread { .. }) => Ok(()),
-            Err(error) => Err(error.into()),
+            Ok(())
+            | Err(
+                Error::Stream(StreamMisuse::Unknown { .. })
+                | Error::Stream(StreamMisuse::WrongThread),
+            ) => Ok(()),
+            Err(error) => Err(error),
         }
     }
 
@@ -296,7 +300,7 @@ impl TypedPool {
         ordinal: usize,
         len: usize,
         stream: &Stream,
-    ) -> Result<usize, PoolError> {
+    ) -> Result<usize, Error> {
         self.record_use_of_type(ordinal, len, TypeId::of::<T>(), stream)
     }
 
@@ -310,7 +314,7 @@ impl TypedPool {
         len: usize,
         element: TypeId,
         stream: &Stream,
-    ) -> Result<usize, PoolError> {
+    ) -> Result<usize, Error> {
         let Some(part) = self.0.parts.find(ordinal) else {
             return Ok(0);
         };
@@ -322,7 +326,7 @@ impl TypedPool {
                 Ok(()) => recorded += 1,
                 // Returned meanwhile.
                 Err(Error::NotLive { .. } | Error::NotOurs { .. }) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(error),
             }
         }
         Ok(recorded)
@@ -351,7 +355,7 @@ impl TypedPool {
     /// # Errors
     /// As [`ThresholdPool::set_release_threshold`](super::ThresholdPool::set_release_threshold); the cap is
     /// set all the same, on all devices.
-    pub fn set_cap(&self, bytes: Option<u64>) -> Result<(), PoolError> {
+    pub fn set_cap(&self, bytes: Option<u64>) -> Result<(), Error> {
         self.0
             .cap
             .store(bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
@@ -366,7 +370,7 @@ impl TypedPool {
     ///
     /// # Errors
     /// As [`ThresholdPool::trim`](super::ThresholdPool::trim).
-    pub fn empty(&self, ordinal: usize) -> Result<Trimmed, PoolError> {
+    pub fn empty(&self, ordinal: usize) -> Result<Trimmed, Error> {
         match self.0.parts.find(ordinal) {
             Some(part) => part.trim(0),
             None => Ok(Trimmed::default()),
@@ -377,7 +381,7 @@ impl TypedPool {
     ///
     /// # Errors
     /// As [`ThresholdPool::trim`](super::ThresholdPool::trim); devices behind the first failure are not reached.
-    pub fn empty_all(&self) -> Result<Trimmed, PoolError> {
+    pub fn empty_all(&self) -> Result<Trimmed, Error> {
         let mut sum = Trimmed::default();
         for part in self.known() {
             let done = part.trim(0)?;
@@ -419,14 +423,14 @@ struct Wanted {
 impl Wanted {
     /// `None` for a request of no bytes.
     #[inline]
-    fn new<T: DeviceCopy>(len: usize, stream: &Stream) -> Result<Option<Wanted>, PoolError> {
+    fn new<T: DeviceCopy>(len: usize, stream: &Stream) -> Result<Option<Wanted>, Error> {
         let capacity = TypedPool::round_len(len);
         let bytes = capacity.checked_mul(size_of::<T>());
         let Some(bytes) = bytes.filter(|bytes| isize::try_from(*bytes).is_ok()) else {
-            return Err(PoolError::TooLarge {
+            return Err(Error::Invalid(InvalidArgument::TooLarge {
                 len,
                 element_bytes: size_of::<T>(),
-            });
+            }));
         };
         if bytes == 0 {
             return Ok(None);

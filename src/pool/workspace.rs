@@ -4,12 +4,12 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Block, Error, ReliefHook, size};
+use crate::allocator::{Allocator, Block, ReliefHook, size};
 use crate::driver::{Stream, process, sys};
+use crate::error::{Error, InvalidArgument};
 use crate::locks::lock::Lock;
 use crate::resource::Table;
 
-use super::error::{PoolError, zero_is_invalid};
 use super::slabs::{Slab, Slabs};
 
 /// The smallest class in bytes.
@@ -74,7 +74,7 @@ struct Inner {
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let allocator = Allocator::with_config(&context, Config::new())?;
 /// let stream = allocator.create_stream()?;
 /// let pool = WorkspacePool::new(&allocator);
@@ -155,8 +155,8 @@ impl WorkspacePool {
     /// Leases at least `bytes` for use on a stream.
     ///
     /// # Errors
-    /// [`PoolError::InvalidSize`] for a request without a class, and those of [`Allocator::allocate`].
-    pub fn lease(&self, stream: &Stream, bytes: usize) -> Result<Lease, PoolError> {
+    /// [`InvalidArgument::Size`] for a request without a class, and those of [`Allocator::allocate`].
+    pub fn lease(&self, stream: &Stream, bytes: usize) -> Result<Lease, Error> {
         let pool = &self.0;
         let slab_bytes = if pool.exact {
             size::round_size(bytes).map(|rounded| rounded as usize)
@@ -164,9 +164,9 @@ impl WorkspacePool {
             Self::size_class(bytes)
         };
         let Some(slab_bytes) = slab_bytes else {
-            return Err(PoolError::InvalidSize {
-                requested: bytes as u64,
-            });
+            return Err(Error::Invalid(InvalidArgument::Size {
+                bytes: bytes as u64,
+            }));
         };
         super::admit(stream, pool.allocator.context())?;
         let id = stream.id()?;
@@ -203,10 +203,9 @@ impl WorkspacePool {
         stream: &Stream,
         bytes: usize,
         (slab_bytes, retirements): (usize, u64),
-    ) -> Result<Box<Slab>, PoolError> {
+    ) -> Result<Box<Slab>, Error> {
         let pool = &self.0;
-        let allocated = pool.allocator.allocate(slab_bytes, stream);
-        let block = allocated.map_err(zero_is_invalid)?;
+        let block = pool.allocator.allocate(slab_bytes, stream)?;
         pool.change(|state| {
             state.stats.misses += 1;
             state.leased(bytes, slab_bytes);
@@ -383,7 +382,7 @@ impl Lease {
     ///
     /// # Errors
     /// As [`Block::record_stream`].
-    pub fn record_stream(&self, stream: &Stream) -> Result<(), PoolError> {
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         self.share(stream, |block| block.record_stream(stream))
     }
 
@@ -391,7 +390,7 @@ impl Lease {
     ///
     /// # Errors
     /// As [`Block::record_use`].
-    pub fn record_use(&self, stream: &Stream) -> Result<(), PoolError> {
+    pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
         self.share(stream, |block| block.record_use(stream))
     }
 
@@ -399,7 +398,7 @@ impl Lease {
         &self,
         stream: &Stream,
         record: impl FnOnce(&Block) -> Result<(), Error>,
-    ) -> Result<(), PoolError> {
+    ) -> Result<(), Error> {
         if let Some(slab) = &self.slab {
             if stream.id()? != self.stream {
                 self.shared.store(true, Ordering::Relaxed);

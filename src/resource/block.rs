@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use crate::driver::sys;
 
-use super::error::{ResourceError, StreamMisuse};
 use super::key::BlockKey;
 use super::meter::{Charge, Meter};
+use crate::error::{Error, StreamMisuse};
 
 /// A short static label of an allocation, for logs and statistics. "untagged" by default.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -94,29 +94,25 @@ pub struct BlockIdentity {
 
 impl BlockIdentity {
     /// What is said of a block that its resource does not know.
-    pub(crate) fn gone(&self) -> ResourceError {
-        ResourceError::UseAfterFree {
+    pub(crate) fn gone(&self) -> Error {
+        Error::UseAfterFree {
             ptr: self.ptr,
-            key: self.key,
+            generation: self.key.generation,
         }
     }
 
     /// The address of a byte range, if it lies inside the block.
     ///
     /// # Errors
-    /// [`ResourceError::OutOfBounds`].
-    pub fn range(
-        &self,
-        offset: usize,
-        bytes: usize,
-    ) -> Result<sys::CUdeviceptr, super::ResourceError> {
+    /// [`Error::OutOfBounds`].
+    pub fn range(&self, offset: usize, bytes: usize) -> Result<sys::CUdeviceptr, Error> {
         match offset.checked_add(bytes) {
             Some(end) if end <= self.bytes => Ok(self.ptr + offset as u64),
-            _ => Err(super::ResourceError::OutOfBounds {
-                generation: self.key.generation,
-                offset,
-                bytes,
-                size: self.bytes,
+            _ => Err(Error::OutOfBounds {
+                generation: Some(self.key.generation),
+                start: offset,
+                end: offset.saturating_add(bytes),
+                len: self.bytes,
             }),
         }
     }
@@ -265,7 +261,7 @@ impl ResourceBlock {
     }
 
     /// Whether whoever made the block may take it back: nobody above keeps the order of its uses.
-    pub(crate) fn returned(&self) -> Result<(), ResourceError> {
+    pub(crate) fn returned(&self) -> Result<(), Error> {
         if self.keepers == 0 {
             return Ok(());
         }

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 use crate::driver::{Context, Stream, process};
 
 use super::block::{ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::meter::{Charge, Meter, Pressure};
 use super::traits::MemoryResource;
+use crate::error::{Error, Refused};
 
 /// Bounds the bytes outstanding below it: live and pending together never pass the limit, at any
 /// instant and from any number of threads. Tells how scarce they are, and whoever wants to hear of it.
@@ -17,18 +17,19 @@ use super::traits::MemoryResource;
 /// left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
 ///
 /// ```
-/// use cualloc::resource::{Budget, MemoryResource, Pressure, ResourceError};
+/// use cualloc::Error;
+/// use cualloc::resource::{Budget, MemoryResource, Pressure};
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let budget = Budget::new(allocator, Some(1024));
 /// let block = budget.allocate_block(1024, &stream, "all".into())?;
 /// assert_eq!(budget.pressure(), Pressure::Critical);
 /// let refused = budget.allocate_block(1, &stream, "more".into());
-/// assert!(matches!(refused, Err(ResourceError::OutOfBudget { requested: 1, remaining: 0, .. })));
+/// assert!(matches!(refused, Err(Error::OverBudget { requested: 1, .. })));
 /// budget.deallocate_block(block)?;
 /// assert_eq!(budget.remaining(), Some(1024));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -78,8 +79,8 @@ impl<R: MemoryResource> Budget<R> {
     /// Whether `bytes` would fit now, without taking them.
     ///
     /// # Errors
-    /// [`ResourceError::OutOfBudget`].
-    pub fn check(&self, bytes: u64) -> Result<(), ResourceError> {
+    /// [`Error::OverBudget`].
+    pub fn check(&self, bytes: u64) -> Result<(), Error> {
         self.meter.check(bytes)
     }
 
@@ -126,7 +127,7 @@ impl<R: MemoryResource> Budget<R> {
     }
 
     #[cold]
-    fn charge_after_reap(&self, bytes: u64) -> Result<Charge, ResourceError> {
+    fn charge_after_reap(&self, bytes: u64) -> Result<Charge, Error> {
         self.reap()?;
         self.meter.charge(bytes)
     }
@@ -159,7 +160,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let wanted = bytes as u64;
         let charge = match self.meter.charge(wanted) {
             Ok(charge) => charge,
@@ -186,7 +187,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         self.inner.deallocate_block(block)
     }
 
-    fn reap(&self) -> Result<u64, ResourceError> {
+    fn reap(&self) -> Result<u64, Error> {
         let left = self.inner.reap()?;
         self.shrink_base();
         Ok(left)

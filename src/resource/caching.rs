@@ -1,10 +1,10 @@
 //! The caching resource: the allocator itself.
 
-use crate::allocator::{Allocator, Block, Engine, Error, Grant, Lifetime, Request, Trimmed, size};
+use crate::allocator::{Allocator, Block, Engine, Grant, Lifetime, Request, Trimmed, size};
 use crate::driver::{Context, Stream};
+use crate::error::{Error, Refused};
 
 use super::block::{BlockIdentity, BlockState, ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::key::BlockKey;
 use super::traits::{MemoryResource, Outstanding, Tracking};
 use super::usage::PoolUsage;
@@ -23,11 +23,11 @@ fn life(allocator: &Allocator, block: &BlockIdentity) -> Option<Lifetime> {
     }
 }
 
-fn parts(allocator: &Allocator, block: &BlockIdentity) -> Result<Lifetime, ResourceError> {
+fn parts(allocator: &Allocator, block: &BlockIdentity) -> Result<Lifetime, Error> {
     life(allocator, block).ok_or_else(|| block.gone())
 }
 
-fn live(allocator: &Allocator, block: &BlockIdentity) -> Result<(), ResourceError> {
+fn live(allocator: &Allocator, block: &BlockIdentity) -> Result<(), Error> {
     if allocator.engine().is_live(&parts(allocator, block)?) {
         Ok(())
     } else {
@@ -91,7 +91,7 @@ fn allocate_named(
     (bytes, alignment): (usize, usize),
     stream: &Stream,
     tag: Tag,
-) -> Result<ResourceBlock, ResourceError> {
+) -> Result<ResourceBlock, Error> {
     let asks = engine.named(stream)?;
     // Before there is a block that could leak: a thread's default stream is asked each time.
     let id = stream.id()?;
@@ -115,7 +115,7 @@ fn deallocate_watched(
     }
     let freed = life.and_then(|life| match allocator.engine().free_block(&life) {
         Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(identity.gone()),
-        other => other.map_err(Into::into),
+        other => other,
     });
     freed.map_err(|error| Refused::new(block, error))
 }
@@ -137,7 +137,7 @@ unsafe impl MemoryResource for Allocator {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let engine = self.engine();
         if alignment.is_power_of_two()
             && alignment as u64 <= size::GRANULE
@@ -176,15 +176,15 @@ unsafe impl MemoryResource for Allocator {
         }
     }
 
-    fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
-        Ok(Allocator::trim(self, keep)?)
+    fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+        Allocator::trim(self, keep)
     }
 
-    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+    fn usage(&self) -> Result<PoolUsage, Error> {
         Ok(PoolUsage::of(self))
     }
 
-    fn reset_peaks(&self) -> Result<(), ResourceError> {
+    fn reset_peaks(&self) -> Result<(), Error> {
         Allocator::reset_peaks(self);
         Ok(())
     }
@@ -200,15 +200,15 @@ unsafe impl MemoryResource for Allocator {
         Tracking::Reuse
     }
 
-    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
         live(self, block)?;
         let engine = self.engine();
-        Ok(engine.record(block.ptr, &engine.named(stream)?, true)?)
+        engine.record(block.ptr, &engine.named(stream)?, true)
     }
 
-    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
         live(self, block)?;
         let engine = self.engine();
-        Ok(engine.record(block.ptr, &engine.named(stream)?, false)?)
+        engine.record(block.ptr, &engine.named(stream)?, false)
     }
 }

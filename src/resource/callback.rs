@@ -5,8 +5,8 @@ use std::fmt;
 use crate::driver::{Context, Stream};
 
 use super::block::{ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
+use crate::error::{Error, Refused};
 
 /// Asks a callback when memory runs out: it gets the bytes asked for, the error, and how often this
 /// request has failed (1 at first), and says whether to try again. It may free through the same
@@ -17,7 +17,7 @@ use super::traits::MemoryResource;
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let asked = std::sync::atomic::AtomicU32::new(0);
@@ -37,7 +37,7 @@ pub struct FailureCallback<R, F> {
 impl<R, F> FailureCallback<R, F>
 where
     R: MemoryResource,
-    F: Fn(usize, &ResourceError, u32) -> bool + Send + Sync,
+    F: Fn(usize, &Error, u32) -> bool + Send + Sync,
 {
     /// Over another resource.
     pub fn new(inner: R, callback: F) -> Self {
@@ -54,7 +54,7 @@ where
 unsafe impl<R, F> MemoryResource for FailureCallback<R, F>
 where
     R: MemoryResource,
-    F: Fn(usize, &ResourceError, u32) -> bool + Send + Sync,
+    F: Fn(usize, &Error, u32) -> bool + Send + Sync,
 {
     fn allocate_block_aligned(
         &self,
@@ -62,7 +62,7 @@ where
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let mut times = 0;
         loop {
             match self

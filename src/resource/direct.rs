@@ -9,10 +9,10 @@ use crate::driver::{Context, Stream, process};
 use crate::locks::held::Locked;
 
 use super::block::{BlockIdentity, BlockState, ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::key::{BlockKey, next_source};
 use super::traits::{MemoryResource, Outstanding};
 use super::usage::{Gauge, PoolUsage};
+use crate::error::{Error, InvalidArgument, Refused};
 
 /// What `cuMemAlloc` aligns to.
 const ALIGNMENT: usize = 256;
@@ -30,7 +30,7 @@ const ALIGNMENT: usize = 256;
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let direct = DirectResource::new(&context);
 /// let block = direct.allocate_block(1 << 20, &stream, "scratch".into())?;
@@ -75,14 +75,14 @@ impl DirectResource {
         process::lock(&self.blocks)
     }
 
-    fn knows(&self, block: &BlockIdentity) -> Result<Live, ResourceError> {
+    fn knows(&self, block: &BlockIdentity) -> Result<Live, Error> {
         match self.blocks().get(&block.ptr) {
             Some(live) if live.key == block.key => Ok(live.clone()),
             _ => Err(block.gone()),
         }
     }
 
-    fn release(&self, block: &BlockIdentity) -> Result<(), ResourceError> {
+    fn release(&self, block: &BlockIdentity) -> Result<(), Error> {
         let live = self.knows(block)?;
         if let Some(home) = &live.home {
             home.enter()?.synchronize()?;
@@ -110,13 +110,15 @@ unsafe impl MemoryResource for DirectResource {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         if bytes == 0 || round_size(bytes).is_none() {
-            let requested = bytes as u64;
-            return Err(ResourceError::InvalidSize { requested });
+            let bytes = bytes as u64;
+            return Err(Error::Invalid(InvalidArgument::Size { bytes }));
         }
         if !alignment.is_power_of_two() || alignment > ALIGNMENT {
-            return Err(ResourceError::InvalidAlignment { alignment });
+            return Err(Error::Invalid(InvalidArgument::Alignment {
+                bytes: alignment as u64,
+            }));
         }
         super::ordered::same_place(&self.context, stream)?;
         let id = stream.id()?;
@@ -126,8 +128,8 @@ unsafe impl MemoryResource for DirectResource {
             id: 0,
             generation: self.generation.fetch_add(1, Ordering::Relaxed) + 1,
         };
-        let (ours, home) = (self.context.key(), stream.context());
-        let home = (home.key() != ours).then(|| home.clone());
+        let (ours, home) = (self.context.id(), stream.context());
+        let home = (home.id() != ours).then(|| home.clone());
         self.blocks().insert(ptr, Live { key, home });
         let now = self.live.fetch_add(bytes as u64, Ordering::AcqRel) + bytes as u64;
         self.peak.fetch_max(now, Ordering::AcqRel);
@@ -153,7 +155,7 @@ unsafe impl MemoryResource for DirectResource {
         &self.context
     }
 
-    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+    fn usage(&self) -> Result<PoolUsage, Error> {
         let current = self.live.load(Ordering::Acquire);
         let peak = self.peak.load(Ordering::Acquire).max(current);
         let all = Gauge { current, peak };
@@ -163,7 +165,7 @@ unsafe impl MemoryResource for DirectResource {
         })
     }
 
-    fn reset_peaks(&self) -> Result<(), ResourceError> {
+    fn reset_peaks(&self) -> Result<(), Error> {
         // No peak is lost to allocations at the same time.
         self.peak.store(0, Ordering::Release);
         let now = self.live.load(Ordering::Acquire);

@@ -7,9 +7,9 @@ use crate::driver::{Context, Driver};
 
 use super::budget::Budget;
 use super::clock::Clock;
-use super::error::ResourceError;
 use super::relief::{OomPolicy, Relief};
 use super::traits::MemoryResource;
+use crate::error::Error;
 
 /// Watches over a resource: a [`Budget`] that can be set at run time, and [`Relief`] for requests that it,
 /// or the device, refuses. A request runs into the budget before any driver call.
@@ -21,7 +21,7 @@ use super::traits::MemoryResource;
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let guard = Guard::builder().budget(Some(1000)).policy(OomPolicy::FreeCaches).build(allocator)?;
@@ -128,12 +128,12 @@ impl GuardBuilder {
     /// Guards a resource.
     ///
     /// # Errors
-    /// [`ResourceError::WrongDevice`]; those of [`Relief::with_reserve`].
-    pub fn build<R: MemoryResource>(self, inner: R) -> Result<Guard<R>, ResourceError> {
+    /// [`Error::WrongDevice`]; those of [`Relief::with_reserve`].
+    pub fn build<R: MemoryResource>(self, inner: R) -> Result<Guard<R>, Error> {
         let found = inner.device();
         let expected = self.device.unwrap_or(found);
         if expected != found {
-            return Err(ResourceError::WrongDevice { expected, found });
+            return Err(Error::WrongDevice { expected, found });
         }
         let mut relief = Relief::new(Budget::new(inner, self.budget)).with_policy(self.policy);
         if let Some(clock) = self.clock {
@@ -146,9 +146,9 @@ impl GuardBuilder {
     ///
     /// # Errors
     /// As [`Allocator::with_config`] and [`build`](Self::build).
-    pub fn open(self, driver: &Driver) -> Result<Guard<Allocator>, ResourceError> {
+    pub fn open(self, driver: &Driver) -> Result<Guard<Allocator>, Error> {
         let device = driver.device(self.device.unwrap_or(0))?;
-        let context = Context::primary(driver, device)?;
+        let context = Context::primary(&device)?;
         let allocator = Allocator::with_config(&context, Config::new())?;
         self.build(allocator)
     }

@@ -11,8 +11,8 @@ use crate::locks::held::Locked;
 
 use super::block::{ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock};
-use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
+use crate::error::{Error, Refused};
 
 /// Bytes of a message that are kept.
 const MESSAGE: usize = 256;
@@ -148,7 +148,7 @@ impl LogSink for NullSink {
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// use std::sync::Arc;
@@ -278,7 +278,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         &self.inner
     }
 
-    fn record(&self, action: LogAction, error: Option<&ResourceError>) -> LogRecord {
+    fn record(&self, action: LogAction, error: Option<&Error>) -> LogRecord {
         LogRecord {
             order: next_order(),
             action,
@@ -290,7 +290,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
             generation: 0,
             thread: thread_number(),
             time: self.clock.now(),
-            error: error.map(ResourceError::kind),
+            error: error.map(Error::kind),
             message: error.map_or_else(String::new, |error| message(error.to_string())),
         }
     }
@@ -298,7 +298,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     #[inline(never)]
     fn log_allocation(
         &self,
-        result: &Result<ResourceBlock, ResourceError>,
+        result: &Result<ResourceBlock, Error>,
         (bytes, stream, tag): (usize, &Stream, Tag),
     ) {
         let mut record = self.record(LogAction::Allocate, result.as_ref().err());
@@ -343,7 +343,7 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let result = self
             .inner
             .allocate_block_aligned(bytes, alignment, stream, tag);
@@ -361,7 +361,7 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
         self.inner.deallocate_block(block)
     }
 
-    fn reap(&self) -> Result<u64, ResourceError> {
+    fn reap(&self) -> Result<u64, Error> {
         let result = self.inner.reap();
         if self.sink.is_enabled() {
             let mut record = self.record(LogAction::Reap, result.as_ref().err());

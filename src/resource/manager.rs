@@ -10,12 +10,12 @@ use crate::driver::{Context, KernelParam, Stream, process, sys};
 
 use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
 use super::direct::DirectResource;
-use super::error::{Refused, ResourceError};
 use super::meter::Meter;
 use super::owned::OwnedBlock;
 use super::recorder::{Buffer, Recordable};
 use super::runtime::Runtime;
 use super::traits::{MemoryResource, Outstanding};
+use crate::error::{Error, InvalidArgument, Refused};
 
 /// Settings of a [`Manager`].
 #[derive(Debug, Clone)]
@@ -59,11 +59,12 @@ impl ManagerConfig {
 /// way.
 ///
 /// ```
-/// use cualloc::resource::{Manager, ManagerConfig, ResourceError, Runtime};
+/// use cualloc::Error;
+/// use cualloc::resource::{Manager, ManagerConfig, Runtime};
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let runtime = Runtime::on(&context)?;
 /// let manager = Manager::new(ManagerConfig::new(0, Some(1024)).runtime(&runtime))?;
 /// let (_, stream) = runtime.streams().acquire()?;
@@ -72,7 +73,7 @@ impl ManagerConfig {
 /// let refused = manager.allocate::<u8>(2048, &stream);
 /// assert!(matches!(
 ///     refused,
-///     Err(ResourceError::OutOfBudget { requested: 2048, limit: 1024, .. })
+///     Err(Error::OverBudget { requested: 2048, limit: 1024, .. })
 /// ));
 /// drop(slice);
 /// assert_eq!(manager.allocated(), 0);
@@ -95,12 +96,12 @@ impl Manager {
     /// A manager.
     ///
     /// # Errors
-    /// [`ResourceError::WrongDevice`] if the runtime is another device's.
-    pub fn new(config: ManagerConfig) -> Result<Manager, ResourceError> {
+    /// [`Error::WrongDevice`] if the runtime is another device's.
+    pub fn new(config: ManagerConfig) -> Result<Manager, Error> {
         if let Some(runtime) = &config.runtime
             && runtime.device() != config.device
         {
-            return Err(ResourceError::WrongDevice {
+            return Err(Error::WrongDevice {
                 expected: config.device,
                 found: runtime.device(),
             });
@@ -135,7 +136,7 @@ impl Manager {
     /// adaptors. Clones share the budget.
     ///
     /// # Errors
-    /// [`ResourceError::NoRuntime`].
+    /// [`Error::NoRuntime`].
     ///
     /// ```
     /// use std::sync::Arc;
@@ -144,7 +145,7 @@ impl Manager {
     /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
     /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
     /// # let driver = sim.driver()?;
-    /// # let context = Context::primary(&driver, driver.device(0)?)?;
+    /// # let context = driver.context(0)?;
     /// let runtime = Runtime::on(&context)?;
     /// let manager = Manager::new(ManagerConfig::new(0, Some(1024)).runtime(&runtime))?;
     /// let (_, stream) = runtime.streams().acquire()?;
@@ -152,8 +153,8 @@ impl Manager {
     /// assert_eq!(manager.allocated(), 400);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn resource(&self) -> Result<Managed, ResourceError> {
-        let runtime = self.runtime().ok_or(ResourceError::NoRuntime {
+    pub fn resource(&self) -> Result<Managed, Error> {
+        let runtime = self.runtime().ok_or(Error::NoRuntime {
             device: self.device(),
         })?;
         Ok(self.over(Arc::clone(runtime.resource())))
@@ -167,19 +168,19 @@ impl Manager {
     }
 
     /// Where slices for a stream come from.
-    fn source(&self, stream: &Stream) -> Result<Managed, ResourceError> {
+    fn source(&self, stream: &Stream) -> Result<Managed, Error> {
         if self.runtime().is_some() {
             return self.resource();
         }
         let context = stream.context();
         let (expected, found) = (self.device(), context.device().ordinal());
         if expected != found {
-            return Err(ResourceError::WrongDevice { expected, found });
+            return Err(Error::WrongDevice { expected, found });
         }
         let mut direct = process::lock(&self.0.direct);
         let known = direct
             .iter()
-            .find(|known| known.context().key() == context.key());
+            .find(|known| known.context().id() == context.id());
         let resource = match known {
             Some(known) => Arc::clone(known),
             None => {
@@ -195,10 +196,10 @@ impl Manager {
     /// a size, give an empty slice without a driver call.
     ///
     /// # Errors
-    /// [`ResourceError::SizeOverflow`], [`ResourceError::OutOfBudget`] by this budget or one below, and
-    /// any other of the runtime's; [`ResourceError::WrongDevice`] without a runtime for a stream of
+    /// [`InvalidArgument::TooLarge`], [`Error::OverBudget`] by this budget or one below, and
+    /// any other of the runtime's; [`Error::WrongDevice`] without a runtime for a stream of
     /// another device. Nothing has changed then.
-    pub fn allocate<T>(&self, count: usize, stream: &Stream) -> Result<Slice<T>, ResourceError> {
+    pub fn allocate<T>(&self, count: usize, stream: &Stream) -> Result<Slice<T>, Error> {
         self.allocate_tagged(count, stream, Tag::default())
     }
 
@@ -211,10 +212,13 @@ impl Manager {
         count: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<Slice<T>, ResourceError> {
+    ) -> Result<Slice<T>, Error> {
         self.0.requests.fetch_add(1, Ordering::Relaxed);
         let size = size_of::<T>();
-        let overflow = ResourceError::SizeOverflow { count, size };
+        let overflow = Error::Invalid(InvalidArgument::TooLarge {
+            len: count,
+            element_bytes: size,
+        });
         let bytes = count.checked_mul(size).ok_or(overflow)?;
         if bytes == 0 {
             return Ok(Slice::of(self, 0, count, None, false));
@@ -275,8 +279,8 @@ impl Manager {
     /// Whether `bytes` would fit now, without taking them.
     ///
     /// # Errors
-    /// [`ResourceError::OutOfBudget`].
-    pub fn check(&self, bytes: u64) -> Result<(), ResourceError> {
+    /// [`Error::OverBudget`].
+    pub fn check(&self, bytes: u64) -> Result<(), Error> {
         self.0.meter.check(bytes)
     }
 
@@ -317,7 +321,7 @@ impl Managed {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         // An error below drops the charge.
         let charge = self.manager.0.meter.charge(bytes as u64)?;
         let mut block = self
@@ -342,7 +346,7 @@ unsafe impl MemoryResource for Managed {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         self.manager.0.requests.fetch_add(1, Ordering::Relaxed);
         self.take(bytes, alignment, stream, tag)
     }
@@ -460,7 +464,7 @@ impl<T> Slice<T> {
     ///
     /// # Errors
     /// As [`MemoryResource::prepare_use`].
-    pub fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), ResourceError> {
+    pub fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         match (&self.block, self.block()) {
             (Some(owned), Some(block)) => owned.resource().prepare_use(&block, stream, access),
             _ => Ok(()),
@@ -471,7 +475,7 @@ impl<T> Slice<T> {
     ///
     /// # Errors
     /// As [`MemoryResource::finish_use`].
-    pub fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), ResourceError> {
+    pub fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         match (&self.block, self.block()) {
             (Some(owned), Some(block)) => owned.resource().finish_use(&block, stream, access),
             _ => Ok(()),

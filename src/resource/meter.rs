@@ -6,8 +6,8 @@ use std::sync::{Arc, RwLock};
 
 use crate::driver::process;
 
-use super::error::ResourceError;
 use super::foreign::guarded;
+use crate::error::Error;
 
 /// How scarce memory is: by the share of a limit that is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -159,19 +159,18 @@ impl Meter {
         Pressure::of(self.used(), self.limit())
     }
 
-    pub(crate) fn refusal(&self, requested: u64) -> ResourceError {
+    pub(crate) fn refusal(&self, requested: u64) -> Error {
         let (limit, used) = (self.bound(), self.used());
-        ResourceError::OutOfBudget {
-            context: self.context,
+        Error::OverBudget {
+            owner: self.context,
             requested,
             limit,
             used,
-            remaining: limit.saturating_sub(used),
         }
     }
 
     /// Whether `bytes` would fit now.
-    pub(crate) fn check(&self, bytes: u64) -> Result<(), ResourceError> {
+    pub(crate) fn check(&self, bytes: u64) -> Result<(), Error> {
         match self.remaining() {
             Some(left) if bytes > left => Err(self.refusal(bytes)),
             _ => Ok(()),
@@ -185,7 +184,7 @@ impl Meter {
 
     /// Takes `bytes` out of the budget, all or nothing.
     #[inline]
-    pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge, ResourceError> {
+    pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge, Error> {
         let taken = self
             .used
             .fetch_update(Ordering::SeqCst, Ordering::Acquire, |used| {

@@ -8,13 +8,14 @@ use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
 use crate::locks::held::{Locked, locked};
 
 use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
-use super::error::{Refused, ResourceError, StreamMisuse};
 use super::key::BlockKey;
 use super::meter::Charge;
 use super::owned::{give_back, log_rarely};
 use super::stranded::Stranded;
 use super::traits::{MemoryResource, Outstanding, Tracking};
-use super::uses::{Uses, refuse_capture};
+use super::uses::Uses;
+use crate::error::{Error, Refused, StreamMisuse};
+use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
 
 /// Deallocations that share a marker at most.
@@ -39,7 +40,7 @@ const BATCH: usize = 256;
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// let resource = AsyncResource::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
@@ -120,7 +121,7 @@ struct Retired {
 }
 
 /// Whether a stream belongs to the driver of a context.
-fn same_driver(context: &Context, stream: &Stream) -> Result<(), ResourceError> {
+fn same_driver(context: &Context, stream: &Stream) -> Result<(), Error> {
     let (driver, other) = (context.driver(), stream.context().driver());
     if !driver.same_library(other) {
         return Err(StreamMisuse::ForeignDriver.into());
@@ -129,11 +130,11 @@ fn same_driver(context: &Context, stream: &Stream) -> Result<(), ResourceError> 
 }
 
 /// Whether a stream can be used with memory of a context: the same driver and device.
-pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), ResourceError> {
+pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), Error> {
     same_driver(context, stream)?;
     let (expected, found) = (context.device(), stream.context().device());
-    if expected != found {
-        return Err(ResourceError::WrongDevice {
+    if expected.ordinal() != found.ordinal() {
+        return Err(Error::WrongDevice {
             expected: expected.ordinal(),
             found: found.ordinal(),
         });
@@ -167,7 +168,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         process::lock(&self.metadata)
     }
 
-    fn entry(&self, block: &BlockIdentity) -> Result<Arc<Entry>, ResourceError> {
+    fn entry(&self, block: &BlockIdentity) -> Result<Arc<Entry>, Error> {
         match self.metadata().blocks.get(&block.ptr) {
             Some(entry) if entry.identity.key == block.key => Ok(Arc::clone(entry)),
             _ => Err(block.gone()),
@@ -180,7 +181,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         &self,
         entry: &Entry,
         points: &[super::uses::Point],
-    ) -> Result<Option<Pooled>, ResourceError> {
+    ) -> Result<Option<Pooled>, Error> {
         let home = entry.identity.stream;
         if entry.stream.kind() == StreamKind::PerThreadDefault && entry.stream.id()? != home {
             // On this thread the handle means another stream. What other contexts do is waited for
@@ -216,12 +217,12 @@ impl<R: MemoryResource> AsyncResource<R> {
             uses.closed = true;
             uses.all()
         };
-        let reopen = |block, error: ResourceError| {
+        let reopen = |block, error: Error| {
             entry.uses().closed = false;
             Err(Refused::new(block, error))
         };
         let newest = self.metadata().newest(identity.stream);
-        let capture = refuse_capture(&entry.stream, identity.stream);
+        let capture = capture::refuse_capture(&entry.stream);
         let marker = match capture.and_then(|()| self.complete_uses(entry, &points)) {
             Ok(marker) => marker,
             Err(error) => return reopen(block, error),
@@ -379,11 +380,11 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         same_place(self.inner.context(), stream)?;
         let id = stream.id()?;
         self.retry();
-        refuse_capture(stream, id)?;
+        capture::refuse_capture(stream)?;
         let mut block = self
             .inner
             .allocate_block_aligned(bytes, alignment, stream, tag)?;
@@ -403,11 +404,15 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             uses: Mutex::new(Uses::new(id, ready)),
         };
         let mut metadata = self.metadata();
-        if metadata.blocks.contains_key(&ptr) {
+        if let Some(old) = metadata.blocks.get(&ptr) {
+            let old = (ptr, old.identity.bytes as u64);
             drop(metadata);
             // Giving it back below would free the memory of the block that is there.
             log::error!("memory at {ptr:#x} was handed out twice; the second block leaks");
-            return Err(ResourceError::Collision { ptr });
+            return Err(Error::Overlap {
+                new: (ptr, bytes as u64),
+                old,
+            });
         }
         metadata.live += bytes as u64;
         block.set_keepers(entry.keepers_below.saturating_add(1));
@@ -438,7 +443,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         }
     }
 
-    fn reap(&self) -> Result<u64, ResourceError> {
+    fn reap(&self) -> Result<u64, Error> {
         self.retry();
         let mut waits: Vec<(u64, u64, Arc<Pooled>)> = {
             let mut metadata = self.metadata();
@@ -471,7 +476,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         Ok(left)
     }
 
-    fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+    fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         self.retry();
         self.inner.trim(keep)
     }
@@ -496,11 +501,11 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         Tracking::Access
     }
 
-    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
         self.finish_use(block, stream, Access::Read)
     }
 
-    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
         same_driver(self.inner.context(), stream)?;
         let entry = self.entry(block)?;
         let id = stream.id()?;
@@ -517,11 +522,11 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         block: &BlockIdentity,
         stream: &Stream,
         access: Access,
-    ) -> Result<(), ResourceError> {
+    ) -> Result<(), Error> {
         same_driver(self.inner.context(), stream)?;
         let entry = self.entry(block)?;
         let id = stream.id()?;
-        refuse_capture(stream, id)?;
+        capture::refuse_capture(stream)?;
         let (points, tick) = {
             let uses = entry.uses();
             if uses.closed {
@@ -543,7 +548,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         block: &BlockIdentity,
         stream: &Stream,
         access: Access,
-    ) -> Result<(), ResourceError> {
+    ) -> Result<(), Error> {
         same_driver(self.inner.context(), stream)?;
         let entry = self.entry(block)?;
         // A stream that cannot be named now is taken for one of its own.
@@ -551,9 +556,9 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             Ok(id) => (id, Ok(())),
             Err(error) => (NO_ID, Err(error.into())),
         };
-        let asked = match refuse_capture(stream, id) {
+        let asked = match capture::refuse_capture(stream) {
             // What is captured has not run.
-            Err(ResourceError::StreamMisuse(misuse)) => return Err(misuse.into()),
+            Err(Error::Stream(misuse)) => return Err(misuse.into()),
             asked => named.and(asked),
         };
         let begin = {

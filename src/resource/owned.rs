@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{Stream, process, sys};
 
 use super::block::{BlockIdentity, ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
+use crate::error::{Error, Refused};
 
 /// A block that goes back to its resource when it is dropped.
 ///
@@ -23,12 +23,7 @@ impl<R: MemoryResource> OwnedBlock<R> {
     ///
     /// # Errors
     /// As [`MemoryResource::allocate_block_aligned`].
-    pub fn allocate(
-        resource: R,
-        bytes: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<Self, ResourceError> {
+    pub fn allocate(resource: R, bytes: usize, stream: &Stream, tag: Tag) -> Result<Self, Error> {
         let block = resource.allocate_block(bytes, stream, tag)?;
         Ok(Self::from_parts(resource, block))
     }
@@ -70,7 +65,7 @@ impl<R: MemoryResource> OwnedBlock<R> {
     ///
     /// # Errors
     /// As [`MemoryResource::record_stream`].
-    pub fn record_stream(&self, stream: &Stream) -> Result<(), ResourceError> {
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         match self.identity() {
             Some(block) => self.resource.record_stream(&block, stream),
             None => Ok(()),
@@ -81,7 +76,7 @@ impl<R: MemoryResource> OwnedBlock<R> {
     ///
     /// # Errors
     /// As [`MemoryResource::record_use`].
-    pub fn record_use(&self, stream: &Stream) -> Result<(), ResourceError> {
+    pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
         match self.identity() {
             Some(block) => self.resource.record_use(&block, stream),
             None => Ok(()),

@@ -7,10 +7,11 @@ use crate::driver::{Context, Stream, process};
 use crate::locks::held::Locked;
 
 use super::block::{Access, BlockIdentity, ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::owned::give_back;
 use super::traits::{MemoryResource, Tracking, must_last};
-use super::uses::{Point, refuse_capture};
+use super::uses::Point;
+use crate::error::{Error, Refused};
+use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
 
 /// What probes that the environment turns on fill memory with.
@@ -68,7 +69,7 @@ impl ProbeConfig {
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let mut config = ProbeConfig::from_env();
@@ -120,7 +121,7 @@ impl<R: MemoryResource> Probe<R> {
     }
 
     /// Enters a block, unless it overlaps another one.
-    fn enter(&self, block: &ResourceBlock, stream: &Stream) -> Result<(), ResourceError> {
+    fn enter(&self, block: &ResourceBlock, stream: &Stream) -> Result<(), Error> {
         let identity = block.identity();
         let (ptr, size) = (identity.ptr, block.size().max(identity.bytes as u64));
         let overlap = {
@@ -145,30 +146,23 @@ impl<R: MemoryResource> Probe<R> {
         let Some((old_ptr, old_bytes)) = overlap else {
             return Ok(());
         };
-        let error = ResourceError::Overlap {
-            new_ptr: ptr,
-            new_bytes: size,
-            old_ptr,
-            old_bytes,
+        let error = Error::Overlap {
+            new: (ptr, size),
+            old: (old_ptr, old_bytes),
         };
         log::error!("{error}; the new block leaks");
         assert!(!self.config.panic, "{error}");
         Err(error)
     }
 
-    fn fill(&self, block: &BlockIdentity, byte: u8, stream: &Stream) -> Result<(), ResourceError> {
+    fn fill(&self, block: &BlockIdentity, byte: u8, stream: &Stream) -> Result<(), Error> {
         let entered = self.inner.context().enter()?;
         // SAFETY: the block is live, and its stream is alive.
         unsafe { entered.memset_d8(block.ptr, byte, block.bytes, stream.raw()) }?;
         Ok(())
     }
 
-    fn poison_new(
-        &self,
-        block: &BlockIdentity,
-        byte: u8,
-        stream: &Stream,
-    ) -> Result<(), ResourceError> {
+    fn poison_new(&self, block: &BlockIdentity, byte: u8, stream: &Stream) -> Result<(), Error> {
         self.fill(block, byte, stream)?;
         match self.inner.tracking() {
             // The first write, for uses on other streams.
@@ -179,11 +173,11 @@ impl<R: MemoryResource> Probe<R> {
         }
     }
 
-    fn poison_old(&self, live: &Live, byte: u8) -> Result<(), ResourceError> {
+    fn poison_old(&self, live: &Live, byte: u8) -> Result<(), Error> {
         let (block, stream) = (&live.identity, &live.stream);
         let id = stream.id()?;
         // A graph is no place for the fill, and a wait in it for what is not captured spoils it.
-        refuse_capture(stream, id)?;
+        capture::refuse_capture(stream)?;
         if id != block.stream {
             // On this thread the handle means another stream.
             self.inner.context().enter()?.synchronize()?;
@@ -213,7 +207,7 @@ impl<R: MemoryResource> Probe<R> {
     }
 
     /// A use went through: the last fill has to come after it.
-    fn used(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    fn used(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
         let watched = self.config.poison_freed.is_some();
         let id = stream.id()?;
         if !watched || self.inner.tracking() != Tracking::Reuse || id == block.stream {
@@ -258,7 +252,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let block = self
             .inner
             .allocate_block_aligned(bytes, alignment, stream, tag)?;
@@ -307,12 +301,12 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
         result
     }
 
-    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
         self.inner.record_use(block, stream)?;
         self.used(block, stream)
     }
 
-    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
         self.inner.record_stream(block, stream)?;
         let id = stream.id()?;
         if self.config.poison_freed.is_none() || id == block.stream {
@@ -333,7 +327,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Probe<R> {
         block: &BlockIdentity,
         stream: &Stream,
         access: Access,
-    ) -> Result<(), ResourceError> {
+    ) -> Result<(), Error> {
         let finished = self.inner.finish_use(block, stream, access);
         let noted = finished.and_then(|()| self.used(block, stream));
         if must_last(&noted) {

@@ -3,8 +3,8 @@
 use crate::driver::{Stream, StreamKind, process};
 
 use super::block::{Access, BlockIdentity, BlockState};
-use super::error::{RejectedKind, ResourceError, StreamMisuse};
 use super::traits::{MemoryResource, Tracking};
+use crate::error::{Error, StreamMisuse};
 
 /// How a launch recorder takes buffers that nobody tracks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -74,7 +74,7 @@ enum Phase {
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// let resource = AsyncResource::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
@@ -99,8 +99,8 @@ pub struct LaunchRecorder<R: MemoryResource> {
     mode: RecordMode,
     phase: Phase,
     blocks: Vec<Entry>,
-    /// Buffers that are not blocks, by their place in the order of recording.
-    others: Vec<(usize, RejectedKind)>,
+    /// Buffers that are not blocks, by their place in the order of recording; whether somebody else owns them.
+    others: Vec<(usize, bool)>,
     recorded: usize,
 }
 
@@ -130,8 +130,8 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     /// The launch reads a buffer.
     ///
     /// # Errors
-    /// [`StreamMisuse::RecorderOrder`] after the preflight.
-    pub fn read(&mut self, buffer: &impl Recordable) -> Result<&mut Self, ResourceError> {
+    /// [`StreamMisuse::LaunchOrder`] after the preflight.
+    pub fn read(&mut self, buffer: &impl Recordable) -> Result<&mut Self, Error> {
         self.record(buffer, Access::Read)
     }
 
@@ -139,7 +139,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, ResourceError> {
+    pub fn write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, Error> {
         self.record(buffer, Access::Write)
     }
 
@@ -147,7 +147,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn read_write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, ResourceError> {
+    pub fn read_write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, Error> {
         self.record(buffer, Access::ReadWrite)
     }
 
@@ -155,13 +155,9 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn record(
-        &mut self,
-        buffer: &impl Recordable,
-        access: Access,
-    ) -> Result<&mut Self, ResourceError> {
+    pub fn record(&mut self, buffer: &impl Recordable, access: Access) -> Result<&mut Self, Error> {
         if self.phase != Phase::Recording {
-            return Err(StreamMisuse::RecorderOrder {
+            return Err(StreamMisuse::LaunchOrder {
                 asked: "recording a buffer",
                 because: "the preflight is over",
             }
@@ -171,8 +167,8 @@ impl<R: MemoryResource> LaunchRecorder<R> {
         self.recorded += 1;
         match buffer.buffer() {
             Buffer::Empty => {}
-            Buffer::External => self.others.push((index, RejectedKind::External)),
-            Buffer::Untracked => self.others.push((index, RejectedKind::Untracked)),
+            Buffer::External => self.others.push((index, true)),
+            Buffer::Untracked => self.others.push((index, false)),
             Buffer::Block(identity) => {
                 let same = |other: &BlockIdentity| {
                     (other.key, other.ptr, other.device)
@@ -200,11 +196,11 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     /// recorded, and it may be called again: waits that were queued already are only repeated.
     ///
     /// # Errors
-    /// [`ResourceError::RejectedBuffer`] in strict mode, before any wait; those of
-    /// [`MemoryResource::prepare_use`]; [`StreamMisuse::RecorderOrder`] the second time.
-    pub fn preflight(&mut self) -> Result<(), ResourceError> {
+    /// [`Error::Rejected`] in strict mode, before any wait; those of
+    /// [`MemoryResource::prepare_use`]; [`StreamMisuse::LaunchOrder`] the second time.
+    pub fn preflight(&mut self) -> Result<(), Error> {
         if self.phase != Phase::Recording {
-            return Err(StreamMisuse::RecorderOrder {
+            return Err(StreamMisuse::LaunchOrder {
                 asked: "a preflight",
                 because: "it is over",
             }
@@ -220,15 +216,16 @@ impl<R: MemoryResource> LaunchRecorder<R> {
         };
         if self.mode == RecordMode::Strict {
             let untracked = self.blocks.iter().filter(|entry| !in_order(&entry.block));
-            let untracked = untracked.map(|entry| (entry.index, RejectedKind::Untracked));
+            let untracked = untracked.map(|entry| (entry.index, false));
             let others = self.others.iter().copied();
-            if let Some((index, kind)) = others.chain(untracked).min_by_key(|(index, _)| *index) {
-                return Err(ResourceError::RejectedBuffer { index, kind });
+            if let Some((index, external)) = others.chain(untracked).min_by_key(|(index, _)| *index)
+            {
+                return Err(Error::Rejected { index, external });
             }
         }
         for Entry { block, .. } in &self.blocks {
             if block.device != device {
-                return Err(ResourceError::WrongDevice {
+                return Err(Error::WrongDevice {
                     expected: device,
                     found: block.device,
                 });
@@ -249,12 +246,12 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     /// Records the uses, after the launch.
     ///
     /// # Errors
-    /// [`StreamMisuse::RecorderOrder`] without a preflight, except for a recorder without
+    /// [`StreamMisuse::LaunchOrder`] without a preflight, except for a recorder without
     /// buffers. The first of [`MemoryResource::finish_use`], after which every block of the launch
     /// counts as used on its stream all the same.
-    pub fn commit(mut self) -> Result<(), ResourceError> {
+    pub fn commit(mut self) -> Result<(), Error> {
         if self.phase != Phase::Ready && self.recorded > 0 {
-            return Err(StreamMisuse::RecorderOrder {
+            return Err(StreamMisuse::LaunchOrder {
                 asked: "a commit",
                 because: "there was no preflight",
             }

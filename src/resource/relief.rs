@@ -10,10 +10,10 @@ use crate::driver::{Context, Stream, process};
 
 use super::block::{ResourceBlock, Tag};
 use super::clock::{Clock, SystemClock, Wakeup};
-use super::error::{Refused, ResourceError};
 use super::foreign::guarded;
 use super::owned::give_back;
 use super::traits::MemoryResource;
+use crate::error::{Error, Refused};
 
 /// How often the waiting policy looks.
 const POLL: Duration = Duration::from_millis(100);
@@ -33,7 +33,7 @@ pub enum OomPolicy {
     Checkpoint,
 }
 
-type Checkpoint = dyn Fn(&ResourceError) + Send + Sync;
+type Checkpoint = dyn Fn(&Error) + Send + Sync;
 
 /// Helps a resource that has run out of memory: hooks that free some, a policy for when that does not
 /// help, and memory held in reserve for later.
@@ -49,7 +49,7 @@ type Checkpoint = dyn Fn(&ResourceError) + Send + Sync;
 /// # use std::sync::{Arc, Mutex};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// use cualloc::resource::OwnedBlock;
@@ -105,9 +105,9 @@ impl<R: MemoryResource> Relief<R> {
     ///
     /// # Errors
     /// As [`MemoryResource::allocate_block`].
-    pub fn with_reserve(self, bytes: usize) -> Result<Relief<R>, ResourceError> {
+    pub fn with_reserve(self, bytes: usize) -> Result<Relief<R>, Error> {
         if bytes > 0 {
-            let stream = Stream::legacy_default(self.inner.context())?;
+            let stream = Stream::legacy(self.inner.context());
             let block = self
                 .inner
                 .allocate_block(bytes, &stream, Tag::new("reserve"))?;
@@ -126,7 +126,7 @@ impl<R: MemoryResource> Relief<R> {
     ///
     /// # Errors
     /// As [`MemoryResource::deallocate_block`]; the memory is still held then.
-    pub fn release_reserve(&self) -> Result<u64, ResourceError> {
+    pub fn release_reserve(&self) -> Result<u64, Error> {
         let held = process::lock(&self.reserve).take();
         let Some(block) = held else {
             return Ok(0);
@@ -152,7 +152,7 @@ impl<R: MemoryResource> Relief<R> {
     }
 
     /// Registers what [`OomPolicy::Checkpoint`] runs; no other policy does.
-    pub fn set_checkpoint(&self, callback: impl Fn(&ResourceError) + Send + Sync + 'static) {
+    pub fn set_checkpoint(&self, callback: impl Fn(&Error) + Send + Sync + 'static) {
         let callback: Arc<Checkpoint> = Arc::new(callback);
         let mut place = process::write(&self.checkpoint);
         let old = place.replace(callback);
@@ -185,9 +185,9 @@ impl<R: MemoryResource> Relief<R> {
     fn relieve(
         &self,
         bytes: u64,
-        attempt: impl Fn() -> Result<ResourceBlock, ResourceError>,
-        mut error: ResourceError,
-    ) -> Result<ResourceBlock, ResourceError> {
+        attempt: impl Fn() -> Result<ResourceBlock, Error>,
+        mut error: Error,
+    ) -> Result<ResourceBlock, Error> {
         if !never_fits(&error) {
             match self.run_hooks(bytes, &attempt, error) {
                 Err(last) if last.is_out_of_memory() => error = last,
@@ -213,10 +213,7 @@ impl<R: MemoryResource> Relief<R> {
         self.recovered(attempt())
     }
 
-    fn recovered(
-        &self,
-        done: Result<ResourceBlock, ResourceError>,
-    ) -> Result<ResourceBlock, ResourceError> {
+    fn recovered(&self, done: Result<ResourceBlock, Error>) -> Result<ResourceBlock, Error> {
         if done.is_ok() {
             self.recoveries.fetch_add(1, Ordering::Relaxed);
         }
@@ -227,9 +224,9 @@ impl<R: MemoryResource> Relief<R> {
     fn run_hooks(
         &self,
         bytes: u64,
-        attempt: impl Fn() -> Result<ResourceBlock, ResourceError>,
-        mut error: ResourceError,
-    ) -> Result<ResourceBlock, ResourceError> {
+        attempt: impl Fn() -> Result<ResourceBlock, Error>,
+        mut error: Error,
+    ) -> Result<ResourceBlock, Error> {
         for hook in self.hooks.all() {
             let room = self.inner.headroom();
             if room.is_some_and(|room| !hook.runs_in(room)) {
@@ -250,7 +247,7 @@ impl<R: MemoryResource> Relief<R> {
     }
 
     /// Looks now and then whether a budget has room, for so long; if the device is short only time tells.
-    fn wait(&self, bytes: u64, timeout: Duration) -> Result<(), ResourceError> {
+    fn wait(&self, bytes: u64, timeout: Duration) -> Result<(), Error> {
         let has_room = || self.inner.headroom().is_none_or(|room| bytes <= room);
         let device_short = has_room();
         let wakeup = Wakeup::new();
@@ -268,8 +265,8 @@ impl<R: MemoryResource> Relief<R> {
 }
 
 /// Whether a request is above the whole limit of a budget, so that nothing which is freed can help.
-fn never_fits(error: &ResourceError) -> bool {
-    matches!(error, ResourceError::OutOfBudget { requested, limit, .. } if requested > limit)
+fn never_fits(error: &Error) -> bool {
+    matches!(error, Error::OverBudget { requested, limit, .. } if requested > limit)
 }
 
 // SAFETY: passes everything on.
@@ -281,7 +278,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Relief<R> {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let attempt = || {
             self.inner
                 .allocate_block_aligned(bytes, alignment, stream, tag)

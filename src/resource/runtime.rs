@@ -8,11 +8,11 @@ use crate::allocator::{Allocator, Config, Limit};
 use crate::driver::{Context, Device, Driver, process};
 use crate::locks::held::Locked;
 
-use super::error::ResourceError;
 use super::ordered::AsyncResource;
 use super::probe::{Probe, ProbeConfig};
 use super::stream_pool::StreamPool;
 use super::traits::MemoryResource;
+use crate::error::Error;
 
 /// Any stack of resources together with a pool of streams. Cheap to clone.
 ///
@@ -21,7 +21,7 @@ use super::traits::MemoryResource;
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// // A stack of one's own ...
 /// let mine = Runtime::new(Budget::new(allocator, Some(1 << 20)));
@@ -52,7 +52,7 @@ impl Runtime {
     ///
     /// # Errors
     /// As [`Allocator::with_config`].
-    pub fn on(context: &Context) -> Result<Runtime, ResourceError> {
+    pub fn on(context: &Context) -> Result<Runtime, Error> {
         let allocator = Allocator::with_config(context, Config::new())?;
         let ordered = AsyncResource::new(allocator);
         let probes = ProbeConfig::from_env();
@@ -65,8 +65,8 @@ impl Runtime {
     /// The process-wide runtime of a device, on its primary context. Loads the driver on first use.
     ///
     /// # Errors
-    /// [`ResourceError::DriverUnavailable`]; as [`Runtimes::get`].
-    pub fn of(ordinal: usize) -> Result<Runtime, ResourceError> {
+    /// [`Error::DriverUnavailable`]; as [`Runtimes::get`].
+    pub fn of(ordinal: usize) -> Result<Runtime, Error> {
         static ALL: OnceLock<Runtimes> = OnceLock::new();
         if let Some(all) = ALL.get() {
             return all.get(ordinal);
@@ -107,7 +107,7 @@ impl fmt::Debug for Runtime {
     }
 }
 
-type Build = dyn Fn(&Context) -> Result<Runtime, ResourceError> + Send + Sync;
+type Build = dyn Fn(&Context) -> Result<Runtime, Error> + Send + Sync;
 
 /// One runtime per device of a driver: each built when it is first asked for, at most once; a build
 /// that failed is tried again by the next call.
@@ -128,7 +128,7 @@ impl Runtimes {
     /// Runtimes that a function builds.
     pub fn with(
         driver: &Driver,
-        build: impl Fn(&Context) -> Result<Runtime, ResourceError> + Send + Sync + 'static,
+        build: impl Fn(&Context) -> Result<Runtime, Error> + Send + Sync + 'static,
     ) -> Runtimes {
         Runtimes {
             driver: driver.clone(),
@@ -145,8 +145,8 @@ impl Runtimes {
     /// The runtime of a device.
     ///
     /// # Errors
-    /// [`ResourceError::InvalidDevice`]; those of the build.
-    pub fn get(&self, ordinal: usize) -> Result<Runtime, ResourceError> {
+    /// [`Error::InvalidDevice`]; those of the build.
+    pub fn get(&self, ordinal: usize) -> Result<Runtime, Error> {
         {
             let mut slots = self.slots();
             loop {
@@ -171,13 +171,16 @@ impl Runtimes {
         Ok(runtime)
     }
 
-    fn make(&self, ordinal: usize) -> Result<Runtime, ResourceError> {
+    fn make(&self, ordinal: usize) -> Result<Runtime, Error> {
         let count = self.driver.device_count()?;
         if ordinal >= count {
-            return Err(ResourceError::InvalidDevice { ordinal, count });
+            return Err(Error::InvalidDevice {
+                ordinal,
+                devices: count,
+            });
         }
         let device: Device = self.driver.device(ordinal)?;
-        (self.build)(&Context::primary(&self.driver, device)?)
+        (self.build)(&Context::primary(&device)?)
     }
 }
 

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{Context, Stream};
 
 use super::block::{ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::traits::MemoryResource;
+use crate::error::{Error, Refused};
 
 /// What went through a [`Statistics`] adaptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -35,7 +35,7 @@ pub struct ResourceStats {
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let counted = Statistics::new(allocator);
@@ -107,7 +107,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Statistics<R> {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let result = self
             .inner
             .allocate_block_aligned(bytes, alignment, stream, tag);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use crate::driver::{Context, Stream, process};
 use crate::locks::held::Locked;
 
-use super::error::{ResourceError, StreamMisuse};
+use crate::error::{Error, StreamMisuse};
 
 /// Streams of one context that are made once and kept: at most as many as its capacity. Numbers
 /// count up from 1 and are never used again; 0 is the default stream. Cheap to clone.
@@ -15,7 +15,7 @@ use super::error::{ResourceError, StreamMisuse};
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// let pool = StreamPool::new(&context);
 /// let (id, stream) = pool.acquire()?;
 /// assert_eq!(pool.resolve(id).map(|s| s.raw()), Some(stream.raw()));
@@ -77,16 +77,17 @@ impl StreamPool {
     /// Makes a stream; it and its number.
     ///
     /// # Errors
-    /// [`ResourceError::NoStreamLeft`] at capacity, never another stream instead; driver errors.
-    pub fn acquire(&self) -> Result<(u64, Stream), ResourceError> {
+    /// [`Error::Exhausted`] at capacity, never another stream instead; driver errors.
+    pub fn acquire(&self) -> Result<(u64, Stream), Error> {
         if process::is_forked_child() {
-            return Err(crate::allocator::Error::ForkedChild.into());
+            return Err(Error::ForkedChild);
         }
         {
             let mut state = self.lock();
             if state.streams.len() + state.coming >= self.0.capacity {
-                return Err(ResourceError::NoStreamLeft {
-                    capacity: self.0.capacity,
+                return Err(Error::Exhausted {
+                    what: "streams",
+                    maximum: self.0.capacity,
                 });
             }
             state.coming += 1;
@@ -104,7 +105,7 @@ impl StreamPool {
     /// The stream of a number; none if the pool never gave it. 0 is the default stream.
     pub fn resolve(&self, id: u64) -> Option<Stream> {
         if id == 0 {
-            return Stream::legacy_default(&self.0.context).ok();
+            return Some(Stream::legacy(&self.0.context));
         }
         let state = self.lock();
         let found = state.streams.iter().find(|(known, _)| *known == id);
@@ -114,9 +115,9 @@ impl StreamPool {
     /// [`resolve`](Self::resolve), with an error for a number that the pool never gave.
     ///
     /// # Errors
-    /// [`StreamMisuse::UnknownId`].
-    pub fn get(&self, id: u64) -> Result<Stream, ResourceError> {
+    /// [`StreamMisuse::Unknown`].
+    pub fn get(&self, id: u64) -> Result<Stream, Error> {
         self.resolve(id)
-            .ok_or_else(|| StreamMisuse::UnknownId(id).into())
+            .ok_or_else(|| StreamMisuse::Unknown { stream: id }.into())
     }
 }

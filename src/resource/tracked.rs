@@ -7,9 +7,9 @@ use crate::driver::{Context, Stream, process};
 use crate::locks::held::Locked;
 
 use super::block::{BlockIdentity, ResourceBlock, Tag};
-use super::error::{Refused, ResourceError};
 use super::key::BlockKey;
 use super::traits::MemoryResource;
+use crate::error::{Error, Refused};
 
 /// A block that a [`Tracked`] adaptor knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub struct LiveBlock {
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let tracked = Tracked::new(allocator);
@@ -68,12 +68,8 @@ impl<R: MemoryResource> Tracked<R> {
     /// Gives a live block a name.
     ///
     /// # Errors
-    /// [`ResourceError::UseAfterFree`].
-    pub fn name(
-        &self,
-        block: &BlockIdentity,
-        name: impl Into<String>,
-    ) -> Result<(), ResourceError> {
+    /// [`Error::UseAfterFree`].
+    pub fn name(&self, block: &BlockIdentity, name: impl Into<String>) -> Result<(), Error> {
         match self.map().get_mut(&block.key) {
             Some(live) => {
                 live.name = Some(name.into());
@@ -115,7 +111,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Tracked<R> {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let block = self
             .inner
             .allocate_block_aligned(bytes, alignment, stream, tag)?;

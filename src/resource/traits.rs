@@ -6,8 +6,8 @@ use crate::allocator::Trimmed;
 use crate::driver::{Context, Stream};
 
 use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
-use super::error::{Refused, ResourceError, StreamMisuse};
 use super::usage::{Gauge, PoolUsage};
+use crate::error::{Error, Refused, StreamMisuse};
 
 /// Bytes that have not left a resource, at one instant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -53,7 +53,7 @@ pub enum Tracking {
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
-/// # let context = Context::primary(&driver, driver.device(0)?)?;
+/// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// // The allocator is a resource: the caching one.
@@ -63,9 +63,10 @@ pub enum Tracking {
 ///
 /// // And so are the pools: a program can swap one for another and compare.
 /// use cualloc::pool::{NativeConfig, NativePool};
-/// use cualloc::resource::{OwnedBlock, ResourceError, Tag};
+/// use cualloc::Error;
+/// use cualloc::resource::{OwnedBlock, Tag};
 /// # use cualloc::driver::Stream;
-/// fn work(source: &dyn MemoryResource, stream: &Stream) -> Result<u64, ResourceError> {
+/// fn work(source: &dyn MemoryResource, stream: &Stream) -> Result<u64, Error> {
 ///     drop(OwnedBlock::allocate(source, 1 << 20, stream, Tag::default())?);
 ///     Ok(source.usage()?.used.peak)
 /// }
@@ -93,7 +94,7 @@ pub enum Tracking {
 /// # use cualloc::resource::*;
 /// struct Mine;
 /// impl MemoryResource for Mine {
-/// #   fn allocate_block_aligned(&self, _: usize, _: usize, _: &Stream, _: Tag) -> Result<ResourceBlock, ResourceError> { todo!() }
+/// #   fn allocate_block_aligned(&self, _: usize, _: usize, _: &Stream, _: Tag) -> Result<ResourceBlock, Error> { todo!() }
 /// #   fn deallocate_block(&self, _: ResourceBlock) -> Result<(), Refused<ResourceBlock>> { todo!() }
 /// #   fn context(&self) -> &Context { todo!() }
 ///     // ...
@@ -104,14 +105,14 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// power of two; 1 where any will do).
     ///
     /// # Errors
-    /// Any of [`ResourceError`]; nothing has changed then.
+    /// Any of [`Error`]; nothing has changed then.
     fn allocate_block_aligned(
         &self,
         bytes: usize,
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError>;
+    ) -> Result<ResourceBlock, Error>;
 
     /// [`allocate_block_aligned`](Self::allocate_block_aligned) without a wish for the alignment.
     ///
@@ -123,7 +124,7 @@ pub unsafe trait MemoryResource: Send + Sync {
         bytes: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         self.allocate_block_aligned(bytes, 1, stream, tag)
     }
 
@@ -166,7 +167,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     ///
     /// # Errors
     /// Driver errors: what could not be seen complete stays pending, for the next call.
-    fn reap(&self) -> Result<u64, ResourceError> {
+    fn reap(&self) -> Result<u64, Error> {
         self.upstream().map_or(Ok(0), MemoryResource::reap)
     }
 
@@ -175,7 +176,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     ///
     /// # Errors
     /// Driver errors.
-    fn trim(&self, keep: u64) -> Result<Trimmed, ResourceError> {
+    fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         self.upstream()
             .map_or_else(|| Ok(Trimmed::default()), |below| below.trim(keep))
     }
@@ -185,7 +186,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     ///
     /// # Errors
     /// Driver errors.
-    fn usage(&self) -> Result<PoolUsage, ResourceError> {
+    fn usage(&self) -> Result<PoolUsage, Error> {
         if let Some(below) = self.upstream() {
             return below.usage();
         }
@@ -204,7 +205,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     ///
     /// # Errors
     /// Driver errors.
-    fn reset_peaks(&self) -> Result<(), ResourceError> {
+    fn reset_peaks(&self) -> Result<(), Error> {
         self.upstream().map_or(Ok(()), MemoryResource::reset_peaks)
     }
 
@@ -223,8 +224,8 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// Says that work already given to `stream` uses the block, and none later does.
     ///
     /// # Errors
-    /// [`StreamMisuse::NotTracked`] where uses are not tracked; [`ResourceError::UseAfterFree`].
-    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    /// [`StreamMisuse::NotTracked`] where uses are not tracked; [`Error::UseAfterFree`].
+    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
         match self.upstream() {
             Some(below) => below.record_use(block, stream),
             None => Err(not_tracked("a use", stream)),
@@ -237,7 +238,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     ///
     /// # Errors
     /// As [`record_use`](Self::record_use).
-    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), ResourceError> {
+    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
         match self.upstream() {
             Some(below) => below.record_stream(block, stream),
             None => Err(not_tracked("a stream", stream)),
@@ -255,7 +256,7 @@ pub unsafe trait MemoryResource: Send + Sync {
         block: &BlockIdentity,
         stream: &Stream,
         access: Access,
-    ) -> Result<(), ResourceError> {
+    ) -> Result<(), Error> {
         if let Some(below) = self.upstream() {
             return below.prepare_use(block, stream, access);
         }
@@ -284,7 +285,7 @@ pub unsafe trait MemoryResource: Send + Sync {
         block: &BlockIdentity,
         stream: &Stream,
         access: Access,
-    ) -> Result<(), ResourceError> {
+    ) -> Result<(), Error> {
         match self.upstream() {
             Some(below) => below.finish_use(block, stream, access),
             None => {
@@ -301,11 +302,11 @@ pub unsafe trait MemoryResource: Send + Sync {
 
 /// Whether the driver refused to mark the end of work that was given already: its stream counts until the
 /// block is freed.
-pub(crate) fn must_last(recorded: &Result<(), ResourceError>) -> bool {
+pub(crate) fn must_last(recorded: &Result<(), Error>) -> bool {
     matches!(recorded, Err(error) if error.driver_error().is_some())
 }
 
-fn not_tracked(asked: &'static str, stream: &Stream) -> ResourceError {
+fn not_tracked(asked: &'static str, stream: &Stream) -> Error {
     match stream.id() {
         Ok(stream) => StreamMisuse::NotTracked { asked, stream }.into(),
         Err(error) => error.into(),
@@ -323,7 +324,7 @@ macro_rules! pointer {
                 alignment: usize,
                 stream: &Stream,
                 tag: Tag,
-            ) -> Result<ResourceBlock, ResourceError> {
+            ) -> Result<ResourceBlock, Error> {
                 (**self).allocate_block_aligned(bytes, alignment, stream, tag)
             }
             #[inline]

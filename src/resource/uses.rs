@@ -8,7 +8,7 @@ use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
 
 use super::block::Access;
-use super::error::{ResourceError, StreamMisuse};
+use crate::error::Error;
 
 /// A moment in the work of a stream.
 #[derive(Debug, Clone)]
@@ -45,7 +45,7 @@ impl Late {
 
     /// Whether the handle means the stream with this id here. One that could not be named is known by
     /// the thread.
-    fn is_here(&self, id: u64) -> Result<bool, ResourceError> {
+    fn is_here(&self, id: u64) -> Result<bool, Error> {
         if id == NO_ID {
             return Ok(self.thread == std::thread::current().id());
         }
@@ -75,7 +75,7 @@ impl Point {
         stream: &Stream,
         id: u64,
         events: &EventPools,
-    ) -> Result<(), ResourceError> {
+    ) -> Result<(), Error> {
         if self.stream == id {
             return Ok(());
         }
@@ -87,7 +87,7 @@ impl Point {
             }
             How::Late(Late { stream: late, .. }) => {
                 // A wait for what is captured would draw the stream into the capture.
-                refuse_capture(late, self.stream)?;
+                capture::refuse_capture(late)?;
                 Ok(events.record(late)?.hold_back(stream)?)
             }
         }
@@ -208,9 +208,4 @@ impl Uses {
             self.reads.push(before);
         }
     }
-}
-
-/// Recording into somebody's graph would leave an event that nothing outside may wait for.
-pub(super) fn refuse_capture(stream: &Stream, id: u64) -> Result<(), ResourceError> {
-    capture::refuse_capture(stream, |_| StreamMisuse::Capturing(id).into())
 }

@@ -4,6 +4,7 @@
 
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Stream};
+use crate::error::Error;
 
 /// Whether a stream must not be given work or events of ours: it is being captured, or it is the legacy
 /// stream, behind which a blocking stream of its context is.
@@ -15,17 +16,16 @@ pub(crate) fn is_capturing(stream: &Stream) -> Result<bool, DriverError> {
     classified(stream.is_capturing())
 }
 
-/// An error of the caller's choice for a stream that [is being captured](is_capturing).
+/// Refuses a stream that [is being captured](is_capturing).
 ///
 /// # Errors
-/// That one, or the driver's.
+/// [`Error::Capturing`], or the driver's.
 #[inline]
-pub(crate) fn refuse_capture<E: From<DriverError>>(
-    stream: &Stream,
-    capturing: impl FnOnce(&Stream) -> E,
-) -> Result<(), E> {
+pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), Error> {
     match is_capturing(stream)? {
-        true => Err(capturing(stream)),
+        true => Err(Error::Capturing {
+            stream: stream.raw() as usize,
+        }),
         false => Ok(()),
     }
 }

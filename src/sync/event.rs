@@ -22,7 +22,7 @@ impl EventPools {
     pub(crate) fn of(context: &Context) -> EventPools {
         EventPools(Arc::new(Pools {
             idle: Mutex::default(),
-            home: Some(context.key()),
+            home: Some(context.id()),
         }))
     }
 
@@ -36,7 +36,7 @@ impl EventPools {
     pub(crate) fn take(&self, context: &Context) -> Result<Pooled, DriverError> {
         let pooled = {
             let mut pools = process::lock(&self.0.idle);
-            pools.get_mut(&context.key()).and_then(Vec::pop)
+            pools.get_mut(&context.id()).and_then(Vec::pop)
         };
         let event = match pooled {
             Some(event) => event,
@@ -71,7 +71,7 @@ impl Pooled {
     /// Lets later work of a stream start only after what the event stands for.
     pub(crate) fn hold_back(&self, stream: &Stream) -> Result<(), DriverError> {
         match &self.event {
-            Some(event) => stream.wait_event(event),
+            Some(event) => stream.wait(event),
             None => Ok(()),
         }
     }
@@ -100,7 +100,7 @@ impl Pooled {
 impl Drop for Pooled {
     fn drop(&mut self) {
         if let Some(event) = self.event.take() {
-            let key = event.context().key();
+            let key = event.context().id();
             if self.pools.0.home.is_some_and(|home| home != key) {
                 return;
             }

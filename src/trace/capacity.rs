@@ -1,9 +1,10 @@
 //! The smallest limit that a trace runs under.
 
 use super::format::Trace;
-use super::replay::{Figures, Options, ReplayError, Report, replay};
+use super::replay::{Figures, Options, Report, replay};
 use super::stage::Stage;
 use crate::allocator::Policy;
+use crate::error::Error;
 use std::collections::HashMap;
 
 /// Limits are searched in steps of this many bytes: the granule of mapped memory.
@@ -56,7 +57,7 @@ pub fn capacity(
     trace: &Trace,
     options: &Options,
     progress: &mut dyn FnMut(usize, u64),
-) -> Result<Search, ReplayError> {
+) -> Result<Search, Error> {
     let mut prober = Prober {
         stage,
         trace,
@@ -104,7 +105,7 @@ struct Prober<'a> {
 
 impl Prober<'_> {
     /// Whether the limit of so many steps counts.
-    fn counts(&mut self, steps: u64) -> Result<Option<Capacity>, ReplayError> {
+    fn counts(&mut self, steps: u64) -> Result<Option<Capacity>, Error> {
         let limit = steps.saturating_mul(LIMIT_STEP);
         let Some(figures) = self.runs(limit)? else {
             return Ok(None);
@@ -118,7 +119,7 @@ impl Prober<'_> {
         Ok(Some(Capacity { limit, figures }))
     }
 
-    fn runs(&mut self, limit: u64) -> Result<Option<Figures>, ReplayError> {
+    fn runs(&mut self, limit: u64) -> Result<Option<Figures>, Error> {
         if self.fault.is_some() {
             return Ok(None);
         }

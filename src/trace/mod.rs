@@ -16,5 +16,5 @@ mod work;
 
 pub use capacity::{Capacity, LIMIT_FACTOR, LIMIT_STEP, MARGINS, REPLAYS, Search, capacity};
 pub use format::{Allocation, Fault, HEADER, Op, Row, Trace, TraceError};
-pub use replay::{Failure, Figures, Options, Part, ReplayError, Report, RowError, replay};
-pub use stage::{Stage, StageError};
+pub use replay::{Failure, Figures, Options, Part, Report, replay};
+pub use stage::Stage;

@@ -5,12 +5,11 @@
 //! the last row. Between the replays nothing waits for the device.
 
 use super::format::{Op, Trace};
-use super::stage::{Stage, StageError};
+use super::stage::Stage;
 use super::work::{Kernels, Nothing, Use, Work};
-use crate::allocator::{
-    Allocator, Block, CheckError, Config, Error, Fragmentation, Packing, Policy,
-};
-use crate::driver::{CallCounts, DriverError, Stream};
+use crate::allocator::{Allocator, Block, Config, Fragmentation, Packing, Policy};
+use crate::driver::{CallCounts, Stream};
+use crate::error::Error;
 use std::time::{Duration, Instant};
 
 /// How many rows pass between two reports of progress; the clock stands still during a report.
@@ -118,7 +117,7 @@ pub struct Report {
     /// [`Options::verify`].
     pub mismatches: Option<u64>,
     /// What the allocator's own walk over its structures found wrong after the last replay.
-    pub check: Option<CheckError>,
+    pub check: Option<Error>,
     /// Why the allocator could not be closed.
     pub close: Option<Error>,
     /// Bytes of memory that are still held after the allocator was closed.
@@ -155,44 +154,14 @@ pub struct Failure {
     /// the last one.
     pub row: usize,
     /// What failed there.
-    pub source: RowError,
+    pub source: Error,
 }
 
 impl Failure {
     /// Whether the allocator had no memory left to give.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(&self.source, RowError::Allocator(error) if error.is_out_of_memory())
+        matches!(self.source, Error::OutOfMemory(_))
     }
-}
-
-/// A row could not be replayed.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RowError {
-    /// The allocator refused.
-    #[error(transparent)]
-    Allocator(#[from] Error),
-    /// The replayer's own work failed.
-    #[error("the device could not be given work")]
-    Work(#[from] DriverError),
-    /// A walk over the allocator's structures found something wrong.
-    #[error(transparent)]
-    NeedsHeap(#[from] CheckError),
-}
-
-/// A trace could not be replayed at all.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ReplayError {
-    /// The stage could not be set up.
-    #[error(transparent)]
-    Stage(#[from] StageError),
-    /// The allocator could not be made.
-    #[error("the allocator cannot be made")]
-    Allocator(#[source] Error),
-    /// A call of the replayer's own failed outside the rows.
-    #[error("the device cannot be used")]
-    Driver(#[from] DriverError),
 }
 
 /// Replays `trace` on a new allocator. `progress` is told now and then how many rows are done, over
@@ -207,7 +176,7 @@ pub fn replay(
     trace: &Trace,
     options: &Options,
     progress: &mut dyn FnMut(u64),
-) -> Result<Report, ReplayError> {
+) -> Result<Report, Error> {
     // A program that allocates device memory has its context current; so has this one, and through
     // the replayer's own driver, so that the allocator is charged for no switch of its own making.
     let entered = stage.own().enter()?;
@@ -229,8 +198,7 @@ pub fn replay(
         .policy(options.policy)
         .views(options.views)
         .limit(options.limit);
-    let allocator =
-        Allocator::with_config(stage.context(), config).map_err(ReplayError::Allocator)?;
+    let allocator = Allocator::with_config(stage.context(), config)?;
     let steps = steps(trace);
     let mut run = Run {
         peak_row: peak_row(&steps, trace),
@@ -391,7 +359,7 @@ impl Run<'_> {
         options: &Options,
         work: &mut impl Work,
         parts: &mut Vec<Part>,
-    ) -> Result<Duration, (usize, RowError)> {
+    ) -> Result<Duration, (usize, Error)> {
         let mut wall = Duration::ZERO;
         let (rows, count) = (self.steps.len(), options.parts.max(1));
         let mut done = 0;
@@ -418,9 +386,7 @@ impl Run<'_> {
                     .check_every
                     .is_some_and(|every| done.is_multiple_of(every))
                 {
-                    self.allocator
-                        .check()
-                        .map_err(|error| (done - 1, error.into()))?;
+                    self.allocator.check().map_err(|error| (done - 1, error))?;
                 }
                 (self.progress)(self.rows_done);
             }
@@ -438,7 +404,7 @@ impl Run<'_> {
                     .map_err(|error| (self.steps.len() - 1, error.into()))?;
                 block
                     .free()
-                    .map_err(|failed| (self.steps.len() - 1, failed.error.into()))?;
+                    .map_err(|failed| (self.steps.len() - 1, failed.error))?;
             }
         }
         Ok(wall + start.elapsed())
@@ -450,7 +416,7 @@ impl Run<'_> {
         from: usize,
         to: usize,
         work: &mut impl Work,
-    ) -> Result<Duration, (usize, RowError)> {
+    ) -> Result<Duration, (usize, Error)> {
         let start = Instant::now();
         let steps = &self.steps[from..to];
         rows(steps, &mut self.slots, &self.streams, self.allocator, work)
@@ -484,14 +450,14 @@ fn rows(
     streams: &[Stream],
     allocator: &Allocator,
     work: &mut impl Work,
-) -> Result<(), (usize, RowError)> {
+) -> Result<(), (usize, Error)> {
     for (row, step) in steps.iter().enumerate() {
         match step.action {
             Action::Allocate => {
                 let stream = &streams[usize::from(step.stream)];
                 let block = allocator
                     .allocate(step.bytes as usize, stream)
-                    .map_err(|error| (row, error.into()))?;
+                    .map_err(|error| (row, error))?;
                 work.allocated(step.use_of(&block, streams))
                     .map_err(|error| (row, error.into()))?;
                 slots[step.id] = Some(block);
@@ -500,7 +466,7 @@ fn rows(
                 if let Some(block) = slots[step.id].take() {
                     work.releasing(step.use_of(&block, streams))
                         .map_err(|error| (row, error.into()))?;
-                    block.free().map_err(|failed| (row, failed.error.into()))?;
+                    block.free().map_err(|failed| (row, failed.error))?;
                 }
             }
             Action::Pass => {}

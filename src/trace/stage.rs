@@ -1,6 +1,7 @@
 //! Where traces are replayed: a device of a driver, or of a simulated one.
 
-use crate::driver::{CallCounts, Context, Device, Driver, DriverError, LoadError};
+use crate::driver::{CallCounts, Context, Device, Driver};
+use crate::error::Error;
 #[cfg(feature = "sim")]
 use crate::sim::{Mode, Simulator};
 #[cfg(feature = "sim")]
@@ -29,14 +30,15 @@ impl Stage {
     ///
     /// # Errors
     /// The device's primary context cannot be had.
-    pub fn new(driver: &Driver, device: Device) -> Result<Stage, StageError> {
+    pub fn new(device: &Device) -> Result<Stage, Error> {
+        let driver = device.driver();
         // SAFETY: the functions are those of `driver`, which is loaded for as long as the process
         // runs; a second table over them only counts apart.
         let own = unsafe { Driver::from_functions(*driver.functions()) }?;
         driver.set_timing(true);
         Ok(Stage {
-            allocator: Context::primary(driver, device)?,
-            own: Context::primary(&own, device)?,
+            allocator: Context::primary(device)?,
+            own: own.context(device.ordinal())?,
             #[cfg(feature = "sim")]
             simulation: None,
         })
@@ -48,11 +50,7 @@ impl Stage {
     /// # Errors
     /// The device's primary context cannot be had.
     #[cfg(feature = "sim")]
-    pub fn simulated(
-        simulator: &Arc<Simulator>,
-        ordinal: usize,
-        lag: u64,
-    ) -> Result<Stage, StageError> {
+    pub fn simulated(simulator: &Arc<Simulator>, ordinal: usize, lag: u64) -> Result<Stage, Error> {
         simulator.set_mode(match lag {
             0 => Mode::Instant,
             rows => Mode::Lag(rows),
@@ -60,8 +58,8 @@ impl Stage {
         let driver = simulator.driver()?;
         let own = simulator.driver()?;
         Ok(Stage {
-            allocator: Context::primary(&driver, driver.device(ordinal)?)?,
-            own: Context::primary(&own, own.device(ordinal)?)?,
+            allocator: driver.context(ordinal)?,
+            own: own.context(ordinal)?,
             simulation: Some(Simulation {
                 simulator: Arc::clone(simulator),
                 lag,
@@ -130,16 +128,4 @@ impl Stage {
         }
         Vec::new()
     }
-}
-
-/// A stage could not be set up.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum StageError {
-    /// A second table over the driver's functions could not be made.
-    #[error("the driver cannot be loaded")]
-    Load(#[from] LoadError),
-    /// A call of the driver failed.
-    #[error("the device cannot be used")]
-    Driver(#[from] DriverError),
 }

@@ -88,7 +88,7 @@ fn allocator_behind(rig: &Rig, change: impl FnOnce(&mut sys::CuFunctions)) -> (A
     // SAFETY: the functions are a driver's, some of them with a wait before them. The tables of the
     // rig's driver stay callable while the rig lives.
     let driver = unsafe { Driver::from_functions(functions) }.unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let config = Config::new().policy(rig.policy);
     let allocator = Allocator::with_config(&context, config).unwrap();
     (allocator, context)

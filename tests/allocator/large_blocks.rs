@@ -302,7 +302,7 @@ fn retirement_and_the_end_take_everything_out_of_the_large_caches() {
         assert_eq!(live_in_snapshot(&allocator), (1, LARGE as u64));
         assert!(matches!(
             allocator.close(),
-            Err(Error::LiveBlocks { blocks: 1, .. })
+            Err(Error::InUse { count: 1, .. })
         ));
         drop(block);
         make_used(&allocator, &b);

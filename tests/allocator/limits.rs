@@ -1,8 +1,10 @@
 //! What happens when memory runs out, by limit or by device.
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Block, Error, OutOfMemory, Policy};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Block, Policy};
 use cualloc::driver::{Stream, sys};
+use cualloc::error::OutOfMemory;
 use cualloc::sim::{FailPlan, SimConfig};
 
 fn out_of_memory(error: Error) -> OutOfMemory {

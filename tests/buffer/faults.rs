@@ -1,12 +1,11 @@
 //! Every driver call of a program of buffer operations, failed in turn.
 
 use super::Rig;
-use cualloc::buffer::BufferError;
 use cualloc::column::Column;
 use cualloc::driver::Stream;
 use cualloc::driver::sys::CUresult;
 use cualloc::sim::{FailPlan, Leaks, Mode, Simulator};
-use cualloc::{Allocator, DeviceBuffer, PinnedBuffer};
+use cualloc::{Allocator, DeviceBuffer, Error, PinnedBuffer};
 
 /// Two streams, all kinds of operations; stops at the first error.
 fn program(rig: &Rig, alloc: &Allocator) -> Result<(), Box<dyn std::error::Error>> {
@@ -120,7 +119,7 @@ fn order_is_kept_by_other_means() {
         refuse(sim, "cuStreamWaitEvent", 2, 1);
         refuse(sim, "cuStreamSynchronize", 1, 1);
         let error = buffer.fill(3, &other).unwrap_err();
-        assert!(matches!(error, BufferError::Driver(_)), "{error:?}");
+        assert!(matches!(error, Error::Driver(_)), "{error:?}");
         assert_eq!(sim.clear_failures(), 0);
         drop(buffer);
         let next = DeviceBuffer::filled(alloc, 4096, 4u8, &home).unwrap();
@@ -177,11 +176,11 @@ fn d8_an_operation_that_could_not_be_ordered_is_made_up_for() {
             refuse(sim, "cuStreamWaitEvent", 2, u64::MAX);
             refuse(sim, "cuStreamSynchronize", 1, u64::MAX);
             let error = buffer.fill(3, &other).unwrap_err();
-            assert!(matches!(error, BufferError::Driver(_)), "{error:?}");
+            assert!(matches!(error, Error::Driver(_)), "{error:?}");
             for _ in 0..2 {
                 let error = buffer.fill(4, &third).unwrap_err();
-                assert!(matches!(error, BufferError::Driver(_)), "{error:?}");
-                buffer = buffer.free().unwrap_err().buffer;
+                assert!(matches!(error, Error::Driver(_)), "{error:?}");
+                buffer = *buffer.free().unwrap_err().value;
             }
             if last == "drop in need" {
                 // The allocator is told, as far as it can be.
@@ -228,8 +227,8 @@ fn refused_waits_leave_the_callers_memory_alone() {
             sim.complete_all();
             assert_eq!(sim.take_reports(), []);
         };
-        let unseen = |error: &BufferError| {
-            assert!(matches!(error, BufferError::Unseen(_)), "{error:?}");
+        let unseen = |error: &Error| {
+            assert!(matches!(error, Error::Unseen(_)), "{error:?}");
             assert_eq!(
                 error.driver_error().unwrap().code(),
                 CUresult::CUDA_ERROR_NOT_PERMITTED
@@ -293,7 +292,7 @@ fn r2_asynchronous_copies_that_fail_are_waited_for() {
         refuse_order(1);
         // SAFETY: kept until the error says that the copy is over.
         let copied = unsafe { buffer.as_slice().copy_to_slice_async(&mut target, &other) };
-        assert!(matches!(copied, Err(BufferError::Driver(_))), "{copied:?}");
+        assert!(matches!(copied, Err(Error::Driver(_))), "{copied:?}");
         assert!(sim.pending().is_empty());
         assert_eq!(target, [7; 4096]);
         // Its order is made up for by the next call.
@@ -302,7 +301,7 @@ fn r2_asynchronous_copies_that_fail_are_waited_for() {
         target.fill(8);
         // SAFETY: as above.
         let copied = unsafe { buffer.as_mut_slice().copy_from_slice_async(&target, &other) };
-        assert!(matches!(copied, Err(BufferError::Driver(_))), "{copied:?}");
+        assert!(matches!(copied, Err(Error::Driver(_))), "{copied:?}");
         target.fill(9);
         sim.complete_all();
         assert_eq!(buffer.to_vec().unwrap(), [8; 4096]);
@@ -311,7 +310,7 @@ fn r2_asynchronous_copies_that_fail_are_waited_for() {
         refuse(sim, "cuCtxSynchronize", 1, u64::MAX);
         // SAFETY: kept until all work is complete.
         let copied = unsafe { buffer.as_slice().copy_to_slice_async(&mut target, &other) };
-        assert!(matches!(copied, Err(BufferError::Unseen(_))), "{copied:?}");
+        assert!(matches!(copied, Err(Error::Unseen(_))), "{copied:?}");
         sim.clear_failures();
         sim.complete_all();
         assert_eq!(target, [8; 4096]);

@@ -7,10 +7,10 @@ mod faults;
 mod order;
 mod rig;
 
-use cualloc::allocator::Error;
-use cualloc::buffer::{BufferError, CopyInFlight, DeviceSlice, DeviceSliceMut};
+use cualloc::buffer::{CopyInFlight, DeviceSlice, DeviceSliceMut};
 use cualloc::driver::Stream;
-use cualloc::{Allocator, DeviceBuffer, PinnedBuffer};
+use cualloc::error::{InvalidArgument, StreamMisuse};
+use cualloc::{Allocator, DeviceBuffer, Error, PinnedBuffer};
 use rig::{POLICIES, Rig};
 use std::mem::MaybeUninit;
 
@@ -138,10 +138,10 @@ fn sizes_that_overflow_are_refused_before_any_call() {
         let (calls, stats) = (rig.driver.calls(), alloc.stats());
         for len in [usize::MAX, usize::MAX / 8 + 1, isize::MAX as usize / 8 + 1] {
             let too_large = |error| match error {
-                BufferError::TooLarge {
+                Error::Invalid(InvalidArgument::TooLarge {
                     len: l,
                     element_bytes: 8,
-                } => assert_eq!(l, len),
+                }) => assert_eq!(l, len),
                 other => panic!("{other:?}"),
             };
             too_large(DeviceBuffer::<u64>::zeroed(alloc, len, stream).unwrap_err());
@@ -149,11 +149,14 @@ fn sizes_that_overflow_are_refused_before_any_call() {
             too_large(PinnedBuffer::<i64>::zeroed(&rig.contexts[0], len).unwrap_err());
         }
         let error = DeviceBuffer::filled(alloc, usize::MAX, 1u8, stream).unwrap_err();
-        assert!(matches!(error, BufferError::TooLarge { .. }), "{error:?}");
+        assert!(
+            matches!(error, Error::Invalid(InvalidArgument::TooLarge { .. })),
+            "{error:?}"
+        );
         let error = DeviceBuffer::<u8>::zeroed(alloc, isize::MAX as usize, stream).unwrap_err();
-        let expected = Error::InvalidSize {
-            requested: isize::MAX as u64,
-        };
+        let expected = Error::Invalid(InvalidArgument::Size {
+            bytes: isize::MAX as u64,
+        });
         assert_eq!(error.to_string(), expected.to_string());
         assert_eq!(rig.driver.calls().since(&calls).total(), 0);
         assert_eq!(alloc.stats(), stats);
@@ -178,8 +181,13 @@ fn parts_lie_in_their_buffer_and_lengths_agree() {
         assert_eq!(tail.as_device_ptr(), head.as_device_ptr() + 12);
 
         let calls = rig.driver.calls();
-        let outside = |result: Result<DeviceSlice<'_, u32>, BufferError>, s, e, n| match result {
-            Err(BufferError::OutOfRange { start, end, len }) => {
+        let outside = |result: Result<DeviceSlice<'_, u32>, Error>, s, e, n| match result {
+            Err(Error::OutOfBounds {
+                generation: None,
+                start,
+                end,
+                len,
+            }) => {
                 assert_eq!((start, end, len), (s, e, n));
             }
             other => panic!("{other:?}"),
@@ -207,11 +215,11 @@ fn parts_lie_in_their_buffer_and_lengths_agree() {
         assert!(buffer.slice_mut(90..).unwrap().slice_mut(5..11).is_err());
         assert!(buffer.as_mut_slice().split_at_mut(101).is_err());
 
-        let lengths = |result: Result<(), BufferError>, target, source| match result {
-            Err(BufferError::LengthMismatch {
-                target_len,
-                source_len,
-            }) => assert_eq!((target_len, source_len), (target, source)),
+        let lengths = |result: Result<(), Error>, target, source| match result {
+            Err(Error::Invalid(InvalidArgument::Length {
+                expected: target_len,
+                found: source_len,
+            })) => assert_eq!((target_len, source_len), (target, source)),
             other => panic!("{other:?}"),
         };
         lengths(buffer.copy_from_slice(&[1; 99]), 100, 99);
@@ -223,9 +231,9 @@ fn parts_lie_in_their_buffer_and_lengths_agree() {
         assert_eq!(rig.driver.calls().since(&calls).total(), 0);
         let host = PinnedBuffer::from_slice(&rig.contexts[0], &[5u32; 3]).unwrap();
         let error = buffer.upload(host, stream).unwrap_err();
-        let error = buffer.download(error.host.unwrap(), stream).unwrap_err();
+        let error = buffer.download(error.value.unwrap(), stream).unwrap_err();
         lengths(Err(error.error), 3, 100);
-        assert_eq!(error.host.unwrap()[..], [5; 3]);
+        assert_eq!(error.value.unwrap()[..], [5; 3]);
 
         // Halves that do not overlap may be copied onto each other.
         let (mut head, tail) = buffer.as_mut_slice().split_at_mut(50).unwrap();
@@ -261,7 +269,10 @@ fn bytes_and_casts() {
         let bytes = buffer.as_slice().as_bytes();
         let error = bytes.slice(1..5).unwrap().cast::<u32>().unwrap_err();
         assert!(
-            matches!(error, BufferError::Misaligned { alignment: 4, .. }),
+            matches!(
+                error,
+                Error::Invalid(InvalidArgument::Misaligned { alignment: 4, .. })
+            ),
             "{error:?}"
         );
         for error in [
@@ -269,7 +280,7 @@ fn bytes_and_casts() {
             bytes.cast::<[u8; 0]>().map(|_| ()).unwrap_err(),
         ] {
             assert!(
-                matches!(error, BufferError::SizeMismatch { .. }),
+                matches!(error, Error::Invalid(InvalidArgument::Remainder { .. })),
                 "{error:?}"
             );
         }
@@ -308,14 +319,17 @@ fn uninitialised_memory_and_blocks_go_in_and_out() {
             DeviceBuffer::<u8>::from_block(block, usable as usize + 1, stream).unwrap_err()
         };
         assert!(
-            matches!(error.error, BufferError::BlockTooSmall { needed, usable: u }
-                if needed == 513 && u == usable)
+            matches!(error.error, Error::Invalid(InvalidArgument::TooSmall { needed, usable: u })
+                if needed == 513 && u as u64 == usable)
         );
         // SAFETY: as above.
-        let error = unsafe { DeviceBuffer::<u64>::from_block(error.block, usize::MAX, stream) }
+        let error = unsafe { DeviceBuffer::<u64>::from_block(*error.value, usize::MAX, stream) }
             .unwrap_err();
-        assert!(matches!(error.error, BufferError::TooLarge { .. }));
-        error.block.free().unwrap();
+        assert!(matches!(
+            error.error,
+            Error::Invalid(InvalidArgument::TooLarge { .. })
+        ));
+        error.value.free().unwrap();
 
         // A large alignment reaches the allocator.
         #[derive(Clone, Copy)]
@@ -403,10 +417,10 @@ fn two_devices() {
         assert_eq!(far.to_vec().unwrap(), values);
 
         let calls = rig.driver.calls();
-        let wrong = |result: Result<(), BufferError>| match result {
-            Err(BufferError::WrongDevice {
-                device,
-                stream_device,
+        let wrong = |result: Result<(), Error>| match result {
+            Err(Error::WrongDevice {
+                expected: device,
+                found: stream_device,
             }) => assert_eq!((device, stream_device), (1, 0)),
             other => panic!("{other:?}"),
         };
@@ -419,13 +433,10 @@ fn two_devices() {
         let error = far.download(host, &streams[0]).unwrap_err();
         wrong(Err(error.error));
         // Page-locked memory serves every device.
-        let copy = far.download(error.host.unwrap(), &streams[1]).unwrap();
+        let copy = far.download(error.value.unwrap(), &streams[1]).unwrap();
         assert_eq!(copy.wait().unwrap()[..], values);
         let refused = DeviceBuffer::<u8>::zeroed(&rig.allocs[1], 1, &streams[0]).unwrap_err();
-        assert!(matches!(
-            refused,
-            BufferError::Allocator(Error::WrongDevice { .. })
-        ));
+        assert!(matches!(refused, Error::WrongDevice { .. }));
         drop((far, second, third, streams));
         rig.finish();
     }
@@ -435,13 +446,13 @@ fn two_devices() {
 fn default_streams() {
     Rig::each(|rig, alloc, stream| {
         let context = &rig.contexts[0];
-        let legacy = Stream::legacy_default(context).unwrap();
+        let legacy = Stream::legacy(context);
         let mut buffer = DeviceBuffer::filled(alloc, 1000, 1u32, &legacy).unwrap();
         buffer.fill(2, stream).unwrap();
         assert_eq!(buffer.to_vec().unwrap(), [2; 1000]);
         drop(buffer);
 
-        let own = Stream::per_thread_default(context).unwrap();
+        let own = Stream::per_thread(context);
         let mut buffer = DeviceBuffer::filled(alloc, 1000, 3u32, &own).unwrap();
         buffer.fill(4, stream).unwrap();
         assert_eq!(buffer.to_vec().unwrap(), [4; 1000]);
@@ -450,9 +461,15 @@ fn default_streams() {
             scope
                 .spawn(|| {
                     let error = buffer.fill(5, stream).unwrap_err();
-                    assert!(matches!(error, BufferError::WrongThread), "{error:?}");
+                    assert!(
+                        matches!(error, Error::Stream(StreamMisuse::WrongThread)),
+                        "{error:?}"
+                    );
                     let error = buffer.to_vec().unwrap_err();
-                    assert!(matches!(error, BufferError::WrongThread), "{error:?}");
+                    assert!(
+                        matches!(error, Error::Stream(StreamMisuse::WrongThread)),
+                        "{error:?}"
+                    );
                 })
                 .join()
                 .unwrap();

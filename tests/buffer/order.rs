@@ -1,10 +1,10 @@
 //! The order of operations on several streams, under completion orders that the test chooses.
 
 use super::Rig;
-use cualloc::buffer::BufferError;
 use cualloc::driver::{Entered, Stream, sys};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::{Mode, Report, Simulator};
-use cualloc::{Allocator, CopyInFlight, DeviceBuffer, PinnedBuffer};
+use cualloc::{Allocator, CopyInFlight, DeviceBuffer, Error, PinnedBuffer};
 
 struct Random(u64);
 
@@ -133,7 +133,7 @@ fn program(rig: &Rig, sim: &Simulator, alloc: &Allocator, random: &mut Random, s
             13 if random.below(8) == 0 => {
                 // Buffers that are at home there go on using the stream.
                 match alloc.retire(&stream) {
-                    Ok(()) | Err(cualloc::Error::UnknownStream { .. }) => {}
+                    Ok(()) | Err(cualloc::Error::Stream(StreamMisuse::Unknown { .. })) => {}
                     Err(error) => panic!("{error:?}"),
                 }
                 if random.below(2) == 0 {
@@ -329,13 +329,12 @@ fn streams_that_capture_are_refused() {
             alloc.create_stream().unwrap(),
         );
         let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 64, &home).unwrap();
-        let entered = rig.contexts[0].enter().unwrap();
+        let _entered = rig.contexts[0].enter().unwrap();
         for (captured, used) in [(&other, &other), (&home, &home), (&home, &other)] {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-            // SAFETY: the stream is alive, and nothing else captures.
-            unsafe { entered.begin_capture(captured.raw(), mode) }.unwrap();
-            let refused = |result: Result<(), BufferError>| match result {
-                Err(BufferError::Capturing { stream }) => {
+            captured.begin_capture(mode).unwrap();
+            let refused = |result: Result<(), Error>| match result {
+                Err(Error::Capturing { stream }) => {
                     assert_eq!(stream, captured.raw() as usize);
                 }
                 other => panic!("{other:?}"),
@@ -348,25 +347,20 @@ fn streams_that_capture_are_refused() {
                 refused(buffer.copy_from_slice(&[0; 64]));
                 refused(buffer.to_vec().map(drop));
                 let error = buffer.free().unwrap_err();
-                let error_is_told = match error.error {
-                    BufferError::Allocator(cualloc::Error::Capturing { .. }) => {
-                        std::ptr::eq(used, captured)
-                    }
-                    // The home could not be ordered behind the other stream.
-                    BufferError::Capturing { .. } => !std::ptr::eq(used, captured),
-                    _ => false,
-                };
-                assert!(error_is_told);
-                buffer = error.buffer;
+                let named = captured.raw() as usize;
+                assert!(
+                    matches!(error.error, Error::Capturing { stream } if stream == named),
+                    "{error:?}"
+                );
+                buffer = *error.value;
             }
             assert_eq!(rig.driver.calls().since(&calls).get("cuMemsetD8Async"), 0);
             assert_eq!(rig.driver.calls().since(&calls).get("cuEventRecord"), 0);
             let host = PinnedBuffer::zeroed(&rig.contexts[0], 64).unwrap();
             let error = buffer.download(host, used).unwrap_err();
             refused(Err(error.error));
-            assert_eq!(error.host.unwrap().len(), 64);
-            // SAFETY: as above.
-            drop(unsafe { entered.end_capture(captured.raw()) }.unwrap());
+            assert_eq!(error.value.unwrap().len(), 64);
+            drop(captured.end_capture().unwrap());
             buffer.fill(1, used).unwrap();
         }
         assert_eq!(buffer.to_vec().unwrap(), [1; 64]);

@@ -23,7 +23,7 @@ impl Rig {
             eprintln!("SKIPPED on cuda: needs {count} devices");
             return None;
         }
-        let context = |n| Context::primary(&driver, driver.device(n).unwrap()).unwrap();
+        let context = |n| driver.context(n).unwrap();
         let contexts: Vec<Context> = (0..count).map(context).collect();
         let make = |c: &Context| Allocator::with_config(c, Config::new().policy(policy)).unwrap();
         let allocs = contexts.iter().map(make).collect();

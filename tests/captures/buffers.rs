@@ -1,28 +1,25 @@
 //! D4: captures that meet buffers and columns, which cost the calls that meet them, and nothing behind their
 //! ends.
 
-use cualloc::allocator::{Allocator, Error};
+use cualloc::allocator::Allocator;
 use cualloc::column::{Column, ElementType};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::Mode;
-use cualloc::{BufferError, DeviceBuffer};
+use cualloc::{DeviceBuffer, Error};
 
 use crate::common::capturing::*;
 use crate::common::*;
 
-fn capturing(result: Result<(), BufferError>, stream: &Stream) {
+fn capturing(result: Result<(), Error>, stream: &Stream) {
     match result {
-        Err(BufferError::Capturing { stream: named }) => assert_eq!(named, stream.raw() as usize),
+        Err(Error::Capturing { stream: named }) => assert_eq!(named, stream.raw() as usize),
         other => panic!("{other:?}"),
     }
 }
 
 fn one_block_is_live(allocator: &Allocator) {
     let error = allocator.close().unwrap_err();
-    assert!(
-        matches!(error, Error::LiveBlocks { blocks: 1, .. }),
-        "{error:?}"
-    );
+    assert!(matches!(error, Error::InUse { count: 1, .. }), "{error:?}");
 }
 
 /// D4: an operation is under way, and its stream captures before the home can wait for it. What comes next
@@ -42,7 +39,7 @@ fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
             capturing(buffer.fill(6, next), &other);
             capturing(buffer.order_before(&home), &other);
             let failed = buffer.free().unwrap_err();
-            buffer = failed.buffer;
+            buffer = *failed.value;
             capturing(Err(failed.error), &other);
             assert_eq!(end(rig, other.raw())(), sys::CUresult::CUDA_SUCCESS);
             buffer.fill(6, next).unwrap();

@@ -16,11 +16,12 @@ use std::sync::{Arc, Barrier};
 
 use common::capturing::*;
 use common::*;
-use cualloc::DeviceBuffer;
-use cualloc::allocator::{Allocator, Block, Config, Error, Policy, SelfTest};
+use cualloc::allocator::{Allocator, Block, Config, Policy, SelfTest};
 use cualloc::column::{Column, ElementType};
 use cualloc::driver::{HostMemory, Stream, sys};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::FailPlan;
+use cualloc::{DeviceBuffer, Error};
 
 /// Both ways to wait for everything.
 fn refused(allocator: &Allocator) {
@@ -162,20 +163,17 @@ fn r38_capture_leaves_no_stale_events() {
         let recorded = allocator.allocate(BLOCK, &b).unwrap();
         recorded.record_stream(&a).unwrap();
         let (own_ptr, recorded_ptr) = (own.ptr(), recorded.ptr());
-        let entered = rig.context.enter().unwrap();
-        // SAFETY: the stream is alive.
-        unsafe { entered.begin_capture(a.raw(), MODE) }.unwrap();
+        a.begin_capture(MODE).unwrap();
         let refused = allocator.allocate(512, &a).unwrap_err();
         assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
         let failed = own.free().unwrap_err();
         assert!(matches!(failed.error, Error::Capturing { .. }));
-        drop(failed.block);
+        drop(*failed.value);
         drop(recorded);
         assert_eq!(rig.calls("cuEventRecord") - allocator.stats().markers, 0);
         // Other streams go on.
         drop(allocator.allocate(4 * MIB, &b).unwrap());
-        // SAFETY: the stream is alive.
-        let graph = unsafe { entered.end_capture(a.raw()) }.unwrap();
+        let graph = a.end_capture().unwrap();
         drop(graph);
         let blocks = [0, 1].map(|_| allocator.allocate(BLOCK, &a).unwrap());
         assert_eq!(allocator.stats().all.allocations.current, 2);
@@ -397,20 +395,23 @@ fn d5_a_finding_is_about_the_handle_as_it_is_now() {
 fn s3_the_per_thread_stream_of_another_thread_cannot_be_retired() {
     each(|rig| {
         let allocator = rig.allocator();
-        let own = Stream::per_thread_default(&rig.context).unwrap();
+        let own = Stream::per_thread(&rig.context);
         let block = allocator.allocate(3 * MIB, &own).unwrap();
         std::thread::scope(|scope| {
             let elsewhere = scope.spawn(|| allocator.retire(&own).unwrap_err());
             let error = elsewhere.join().unwrap();
             assert!(
-                matches!(error, Error::OtherThread { stream: 2 }),
+                matches!(error, Error::Stream(StreamMisuse::WrongThread)),
                 "{error:?}"
             );
         });
         drop(block);
         allocator.retire(&own).unwrap();
         let error = allocator.retire(&own).unwrap_err();
-        assert!(matches!(error, Error::UnknownStream { .. }), "{error:?}");
+        assert!(
+            matches!(error, Error::Stream(StreamMisuse::Unknown { .. })),
+            "{error:?}"
+        );
         rig.close(&allocator);
     });
 }
@@ -427,7 +428,7 @@ fn s3_a_per_thread_stream_without_an_id_is_retired_on_its_thread() {
             return;
         };
         let allocator = rig.allocator();
-        let own = Stream::per_thread_default(&rig.context).unwrap();
+        let own = Stream::per_thread(&rig.context);
         let other = rig.stream();
         drop(allocator.allocate(3 * MIB, &other).unwrap());
         // Too little to be worth a marker before.
@@ -480,14 +481,10 @@ fn g3_work_on_other_streams_leaves_a_strict_capture_alone() {
             let allocator = rig.allocator();
             let [stream, capturing] = rig.streams();
             let capture = |work: &dyn Fn()| {
-                let entered = capturing.context().enter().unwrap();
-                // SAFETY: the stream is alive.
-                unsafe { entered.begin_capture(capturing.raw(), mode) }.unwrap();
-                drop(entered);
+                capturing.begin_capture(mode).unwrap();
                 work();
-                let entered = capturing.context().enter().unwrap();
-                // SAFETY: as above. A capture that was spoilt ends with an error.
-                drop(unsafe { entered.end_capture(capturing.raw()) }.unwrap());
+                // A capture that was spoilt ends with an error.
+                drop(capturing.end_capture().unwrap());
             };
             if elsewhere {
                 let ([begun, begins], [done, ends]) = (channel(), channel());

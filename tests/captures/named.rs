@@ -1,7 +1,9 @@
 //! Captures of streams that are named by their handles, and of default streams.
 
-use cualloc::allocator::{Allocator, Config, Error, Policy};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::driver::{Context, Stream, sys};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::SimConfig;
 
 use super::common::capturing::*;
@@ -58,7 +60,7 @@ fn uses_on_capturing_streams(rig: &Rig) {
         allocator.retire(&borrowed).unwrap();
         // SAFETY: the stream is alive. Where streams have no ids the handle is another name.
         match unsafe { allocator.retire_raw(raw.raw()) } {
-            Ok(()) | Err(Error::UnknownStream { .. }) => {}
+            Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) => {}
             Err(error) => panic!("{error}"),
         }
         raw.destroy();
@@ -75,8 +77,7 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
         // SAFETY: it lives as long as the simulator.
         let other = unsafe { Context::from_raw(&rig.driver, raw) }.unwrap();
         let allocator = rig.allocator();
-        let [ours, theirs] =
-            [&rig.context, &other].map(|context| Stream::legacy_default(context).unwrap());
+        let [ours, theirs] = [&rig.context, &other].map(Stream::legacy);
         let create = rig.driver.functions().cuStreamCreate.unwrap();
         let destroy = rig.driver.functions().cuStreamDestroy_v2.unwrap();
         for (context, suffers, free) in [(&rig.context, &ours, &theirs), (&other, &theirs, &ours)] {
@@ -88,17 +89,17 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
             let code = unsafe { create(&mut blocking, 0) };
             assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
             // SAFETY: the stream was made just now.
-            unsafe { entered.begin_capture(blocking, MODE) }.unwrap();
+            let captured = unsafe { Stream::from_raw(context, blocking) }.unwrap();
+            captured.begin_capture(MODE).unwrap();
             is_capturing(allocator.allocate(4 * MIB, suffers));
             is_capturing(beside.record_stream(suffers));
             let block = block.free().unwrap_err();
             is_capturing(Err::<(), _>(block.error));
             drop(allocator.allocate(4 * MIB, free).unwrap());
-            block.block.record_stream(free).unwrap();
+            block.value.record_stream(free).unwrap();
             beside.free().unwrap();
-            // SAFETY: as above.
-            drop(unsafe { entered.end_capture(blocking) }.unwrap());
-            drop(block.block);
+            drop(captured.end_capture().unwrap());
+            drop(*block.value);
             // SAFETY: as above, and not used again.
             assert_eq!(unsafe { destroy(blocking) }, sys::CUresult::CUDA_SUCCESS);
             drop(entered);
@@ -114,7 +115,7 @@ fn d11_a_thread_stream_that_captures_is_named_as_that() {
         let allocator = rig.allocator();
         let owner = rig.stream();
         let handle: sys::CUstream = std::ptr::without_provenance_mut(2);
-        let stream = Stream::per_thread_default(&rig.context).unwrap();
+        let stream = Stream::per_thread(&rig.context);
         let block = allocator.allocate(MIB, &owner).unwrap();
         captured(rig, handle, || {
             is_capturing(allocator.allocate(MIB, &stream));
@@ -169,9 +170,8 @@ fn a_trial_of_virtual_memory_disturbs_no_capture() {
                     }
                 };
                 assert_eq!(tried() - before, 1);
-                let entered = rig.context.enter().unwrap();
-                // SAFETY: the stream is alive. A capture that was spoilt ends with an error.
-                drop(unsafe { entered.end_capture(stream.raw()) }.unwrap());
+                // A capture that was spoilt ends with an error.
+                drop(stream.end_capture().unwrap());
                 assert_eq!(allocator.policy(), Policy::Packed);
                 rig.close(&allocator);
             });

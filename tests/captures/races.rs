@@ -1,9 +1,9 @@
 //! D4: captures that begin between a question of the allocator's and its act.
 
-use cualloc::allocator::{Allocator, Block, Error, Policy, Request, SelfTest};
+use cualloc::allocator::{Allocator, Block, Policy, Request, SelfTest};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::FailPlan;
-use cualloc::{BufferError, DeviceBuffer};
+use cualloc::{DeviceBuffer, Error};
 
 use crate::common::capturing::*;
 use crate::common::*;
@@ -360,7 +360,7 @@ fn d4_work_that_falls_into_a_capture_is_told() {
         let mut buffer = DeviceBuffer::<u32>::filled(&allocator, 1 << 18, 3, &home).unwrap();
         interlude::before("cuMemsetD32Async", begin(rig, home.raw()));
         let error = buffer.fill(5, &home).unwrap_err();
-        assert!(matches!(error, BufferError::Capturing { .. }), "{error:?}");
+        assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
         assert!(!interlude::is_due());
         assert_eq!(end(rig, home.raw())(), sys::CUresult::CUDA_SUCCESS);
         assert_eq!(buffer.to_vec().unwrap()[7], 3);
@@ -374,18 +374,16 @@ fn d4_work_that_falls_into_a_capture_is_told() {
 fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
     each(|rig| {
         let allocator = rig.allocator();
-        let own = Stream::per_thread_default(&rig.context).unwrap();
+        let own = Stream::per_thread(&rig.context);
         let block = allocator.allocate(MIB, &own).unwrap();
         let entered = rig.context.enter().unwrap();
-        // SAFETY: the stream is alive as long as the thread.
-        unsafe { entered.begin_capture(own.raw(), MODE) }.unwrap();
+        own.begin_capture(MODE).unwrap();
         let error = allocator.allocate(MIB, &own).unwrap_err();
         assert!(matches!(error, Error::Capturing { stream: 2 }), "{error:?}");
         // SAFETY: the handle is always valid.
         let error = unsafe { allocator.allocate_raw(MIB, own.raw()) }.unwrap_err();
         assert!(matches!(error, Error::Capturing { stream: 2 }), "{error:?}");
-        // SAFETY: as above.
-        drop(unsafe { entered.end_capture(own.raw()) }.unwrap());
+        drop(own.end_capture().unwrap());
         drop(entered);
         drop(block);
         rig.close(&allocator);

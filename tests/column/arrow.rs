@@ -7,9 +7,11 @@ use std::thread;
 
 use crate::common::*;
 use crate::exchange::*;
+use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::column::*;
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
+use cualloc::error::ImportFault;
 use cualloc::sim::{Mode, SimConfig, Simulator};
 
 /// Counts what this thread holds on the heap.
@@ -151,7 +153,7 @@ fn s5_63_s5_52_import_from_c() {
         let hold = rig.hold(&theirs);
         rig.stamp(plain.ptr, 4096, 1, &theirs);
         let event = rig.context.enter().unwrap().create_event().unwrap();
-        theirs.record(&event).unwrap();
+        event.record(&theirs).unwrap();
         let seen = SeenArrow {
             offset: 2,
             event: event.raw() as u64,
@@ -224,21 +226,21 @@ fn s5_52_import_checks() {
                 device_type: 1,
                 ..good
             },
-            Invalid::DeviceType { device_type: 1 },
+            ImportFault::DeviceType { device_type: 1 },
         ),
         (
             SeenArrow {
                 device_type: 3,
                 ..good
             },
-            Invalid::DeviceType { device_type: 3 },
+            ImportFault::DeviceType { device_type: 3 },
         ),
         (
             SeenArrow {
                 device_id: 1,
                 ..good
             },
-            Invalid::Device {
+            ImportFault::Device {
                 expected: 0,
                 actual: 1,
             },
@@ -248,40 +250,43 @@ fn s5_52_import_checks() {
                 n_buffers: 1,
                 ..good
             },
-            Invalid::Buffers { buffers: 1 },
+            ImportFault::Buffers { buffers: 1 },
         ),
         (
             SeenArrow {
                 n_buffers: -1,
                 ..good
             },
-            Invalid::Buffers { buffers: -1 },
+            ImportFault::Buffers { buffers: -1 },
         ),
         (
             SeenArrow {
                 n_children: 1,
                 ..good
             },
-            Invalid::Nested,
+            ImportFault::Nested,
         ),
-        (SeenArrow { length: -1, ..good }, Invalid::Rows { rows: -1 }),
+        (
+            SeenArrow { length: -1, ..good },
+            ImportFault::Rows { rows: -1 },
+        ),
         (
             SeenArrow {
                 length: i64::MAX,
                 ..good
             },
-            Invalid::Rows { rows: i64::MAX },
+            ImportFault::Rows { rows: i64::MAX },
         ),
         (
             SeenArrow { offset: -1, ..good },
-            Invalid::Offset { offset: u64::MAX },
+            ImportFault::Offset { offset: u64::MAX },
         ),
         (
             SeenArrow {
                 offset: i64::MAX,
                 ..good
             },
-            Invalid::Offset {
+            ImportFault::Offset {
                 offset: i64::MAX as u64,
             },
         ),
@@ -290,7 +295,7 @@ fn s5_52_import_checks() {
                 null_count: 1,
                 ..good
             },
-            Invalid::Nulls { nulls: 1 },
+            ImportFault::Nulls { nulls: 1 },
         ),
         (
             SeenArrow {
@@ -298,15 +303,18 @@ fn s5_52_import_checks() {
                 validity: plain.ptr,
                 ..good
             },
-            Invalid::Nulls { nulls: -1 },
+            ImportFault::Nulls { nulls: -1 },
         ),
-        (SeenArrow { data: 0, ..good }, Invalid::NoData { rows: 16 }),
+        (
+            SeenArrow { data: 0, ..good },
+            ImportFault::NoData { rows: 16 },
+        ),
         (
             SeenArrow {
                 data: plain.ptr + 4,
                 ..good
             },
-            Invalid::Alignment {
+            ImportFault::Alignment {
                 address: plain.ptr + 4,
                 alignment: 8,
             },
@@ -316,7 +324,7 @@ fn s5_52_import_checks() {
                 data: u64::MAX - 15,
                 ..good
             },
-            Invalid::Overflow {
+            ImportFault::Overflow {
                 address: u64::MAX - 15,
                 bytes: 128,
             },
@@ -328,7 +336,7 @@ fn s5_52_import_checks() {
         let (array, count) = foreign(other, &seen);
         let refused = import(array).expect_err("refused");
         assert!(
-            matches!(&refused.error, ColumnError::Invalid(why) if *why == expected),
+            matches!(&refused.error, Error::Import(why) if *why == expected),
             "{seen:?}: {:?}",
             refused.error
         );
@@ -339,7 +347,7 @@ fn s5_52_import_checks() {
     let refused = import(ArrowDeviceArray::empty()).unwrap_err();
     assert!(matches!(
         refused.error,
-        ColumnError::Invalid(Invalid::Released)
+        Error::Import(ImportFault::Released)
     ));
     assert_eq!(rig.driver.calls().total(), calls);
     let allowed = [
@@ -444,10 +452,10 @@ fn d10_arrays_of_ours_come_back_with_no_more_bytes() {
         let array = column.to_arrow(&Consumer::Unordered).unwrap();
         let larger = Column::from_arrow(array, ElementType::I64, &stream, Producer::Ordered);
         let failed = larger.expect_err("twice as many bytes");
-        let beyond = matches!(&failed.error, ColumnError::Invalid(Invalid::Beyond { .. }));
+        let beyond = matches!(&failed.error, Error::Import(ImportFault::Beyond { .. }));
         assert!(beyond, "{}", failed.error);
         let smaller = ElementType::Bool;
-        let back = Column::from_arrow(*failed.offered, smaller, &stream, Producer::Ordered);
+        let back = Column::from_arrow(*failed.value, smaller, &stream, Producer::Ordered);
         assert_eq!(
             back.unwrap().to_vec::<bool>().unwrap(),
             vec![false; 1 << 18]
@@ -464,10 +472,10 @@ fn d10_an_exports_event_covers_another_threads_own_stream() {
     config.mode = Mode::Manual;
     let sim = Simulator::new(config).unwrap();
     let driver = sim.driver().unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let allocator = Allocator::with_config(&context, Config::new()).unwrap();
     let make = || {
-        let own = Stream::per_thread_default(&context).unwrap();
+        let own = Stream::per_thread(&context);
         Column::zeroed(&allocator, ElementType::U32, 1 << 18, &own).unwrap()
     };
     let column = thread::scope(|scope| scope.spawn(make).join().unwrap());

@@ -7,9 +7,11 @@ use std::thread;
 
 use crate::common::*;
 use crate::exchange::*;
+use cualloc::Error;
 use cualloc::allocator::{Allocator, Policy};
 use cualloc::column::*;
 use cualloc::driver::{Context, Stream};
+use cualloc::error::{ImportFault, StreamMisuse};
 use cualloc::sim::SimConfig;
 
 fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Column {
@@ -149,22 +151,22 @@ fn s5_50_dlpack_import_checks() {
             lanes: lanes.into(),
             ..good
         };
-        (seen, Invalid::ElementType { code, bits, lanes })
+        (seen, ImportFault::ElementType { code, bits, lanes })
     };
     let at = |data, byte_offset| Seen {
         data,
         byte_offset,
         ..good
     };
-    let device = |actual| Invalid::Device {
+    let device = |actual| ImportFault::Device {
         expected: 0,
         actual,
     };
-    let misaligned = Invalid::Alignment {
+    let misaligned = ImportFault::Alignment {
         address: plain.ptr + 2,
         alignment: 4,
     };
-    let wraps = Invalid::Overflow {
+    let wraps = ImportFault::Overflow {
         address: u64::MAX - 7,
         bytes: 16,
     };
@@ -175,28 +177,28 @@ fn s5_50_dlpack_import_checks() {
         ..good
     };
     let cases = [
-        (place(1, 0), Invalid::DeviceType { device_type: 1 }),
-        (place(13, 0), Invalid::DeviceType { device_type: 13 }),
+        (place(1, 0), ImportFault::DeviceType { device_type: 1 }),
+        (place(13, 0), ImportFault::DeviceType { device_type: 13 }),
         (place(2, 1), device(1)),
         (place(2, -1), device(-1)),
-        (shape(0, 16, 1), Invalid::Dimensions { ndim: 0 }),
-        (shape(2, 16, 1), Invalid::Dimensions { ndim: 2 }),
-        (shape(-1, 16, 1), Invalid::Dimensions { ndim: -1 }),
-        (shape(1, -1, 1), Invalid::Rows { rows: -1 }),
-        (shape(1, i64::MAX, 1), Invalid::Rows { rows: i64::MAX }),
-        (shape(1, huge, 1), Invalid::Rows { rows: huge }),
-        (shape(1, 16, 2), Invalid::Stride { stride: 2 }),
-        (shape(1, 16, -1), Invalid::Stride { stride: -1 }),
+        (shape(0, 16, 1), ImportFault::Dimensions { ndim: 0 }),
+        (shape(2, 16, 1), ImportFault::Dimensions { ndim: 2 }),
+        (shape(-1, 16, 1), ImportFault::Dimensions { ndim: -1 }),
+        (shape(1, -1, 1), ImportFault::Rows { rows: -1 }),
+        (shape(1, i64::MAX, 1), ImportFault::Rows { rows: i64::MAX }),
+        (shape(1, huge, 1), ImportFault::Rows { rows: huge }),
+        (shape(1, 16, 2), ImportFault::Stride { stride: 2 }),
+        (shape(1, 16, -1), ImportFault::Stride { stride: -1 }),
         element(2, 32, 2),
         element(2, 32, 0),
         element(2, 16, 1),
         element(5, 32, 1),
         element(6, 32, 1),
-        (at(plain.ptr, 2), Invalid::Offset { offset: 2 }),
-        (at(plain.ptr, far), Invalid::Offset { offset: far }),
+        (at(plain.ptr, 2), ImportFault::Offset { offset: 2 }),
+        (at(plain.ptr, far), ImportFault::Offset { offset: far }),
         (at(plain.ptr + 2, 0), misaligned),
         (end, wraps),
-        (at(0, 0), Invalid::NoData { rows: 16 }),
+        (at(0, 0), ImportFault::NoData { rows: 16 }),
     ];
     let calls = rig.driver.calls().total();
     for (seen, expected) in cases {
@@ -204,7 +206,7 @@ fn s5_50_dlpack_import_checks() {
             let (column, count) = foreign_tensor(other, &seen, version, &stream, Producer::Ordered);
             let refused = column.expect_err("refused");
             assert!(
-                matches!(&refused.error, ColumnError::Invalid(why) if *why == expected),
+                matches!(&refused.error, Error::Import(why) if *why == expected),
                 "{seen:?}: {:?}",
                 refused.error
             );
@@ -224,16 +226,16 @@ fn s5_50_dlpack_import_checks() {
     let refused = column.expect_err("refused");
     assert!(matches!(
         refused.error,
-        ColumnError::Invalid(Invalid::Version { major: 2, minor: 7 })
+        Error::Import(ImportFault::Version { major: 2, minor: 7 })
     ));
     drop(refused);
     assert_eq!(released(count), 1);
     // SAFETY: null is allowed.
     let null = unsafe { DlpackTensor::from_raw(std::ptr::null_mut()) };
-    assert!(matches!(null, Err(Invalid::Null)));
+    assert!(matches!(null, Err(ImportFault::Null)));
     // SAFETY: null is allowed.
     let null = unsafe { DlpackTensor::from_raw_versioned(std::ptr::null_mut()) };
-    assert!(matches!(null, Err(Invalid::Null)));
+    assert!(matches!(null, Err(ImportFault::Null)));
     assert_eq!(
         rig.driver.calls().total(),
         calls,
@@ -306,10 +308,7 @@ fn s5_50_tensor_without_deleter() {
     // SAFETY: as above.
     let taken = unsafe { DlpackTensor::from_raw(&mut tensor) }.unwrap();
     let refused = Column::from_dlpack(taken, &stream, Producer::Ordered).unwrap_err();
-    assert!(matches!(
-        refused.error,
-        ColumnError::Invalid(Invalid::NoShape)
-    ));
+    assert!(matches!(refused.error, Error::Import(ImportFault::NoShape)));
 }
 
 /// S5.65: the versioned form says what the legacy one cannot: that writing is forbidden.
@@ -328,13 +327,10 @@ fn s5_65_read_only_tensors() {
     assert!(column.is_read_only());
     assert!(matches!(
         column.copy_from_slice(&[0f32; 16]),
-        Err(ColumnError::ReadOnly)
+        Err(Error::ReadOnly)
     ));
     let consumer = Consumer::Tracked(stream.clone());
-    assert!(matches!(
-        column.to_dlpack(&consumer),
-        Err(ColumnError::ReadOnly)
-    ));
+    assert!(matches!(column.to_dlpack(&consumer), Err(Error::ReadOnly)));
     let raw = versioned(column.to_dlpack_versioned(&consumer).unwrap().into_raw());
     assert_eq!(other.see_versioned(raw).flags, DLPACK_FLAG_READ_ONLY);
     drop(column);
@@ -468,18 +464,18 @@ fn s5_65_stream_numbers_of_the_protocol() {
     let of = |number| unsafe { Consumer::from_protocol(&rig.context, number) };
     for number in [0, -2, i64::MIN] {
         assert!(
-            matches!(of(Some(number)), Err(ColumnError::InvalidStream { value }) if value == number)
+            matches!(of(Some(number)), Err(Error::Stream(StreamMisuse::NotAStream { value })) if value == number)
         );
     }
     assert!(matches!(of(Some(-1)), Ok(Consumer::Unordered)));
-    let legacy = Stream::legacy_default(&rig.context).unwrap();
+    let legacy = Stream::legacy(&rig.context);
     for number in [None, Some(1)] {
         let Ok(Consumer::Tracked(stream)) = of(number) else {
             panic!("{number:?}")
         };
         assert_eq!(stream.id().unwrap(), legacy.id().unwrap());
     }
-    let own = Stream::per_thread_default(&rig.context).unwrap();
+    let own = Stream::per_thread(&rig.context);
     let Ok(Consumer::Tracked(found)) = of(Some(2)) else {
         panic!()
     };

@@ -7,6 +7,7 @@ use std::ffi::c_void;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use cualloc::Refused;
 use cualloc::column::*;
 use cualloc::driver::{Context, Stream, sys};
 use libloading::Library;
@@ -234,10 +235,7 @@ pub fn foreign_tensor(
     versioned: bool,
     stream: &Stream,
     producer: Producer,
-) -> (
-    Result<Column, ImportError<DlpackTensor>>,
-    &'static AtomicU64,
-) {
+) -> (Result<Column, Refused<DlpackTensor>>, &'static AtomicU64) {
     let counter = counter();
     // SAFETY: the other side makes valid structures, which are taken over once.
     let tensor = unsafe {

@@ -2,9 +2,11 @@
 
 use crate::common::*;
 use crate::exchange::*;
+use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::column::*;
 use cualloc::driver::{Context, Stream};
+use cualloc::error::{ImportFault, InvalidArgument};
 use cualloc::resource::{
     AsyncResource, BlockState, Budget, DirectResource, LaunchRecorder, MemoryResource, Outstanding,
     RecordMode,
@@ -107,10 +109,10 @@ fn s5_51_element_types() {
         );
         assert!(matches!(
             bytes.to_vec::<i32>(),
-            Err(ColumnError::WrongType {
+            Err(Error::Invalid(InvalidArgument::DType {
                 expected: ElementType::I32,
-                actual: ElementType::Bool
-            })
+                found: ElementType::Bool
+            }))
         ));
         drop(bytes);
         rig.close(&allocator);
@@ -133,7 +135,10 @@ fn s5_10_empty_columns() {
         assert!(!back.is_external());
         drop((back, empty));
         let huge = Column::uninit(&allocator, ElementType::F64, usize::MAX / 4, &stream);
-        assert!(matches!(huge, Err(ColumnError::TooLarge { .. })));
+        assert!(matches!(
+            huge,
+            Err(Error::Invalid(InvalidArgument::TooLarge { .. }))
+        ));
         assert_eq!(rig.driver.calls().total(), calls);
     });
 }
@@ -232,34 +237,40 @@ fn s5_48_tables() {
         let one = vec![column(ElementType::U32, 64)];
         assert!(matches!(
             make(one, count()),
-            Err(ColumnError::Arity {
+            Err(Error::Invalid(InvalidArgument::Arity {
                 columns: 1,
                 fields: 2
-            })
+            }))
         ));
         let wrong = vec![column(ElementType::U32, 64), column(ElementType::F32, 64)];
         assert!(matches!(
             make(wrong, count()),
-            Err(ColumnError::FieldType {
+            Err(Error::Invalid(InvalidArgument::FieldType {
                 index: 1,
                 expected: ElementType::F64,
                 ..
-            })
+            }))
         ));
         let short = vec![column(ElementType::U32, 63), column(ElementType::F64, 64)];
         assert!(matches!(
             make(short, count()),
-            Err(ColumnError::ColumnRows {
+            Err(Error::Invalid(InvalidArgument::ColumnRows {
                 index: 0,
                 rows: 63,
                 capacity: 64
-            })
+            }))
         ));
         let both = || vec![column(ElementType::U32, 64), column(ElementType::F64, 64)];
         let wrong = make(both(), column(ElementType::U32, 1));
-        assert!(matches!(wrong, Err(ColumnError::WrongType { .. })));
+        assert!(matches!(
+            wrong,
+            Err(Error::Invalid(InvalidArgument::DType { .. }))
+        ));
         let wrong = make(both(), column(ElementType::U64, 2));
-        assert!(matches!(wrong, Err(ColumnError::WrongLength { .. })));
+        assert!(matches!(
+            wrong,
+            Err(Error::Invalid(InvalidArgument::Length { .. }))
+        ));
 
         let mut table = make(both(), count()).unwrap();
         assert_eq!((table.capacity(), table.cached_rows()), (64, None));
@@ -279,7 +290,7 @@ fn s5_48_tables() {
         assert_eq!(rig.driver.calls().total(), calls);
         assert!(matches!(
             table.set_cached_rows(17),
-            Err(ColumnError::RowsAlreadySet { rows: 17 })
+            Err(Error::Invalid(InvalidArgument::RowsAlreadySet { rows: 17 }))
         ));
         // A device that may count again makes the host forget; too many rows are found out.
         let ptr = table.row_count_mut_ptr();
@@ -287,24 +298,24 @@ fn s5_48_tables() {
         rig.stamp(ptr, 4, 65, &stream);
         assert!(matches!(
             table.rows(),
-            Err(ColumnError::OverCapacity {
+            Err(Error::Invalid(InvalidArgument::Rows {
                 rows: 65,
                 capacity: 64
-            })
+            }))
         ));
         // All bits set is a count, and too large; it is not taken for "unset".
         rig.stamp(ptr, 8, u32::MAX, &stream);
         assert!(matches!(
             table.rows(),
-            Err(ColumnError::OverCapacity { rows: u64::MAX, .. })
+            Err(Error::Invalid(InvalidArgument::Rows { rows: u64::MAX, .. }))
         ));
         assert!(matches!(
             table.set_cached_rows(u64::MAX),
-            Err(ColumnError::OverCapacity { .. })
+            Err(Error::Invalid(InvalidArgument::Rows { .. }))
         ));
         assert!(matches!(
             table.set_cached_rows(65),
-            Err(ColumnError::OverCapacity { .. })
+            Err(Error::Invalid(InvalidArgument::Rows { .. }))
         ));
         assert_eq!(table.cached_rows(), None);
         table.set_cached_rows(64).unwrap();
@@ -354,23 +365,23 @@ fn s5_48_s5_50_tables_are_exchanged() {
         few.pop();
         assert!(matches!(
             import(few),
-            Err(ColumnError::Arity {
+            Err(Error::Invalid(InvalidArgument::Arity {
                 columns: 1,
                 fields: 2
-            })
+            }))
         ));
         let mut swapped = tensors();
         swapped.reverse();
         assert!(matches!(
             import(swapped),
-            Err(ColumnError::FieldType { index: 0, .. })
+            Err(Error::Invalid(InvalidArgument::FieldType { index: 0, .. }))
         ));
         let mut unequal = tensors();
         let longer = Column::zeroed(&allocator, ElementType::F64, 4, &stream).unwrap();
         unequal[1] = longer.to_dlpack(&consumer).unwrap();
         assert!(matches!(
             import(unequal),
-            Err(ColumnError::Invalid(Invalid::UnequalRows {
+            Err(Error::Import(ImportFault::UnequalRows {
                 expected: 3,
                 actual: 4
             }))
@@ -407,7 +418,7 @@ fn r53_access_is_granted_on_demand() {
         let reached: Vec<usize> = (0..devices)
             .filter(|ordinal| {
                 let device = rig.driver.device(*ordinal).unwrap();
-                let context = Context::primary(&rig.driver, device).unwrap();
+                let context = Context::primary(&device).unwrap();
                 let there = Stream::new(&context).unwrap();
                 let entered = context.enter().unwrap();
                 // SAFETY: the memory is allocated; the simulator reports a refused access.
@@ -467,10 +478,12 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
             // SAFETY: the block's own stream, and nothing else uses it.
             let refused = unsafe { Column::from_owned(owned, ElementType::I64, 1000, &stream) };
             let refused = refused.unwrap_err();
-            assert!(matches!(refused.error, ColumnError::BlockTooSmall { .. }));
+            assert!(matches!(
+                refused.error,
+                Error::Invalid(InvalidArgument::TooSmall { .. })
+            ));
             // SAFETY: as above.
-            let again =
-                unsafe { Column::from_owned(*refused.offered, ElementType::I64, 2, &stream) };
+            let again = unsafe { Column::from_owned(*refused.value, ElementType::I64, 2, &stream) };
             let again = again.unwrap();
             assert_eq!(
                 (again.block(), again.to_vec::<i64>().unwrap()),

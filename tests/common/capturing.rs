@@ -1,7 +1,7 @@
 //! Captures, begun and ended through the crate or as others would.
 
 use cualloc::allocator::Allocator;
-use cualloc::driver::sys;
+use cualloc::driver::{Stream, sys};
 
 use super::{MIB, RawStream, Rig};
 
@@ -9,12 +9,12 @@ pub const MODE: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode::CU_STREAM_C
 
 /// Runs `act` while `stream` is captured; the capture must not notice.
 pub fn captured(rig: &Rig, stream: sys::CUstream, act: impl FnOnce()) {
-    let entered = rig.context.enter().unwrap();
     // SAFETY: the caller's stream is alive.
-    unsafe { entered.begin_capture(stream, MODE) }.unwrap();
+    let stream = unsafe { Stream::from_raw(&rig.context, stream) }.unwrap();
+    stream.begin_capture(MODE).unwrap();
     act();
-    // SAFETY: as above. A capture that was spoilt ends with an error.
-    drop(unsafe { entered.end_capture(stream) }.unwrap());
+    // A capture that was spoilt ends with an error.
+    drop(stream.end_capture().unwrap());
 }
 
 /// A free on a raw stream that no marker covers: closing needs the whole context.

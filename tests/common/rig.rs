@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use cualloc::allocator::{Allocator, Config, Policy};
-use cualloc::driver::{Context, Driver, Stream, sys};
+use cualloc::driver::{Context, Driver, Module, Stream, sys};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 
 /// Name of the variable that picks the driver: `sim` (default) or `cuda`.
@@ -131,7 +131,7 @@ impl Rig {
     }
 
     fn of(policy: Policy, driver: Driver, simulator: Option<Simulator>) -> Rig {
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let context = driver.context(0).unwrap();
         Rig {
             policy,
             driver,
@@ -270,9 +270,8 @@ impl Rig {
     fn spin(&self, stream: &Stream, nanos: u64) {
         let entered = self.context.enter().unwrap();
         let text = concat!(include_str!("../../src/driver/words.ptx"), "\0");
-        let module = entered
-            .load_module(CStr::from_bytes_with_nul(text.as_bytes()).unwrap())
-            .unwrap();
+        let text = CStr::from_bytes_with_nul(text.as_bytes()).unwrap();
+        let module = Module::from_ptx(&self.context, text).unwrap();
         let kernel = module.function(c"cualloc_spin").unwrap();
         let mut nanos = nanos;
         let mut parameters = [(&raw mut nanos).cast::<c_void>()];

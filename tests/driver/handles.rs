@@ -1,10 +1,7 @@
 //! The checked calls and handles, on a driver compiled from C that has no device behind it.
 
 use crate::common::{Fake, Folder, compiler};
-use cualloc::driver::{
-    Context, ContextKind, Driver, DriverError, EventKind, LoadError, MemoryProperties, Stream,
-    StreamKind, sys,
-};
+use cualloc::driver::{Context, Driver, DriverError, LoadError, MemoryProperties, Stream, sys};
 use std::ptr;
 use std::thread;
 
@@ -19,7 +16,7 @@ fn driver(name: &str) -> Option<Driver> {
 }
 
 fn context(driver: &Driver) -> Context {
-    Context::primary(driver, driver.device(0).unwrap()).unwrap()
+    driver.context(0).unwrap()
 }
 
 /// What the thread has, asked past the counters: the current context and the capture mode.
@@ -58,7 +55,7 @@ fn entering_leaves_the_thread_as_it_was() {
         return;
     };
     let one = context(&driver);
-    let two = Context::primary(&driver, driver.device(1).unwrap()).unwrap();
+    let two = driver.context(1).unwrap();
     for current in [0, 0x1000, 0x5000] {
         for mode in [0, 1, 2] {
             set_thread_state(&driver, current, mode);
@@ -78,7 +75,7 @@ fn entering_leaves_the_thread_as_it_was() {
             assert_eq!(thread_state(&driver), (current, mode));
             // Making and dropping handles, also in vain.
             let stream = Stream::new(&one).unwrap();
-            Stream::per_thread_default(&one).unwrap().id().unwrap();
+            Stream::per_thread(&one).id().unwrap();
             assert!(!stream.is_complete().unwrap());
             drop(one.enter().unwrap().create_event().unwrap());
             drop(stream);
@@ -109,9 +106,8 @@ fn primary_context_is_retained_once_and_released_with_its_last_user() {
     };
     let first = context(&driver);
     let second = context(&driver);
-    assert_eq!(first.kind(), ContextKind::Primary);
     assert_eq!(first.raw(), second.raw());
-    assert_eq!(first.key(), 0x1005);
+    assert_eq!(first.id(), 0x1005);
     let count = |name: &str| driver.calls().get(name);
     assert_eq!(count("cuDevicePrimaryCtxRetain"), 1);
     let event = first.enter().unwrap().create_event().unwrap();
@@ -136,18 +132,16 @@ fn borrowed_handles_are_never_destroyed() {
     set_thread_state(&driver, 0x3001, 0);
     // SAFETY: its owner keeps it meanwhile.
     let current = unsafe { Context::current(&driver) }.unwrap().unwrap();
-    assert_eq!(current.kind(), ContextKind::Borrowed);
     assert_eq!(current.device().ordinal(), 1);
     // SAFETY: the fake driver never looks behind a handle.
     unsafe {
         let error = Context::from_raw(&driver, ptr::null_mut()).unwrap_err();
         assert_eq!(error.code(), sys::CUresult::CUDA_ERROR_INVALID_CONTEXT);
         let stream = Stream::from_raw(&current, ptr::without_provenance_mut(0x9000)).unwrap();
-        assert_eq!(stream.kind(), StreamKind::Borrowed);
         assert_eq!(stream.id().unwrap(), 0x9003);
         let raw = ptr::without_provenance_mut(0x9100);
         let event = cualloc::driver::Event::from_raw(&current, raw);
-        assert_eq!(event.kind(), EventKind::Borrowed);
+        assert_eq!(event.raw(), raw);
     }
     drop(current);
     for name in [
@@ -165,19 +159,13 @@ fn r26_default_streams_are_told_apart() {
     let Some(driver) = driver("default-streams") else {
         return;
     };
-    let (one, two) = (
-        context(&driver),
-        Context::primary(&driver, driver.device(1).unwrap()).unwrap(),
-    );
-    let legacy = Stream::legacy_default(&one).unwrap();
-    assert_eq!(legacy.kind(), StreamKind::LegacyDefault);
+    let (one, two) = (context(&driver), driver.context(1).unwrap());
+    let legacy = Stream::legacy(&one);
     // SAFETY: null is a special handle.
     let null = unsafe { Stream::from_raw(&one, ptr::null_mut()) }.unwrap();
-    assert_eq!(null.kind(), StreamKind::LegacyDefault);
     assert_eq!(legacy.id(), null.id());
-    assert_ne!(legacy.id(), Stream::legacy_default(&two).unwrap().id());
-    let own = Stream::per_thread_default(&one).unwrap();
-    assert_eq!(own.kind(), StreamKind::PerThreadDefault);
+    assert_ne!(legacy.id(), Stream::legacy(&two).id());
+    let own = Stream::per_thread(&one);
     let here = own.id().unwrap();
     assert_eq!(own.id().unwrap(), here);
     let there = thread::scope(|scope| scope.spawn(|| own.id().unwrap()).join().unwrap());
@@ -198,17 +186,11 @@ fn r26_streams_are_told_apart_without_ids() {
     fake.build(&cc, &path);
     // SAFETY: the fake library behaves as a driver.
     let driver = unsafe { Driver::open(&path) }.unwrap();
-    let (one, two) = (
-        context(&driver),
-        Context::primary(&driver, driver.device(1).unwrap()).unwrap(),
-    );
-    let legacy = || Stream::legacy_default(&one).unwrap().id().unwrap();
+    let (one, two) = (context(&driver), driver.context(1).unwrap());
+    let legacy = || Stream::legacy(&one).id().unwrap();
     assert_eq!(legacy(), legacy());
-    assert_ne!(
-        legacy(),
-        Stream::legacy_default(&two).unwrap().id().unwrap()
-    );
-    let own = Stream::per_thread_default(&one).unwrap();
+    assert_ne!(legacy(), Stream::legacy(&two).id().unwrap());
+    let own = Stream::per_thread(&one);
     let here = own.id().unwrap();
     assert_eq!(here, own.id().unwrap());
     let there = thread::scope(|scope| scope.spawn(|| own.id().unwrap()).join().unwrap());
@@ -228,7 +210,7 @@ fn streams_count_their_holders_and_go_with_the_last() {
     };
     let context = context(&driver);
     let stream = Stream::new(&context).unwrap();
-    assert_eq!((stream.kind(), stream.holders()), (StreamKind::Owned, 1));
+    assert_eq!(stream.holders(), 1);
     let clone = stream.clone();
     assert_eq!(stream.holders(), 2);
     drop(stream);
@@ -270,7 +252,7 @@ fn handle_operations_and_time_are_counted() {
     };
     let context = context(&driver);
     let entered = context.enter().unwrap();
-    let properties = MemoryProperties::for_device(&driver, context.device()).unwrap();
+    let properties = MemoryProperties::for_device(context.device()).unwrap();
     let posix = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     assert_eq!(properties.export, posix);
     assert!(!properties.gpu_direct_rdma);
@@ -324,13 +306,13 @@ fn errors_are_typed() {
     assert_eq!(driver.describe(sys::CUresult(54321)), None);
     // A name that fills its buffer without a zero, and an attribute that the driver does not know.
     let device = driver.device(0).unwrap();
-    assert_eq!(driver.device_name(device).unwrap(), "x".repeat(256));
-    assert!(driver.supports_vmm(device).unwrap());
-    assert!(!driver.supports_pools(device).unwrap());
+    assert_eq!(device.name().unwrap(), "x".repeat(256));
+    assert!(device.supports_vmm().unwrap());
+    assert!(!device.supports_pools().unwrap());
     let feature = cualloc::driver::Feature::Vmm;
     let unknown = sys::CUdevice_attribute(999);
-    assert!(!driver.supports(device, feature, unknown).unwrap());
-    assert!(driver.attribute(device, unknown).unwrap_err().is_usage());
+    assert!(!device.supports(feature, unknown).unwrap());
+    assert!(device.attribute(unknown).unwrap_err().is_usage());
     assert!(!driver.is_lost());
 }
 

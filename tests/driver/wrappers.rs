@@ -3,8 +3,8 @@
 
 use crate::common::{Fake, Folder, compiler};
 use cualloc::driver::{
-    Context, Device, Driver, Event, HostMemory, MemInfo, MemoryPool, MemoryProperties,
-    PoolProperties, sys,
+    Context, Device, Driver, Event, HostMemory, MemoryPool, MemoryProperties, Module,
+    PoolProperties, Stream, sys,
 };
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -44,8 +44,8 @@ fn wrappers_pass_their_arguments_in_place() {
     // SAFETY: the fake library behaves as a driver.
     let driver = unsafe { Driver::open(&path) }.unwrap();
     let devices = [driver.device(0).unwrap(), driver.device(1).unwrap()];
-    let zero = Context::primary(&driver, devices[0]).unwrap();
-    let one = Context::primary(&driver, devices[1]).unwrap();
+    let zero = Context::primary(&devices[0]).unwrap();
+    let one = Context::primary(&devices[1]).unwrap();
     let entered = one.enter().unwrap();
 
     // SAFETY: the fake driver never looks behind a handle or an address.
@@ -79,7 +79,8 @@ fn wrappers_pass_their_arguments_in_place() {
         ..Default::default()
     };
     assert_eq!(entered.host_alloc(3, how).unwrap(), host());
-    assert_eq!(entered.mem_info().unwrap(), MemInfo { free: 5, total: 7 });
+    let memory = entered.context().mem_info().unwrap();
+    assert_eq!((memory.free, memory.total), (5, 7));
     assert_eq!(entered.address_range(B).unwrap(), (A, 3));
     entered.set_sync_memops(A, true).unwrap();
     virtual_memory(&one, &devices);
@@ -102,7 +103,7 @@ fn wrappers_pass_their_arguments_in_place() {
 fn virtual_memory(context: &Context, devices: &[Device]) {
     let entered = context.enter().unwrap();
     let properties = MemoryProperties {
-        device: context.device(),
+        device: context.device().raw(),
         export: POSIX,
         gpu_direct_rdma: true,
     };
@@ -141,7 +142,7 @@ fn sharing(context: &Context) {
 
 fn pools(context: &Context, devices: &[Device]) {
     let properties = PoolProperties {
-        device: context.device(),
+        device: context.device().raw(),
         export: POSIX,
         max_bytes: 3,
     };
@@ -181,7 +182,7 @@ fn pools(context: &Context, devices: &[Device]) {
 
 fn kernels_and_captures(context: &Context) {
     let entered = context.enter().unwrap();
-    let module = entered.load_module(c"PTX").unwrap();
+    let module = Module::from_ptx(context, c"PTX").unwrap();
     let function = module.function(c"k").unwrap();
     drop(module);
     let (mut value, mut ran) = (42_i32, 0_u32);
@@ -202,12 +203,11 @@ fn kernels_and_captures(context: &Context) {
             .unwrap();
         entered.launch_host(stream(), add_one, data).unwrap();
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        entered.begin_capture(stream(), mode).unwrap();
-        let info = entered.capture_info(stream()).unwrap().unwrap();
-        assert_eq!((info.invalidated, info.id), (false, 11));
-        assert!(entered.capture_info(ptr::null_mut()).unwrap().is_none());
-        let graph = entered.end_capture(stream()).unwrap();
-        assert_eq!(graph.raw(), info.graph);
+        let captured = Stream::from_raw(context, stream()).unwrap();
+        captured.begin_capture(mode).unwrap();
+        assert_eq!(captured.capture_id().unwrap(), Some(11));
+        assert_eq!(Stream::legacy(context).capture_id().unwrap(), None);
+        let graph = captured.end_capture().unwrap();
         entered
             .on_graph_destroyed(graph.raw(), add_one, data)
             .unwrap();

@@ -70,12 +70,12 @@ pub extern "C" fn capsule_open(simulated: c_int) -> *mut Session {
 #[cfg(feature = "sim")]
 fn open(simulated: bool) -> Outcome<Session> {
     use cualloc::Config;
-    use cualloc::driver::Context;
+
     use cualloc::sim::{SimConfig, Simulator};
     let (alloc, simulator) = if simulated {
         let simulator = Simulator::new(SimConfig::default())?;
         let driver = simulator.driver()?;
-        let context = Context::primary(&driver, driver.device(0)?)?;
+        let context = driver.context(0)?;
         let alloc = Allocator::with_config(&context, Config::new())?;
         (alloc, Some(simulator))
     } else {

@@ -12,7 +12,7 @@ mod source;
 #[path = "../../cli/src/bench/workload.rs"]
 mod workload;
 
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Allocator, Config};
 use source::{Handles, Pointers, Stack, Typed, Workspaces};
@@ -46,7 +46,7 @@ fn main() -> ExitCode {
 fn run(work: &str, count: usize) -> Result<(), Failure> {
     let simulator = Simulator::new(SimConfig::default())?;
     let driver = simulator.driver()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let allocator = Allocator::with_config(&context, Config::new())?;
     let streams = &[Stream::new(&context)?];
     let allocator = &allocator;

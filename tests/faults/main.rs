@@ -230,7 +230,7 @@ fn fatal_codes_end_all_driver_calls() {
                 match block.free() {
                     Err(refused) => {
                         lost(Err(refused.error));
-                        drop(refused.block);
+                        drop(*refused.value);
                     }
                     Ok(()) => panic!("{at}: freed"),
                 }

@@ -3,6 +3,7 @@
 use cualloc::Error;
 use cualloc::allocator::Request;
 use cualloc::driver::{Context, Stream};
+use cualloc::error::StreamMisuse;
 
 use crate::world::{CLASSIC, MIB, PACKED, PLAIN, Scenario, World};
 
@@ -249,7 +250,7 @@ pub fn scenarios() -> Vec<Scenario> {
             name: "record a stream of another device",
             prepare: |w| {
                 let device = w.driver.device(1).unwrap();
-                let other = Context::primary(&w.driver, device).unwrap();
+                let other = Context::primary(&device).unwrap();
                 w.streams.push(Stream::new(&other).unwrap());
                 w.put(MIB, 0);
             },
@@ -325,7 +326,7 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.free(5).unwrap();
             },
             act: |w| match w.alloc.retire(&w.streams[1]) {
-                Err(Error::UnknownStream { .. }) => Ok(()),
+                Err(Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
                 result => result,
             },
             ..PLAIN
@@ -364,7 +365,7 @@ pub fn scenarios() -> Vec<Scenario> {
         Scenario {
             name: "default streams",
             act: |w| {
-                let stream = Stream::per_thread_default(&w.context)?;
+                let stream = Stream::per_thread(&w.context);
                 let block = w.alloc.allocate(3 * MIB, &stream)?;
                 w.blocks.push(Some(block));
                 // SAFETY: the handle of the legacy default stream is always valid.

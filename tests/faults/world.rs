@@ -76,7 +76,7 @@ impl World {
         let sim = Simulator::new(config).unwrap();
         // SAFETY: the simulator's functions, some of them behind ones of the same types.
         let driver = unsafe { Driver::from_functions(outside::install(sim.functions())) }.unwrap();
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let context = driver.context(0).unwrap();
         let mut config = Config::new()
             .policy(policy)
             .limit(scenario.limit)
@@ -158,7 +158,7 @@ impl World {
             return Ok(());
         };
         held.free().map_err(|refused| {
-            self.blocks[block] = Some(refused.block);
+            self.blocks[block] = Some(*refused.value);
             refused.error
         })
     }

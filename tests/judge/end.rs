@@ -1,8 +1,9 @@
 //! The end of a program: what was made to fail does so no more, so everything must heal.
 
-use cualloc::allocator::Error;
+use cualloc::Error;
 use cualloc::driver::Stream;
 use cualloc::driver::sys::*;
+use cualloc::error::StreamMisuse;
 use cualloc::sim::Mode;
 
 use super::rng::Rng;
@@ -109,7 +110,7 @@ impl World {
             self.become_current(self.slots[slot].place);
             // SAFETY: the stream is live.
             match unsafe { self.slots[slot].allocator.mark_raw(it.raw as CUstream) } {
-                Ok(()) | Err(Error::UnknownStream { .. }) => {}
+                Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) => {}
                 Err(error) => return Err(format!("a mark at the end: {error:?}")),
             }
         }

@@ -320,7 +320,7 @@ impl World {
                     if self.calm() {
                         return Err(format!("a native block was not freed: {:?}", refused.error));
                     }
-                    let kind = Kind::Layered(Layered::Native(refused.block));
+                    let kind = Kind::Layered(Layered::Native(*refused.value));
                     self.held.push(super::world::Held { kind, ..held });
                 }
             }
@@ -387,7 +387,7 @@ impl World {
                     Ok(column) => (Layered::Column(column), Ok(())),
                     Err(refused) => {
                         let text = format!("{:?}", refused.error);
-                        (Layered::Tensor(*refused.offered), Err(text))
+                        (Layered::Tensor(*refused.value), Err(text))
                     }
                 }
             }

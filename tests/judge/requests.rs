@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use cualloc::allocator::{Allocator, Error, Request};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Request};
 use cualloc::driver::sys::*;
+use cualloc::error::StreamMisuse;
 
 use super::program::{Act, Step, size, tight_size};
 use super::rng::Rng;
@@ -304,7 +306,7 @@ impl World {
             }
             Kind::Block(block) if rng.percent(70) => match block.free() {
                 Ok(()) => return Ok(()),
-                Err(refused) => (Kind::Block(refused.block), Err(refused.error)),
+                Err(refused) => (Kind::Block(*refused.value), Err(refused.error)),
             },
             Kind::Block(block) => {
                 let ptr = block.into_raw();
@@ -366,7 +368,7 @@ impl World {
         let raw = self.lanes[lane].raw as CUstream;
         // SAFETY: the stream is live.
         match unsafe { self.slots[slot].allocator.mark_raw(raw) } {
-            Ok(()) | Err(Error::UnknownStream { .. }) => Ok(()),
+            Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
             Err(error) => self.refused("a mark was refused", &error),
         }
     }

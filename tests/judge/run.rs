@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cualloc::allocator::{Allocator, Config};
+use cualloc::driver::Stream;
 use cualloc::driver::sys::*;
-use cualloc::driver::{Context, Stream};
 use cualloc::sim::{SimConfig, Simulator};
 
 use super::program::{PROFILES, Profile, Setup, Step, generate};
@@ -133,7 +133,7 @@ fn leave(result: &Done) {
         let made = || -> Result<(), Box<dyn std::error::Error>> {
             let sim = Simulator::new(SimConfig::default())?;
             let driver = sim.driver()?;
-            let context = Context::primary(&driver, driver.device(0)?)?;
+            let context = driver.context(0)?;
             drop(Allocator::with_config(&context, Config::new())?);
             Ok(())
         };
@@ -213,15 +213,10 @@ fn judge(profile: &Profile, number: u64, sums: &Sums) -> Option<String> {
 fn become_watchful() -> Result<(), Box<dyn std::error::Error>> {
     let sim = Simulator::new(SimConfig::default())?;
     let driver = sim.driver()?;
-    let context = Context::primary(&driver, driver.device(0)?)?;
+    let context = driver.context(0)?;
     let stream = Stream::new(&context)?;
-    let entered = context.enter()?;
-    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: a stream that is alive.
-    unsafe {
-        entered.begin_capture(stream.raw(), mode)?;
-        entered.end_capture(stream.raw())?;
-    }
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?;
+    stream.end_capture()?;
     Ok(())
 }
 

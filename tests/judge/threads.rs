@@ -3,12 +3,13 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use cualloc::allocator::{Allocator, Block, Config, Error, Request};
+use cualloc::allocator::{Allocator, Block, Config, Request};
 use cualloc::column::{Column, ElementType};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::{Mode, SimConfig, Simulator};
-use cualloc::{DeviceBuffer, Policy};
+use cualloc::{DeviceBuffer, Error, Policy};
 
 use super::end::after;
 use super::program::{Setup, size};
@@ -108,7 +109,7 @@ pub fn attempt(
     let made = || -> Result<_, Box<dyn std::error::Error>> {
         // SAFETY: the simulator's functions, behind ones of the same types.
         let driver = unsafe { Driver::from_functions(table::install(sim.functions())) }?;
-        let context = Context::primary(&driver, driver.device(0)?)?;
+        let context = driver.context(0)?;
         let allocator = Allocator::with_config(&context, wish)?;
         let commons = [Stream::new(&context)?, Stream::new(&context)?];
         Ok((context, allocator, commons))
@@ -213,7 +214,7 @@ impl Scene<'_> {
     fn close(&self) -> Done {
         let (answer, beside_a_trim) = self.trims.beside(|| self.allocator.close());
         match answer {
-            Err(Error::LiveBlocks { .. }) => Ok(()),
+            Err(Error::InUse { .. }) => Ok(()),
             Err(Error::StillHeld { .. }) if beside_a_trim => Ok(()),
             Err(_) if self.faulty => Ok(()),
             answer => self.said("close beside others", answer),
@@ -463,7 +464,7 @@ impl Scene<'_> {
             }
         }
         match result {
-            Ok(()) | Err(Error::UnknownStream { .. }) => {}
+            Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) => {}
             // One that is closed uses no stream.
             Err(Error::Closed) if self.closing => {}
             Err(_) if self.faulty => return Ok(false),

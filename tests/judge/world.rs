@@ -7,7 +7,8 @@ use std::collections::HashSet;
 use std::ffi::c_uint;
 use std::sync::{Arc, Mutex};
 
-use cualloc::allocator::{Allocator, Block, Config, Error, RangeGuard};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Block, Config, RangeGuard};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
 use cualloc::sim::{DeviceConfig, Mode, SimConfig, Simulator};
@@ -159,7 +160,7 @@ impl World {
 
     fn furnish(&mut self) -> Result<(), Box<dyn std::error::Error>> {
         for ordinal in 0..self.setup.devices {
-            let context = Context::primary(&self.driver, self.driver.device(ordinal)?)?;
+            let context = self.driver.context(ordinal)?;
             self.add_place(context, ordinal, false);
         }
         if self.setup.contexts {
@@ -185,7 +186,7 @@ impl World {
                     self.add_lane(None, raw, place, true);
                 }
                 let context = self.places[place].context.clone();
-                let stream = Stream::legacy_default(&context)?;
+                let stream = Stream::legacy(&context);
                 self.add_stream(stream, place, true);
             }
         }

@@ -4,7 +4,8 @@ use std::cell::Cell;
 
 use super::{collect, taken};
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Error, Policy, Request};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Config, Policy, Request};
 use cualloc::driver::sys::{
     CUmemAllocationProp, CUmemGenericAllocationHandle, CUresult, CuFunctions,
 };
@@ -140,7 +141,7 @@ fn refused_virtual_memory_is_an_error_where_it_is_asked_for() {
         let error = make(rig).unwrap_err();
         assert_eq!(sim.leaks(), before, "{call}: {code:?}");
         assert_eq!(error.driver_error(), Some(DriverError::new(call, code)));
-        assert!(matches!(error, Error::Refused { .. }), "{error:?}");
+        assert!(matches!(error, Error::DeviceRefused { .. }), "{error:?}");
         assert!(chain(&error).contains(call), "{}", chain(&error));
         sim.clear_failures();
         let allocator = make(rig).unwrap();

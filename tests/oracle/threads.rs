@@ -8,6 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cualloc::allocator::Request;
 use cualloc::driver::{Context, Stream};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy};
 
@@ -137,8 +138,8 @@ fn work(
                 if *owner != at {
                     // The other stream takes over: it follows the owner's work, then uses the block.
                     let event = context.enter().unwrap().create_event().unwrap();
-                    streams[*owner].record(&event).unwrap();
-                    streams[at].wait_event(&event).unwrap();
+                    event.record(&streams[*owner]).unwrap();
+                    streams[at].wait(&event).unwrap();
                     if rng.chance(50) {
                         block.record_stream(&streams[at]).unwrap();
                         fill(block, &streams[at]);
@@ -147,8 +148,8 @@ fn work(
                         block.record_use(&streams[at]).unwrap();
                     }
                     // And the owner follows it again.
-                    streams[at].record(&event).unwrap();
-                    streams[*owner].wait_event(&event).unwrap();
+                    event.record(&streams[at]).unwrap();
+                    streams[*owner].wait(&event).unwrap();
                 }
             }
             92 => drop(alloc.trim(rng.below(64 << 20)).unwrap()),
@@ -164,7 +165,7 @@ fn work(
                 });
                 if rng.chance(50) {
                     match alloc.retire(&streams[at]) {
-                        Ok(()) | Err(Error::UnknownStream { .. }) => {}
+                        Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) => {}
                         Err(error) => panic!("{error:?}"),
                     }
                 }
@@ -199,7 +200,7 @@ pub fn judge(policy: Policy, total: u64, seed: u64) {
         config.mode = [Mode::Instant, Mode::Lag(50), Mode::Manual][rng.below(3) as usize];
         let sim = Simulator::new(config).unwrap();
         let driver = sim.driver().unwrap();
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let context = driver.context(0).unwrap();
         let config = Config::new().policy(policy).context_checks(true);
         let alloc = Allocator::with_config(&context, config).unwrap();
         let shared = Shared {

@@ -3,7 +3,7 @@
 use std::any::TypeId;
 use std::sync::mpsc;
 
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
 use cualloc::pool::{TypedPool, TypedStats};
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Config, Policy};
@@ -86,7 +86,7 @@ fn s2_10_buffers_keep_the_very_stream_they_were_taken_with() {
             assert_eq!(home.holders(), 1);
             drop(pool.uninit::<u32>(256, &owned).unwrap());
         }
-        let legacy = [0; 2].map(|_| Stream::legacy_default(&rig.context).unwrap());
+        let legacy = [0; 2].map(|_| Stream::legacy(&rig.context));
         for stream in &legacy {
             for _ in 0..2 {
                 drop(pool.uninit::<u32>(256, stream).unwrap());
@@ -207,9 +207,7 @@ fn s2_8_small_buffers_come_from_their_streams_device() {
     let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
     let pool = TypedPool::new(&driver, Config::new());
-    let streams = [0, 1].map(|ordinal| {
-        Stream::new(&Context::primary(&driver, driver.device(ordinal).unwrap()).unwrap()).unwrap()
-    });
+    let streams = [0, 1].map(|ordinal| Stream::new(&driver.context(ordinal).unwrap()).unwrap());
     for _ in 0..3 {
         for (ordinal, stream) in streams.iter().enumerate() {
             let buffer = pool.uninit::<u8>(512, stream).unwrap();

@@ -20,7 +20,7 @@ fn model() -> Option<(Rig, [Stream; 2])> {
 
 fn pool(rig: &Rig, max_bytes: usize) -> MemoryPool {
     let properties = PoolProperties {
-        device: rig.context.device(),
+        device: rig.context.device().raw(),
         export: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
         max_bytes,
     };
@@ -79,16 +79,16 @@ fn s3_17_memory_is_ready_in_the_order_of_its_stream() {
         assert!(ready.reached < ready.submitted);
         fill(&rig.context, ptr, MIB, &a);
         let event = rig.context.enter().unwrap().create_event().unwrap();
-        a.record(&event).unwrap();
+        event.record(&a).unwrap();
         if ordered {
-            b.wait_event(&event).unwrap();
+            b.wait(&event).unwrap();
         }
         fill(&rig.context, ptr, MIB, &b);
         sim.complete_all();
         let races = sim.take_reports();
         assert_eq!(races.is_empty(), ordered, "{races:?}");
         assert!(races.iter().all(|r| matches!(r, Report::Race { .. })));
-        a.wait_event(&event).unwrap();
+        a.wait(&event).unwrap();
     }
 }
 
@@ -100,9 +100,9 @@ fn s3_17_an_older_event_does_not_do() {
     sim.set_mode(Mode::Manual);
     let pool = pool(&rig, 0);
     let event = rig.context.enter().unwrap().create_event().unwrap();
-    a.record(&event).unwrap();
+    event.record(&a).unwrap();
     let ptr = take(&rig, &pool, MIB, &a).unwrap();
-    b.wait_event(&event).unwrap();
+    b.wait(&event).unwrap();
     fill(&rig.context, ptr, MIB, &b);
     sim.complete_all();
     assert!(!sim.take_reports().is_empty());

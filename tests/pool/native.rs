@@ -1,9 +1,10 @@
 //! The driver's own pools.
 
 use cualloc::driver::sys::{CUmemPool_attribute as Attribute, CUresult};
-use cualloc::pool::{NativeConfig, NativePool, PoolError, TypedPool};
+use cualloc::error::InvalidArgument;
+use cualloc::pool::{NativeConfig, NativePool, TypedPool};
 use cualloc::sim::{FailPlan, Mode, SimConfig};
-use cualloc::{Config, Policy};
+use cualloc::{Config, Error, Policy};
 
 use crate::common::{MIB, Rig, only, only_on};
 use crate::fill;
@@ -39,11 +40,8 @@ fn s3_8_pools_are_made_and_destroyed() {
         block.free().unwrap();
         pool.destroy().unwrap();
         pool.destroy().unwrap();
-        assert!(matches!(
-            pool.allocate(1, &stream),
-            Err(PoolError::Destroyed)
-        ));
-        assert!(matches!(pool.usage(), Err(PoolError::Destroyed)));
+        assert!(matches!(pool.allocate(1, &stream), Err(Error::Closed)));
+        assert!(matches!(pool.usage(), Err(Error::Closed)));
         assert_eq!(rig.calls("cuMemPoolDestroy"), 1);
         // A drop destroys too, and keeps its troubles to itself.
         drop(NativePool::with_context(&rig.context, NativeConfig::on(0)).unwrap());
@@ -75,7 +73,7 @@ fn s3_8_memory_is_freed_by_its_address_on_a_stream() {
         pool.destroy().unwrap();
         // SAFETY: a destroyed pool frees nothing.
         let refused = unsafe { pool.free_raw_on(address, &other) };
-        assert!(matches!(refused, Err(PoolError::Destroyed)));
+        assert!(matches!(refused, Err(Error::Closed)));
     });
 }
 
@@ -88,7 +86,7 @@ fn s3_8_a_maximum_is_kept() {
         let half = pool.allocate(32 * MIB, &stream).unwrap();
         let error = pool.allocate(64 * MIB, &stream).unwrap_err();
         assert!(error.is_out_of_memory(), "{error:?}");
-        let PoolError::Allocator(cualloc::Error::OutOfMemory(picture)) = error else {
+        let cualloc::Error::OutOfMemory(picture) = error else {
             panic!("{error:?}");
         };
         assert_eq!(picture.limit, Some(64 << 20));
@@ -119,7 +117,10 @@ fn s3_8_a_failed_destroy_is_an_error() {
 fn s3_9_zero_and_absent_are_errors_of_their_own() {
     with_pool(NativeConfig::default(), |rig, pool| {
         let error = pool.allocate(0, &rig.stream()).unwrap_err();
-        assert!(matches!(error, PoolError::InvalidSize { requested: 0 }));
+        assert!(matches!(
+            error,
+            Error::Invalid(InvalidArgument::Size { bytes: 0 })
+        ));
         assert_eq!(error.code(), CUresult::CUDA_ERROR_INVALID_VALUE);
     });
     if crate::common::on_cuda() {
@@ -136,7 +137,7 @@ fn s3_9_zero_and_absent_are_errors_of_their_own() {
         only_on(Policy::Packed, config, |rig| {
             let made = NativePool::with_context(&rig.context, NativeConfig::default());
             let error = made.unwrap_err();
-            assert!(matches!(error, PoolError::NotSupported { .. }), "{error:?}");
+            assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
             assert_eq!(error.code(), CUresult::CUDA_ERROR_NOT_SUPPORTED);
             assert!(NativePool::default_of(&rig.context).is_err());
         });
@@ -170,7 +171,10 @@ fn s3_10_attributes_are_read_and_set() {
             (RESERVED_HIGH, 7),
         ] {
             let error = pool.set(attribute, value).unwrap_err();
-            assert!(matches!(error, PoolError::InvalidValue { .. }), "{error:?}");
+            assert!(
+                matches!(error, Error::Invalid(InvalidArgument::Setting { .. })),
+                "{error:?}"
+            );
         }
         pool.set(USED_HIGH, 0).unwrap();
         assert_eq!(pool.get(USED_HIGH).unwrap(), 0);
@@ -210,8 +214,8 @@ fn s3_10_access_of_peers_is_given_and_taken() {
         let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
         let peer = rig.driver.device(1).unwrap();
         for on in [true, false] {
-            pool.set_access(peer, on).unwrap();
-            assert_eq!(pool.has_access(peer).unwrap(), on);
+            pool.set_access(&peer, on).unwrap();
+            assert_eq!(pool.has_access(&peer).unwrap(), on);
         }
         assert!(pool.set_access(rig.context.device(), false).is_err());
     });
@@ -244,7 +248,7 @@ fn s3_10_only_an_exportable_pool_has_a_descriptor() {
     only_on(Policy::Packed, config, |rig| {
         let config = NativeConfig::default().exportable(true);
         let error = NativePool::with_context(&rig.context, config).unwrap_err();
-        assert!(matches!(error, PoolError::NotSupported { .. }), "{error:?}");
+        assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
     });
 }
 
@@ -282,7 +286,7 @@ fn s3_11_usage_and_settings() {
         assert!(usage.used.peak >= 8 << 20 && usage.reserved.peak >= 32 << 20);
         assert!(matches!(
             pool.set(RELEASE_THRESHOLD, 65 << 20),
-            Err(PoolError::Contradiction { .. })
+            Err(Error::Invalid(InvalidArgument::Contradiction { .. }))
         ));
         drop(block);
     });
@@ -295,7 +299,17 @@ fn s3_40_live_blocks_keep_a_pool() {
         let stream = rig.stream();
         let block = pool.allocate(MIB, &stream).unwrap();
         let error = pool.destroy().unwrap_err();
-        assert!(matches!(error, PoolError::InUse { users: 1 }), "{error:?}");
+        assert!(
+            matches!(
+                error,
+                Error::InUse {
+                    what: "user",
+                    bytes: 0,
+                    count: 1
+                }
+            ),
+            "{error:?}"
+        );
         let hold = rig.busy(&stream);
         fill(&rig.context, block.ptr(), MIB, &stream);
         block.free().unwrap();
@@ -318,7 +332,7 @@ fn a_failed_free_gives_the_block_back() {
         let failed = block.free().unwrap_err();
         assert_eq!(failed.error.code(), code);
         assert_eq!(pool.live(), 1);
-        failed.block.free().unwrap();
+        failed.value.free().unwrap();
         assert_eq!(pool.live(), 0);
     });
 }
@@ -339,8 +353,8 @@ fn r2_a_failed_free_forgets_no_lasting_use() {
             sim.fail(FailPlan::call(call, code).unwrap());
             let failed = block.free().unwrap_err();
             assert_eq!(failed.error.code(), code);
-            fill(&rig.context, failed.block.ptr(), MIB, &other);
-            failed.block.free().unwrap();
+            fill(&rig.context, failed.value.ptr(), MIB, &other);
+            failed.value.free().unwrap();
             let next = pool.allocate(MIB, &home).unwrap();
             fill(&rig.context, next.ptr(), MIB, &home);
             next.free().unwrap();

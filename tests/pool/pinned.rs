@@ -1,9 +1,10 @@
 //! The pinned host pool.
 
 use cualloc::driver::sys::CUresult;
-use cualloc::pool::{PinnedConfig, PinnedPool, PinnedStats, PoolError};
+use cualloc::error::InvalidArgument;
+use cualloc::pool::{PinnedConfig, PinnedPool, PinnedStats};
 use cualloc::sim::FailPlan;
-use cualloc::{Block, Policy};
+use cualloc::{Block, Error, Policy};
 
 use crate::common::{KIB, MIB, Rig, only};
 
@@ -70,7 +71,10 @@ fn s4_7_buffers_are_minted_up_to_the_maximum() {
         let leases: Vec<_> = (0..3).map(|_| pool.acquire(100).unwrap()).collect();
         assert!(matches!(
             pool.acquire(100),
-            Err(PoolError::MaximumReached { maximum: 3 })
+            Err(Error::Exhausted {
+                what: "buffers",
+                maximum: 3
+            })
         ));
         assert_eq!(pool.stats().total, 3);
         let large = pool.acquire(65 * KIB).unwrap();
@@ -90,7 +94,7 @@ fn s4_7_buffers_are_minted_up_to_the_maximum() {
         let strict = PinnedPool::new(&rig.context, strict).unwrap();
         assert!(matches!(
             strict.acquire(64 * KIB + 1),
-            Err(PoolError::Oversize { .. })
+            Err(Error::Invalid(InvalidArgument::TooSmall { .. }))
         ));
     });
 }
@@ -105,9 +109,12 @@ fn s4_8_typed_leases_are_checked() {
         let typed = |len| pool.acquire(8000).unwrap().typed::<u64>(len);
         assert!(matches!(
             typed(usize::MAX / 4),
-            Err(PoolError::TooLarge { .. })
+            Err(Error::Invalid(InvalidArgument::TooLarge { .. }))
         ));
-        assert!(matches!(typed(8193), Err(PoolError::Oversize { .. })));
+        assert!(matches!(
+            typed(8193),
+            Err(Error::Invalid(InvalidArgument::TooSmall { .. }))
+        ));
         assert!(typed(8192).is_ok());
         assert_eq!(pool.stats().in_use, 0);
     });
@@ -157,7 +164,7 @@ fn s4_10_s4_11_s4_24_a_restart_leaves_the_old_behind() {
         assert!(
             matches!(
                 refused,
-                Err(PoolError::Stale {
+                Err(Error::Stale {
                     have: 1,
                     current: 2
                 })
@@ -225,8 +232,8 @@ fn s4_22_only_what_was_written_is_seen() {
         // SAFETY: the block is live, large enough and initialised.
         unsafe { lease.download(block.ptr(), 100, &stream) }.unwrap();
         if rig.maybe_sim().is_some() {
-            assert!(matches!(lease.initialised(), Err(PoolError::InFlight)));
-            assert!(matches!(lease.write(&[1]), Err(PoolError::InFlight)));
+            assert!(matches!(lease.initialised(), Err(Error::InFlight)));
+            assert!(matches!(lease.write(&[1]), Err(Error::InFlight)));
             assert!(!lease.is_complete().unwrap());
         }
         hold.release();
@@ -249,7 +256,7 @@ fn s4_23_copies_in_flight_keep_their_buffer() {
         // Reading beside the device is no harm, writing would be.
         assert_eq!(lease.initialised().unwrap().len(), 1000);
         if rig.maybe_sim().is_some() {
-            assert!(matches!(lease.initialised_mut(), Err(PoolError::InFlight)));
+            assert!(matches!(lease.initialised_mut(), Err(Error::InFlight)));
         }
         drop(lease);
         if rig.maybe_sim().is_some() {

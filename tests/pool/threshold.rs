@@ -3,9 +3,10 @@
 use std::sync::Mutex;
 
 use cualloc::driver::{Context, sys};
-use cualloc::pool::{PoolError, ThresholdPool};
+use cualloc::error::InvalidArgument;
+use cualloc::pool::ThresholdPool;
 use cualloc::sim::{FailPlan, SimConfig};
-use cualloc::{Config, Policy};
+use cualloc::{Config, Error, Policy};
 
 use crate::common::{MIB, Rig, each, only_on};
 use crate::fill;
@@ -27,7 +28,7 @@ fn s3_1_s0_3_creation_needs_no_driver_and_ordinals_are_checked() {
         assert!(
             matches!(
                 error,
-                PoolError::InvalidDevice {
+                Error::InvalidDevice {
                     ordinal: 500,
                     devices: 1..
                 }
@@ -45,14 +46,17 @@ fn s3_2_typed_buffers_have_at_least_one_element_and_no_overflow() {
         let (pool, stream) = (pool_of(rig), rig.stream());
         assert!(matches!(
             pool.uninit::<u32>(0, &stream),
-            Err(PoolError::InvalidSize { requested: 0 })
+            Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }))
         ));
         // The first request makes the allocator, which tries the device's memory.
         drop(pool.uninit::<u32>(1, &stream).unwrap());
         let before = rig.memory_calls();
         for len in [usize::MAX, usize::MAX / 4 + 1, usize::MAX / 8] {
             let error = pool.uninit::<u64>(len, &stream).unwrap_err();
-            assert!(matches!(error, PoolError::TooLarge { .. }), "{error:?}");
+            assert!(
+                matches!(error, Error::Invalid(InvalidArgument::TooLarge { .. })),
+                "{error:?}"
+            );
             assert_eq!(error.code(), sys::CUresult::CUDA_ERROR_INVALID_VALUE);
         }
         assert_eq!(rig.memory_calls(), before);
@@ -359,10 +363,7 @@ fn s3_37_s3_9_without_a_driver_there_is_no_address() {
     }
     let error = cualloc::pool::NativePool::new(Default::default()).unwrap_err();
     assert!(
-        matches!(
-            error,
-            PoolError::Allocator(cualloc::Error::DriverUnavailable(_))
-        ),
+        matches!(error, cualloc::Error::DriverUnavailable(_)),
         "{error:?}"
     );
     assert_eq!(error.code(), sys::CUresult::CUDA_ERROR_NOT_INITIALIZED);
@@ -371,7 +372,7 @@ fn s3_37_s3_9_without_a_driver_there_is_no_address() {
     let typed = cualloc::pool::TypedPool::global().unwrap();
     assert!(matches!(
         typed.allocator(0),
-        Err(PoolError::Allocator(cualloc::Error::DriverUnavailable(_)))
+        Err(cualloc::Error::DriverUnavailable(_))
     ));
 }
 

@@ -1,10 +1,11 @@
 //! Workspace leases.
 
 use cualloc::driver::sys::CUresult;
-use cualloc::driver::{Context, Driver, Stream};
-use cualloc::pool::{PoolError, WorkspacePool};
+use cualloc::driver::{Driver, Stream};
+use cualloc::error::InvalidArgument;
+use cualloc::pool::WorkspacePool;
 use cualloc::sim::{FailPlan, SimConfig, Simulator};
-use cualloc::{Allocator, Config};
+use cualloc::{Allocator, Config, Error};
 
 use crate::common::{KIB, MIB, Rig, each, on_cuda};
 use crate::fill;
@@ -146,7 +147,7 @@ fn s4_13_devices_never_mix() {
     }
     let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
-    let context = |ordinal| Context::primary(&driver, driver.device(ordinal).unwrap()).unwrap();
+    let context = |ordinal| driver.context(ordinal).unwrap();
     let [first, second] = [context(0), context(1)].map(|context| {
         let allocator = Allocator::with_config(&context, Config::new()).unwrap();
         WorkspacePool::new(&allocator)
@@ -156,7 +157,7 @@ fn s4_13_devices_never_mix() {
     drop(first.lease(&on_first, MIB).unwrap());
     assert!(matches!(
         first.lease(&on_second, MIB),
-        Err(PoolError::Allocator(cualloc::Error::WrongDevice { .. }))
+        Err(cualloc::Error::WrongDevice { .. })
     ));
     let other = second.lease(&on_second, MIB).unwrap();
     assert_ne!(other.ptr(), held.ptr());
@@ -195,7 +196,10 @@ fn s4_16_sizes_above_the_last_class_are_errors() {
             let before = rig.memory_calls();
             for bytes in [(1 << 63) + 1, usize::MAX, 1 << 62] {
                 let error = pool.lease(&stream, bytes).unwrap_err();
-                assert!(matches!(error, PoolError::InvalidSize { .. }), "{error:?}");
+                assert!(
+                    matches!(error, Error::Invalid(InvalidArgument::Size { .. })),
+                    "{error:?}"
+                );
             }
             assert_eq!(rig.memory_calls(), before);
             assert_eq!(pool.stats().misses, 0);
@@ -231,7 +235,7 @@ fn s4_17_s4_20_failures_are_told_apart() {
         );
         return;
     };
-    let error = PoolError::from(missing);
+    let error = Error::from(missing);
     assert_eq!(error.code(), CUresult::CUDA_ERROR_NOT_INITIALIZED);
     assert!(std::error::Error::source(&error).is_some());
 }
@@ -279,7 +283,7 @@ fn s0_1_a_lease_of_nothing_has_the_smallest_size() {
 /// S4.14, S4.11: a name of a lease says when that is over, also while the memory is on lease again.
 #[test]
 fn s4_14_s4_11_names_know_when_the_lease_is_over() {
-    use cualloc::resource::{BlockState, MemoryResource, ResourceError, Tag};
+    use cualloc::resource::{BlockState, MemoryResource, Tag};
     each(|rig| {
         let (pool, stream) = (pool_of(rig, WorkspacePool::new, 4), rig.stream());
         let block = pool.allocate_block(MIB, &stream, Tag::default()).unwrap();
@@ -292,7 +296,7 @@ fn s4_14_s4_11_names_know_when_the_lease_is_over() {
         assert_eq!(pool.state(&name), BlockState::Freed);
         assert!(matches!(
             pool.record_use(&name, &stream),
-            Err(ResourceError::UseAfterFree { .. })
+            Err(Error::UseAfterFree { .. })
         ));
     });
 }

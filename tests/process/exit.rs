@@ -5,7 +5,7 @@ use std::sync::{Mutex, OnceLock};
 
 use crate::common::*;
 use cualloc::allocator::{Allocator, Block, Config, Policy};
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
 use cualloc::sim::{SimConfig, Simulator};
 
 const CASE: &str = "CUALLOC_TEST_CASE";
@@ -104,7 +104,7 @@ fn case_exit() {
         SIMULATOR.get_or_init(|| Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap());
     for policy in [Policy::Packed, Policy::Classic] {
         let driver = sim.driver().unwrap();
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let context = driver.context(0).unwrap();
         let config = Config::new().policy(policy);
         let allocator = Allocator::with_config(&context, config).unwrap();
         let stream = allocator.create_stream().unwrap();

@@ -24,20 +24,13 @@ fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
         drop(block);
         let calls = || rig.calls("cuEventRecord") + rig.calls("cuStreamQuery");
         let before = calls();
-        let entered = rig.context.enter().unwrap();
-        // SAFETY: the stream is alive.
-        unsafe {
-            entered.begin_capture(
-                a.raw(),
-                sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
-            )
-        }
-        .unwrap();
+        a.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)
+            .unwrap();
         let elsewhere = allocator.allocate(BLOCK, &b).unwrap();
         assert_eq!(calls(), before);
         assert_ne!(elsewhere.ptr(), ptr);
-        // SAFETY: as above. A capture that was spoilt ends with an error.
-        drop(unsafe { entered.end_capture(a.raw()) }.unwrap());
+        // A capture that was spoilt ends with an error.
+        drop(a.end_capture().unwrap());
         // Once the capture is over it is there, without a wait for the context.
         let mut taken = allocator.allocate(BLOCK, &b).unwrap();
         if taken.ptr() != ptr {

@@ -68,12 +68,12 @@ fn s3_34_loads_without_any_optional_symbol() {
         assert!(!driver.has(*feature), "{feature:?}");
     }
     let device = driver.device(0).unwrap();
-    assert!(!driver.supports_vmm(device).unwrap());
-    assert!(!driver.supports_pools(device).unwrap());
-    assert!(!driver.can_access_peer(device, device).unwrap());
-    assert_eq!(driver.uuid(device).unwrap(), None);
-    assert_eq!(driver.pci_bus_id(device).unwrap(), None);
-    let context = Context::primary(&driver, device).unwrap();
+    assert!(!device.supports_vmm().unwrap());
+    assert!(!device.supports_pools().unwrap());
+    assert!(!device.can_access_peer(&device).unwrap());
+    assert_eq!(device.uuid().unwrap(), None);
+    assert_eq!(device.pci_bus_id().unwrap(), None);
+    let context = Context::primary(&device).unwrap();
     let stream = Stream::new(&context).unwrap();
     assert_ne!(
         stream.id().unwrap(),
@@ -220,9 +220,9 @@ fn s3_13_s3_36_broken_paths_keep_the_loaders_words() {
         }
         assert!(last.to_string().contains(words), "{last}");
         match error {
-            LoadError::NotFound { candidates } => {
-                assert_eq!(candidates.len(), 1);
-                assert_eq!(Some(candidates[0].name.as_str()), path.to_str());
+            LoadError::NotFound { tried } => {
+                assert_eq!(tried.len(), 1);
+                assert_eq!(Some(tried[0].0.as_str()), path.to_str());
             }
             other => panic!("{other:?}"),
         }
@@ -302,8 +302,8 @@ fn case_override() {
     assert_eq!(again.calls().get("cuInit"), 1);
     // Its primary contexts stay retained.
     let device = driver.device(0).unwrap();
-    drop(Context::primary(&driver, device).unwrap());
-    drop(Context::primary(&driver, device).unwrap());
+    drop(Context::primary(&device).unwrap());
+    drop(Context::primary(&device).unwrap());
     assert_eq!(driver.calls().get("cuDevicePrimaryCtxRetain"), 1);
     assert_eq!(driver.calls().get("cuDevicePrimaryCtxRelease_v2"), 0);
 }
@@ -324,7 +324,7 @@ fn case_missing() {
     let error = Driver::load().unwrap_err();
     println!("{}", chain(&error));
     match error {
-        LoadError::NotFound { candidates } => assert_eq!(candidates.len(), 1),
+        LoadError::NotFound { tried } => assert_eq!(tried.len(), 1),
         other => panic!("{other:?}"),
     }
 }
@@ -357,11 +357,8 @@ fn case_default() {
         Err(error) => {
             println!("{}", chain(&error));
             match error {
-                LoadError::NotFound { candidates } => {
-                    let names: Vec<&str> = candidates
-                        .iter()
-                        .map(|candidate| candidate.name.as_str())
-                        .collect();
+                LoadError::NotFound { tried } => {
+                    let names: Vec<&str> = tried.iter().map(|(name, _)| name.as_str()).collect();
                     assert_eq!(names, ["libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"]);
                 }
                 other => panic!("{other:?}"),
@@ -454,7 +451,7 @@ unsafe extern "C" {
 
 fn case_fork() {
     let driver = Driver::load().unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let stream = Stream::new(&context).unwrap();
     let event = context.enter().unwrap().create_event().unwrap();
     assert!(!driver.is_forked_child());
@@ -511,7 +508,7 @@ fn case_exit() {
     assert_eq!(unsafe { atexit(drop_kept) }, 0);
     // SAFETY: the fake library behaves as a driver, as far as it is one.
     let driver = unsafe { Driver::open(env::var(OVERRIDE).unwrap()) }.unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let event = context.enter().unwrap().create_event().unwrap();
     let stream = Stream::new(&context).unwrap();
     let mut kept = KEPT.lock().unwrap();

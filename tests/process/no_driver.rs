@@ -4,7 +4,8 @@
 use std::process::Command;
 
 use crate::common::chain;
-use cualloc::allocator::{Allocator, Carver, Config, Error, Policy, size};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Carver, Config, Policy, size};
 use cualloc::driver::{Driver, LoadError};
 
 const CASE: &str = "CUALLOC_TEST_CASE";

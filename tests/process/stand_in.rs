@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::common::{Fake, Folder, chain, compiler};
-use cualloc::driver::{Context, Driver, LoadError};
+use cualloc::driver::{Driver, LoadError};
 
 const CASE: &str = "CUALLOC_TEST_CASE";
 
@@ -46,7 +46,7 @@ fn child_entry() {
             let again = Driver::load_or_simulate().unwrap();
             let contexts = [&driver, &again].map(|driver| {
                 assert_eq!(driver.device_count().unwrap(), 1);
-                Context::primary(driver, driver.device(0).unwrap()).unwrap()
+                driver.context(0).unwrap()
             });
             let free = || contexts[1].enter().unwrap().mem_info().unwrap().free;
             let before = free();

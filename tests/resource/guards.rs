@@ -3,9 +3,10 @@
 mod guard {
     use crate::common::*;
     use cualloc::driver::sys;
+    use cualloc::error::StreamMisuse;
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Policy};
+    use cualloc::{Allocator, Error, Policy, Refused};
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::{Arc, Mutex, OnceLock};
     use std::time::Duration;
@@ -46,7 +47,7 @@ mod guard {
             guard.set_policy(OomPolicy::Fail);
             let calls = rig.memory_calls();
             match guard.allocate_block(1001, &stream, T) {
-                Err(ResourceError::OutOfBudget {
+                Err(Error::OverBudget {
                     requested,
                     limit,
                     used,
@@ -74,7 +75,7 @@ mod guard {
             let wrong = Guard::builder().device(7).build(rig.allocator());
             assert!(matches!(
                 wrong,
-                Err(ResourceError::WrongDevice {
+                Err(Error::WrongDevice {
                     expected: 7,
                     found: 0
                 })
@@ -94,15 +95,14 @@ mod guard {
             alignment: usize,
             stream: &cualloc::driver::Stream,
             tag: Tag,
-        ) -> Result<ResourceBlock, ResourceError> {
+        ) -> Result<ResourceBlock, Error> {
             let used = self.0.stats().all.reserved.current;
             if used > self.1 {
-                return Err(ResourceError::OutOfBudget {
-                    context: "device",
+                return Err(Error::OverBudget {
+                    owner: "device",
                     requested: bytes as u64,
                     limit: self.1,
                     used,
-                    remaining: 0,
                 });
             }
             self.0.allocate_block_aligned(bytes, alignment, stream, tag)
@@ -175,7 +175,7 @@ mod guard {
                 assert!(
                     matches!(
                         refused,
-                        Err(ResourceError::OutOfBudget {
+                        Err(Error::OverBudget {
                             requested: 101,
                             limit: 100,
                             ..
@@ -617,8 +617,8 @@ mod guard {
             _alignment: usize,
             _stream: &cualloc::driver::Stream,
             _tag: Tag,
-        ) -> Result<ResourceBlock, ResourceError> {
-            Err(ResourceError::from(StreamMisuse::RecorderOrder {
+        ) -> Result<ResourceBlock, Error> {
+            Err(Error::from(StreamMisuse::LaunchOrder {
                 asked: "out of memory",
                 because: "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
             }))

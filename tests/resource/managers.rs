@@ -3,10 +3,11 @@
 mod manager {
     use crate::common::*;
     use cualloc::column::{Column, ElementType, Schema, Table};
-    use cualloc::driver::{KernelParam, Stream, sys};
+    use cualloc::driver::{KernelParam, Module, Stream, sys};
+    use cualloc::error::{InvalidArgument, StreamMisuse};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Policy};
+    use cualloc::{Allocator, Error, Policy};
     use std::sync::Arc;
 
     const T: Tag = Tag::new("test");
@@ -42,10 +43,10 @@ mod manager {
             let refused = manager.allocate::<u8>(225, &stream);
             assert!(matches!(
                 refused,
-                Err(ResourceError::OutOfBudget { requested: 225, .. })
+                Err(Error::OverBudget { requested: 225, .. })
             ));
             let raw = manager.resource();
-            assert!(matches!(raw, Err(ResourceError::NoRuntime { device: 0 })));
+            assert!(matches!(raw, Err(Error::NoRuntime { device: 0 })));
             assert_eq!((manager.allocated(), rig.memory_calls()), (800, calls));
             // A column of it is charged as the slice was.
             let owned = slice.into_owned().unwrap();
@@ -56,10 +57,10 @@ mod manager {
             assert_eq!((manager.allocated(), manager.peak()), (0, 800));
             let elsewhere = Manager::new(ManagerConfig::new(1, None)).unwrap();
             let wrong = elsewhere.allocate::<u8>(1, &stream);
-            assert!(matches!(wrong, Err(ResourceError::WrongDevice { .. })));
+            assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
             let other = Runtime::on(&rig.context).unwrap();
             let wrong = Manager::new(ManagerConfig::new(1, Some(1)).runtime(&other));
-            assert!(matches!(wrong, Err(ResourceError::WrongDevice { .. })));
+            assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
         });
     }
 
@@ -99,7 +100,7 @@ mod manager {
             let source = Arc::new(manager.resource().unwrap());
             let column = Column::zeroed_in(source, ElementType::U32, 64, &stream).unwrap();
             let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
-            let module = rig.context.enter().unwrap().load_module(text).unwrap();
+            let module = Module::from_ptx(&rig.context, text).unwrap();
             let fill = module.function(c"cualloc_fill").unwrap();
             for (target, seed) in [(&slice as &dyn KernelParam, 7_u32), (&column, 9)] {
                 let (grid, block) = ([1, 1, 1], [32, 1, 1]);
@@ -131,20 +132,23 @@ mod manager {
             );
             drop(slice);
             match manager.allocate::<u8>(2048, &stream) {
-                Err(ResourceError::OutOfBudget {
-                    context,
+                Err(Error::OverBudget {
+                    owner,
                     requested,
                     limit,
                     ..
                 }) => {
-                    assert_eq!((context, requested, limit), ("manager", 2048, 1024));
+                    assert_eq!((owner, requested, limit), ("manager", 2048, 1024));
                 }
                 other => panic!("{other:?}"),
             }
             let overflow = manager.allocate::<u64>(usize::MAX / 4, &stream);
             assert!(matches!(
                 overflow,
-                Err(ResourceError::SizeOverflow { size: 8, .. })
+                Err(Error::Invalid(InvalidArgument::TooLarge {
+                    element_bytes: 8,
+                    ..
+                }))
             ));
             assert_eq!(manager.allocated(), 0);
             let Some(sim) = rig.sim() else { return };
@@ -200,15 +204,14 @@ mod manager {
                 Manager::new(ManagerConfig::new(0, Some(1000)).runtime(&runtime)).unwrap();
             let stream = rig.stream();
             match manager.allocate::<u8>(501, &stream) {
-                Err(ResourceError::OutOfBudget {
-                    context,
+                Err(Error::OverBudget {
+                    owner,
                     requested,
-                    remaining,
                     limit,
-                    ..
+                    used,
                 }) => {
-                    assert_eq!((context, requested), ("budget", 501));
-                    assert_eq!((remaining, limit), (500, 500));
+                    assert_eq!((owner, requested), ("budget", 501));
+                    assert_eq!((used, limit), (0, 500));
                 }
                 other => panic!("{other:?}"),
             }
@@ -231,7 +234,7 @@ mod manager {
             let tight = manager.check(201);
             assert!(matches!(
                 tight,
-                Err(ResourceError::OutOfBudget { requested: 201, .. })
+                Err(Error::OverBudget { requested: 201, .. })
             ));
             drop(slice);
             assert_eq!((manager.peak(), manager.allocated()), (800, 0));
@@ -390,15 +393,15 @@ mod manager {
     fn s5_38_strict_refuses_what_permissive_passes_over() {
         packed(|rig| {
             let (resource, _a, b, one, two) = pair(rig);
-            for (buffer, kind) in [
-                (Buffer::Untracked, RejectedKind::Untracked),
-                (Buffer::External, RejectedKind::External),
-            ] {
+            for (buffer, kind) in [(Buffer::Untracked, false), (Buffer::External, true)] {
                 let waits = rig.calls("cuStreamWaitEvent");
                 let mut strict = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
                 strict.read(&one).unwrap().write(&buffer).unwrap();
                 match strict.preflight() {
-                    Err(ResourceError::RejectedBuffer { index, kind: found }) => {
+                    Err(Error::Rejected {
+                        index,
+                        external: found,
+                    }) => {
                         assert_eq!((index, found), (1, kind));
                     }
                     other => panic!("{other:?}"),
@@ -416,9 +419,9 @@ mod manager {
             strict.read(&block).unwrap();
             assert!(matches!(
                 strict.preflight(),
-                Err(ResourceError::RejectedBuffer {
+                Err(Error::Rejected {
                     index: 0,
-                    kind: RejectedKind::Untracked
+                    external: false
                 })
             ));
             let mut lenient = LaunchRecorder::new(&direct, &b, RecordMode::Permissive);
@@ -435,12 +438,10 @@ mod manager {
     fn s5_40_s5_42_steps_out_of_order_are_misuse() {
         packed(|rig| {
             let (resource, _a, b, one, two) = pair(rig);
-            let misuse = |result: Result<(), ResourceError>| {
+            let misuse = |result: Result<(), Error>| {
                 assert!(matches!(
                     result,
-                    Err(ResourceError::StreamMisuse(
-                        StreamMisuse::RecorderOrder { .. }
-                    ))
+                    Err(Error::Stream(StreamMisuse::LaunchOrder { .. }))
                 ));
             };
             let empty = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
@@ -492,7 +493,7 @@ mod manager {
             recorder.read(&stale).unwrap();
             assert!(matches!(
                 recorder.preflight(),
-                Err(ResourceError::UseAfterFree { .. })
+                Err(Error::UseAfterFree { .. })
             ));
         });
     }

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use cualloc::Policy;
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, SimConfig};
+use cualloc::{Error, Policy};
 
 use crate::common::*;
 
@@ -88,16 +88,10 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
     // A stale identity is refused by whoever looks at it, and has no effect.
     if resource.tracking() != Tracking::None {
         let used = resource.record_use(&old, &stream);
-        assert!(
-            matches!(used, Err(ResourceError::UseAfterFree { .. })),
-            "{used:?}"
-        );
+        assert!(matches!(used, Err(Error::UseAfterFree { .. })), "{used:?}");
     } else {
         let used = resource.record_use(&old, &stream);
-        assert!(
-            matches!(used, Err(ResourceError::StreamMisuse(_))),
-            "{used:?}"
-        );
+        assert!(matches!(used, Err(Error::Stream(_))), "{used:?}");
     }
 }
 
@@ -339,7 +333,7 @@ fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
     // A stream of another device is refused, where there is one.
     if rig.driver.device_count().unwrap() > 1 {
         let device = rig.driver.device(1).unwrap();
-        let context = Context::primary(&rig.driver, device).unwrap();
+        let context = Context::primary(&device).unwrap();
         let foreign = Stream::new(&context).unwrap();
         assert!(
             resource
@@ -372,10 +366,7 @@ fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
         }
         resource.deallocate_block(block).unwrap();
         let gone = resource.record_stream(&id, &b);
-        assert!(
-            matches!(gone, Err(ResourceError::UseAfterFree { .. })),
-            "{gone:?}"
-        );
+        assert!(matches!(gone, Err(Error::UseAfterFree { .. })), "{gone:?}");
         let again = resource.allocate_block(MIB, &a, Tag::default()).unwrap();
         rig.stamp(again.ptr(), MIB, 3, &a);
         busy.release();

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use cualloc::Config;
 use cualloc::pool::*;
 use cualloc::resource::*;
+use cualloc::{Config, Error};
 
 use crate::common::*;
 use crate::parts::run;
@@ -128,7 +128,7 @@ fn s1_44_pools_refuse_blocks_of_others() {
             for (_, other) in others {
                 let live = other.outstanding();
                 let refused = other.deallocate_block(block).unwrap_err();
-                assert!(matches!(refused.error, ResourceError::UseAfterFree { .. }));
+                assert!(matches!(refused.error, Error::UseAfterFree { .. }));
                 block = *refused.value;
                 assert_eq!(
                     (other.state(&id), other.outstanding()),

@@ -191,7 +191,7 @@ fn each_driver_has_its_own_counts_and_a_closed_one_leaves_nothing() {
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
     let (first, second) = (sim.driver().unwrap(), sim.driver().unwrap());
     let device = first.device(0).unwrap();
-    let context = cualloc::driver::Context::primary(&first, device).unwrap();
+    let context = cualloc::driver::Context::primary(&device).unwrap();
     let entered = context.enter().unwrap();
     let memory = entered.mem_alloc(1000).unwrap();
     assert_eq!(first.calls().get("cuMemAlloc_v2"), 1);

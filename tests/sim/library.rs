@@ -27,9 +27,9 @@ fn the_library_loads_and_allocates() {
     assert_eq!(driver.version(), 13000);
     assert_eq!(driver.device_count().unwrap(), 1);
     let device = driver.device(0).unwrap();
-    assert!(driver.supports_vmm(device).unwrap());
-    assert!(driver.supports_pools(device).unwrap());
-    let context = Context::primary(&driver, device).unwrap();
+    assert!(device.supports_vmm().unwrap());
+    assert!(device.supports_pools().unwrap());
+    let context = Context::primary(&device).unwrap();
     let entered = context.enter().unwrap();
     let address = entered.mem_alloc(4096).unwrap();
     assert_eq!(entered.mem_info().unwrap().free, (80 << 30) - (2 << 20));

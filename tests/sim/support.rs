@@ -26,7 +26,7 @@ pub fn bench() -> Bench {
 pub fn with(config: SimConfig) -> Bench {
     let sim = Simulator::new(config).unwrap();
     let driver = sim.driver().unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let table = sim.functions();
     let mut module = null_mut();
     let bench = Bench {

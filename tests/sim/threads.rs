@@ -14,7 +14,7 @@ fn threads_work_side_by_side_and_leave_nothing() {
             let driver = &driver;
             scope.spawn(move || {
                 let device = driver.device(thread % 2).unwrap();
-                let context = Context::primary(driver, device).unwrap();
+                let context = Context::primary(&device).unwrap();
                 let stream = Stream::new(&context).unwrap();
                 for round in 0..200usize {
                     let entered = context.enter().unwrap();
@@ -51,7 +51,7 @@ fn threads_work_side_by_side_and_leave_nothing() {
 fn sites_belong_to_threads() {
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let memory = context.enter().unwrap().mem_alloc(512).unwrap();
     let turn = Barrier::new(2);
     std::thread::scope(|scope| {
@@ -81,7 +81,7 @@ fn sites_belong_to_threads() {
 fn hooks_run_around_calls_without_the_lock() {
     let sim = Arc::new(Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap());
     let driver = sim.driver().unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let (other, log) = (driver.clone(), Arc::clone(&seen));
     sim.before(move |moment| {
@@ -117,7 +117,7 @@ fn hooks_run_around_calls_without_the_lock() {
 fn d4_a_hook_acts_as_another_thread_inside_a_call() {
     let sim = Arc::new(Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap());
     let driver = sim.driver().unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let stream = Stream::new(&context).unwrap();
     let entered = context.enter().unwrap();
     let (table, raw) = (sim.functions(), stream.raw() as usize);

@@ -1,10 +1,11 @@
 //! Replays and capacity searches on the simulator: what they report, and that what goes wrong is
 //! seen.
 
+use cualloc::Error;
 use cualloc::allocator::Policy;
 use cualloc::driver::{Driver, sys};
 use cualloc::sim::{DeviceConfig, FailPlan, SimConfig, Simulator};
-use cualloc::trace::{self, Options, Report, RowError, Stage, Trace};
+use cualloc::trace::{self, Options, Report, Stage, Trace};
 use std::ffi::{c_uint, c_void};
 use std::fmt::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -149,7 +150,7 @@ fn words_that_are_not_the_blocks_own_are_counted() {
     functions.cuLaunchKernel = Some(lose_the_first_launch);
     // SAFETY: the simulator's functions, one of them wrapped; the simulator outlives the driver.
     let driver = unsafe { Driver::from_functions(functions) }.unwrap();
-    let stage = Stage::new(&driver, driver.device(0).unwrap()).unwrap();
+    let stage = Stage::new(&driver.device(0).unwrap()).unwrap();
     let trace = trace("a,0,4096,0\na,1,512,0\nf,0,0,0\nf,1,0,0\n");
     let report = run(&stage, &trace, &options(|options| options.verify = true));
     // Block 0 was never filled; at most one of its words can have had the right value by chance.
@@ -191,7 +192,7 @@ fn a_device_that_takes_no_work_is_a_failure_of_the_row() {
     let report = run(&stage, &trace, &options(|options| options.verify = true));
     let failure = report.failure.as_ref().unwrap();
     assert_eq!((failure.replay, failure.row), (1, 3));
-    assert!(matches!(&failure.source, RowError::Work(error) if error.code() == code));
+    assert!(matches!(&failure.source, Error::Driver(error) if error.code() == code));
     assert!(!failure.is_out_of_memory());
     assert_eq!(simulator.memory_in_use(0), 0);
 }

@@ -8,8 +8,8 @@ use crate::allocator::cache::deferred::User;
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
 use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node};
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::size;
+use crate::error::{Error, Refused};
 
 /// Device memory with one owner. Dropping it gives the memory back in the order of its stream:
 /// work queued before the drop may still use it.
@@ -120,13 +120,13 @@ impl Block {
     ///
     /// # Errors
     /// [`Error::Capturing`]; a lost context; driver errors.
-    pub fn free(self) -> Result<(), FreeError> {
+    pub fn free(self) -> Result<(), Refused<Block>> {
         match self.try_free() {
             Ok(()) => {
                 std::mem::forget(self);
                 Ok(())
             }
-            Err(error) => Err(FreeError { block: self, error }),
+            Err(error) => Err(Refused::new(self, error)),
         }
     }
 
@@ -254,14 +254,4 @@ impl fmt::Debug for Block {
             .field("requested", &self.requested)
             .finish()
     }
-}
-
-/// A block that could not be freed, and why.
-#[derive(Debug, thiserror::Error)]
-#[error("the block at {:#x} could not be freed: {error}", block.ptr())]
-pub struct FreeError {
-    /// The block, still allocated.
-    pub block: Block,
-    /// The reason, which the text names.
-    pub error: Error,
 }

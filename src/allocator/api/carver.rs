@@ -9,6 +9,7 @@ use crate::allocator::extent::space::Space;
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
 use crate::allocator::size::{CLASSIC_SMALL_LIMIT, GRANULE, classic_granules, round_size};
+use crate::error::{Error, InvalidArgument};
 
 /// A block as a [`Carver`] gives it: where it is, and its real size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -17,47 +18,6 @@ pub struct Carved {
     pub address: u64,
     /// Bytes, at least as many as asked for.
     pub size: u64,
-}
-
-/// Why a [`Carver`] refused a call. Nothing has changed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum CarveError {
-    /// A request of more bytes than any device has.
-    #[error("{requested} bytes is not a valid size")]
-    InvalidSize {
-        /// Bytes asked for.
-        requested: u64,
-    },
-    /// A segment that is empty or wraps around, or that does not begin and end at multiples of
-    /// 512 bytes.
-    #[error("{size} bytes at {address:#x} are no segment")]
-    InvalidSegment {
-        /// First byte.
-        address: u64,
-        /// Bytes.
-        size: u64,
-    },
-    /// A segment that is smaller than the request it was to serve.
-    #[error("a segment of {size} bytes does not hold a request of {requested}")]
-    SegmentTooSmall {
-        /// Bytes of the segment.
-        size: u64,
-        /// Bytes asked for, rounded.
-        requested: u64,
-    },
-    /// A segment that shares bytes with one that is there already.
-    #[error("a segment at {address:#x} overlaps another")]
-    Overlap {
-        /// First byte of the refused segment.
-        address: u64,
-    },
-    /// No live block begins there: it never did, or it was returned already.
-    #[error("no live block at {address:#x}")]
-    NotLive {
-        /// The address.
-        address: u64,
-    },
 }
 
 /// Carves blocks out of segments that the caller provides, by the rules of the classic policy: the code that
@@ -131,9 +91,10 @@ struct Request {
 }
 
 impl Request {
-    fn new(bytes: usize) -> Result<Self, CarveError> {
-        let requested = bytes as u64;
-        let invalid = CarveError::InvalidSize { requested };
+    fn new(bytes: usize) -> Result<Self, Error> {
+        let invalid = InvalidArgument::Size {
+            bytes: bytes as u64,
+        };
         let rounded = round_size(bytes).ok_or(invalid)?;
         Ok(Request {
             space: if rounded <= CLASSIC_SMALL_LIMIT {
@@ -181,8 +142,8 @@ impl Carver {
     /// there is none: bring a segment by [`insert`](Self::insert). Zero bytes are taken as one.
     ///
     /// # Errors
-    /// [`CarveError::InvalidSize`].
-    pub fn find(&mut self, stream: u64, bytes: usize) -> Result<Option<Carved>, CarveError> {
+    /// [`InvalidArgument::Size`].
+    pub fn find(&mut self, stream: u64, bytes: usize) -> Result<Option<Carved>, Error> {
         let request = Request::new(bytes)?;
         let slot = self.slot(stream);
         let (space, _) = self.parts(request.space);
@@ -202,37 +163,38 @@ impl Carver {
     /// never joined.
     ///
     /// # Errors
-    /// [`CarveError::InvalidSize`], [`CarveError::InvalidSegment`],
-    /// [`CarveError::SegmentTooSmall`], [`CarveError::Overlap`].
+    /// [`InvalidArgument::Size`], [`InvalidArgument::Range`],
+    /// [`InvalidArgument::TooSmall`], [`Error::Overlap`].
     pub fn insert(
         &mut self,
         base: u64,
         size: u64,
         stream: u64,
         bytes: usize,
-    ) -> Result<Carved, CarveError> {
+    ) -> Result<Carved, Error> {
         let request = Request::new(bytes)?;
-        let invalid = CarveError::InvalidSegment {
-            address: base,
-            size,
+        let invalid = InvalidArgument::Range {
+            ptr: base,
+            bytes: size,
         };
         let end = base.checked_add(size).ok_or(invalid)?;
         let granules = u32::try_from(size / GRANULE).map_err(|_| invalid)?;
         if size == 0 || !base.is_multiple_of(GRANULE) || !size.is_multiple_of(GRANULE) {
-            return Err(invalid);
+            return Err(invalid.into());
         }
         if granules < request.granules {
-            return Err(CarveError::SegmentTooSmall {
-                size,
-                requested: u64::from(request.granules) * GRANULE,
-            });
+            return Err(Error::Invalid(InvalidArgument::TooSmall {
+                usable: size as usize,
+                needed: request.granules as usize * GRANULE as usize,
+            }));
         }
-        let overlaps = [&self.small, &self.large].into_iter().any(|space| {
-            let before = space.regions().range(..end).next_back();
-            before.is_some_and(|(start, region)| start + region.bytes > base)
+        let overlapped = [&self.small, &self.large].into_iter().find_map(|space| {
+            let (start, region) = space.regions().range(..end).next_back()?;
+            (start + region.bytes > base).then_some((*start, region.bytes))
         });
-        if overlaps {
-            return Err(CarveError::Overlap { address: base });
+        if let Some(old) = overlapped {
+            let new = (base, size);
+            return Err(Error::Overlap { new, old });
         }
         let slot = self.slot(stream);
         let (space, records) = self.parts(request.space);
@@ -244,8 +206,8 @@ impl Carver {
     /// Says that another stream uses the live block at `address`.
     ///
     /// # Errors
-    /// [`CarveError::NotLive`].
-    pub fn record(&mut self, address: u64, stream: u64) -> Result<(), CarveError> {
+    /// [`Error::NotLive`].
+    pub fn record(&mut self, address: u64, stream: u64) -> Result<(), Error> {
         let id = self.live(address)?;
         let slot = self.slot(stream);
         if self.records[id].stream != slot {
@@ -263,8 +225,8 @@ impl Carver {
     /// [`complete`](Self::complete).
     ///
     /// # Errors
-    /// [`CarveError::NotLive`].
-    pub fn give_back(&mut self, address: u64) -> Result<Carved, CarveError> {
+    /// [`Error::NotLive`].
+    pub fn give_back(&mut self, address: u64) -> Result<Carved, Error> {
         let id = self.live(address)?;
         self.lookup.remove(address);
         let size = self.records[id].bytes();
@@ -396,9 +358,9 @@ impl Carver {
         })
     }
 
-    fn live(&self, address: u64) -> Result<u32, CarveError> {
+    fn live(&self, address: u64) -> Result<u32, Error> {
         let id = self.lookup.exact(address);
-        id.ok_or(CarveError::NotLive { address })
+        id.ok_or(Error::NotLive { ptr: address })
     }
 
     fn take(&mut self, request: &Request, slot: u32, id: u32, bytes: usize) -> Carved {

@@ -7,10 +7,10 @@ use crate::driver::sys;
 
 use crate::allocator::api::Allocator;
 use crate::allocator::engine::{Engine, Shared};
-use crate::allocator::error::Error;
 use crate::allocator::heap::guarded::Guarding;
 use crate::allocator::report::PhysicalSegment;
 use crate::allocator::stream::slot::AfterFree;
+use crate::error::Error;
 
 /// Keeps a part of a block where it is, for somebody who uses its physical memory without the
 /// allocator's knowledge: another process after an export, a network card after a registration.
@@ -68,7 +68,7 @@ impl Allocator {
     /// keeps it.
     ///
     /// # Errors
-    /// [`Error::NotOurs`], [`Error::NotLive`]; [`Error::InvalidRange`] if the range is empty or
+    /// [`Error::NotOurs`], [`Error::NotLive`]; [`Error::Invalid`] if the range is empty or
     /// reaches beyond its block; [`Error::Closed`], a lost context.
     pub fn segments_of(
         &self,

@@ -17,8 +17,6 @@ use crate::allocator::engine::hooks::ReliefHook;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::Missed;
 use crate::allocator::engine::{Engine, Shared};
-use crate::allocator::error::Error;
-use crate::allocator::extent::invariant::CheckError;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::report::Trimmed;
 use crate::allocator::report::{BlockInfo, SegmentInfo};
@@ -27,6 +25,7 @@ use crate::allocator::request::Request;
 use crate::allocator::size;
 use crate::allocator::stats::Stats;
 use crate::allocator::stream::slot::StreamKey;
+use crate::error::Error;
 
 /// A caching allocator for the memory of one device.
 ///
@@ -49,7 +48,7 @@ use crate::allocator::stream::slot::StreamKey;
 /// # Default streams by their handles
 /// In a raw call null and 1 mean the legacy default stream of the *allocator's* context, and 2 the calling
 /// thread's own default stream in that context: whichever context is current, and where none is. They
-/// are the streams of [`Stream::legacy_default`] and [`Stream::per_thread_default`] with
+/// are the streams of [`Stream::legacy`] and [`Stream::per_thread`] with
 /// [`context`](Self::context). To the driver the same handles mean the streams of the context that is
 /// current, so a caller who has another one current passes a stream of it by its own handle; the default
 /// streams of another context have none: make a [`Stream`] of them, with their context. With
@@ -89,14 +88,14 @@ impl Allocator {
         let config = Config::from_env()?;
         let driver = Driver::load()?;
         let device = driver.device(ordinal)?;
-        Self::with_config(&Context::primary(&driver, device)?, config)
+        Self::with_config(&Context::primary(&device)?, config)
     }
 
     /// An allocator on a given context.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`], [`Error::NotSupported`] if the device cannot do what the settings
-    /// ask for, [`Error::Refused`] if it says that it can and does not, and driver errors.
+    /// ask for, [`Error::DeviceRefused`] if it says that it can and does not, and driver errors.
     pub fn with_config(context: &Context, config: Config) -> Result<Self, Error> {
         Ok(Allocator {
             engine: Engine::new(context, &config)?,
@@ -159,8 +158,8 @@ impl Allocator {
     /// Allocates `bytes` (at least 1) for use on a stream.
     ///
     /// # Errors
-    /// [`Error::InvalidSize`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`],
-    /// [`Error::ForeignDriver`], [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any
+    /// [`Error::Invalid`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`],
+    /// [`Error::Stream`], [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any
     /// of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
@@ -200,7 +199,7 @@ impl Allocator {
     /// [`allocate`](Self::allocate) with wishes.
     ///
     /// # Errors
-    /// As [`allocate`](Self::allocate), and [`Error::InvalidAlignment`]; [`Error::NotCached`] if the request is
+    /// As [`allocate`](Self::allocate), and [`Error::Invalid`]; [`Error::NotCached`] if the request is
     /// [for cached memory only](Request::cached_only) and there is none.
     pub fn allocate_with(&self, request: Request, stream: &Stream) -> Result<Block, Error> {
         let grant = self
@@ -257,8 +256,8 @@ impl Allocator {
     /// stream. If it fails, everything is as it was.
     ///
     /// # Errors
-    /// [`Error::UnknownStream`], [`Error::Capturing`], driver errors; [`Error::OtherThread`] for the
-    /// per-thread default stream where only another thread's is known.
+    /// [`Error::Stream`] for a stream that is not known, and for the per-thread default stream where only another
+    /// thread's is; [`Error::Capturing`], driver errors.
     pub fn retire(&self, stream: &Stream) -> Result<(), Error> {
         self.engine.retire(&self.engine.named(stream)?)
     }
@@ -283,7 +282,7 @@ impl Allocator {
     /// shared when its work is done. Not needed for correctness.
     ///
     /// # Errors
-    /// [`Error::UnknownStream`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.
+    /// [`Error::Stream`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.
     ///
     /// # Safety
     /// `stream` must be a live stream, or a special handle, which means a default stream of the allocator's
@@ -411,7 +410,7 @@ impl Allocator {
     /// After a lost context, in a forked child and while the process exits nothing is touched.
     ///
     /// # Errors
-    /// [`Error::LiveBlocks`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors;
+    /// [`Error::InUse`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors;
     /// [`Error::Capturing`] if the context has to be waited for while a stream of it is being captured;
     /// [`Error::StillHeld`] while another thread is in a [`trim`](Self::trim), which has memory in hand that
     /// this call cannot give back: nothing is lost, and a close after that trim finds it gone.
@@ -479,7 +478,7 @@ impl Allocator {
     ///
     /// # Errors
     /// The first thing that does not agree. In a forked child there is nothing to look at, which is one.
-    pub fn check(&self) -> Result<(), CheckError> {
+    pub fn check(&self) -> Result<(), Error> {
         match self.engine.readable() {
             Some(heap) => heap.check(),
             None => crate::allocator::extent::invariant::holds("the heap of a forked child", false),

@@ -5,11 +5,11 @@ use crate::driver::{Stream, sys};
 use crate::allocator::api::Allocator;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::Missed;
-use crate::allocator::error::Error;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::request::Request;
 use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::stream::slot::is_special;
+use crate::error::Error;
 
 impl Allocator {
     /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default

@@ -17,7 +17,6 @@ use crate::allocator::cache::stream_cache;
 use crate::allocator::cache::stream_cache::{Life, SMALL_ID, StreamCache, page_of};
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::{Engine, Guard, Shared};
-use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId};
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
@@ -28,6 +27,7 @@ use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::stream::slot::Suspect;
 use crate::allocator::stream::slot::is_special;
+use crate::error::Error;
 
 /// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
 /// call announced is withdrawn if it fails, or if a hook of the user panics in it.
@@ -123,7 +123,7 @@ impl Engine {
             return Err(Error::Closed);
         }
         if !heap.contended
-            && let Some(grant) = heap.take_ready(self.device, named.key, request)
+            && let Some(grant) = heap.take_ready(&self.device, named.key, request)
         {
             return Ok(grant);
         }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use crate::driver::{StreamKind, process};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::report::Trimmed;
 use crate::allocator::stream::slot::{Holder, StreamKey};
+use crate::error::Error;
 use crate::sync::capture::is_of_capture;
 
 impl Engine {
@@ -133,7 +133,11 @@ impl Engine {
             heap.empty_large_caches();
             let (blocks, bytes) = heap.shut(calls);
             if blocks > 0 {
-                return Err(Error::LiveBlocks { blocks, bytes });
+                return Err(Error::InUse {
+                    what: "block",
+                    count: blocks,
+                    bytes,
+                });
             }
             heap.closed = true;
         }

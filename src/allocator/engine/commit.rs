@@ -3,13 +3,13 @@
 use crate::driver::{DriverError, Entered};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::{Error, OutOfMemory};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::memory::GivenBack;
 use crate::allocator::physical::GrowthFailure;
 use crate::allocator::physical::plan::Release;
 use crate::allocator::size::PHYSICAL_GRANULE;
+use crate::error::{Error, OutOfMemory};
 
 /// Address space that an arena leases first; then as much again as it has, while that is less than
 /// the device's memory.

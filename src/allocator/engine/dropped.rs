@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use crate::allocator::cache::deferred::{Deferred, User};
 use crate::allocator::cache::grant::Lifetime;
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
+use crate::error::Error;
 
 impl Engine {
     /// Frees what was dropped when it could not be freed.

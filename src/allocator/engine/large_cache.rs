@@ -48,7 +48,7 @@ impl Heap {
 #[cfg(all(test, feature = "sim", not(loom)))]
 pub(crate) mod tests {
     use crate::allocator::{Allocator, Config};
-    use crate::driver::{Context, Stream};
+    use crate::driver::Stream;
     use crate::sim::{SimConfig, Simulator};
     use crate::{Block, Policy};
 
@@ -58,7 +58,7 @@ pub(crate) mod tests {
     pub(crate) fn contended(test: impl FnOnce(&Allocator, [&Stream; 2])) {
         let simulator = Simulator::new(SimConfig::default()).unwrap();
         let driver = simulator.driver().unwrap();
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let context = driver.context(0).unwrap();
         let config = Config::new().policy(Policy::Packed);
         let allocator = Allocator::with_config(&context, config).unwrap();
         let streams = [0, 1].map(|_| Stream::new(&context).unwrap());

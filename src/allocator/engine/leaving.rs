@@ -11,10 +11,10 @@ use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, Slot, StreamKey};
+use crate::error::Error;
 use crate::locks::lock::pause;
 
 impl Streams {
@@ -53,11 +53,11 @@ impl Streams {
     /// destroyed once the stream is retired, and its events with it.
     fn foreign_marker(&self, stream: u32, own: u64) -> Option<Marker> {
         let slot = &self[stream];
-        if slot.context.key() == own || !matches!(slot.holder, Holder::Foreign(_)) {
+        if slot.context.id() == own || !matches!(slot.holder, Holder::Foreign(_)) {
             return None;
         }
         let last = slot.markers.back()?;
-        (last.event.context().key() != own).then(|| last.clone())
+        (last.event.context().id() != own).then(|| last.clone())
     }
 
     /// An event of our own context stands for what the last marker of a stream, up to a bound, stood for.
@@ -78,7 +78,7 @@ impl Streams {
         };
         let done = newest && (same || self[stream].markers.is_empty());
         for event in gone {
-            let context = event.context().key();
+            let context = event.context().id();
             self.events.entry(context).or_default().push(event);
         }
         done
@@ -90,7 +90,7 @@ impl Streams {
         let slot = &mut self.slots[stream as usize];
         let mut gone = Vec::new();
         slot.markers.retain(|marker| {
-            let other = marker.event.context().key() != context;
+            let other = marker.event.context().id() != context;
             if !other {
                 gone.push(Arc::clone(&marker.event));
             }
@@ -215,8 +215,8 @@ impl Engine {
             let entered = self.context.enter().map_err(|e| self.error(e))?;
             Arc::new(entered.create_event().map_err(|e| self.error(e))?)
         };
-        follower.wait_event(event).map_err(|e| self.error(e))?;
-        follower.record(&own).map_err(|e| self.error(e))?;
+        follower.wait(event).map_err(|e| self.error(e))?;
+        own.record(&follower).map_err(|e| self.error(e))?;
         // The stream is destroyed, which lets what it was given run on.
         Ok(own)
     }
@@ -224,7 +224,7 @@ impl Engine {
     /// Destroys what is left of another context's events, after the retirement of a stream there: those of
     /// its markers, and the pool if no other stream needs it.
     pub(crate) fn let_go_of_context(&self, stream: u32, context: &Context) {
-        let (own, key) = (self.context.key(), context.key());
+        let (own, key) = (self.context.id(), context.id());
         if key == own {
             return;
         }
@@ -232,10 +232,10 @@ impl Engine {
             let mut heap = self.lock();
             // Another thread may have recorded one on the way to the last. But another stream may be there.
             let mut events = match &heap.streams[stream].context {
-                other if other.key() == key => Vec::new(),
+                other if other.id() == key => Vec::new(),
                 _ => heap.streams.take_markers_of(stream, key),
             };
-            if !heap.streams.iter().any(|(_, s)| s.context.key() == key) {
+            if !heap.streams.iter().any(|(_, s)| s.context.id() == key) {
                 events.extend(heap.streams.events.remove(&key).into_iter().flatten());
             }
             events
@@ -254,7 +254,7 @@ impl Engine {
     /// Whether an error says no more than that another context than ours is gone, though a stream of it was
     /// not retired.
     pub(crate) fn is_gone(&self, context: &Context, error: &DriverError) -> bool {
-        context.key() != self.context.key()
+        context.id() != self.context.id()
             && matches!(
                 error.code(),
                 CUresult::CUDA_ERROR_INVALID_CONTEXT
@@ -278,13 +278,13 @@ impl Engine {
         let mut contexts = vec![self.context.clone()];
         let mut touched = Vec::new();
         for (_, slot) in self.lock().streams.iter() {
-            if slot.context.key() == self.context.key() {
+            if slot.context.id() == self.context.id() {
                 continue;
             }
             if let Holder::Foreign(_) = &slot.holder {
                 touched.push(slot.holder.clone());
             }
-            if !contexts.iter().any(|c| c.key() == slot.context.key()) {
+            if !contexts.iter().any(|c| c.id() == slot.context.id()) {
                 contexts.push(slot.context.clone());
             }
         }
@@ -307,7 +307,7 @@ impl Engine {
             "a context on device {} is gone, but its streams were not retired",
             context.device().ordinal()
         );
-        self.lock().context_gone(context.key(), &self.context);
+        self.lock().context_gone(context.id(), &self.context);
     }
 
     /// Lets go of streams that only we still hold: records their last marker and drops them.
@@ -360,7 +360,7 @@ impl Engine {
                 break;
             }
             if heap.streams[stream].covered() {
-                let Some(last) = heap.streams.foreign_marker(stream, self.context.key()) else {
+                let Some(last) = heap.streams.foreign_marker(stream, self.context.id()) else {
                     break;
                 };
                 drop(heap);

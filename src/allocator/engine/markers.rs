@@ -7,12 +7,12 @@ use crate::driver::sys::CUstream;
 use crate::driver::{Context, Event, Stream, process};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::poll::{Answer, Poll};
 use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
+use crate::error::Error;
 use crate::sync::capture::{is_capture_refusal, is_of_capture, is_void_event};
 
 /// What is to be found out for a request of a stream before memory of other streams may serve it.
@@ -122,7 +122,7 @@ impl Engine {
         if !is_per_thread(raw) {
             return Ok(true);
         }
-        match Stream::per_thread_default(context).and_then(|own| own.id()) {
+        match Stream::per_thread(context).id() {
             Ok(own) => Ok(StreamKey::Id(own) == key),
             Err(error) if is_of_capture(error.code()) => Ok(false),
             Err(error) => Err(self.error(error)),
@@ -173,7 +173,7 @@ impl Engine {
     fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<bool, Error> {
         let current = context.make_current();
         let current = current.map_err(|e| self.error_in(context, e))?;
-        let pooled = self.lock().streams.pooled_event(context.key());
+        let pooled = self.lock().streams.pooled_event(context.id());
         let event = match pooled {
             Some(event) => event,
             None => {
@@ -208,7 +208,7 @@ impl Engine {
             Ok(()) => {
                 heap.stats.markers += 1;
                 let unneeded = heap.streams.publish(batch, event);
-                let pool = heap.streams.events.entry(context.key()).or_default();
+                let pool = heap.streams.events.entry(context.id()).or_default();
                 pool.extend(unneeded);
                 Ok(true)
             }
@@ -216,7 +216,7 @@ impl Engine {
                 heap.stats.failed_markers += 1;
                 heap.streams
                     .events
-                    .entry(context.key())
+                    .entry(context.id())
                     .or_default()
                     .push(event);
                 Err(self.error(error))
@@ -332,7 +332,7 @@ impl Engine {
         let mut gone: Vec<Context> = Vec::new();
         let asked = due.ask(|event| {
             let context = event.context();
-            if gone.iter().any(|c| c.key() == context.key()) {
+            if gone.iter().any(|c| c.id() == context.id()) {
                 return Ok(Answer::Late);
             }
             *queries += 1;
@@ -407,7 +407,7 @@ impl Engine {
                 let of = wait.event.context();
                 if is_void_event(error.code()) {
                     self.drop_void(&[(wait.stream, wait.bound)]);
-                } else if self.is_gone(of, &error) && of.key() != context.key() {
+                } else if self.is_gone(of, &error) && of.id() != context.id() {
                     self.context_gone(of);
                     return Err(Error::Driver(error));
                 }
@@ -513,7 +513,7 @@ impl Engine {
             let streams = heap.streams.iter();
             // Only what is waited for below: a stream of yet another context may have come since.
             let waited =
-                streams.filter(|(_, slot)| contexts.iter().any(|c| c.key() == slot.context.key()));
+                streams.filter(|(_, slot)| contexts.iter().any(|c| c.id() == slot.context.id()));
             let mut working: Vec<u32> = Vec::new();
             for (stream, slot) in waited {
                 if matches!(slot.holder, Holder::Retired) {
@@ -574,7 +574,7 @@ mod tests {
     -> Result<(), Box<dyn std::error::Error>> {
         let simulator = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
         let driver = simulator.driver()?;
-        let context = Context::primary(&driver, driver.device(0)?)?;
+        let context = driver.context(0)?;
         let allocator = Allocator::with_config(&context, Config::new())?;
         let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
         for stream in [&a, &b] {

@@ -28,10 +28,10 @@ use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::defaults::Defaults;
 use crate::allocator::engine::hooks::Hooks;
-use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::policy::Rules;
+use crate::error::Error;
 
 /// Marker failures are logged this often at most: the first, then at every power of two.
 #[derive(Debug, Default)]
@@ -127,20 +127,20 @@ impl Engine {
                 what: "peer access without virtual memory management",
             });
         }
-        let mut access = vec![device];
+        let mut access = vec![device.clone()];
         for ordinal in &config.peers {
             let peer = driver.device(*ordinal)?;
-            if peer == device {
+            if peer == *device {
                 continue;
             }
-            if !driver.can_access_peer(peer, device)? {
+            if !peer.can_access_peer(device)? {
                 return Err(Error::NotSupported {
                     what: "access from a peer device",
                 });
             }
             access.push(peer);
         }
-        let total_memory = driver.total_memory(device)?;
+        let total_memory = device.total_memory()?;
         let limit = config.limit.map(|limit| match limit {
             Limit::Bytes(bytes) => bytes,
             Limit::Fraction(share) => (total_memory as f64 * share) as u64,
@@ -163,7 +163,7 @@ impl Engine {
                 id,
                 me: me.clone(),
                 context: context.clone(),
-                device,
+                device: device.clone(),
                 rules,
                 views: rules.maps() && config.views,
                 self_test: config.self_test,
@@ -171,7 +171,7 @@ impl Engine {
                 properties,
                 access,
                 total_memory,
-                addresses: Addresses::of(driver, device, total_memory),
+                addresses: Addresses::of(driver, device.clone(), total_memory),
                 hooks: Hooks::default(),
                 events: EventPools::of(context),
                 log: RareLog::default(),
@@ -248,10 +248,10 @@ impl Engine {
         match self.close() {
             Ok(()) | Err(Error::Guarded { .. } | Error::Closed) => {}
             // The last block, or one of those that come before it, may be one of a stream that captures.
-            Err(Error::LiveBlocks { .. }) if self.deferred.load(Ordering::Relaxed) => {
+            Err(Error::InUse { .. }) if self.deferred.load(Ordering::Relaxed) => {
                 self.outlive_capture();
             }
-            Err(Error::LiveBlocks { .. }) => {}
+            Err(Error::InUse { .. }) => {}
             Err(Error::Capturing { .. }) => self.outlive_capture(),
             // What the driver refused this once it may do when it is asked again.
             Err(error) => self.outlive_refusal(&error),

@@ -3,10 +3,10 @@
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::allocator::stream::slot::{is_per_thread, is_special};
+use crate::error::{Error, StreamMisuse};
 use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
@@ -16,7 +16,7 @@ impl Engine {
         if self.driver().same_library(stream.context().driver()) {
             return Ok(());
         }
-        Err(Error::ForeignDriver)
+        Err(Error::Stream(StreamMisuse::ForeignDriver))
     }
 
     pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
@@ -155,12 +155,12 @@ impl Engine {
     /// Memory of this device is allocated on streams of this device.
     pub(crate) fn same_device(&self, heap: &Heap, stream: u32) -> Result<(), Error> {
         let other = heap.streams[stream].context.device();
-        if other == self.device {
+        if other.ordinal() == self.device.ordinal() {
             return Ok(());
         }
         Err(Error::WrongDevice {
-            device: self.device.ordinal(),
-            stream_device: other.ordinal(),
+            expected: self.device.ordinal(),
+            found: other.ordinal(),
         })
     }
 

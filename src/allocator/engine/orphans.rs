@@ -8,7 +8,7 @@ use crate::driver::process;
 use crate::locks::held::{Locked, locked};
 
 use crate::allocator::engine::{Engine, Shared};
-use crate::allocator::error::Error;
+use crate::error::Error;
 
 /// Each is closed by a later call that may find the capture ended, or the driver willing: when a capture is
 /// ended through this crate, and when any allocator of the process is made, trimmed, synchronised, closed or

@@ -6,16 +6,16 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::{DriverError, Stream, StreamKind, WORD_KERNELS};
+use crate::driver::{DriverError, Module, Stream, StreamKind, WORD_KERNELS};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::bench::{Bench, Finished, Unfinished, Work};
-use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::report::SelfTest;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::slot::Holder;
+use crate::error::Error;
 use crate::locks::held::locked;
 use crate::sync::capture::is_of_capture;
 
@@ -35,7 +35,7 @@ impl Engine {
         }
         if !self.self_test {
             self.lock().views.self_test = SelfTest::Off;
-        } else if let Some(good) = self.driver().aliasing(self.device) {
+        } else if let Some(good) = self.driver().aliasing(self.device.ordinal()) {
             self.aliasing_known(good);
         }
     }
@@ -119,7 +119,7 @@ impl Engine {
         let Some(good) = self.test_aliasing(with_kernels)? else {
             return Ok(true);
         };
-        self.driver().set_aliasing(self.device, good);
+        self.driver().set_aliasing(self.device.ordinal(), good);
         if !good {
             log::warn!(
                 "device {} does not keep memory the same through two addresses: views are not used",
@@ -207,7 +207,7 @@ impl Engine {
         // Loading may wait for everything that runs in the context, which this thread may have to
         // end. A device that cannot load them is tested without kernels as well.
         let load = || {
-            let module = entered.load_module(WORD_KERNELS)?;
+            let module = Module::from_ptx(entered.context(), WORD_KERNELS)?;
             Ok::<_, DriverError>((
                 module.function(c"cualloc_fill")?,
                 module.function(c"cualloc_check")?,

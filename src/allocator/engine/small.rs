@@ -10,11 +10,11 @@ use crate::allocator::cache::stream_cache::{
     Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRANULES, Small, Using, thread,
 };
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
+use crate::error::Error;
 
 /// A request that no stream cache served at once: the stream cache that was tried, still locked if nobody else was
 /// at it.

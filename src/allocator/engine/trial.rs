@@ -8,8 +8,8 @@ use crate::driver::sys::{CUdeviceptr, CUmemGenericAllocationHandle};
 use crate::driver::{Context, Device, DriverError, Entered, MemoryProperties, Stream, Trials};
 
 use crate::allocator::config::Policy;
-use crate::allocator::error::Error;
 use crate::allocator::size::PHYSICAL_GRANULE;
+use crate::error::Error;
 
 /// What is tried: the smallest handle that allocators make.
 const BYTES: usize = PHYSICAL_GRANULE as usize;
@@ -35,25 +35,25 @@ pub(crate) fn memory_of(
     policy: Policy,
 ) -> Result<Option<MemoryProperties>, Error> {
     let (driver, device) = (context.driver(), context.device());
-    if !driver.supports_vmm(device)? {
+    if !device.supports_vmm()? {
         return match policy {
             Policy::Packed => Err(Error::NotSupported { what: WHAT }),
             _ => Ok(None),
         };
     }
-    let wished = MemoryProperties::for_device(driver, device)?;
+    let wished = MemoryProperties::for_device(device)?;
     let trials = driver.trials();
-    if trials.passed(device) {
+    if trials.passed(device.ordinal()) {
         return Ok(Some(wished));
     }
     match outcome(context, wished, trials).map_err(failed)? {
         Outcome::Usable(properties) | Outcome::Unknown(properties) => Ok(Some(properties)),
-        Outcome::Refused(source) if policy == Policy::Packed => Err(Error::Refused {
+        Outcome::Refused(source) if policy == Policy::Packed => Err(Error::DeviceRefused {
             what: WHAT,
             cause: source,
         }),
         Outcome::Refused(error) => {
-            if trials.first_refusal(device) {
+            if trials.first_refusal(device.ordinal()) {
                 log::warn!(
                     "device {} refuses the virtual memory that it advertises, the classic policy is used: \
                      {error}",
@@ -105,7 +105,7 @@ fn outcome(
         let Failure { error, leaks } = match try_memory(&entered, &stream, &properties) {
             Ok(()) => {
                 match refusal {
-                    None => trials.pass(device),
+                    None => trials.pass(device.ordinal()),
                     Some(error) => say_reduced(trials, device, &properties, error),
                 }
                 return Ok(Outcome::Usable(properties));
@@ -130,8 +130,13 @@ fn outcome(
     Ok(refusal.map_or(Outcome::Unknown(wished), Outcome::Refused))
 }
 
-fn say_reduced(trials: &Trials, device: Device, properties: &MemoryProperties, error: DriverError) {
-    if !trials.first_refusal(device) {
+fn say_reduced(
+    trials: &Trials,
+    device: &Device,
+    properties: &MemoryProperties,
+    error: DriverError,
+) {
+    if !trials.first_refusal(device.ordinal()) {
         return;
     }
     let without = if *properties == MemoryProperties::plain(device) {
@@ -231,7 +236,7 @@ fn try_mapping(
     }
     let device = entered.context().device();
     // SAFETY: mapped above.
-    let opened = unsafe { entered.set_access(at, BYTES, &[device]) };
+    let opened = unsafe { entered.set_access(at, BYTES, std::slice::from_ref(device)) };
     let written = opened.and_then(|()| {
         // SAFETY: the range is mapped and open, and the stream alive.
         unsafe { entered.memset_d8(at, 0xa5, BYTES, stream.raw()) }

@@ -1,23 +1,12 @@
 //! What the metadata is checked for: the first thing that does not agree.
 
-/// Something in the heap does not agree.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("inconsistent heap: {what} (expected {expected}, found {found})")]
-#[non_exhaustive]
-pub struct CheckError {
-    /// What was compared.
-    pub what: &'static str,
-    /// What the walk says.
-    pub expected: u64,
-    /// What the heap says.
-    pub found: u64,
-}
+use crate::error::Error;
 
-pub(crate) fn same(what: &'static str, expected: u64, found: u64) -> Result<(), CheckError> {
+pub(crate) fn same(what: &'static str, expected: u64, found: u64) -> Result<(), Error> {
     if expected == found {
         Ok(())
     } else {
-        Err(CheckError {
+        Err(Error::Inconsistent {
             what,
             expected,
             found,
@@ -25,6 +14,6 @@ pub(crate) fn same(what: &'static str, expected: u64, found: u64) -> Result<(), 
     }
 }
 
-pub(crate) fn holds(what: &'static str, condition: bool) -> Result<(), CheckError> {
+pub(crate) fn holds(what: &'static str, condition: bool) -> Result<(), Error> {
     same(what, 1, u64::from(condition))
 }

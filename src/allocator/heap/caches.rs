@@ -6,13 +6,13 @@ use crate::allocator::cache::HeldBack;
 use crate::allocator::cache::stream_cache::{
     Batch, MOST_CACHES, Node, Returned, Run, StreamCache, StreamCachePool, Using,
 };
-use crate::allocator::error::Error;
 use crate::allocator::extent::record::{Recorded, SpaceId, State as Extent};
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::PAGE_GRANULES;
 use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stream::slot::{self, AfterFree, Holder, StreamKey};
+use crate::error::Error;
 
 static POOL: StreamCachePool = StreamCachePool::new();
 

@@ -15,12 +15,13 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::allocator::cache::stream_cache::{Kind, Node};
-use crate::allocator::extent::invariant::{CheckError, holds, same};
+use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
 use crate::allocator::extent::space::{Space, class_of};
 use crate::allocator::heap::Heap;
 use crate::allocator::size::{PAGE, PHYSICAL_GRANULE};
 use crate::allocator::view::mapping::push_part;
+use crate::error::Error;
 
 /// What the walk adds up.
 #[derive(Default)]
@@ -42,7 +43,7 @@ pub(crate) struct Sums {
 }
 
 impl Heap {
-    pub(crate) fn check(&self) -> Result<(), CheckError> {
+    pub(crate) fn check(&self) -> Result<(), Error> {
         let mut sums = Sums::default();
         for space in self.extents.spaces() {
             self.check_space(space, &mut sums)?;
@@ -71,7 +72,7 @@ impl Heap {
         self.check_counters(&sums)
     }
 
-    fn check_space(&self, space: &Space, sums: &mut Sums) -> Result<(), CheckError> {
+    fn check_space(&self, space: &Space, sums: &mut Sums) -> Result<(), Error> {
         let (mut pieces, mut holes) = (0, 0);
         for (base, region) in space.regions() {
             let (mut at, mut prev, mut end) = (region.first, NIL, *base);
@@ -167,7 +168,7 @@ impl Heap {
         same("holes listed", holes, space.holes().len() as u64)
     }
 
-    fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
+    fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), Error> {
         let hot = &self.extents.records[id];
         if self.rules.caches() && space.id == SpaceId::Small {
             sums.pages += 1;
@@ -196,7 +197,7 @@ impl Heap {
     }
 
     /// Views, and the blocks in them.
-    fn check_views(&self, sums: &mut Sums) -> Result<(), CheckError> {
+    fn check_views(&self, sums: &mut Sums) -> Result<(), Error> {
         let mut maps: HashMap<u64, u32> = HashMap::new();
         let mut live: HashMap<u64, Vec<(u32, u32)>> = HashMap::new();
         let (mut aliased, mut viewed) = (0, 0);
@@ -311,7 +312,7 @@ impl Heap {
     }
 
     /// Driver-held memory and mapped extents are the same bytes.
-    fn check_held(&self, sums: &Sums) -> Result<(), CheckError> {
+    fn check_held(&self, sums: &Sums) -> Result<(), Error> {
         let mapped: u64 = sums.mapped.values().sum();
         let held: u64 = self.physical.holdings.values().map(|h| h.bytes).sum();
         let orphaned_handles: u64 = self.physical.orphaned_handles.iter().map(|s| s.bytes).sum();
@@ -349,7 +350,7 @@ impl Heap {
     }
 
     /// Stream caches, their pages, and what they hold back.
-    fn check_caches(&self, sums: &Sums) -> Result<(), CheckError> {
+    fn check_caches(&self, sums: &Sums) -> Result<(), Error> {
         let (mut pages, mut caches) = (0, 0);
         let mut waiting: HashMap<u32, u64> = HashMap::new();
         let mut held_back: HashMap<(u32, Node), u64> = HashMap::new();
@@ -429,7 +430,7 @@ impl Heap {
         same("every page has a stream cache", sums.pages, pages)
     }
 
-    fn check_streams(&self, sums: &Sums) -> Result<(), CheckError> {
+    fn check_streams(&self, sums: &Sums) -> Result<(), Error> {
         for (stream, slot) in self.streams.iter() {
             same(
                 "live blocks of a stream",
@@ -456,7 +457,7 @@ impl Heap {
         )
     }
 
-    fn check_counters(&self, sums: &Sums) -> Result<(), CheckError> {
+    fn check_counters(&self, sums: &Sums) -> Result<(), Error> {
         let stats = &self.stats;
         for (pool, at) in [(&stats.small, 0), (&stats.large, 1)] {
             same("allocations", sums.live[at], pool.allocations.current)?;
@@ -522,7 +523,7 @@ impl Heap {
     }
 
     /// A live block of the user.
-    pub(crate) fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), CheckError> {
+    pub(crate) fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), Error> {
         let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
         let large = usize::from(hot.space == SpaceId::Large);
         sums.live[large] += 1;

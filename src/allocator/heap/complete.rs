@@ -90,7 +90,7 @@ mod tests {
     use std::sync::Arc;
 
     use crate::allocator::{Allocator, Config};
-    use crate::driver::{Context, Stream};
+    use crate::driver::Stream;
     use crate::sim::{SimConfig, Simulator};
 
     /// R23: a wait or a question under way means the event as it was recorded then.
@@ -99,14 +99,14 @@ mod tests {
     {
         let simulator = Simulator::new(SimConfig::default())?;
         let driver = simulator.driver()?;
-        let context = Context::primary(&driver, driver.device(0)?)?;
+        let context = driver.context(0)?;
         let allocator = Allocator::with_config(&context, Config::new())?;
         let [a, b] = [Stream::new(&context)?, Stream::new(&context)?];
         drop(allocator.allocate(512, &b)?);
         drop(allocator.allocate(12 << 20, &a)?);
         let _block = allocator.allocate(12 << 20, &b)?;
         let engine = allocator.engine();
-        let key = context.key();
+        let key = context.id();
         let held: Arc<_> = {
             let heap = engine.lock();
             let pool = heap.streams.events.get(&key).ok_or("no pool")?;

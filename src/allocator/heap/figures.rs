@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 use crate::allocator::extent::record::COMPLETE;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
-use crate::allocator::report::{Fragmentation, GrowthInfo, GrowthReason, Packing, StreamBytes};
+use crate::allocator::report::{Fragmentation, GrowthInfo, GrowthReason, Packing};
 use crate::allocator::size::GRANULE;
+use crate::error::StreamBytes;
 
 impl Heap {
     /// The figures of how memory lies that cost little.

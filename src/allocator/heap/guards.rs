@@ -1,12 +1,12 @@
 //! Where memory lies physically, and blocks that guards keep there.
 
-use crate::allocator::error::Error;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::guarded::Guarding;
 use crate::allocator::report::PhysicalSegment;
 use crate::allocator::size::GRANULE;
+use crate::error::{Error, InvalidArgument};
 
 impl Heap {
     /// The live block around a range, and where the range lies.
@@ -19,7 +19,7 @@ impl Heap {
             let last = run.ptr + u64::from(run.granules) * GRANULE;
             let end = ptr.checked_add(bytes).filter(|end| *end <= last);
             let Some(end) = end.filter(|_| bytes > 0) else {
-                return Err(Error::InvalidRange { ptr, bytes });
+                return Err(Error::Invalid(InvalidArgument::Range { ptr, bytes }));
             };
             return Ok((
                 Guarding::Small(run.ptr),
@@ -32,7 +32,7 @@ impl Heap {
         let hot = &self.extents.records[id];
         let end = ptr.checked_add(bytes).filter(|end| *end <= hot.end());
         let Some(end) = end.filter(|_| bytes > 0) else {
-            return Err(Error::InvalidRange { ptr, bytes });
+            return Err(Error::Invalid(InvalidArgument::Range { ptr, bytes }));
         };
         let segments = if self.extents.records.cold(id).home().is_empty() {
             self.physical.home_segments(ptr, end)

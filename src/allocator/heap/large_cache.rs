@@ -3,9 +3,10 @@
 use std::sync::atomic::Ordering;
 
 use crate::allocator::cache::stream_cache::{CachedBlock, StreamCache};
-use crate::allocator::extent::invariant::{CheckError, holds, same};
+use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::extent::record::State as Extent;
 use crate::allocator::heap::Heap;
+use crate::error::Error;
 
 impl Heap {
     /// A block was handed out by the heap: puts it in the large-block cache of its stream cache if that may be
@@ -207,7 +208,7 @@ impl Heap {
     }
 
     /// Every block in a large-block cache is known to the heap, and none else.
-    pub(crate) fn check_large_caches(&self) -> Result<(), CheckError> {
+    pub(crate) fn check_large_caches(&self) -> Result<(), Error> {
         let mut known = 0;
         for cache in self.caches.all() {
             let inner = cache.lock();

@@ -12,7 +12,7 @@ impl Heap {
     pub(crate) fn context_gone(&mut self, key: u64, own: &Context) {
         let gone = self.streams.iter();
         let gone: Vec<u32> = gone
-            .filter(|(_, slot)| slot.context.key() == key)
+            .filter(|(_, slot)| slot.context.id() == key)
             .map(|(stream, _)| stream)
             .collect();
         let mut events = self.streams.events.remove(&key).unwrap_or_default();

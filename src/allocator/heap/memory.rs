@@ -1,7 +1,6 @@
 //! Growth and release in the heap: what failed, what is set apart, what comes back, and the picture of a want
 //! of memory.
 
-use crate::allocator::error::{OutOfMemory, PinnedSegment};
 use crate::allocator::extent::handle::OrphanedHandle;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
@@ -11,6 +10,7 @@ use crate::allocator::physical::GrowthFailure;
 use crate::allocator::physical::plan::Release;
 use crate::allocator::size::GRANULE;
 use crate::driver::DriverError;
+use crate::error::{OutOfMemory, PinnedSegment};
 
 impl Heap {
     /// Enters address space that was leased for an arena; `grown`: it lengthens the lease before it.

@@ -6,10 +6,11 @@ use crate::allocator::cache::stream_cache::{
     Allocated, Amounts, CachedBlock, Owner, QUANTITIES, Small, StreamCache,
 };
 use crate::allocator::cache::{Locked, SmallTotals, totals};
-use crate::allocator::extent::invariant::{CheckError, holds, same};
+use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stats::{Counter, PoolStats, Stats};
+use crate::error::Error;
 
 /// The counters of the quantities that stream caches count, in their order.
 fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
@@ -255,7 +256,7 @@ impl Heap {
     }
 
     /// What the stream caches may count to never passes a peak.
-    pub(crate) fn check_limits(&self) -> Result<(), CheckError> {
+    pub(crate) fn check_limits(&self) -> Result<(), Error> {
         let locked = self.caches.lock_caches();
         let limits = locked.iter().map(|inner| inner.accounts.allocated.limit());
         let limit = limits.sum();

@@ -1,11 +1,11 @@
 //! Requests, their numbers checked once.
 
 use crate::allocator::cache::stream_cache::{PAGE_GRANULES, Small};
-use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::request::Request;
 use crate::allocator::size::{GRANULE, MAX_ALIGNMENT, PACKED_SMALL_LIMIT, PAGE, round_size};
+use crate::error::{Error, InvalidArgument};
 
 // The fast path compares with the limit, and `Checked::small` with a page: whoever moves one moves both.
 const _: () = assert!(PACKED_SMALL_LIMIT == PAGE);
@@ -25,17 +25,17 @@ pub(crate) struct Checked {
 impl Checked {
     pub(crate) fn new(bytes: usize, alignment: usize) -> Result<Self, Error> {
         if bytes == 0 {
-            return Err(Error::InvalidSize { requested: 0 });
+            return Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }));
         }
         let Some(rounded) = round_size(bytes) else {
-            return Err(Error::InvalidSize {
-                requested: bytes as u64,
-            });
+            return Err(Error::Invalid(InvalidArgument::Size {
+                bytes: bytes as u64,
+            }));
         };
         if !alignment.is_power_of_two() || alignment as u64 > MAX_ALIGNMENT {
-            return Err(Error::InvalidAlignment {
-                alignment: alignment as u64,
-            });
+            return Err(Error::Invalid(InvalidArgument::Alignment {
+                bytes: alignment as u64,
+            }));
         }
         let granules = |bytes: u64| u32::try_from(bytes / GRANULE).unwrap_or(u32::MAX);
         Ok(Checked {

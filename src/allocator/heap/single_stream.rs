@@ -14,7 +14,7 @@ impl Heap {
     /// the reclaim would not change, if something else is to be done for it.
     pub(crate) fn take_ready(
         &mut self,
-        device: Device,
+        device: &Device,
         key: StreamKey,
         request: &Checked,
     ) -> Option<Grant> {
@@ -31,7 +31,7 @@ impl Heap {
         let &[cache] = self.caches.of(stream) else {
             return None;
         };
-        if self.streams[stream].context.device() != device {
+        if self.streams[stream].context.device().ordinal() != device.ordinal() {
             return None;
         }
         self.uncache_provisional();

@@ -250,7 +250,7 @@ mod tests {
         let sim = Simulator::new(SimConfig::with_devices(1, GIB)).unwrap();
         let driver = sim.driver().unwrap();
         let device = driver.device(0).unwrap();
-        let context = crate::driver::Context::primary(&driver, device).unwrap();
+        let context = crate::driver::Context::primary(&device).unwrap();
         let entered = context.enter().unwrap();
         let addresses = Addresses::of(&driver, device, GIB);
         let lend = || {

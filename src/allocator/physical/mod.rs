@@ -9,7 +9,6 @@ pub(crate) mod policy;
 use std::collections::BTreeMap;
 
 use crate::allocator::config::Tuning;
-use crate::allocator::error::Error;
 use crate::allocator::extent::handle::{Handles, Holding, OrphanedHandle};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
@@ -17,6 +16,7 @@ use crate::allocator::physical::bursts::Account;
 use crate::allocator::physical::plan::tile;
 use crate::allocator::report::{GrowthInfo, PhysicalSegment};
 use crate::driver::DriverError;
+use crate::error::Error;
 
 /// The physical memory of an allocator.
 #[derive(Debug)]

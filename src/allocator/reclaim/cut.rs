@@ -6,9 +6,9 @@
 //! where its longest open run ends.
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::heap::cut::Cut;
 use crate::allocator::size::GRANULE;
+use crate::error::Error;
 
 impl Engine {
     /// Unmaps the end of a view. If that fails, the view stays as it was.

@@ -3,7 +3,6 @@
 use crate::driver::DriverError;
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::LEVELS;
@@ -12,6 +11,7 @@ use crate::allocator::reclaim::stage::Reclaim;
 use crate::allocator::report::GrowthReason;
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Stitch, Unmapped};
+use crate::error::Error;
 
 impl Engine {
     /// Maps what a stitch planned, and takes the block.

@@ -12,13 +12,13 @@
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::{Allocated, Small, StreamCache, thread};
 use crate::allocator::engine::{Engine, Guard};
-use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::{PAGE_GRANULES, Want};
 use crate::allocator::reclaim::stage::{Reclaim, Step};
 use crate::allocator::stream::slot::{AfterFree, StreamKey};
 use crate::allocator::view::mapping::ViewRun;
+use crate::error::Error;
 use crate::sync::capture::is_void_wait;
 
 /// So many markers that stand for nothing may stand in the way of a request.

@@ -1,7 +1,6 @@
 //! The steps of a reclaim that need the driver: what was chosen, and claimed for it, is done without the lock.
 
 use crate::allocator::engine::Engine;
-use crate::allocator::error::Error;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
@@ -9,6 +8,7 @@ use crate::allocator::heap::growth::Growth;
 use crate::allocator::physical::GrowthFailure;
 use crate::allocator::reclaim::stage::{Answer, Reclaim, Step};
 use crate::allocator::report::GrowthReason;
+use crate::error::Error;
 
 impl Engine {
     /// Executes a step without the lock. Returns the extent, claimed and ready for its stream, if the step made

@@ -14,7 +14,6 @@ use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream, process};
 
-use crate::allocator::error::Error;
 use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Use;
@@ -24,6 +23,7 @@ use crate::allocator::stream::slot::{AfterFree, PendingWait};
 use crate::allocator::stream::slot::{
     BACKOFF, BATCH_FREES, Batch, Holder, Marker, PUNCTUAL, Slot, StreamKey,
 };
+use crate::error::{Error, StreamMisuse};
 
 /// As many again, at least, once more markers than this are not complete: a stream without work is done
 /// with the last of them within microseconds.
@@ -310,7 +310,7 @@ impl Streams {
             while slot.markers.front().is_some_and(|m| m.bound <= ticket) {
                 let marker = slot.markers.pop_front();
                 self.unseen -= 1;
-                let spent = marker.map(|m| (m.event.context().key(), m.event));
+                let spent = marker.map(|m| (m.event.context().id(), m.event));
                 self.spent.extend(spent);
             }
             slot.backoff = 0;
@@ -410,9 +410,9 @@ impl Streams {
     pub(crate) fn not_here(&self, raw: usize) -> Error {
         let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
         if is_per_thread(raw) && self.iter().any(|(_, slot)| same(slot)) {
-            return Error::OtherThread { stream: raw };
+            return Error::Stream(StreamMisuse::WrongThread);
         }
-        Error::UnknownStream { stream: raw }
+        Error::Stream(StreamMisuse::Unknown { stream: raw as u64 })
     }
 
     /// The streams that are due to be asked for completed markers; `None` if there are none.

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_void};
 
 use super::cases::Case;
 use crate::common::*;
-use cualloc::driver::{Context, Device, Function, MemoryProperties, Stream, sys};
+use cualloc::driver::{Context, Device, Function, MemoryProperties, Module, Stream, sys};
 
 /// What a kernel does to a word; see `words.ptx`.
 pub type Words = u32;
@@ -51,7 +51,7 @@ fn text(ptx: &str) -> std::ffi::CString {
 }
 
 fn function(context: &Context, ptx: &CStr, name: &CStr) -> Function {
-    let module = context.enter().unwrap().load_module(ptx).unwrap();
+    let module = Module::from_ptx(context, ptx).unwrap();
     module.function(name).unwrap()
 }
 
@@ -67,7 +67,7 @@ impl<'a> Lab<'a> {
             let own = text(include_str!("words.ptx"));
             words = Some(function(&context, &own, c"alias_words"));
             let major = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-            if rig.driver.attribute(context.device(), major).unwrap() >= 9 {
+            if context.device().attribute(major).unwrap() >= 9 {
                 let own = text(include_str!("bulk.ptx"));
                 let names = [c"alias_bulk_fill", c"alias_bulk_check"];
                 bulk = Some(names.map(|name| function(&context, &own, name)));
@@ -157,8 +157,8 @@ impl<'a> Lab<'a> {
     /// What is given to `after` next follows what was given to `before`.
     pub fn follow(&self, after: &Stream, before: &Stream) {
         let event = before.context().enter().unwrap().create_event().unwrap();
-        before.record(&event).unwrap();
-        after.wait_event(&event).unwrap();
+        event.record(before).unwrap();
+        after.wait(&event).unwrap();
     }
 
     pub fn settle(&self) {
@@ -253,7 +253,7 @@ pub struct Aliased<'a> {
 impl<'a> Aliased<'a> {
     pub fn new(lab: &'a Lab<'_>, bytes: usize, access: &[Device]) -> Aliased<'a> {
         let entered = lab.context.enter().unwrap();
-        let properties = MemoryProperties::for_device(&lab.rig.driver, lab.context.device());
+        let properties = MemoryProperties::for_device(lab.context.device());
         let handle = entered.mem_create(bytes, &properties.unwrap()).unwrap();
         let memory = Aliased {
             lab,

@@ -25,7 +25,7 @@ fn each_size(test: impl Fn(&Lab<'_>, &Aliased<'_>, u32)) {
     only(Policy::Packed, |rig| {
         let lab = Lab::new(rig);
         for (bytes, on_gpu) in SIZES {
-            let memory = Aliased::new(&lab, bytes, &[rig.context.device()]);
+            let memory = Aliased::new(&lab, bytes, &[rig.context.device().clone()]);
             test(&lab, &memory, rounds(on_gpu));
         }
     });
@@ -91,7 +91,7 @@ fn wrong_words_are_counted() {
 fn an_address_shows_the_memory_that_is_mapped_there_now() {
     only(Policy::Packed, |rig| {
         let lab = Lab::new(rig);
-        let memory = [3, 5].map(|_| Aliased::new(&lab, 2 * MIB, &[rig.context.device()]));
+        let memory = [3, 5].map(|_| Aliased::new(&lab, 2 * MIB, &[rig.context.device().clone()]));
         let place = lab.reserve(2 * MIB);
         for round in 0..rounds(500) {
             let _beside = (round % 8 == 0).then(|| rig.busy_for(&lab.b, 2_000_000));
@@ -115,11 +115,12 @@ fn peer(rig: &Rig) -> Option<(Device, Context)> {
         return None;
     }
     let (first, second) = (rig.context.device(), rig.driver.device(1).unwrap());
-    if !rig.driver.can_access_peer(second, first).unwrap() {
+    if !second.can_access_peer(first).unwrap() {
         eprintln!("SKIPPED: the second device has no access to the first");
         return None;
     }
-    Some((second, Context::primary(&rig.driver, second).unwrap()))
+    let context = Context::primary(&second).unwrap();
+    Some((second, context))
 }
 
 /// Two devices, each through an address of its own: in order they read what the other wrote, and at
@@ -133,7 +134,7 @@ fn devices_share_memory_at_two_addresses() {
         let lab = Lab::new(rig);
         let theirs = Lab::in_context(rig, context);
         for (bytes, on_gpu) in SIZES {
-            let memory = Aliased::new(&lab, bytes, &[rig.context.device(), device]);
+            let memory = Aliased::new(&lab, bytes, &[rig.context.device().clone(), device.clone()]);
             let [ours, other] = memory.at;
             for round in 0..rounds(on_gpu) / 2 {
                 let seed = round * 7919;

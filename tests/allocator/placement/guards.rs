@@ -1,8 +1,8 @@
 //! Guards keep memory where it is, whoever frees it.
 
 use super::*;
-use cualloc::allocator::Error;
-use cualloc::{Policy, Stats};
+use cualloc::error::InvalidArgument;
+use cualloc::{Error, Policy, Stats};
 
 fn guarded(stats: &Stats) -> u64 {
     stats.packing.guarded
@@ -30,7 +30,10 @@ fn segments_cover_a_block_in_the_order_of_its_addresses() {
             }
             for bad in [(from, 0), (from, block.size() + 1), (from, u64::MAX)] {
                 let error = allocator.segments_of(bad.0, bad.1).unwrap_err();
-                assert!(matches!(error, Error::InvalidRange { .. }), "{error:?}");
+                assert!(
+                    matches!(error, Error::Invalid(InvalidArgument::Range { .. })),
+                    "{error:?}"
+                );
             }
         }
         let foreign = allocator.guard(64, 1).unwrap_err();

@@ -202,8 +202,8 @@ fn r36_a_pipeline_of_streams_holds_little() {
         let [load, compute, store] = rig.streams();
         let follow = |after: &Stream, before: &Stream| {
             let event = rig.context.enter().unwrap().create_event().unwrap();
-            before.record(&event).unwrap();
-            after.wait_event(&event).unwrap();
+            event.record(before).unwrap();
+            after.wait(&event).unwrap();
         };
         if let Some(sim) = rig.maybe_sim() {
             sim.set_mode(Mode::Lag(3));

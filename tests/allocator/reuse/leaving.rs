@@ -6,6 +6,7 @@ use crate::common::*;
 use cualloc::allocator::{Allocator, Config, Policy, Request};
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Stream, sys};
+use cualloc::error::StreamMisuse;
 use cualloc::pool::WorkspacePool;
 use cualloc::sim::{FailPlan, Mode, Report, Simulator};
 use cualloc::{DeviceBuffer, Error};
@@ -198,7 +199,7 @@ fn d3_a_retirement_that_fails_changes_nothing() {
         allocator.retire(&a).unwrap();
         assert!(matches!(
             allocator.retire(&a),
-            Err(Error::UnknownStream { .. })
+            Err(Error::Stream(StreamMisuse::Unknown { .. }))
         ));
         rig.close(&allocator);
     });
@@ -545,7 +546,7 @@ fn d12_the_legacy_stream_is_kept_once_it_is_named_by_an_object() {
             let ptr = allocator.allocate_raw(BLOCK, std::ptr::null_mut()).unwrap();
             allocator.free_raw(ptr).unwrap();
         }
-        let legacy = Stream::legacy_default(&rig.context).unwrap();
+        let legacy = Stream::legacy(&rig.context);
         let block = allocator.allocate(BLOCK, &legacy).unwrap();
         sim.set_mode(Mode::Manual);
         drop(block);

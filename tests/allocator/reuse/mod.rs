@@ -29,7 +29,7 @@ fn two_devices(test: impl Fn(&Rig, &Context)) {
                 return eprintln!("SKIPPED: needs two devices");
             }
             let second = rig.driver.device(1).unwrap();
-            test(rig, &Context::primary(&rig.driver, second).unwrap());
+            test(rig, &Context::primary(&second).unwrap());
         });
     }
 }

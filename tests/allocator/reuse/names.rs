@@ -1,7 +1,8 @@
 //! Default streams by their special handles: always those of the allocator's context.
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Error, Request};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Config, Request};
 use cualloc::driver::{Context, Stream, sys};
 
 /// The special handles.
@@ -14,8 +15,8 @@ fn handle(value: usize) -> sys::CUstream {
 /// What a handle stands for in a context.
 fn meant(context: &Context, value: usize) -> Stream {
     match value {
-        2 => Stream::per_thread_default(context).unwrap(),
-        _ => Stream::legacy_default(context).unwrap(),
+        2 => Stream::per_thread(context),
+        _ => Stream::legacy(context),
     }
 }
 

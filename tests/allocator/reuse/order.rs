@@ -54,8 +54,8 @@ fn r5_side_stream_uses_never_run_out() {
             let block = allocator.allocate(BLOCK, &main).unwrap();
             rig.stamp(block.ptr(), BLOCK, round, &main);
             let event = rig.context.enter().unwrap().create_event().unwrap();
-            main.record(&event).unwrap();
-            side.wait_event(&event).unwrap();
+            event.record(&main).unwrap();
+            side.wait(&event).unwrap();
             rig.stamp(block.ptr(), BLOCK, round + 1, &side);
             block.record_stream(&side).unwrap();
             drop(block);

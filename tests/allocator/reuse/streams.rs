@@ -146,7 +146,7 @@ fn r26_per_thread_streams_are_told_apart() {
     each(|rig| {
         for bytes in [4 * KIB, 12 * MIB] {
             let allocator = rig.allocator();
-            let mine = Stream::per_thread_default(&rig.context).unwrap();
+            let mine = Stream::per_thread(&rig.context);
             // SAFETY: a special handle.
             let ptr = unsafe { allocator.allocate_raw(bytes, PER_THREAD) }.unwrap();
             let hold = rig.hold(&mine);
@@ -156,7 +156,7 @@ fn r26_per_thread_streams_are_told_apart() {
             let (other, done) = std::thread::scope(|scope| {
                 let thread = scope.spawn(|| {
                     let context = allocator.context().clone();
-                    let stream = Stream::per_thread_default(&context).unwrap();
+                    let stream = Stream::per_thread(&context);
                     // SAFETY: a special handle; the block is live.
                     let ptr = unsafe { allocator.allocate_raw(bytes, PER_THREAD) }.unwrap();
                     let entered = context.enter().unwrap();

@@ -3,10 +3,10 @@
 use std::cell::Cell;
 
 use crate::common::*;
-use cualloc::Config;
-use cualloc::allocator::{Allocator, Block, Error, Policy, Request};
+use cualloc::allocator::{Allocator, Block, Policy, Request};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::FailPlan;
+use cualloc::{Config, Error};
 
 /// Where the block of the test lies before an aligned one.
 const HEAD: usize = 100 * KIB;

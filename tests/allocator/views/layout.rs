@@ -2,7 +2,8 @@
 
 use super::{PART, TWO, aliased, packed, scattered, view_of};
 use crate::common::*;
-use cualloc::allocator::{Config, Error, Request};
+use cualloc::Error;
+use cualloc::allocator::{Config, Request};
 
 /// R3, R61: what is free but scattered serves a block larger than any piece, to the byte.
 #[test]

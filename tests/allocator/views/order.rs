@@ -2,10 +2,10 @@
 
 use super::{Kept, PART, TWO, aliased, home, packed, scattered, view_of};
 use crate::common::*;
-use cualloc::Block;
-use cualloc::allocator::{Allocator, Error};
+use cualloc::allocator::Allocator;
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::FailPlan;
+use cualloc::{Block, Error};
 
 /// A view of [`TWO`] bytes that nobody uses: its address.
 fn idle_view(allocator: &Allocator, stream: &Stream) -> u64 {

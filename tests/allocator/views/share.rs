@@ -23,7 +23,9 @@ fn read_elsewhere(rig: &Rig, segment: &PhysicalSegment, word: u32, stream: &Stre
     // SAFETY: the range was reserved just now, and is as long as the handle.
     unsafe {
         entered.mem_map(address, bytes, imported).unwrap();
-        entered.set_access(address, bytes, &[device]).unwrap();
+        entered
+            .set_access(address, bytes, std::slice::from_ref(device))
+            .unwrap();
     }
     let at = address + segment.offset;
     assert_eq!(rig.mismatches(at, segment.bytes as usize, word, stream), 0);
@@ -38,7 +40,7 @@ fn read_elsewhere(rig: &Rig, segment: &PhysicalSegment, word: u32, stream: &Stre
 /// Registers a segment as a network card's driver would.
 fn register(rig: &Rig, segment: &PhysicalSegment) {
     let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED;
-    let able = rig.driver.attribute(rig.context.device(), attribute);
+    let able = rig.context.device().attribute(attribute);
     if !rig.driver.has(Feature::RangeHandles) || able.unwrap() == 0 {
         return eprintln!("SKIPPED in part: the driver gives no dma-bufs");
     }

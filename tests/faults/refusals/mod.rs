@@ -51,7 +51,7 @@ impl World {
         config.mode = mode;
         let sim = Arc::new(Simulator::new(config).unwrap());
         let driver = sim.driver().unwrap();
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let context = driver.context(0).unwrap();
         let config = Config::new().policy(Policy::Packed).self_test(false);
         let alloc = Allocator::with_config(&context, config).unwrap();
         World {

@@ -95,8 +95,8 @@ fn work(context: &Context, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
 /// Lets a stream wait for what another was given.
 fn follow(w: &World, earlier: &Stream, later: &Stream) -> Outcome {
     let event = w.context.enter()?.create_event()?;
-    earlier.record(&event)?;
-    Ok(later.wait_event(&event)?)
+    event.record(earlier)?;
+    Ok(later.wait(&event)?)
 }
 
 fn buffers(w: &World) -> Outcome {
@@ -118,10 +118,7 @@ fn buffers(w: &World) -> Outcome {
     one.order_after(&b)?;
     assert_eq!(one.to_vec()?, [0x5a5a_5a5a; 500]);
     one.free()?;
-    for stream in [
-        w.alloc.create_stream()?,
-        Stream::per_thread_default(&w.context)?,
-    ] {
+    for stream in [w.alloc.create_stream()?, Stream::per_thread(&w.context)] {
         let mut late = DeviceBuffer::<u8>::zeroed(&w.alloc, 600, &stream)?;
         late.fill(1, &b)?;
         w.alloc.retire(&stream)?;
@@ -347,8 +344,8 @@ fn native(w: &World) -> Outcome {
     work(&w.context, block.ptr(), 4096, &b)?;
     if let Err(failed) = block.free() {
         // The caller has it still, and uses it on the stream that it told of.
-        work(&w.context, failed.block.ptr(), 4096, &b)?;
-        failed.block.free()?;
+        work(&w.context, failed.value.ptr(), 4096, &b)?;
+        failed.value.free()?;
         let next = pool.allocate(4096, &a)?;
         work(&w.context, next.ptr(), 4096, &a)?;
         drop(next);
@@ -537,13 +534,13 @@ fn manager(w: &World) -> Outcome {
 fn streams(w: &World) -> Outcome {
     let a = Stream::new(&w.context)?;
     let b = Stream::with_priority(&w.context, -1)?;
-    let own = Stream::legacy_default(&w.context)?;
-    let per_thread = Stream::per_thread_default(&w.context)?;
+    let own = Stream::legacy(&w.context);
+    let per_thread = Stream::per_thread(&w.context);
     per_thread.id()?;
     let event = w.context.enter()?.create_event()?;
     for (one, two) in [(&a, &b), (&b, &own), (&own, &per_thread)] {
-        one.record(&event)?;
-        two.wait_event(&event)?;
+        event.record(one)?;
+        two.wait(&event)?;
         w.context.enter()?.query(&event)?;
         one.is_complete()?;
         two.is_capturing()?;

@@ -1,8 +1,9 @@
 //! Streams come and go, and contexts of others.
 
-use cualloc::allocator::Error;
+use cualloc::Error;
 use cualloc::driver::Stream;
 use cualloc::driver::sys::*;
+use cualloc::error::StreamMisuse;
 
 use super::{Done, Held, Kind, Lane, World};
 use crate::rng::Rng;
@@ -56,7 +57,7 @@ impl World {
                 None => unsafe { allocator.retire_raw(it.raw as CUstream) },
             };
             match result {
-                Ok(()) | Err(Error::UnknownStream { .. }) => {
+                Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) => {
                     self.lanes[lane].raw_in.remove(&slot);
                     self.lanes[lane].owned_in.remove(&slot);
                 }

@@ -2,6 +2,7 @@
 
 use cualloc::allocator::Request;
 use cualloc::driver::Stream;
+use cualloc::error::InvalidArgument;
 use cualloc::{Block, Error, Policy};
 
 use super::{Handle, Held, Machine, Step, text};
@@ -168,7 +169,10 @@ impl Machine<'_> {
                 .allocate_with(Request::new(bytes).align(alignment), &stream)
         })? {
             match result {
-                Err(Error::InvalidSize { .. } | Error::InvalidAlignment { .. }) => {}
+                Err(
+                    Error::Invalid(InvalidArgument::Size { .. })
+                    | Error::Invalid(InvalidArgument::Alignment { .. }),
+                ) => {}
                 other => return Err(format!("{bytes} bytes at {alignment}: {other:?}")),
             }
         }
@@ -216,7 +220,7 @@ impl Machine<'_> {
             }
             Some(block) => {
                 if let Err(refused) = block.free() {
-                    let (block, error) = (refused.block, refused.error);
+                    let (block, error) = (*refused.value, refused.error);
                     self.blocks.push(Held {
                         block: Some(block),
                         ..held

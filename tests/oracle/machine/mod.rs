@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use cualloc::allocator::{BlockState, SegmentInfo};
 use cualloc::driver::{Context, Driver, DriverError, Entered, Event, sys};
+use cualloc::error::StreamMisuse;
 use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy, Stats};
 
@@ -209,7 +210,7 @@ impl<'a> Machine<'a> {
         // SAFETY: the simulator's functions, some of them behind ones of the same types.
         let driver = unsafe { Driver::from_functions(table) }.map_err(text)?;
         let device = driver.device(0).map_err(text)?;
-        let context = Context::primary(&driver, device).map_err(text)?;
+        let context = Context::primary(&device).map_err(text)?;
         let alloc = Allocator::with_config(&context, config(setup)).map_err(text)?;
         let mut machine = Machine {
             sim,
@@ -358,7 +359,7 @@ impl<'a> Machine<'a> {
                 let raw = self.lanes[self.lane(stream)].raw();
                 // SAFETY: a live stream of the context.
                 match unsafe { self.alloc.mark_raw(raw) } {
-                    Err(Error::UnknownStream { .. }) => Ok(()),
+                    Err(Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
                     result => self.tolerate(result).map(drop),
                 }
             }
@@ -557,7 +558,7 @@ impl<'a> Machine<'a> {
         if self.figures.live > 0 {
             for result in self.unchanged(|m| m.alloc.close())? {
                 match result {
-                    Err(Error::LiveBlocks { .. }) => {}
+                    Err(Error::InUse { .. }) => {}
                     Err(Error::Guarded { .. }) if !self.guards.is_empty() => {}
                     other => return Err(format!("close with live blocks: {other:?}")),
                 }

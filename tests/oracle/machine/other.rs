@@ -67,7 +67,7 @@ impl Machine<'_> {
                 Ok(())
             }
             Err(refused) => {
-                self.other.blocks.push((refused.block, number));
+                self.other.blocks.push((*refused.value, number));
                 self.tolerate(Err::<(), _>(refused.error)).map(drop)
             }
         }

@@ -43,7 +43,7 @@ impl Spares {
         };
         match held.block.take().map(cualloc::Block::free) {
             Some(Err(refused)) => {
-                held.block = Some(refused.block);
+                held.block = Some(*refused.value);
                 self.with(|lists| lists.held.push(held));
                 0
             }

@@ -2,6 +2,7 @@
 
 use cualloc::Error;
 use cualloc::driver::{DriverError, Entered, Stream, sys};
+use cualloc::error::StreamMisuse;
 
 use super::{Held, Machine, Step};
 use crate::shadow::shadow;
@@ -101,7 +102,7 @@ impl Machine<'_> {
                     _ => unsafe { self.alloc.retire_raw(raw) },
                 };
                 match result {
-                    Err(Error::UnknownStream { .. }) => break,
+                    Err(Error::Stream(StreamMisuse::Unknown { .. })) => break,
                     result => {
                         if self.tolerate(result)?.is_some() {
                             break;

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use super::World;
-use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer, Schema, Table};
+use cualloc::column::{Column, Consumer, ElementType, Producer, Schema, Table};
 use cualloc::driver::{Stream, sys};
+use cualloc::error::InvalidArgument;
 use cualloc::pool::{NativeConfig, NativePool, TypedPool};
 use cualloc::resource::{
     AsyncResource, DirectResource, LaunchRecorder, MemoryResource, RecordMode, Tag,
 };
 use cualloc::sim::{FailPlan, Mode};
-use cualloc::{DeviceBuffer, PinnedBuffer};
+use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 /// D10: an export has no more rows than its column, whatever a table's columns were exchanged for.
 #[test]
@@ -21,7 +22,12 @@ fn d10_tables_export_no_more_rows_than_their_columns_have() {
     let schema = Schema::new([("only", ElementType::U32)]);
     let mut table = Table::from_columns(a, schema, vec![make(1 << 18)], &stream).unwrap();
     drop(std::mem::replace(&mut table.columns_mut()[0], make(16)));
-    let beyond = |error| matches!(error, ColumnError::OverCapacity { capacity: 16, .. });
+    let beyond = |error| {
+        matches!(
+            error,
+            Error::Invalid(InvalidArgument::Rows { capacity: 16, .. })
+        )
+    };
     let consumer = Consumer::Unordered;
     assert!(beyond(table.to_dlpack(&consumer).unwrap_err()));
     assert!(beyond(table.to_dlpack_versioned(&consumer).unwrap_err()));
@@ -105,7 +111,7 @@ fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
     let buffer = DeviceBuffer::<u32>::zeroed(&world.allocator, 1 << 18, &home).unwrap();
     let copy = std::thread::scope(|scope| {
         let copy = || {
-            let own = Stream::per_thread_default(&world.context).unwrap();
+            let own = Stream::per_thread(&world.context);
             let host = PinnedBuffer::<u32>::zeroed(&world.context, 1 << 18).unwrap();
             buffer.download(host, &own).unwrap()
         };
@@ -129,7 +135,7 @@ fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
     let pool: Arc<dyn MemoryResource> = Arc::new(pool);
     let column = std::thread::scope(|scope| {
         let make = || {
-            let own = Stream::per_thread_default(&second).unwrap();
+            let own = Stream::per_thread(&second);
             Column::zeroed_in(pool.clone(), ElementType::U32, 1 << 18, &own).unwrap()
         };
         scope.spawn(make).join().unwrap()
@@ -170,7 +176,7 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
 fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
     let world = World::new(Mode::Manual, false);
     let pool = TypedPool::over([&world.allocator]);
-    let own = || Stream::per_thread_default(&world.context).unwrap();
+    let own = || Stream::per_thread(&world.context);
     let elsewhere = || {
         let made = pool.uninit::<u32>(1 << 18, &own()).unwrap();
         (made.as_device_ptr(), made)
@@ -197,7 +203,7 @@ fn d2_a_commit_on_another_thread_waits_for_the_launch() {
         .allocate_block(1 << 20, &home, Tag::default())
         .unwrap();
     let launch = || {
-        let own = Stream::per_thread_default(&world.context).unwrap();
+        let own = Stream::per_thread(&world.context);
         let mut recorder = LaunchRecorder::new(&resource, &own, RecordMode::Strict);
         recorder.write(&block).unwrap().preflight().unwrap();
         let entered = world.context.enter().unwrap();

@@ -6,16 +6,14 @@ mod lent;
 use std::sync::Arc;
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Error, Policy, Request};
-use cualloc::buffer::BufferError;
-use cualloc::column::{Column, ColumnError, Consumer, ElementType, Producer};
+use cualloc::allocator::{Allocator, Config, Policy, Request};
+use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
-use cualloc::pool::{NativeConfig, NativePool, PoolError, TypedPool, WorkspacePool};
-use cualloc::resource::{
-    AsyncResource, DirectResource, MemoryResource, ResourceError, StreamMisuse, Tag,
-};
+use cualloc::error::StreamMisuse;
+use cualloc::pool::{NativeConfig, NativePool, TypedPool, WorkspacePool};
+use cualloc::resource::{AsyncResource, DirectResource, MemoryResource, Tag};
 use cualloc::sim::{Mode, SimConfig, Simulator};
-use cualloc::{DeviceBuffer, PinnedBuffer};
+use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 struct World {
     sim: Simulator,
@@ -31,7 +29,7 @@ impl World {
         config.strict_undefined = strict;
         let sim = Simulator::new(config).unwrap();
         let driver = sim.driver().unwrap();
-        let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+        let context = driver.context(0).unwrap();
         let allocator = Allocator::with_config(&context, Config::new()).unwrap();
         World {
             sim,
@@ -75,9 +73,7 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     drop(lent);
     let owned = column.into_owned().expect("nobody else has a part in it");
     let mut block = owned.into_block().unwrap();
-    let kept = |error: &ResourceError| {
-        matches!(error, ResourceError::StreamMisuse(StreamMisuse::KeptAbove))
-    };
+    let kept = |error: &Error| matches!(error, Error::Stream(StreamMisuse::KeptAbove));
     for below in [
         &world.allocator as &dyn MemoryResource,
         twice.inner().as_ref(),
@@ -196,13 +192,12 @@ fn d10_columns_of_one_memory_take_turns() {
 #[test]
 fn d10_a_column_of_a_threads_own_stream_stays_there() {
     let world = World::new(Mode::Manual, true);
-    let own = Stream::per_thread_default(&world.context).unwrap();
+    let own = Stream::per_thread(&world.context);
     let other = world.stream();
     let mut column = Column::zeroed(&world.allocator, ElementType::F32, 1000, &own).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let wrong =
-                |error: ColumnError| matches!(error, ColumnError::Buffer(BufferError::WrongThread));
+            let wrong = |error: Error| matches!(error, Error::Stream(StreamMisuse::WrongThread));
             assert!(wrong(column.to_vec::<f32>().unwrap_err()));
             assert!(wrong(column.copy_from_slice(&[1.0f32; 1000]).unwrap_err()));
             // Lending and taking back is in order all the same.
@@ -227,7 +222,10 @@ fn s4_streams_of_another_driver_are_refused() {
     assert_ne!(home.id().unwrap(), foreign.id().unwrap());
     let a = &ours.allocator;
     let refused = |result: Result<(), Error>| {
-        assert!(matches!(result, Err(Error::ForeignDriver)), "{result:?}");
+        assert!(
+            matches!(result, Err(Error::Stream(StreamMisuse::ForeignDriver))),
+            "{result:?}"
+        );
     };
     for bytes in [100, 100 << 10, 8 << 20] {
         refused(a.allocate(bytes, &foreign).map(drop));
@@ -245,13 +243,12 @@ fn s4_streams_of_another_driver_are_refused() {
         refused(block.record_use(&foreign));
     }
     refused(a.retire(&foreign));
-    let default = Stream::legacy_default(&theirs.context).unwrap();
+    let default = Stream::legacy(&theirs.context);
     refused(a.allocate(100, &default).map(drop));
-    let own = Stream::per_thread_default(&theirs.context).unwrap();
+    let own = Stream::per_thread(&theirs.context);
     refused(a.allocate(100, &own).map(drop));
 
-    let buffered =
-        |error: BufferError| matches!(error, BufferError::Allocator(Error::ForeignDriver));
+    let buffered = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
     assert!(buffered(
         DeviceBuffer::<u32>::zeroed(a, 100, &foreign).unwrap_err()
     ));
@@ -282,7 +279,7 @@ fn s4_streams_of_another_driver_are_refused() {
             .is_err()
     );
 
-    let pooled = |error: PoolError| matches!(error, PoolError::Allocator(Error::ForeignDriver));
+    let pooled = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
     let native = NativePool::with_context(&ours.context, NativeConfig::default()).unwrap();
     assert!(pooled(native.allocate(100, &foreign).unwrap_err()));
     let workspaces = WorkspacePool::new(a);
@@ -291,12 +288,7 @@ fn s4_streams_of_another_driver_are_refused() {
     drop(typed.uninit::<u32>(100, &home).unwrap());
     assert!(pooled(typed.uninit::<u32>(100, &foreign).unwrap_err()));
 
-    let misused = |error: ResourceError| {
-        matches!(
-            error,
-            ResourceError::StreamMisuse(StreamMisuse::ForeignDriver)
-        )
-    };
+    let misused = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
     let ordered = AsyncResource::new(a.clone());
     let block = ordered.allocate_block(100, &home, Tag::default()).unwrap();
     let (id, read) = (block.identity(), cualloc::resource::Access::Read);
@@ -312,8 +304,8 @@ fn s4_streams_of_another_driver_are_refused() {
 
     let event = theirs.context.enter().unwrap().create_event().unwrap();
     let invalid = sys::CUresult::CUDA_ERROR_INVALID_HANDLE;
-    assert_eq!(home.record(&event).unwrap_err().code(), invalid);
-    assert_eq!(home.wait_event(&event).unwrap_err().code(), invalid);
+    assert_eq!(event.record(&home).unwrap_err().code(), invalid);
+    assert_eq!(home.wait(&event).unwrap_err().code(), invalid);
     let entered = ours.context.enter().unwrap();
     assert_eq!(entered.query(&event).unwrap_err().code(), invalid);
     assert_eq!(entered.wait(&event).unwrap_err().code(), invalid);
@@ -323,7 +315,7 @@ fn s4_streams_of_another_driver_are_refused() {
 
     // Another table over the same functions is the same driver.
     let again = ours.sim.driver().unwrap();
-    let context = Context::primary(&again, again.device(0).unwrap()).unwrap();
+    let context = again.context(0).unwrap();
     let stream = Stream::new(&context).unwrap();
     drop(a.allocate(100 << 10, &stream).unwrap());
     assert!(!ours.driver.is_forked_child());
@@ -404,7 +396,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             && workspaces.lease(&stream, 100).is_err()
             && typed.uninit::<u32>(10, &stream).is_err()
             && pinned.acquire(100).is_err()
-            && Context::primary(&rig.driver, context.device()).is_err()
+            && Context::primary(context.device()).is_err()
             && manager.allocate::<u8>(100, &stream).is_err()
             && guard.allocate_block(100, &stream, Tag::default()).is_err()
             && block.is_err();

@@ -1,9 +1,9 @@
 //! Logging, probes and tracking.
 
-use cualloc::Allocator;
 use cualloc::driver::{Context, Stream};
 use cualloc::resource::*;
 use cualloc::sim::{SimConfig, Simulator};
+use cualloc::{Allocator, Error, Refused};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -180,7 +180,7 @@ fn probe_child() {
     println!("probes: {probes:?}");
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
-    let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+    let context = driver.context(0).unwrap();
     let runtime = Runtime::on(&context).unwrap();
     let (_, stream) = runtime.streams().acquire().unwrap();
     let resource = runtime.resource();
@@ -207,16 +207,8 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
         let probe = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
         let block = probe.allocate_block(600, &stream, T).unwrap();
         match probe.allocate_block(600, &stream, T) {
-            Err(ResourceError::Overlap {
-                new_ptr,
-                old_ptr,
-                old_bytes,
-                ..
-            }) => {
-                assert_eq!(
-                    (new_ptr, old_ptr, old_bytes),
-                    (block.ptr(), block.ptr(), 1024)
-                );
+            Err(Error::Overlap { new, old }) => {
+                assert_eq!((new.0, old), (block.ptr(), (block.ptr(), 1024)));
             }
             other => panic!("{other:?}"),
         }
@@ -270,7 +262,7 @@ unsafe impl MemoryResource for Spy {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         MemoryResource::allocate_block_aligned(&self.0, bytes, alignment, stream, tag)
     }
     fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::resource::*;
 use cualloc::sim::FailPlan;
-use cualloc::{Allocator, Policy};
+use cualloc::{Allocator, Error, Policy, Refused};
 
 use crate::common::*;
 
@@ -80,7 +80,7 @@ unsafe impl MemoryResource for Twice {
         alignment: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<ResourceBlock, ResourceError> {
+    ) -> Result<ResourceBlock, Error> {
         let mut first = self.1.lock().unwrap();
         if let Some((mut identity, size)) = *first {
             identity.key.generation += 1;

@@ -141,7 +141,7 @@ fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
         let resource = asynchronous(rig);
         let [a, own] = rig.streams();
         // That of the thread is asked for its id each time.
-        let of_thread = Stream::per_thread_default(&rig.context).unwrap();
+        let of_thread = Stream::per_thread(&rig.context);
         for (call, b) in [("cuStreamIsCapturing", &own), ("cuStreamGetId", &of_thread)] {
             let block = resource.allocate_block(4096, &a, T).unwrap();
             let id = block.identity();

@@ -18,13 +18,11 @@ fn poisoned<R: MemoryResource>(resource: R) -> Probe<R> {
 
 /// Runs something while a stream captures; the capture must end well.
 fn captured<T>(rig: &Rig, stream: &Stream, act: impl FnOnce() -> T) -> T {
-    let entered = rig.context.enter().unwrap();
+    let _entered = rig.context.enter().unwrap();
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: the stream is alive.
-    unsafe { entered.begin_capture(stream.raw(), mode) }.unwrap();
+    stream.begin_capture(mode).unwrap();
     let done = act();
-    // SAFETY: as above.
-    drop(unsafe { entered.end_capture(stream.raw()) }.unwrap());
+    drop(stream.end_capture().unwrap());
     done
 }
 
@@ -56,10 +54,7 @@ fn a_free_does_not_join_the_capture_of_a_recorded_stream() {
             assert!(!home.is_capturing().unwrap());
             refused
         });
-        assert!(matches!(
-            failure.error,
-            ResourceError::StreamMisuse(StreamMisuse::Capturing(_))
-        ));
+        assert!(matches!(failure.error, Error::Capturing { .. }));
         resource.deallocate_block(*failure.value).unwrap();
         resource.reap().unwrap();
     });
@@ -113,7 +108,7 @@ fn a_threads_own_stream_is_waited_for_by_an_event() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let home = rig.stream();
-        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        let mine = Stream::per_thread(&rig.context);
         let block = resource.allocate_block(4096, &home, T).unwrap();
         resource.record_stream(&block.identity(), &mine).unwrap();
         let before = rig.calls("cuCtxSynchronize");
@@ -130,7 +125,7 @@ fn a_probe_frees_what_is_of_another_threads_stream() {
         let Some(sim) = rig.sim() else { return };
         let allocator = rig.allocator();
         let probe = poisoned(allocator.clone());
-        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        let mine = Stream::per_thread(&rig.context);
         sim.set_mode(Mode::Manual);
         let block = probe.allocate_block(1 << 20, &mine, T).unwrap();
         {
@@ -192,8 +187,8 @@ fn finished_in_vain(
     let id = block.identity();
     let entered = rig.context.enter().unwrap();
     let allocated = entered.create_event().unwrap();
-    home.record(&allocated).unwrap();
-    other.wait_event(&allocated).unwrap();
+    allocated.record(&home).unwrap();
+    other.wait(&allocated).unwrap();
     rig.stamp(id.ptr, MIB, 1, &other);
     sim.fail(FailPlan::call(call, refusal()).unwrap().nth(nth));
     let finished = resource.finish_use(&id, &other, Access::Write);
@@ -237,7 +232,7 @@ fn no_block_leaks_whose_stream_cannot_be_named() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let allocator = rig.allocator();
-        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        let mine = Stream::per_thread(&rig.context);
         let mut refused = 0;
         for nth in 1..=4 {
             sim.fail(FailPlan::call("cuStreamGetId", refusal()).unwrap().nth(nth));
@@ -260,7 +255,7 @@ fn a_stream_that_could_not_be_named_is_waited_for_by_an_event() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [home, other] = rig.streams();
-        let mine = Stream::per_thread_default(&rig.context).unwrap();
+        let mine = Stream::per_thread(&rig.context);
         let block = resource.allocate_block(4096, &home, T).unwrap();
         let id = block.identity();
         if !fail(rig, "cuStreamGetId") {

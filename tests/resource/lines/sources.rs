@@ -1,7 +1,8 @@
 //! The direct and the async resource, and what runtimes are made of.
 
 use cualloc::Policy;
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
+use cualloc::error::{InvalidArgument, StreamMisuse};
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, SimConfig};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,7 +21,7 @@ fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
         let zero = direct.allocate_block(0, &stream, T);
         assert!(matches!(
             zero,
-            Err(ResourceError::InvalidSize { requested: 0 })
+            Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }))
         ));
         assert_eq!(rig.calls("cuMemAlloc_v2"), calls);
         let block = direct.allocate_block(4096, &stream, T).unwrap();
@@ -50,14 +51,14 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
                 return;
             }
             let resource = asynchronous(rig);
-            let second = Context::primary(&rig.driver, rig.driver.device(1).unwrap()).unwrap();
+            let second = rig.driver.context(1).unwrap();
             let elsewhere = Stream::new(&second).unwrap();
             let calls = rig.memory_calls();
             let wrong = resource.allocate_block(64, &elsewhere, T);
             assert!(
                 matches!(
                     wrong,
-                    Err(ResourceError::WrongDevice {
+                    Err(Error::WrongDevice {
                         expected: 0,
                         found: 1
                     })
@@ -67,14 +68,11 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let Some(_) = rig.sim() else { return };
             let sim = cualloc::sim::Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
             let driver = sim.driver().unwrap();
-            let context = Context::primary(&driver, driver.device(0).unwrap()).unwrap();
+            let context = driver.context(0).unwrap();
             let foreign = Stream::new(&context).unwrap();
             let refused = resource.allocate_block(64, &foreign, T);
             assert!(
-                matches!(
-                    refused,
-                    Err(ResourceError::StreamMisuse(StreamMisuse::ForeignDriver))
-                ),
+                matches!(refused, Err(Error::Stream(StreamMisuse::ForeignDriver))),
                 "{refused:?}"
             );
             assert_eq!(rig.memory_calls(), calls);
@@ -84,7 +82,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let block = same.allocate_block(64, &stream, T).unwrap();
             let collision = same.allocate_block(64, &stream, T);
             assert!(
-                matches!(collision, Err(ResourceError::Collision { .. })),
+                matches!(collision, Err(Error::Overlap { new, old }) if new == old),
                 "{collision:?}"
             );
             assert_eq!(same.state(&block.identity()), BlockState::Live);
@@ -109,13 +107,16 @@ fn s5_34_stream_pool_is_bounded() {
         let full = pool.acquire();
         assert!(matches!(
             full,
-            Err(ResourceError::NoStreamLeft { capacity: 16 })
+            Err(Error::Exhausted {
+                what: "streams",
+                maximum: 16
+            })
         ));
         assert!(pool.resolve(17).is_none());
         let unknown = pool.get(17);
         assert!(matches!(
             unknown,
-            Err(ResourceError::StreamMisuse(StreamMisuse::UnknownId(17)))
+            Err(Error::Stream(StreamMisuse::Unknown { stream: 17 }))
         ));
         assert!(pool.resolve(16).is_some());
         let one = StreamPool::with_capacity(&rig.context, 1);
@@ -137,7 +138,7 @@ fn s5_35_runtimes_are_built_once() {
             let counted = Arc::clone(&builds);
             let runtimes = Runtimes::with(&rig.driver, move |context| {
                 if counted.fetch_add(1, Ordering::SeqCst) == 0 {
-                    return Err(ResourceError::NoRuntime { device: 0 });
+                    return Err(Error::NoRuntime { device: 0 });
                 }
                 Runtime::on(context)
             });
@@ -154,7 +155,7 @@ fn s5_35_runtimes_are_built_once() {
             let count = rig.driver.device_count().unwrap();
             let beyond = runtimes.get(count);
             assert!(
-                matches!(beyond, Err(ResourceError::InvalidDevice { .. })),
+                matches!(beyond, Err(Error::InvalidDevice { .. })),
                 "{beyond:?}"
             );
             assert_eq!(all[0].device(), 0);

@@ -11,8 +11,9 @@
 //! length is then the place where it lies. Only where threads meet at the lock of the heap, so that
 //! their order is chance anyway, do blocks stay beside other work.
 
-use crate::allocator::extent::invariant::{CheckError, holds, same};
+use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::extent::record::{NIL, SPENT};
+use crate::error::Error;
 
 /// Blocks in a large-block cache at most.
 const PLACES: usize = 64;
@@ -223,7 +224,7 @@ impl LargeCache {
     }
 
     /// The sums are those of the blocks.
-    pub(crate) fn check(&self) -> Result<(), CheckError> {
+    pub(crate) fn check(&self) -> Result<(), Error> {
         let (mut held, mut count) = (Amounts::default(), 0);
         for at in 0..PLACES {
             let block = &self.blocks[at];

@@ -1,4 +1,4 @@
-//! What a column's elements may be.
+//! What elements in columns, and in errors, may be.
 
 use std::fmt;
 
@@ -57,7 +57,7 @@ impl ElementType {
     }
 
     /// Bytes of so many elements; none if no address space has them.
-    pub(super) fn bytes_of(self, rows: usize) -> Option<usize> {
+    pub(crate) fn bytes_of(self, rows: usize) -> Option<usize> {
         rows.checked_mul(self.bytes())
             .filter(|bytes| isize::try_from(*bytes).is_ok())
     }

@@ -1,0 +1,35 @@
+//! Settings that are refused.
+
+/// Why settings were refused.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A part of the string that is not `key=value`.
+    #[error("`{0}` is not of the form key=value")]
+    NotAPair(String),
+    /// A key that does not exist.
+    #[error("unknown setting `{0}`")]
+    UnknownKey(String),
+    /// A key that occurs twice.
+    #[error("setting `{0}` is given twice")]
+    Repeated(String),
+    /// A value that the key does not take.
+    #[error("`{value}` is not a valid value of `{key}`")]
+    InvalidValue {
+        /// The setting.
+        key: String,
+        /// What was given.
+        value: String,
+    },
+    /// Settings that exclude each other.
+    #[error("`{first}` and `{second}` exclude each other")]
+    Contradiction {
+        /// One of them.
+        first: &'static str,
+        /// The other.
+        second: &'static str,
+    },
+    /// The environment variable is not Unicode.
+    #[error("the environment variable CUALLOC_CONFIG is not Unicode")]
+    NotUnicode,
+}

@@ -1,0 +1,129 @@
+//! Memory of others that cannot be imported.
+
+/// What is wrong with a tensor or array that was offered for import.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ImportFault {
+    /// A null pointer instead of a structure.
+    #[error("no tensor: the pointer is null")]
+    Null,
+    /// A structure that was released or moved away from.
+    #[error("the array was released")]
+    Released,
+    /// A layout of another major version: nothing else in it could be read.
+    #[error("layout version {major}.{minor} is not known")]
+    Version {
+        /// Major version.
+        major: u32,
+        /// Minor version.
+        minor: u32,
+    },
+    /// Memory that is no CUDA device memory.
+    #[error("the memory is of device type {device_type}, not CUDA")]
+    DeviceType {
+        /// The type's number.
+        device_type: i32,
+    },
+    /// Memory of another device.
+    #[error("the memory is on device {actual}, not {expected}")]
+    Device {
+        /// Ordinal of the stream's device.
+        expected: usize,
+        /// Ordinal that the structure names.
+        actual: i64,
+    },
+    /// Not one dimension.
+    #[error("{ndim} dimensions, not 1")]
+    Dimensions {
+        /// Dimensions.
+        ndim: i32,
+    },
+    /// A tensor with a dimension but without a shape.
+    #[error("no shape")]
+    NoShape,
+    /// A negative number of rows, or so many that their bytes overflow.
+    #[error("{rows} is not a valid number of rows")]
+    Rows {
+        /// Rows.
+        rows: i64,
+    },
+    /// Elements that do not follow each other.
+    #[error("a stride of {stride} elements, not 1")]
+    Stride {
+        /// Elements.
+        stride: i64,
+    },
+    /// An element type that columns do not have.
+    #[error("element type with code {code}, {bits} bits, {lanes} lanes")]
+    ElementType {
+        /// DLPack's code.
+        code: u8,
+        /// Bits of a lane.
+        bits: u8,
+        /// Lanes.
+        lanes: u16,
+    },
+    /// An offset that is no multiple of the element's size, negative, or overflows.
+    #[error("an offset of {offset} is not valid")]
+    Offset {
+        /// The offset: bytes in a tensor, elements in an array.
+        offset: u64,
+    },
+    /// An address that is no multiple of the element's size.
+    #[error("{address:#x} is not aligned to {alignment} bytes")]
+    Alignment {
+        /// The first element's address.
+        address: u64,
+        /// Bytes.
+        alignment: usize,
+    },
+    /// An address range that wraps.
+    #[error("{bytes} bytes at {address:#x} overflow")]
+    Overflow {
+        /// The first element's address.
+        address: u64,
+        /// Bytes.
+        bytes: usize,
+    },
+    /// More than the memory of ours that comes back.
+    #[error(
+        "{bytes} bytes at {address:#x} do not lie in the {memory} bytes of the memory that comes back"
+    )]
+    Beyond {
+        /// The first element's address.
+        address: u64,
+        /// Bytes of the elements.
+        bytes: usize,
+        /// Bytes of the memory.
+        memory: usize,
+    },
+    /// No memory, though there are rows.
+    #[error("{rows} rows without memory")]
+    NoData {
+        /// Rows.
+        rows: usize,
+    },
+    /// Another number of buffers than the two of a primitive array.
+    #[error("{buffers} buffers, not 2")]
+    Buffers {
+        /// Buffers.
+        buffers: i64,
+    },
+    /// Children or a dictionary, which a primitive array has not.
+    #[error("children or a dictionary")]
+    Nested,
+    /// Elements that are null, or that may be.
+    #[error("nulls ({nulls}, -1 for an unknown number)")]
+    Nulls {
+        /// Their number.
+        nulls: i64,
+    },
+    /// A column of another length than the ones before it.
+    #[error("{actual} rows, not {expected} as in the first column")]
+    UnequalRows {
+        /// Rows of the first column.
+        expected: usize,
+        /// Rows of this one.
+        actual: usize,
+    },
+}

@@ -1,0 +1,16 @@
+//! What an [`Error`] is made of: values with data.
+//!
+//! There is one error above the driver. Its text names its cause, and its `source` is what stands behind that
+//! cause: whoever prints a chain of errors prints nothing twice. Addresses and handles are hexadecimal.
+
+mod argument;
+mod config;
+mod import;
+pub(crate) mod kinds;
+pub(crate) mod memory;
+
+pub use argument::{InvalidArgument, StreamMisuse};
+pub use config::ConfigError;
+pub use import::ImportFault;
+pub(crate) use kinds::{Error, Refused};
+pub use memory::{OutOfMemory, PinnedSegment, StreamBytes};
