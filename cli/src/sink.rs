@@ -1,7 +1,6 @@
 //! Files that are written: whole or not at all.
 
 use crate::text;
-use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -110,15 +109,10 @@ impl Sink {
 
 /// Makes something with a new name in the folder of a file.
 fn beside<T>(target: &Path, make: impl Fn(&Path) -> io::Result<T>) -> io::Result<(T, Temporary)> {
-    let Some(name) = target.file_name() else {
-        return Err(io::ErrorKind::InvalidFilename.into());
-    };
     let mut tried = 0;
     loop {
-        let mut hidden = OsString::from(".");
-        hidden.push(name);
-        hidden.push(format!(".{}-{tried}.tmp", std::process::id()));
-        let path = target.with_file_name(hidden);
+        let name = format!(".cualloc-{}-{tried}.tmp", std::process::id());
+        let path = target.with_file_name(name);
         match make(&path) {
             Ok(made) => return Ok((made, Temporary(Some(path)))),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && tried < NAMES => {

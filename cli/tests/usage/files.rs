@@ -2,6 +2,7 @@
 
 use crate::{cualloc, data, fed, file, object, refused, run, scratch, stderr, stdout};
 use std::io::Write;
+use std::path::{Path, PathBuf};
 
 fn packed(content: &[u8]) -> Vec<u8> {
     let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -71,18 +72,24 @@ fn a_trace_is_no_copy_of_itself() {
     assert_eq!(std::fs::read(path).unwrap(), text("lf.csv"));
 }
 
-/// Files of the folder whose names contain this.
-fn named(part: &str) -> usize {
-    let entries = std::fs::read_dir(scratch()).unwrap();
-    let names = entries.map(|entry| entry.unwrap().file_name());
-    names
-        .filter(|name| name.to_string_lossy().contains(part))
-        .count()
+/// A folder of a test's own, below that in which the command runs, with one file in it.
+fn folder(name: &str, file: &str, content: &[u8]) -> PathBuf {
+    let folder = scratch().join(name);
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join(file), content).unwrap();
+    folder
+}
+
+/// How many files there are.
+fn count(folder: &Path) -> usize {
+    std::fs::read_dir(folder).unwrap().count()
 }
 
 #[test]
 fn a_file_is_written_whole_or_stays_as_it_was() {
-    let path = file("stays.csv", b"before");
+    let folder = folder("whole", "stays.csv", b"before");
+    let path = folder.join("stays.csv");
     // Twice these sizes do not fit into 64 bits, which is seen when the first of them are written.
     let huge = format!("op,id,bytes,stream\na,0,{0},0\na,1,{0},0\n", u64::MAX / 2);
     let output = fed(
@@ -94,24 +101,40 @@ fn a_file_is_written_whole_or_stays_as_it_was() {
             "--percent",
             "99",
             "--out",
-            "stays.csv",
+            "whole/stays.csv",
         ],
         huge.as_bytes(),
     );
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     let complaint = stderr(&output);
-    assert!(complaint.starts_with("error: stays.csv: "), "{complaint}");
+    assert!(
+        complaint.starts_with("error: whole/stays.csv: "),
+        "{complaint}"
+    );
     assert!(
         complaint.contains("more bytes than 64 bits can count"),
         "{complaint}"
     );
     assert_eq!(std::fs::read(&path).unwrap(), b"before");
-    assert_eq!(named("stays.csv"), 1);
+    assert_eq!(count(&folder), 1);
 
-    let output = run(&["generate", "large", "--rows", "10", "--out", "stays.csv"]);
+    let output = run(&[
+        "generate",
+        "large",
+        "--rows",
+        "10",
+        "--out",
+        "whole/stays.csv",
+    ]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert!(std::fs::read(&path).unwrap().starts_with(b"op,id,"));
-    assert_eq!(named("stays.csv"), 1);
+    assert_eq!(count(&folder), 1);
+
+    // As long as names may be.
+    let long = format!("whole/{}.csv", "n".repeat(251));
+    let output = run(&["generate", "large", "--rows", "10", "--out", &long]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(count(&folder), 2);
 
     let output = run(&["generate", "large", "--out", "no_such_folder/x.csv"]);
     assert_eq!(output.status.code(), Some(1));
@@ -127,6 +150,7 @@ fn a_file_is_written_whole_or_stays_as_it_was() {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_program_that_is_killed_leaves_nothing() {
+    let folder = folder("killed", "kept.csv", b"before");
     let mut child = cualloc()
         .args([
             "generate",
@@ -134,16 +158,16 @@ fn a_program_that_is_killed_leaves_nothing() {
             "--rows",
             "99999999999999",
             "--out",
-            "killed.csv",
+            "killed/kept.csv",
         ])
         .spawn()
         .unwrap();
     // It is written from the moment on at which the process has it open, and never whole.
-    let folder = scratch().canonicalize().unwrap();
+    let seen = folder.canonicalize().unwrap();
     let opened = || {
         let entries = std::fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap();
         let targets = entries.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
-        targets.into_iter().find(|path| path.starts_with(&folder))
+        targets.into_iter().find(|path| path.starts_with(&seen))
     };
     let written = loop {
         if let Some(path) = opened() {
@@ -155,8 +179,9 @@ fn a_program_that_is_killed_leaves_nothing() {
     child.wait().unwrap();
     // Some file systems have none without a name.
     if std::fs::remove_file(&written).is_err() {
-        assert_eq!(named("killed.csv"), 0);
+        assert_eq!(count(&folder), 1);
     }
+    assert_eq!(std::fs::read(folder.join("kept.csv")).unwrap(), b"before");
 }
 
 #[cfg(unix)]
