@@ -10,10 +10,10 @@ use std::error::Error;
 use std::fs::File;
 use std::io::BufReader;
 
-use cualloc::Policy;
 use cualloc::driver::Driver;
 use cualloc::trace::generate::{Kind, Program};
-use cualloc::trace::{self, Options, Stage, Trace};
+use cualloc::trace::{Replay, Trace};
+use cualloc::{Config, Policy};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let trace = match std::env::args().nth(1) {
@@ -25,15 +25,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     };
     let driver = Driver::load_or_simulate()?;
-    let stage = Stage::new(&driver.device(0)?)?;
+    let context = driver.context(0)?;
     println!("{}: {} rows", trace.name(), trace.rows().len());
     for policy in [Policy::Packed, Policy::Classic] {
-        let mut options = Options::default();
-        options.policy = policy;
-        options.repeat = 2;
-        let report = trace::replay(&stage, &trace, &options, &mut |_| {})?;
-        if let Some(failure) = report.failure {
-            return Err(failure.into());
+        let config = Config::new().policy(policy);
+        let report = Replay::new(&trace).repeat(2).config(config).run(&context)?;
+        if let Some(error) = report.error {
+            return Err(error.into());
         }
         let ratio = report.reserved_peak as f64 / trace.requested_peak() as f64;
         println!("{policy:?}: holds {ratio:.4} times what is asked for");

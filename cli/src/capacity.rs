@@ -3,11 +3,11 @@
 use crate::machine::Machine;
 use crate::options::{GlobalOptions, TraceOptions};
 use crate::output::{self, Output, SCHEMA};
+use crate::replay::CannotBegin;
 use crate::settings::Settings;
 use crate::table::{Cell, Column, Table};
 use crate::{Outcome, input, replay, text};
-use cualloc::Error;
-use cualloc::trace::{self, Search, Trace};
+use cualloc::trace::{Capacity, Trace};
 use serde::Serialize;
 
 /// One line of `--json`.
@@ -74,8 +74,8 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
         };
         let faults = match &search.fault {
             Some(report) => replay::faults(report),
-            None if search.capacity.is_none() => {
-                let most = trace.requested_peak().saturating_mul(trace::LIMIT_FACTOR);
+            None if search.limit.is_none() => {
+                let most = trace.requested_peak().saturating_mul(Capacity::FACTOR);
                 vec![replay::Fault::new(format!(
                     "runs under no limit up to {most} bytes"
                 ))]
@@ -89,7 +89,7 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
             output.line(&table.row(cells(&line)))?;
         }
         replay::complain(path, &faults);
-        well &= search.capacity.is_some();
+        well &= search.limit.is_some();
     }
     Ok(well)
 }
@@ -100,28 +100,31 @@ fn search(
     options: &TraceOptions,
     settings: &Settings,
     output: &Output,
-) -> Result<Result<Search, Error>, crate::Failure> {
-    let stage = machine.stage(options.lag)?;
-    let replay = settings.options(options);
+) -> Result<Result<Capacity, CannotBegin>, crate::Failure> {
+    let ground = machine.context(options.lag)?;
     let bar = output.spinner(trace.name());
-    let search = trace::capacity(&stage, trace, &replay, &mut |probes, limit| {
-        let limit = output::mebibytes(limit);
-        bar.set_message(format!("{probes} limits tried, now {limit} MiB"));
-        bar.tick();
-    });
+    let mut probes = 0;
+    let search = settings
+        .replay(trace, options, None)
+        .on_progress(|limit| {
+            let limit = output::mebibytes(limit);
+            bar.set_message(format!("{probes} limits tried, now {limit} MiB"));
+            bar.tick();
+            probes += 1;
+        })
+        .capacity(ground.context());
     bar.finish_and_clear();
-    Ok(search)
+    Ok(search.map_err(CannotBegin::from))
 }
 
 fn line<'a>(
     machine: &'a Machine,
     settings: &'a Settings,
     trace: &'a Trace,
-    search: &Search,
+    search: &Capacity,
     faults: &[replay::Fault],
 ) -> Line<'a> {
-    let found = search.capacity.as_ref();
-    let limit = found.map(|found| found.limit);
+    let (limit, pass) = (search.limit, search.pass.as_ref());
     Line {
         schema: SCHEMA,
         trace: trace.name(),
@@ -130,8 +133,8 @@ fn line<'a>(
         requested_peak_bytes: trace.requested_peak(),
         min_limit_bytes: limit,
         min_limit_ratio: limit.and_then(|limit| output::ratio_of(limit, trace.requested_peak())),
-        ns_per_row_at_limit: found.map(|found| found.figures.ns_per_row),
-        handle_ops: found.map(|found| found.figures.driver_calls.handle_ops()),
+        ns_per_row_at_limit: pass.map(|pass| pass.nanos_per_row),
+        handle_ops: pass.map(|pass| pass.calls.handle_ops()),
         config: settings.text(),
         error: faults.first().map(|fault| fault.text.clone()),
         reasons: faults.iter().map(|fault| fault.text.clone()).collect(),

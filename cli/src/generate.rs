@@ -5,7 +5,7 @@ use crate::output::{Output, SCHEMA};
 use crate::sink::Sink;
 use crate::{Failure, Outcome, input, text};
 use cualloc::trace::generate::{self, Kind, Program, Rows};
-use cualloc::trace::{HEADER, TraceError};
+use cualloc::trace::{Trace, TraceError};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde::Serialize;
@@ -159,7 +159,7 @@ fn write(rows: &mut Rows<'_>, path: &Path) -> Result<u64, GenerateError> {
 }
 
 fn write_rows(rows: &mut Rows<'_>, writer: &mut dyn Write) -> Result<u64, GenerateError> {
-    writeln!(writer, "{HEADER}")?;
+    writeln!(writer, "{}", Trace::HEADER)?;
     while let Some(row) = rows.next() {
         writeln!(writer, "{row}")?;
         if rows.rows().is_multiple_of(LOOK) {

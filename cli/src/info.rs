@@ -92,9 +92,7 @@ fn real() -> Result<DriverInfo, Vec<String>> {
 
 fn simulated(memory: u64) -> Result<DriverInfo, Failure> {
     let simulator = machine::simulator(memory)?;
-    let driver = simulator
-        .driver()
-        .map_err(|error| MachineError::Stage(error.into()))?;
+    let driver = simulator.driver().map_err(MachineError::NoDriver)?;
     Ok(describe(&driver).map_err(MachineError::Driver)?)
 }
 

@@ -1,7 +1,7 @@
 //! Trace files: opening, decompressing, naming.
 
 use crate::text;
-use cualloc::trace::{Fault, Trace, TraceError};
+use cualloc::trace::{Trace, TraceError};
 use flate2::bufread::MultiGzDecoder;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -22,7 +22,7 @@ pub const STDIN: &str = "<stdin>";
 pub enum InputError {
     #[error("{}: cannot be opened", text::file(path, STDIN))]
     Open { path: PathBuf, source: io::Error },
-    #[error("{}:{}: {}", text::file(path, STDIN), error.line(), text::chain(error.fault()))]
+    #[error("{}:{}: {}", text::file(path, STDIN), error.line(), fault(error))]
     Trace { path: PathBuf, error: TraceError },
     #[error(
         "{}:{line}: the compressed data is damaged: {why}",
@@ -79,18 +79,25 @@ pub fn read(path: &Path, rows: u64) -> Result<Trace, InputError> {
     })
 }
 
+/// What is wrong with a line, without its number.
+fn fault(error: &TraceError) -> String {
+    let words = text::chain(error);
+    let number = format!("line {}: ", error.line());
+    words.strip_prefix(&number).unwrap_or(&words).to_owned()
+}
+
 /// What is wrong with the compression, if that is why the trace cannot be read.
 fn damage(error: &TraceError, text: &mut impl Read) -> Option<String> {
-    match error.fault() {
-        Fault::Read { source } => match source.kind() {
+    match error {
+        TraceError::Read { source, .. } => match source.kind() {
             io::ErrorKind::UnexpectedEof => Some("it ends too early".to_owned()),
             io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => Some(source.to_string()),
             _ => None,
         },
         // What is damaged reads as anything, and only its end tells.
-        fault => match io::copy(&mut text.take(READ_ON), &mut io::sink()) {
+        _ => match io::copy(&mut text.take(READ_ON), &mut io::sink()) {
             Ok(_) => None,
-            Err(damage) => Some(format!("{damage} (what is read there: {fault})")),
+            Err(damage) => Some(format!("{damage} (what is read there: {})", fault(error))),
         },
     }
 }

@@ -3,11 +3,8 @@
 use crate::options::{DeviceChoice, GlobalOptions};
 use crate::output::Output;
 use crate::{Failure, text};
-use cualloc::Error;
 use cualloc::driver::{Context, Device, Driver, DriverError, LoadError};
-use cualloc::sim::{ConfigError, DeviceConfig, SimConfig, Simulator};
-use cualloc::trace::Stage;
-use std::sync::Arc;
+use cualloc::sim::{ConfigError, Mode, SimConfig, SimDevice, Simulator};
 
 /// A device could not be had.
 #[derive(Debug, thiserror::Error)]
@@ -20,8 +17,6 @@ pub enum MachineError {
     Driver(#[source] DriverError),
     #[error("the simulator cannot be started")]
     Simulator(#[source] ConfigError),
-    #[error(transparent)]
-    Stage(Error),
 }
 
 /// The device to run on.
@@ -94,12 +89,15 @@ impl Machine {
         }
     }
 
-    /// A context on the device, for what needs no traces; a simulated device starts anew.
-    pub fn context(&self) -> Result<Ground, MachineError> {
+    /// A context on the device; a simulated device starts anew, and completes work `lag` rows later.
+    pub fn context(&self, lag: u64) -> Result<Ground, MachineError> {
         let (context, simulator) = match self {
             Machine::Cuda(device) => (Context::primary(device), None),
             Machine::Simulated { memory } => {
                 let simulator = simulator(*memory)?;
+                if lag > 0 {
+                    simulator.set_mode(Mode::Lag(lag));
+                }
                 let driver = simulator.driver().map_err(MachineError::NoDriver)?;
                 (driver.context(0), Some(simulator))
             }
@@ -118,18 +116,6 @@ impl Machine {
             )),
             _ => Ok(()),
         }
-    }
-
-    /// A stage for one trace; a simulated device starts anew.
-    pub fn stage(&self, lag: u64) -> Result<Stage, MachineError> {
-        match self {
-            Machine::Cuda(device) => Stage::new(device),
-            Machine::Simulated { memory } => {
-                let simulator = Arc::new(simulator(*memory)?);
-                Stage::simulated(&simulator, 0, lag)
-            }
-        }
-        .map_err(MachineError::Stage)
     }
 }
 
@@ -167,9 +153,9 @@ pub fn load_messages(error: &LoadError) -> Vec<String> {
 /// A simulator with one device.
 pub fn simulator(memory: u64) -> Result<Simulator, MachineError> {
     Simulator::new(SimConfig {
-        devices: vec![DeviceConfig {
+        devices: vec![SimDevice {
             memory,
-            ..DeviceConfig::default()
+            ..SimDevice::default()
         }],
         // Times are told as a driver takes them, and one that was measured waits.
         strict_free: false,

@@ -8,8 +8,8 @@ use crate::table::{Cell, Column, Table};
 use crate::{Failure, Outcome, input, text};
 use cualloc::Error;
 use cualloc::allocator::{Fragmentation, Policy};
-use cualloc::driver::CallCounts;
-use cualloc::trace::{self, Figures, Part, Report, Trace};
+use cualloc::driver::{CallCounts, DriverError};
+use cualloc::trace::{Pass, ReplayReport, Trace};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -70,7 +70,7 @@ struct MemoryLine {
 }
 
 impl MemoryLine {
-    fn new(report: &Report) -> MemoryLine {
+    fn new(report: &ReplayReport) -> MemoryLine {
         let (peak, packing) = (report.at_peak.as_ref(), &report.packing);
         let stranded = |f: &Fragmentation| f.stranded.iter().map(|s| s.bytes).sum();
         MemoryLine {
@@ -114,12 +114,12 @@ struct PartLine {
 }
 
 impl PartLine {
-    fn new(part: &Part) -> PartLine {
+    fn new(part: &Pass) -> PartLine {
         PartLine {
             rows: part.rows,
-            driver_calls: by_name(&part.driver_calls),
-            handle_ops: part.driver_calls.handle_ops(),
-            driver_ns: part.driver_ns,
+            driver_calls: by_name(&part.calls),
+            handle_ops: part.calls.handle_ops(),
+            driver_ns: part.calls.nanos(),
         }
     }
 }
@@ -132,16 +132,16 @@ fn by_name(calls: &CallCounts) -> BTreeMap<String, u64> {
 }
 
 impl ReplayLine {
-    fn new(figures: &Figures) -> ReplayLine {
-        let several = figures.parts.len() > 1;
+    fn new(pass: &Pass) -> ReplayLine {
+        let several = pass.parts.len() > 1;
         ReplayLine {
-            reserved_peak_bytes: figures.reserved_peak,
-            driver_calls: by_name(&figures.driver_calls),
-            handle_ops: figures.driver_calls.handle_ops(),
-            driver_ns: figures.driver_ns,
-            ns_per_row: figures.ns_per_row,
+            reserved_peak_bytes: pass.reserved_peak,
+            driver_calls: by_name(&pass.calls),
+            handle_ops: pass.calls.handle_ops(),
+            driver_ns: pass.calls.nanos(),
+            ns_per_row: pass.nanos_per_row,
             parts: if several {
-                figures.parts.iter().map(PartLine::new).collect()
+                pass.parts.iter().map(PartLine::new).collect()
             } else {
                 Vec::new()
             },
@@ -205,6 +205,24 @@ pub fn check(options: &TraceOptions) -> Result<(), Failure> {
     }
 }
 
+/// A replay did not come to its first row.
+#[derive(Debug, thiserror::Error)]
+pub enum CannotBegin {
+    #[error("the device cannot be used")]
+    Device(#[source] DriverError),
+    #[error("the allocator cannot be made")]
+    Allocator(#[source] Error),
+}
+
+impl From<Error> for CannotBegin {
+    fn from(error: Error) -> CannotBegin {
+        match error {
+            Error::Driver(error) => CannotBegin::Device(error),
+            error => CannotBegin::Allocator(error),
+        }
+    }
+}
+
 /// Replays one trace; the inner error if that could not even begin.
 fn replay(
     machine: &Machine,
@@ -212,29 +230,31 @@ fn replay(
     options: &ReplayOptions,
     settings: &Settings,
     output: &Output,
-) -> Result<Result<Report, Error>, Failure> {
-    let stage = machine.stage(options.traces.lag)?;
-    let mut replay = settings.options(&options.traces);
-    replay.repeat = options.repeat as usize;
-    replay.keep_all = output.json;
-    replay.limit = match options.limit.or_else(|| settings.limit()) {
+) -> Result<Result<ReplayReport, CannotBegin>, Failure> {
+    let ground = machine.context(options.traces.lag)?;
+    let limit = match options.limit.or_else(|| settings.limit()) {
         None => None,
         Some(limit) => Some(limit.bytes(trace.requested_peak(), machine.memory()?)),
     };
-    replay.parts = usize::from(options.parts.unwrap_or(1));
-    replay.check_every = options.check_every.map(|rows| rows as usize);
     let rows = trace.rows().len() as u64 * u64::from(options.repeat);
     let bar = output.progress(rows, trace.name());
-    let report = trace::replay(&stage, trace, &replay, &mut |done| bar.set_position(done));
+    let report = settings
+        .replay(trace, &options.traces, limit)
+        .repeat(options.repeat as usize)
+        .keep_all(output.json)
+        .parts(usize::from(options.parts.unwrap_or(1)))
+        .check_every(options.check_every.map(|rows| rows as usize))
+        .on_progress(|done| bar.set_position(done))
+        .run(ground.context());
     bar.finish_and_clear();
-    Ok(report)
+    Ok(report.map_err(CannotBegin::from))
 }
 
 fn line<'a>(
     machine: &'a Machine,
     settings: &'a Settings,
     trace: &'a Trace,
-    report: &Report,
+    report: &ReplayReport,
     faults: &[Fault],
 ) -> Line<'a> {
     let peak = trace.requested_peak();
@@ -251,13 +271,13 @@ fn line<'a>(
         requested_peak_bytes: peak,
         reserved_peak_bytes: report.reserved_peak,
         ratio: output::ratio_of(report.reserved_peak, peak),
-        ratio_max: output::ratio_of(report.reserved_peak_max, peak),
-        completed: report.completed(),
-        failed_row: report.failure.as_ref().map(|failure| failure.row),
+        ratio_max: output::ratio_of(report.reserved_peak_max(), peak),
+        completed: report.failed.is_none(),
+        failed_row: report.failed.map(|(_, row)| row),
         error: faults.first().map(|fault| fault.text.clone()),
         reasons: faults.iter().map(|fault| fault.text.clone()).collect(),
         memory: MemoryLine::new(report),
-        replays: report.replays.iter().map(ReplayLine::new).collect(),
+        replays: report.passes.iter().map(ReplayLine::new).collect(),
     }
 }
 
@@ -283,12 +303,23 @@ impl Fault {
 }
 
 /// Everything that went wrong.
-pub fn faults(report: &Report) -> Vec<Fault> {
+pub fn faults(report: &ReplayReport) -> Vec<Fault> {
     let mut faults = Vec::new();
-    if let Some(failure) = &report.failure {
+    if let Some((pass, row)) = report.failed {
+        let why = match &report.error {
+            // The only calls of the replayer's own between the rows.
+            Some(Error::Driver(error)) if error.call() == "cuLaunchKernel" => {
+                format!(
+                    ": the device could not be given work: {}",
+                    text::chain(error)
+                )
+            }
+            Some(error) => format!(": {}", text::chain(error)),
+            None => String::new(),
+        };
         faults.push(Fault {
-            line: Some(Trace::line_of(failure.row.saturating_sub(1))),
-            text: text::chain(failure),
+            line: Some(Trace::line_of(row.saturating_sub(1))),
+            text: format!("replay {pass} failed at row {row}{why}"),
         });
     }
     let mut also = |text: String| faults.push(Fault::new(text));
@@ -359,13 +390,11 @@ fn table(files: &[PathBuf], terminal: Option<usize>) -> Table {
     Table::new(columns, terminal)
 }
 
-fn cells(line: &Line<'_>, report: &Report, table: &Table) -> Vec<Cell> {
+fn cells(line: &Line<'_>, report: &ReplayReport, table: &Table) -> Vec<Cell> {
     let dash = || "-".to_owned();
-    let first = report.replays.first();
-    let last = report.replays.last();
-    let calls = |figures: Option<&Figures>| {
-        figures.map_or_else(dash, |figures| figures.driver_calls.total().to_string())
-    };
+    let first = report.passes.first();
+    let last = report.passes.last();
+    let calls = |pass: Option<&Pass>| pass.map_or_else(dash, |pass| pass.calls.total().to_string());
     let end = match (report.is_clean(), line.failed_row) {
         (true, _) if report.mismatches.is_some() => "verified".to_owned(),
         (true, _) => "ok".to_owned(),
@@ -384,11 +413,9 @@ fn cells(line: &Line<'_>, report: &Report, table: &Table) -> Vec<Cell> {
         output::ratio(line.ratio_max).into(),
         calls(first).into(),
         calls(last).into(),
-        last.map_or_else(dash, |figures| {
-            figures.driver_calls.handle_ops().to_string()
-        })
-        .into(),
-        last.map_or_else(dash, |figures| format!("{:.0}", figures.ns_per_row))
+        last.map_or_else(dash, |pass| pass.calls.handle_ops().to_string())
+            .into(),
+        last.map_or_else(dash, |pass| format!("{:.0}", pass.nanos_per_row))
             .into(),
         Cell::verdict(end, report.is_clean()),
     ]

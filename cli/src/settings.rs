@@ -5,7 +5,7 @@ use crate::options::{PolicyChoice, TraceOptions};
 use crate::output::Output;
 use crate::size::Limit;
 use cualloc::allocator::{CONFIG_VARIABLE, Config, Policy};
-use cualloc::trace::Options;
+use cualloc::trace::{Replay, Trace};
 
 /// What the environment says, with the options on top.
 pub struct Settings {
@@ -48,15 +48,17 @@ impl Settings {
         &self.config
     }
 
-    /// How a trace is replayed under them, without a limit.
-    pub fn options(&self, options: &TraceOptions) -> Options {
-        let mut replay = Options::default();
-        replay.config = self.config.clone();
-        replay.policy = self.config.policy;
-        replay.views = self.config.views;
-        replay.verify = options.verify;
-        replay.seed = options.seed;
-        replay
+    /// A replay of a trace under them, with this limit.
+    pub fn replay<'a>(
+        &self,
+        trace: &'a Trace,
+        options: &TraceOptions,
+        limit: Option<u64>,
+    ) -> Replay<'a> {
+        Replay::new(trace)
+            .config(self.config.clone().limit(limit))
+            .verify(options.verify)
+            .seed(options.seed)
     }
 
     /// What the variable says, if anything.

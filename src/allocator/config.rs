@@ -50,7 +50,7 @@ pub struct Config {
     /// Whether every call asks from the start if its stream is being captured. Off by default: then
     /// blocks of up to 64 KiB that are at hand are given out and taken back without a call of the
     /// driver until the process is seen to capture streams, by
-    /// [`begin_capture`](crate::driver::Entered::begin_capture) or by any call that asks anyway
+    /// [`begin_capture`](crate::driver::Stream::begin_capture) or by any call that asks anyway
     /// (for larger blocks, for more memory, at markers). For programs that begin captures through
     /// other libraries and want each misuse reported, the first one included.
     pub capture_checks: bool,

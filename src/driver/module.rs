@@ -43,8 +43,7 @@ impl Module {
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Kernels`](super::Feature::Kernels).
     pub fn from_ptx(context: &Context, ptx: &CStr) -> Result<Module, DriverError> {
-        // SAFETY: PTX is text that ends in zero; the driver checks the rest.
-        unsafe { Module::load(context, ptx.as_ptr().cast()) }
+        context.enter()?.load_module(ptx)
     }
 
     /// Loads an image of any kind: PTX that ends in zero, cubin or fatbin.
@@ -56,18 +55,17 @@ impl Module {
     /// `image` must be whole and well-formed: the driver is not told its size.
     pub unsafe fn from_image(context: &Context, image: &[u8]) -> Result<Module, DriverError> {
         // SAFETY: the caller vouches for the image.
-        unsafe { Module::load(context, image.as_ptr().cast()) }
+        unsafe { Module::load(&context.enter()?, image.as_ptr().cast()) }
     }
 
     /// # Safety
     /// `image` must point to a whole and well-formed image.
-    unsafe fn load(context: &Context, image: *const c_void) -> Result<Module, DriverError> {
-        let entered = context.enter()?;
+    unsafe fn load(entered: &Entered<'_>, image: *const c_void) -> Result<Module, DriverError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the output is a local, and the caller vouches for the image.
         unsafe { call!(entered.driver(), cuModuleLoadData(&mut raw, image)) }?;
         Ok(Module(Arc::new(Inner {
-            context: context.clone(),
+            context: entered.context().clone(),
             raw,
         })))
     }
@@ -197,6 +195,12 @@ impl fmt::Debug for Function {
 
 #[doc(hidden)]
 impl Entered<'_> {
+    /// [`Module::from_ptx`].
+    pub(crate) fn load_module(&self, ptx: &CStr) -> Result<Module, DriverError> {
+        // SAFETY: PTX is text that ends in zero; the driver checks the rest.
+        unsafe { Module::load(self, ptx.as_ptr().cast()) }
+    }
+
     /// Launches a kernel on `stream`; one pointer to each parameter's value, all read before the
     /// call returns.
     ///

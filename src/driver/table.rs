@@ -88,7 +88,8 @@ struct Inner {
     process_wide: bool,
     library: Option<String>,
     /// What its functions stand on, for as long as somebody can call them.
-    _ground: Ground,
+    #[cfg_attr(not(feature = "sim"), expect(dead_code))]
+    ground: Ground,
     counters: Counters,
     state: State,
 }
@@ -160,6 +161,12 @@ impl Driver {
         unsafe { Driver::start(functions, origin) }
     }
 
+    /// What the functions of [`Driver::on_ground`] stand on.
+    #[cfg(feature = "sim")]
+    pub(crate) fn ground(&self) -> Option<&(dyn Any + Send + Sync)> {
+        self.0.ground.as_deref()
+    }
+
     /// Initialises the driver behind a table.
     ///
     /// # Safety
@@ -192,7 +199,7 @@ impl Driver {
             version: 0,
             process_wide: origin.process_wide,
             library: origin.library,
-            _ground: origin.ground,
+            ground: origin.ground,
             counters: Counters::new(),
             state: State {
                 lost: AtomicBool::new(false),

@@ -2,9 +2,9 @@
 
 use super::call::Call;
 
-/// One simulated device. Start from `DeviceConfig::default()`: the properties and times of an H200, and 80 GiB.
+/// One simulated device. Start from `SimDevice::default()`: the properties and times of an H200, and 80 GiB.
 #[derive(Clone, Debug)]
-pub struct DeviceConfig {
+pub struct SimDevice {
     /// Physical memory, in bytes.
     pub memory: u64,
     /// What the device is called.
@@ -35,9 +35,9 @@ pub struct DeviceConfig {
     pub peers: bool,
 }
 
-impl Default for DeviceConfig {
+impl Default for SimDevice {
     fn default() -> Self {
-        DeviceConfig {
+        SimDevice {
             memory: 80 << 30,
             name: "Simulated device".to_owned(),
             compute_capability: (9, 0),
@@ -57,6 +57,7 @@ impl Default for DeviceConfig {
 
 /// When submitted work completes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Mode {
     /// At once, unless it waits for something incomplete.
     #[default]
@@ -73,7 +74,7 @@ pub enum Mode {
 pub struct SimConfig {
     /// The devices, in the order of their ordinals; at most 64. May be empty: a machine whose
     /// driver finds no device.
-    pub devices: Vec<DeviceConfig>,
+    pub devices: Vec<SimDevice>,
     /// What `cuDriverGetVersion` says.
     pub driver_version: i32,
     /// When work completes.
@@ -105,7 +106,7 @@ pub struct SimConfig {
 impl Default for SimConfig {
     fn default() -> Self {
         SimConfig {
-            devices: vec![DeviceConfig::default()],
+            devices: vec![SimDevice::default()],
             driver_version: 13000,
             mode: Mode::Instant,
             strict_undefined: false,
@@ -149,9 +150,9 @@ pub enum ConfigError {
 impl SimConfig {
     /// `count` default devices with `memory` bytes each.
     pub fn with_devices(count: usize, memory: u64) -> SimConfig {
-        let device = DeviceConfig {
+        let device = SimDevice {
             memory,
-            ..DeviceConfig::default()
+            ..SimDevice::default()
         };
         SimConfig {
             devices: vec![device; count],

@@ -2,11 +2,12 @@
 
 use super::call::{Call, NAMES};
 use super::config::ConfigError;
+use crate::driver::CallCounts;
 use crate::driver::sys::CUresult;
 
 /// Modelled nanoseconds of each driver function.
 #[derive(Clone, Debug)]
-pub struct CostTable {
+pub(super) struct CostTable {
     nanos: Vec<u64>,
 }
 
@@ -47,46 +48,32 @@ impl Default for CostTable {
 }
 
 impl CostTable {
-    /// Sets what one call of `name` costs, in nanoseconds. `cuMemSetAccess` and `cuMemUnmap` cost
-    /// this much for each mapping in their range.
-    ///
-    /// # Errors
-    /// [`ConfigError::UnknownFunction`] if there is no such function.
-    pub fn set(&mut self, name: &str, nanos: u64) -> Result<(), ConfigError> {
-        let index = Call::index_of(name).ok_or_else(|| ConfigError::UnknownFunction {
-            name: name.to_owned(),
-        })?;
-        self.nanos[index] = nanos;
-        Ok(())
-    }
-
-    /// What one call of `name` costs, in nanoseconds; `None` if there is no such function.
-    pub fn get(&self, name: &str) -> Option<u64> {
-        Call::index_of(name).map(|index| self.nanos[index])
-    }
-
-    /// Costs of a program that never synchronised a stream, where a query takes 1.2 us.
-    pub fn slow_queries() -> CostTable {
-        let mut table = CostTable::default();
-        table.nanos[Call::cuEventQuery as usize] = 1_200;
-        table
-    }
-
     pub(super) fn of(&self, call: Call) -> u64 {
         self.nanos[call as usize]
     }
+
+    pub(super) fn set(&mut self, name: &str, nanos: u64) -> Result<(), ConfigError> {
+        self.nanos[index_of(name)?] = nanos;
+        Ok(())
+    }
+}
+
+fn index_of(name: &str) -> Result<usize, ConfigError> {
+    Call::index_of(name).ok_or_else(|| ConfigError::UnknownFunction {
+        name: name.to_owned(),
+    })
 }
 
 /// How often each function was called, and what that would have cost.
 #[derive(Clone, Debug)]
-pub struct Counters {
+pub(super) struct Counters {
     calls: Vec<u64>,
     /// Modelled nanoseconds of all calls, waits included.
-    pub nanos: u64,
-    /// Calls that wait for the device: synchronise calls, `cuMemFree`.
-    pub waits: u64,
+    pub(super) nanos: u64,
+    /// Calls that wait for the device.
+    pub(super) waits: u64,
     /// Those of them that found something to wait for.
-    pub blocked_waits: u64,
+    pub(super) blocked_waits: u64,
 }
 
 impl Default for Counters {
@@ -101,37 +88,22 @@ impl Default for Counters {
 }
 
 impl Counters {
-    /// Calls of `name`; 0 for an unknown name.
-    pub fn get(&self, name: &str) -> u64 {
-        Call::index_of(name).map_or(0, |index| self.calls[index])
-    }
-
-    /// All functions that were called, with their counts, in the order of `wrapper.h`.
-    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
-        NAMES
-            .iter()
-            .zip(&self.calls)
-            .filter(|(_, count)| **count > 0)
-            .map(|(name, count)| (*name, *count))
-    }
-
-    /// All calls but those of `cuStreamGetId`, `cuStreamIsCapturing` and `cuCtxGetCurrent`.
-    pub fn total(&self) -> u64 {
-        let uncounted = [
-            Call::cuStreamGetId,
-            Call::cuStreamIsCapturing,
-            Call::cuCtxGetCurrent,
-        ];
-        let skipped: u64 = uncounted
-            .iter()
-            .map(|call| self.calls[*call as usize])
-            .sum();
-        self.calls.iter().sum::<u64>() - skipped
-    }
-
     pub(super) fn count(&mut self, call: Call, nanos: u64) {
         self.calls[call as usize] += 1;
         self.nanos = self.nanos.saturating_add(nanos);
+    }
+
+    pub(super) fn calls(&self) -> CallCounts {
+        let counts = NAMES.iter().zip(&self.calls);
+        CallCounts::of(
+            |name| {
+                counts
+                    .clone()
+                    .find(|(known, _)| **known == name)
+                    .map_or(0, |(_, count)| *count)
+            },
+            self.nanos,
+        )
     }
 }
 
@@ -151,11 +123,8 @@ impl FailPlan {
     /// # Errors
     /// [`ConfigError::UnknownFunction`] if there is no such function.
     pub fn call(name: &str, code: CUresult) -> Result<FailPlan, ConfigError> {
-        let index = Call::index_of(name).ok_or_else(|| ConfigError::UnknownFunction {
-            name: name.to_owned(),
-        })?;
         Ok(FailPlan {
-            call: Some(index),
+            call: Some(index_of(name)?),
             skip: 0,
             times: 1,
             code,

@@ -52,32 +52,43 @@ mod table;
 mod vmm;
 mod work;
 
-pub use config::{ConfigError, DeviceConfig, Mode, SimConfig};
-pub use costs::{CostTable, Counters, FailPlan};
+pub use config::{ConfigError, Mode, SimConfig, SimDevice};
+pub use costs::FailPlan;
+#[doc(hidden)]
 pub use hooks::Moment;
 pub use reports::{Leaks, Report, Site};
 pub use state::LogEntry;
 
-use crate::driver::{Driver, LoadError, sys};
+use crate::driver::{CallCounts, Context, Driver, LoadError, sys};
 use slots::Place;
 use state::State;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use work::Work;
 
 /// A simulated driver with its devices.
 ///
-/// Up to 32 live in a process at a time; [`Simulator::new`] waits for a place. Dropping one frees
-/// its place, and every function of its tables then returns "driver shut down".
+/// Up to 32 live in a process at a time; [`Simulator::new`] waits for a place. Dropping the last clone of one
+/// frees its place, and every function of its tables then returns "driver shut down".
 ///
 /// Thread safety: `Send` and `Sync`; all calls, of the driver and of this type, take one lock.
+#[derive(Clone, Debug)]
+pub struct Simulator(Arc<Inner>);
+
 #[derive(Debug)]
-pub struct Simulator {
+struct Inner {
     place: Arc<Place>,
     missing: Vec<String>,
 }
 
+/// What a driver keeps of its simulator: the place, which then is nobody else's, and the way back.
+struct Ground {
+    _place: Arc<Place>,
+    simulator: Weak<Inner>,
+}
+
 /// Work that is submitted and not complete.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PendingOp {
     /// The id of its stream.
     pub stream: u64,
@@ -96,6 +107,7 @@ pub struct PendingOp {
 /// How far a stream is, in operations. The operation of a sequence number is complete when `reached` is
 /// at least that number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Progress {
     /// Operations given to it: the sequence number of the last one.
     pub submitted: u64,
@@ -103,7 +115,7 @@ pub struct Progress {
     pub reached: u64,
 }
 
-impl Drop for Simulator {
+impl Drop for Inner {
     fn drop(&mut self) {
         self.place.end();
     }
@@ -118,13 +130,13 @@ impl Simulator {
         config.check()?;
         let missing = config.missing.clone();
         let place = Place::take(Box::new(State::new(config)));
-        Ok(Simulator { place, missing })
+        Ok(Simulator(Arc::new(Inner { place, missing })))
     }
 
     /// The table of its functions.
     pub fn functions(&self) -> sys::CuFunctions {
-        let mut table = table::functions(self.place.slot);
-        for name in &self.missing {
+        let mut table = table::functions(self.0.place.slot);
+        for name in &self.0.missing {
             table::remove(&mut table, name);
         }
         table
@@ -135,13 +147,37 @@ impl Simulator {
     /// # Errors
     /// As [`Driver::from_functions`]: a required function is missing, `cuInit` fails.
     pub fn driver(&self) -> Result<Driver, LoadError> {
+        let ground = Ground {
+            _place: self.0.place.clone(),
+            simulator: Arc::downgrade(&self.0),
+        };
         // SAFETY: the functions are those of the table's types, and stay callable for the life of
         // the process: without their simulator they return an error.
-        unsafe { Driver::on_ground(self.functions(), self.place.clone()) }
+        unsafe { Driver::on_ground(self.functions(), Arc::new(ground)) }
+    }
+
+    /// The primary context of a device, by a driver of its own ([`Simulator::driver`]).
+    ///
+    /// # Errors
+    /// As [`Simulator::driver`]; [`LoadError::Init`] where the device cannot be had.
+    pub fn context(&self, ordinal: usize) -> Result<Context, LoadError> {
+        self.driver()?.context(ordinal).map_err(LoadError::Init)
+    }
+
+    /// The simulator that a driver is of, as long as it lives.
+    pub(crate) fn of(driver: &Driver) -> Option<Simulator> {
+        let ground = driver.ground()?.downcast_ref::<Ground>()?;
+        ground.simulator.upgrade().map(Simulator)
+    }
+
+    /// Whether work completes rows after it was submitted.
+    pub(crate) fn lags(&self) -> bool {
+        let lags = |state: &mut State| matches!(state.mode, Mode::Lag(1..));
+        self.with(lags).unwrap_or(false)
     }
 
     fn with<T>(&self, run: impl FnOnce(&mut State) -> T) -> Option<T> {
-        let mut guard = slots::lock(self.place.slot);
+        let mut guard = slots::lock(self.0.place.slot);
         let state = guard.as_deref_mut()?;
         state.enter_thread();
         let result = run(state);
@@ -309,20 +345,33 @@ impl Simulator {
         self.with(|state| state.report_count).unwrap_or(0)
     }
 
-    /// Calls by name, modelled nanoseconds and waits since the start or the last reset.
-    pub fn counters(&self) -> Counters {
-        self.with(|state| state.counters.clone())
+    /// Calls of all drivers by name, those that drivers do not count included, with their modelled
+    /// nanoseconds, waits included; handle operations are counted by drivers alone.
+    pub fn calls(&self) -> CallCounts {
+        self.with(|state| state.counters.calls())
             .unwrap_or_default()
     }
 
-    /// Sets all counters to zero.
-    pub fn reset_counters(&self) {
-        self.with(|state| state.counters = Counters::default());
+    /// Modelled nanoseconds of all calls.
+    pub(crate) fn nanos(&self) -> u64 {
+        self.with(|state| state.counters.nanos).unwrap_or(0)
     }
 
-    /// Changes what calls cost.
-    pub fn set_costs(&self, costs: CostTable) {
-        self.with(|state| state.costs = costs);
+    /// Calls that wait for the device (synchronise calls, `cuMemFree`), and those of them that found something
+    /// to wait for.
+    pub fn waits(&self) -> (u64, u64) {
+        self.with(|state| (state.counters.waits, state.counters.blocked_waits))
+            .unwrap_or_default()
+    }
+
+    /// Sets what one call of a function costs, in modelled nanoseconds. `cuMemSetAccess` and `cuMemUnmap` cost
+    /// this much for each mapping in their range.
+    ///
+    /// # Errors
+    /// [`ConfigError::UnknownFunction`] if there is no such function.
+    pub fn set_cost(&self, call: &str, nanos: u64) -> Result<(), ConfigError> {
+        self.with(|state| state.costs.set(call, nanos))
+            .unwrap_or(Ok(()))
     }
 
     /// Begins (or ends and forgets) a log of all calls.
@@ -457,26 +506,30 @@ impl Simulator {
     /// another thread does just then. It runs in the calling thread without the simulator's lock, so it may
     /// call the driver and this type, as itself or [as another thread](Simulator::as_thread); its own calls
     /// run no hooks. Beside other threads' calls it runs more than once at a time.
+    #[doc(hidden)]
     pub fn before(&self, hook: impl Fn(&Moment) + Send + Sync + 'static) {
-        hooks::set(self.place.slot, |hooks| {
+        hooks::set(self.0.place.slot, |hooks| {
             hooks.before = Some(Arc::new(hook));
         });
     }
 
     /// As [`Simulator::before`], after each call: the driver has done it and the caller does not know yet.
+    #[doc(hidden)]
     pub fn after(&self, hook: impl Fn(&Moment) + Send + Sync + 'static) {
-        hooks::set(self.place.slot, |hooks| {
+        hooks::set(self.0.place.slot, |hooks| {
             hooks.after = Some(Arc::new(hook));
         });
     }
 
     /// Takes both hooks away. Those that run go on.
+    #[doc(hidden)]
     pub fn clear_hooks(&self) {
-        hooks::set(self.place.slot, |hooks| *hooks = hooks::Hooks::default());
+        hooks::set(self.0.place.slot, |hooks| *hooks = hooks::Hooks::default());
     }
 
     /// Runs something as another thread as far as simulated drivers know: its current context, its mode of
     /// captures, its own default stream, which of the captures are its. The same number is the same thread.
+    #[doc(hidden)]
     pub fn as_thread<T>(&self, thread: u32, run: impl FnOnce() -> T) -> T {
         hooks::as_thread(thread, run)
     }

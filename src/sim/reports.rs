@@ -4,6 +4,7 @@ use std::fmt;
 
 /// An operation, as a report names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Site {
     /// What it was: the name of a driver call or of a kernel.
     pub kind: &'static str,

@@ -98,6 +98,7 @@ impl Callback {
 
 /// One logged call.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LogEntry {
     /// Name of the function.
     pub call: &'static str,

@@ -1,11 +1,7 @@
 //! The trace file: reading, validity, and what follows from the rows alone.
 
-use std::error::Error;
 use std::fmt;
 use std::io::{self, BufRead, Read, Write};
-
-/// The first line of every trace.
-pub const HEADER: &str = "op,id,bytes,stream";
 
 /// What some programs begin every file with.
 const BYTE_ORDER_MARK: &[u8] = "\u{FEFF}".as_bytes();
@@ -19,6 +15,7 @@ const STREAM_LIMIT: u64 = 1 << 16;
 
 /// What a row does to its block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
 pub enum Op {
     /// `a`: the block is allocated.
     Allocate,
@@ -54,6 +51,7 @@ impl fmt::Display for Row {
 }
 
 /// One block of a trace, from its allocation to its release.
+#[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Allocation {
     /// Bytes requested, before any rounding; never 0.
@@ -78,6 +76,9 @@ pub struct Trace {
 }
 
 impl Trace {
+    /// The first line of every trace.
+    pub const HEADER: &str = "op,id,bytes,stream";
+
     /// Reads a trace as text; lines end in LF or CRLF, the last one may end with the file. A byte order
     /// mark is skipped.
     ///
@@ -93,20 +94,19 @@ impl Trace {
         };
         match parser.next_line()? {
             Some(line)
-                if line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line) == HEADER.as_bytes() => {}
+                if line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line)
+                    == Trace::HEADER.as_bytes() => {}
             found => {
                 let found = String::from_utf8_lossy(found.unwrap_or_default()).into_owned();
-                return Err(parser.error(Fault::Header { found }));
+                return Err(TraceError::Header { line: 1, found });
             }
         }
         let mut rows = Vec::new();
         let mut blocks: Vec<Block> = Vec::new();
         while let Some(line) = parser.next_line()? {
-            let row = parse_row(line).and_then(|row| {
-                note(&mut blocks, rows.len(), row)?;
-                Ok(row)
-            });
-            rows.push(row.map_err(|fault| parser.error(fault))?);
+            let row = parse_row(Trace::line_of(rows.len()), line)?;
+            note(&mut blocks, rows.len(), row)?;
+            rows.push(row);
         }
         Trace::finish(name.into(), rows, blocks)
     }
@@ -126,10 +126,7 @@ impl Trace {
             if row.op != Op::Allocate {
                 row.bytes = 0;
             }
-            note(&mut blocks, checked.len(), row).map_err(|fault| TraceError {
-                line: Trace::line_of(checked.len()),
-                fault,
-            })?;
+            note(&mut blocks, checked.len(), row)?;
             checked.push(row);
         }
         Trace::finish(name.into(), checked, blocks)
@@ -155,7 +152,7 @@ impl Trace {
     /// # Errors
     /// The writer's.
     pub fn write(&self, mut writer: impl Write) -> io::Result<()> {
-        writeln!(writer, "{HEADER}")?;
+        writeln!(writer, "{}", Trace::HEADER)?;
         for row in &self.rows {
             writeln!(writer, "{row}")?;
         }
@@ -173,6 +170,7 @@ impl Trace {
     }
 
     /// All blocks; the index is the block's id.
+    #[doc(hidden)]
     pub fn allocations(&self) -> &[Allocation] {
         &self.allocations
     }
@@ -188,6 +186,7 @@ impl Trace {
     }
 
     /// The line of the file that holds the row with this index.
+    #[doc(hidden)]
     pub fn line_of(row: usize) -> u64 {
         // The header is line 1, and there are no lines without a row.
         row as u64 + 2
@@ -210,11 +209,12 @@ impl<R: BufRead> Parser<R> {
     /// The next line without its end, `None` at the end of the file.
     fn next_line(&mut self) -> Result<Option<&[u8]>, TraceError> {
         self.line += 1;
+        let line = self.line;
         self.buffer.clear();
         let read = (&mut self.reader)
             .take(LINE_LIMIT)
             .read_until(b'\n', &mut self.buffer)
-            .map_err(|source| self.error(Fault::Read { source }))?;
+            .map_err(|source| TraceError::Read { line, source })?;
         if read == 0 {
             return Ok(None);
         }
@@ -224,47 +224,47 @@ impl<R: BufRead> Parser<R> {
                 self.buffer.pop();
             }
         } else if read as u64 == LINE_LIMIT {
-            return Err(self.error(Fault::LineTooLong));
+            return Err(TraceError::LineTooLong { line });
         }
         Ok(Some(&self.buffer))
     }
-
-    fn error(&self, fault: Fault) -> TraceError {
-        TraceError {
-            line: self.line,
-            fault,
-        }
-    }
 }
 
-fn parse_row(line: &[u8]) -> Result<Row, Fault> {
-    let text = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
-    let mut fields = line.split(|byte| *byte == b',');
+fn parse_row(line: u64, text: &[u8]) -> Result<Row, TraceError> {
+    let owned = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
+    let mut fields = text.split(|byte| *byte == b',');
     let op = match fields.next() {
         Some(b"a") => Op::Allocate,
         Some(b"f") => Op::Free,
         Some(b"c") => Op::Complete,
         other => {
-            return Err(Fault::UnknownOp {
-                found: text(other.unwrap_or_default()),
+            return Err(TraceError::UnknownOp {
+                line,
+                found: owned(other.unwrap_or_default()),
             });
         }
     };
     let mut number = |field: &'static str| {
-        let found = fields.next().ok_or(Fault::FieldMissing { field })?;
-        parse_number(found).ok_or_else(|| Fault::NotANumber {
+        let found = fields
+            .next()
+            .ok_or(TraceError::FieldMissing { line, field })?;
+        parse_number(found).ok_or_else(|| TraceError::NotANumber {
+            line,
             field,
-            found: text(found),
+            found: owned(found),
         })
     };
     let id = number("id")?;
     let bytes = number("bytes")?;
     let stream = number("stream")?;
     if fields.next().is_some() {
-        return Err(Fault::FieldsLeftOver);
+        return Err(TraceError::FieldsLeftOver { line });
     }
     if stream >= STREAM_LIMIT {
-        return Err(Fault::StreamTooLarge { found: stream });
+        return Err(TraceError::StreamTooLarge {
+            line,
+            found: stream,
+        });
     }
     Ok(Row {
         op,
@@ -287,17 +287,18 @@ fn parse_number(field: &[u8]) -> Option<u64> {
 }
 
 /// Checks `row`, whose index is `index`, against the blocks so far, and enters it.
-fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<(), Fault> {
-    let id = row.id as u64;
+fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<(), TraceError> {
+    let (line, id) = (Trace::line_of(index), row.id as u64);
     if row.op == Op::Allocate {
         if row.id != blocks.len() {
-            return Err(Fault::IdOutOfOrder {
+            return Err(TraceError::IdOutOfOrder {
+                line,
                 expected: blocks.len() as u64,
                 found: id,
             });
         }
         if row.bytes == 0 {
-            return Err(Fault::ZeroBytes { id });
+            return Err(TraceError::ZeroBytes { line, id });
         }
         blocks.push(Block {
             outline: Allocation {
@@ -310,18 +311,21 @@ fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<(), Fault> {
         });
         return Ok(());
     }
-    let block = blocks.get_mut(row.id).ok_or(Fault::UnknownId { id })?;
+    let block = blocks
+        .get_mut(row.id)
+        .ok_or(TraceError::UnknownId { line, id })?;
     match row.op {
         Op::Complete if block.outline.released.is_none() => {
-            return Err(Fault::CompletedBeforeFreed { id });
+            return Err(TraceError::CompletedBeforeFreed { line, id });
         }
-        Op::Complete if block.completed => return Err(Fault::CompletedTwice { id }),
+        Op::Complete if block.completed => return Err(TraceError::CompletedTwice { line, id }),
         Op::Complete => block.completed = true,
-        _ if block.outline.released.is_some() => return Err(Fault::FreedTwice { id }),
+        _ if block.outline.released.is_some() => return Err(TraceError::FreedTwice { line, id }),
         _ => {}
     }
     if row.stream != block.outline.stream {
-        return Err(Fault::StreamChanged {
+        return Err(TraceError::StreamChanged {
+            line,
             id,
             expected: block.outline.stream,
             found: row.stream,
@@ -339,7 +343,9 @@ fn requested_peak(rows: &[Row], allocations: &[Allocation]) -> Result<u64, Trace
         if row.op == Op::Allocate {
             live = live
                 .checked_add(block.bytes)
-                .ok_or_else(|| TraceError::overflow_at(index))?;
+                .ok_or(TraceError::LiveBytesOverflow {
+                    line: Trace::line_of(index),
+                })?;
             peak = peak.max(live);
         } else if block.released == Some(index) {
             live -= block.bytes;
@@ -349,134 +355,129 @@ fn requested_peak(rows: &[Row], allocations: &[Allocation]) -> Result<u64, Trace
 }
 
 /// A trace could not be read: the line, and what is wrong with it.
-#[derive(Debug)]
-pub struct TraceError {
-    line: u64,
-    fault: Fault,
-}
-
-impl fmt::Display for TraceError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "line {}: {}", self.line, self.fault)
-    }
-}
-
-impl Error for TraceError {
-    // The message already holds the fault's own words, so the chain goes on behind it.
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        self.fault.source()
-    }
-}
-
-impl TraceError {
-    /// The live bytes overflow at the row with this index.
-    pub(super) fn overflow_at(row: usize) -> TraceError {
-        TraceError {
-            line: Trace::line_of(row),
-            fault: Fault::LiveBytesOverflow,
-        }
-    }
-
-    /// The line of the file, counted from 1; the header is line 1.
-    pub fn line(&self) -> u64 {
-        self.line
-    }
-
-    /// What is wrong with the line.
-    pub fn fault(&self) -> &Fault {
-        &self.fault
-    }
-}
-
-/// What can be wrong with a line of a trace.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum Fault {
+pub enum TraceError {
     /// The file could not be read on.
-    #[error("cannot be read")]
+    #[error("line {line}: cannot be read")]
     Read {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// What the reader said.
         source: io::Error,
     },
     /// The first line is not the header.
-    #[error("the first line must be `{HEADER}`, not `{found}`")]
+    #[error(
+        "line {line}: the first line must be `{}`, not `{found}`",
+        Trace::HEADER
+    )]
     Header {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The first line.
         found: String,
     },
     /// The line is longer than any row can be.
-    #[error("longer than {LINE_LIMIT} bytes")]
-    LineTooLong,
+    #[error("line {line}: longer than {LINE_LIMIT} bytes")]
+    LineTooLong {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
+    },
     /// The first field is none of `a`, `f` and `c`.
-    #[error("unknown op `{found}`")]
+    #[error("line {line}: unknown op `{found}`")]
     UnknownOp {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The field.
         found: String,
     },
     /// The row ends too early.
-    #[error("the field `{field}` is missing")]
+    #[error("line {line}: the field `{field}` is missing")]
     FieldMissing {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The name of the first missing field.
         field: &'static str,
     },
     /// The row has more than four fields.
-    #[error("more than four fields")]
-    FieldsLeftOver,
+    #[error("line {line}: more than four fields")]
+    FieldsLeftOver {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
+    },
     /// A field is not an unsigned decimal integer of at most 64 bits.
-    #[error("`{field}` must be a whole number from 0 to {max}, not `{found}`", max = u64::MAX)]
+    #[error("line {line}: `{field}` must be a whole number from 0 to {max}, not `{found}`", max = u64::MAX)]
     NotANumber {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The name of the field.
         field: &'static str,
         /// The field.
         found: String,
     },
     /// A new block's id does not follow the last one.
-    #[error("the next new id is {expected}, not {found}")]
+    #[error("line {line}: the next new id is {expected}, not {found}")]
     IdOutOfOrder {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The id a new block has here.
         expected: u64,
         /// The id of the row.
         found: u64,
     },
     /// A block of no bytes is allocated.
-    #[error("block {id} has no bytes")]
+    #[error("line {line}: block {id} has no bytes")]
     ZeroBytes {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The block.
         id: u64,
     },
     /// A block is freed or completed that has not been allocated.
-    #[error("block {id} has not been allocated")]
+    #[error("line {line}: block {id} has not been allocated")]
     UnknownId {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The block.
         id: u64,
     },
     /// A block is freed again.
-    #[error("block {id} is freed a second time")]
+    #[error("line {line}: block {id} is freed a second time")]
     FreedTwice {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The block.
         id: u64,
     },
     /// A block completes that its owner has not given up.
-    #[error("block {id} completes before it is freed")]
+    #[error("line {line}: block {id} completes before it is freed")]
     CompletedBeforeFreed {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The block.
         id: u64,
     },
     /// A block completes again.
-    #[error("block {id} completes a second time")]
+    #[error("line {line}: block {id} completes a second time")]
     CompletedTwice {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The block.
         id: u64,
     },
     /// A stream number has more than 16 bits.
-    #[error("stream {found} is not below {STREAM_LIMIT}")]
+    #[error("line {line}: stream {found} is not below {STREAM_LIMIT}")]
     StreamTooLarge {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The number.
         found: u64,
     },
     /// A block is freed or completed on another stream than its own.
-    #[error("block {id} belongs to stream {expected}, not {found}")]
+    #[error("line {line}: block {id} belongs to stream {expected}, not {found}")]
     StreamChanged {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
         /// The block.
         id: u64,
         /// The stream it was allocated on.
@@ -485,6 +486,33 @@ pub enum Fault {
         found: u16,
     },
     /// The blocks live at the same time have more than 2^64 bytes.
-    #[error("the live blocks have more bytes than 64 bits can count")]
-    LiveBytesOverflow,
+    #[error("line {line}: the live blocks have more bytes than 64 bits can count")]
+    LiveBytesOverflow {
+        /// The line of the file, counted from 1; the header is line 1.
+        line: u64,
+    },
+}
+
+impl TraceError {
+    /// The line of the file, counted from 1; the header is line 1.
+    pub fn line(&self) -> u64 {
+        match self {
+            TraceError::Read { line, .. }
+            | TraceError::Header { line, .. }
+            | TraceError::LineTooLong { line, .. }
+            | TraceError::UnknownOp { line, .. }
+            | TraceError::FieldMissing { line, .. }
+            | TraceError::FieldsLeftOver { line, .. }
+            | TraceError::NotANumber { line, .. }
+            | TraceError::IdOutOfOrder { line, .. }
+            | TraceError::ZeroBytes { line, .. }
+            | TraceError::UnknownId { line, .. }
+            | TraceError::FreedTwice { line, .. }
+            | TraceError::CompletedBeforeFreed { line, .. }
+            | TraceError::CompletedTwice { line, .. }
+            | TraceError::StreamTooLarge { line, .. }
+            | TraceError::StreamChanged { line, .. }
+            | TraceError::LiveBytesOverflow { line, .. } => *line,
+        }
+    }
 }

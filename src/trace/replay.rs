@@ -8,115 +8,227 @@ use super::format::{Op, Trace};
 use super::stage::Stage;
 use super::work::{Kernels, Nothing, Use, Work};
 use crate::allocator::{Allocator, Block, Config, Fragmentation, Packing, Policy};
-use crate::driver::{CallCounts, Stream};
+use crate::driver::{CallCounts, Context, Stream};
 use crate::error::Error;
+use std::fmt;
 use std::time::{Duration, Instant};
 
 /// How many rows pass between two reports of progress; the clock stands still during a report.
 const PROGRESS_ROWS: usize = 4096;
 
-/// How a trace is replayed.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Options {
-    /// How often, one after another on one allocator.
-    pub repeat: usize,
-    /// Whether the report has every replay, or the first and the last one alone: then its size does not
-    /// grow with their number.
-    pub keep_all: bool,
-    /// Further settings of the allocator; those of the next three fields count instead of its own.
-    pub config: Config,
-    /// The allocator's segment policy.
-    pub policy: Policy,
-    /// Whether the packed policy may use second layouts of its memory.
-    pub views: bool,
-    /// The most bytes of memory that the allocator may hold.
-    pub limit: Option<u64>,
-    /// Whether kernels fill each block when it is allocated and check it before it is freed.
-    pub verify: bool,
-    /// Decides which checks are delayed, when verifying over several streams.
-    pub seed: u64,
-    /// In how many parts of equal length the rows of each replay are reported on their own, from 1
-    /// on.
-    pub parts: usize,
-    /// The allocator's structures are walked each time so many rows are done, and after the last
-    /// replay in any case; the clock stands still meanwhile.
-    pub check_every: Option<usize>,
+/// How a trace is replayed: on a new allocator, over a real or a simulated device.
+///
+/// Blocks of the trace are freed at their release points, and those that live to the end after the last row. Work
+/// of a simulated device in `Mode::Lag` completes so many rows after its own.
+///
+/// ```
+/// # use cualloc::sim::{SimConfig, Simulator};
+/// # use cualloc::trace::{Replay, Trace};
+/// let trace = Trace::read("two blocks", "op,id,bytes,stream\na,0,4096,0\na,1,512,0\nf,0,0,0\n".as_bytes())?;
+/// let simulator = Simulator::new(SimConfig::default())?;
+/// let report = Replay::new(&trace).repeat(2).verify(true).run(&simulator.context(0)?)?;
+/// assert!(report.is_clean());
+/// assert_eq!(report.passes.len(), 2);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Replay<'a> {
+    pub(super) trace: &'a Trace,
+    pub(super) repeat: usize,
+    keep_all: bool,
+    parts: usize,
+    pub(super) config: Config,
+    verify: bool,
+    seed: u64,
+    check_every: Option<usize>,
+    pub(super) progress: Box<dyn FnMut(u64) + 'a>,
 }
 
-impl Default for Options {
-    /// One replay with the device's best policy, no limit, no verification.
-    fn default() -> Options {
-        Options {
+impl<'a> Replay<'a> {
+    /// One pass over the trace with the device's best policy, no limit, no verification.
+    pub fn new(trace: &'a Trace) -> Self {
+        Replay {
+            trace,
             repeat: 1,
             keep_all: true,
+            parts: 1,
             config: Config::default(),
-            policy: Policy::Auto,
-            views: true,
-            limit: None,
             verify: false,
             seed: 1,
-            parts: 1,
             check_every: None,
+            progress: Box::new(|_| {}),
         }
+    }
+
+    /// How often, one pass after another on one allocator; nothing waits for the device between them.
+    pub fn repeat(mut self, times: usize) -> Self {
+        self.repeat = times;
+        self
+    }
+
+    /// Whether the report has every pass, as it has if nothing is said, or the first and the last one alone: then its
+    /// size does not grow with their number.
+    pub fn keep_all(mut self, on: bool) -> Self {
+        self.keep_all = on;
+        self
+    }
+
+    /// In how many parts of equal length the rows of each pass are reported on their own, from 1 on.
+    pub fn parts(mut self, times: usize) -> Self {
+        self.parts = times;
+        self
+    }
+
+    /// The allocator's settings.
+    pub fn config(mut self, config: Config) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Whether kernels fill each block when it is allocated and check it before it is freed.
+    pub fn verify(mut self, on: bool) -> Self {
+        self.verify = on;
+        self
+    }
+
+    /// Decides which checks are delayed, when verifying over several streams.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// The allocator's structures are walked each time so many rows are done, and after the last pass in any case;
+    /// the clock stands still meanwhile.
+    pub fn check_every(mut self, rows: Option<usize>) -> Self {
+        self.check_every = rows;
+        self
+    }
+
+    /// Is told now and then how many rows are done, over all passes; the clock stands still meanwhile. A search for
+    /// the [`capacity`](Self::capacity) tells before each probe the limit in bytes instead.
+    pub fn on_progress(mut self, told: impl FnMut(u64) + 'a) -> Self {
+        self.progress = Box::new(told);
+        self
+    }
+
+    /// Replays the trace. A pass that fails, and anything else found wrong, is in the report, not in the error.
+    ///
+    /// # Errors
+    /// Streams, kernels or the allocator cannot be made, or the device fails outside the rows.
+    pub fn run(mut self, on: &Context) -> Result<ReplayReport, Error> {
+        self.run_on(&Stage::of(on)?)
+    }
+
+    pub(super) fn run_on(&mut self, stage: &Stage) -> Result<ReplayReport, Error> {
+        // A program that allocates device memory has its context current; so has this one, and through
+        // the replayer's own driver, so that the allocator is charged for no switch of its own making.
+        let entered = stage.own().enter()?;
+        let held_before = stage.memory_in_use();
+        let trace = self.trace;
+        let kernels = match self.verify || stage.lags() {
+            true => Some(Kernels::new(
+                stage,
+                &entered,
+                trace,
+                self.verify,
+                self.seed,
+            )?),
+            false => None,
+        };
+        let allocator = Allocator::with_config(stage.context(), self.config.clone())?;
+        let steps = steps(trace);
+        let mut run = Run {
+            peak_row: peak_row(&steps, trace),
+            at_peak: None,
+            steps,
+            slots: std::iter::repeat_with(|| None)
+                .take(trace.allocations().len())
+                .collect(),
+            streams: trace
+                .streams()
+                .iter()
+                .map(|_| Stream::new(stage.context()))
+                .collect::<Result<_, _>>()?,
+            stage,
+            allocator: &allocator,
+            options: self,
+            rows_done: 0,
+        };
+        let mut report = match kernels {
+            None => run.all(&mut Nothing, |_| {}),
+            Some(mut kernels) => {
+                let mut report = run.all(&mut kernels, Kernels::begin_replay);
+                match kernels.finish() {
+                    Ok(mismatches) => report.mismatches = mismatches,
+                    // What failed first says more than what a lost device says afterwards.
+                    Err(_) if report.failed.is_some() => {}
+                    Err(error) => return Err(error.into()),
+                }
+                report
+            }
+        };
+        drop(run);
+        report.check = allocator.check().err();
+        report.close = allocator.close().err();
+        report.leaked_bytes = allocator.stats().all.reserved.current;
+        if let (Some(before), Some(after)) = (held_before, stage.memory_in_use()) {
+            report.leaked_bytes = report.leaked_bytes.max(after.saturating_sub(before));
+        }
+        report.reports = stage.take_reports();
+        Ok(report)
     }
 }
 
-/// What one whole replay cost.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Figures {
-    /// The most bytes of memory that the allocator held during the replay.
-    pub reserved_peak: u64,
-    /// The driver calls that the allocator made, by name, as the table counted them.
-    pub driver_calls: CallCounts,
-    /// Nanoseconds that the allocator spent in the driver: measured on a GPU; on the simulator what
-    /// its table of costs charges.
-    pub driver_ns: u64,
-    /// Nanoseconds of wall time per row, the work given to the device included.
-    pub ns_per_row: f64,
-    /// The same by parts of the rows. What is freed after the last row is in none of them.
-    pub parts: Vec<Part>,
+impl fmt::Debug for Replay<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Replay")
+            .field("trace", &self.trace.name())
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
 }
 
-/// What a part of a replay cost.
+/// What a pass over the rows cost, or a part of one.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Part {
-    /// Rows of the part.
+pub struct Pass {
+    /// Rows of it.
     pub rows: usize,
-    /// The driver calls that the allocator made, by name.
-    pub driver_calls: CallCounts,
-    /// Nanoseconds that the allocator spent in the driver, as in [`Figures`].
-    pub driver_ns: u64,
+    /// The most bytes of memory that the allocator held, from the begin of the pass on.
+    pub reserved_peak: u64,
+    /// The driver calls that the allocator made. Their nanoseconds are measured on a GPU; on the simulator they are
+    /// what its costs charge.
+    pub calls: CallCounts,
+    /// Nanoseconds of wall time per row, the work given to the device included.
+    pub nanos_per_row: f64,
+    /// The same by parts of the rows; none of a part. What is freed after the last row is in none of them.
+    pub parts: Vec<Pass>,
 }
 
 /// What became of a trace.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Report {
+pub struct ReplayReport {
     /// The policy in force; never [`Policy::Auto`].
     pub policy: Policy,
     /// The limit in force.
     pub limit: Option<u64>,
-    /// The most bytes of memory that the allocator held during the first replay, or until that
-    /// failed.
+    /// The most bytes of memory that the allocator held during the first pass, or until that failed.
     pub reserved_peak: u64,
-    /// The largest of that and of what was held in the replays that completed.
-    pub reserved_peak_max: u64,
-    /// The replays that completed; the first and the last of them without [`Options::keep_all`].
-    pub replays: Vec<Figures>,
-    /// Why the next replay did not complete.
-    pub failure: Option<Failure>,
-    /// How the free memory lay in the first replay at the row with the most live bytes; `None` if it
-    /// was not reached.
+    most: u64,
+    /// The passes that completed; the first and the last of them without [`Replay::keep_all`].
+    pub passes: Vec<Pass>,
+    /// Where the next pass failed: which one, and at which row, both counted from 1; the header is not a row.
+    /// Blocks that live to the end are freed at the last one.
+    pub failed: Option<(usize, usize)>,
+    /// What failed there.
+    pub error: Option<Error>,
+    /// How the free memory lay in the first pass at the row with the most live bytes; `None` if it was not reached.
     pub at_peak: Option<Fragmentation>,
-    /// How the policy stood after the last replay.
+    /// How the policy stood after the last pass.
     pub packing: Packing,
-    /// 32-bit words that were not what their block had been filled with; `None` without
-    /// [`Options::verify`].
+    /// 32-bit words that were not what their block had been filled with; `None` without [`Replay::verify`].
     pub mismatches: Option<u64>,
-    /// What the allocator's own walk over its structures found wrong after the last replay.
+    /// What the allocator's own walk over its structures found wrong.
     pub check: Option<Error>,
     /// Why the allocator could not be closed.
     pub close: Option<Error>,
@@ -126,119 +238,22 @@ pub struct Report {
     pub reports: Vec<String>,
 }
 
-impl Report {
-    /// Whether every replay ran to its last row.
-    pub fn completed(&self) -> bool {
-        self.failure.is_none()
-    }
-
-    /// Whether all went well: completed, no wrong word, heap in order, closed, nothing leaked, and
-    /// nothing reported.
+impl ReplayReport {
+    /// Whether all went well: every pass ran to its last row, no wrong word, structures in order, closed, nothing
+    /// leaked, and nothing reported.
     pub fn is_clean(&self) -> bool {
-        self.completed()
+        self.failed.is_none()
             && self.mismatches.unwrap_or(0) == 0
             && self.check.is_none()
             && self.close.is_none()
             && self.leaked_bytes == 0
             && self.reports.is_empty()
     }
-}
 
-/// A replay stopped before its last row.
-#[derive(Debug, thiserror::Error)]
-#[error("replay {replay} failed at row {row}")]
-pub struct Failure {
-    /// Which replay, counted from 1.
-    pub replay: usize,
-    /// Which row, counted from 1; the header is not a row. Blocks that live to the end are freed at
-    /// the last one.
-    pub row: usize,
-    /// What failed there.
-    pub source: Error,
-}
-
-impl Failure {
-    /// Whether the allocator had no memory left to give.
-    pub fn is_out_of_memory(&self) -> bool {
-        matches!(self.source, Error::OutOfMemory(_))
+    /// The largest peak of held memory over all passes, in bytes.
+    pub fn reserved_peak_max(&self) -> u64 {
+        self.most
     }
-}
-
-/// Replays `trace` on a new allocator. `progress` is told now and then how many rows are done, over
-/// all replays.
-///
-/// A replay that fails, and anything else found wrong, is in the report, not in the error.
-///
-/// # Errors
-/// Streams, kernels or the allocator cannot be made, or the device fails outside the rows.
-pub fn replay(
-    stage: &Stage,
-    trace: &Trace,
-    options: &Options,
-    progress: &mut dyn FnMut(u64),
-) -> Result<Report, Error> {
-    // A program that allocates device memory has its context current; so has this one, and through
-    // the replayer's own driver, so that the allocator is charged for no switch of its own making.
-    let entered = stage.own().enter()?;
-    let held_before = stage.memory_in_use();
-    let kernels = if options.verify || stage.lags() {
-        Some(Kernels::new(
-            stage,
-            &entered,
-            trace,
-            options.verify,
-            options.seed,
-        )?)
-    } else {
-        None
-    };
-    let config = options
-        .config
-        .clone()
-        .policy(options.policy)
-        .views(options.views)
-        .limit(options.limit);
-    let allocator = Allocator::with_config(stage.context(), config)?;
-    let steps = steps(trace);
-    let mut run = Run {
-        peak_row: peak_row(&steps, trace),
-        at_peak: None,
-        steps,
-        slots: std::iter::repeat_with(|| None)
-            .take(trace.allocations().len())
-            .collect(),
-        streams: trace
-            .streams()
-            .iter()
-            .map(|_| Stream::new(stage.context()))
-            .collect::<Result<_, _>>()?,
-        stage,
-        allocator: &allocator,
-        progress,
-        rows_done: 0,
-    };
-    let mut report = match kernels {
-        None => run.all(options, &mut Nothing, |_| {}),
-        Some(mut kernels) => {
-            let mut report = run.all(options, &mut kernels, Kernels::begin_replay);
-            match kernels.finish() {
-                Ok(mismatches) => report.mismatches = mismatches,
-                // What failed first says more than what a lost device says afterwards.
-                Err(_) if report.failure.is_some() => {}
-                Err(error) => return Err(error.into()),
-            }
-            report
-        }
-    };
-    drop(run);
-    report.check = allocator.check().err();
-    report.close = allocator.close().err();
-    report.leaked_bytes = allocator.stats().all.reserved.current;
-    if let (Some(before), Some(after)) = (held_before, stage.memory_in_use()) {
-        report.leaked_bytes = report.leaked_bytes.max(after.saturating_sub(before));
-    }
-    report.reports = stage.take_reports();
-    Ok(report)
 }
 
 /// What the replayer does at a row, with everything looked up beforehand.
@@ -259,7 +274,7 @@ enum Action {
     Pass,
 }
 
-struct Run<'a> {
+struct Run<'a, 'b> {
     steps: Vec<Step>,
     /// The row with the most live bytes, and how memory lay there in the first replay.
     peak_row: usize,
@@ -268,24 +283,21 @@ struct Run<'a> {
     streams: Vec<Stream>,
     stage: &'a Stage,
     allocator: &'a Allocator,
-    progress: &'a mut dyn FnMut(u64),
+    options: &'a mut Replay<'b>,
     rows_done: u64,
 }
 
-impl Run<'_> {
-    fn all<W: Work>(
-        &mut self,
-        options: &Options,
-        work: &mut W,
-        begin_replay: impl Fn(&mut W),
-    ) -> Report {
-        let mut report = Report {
+impl Run<'_, '_> {
+    fn all<W: Work>(&mut self, work: &mut W, begin_replay: impl Fn(&mut W)) -> ReplayReport {
+        let repeat = self.options.repeat;
+        let mut report = ReplayReport {
             policy: self.allocator.policy(),
-            limit: options.limit,
+            limit: self.allocator.limit(),
             reserved_peak: 0,
-            reserved_peak_max: 0,
-            replays: Vec::new(),
-            failure: None,
+            most: 0,
+            passes: Vec::new(),
+            failed: None,
+            error: None,
             at_peak: None,
             packing: Packing::default(),
             mismatches: None,
@@ -294,49 +306,31 @@ impl Run<'_> {
             leaked_bytes: 0,
             reports: Vec::new(),
         };
-        let driver = self.stage.context().driver();
-        for index in 0..options.repeat {
+        for index in 0..repeat {
             begin_replay(work);
             if index > 0 {
                 self.allocator.reset_peaks();
             }
-            let calls_before = driver.calls();
-            let nanos_before = self.driver_nanos(&calls_before, work);
-            let mut parts = Vec::with_capacity(options.parts);
-            let outcome = self.once(options, work, &mut parts);
+            let before = self.calls(work);
+            let mut parts = Vec::with_capacity(self.options.parts);
+            let outcome = self.once(work, &mut parts);
             if index == 0 {
                 report.at_peak = self.at_peak.take();
-            }
-            let calls = driver.calls();
-            let driver_ns = self.driver_nanos(&calls, work).saturating_sub(nanos_before);
-            let reserved_peak = self.allocator.stats().all.reserved.peak;
-            if index == 0 {
-                report.reserved_peak = reserved_peak;
-                report.reserved_peak_max = reserved_peak;
+                report.reserved_peak = self.allocator.stats().all.reserved.peak;
+                report.most = report.reserved_peak;
             }
             match outcome {
                 Ok(wall) => {
-                    report.reserved_peak_max = report.reserved_peak_max.max(reserved_peak);
-                    if !options.keep_all {
-                        report.replays.truncate(1);
+                    let pass = self.pass(self.steps.len(), wall, &before, work);
+                    report.most = report.most.max(pass.reserved_peak);
+                    if !self.options.keep_all {
+                        report.passes.truncate(1);
                     }
-                    report.replays.push(Figures {
-                        reserved_peak,
-                        driver_calls: calls.since(&calls_before),
-                        driver_ns,
-                        ns_per_row: match self.steps.len() {
-                            0 => 0.0,
-                            rows => wall.as_nanos() as f64 / rows as f64,
-                        },
-                        parts,
-                    });
+                    report.passes.push(Pass { parts, ..pass });
                 }
-                Err((row, source)) => {
-                    report.failure = Some(Failure {
-                        replay: index + 1,
-                        row: row + 1,
-                        source,
-                    });
+                Err((row, error)) => {
+                    report.failed = Some((index + 1, row + 1));
+                    report.error = Some(error);
                     self.slots.fill_with(|| None);
                     break;
                 }
@@ -346,33 +340,45 @@ impl Run<'_> {
         report
     }
 
-    /// Time in the driver so far, less what the replayer's own work was charged.
-    fn driver_nanos(&self, calls: &CallCounts, work: &impl Work) -> u64 {
-        self.stage
-            .driver_nanos(calls)
-            .saturating_sub(work.modelled_nanos())
+    /// What was done since `before`.
+    fn pass(&self, rows: usize, wall: Duration, before: &CallCounts, work: &impl Work) -> Pass {
+        Pass {
+            rows,
+            calls: self.calls(work).since(before),
+            reserved_peak: self.allocator.stats().all.reserved.peak,
+            nanos_per_row: match rows {
+                0 => 0.0,
+                rows => wall.as_nanos() as f64 / rows as f64,
+            },
+            parts: Vec::new(),
+        }
+    }
+
+    /// The allocator's calls so far; the time in the driver is that without what the replayer's own work was charged.
+    fn calls(&self, work: &impl Work) -> CallCounts {
+        let calls = self.stage.context().driver().calls();
+        let nanos = self.stage.driver_nanos(&calls);
+        calls.with_nanos(nanos.saturating_sub(work.modelled_nanos()))
     }
 
     /// One replay: how long it took, or the index of the row that failed.
     fn once(
         &mut self,
-        options: &Options,
         work: &mut impl Work,
-        parts: &mut Vec<Part>,
+        parts: &mut Vec<Pass>,
     ) -> Result<Duration, (usize, Error)> {
-        let mut wall = Duration::ZERO;
-        let (rows, count) = (self.steps.len(), options.parts.max(1));
+        let mut total = Duration::ZERO;
+        let (rows, count) = (self.steps.len(), self.options.parts.max(1));
+        let check_every = self.options.check_every;
         let mut done = 0;
         for part in 1..=count {
             let end = (rows as u128 * part as u128 / count as u128) as usize;
             let first = done;
-            let calls_before = self.stage.context().driver().calls();
-            let nanos_before = self.driver_nanos(&calls_before, work);
+            let before = self.calls(work);
+            let mut wall = Duration::ZERO;
             while done < end {
                 let next = stop(done, PROGRESS_ROWS).min(end);
-                let next = options
-                    .check_every
-                    .map_or(next, |every| next.min(stop(done, every)));
+                let next = check_every.map_or(next, |every| next.min(stop(done, every)));
                 let next = match (done..next).contains(&self.peak_row) {
                     true => self.peak_row + 1,
                     false => next,
@@ -382,20 +388,14 @@ impl Run<'_> {
                     self.at_peak = Some(self.allocator.fragmentation());
                 }
                 done = next;
-                if options
-                    .check_every
-                    .is_some_and(|every| done.is_multiple_of(every))
-                {
-                    self.allocator.check().map_err(|error| (done - 1, error))?;
+                if check_every.is_some_and(|every| done.is_multiple_of(every)) {
+                    let checked = self.allocator.check();
+                    checked.map_err(|error| (done - 1, error))?;
                 }
-                (self.progress)(self.rows_done);
+                (self.options.progress)(self.rows_done);
             }
-            let calls = self.stage.context().driver().calls();
-            parts.push(Part {
-                rows: end - first,
-                driver_ns: self.driver_nanos(&calls, work).saturating_sub(nanos_before),
-                driver_calls: calls.since(&calls_before),
-            });
+            parts.push(self.pass(end - first, wall, &before, work));
+            total += wall;
         }
         let start = Instant::now();
         for step in &self.steps {
@@ -404,10 +404,10 @@ impl Run<'_> {
                     .map_err(|error| (self.steps.len() - 1, error.into()))?;
                 block
                     .free()
-                    .map_err(|failed| (self.steps.len() - 1, failed.error))?;
+                    .map_err(|failed| (self.steps.len() - 1, failed.error.into()))?;
             }
         }
-        Ok(wall + start.elapsed())
+        Ok(total + start.elapsed())
     }
 
     /// Rows from one to before another.
@@ -457,7 +457,7 @@ fn rows(
                 let stream = &streams[usize::from(step.stream)];
                 let block = allocator
                     .allocate(step.bytes as usize, stream)
-                    .map_err(|error| (row, error))?;
+                    .map_err(|error| (row, error.into()))?;
                 work.allocated(step.use_of(&block, streams))
                     .map_err(|error| (row, error.into()))?;
                 slots[step.id] = Some(block);
@@ -466,7 +466,7 @@ fn rows(
                 if let Some(block) = slots[step.id].take() {
                     work.releasing(step.use_of(&block, streams))
                         .map_err(|error| (row, error.into()))?;
-                    block.free().map_err(|failed| (row, failed.error))?;
+                    block.free().map_err(|failed| (row, failed.error.into()))?;
                 }
             }
             Action::Pass => {}

@@ -1,74 +1,48 @@
-//! Where traces are replayed: a device of a driver, or of a simulated one.
+//! What traces are replayed on: a device of a real or of a simulated driver.
 
-use crate::driver::{CallCounts, Context, Device, Driver};
+use crate::driver::{CallCounts, Context, Driver};
 use crate::error::Error;
 #[cfg(feature = "sim")]
-use crate::sim::{Mode, Simulator};
-#[cfg(feature = "sim")]
-use std::sync::Arc;
+use crate::sim::Simulator;
 
-/// A device with two drivers on it: the allocator calls one, the replayer the other, so that what
-/// the first counts is the allocator's alone.
-///
-/// The calling thread's context is the caller's own again after every function of this room.
-pub struct Stage {
+/// A context, and the same through a driver of the replayer's own, whose calls are not the allocator's.
+pub(super) struct Stage {
     allocator: Context,
     own: Context,
     #[cfg(feature = "sim")]
-    simulation: Option<Simulation>,
-}
-
-/// The simulator behind a stage, and how far its device lags behind the rows.
-#[cfg(feature = "sim")]
-struct Simulation {
-    simulator: Arc<Simulator>,
-    lag: u64,
+    simulator: Option<Simulator>,
 }
 
 impl Stage {
-    /// A device of a loaded driver. The calls that the allocator makes are timed at the table.
-    ///
-    /// # Errors
-    /// The device's primary context cannot be had.
-    pub fn new(device: &Device) -> Result<Stage, Error> {
-        let driver = device.driver();
-        // SAFETY: the functions are those of `driver`, which is loaded for as long as the process
-        // runs; a second table over them only counts apart.
-        let own = unsafe { Driver::from_functions(*driver.functions()) }?;
-        driver.set_timing(true);
+    /// The calls of an allocator on a GPU are timed from here on.
+    pub(super) fn of(context: &Context) -> Result<Stage, Error> {
+        let driver = context.driver();
+        #[cfg(feature = "sim")]
+        let simulator = Simulator::of(driver);
+        #[cfg(feature = "sim")]
+        let simulated = simulator.as_ref().map(Simulator::driver).transpose()?;
+        #[cfg(not(feature = "sim"))]
+        let simulated: Option<Driver> = None;
+        let own = match simulated {
+            Some(own) => own,
+            None => {
+                driver.set_timing(true);
+                // SAFETY: the functions are those of `driver`, which the stage keeps loaded; a second table
+                // over them only counts apart.
+                unsafe { Driver::from_functions(*driver.functions()) }?
+            }
+        };
         Ok(Stage {
-            allocator: Context::primary(device)?,
-            own: own.context(device.ordinal())?,
+            allocator: context.clone(),
+            // SAFETY: the context is kept beside it, and both drivers have the same functions.
+            own: unsafe { Context::from_raw_with_owner(&own, context.raw(), context.clone()) }?,
             #[cfg(feature = "sim")]
-            simulation: None,
-        })
-    }
-
-    /// A device of a simulator. With `lag` rows above 0, what is submitted to a stream at one row
-    /// completes that many rows later; else it completes at once.
-    ///
-    /// # Errors
-    /// The device's primary context cannot be had.
-    #[cfg(feature = "sim")]
-    pub fn simulated(simulator: &Arc<Simulator>, ordinal: usize, lag: u64) -> Result<Stage, Error> {
-        simulator.set_mode(match lag {
-            0 => Mode::Instant,
-            rows => Mode::Lag(rows),
-        });
-        let driver = simulator.driver()?;
-        let own = simulator.driver()?;
-        Ok(Stage {
-            allocator: driver.context(ordinal)?,
-            own: own.context(ordinal)?,
-            simulation: Some(Simulation {
-                simulator: Arc::clone(simulator),
-                lag,
-            }),
+            simulator,
         })
     }
 
     /// The context that allocators are made for; its driver counts their calls.
-    pub fn context(&self) -> &Context {
+    pub(super) fn context(&self) -> &Context {
         &self.allocator
     }
 
@@ -80,17 +54,16 @@ impl Stage {
     /// Whether the device completes work only as rows go by.
     pub(super) fn lags(&self) -> bool {
         #[cfg(feature = "sim")]
-        if let Some(simulation) = &self.simulation {
-            return simulation.lag > 0;
-        }
+        return self.simulator.as_ref().is_some_and(Simulator::lags);
+        #[cfg(not(feature = "sim"))]
         false
     }
 
     /// One more row has been replayed.
     pub(super) fn advance_row(&self) {
         #[cfg(feature = "sim")]
-        if let Some(simulation) = &self.simulation {
-            simulation.simulator.advance_row();
+        if let Some(simulator) = &self.simulator {
+            simulator.advance_row();
         }
     }
 
@@ -103,18 +76,16 @@ impl Stage {
     /// The simulator's own account of time, over all its drivers.
     pub(super) fn modelled_nanos(&self) -> Option<u64> {
         #[cfg(feature = "sim")]
-        if let Some(simulation) = &self.simulation {
-            return Some(simulation.simulator.counters().nanos);
-        }
+        return self.simulator.as_ref().map(Simulator::nanos);
+        #[cfg(not(feature = "sim"))]
         None
     }
 
     /// Physical memory that a simulated device holds now; `None` on a GPU, which others use as well.
     pub(super) fn memory_in_use(&self) -> Option<u64> {
         #[cfg(feature = "sim")]
-        if let Some(simulation) = &self.simulation {
-            let ordinal = self.allocator.device().ordinal();
-            return Some(simulation.simulator.memory_in_use(ordinal));
+        if let Some(simulator) = &self.simulator {
+            return Some(simulator.memory_in_use(self.allocator.device().ordinal()));
         }
         None
     }
@@ -122,8 +93,8 @@ impl Stage {
     /// What a simulator has found wrong since this was last asked; nothing on a GPU.
     pub(super) fn take_reports(&self) -> Vec<String> {
         #[cfg(feature = "sim")]
-        if let Some(simulation) = &self.simulation {
-            let reports = simulation.simulator.take_reports();
+        if let Some(simulator) = &self.simulator {
+            let reports = simulator.take_reports();
             return reports.iter().map(ToString::to_string).collect();
         }
         Vec::new()

@@ -3,7 +3,7 @@
 
 use super::format::Trace;
 use super::stage::Stage;
-use crate::driver::{DriverError, Entered, Function, Module, Stream, WORD_KERNELS, sys};
+use crate::driver::{DriverError, Entered, Function, Stream, WORD_KERNELS, sys};
 use std::ffi::c_void;
 
 /// Threads of one block of threads; every GPU takes as many.
@@ -84,7 +84,7 @@ impl<'a> Kernels<'a> {
         verify: bool,
         seed: u64,
     ) -> Result<Kernels<'a>, DriverError> {
-        let module = Module::from_ptx(entered.context(), WORD_KERNELS)?;
+        let module = entered.load_module(WORD_KERNELS)?;
         let mut kernels = Kernels {
             stage,
             entered,

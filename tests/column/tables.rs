@@ -407,9 +407,9 @@ fn r53_access_is_granted_on_demand() {
         let config = Config::new().peers(peers.iter().copied());
         let allocator = rig.allocator_with(config);
         let stream = rig.stream();
-        let before = (rig.driver.calls(), sim.counters().nanos);
+        let before = (rig.driver.calls(), sim.calls().nanos());
         let column = Column::zeroed(&allocator, ElementType::U32, 64 << 20, &stream).unwrap();
-        let nanos = sim.counters().nanos - before.1;
+        let nanos = sim.calls().nanos() - before.1;
         let calls = rig.driver.calls().since(&before.0);
         let calls: Vec<(String, u64)> = calls.iter().map(|(n, c)| (n.to_string(), c)).collect();
         stream.synchronize().unwrap();

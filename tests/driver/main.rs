@@ -6,5 +6,6 @@ mod bindings;
 mod common;
 #[cfg(target_os = "linux")]
 mod handles;
+mod values;
 #[cfg(target_os = "linux")]
 mod wrappers;

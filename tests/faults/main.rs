@@ -204,7 +204,7 @@ fn fatal_codes_end_all_driver_calls() {
                 "cuStreamDestroy_v2",
                 "cuMemGetInfo_v2",
             ];
-            let before = sim.counters().total();
+            let before = sim.calls().total();
             match alloc.allocate(100, &streams[0]) {
                 Err(Error::ContextLost(error)) => assert_eq!(error.code(), code, "{at}"),
                 other => {
@@ -237,7 +237,7 @@ fn fatal_codes_end_all_driver_calls() {
             }
             alloc.check().unwrap_or_else(|e| panic!("{at}: {e}"));
             drop(alloc);
-            assert_eq!(sim.counters().total(), before, "{at}: driver calls");
+            assert_eq!(sim.calls().total(), before, "{at}: driver calls");
             drop((streams, context, driver));
         });
     }

@@ -11,7 +11,7 @@ use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, Config, RangeGuard};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
-use cualloc::sim::{DeviceConfig, Mode, SimConfig, Simulator};
+use cualloc::sim::{Mode, SimConfig, SimDevice, Simulator};
 
 use super::captures::Helper;
 use super::layers::{Layered, Layers};
@@ -118,9 +118,9 @@ pub type Done = Result<(), String>;
 impl World {
     pub fn new(setup: &Setup) -> Result<World, String> {
         let memory = 4 << 30;
-        let device = DeviceConfig {
+        let device = SimDevice {
             memory,
-            ..DeviceConfig::default()
+            ..SimDevice::default()
         };
         let config = SimConfig {
             devices: vec![device; setup.devices],

@@ -2,7 +2,7 @@
 
 use crate::support::*;
 use cualloc::driver::sys::CUresult;
-use cualloc::sim::{ConfigError, CostTable, FailPlan, Leaks, Report, SimConfig, Simulator};
+use cualloc::sim::{ConfigError, FailPlan, Leaks, Report, SimConfig, Simulator};
 
 const OUT_OF_MEMORY: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
 
@@ -32,17 +32,19 @@ fn plans_fail_the_nth_call_by_name_or_of_all() {
 #[test]
 fn calls_are_counted_and_costed() {
     let bench = bench();
-    bench.sim.reset_counters();
+    let before = bench.sim.calls();
     bench.mapped(GRANULE);
     let event = bench.event();
     assert_eq!(bench.query(event), OK);
-    let counters = bench.sim.counters();
-    assert_eq!(counters.get("cuMemCreate"), 1);
-    assert_eq!(counters.total(), 6);
-    assert_eq!(counters.nanos, 6_600 + 700 + 19_000 + 55 + 99);
-    bench.sim.set_costs(CostTable::slow_queries());
+    let calls = bench.sim.calls().since(&before);
+    assert_eq!(calls.get("cuMemCreate"), 1);
+    assert_eq!(calls.total(), 6);
+    assert_eq!(calls.nanos(), 6_600 + 700 + 19_000 + 55 + 99);
+    bench.sim.set_cost("cuEventQuery", 1_200).unwrap();
+    let before = bench.sim.calls().nanos();
     assert_eq!(bench.query(event), OK);
-    assert_eq!(bench.sim.counters().nanos - counters.nanos, 1_200);
+    assert_eq!(bench.sim.calls().nanos() - before, 1_200);
+    assert!(bench.sim.set_cost("cuNothing", 1).is_err());
 }
 
 #[test]

@@ -54,9 +54,9 @@ fn a_host_wait_completes_what_it_must_and_nothing_else() {
     bench.spin(10, b);
     bench.record(second, b);
     bench.spin(1, c);
-    let before = bench.sim.counters().nanos;
+    let before = bench.sim.calls().nanos();
     assert_eq!(call!(bench, cuEventSynchronize(second)), OK);
-    assert_eq!(bench.sim.counters().nanos - before, 110);
+    assert_eq!(bench.sim.calls().nanos() - before, 110);
     let left: Vec<_> = bench
         .sim
         .pending()
@@ -121,15 +121,11 @@ fn free_waits_for_running_work_where_it_is_to_and_unmap_does_not() {
     bench.spin(20_000_000, stream);
     assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
     assert_eq!(call!(bench, cuMemRelease(handle)), OK);
-    assert_eq!(
-        (bench.sim.counters().waits, bench.sim.pending().len()),
-        (0, 1)
-    );
-    let before = bench.sim.counters().nanos;
+    assert_eq!((bench.sim.waits().0, bench.sim.pending().len()), (0, 1));
+    let before = bench.sim.calls().nanos();
     assert_eq!(call!(bench, cuMemFree_v2(memory)), OK);
-    let counters = bench.sim.counters();
-    assert_eq!((counters.waits, counters.blocked_waits), (1, 1));
-    assert_eq!(counters.nanos - before, 20_000_000 + 37_500);
+    assert_eq!(bench.sim.waits(), (1, 1));
+    assert_eq!(bench.sim.calls().nanos() - before, 20_000_000 + 37_500);
     assert!(bench.sim.pending().is_empty());
     bench.silent();
 }
@@ -147,8 +143,7 @@ fn s1_frees_wait_for_nothing_and_order_nothing() {
     bench.memset(kept, 1, 16, a);
     assert_eq!(call!(bench, cuMemFree_v2(freed)), OK);
     assert_eq!(call!(bench, cuMemFreeHost(host)), OK);
-    let counters = bench.sim.counters();
-    assert_eq!((counters.waits, bench.sim.pending().len()), (2, 1));
+    assert_eq!((bench.sim.waits().0, bench.sim.pending().len()), (2, 1));
     bench.silent();
     bench.sim.complete_all();
     bench.sim.set_mode(Mode::Instant);

@@ -2,7 +2,7 @@
 
 use crate::support::*;
 use cualloc::driver::sys::*;
-use cualloc::sim::{DeviceConfig, SimConfig};
+use cualloc::sim::{SimConfig, SimDevice};
 use std::ptr::{addr_of_mut, null_mut};
 
 fn attribute<T: Default>(bench: &Bench, which: CUpointer_attribute, address: u64) -> (CUresult, T) {
@@ -101,11 +101,11 @@ fn a_retained_handle_keeps_memory_and_needs_its_own_release() {
 
 #[test]
 fn peers_copy_and_reach_each_other_where_the_devices_can() {
-    let apart = DeviceConfig {
+    let apart = SimDevice {
         peers: false,
-        ..DeviceConfig::default()
+        ..SimDevice::default()
     };
-    let devices = vec![DeviceConfig::default(), DeviceConfig::default(), apart];
+    let devices = vec![SimDevice::default(), SimDevice::default(), apart];
     let bench = with(SimConfig {
         devices,
         // What is not allowed is tried, and then what is.

@@ -42,9 +42,9 @@ fn parts_of_a_mapping_are_not_unmapped_several_whole_ones_are() {
     assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), INVALID);
     assert_eq!(bench.access(at, GRANULE), INVALID);
     assert_eq!(bench.access(at, 3 * GRANULE), OK);
-    let before = bench.sim.counters().nanos;
+    let before = bench.sim.calls().nanos();
     assert_eq!(call!(bench, cuMemUnmap(at, 3 * GRANULE)), OK);
-    assert_eq!(bench.sim.counters().nanos - before, 2 * 13_500);
+    assert_eq!(bench.sim.calls().nanos() - before, 2 * 13_500);
     assert_eq!(call!(bench, cuMemUnmap(at, 3 * GRANULE)), INVALID);
 }
 

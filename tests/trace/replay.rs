@@ -2,27 +2,27 @@
 //! seen.
 
 use cualloc::Error;
-use cualloc::allocator::Policy;
-use cualloc::driver::{Driver, sys};
-use cualloc::sim::{DeviceConfig, FailPlan, SimConfig, Simulator};
-use cualloc::trace::{self, Options, Report, Stage, Trace};
+use cualloc::allocator::{Config, Policy};
+use cualloc::driver::{Context, Driver, sys};
+use cualloc::sim::{FailPlan, Mode, SimConfig, SimDevice, Simulator};
+use cualloc::trace::{Capacity, Replay, ReplayReport, Trace};
 use std::ffi::{c_uint, c_void};
 use std::fmt::Write;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
 
 const MIB: u64 = 1 << 20;
 
-fn simulator(memory: u64) -> Arc<Simulator> {
-    let device = DeviceConfig {
+fn simulator(memory: u64) -> Simulator {
+    let device = SimDevice {
         memory,
-        ..DeviceConfig::default()
+        ..SimDevice::default()
     };
     let simulator = Simulator::new(SimConfig {
         devices: vec![device],
         ..SimConfig::default()
     });
-    Arc::new(simulator.unwrap())
+    simulator.unwrap()
 }
 
 fn trace(rows: &str) -> Trace {
@@ -44,39 +44,65 @@ fn rolling(blocks: usize) -> Trace {
     trace(&rows)
 }
 
-fn options(change: impl FnOnce(&mut Options)) -> Options {
-    let mut options = Options::default();
-    change(&mut options);
-    options
+/// The first device, whose work completes so many rows after it was submitted.
+fn device(simulator: &Simulator, lag: u64) -> Context {
+    simulator.set_mode(match lag {
+        0 => Mode::Instant,
+        rows => Mode::Lag(rows),
+    });
+    simulator.context(0).unwrap()
 }
 
-fn run(stage: &Stage, trace: &Trace, options: &Options) -> Report {
-    trace::replay(stage, trace, options, &mut |_| {}).unwrap()
+fn run(replay: Replay<'_>, context: &Context) -> ReplayReport {
+    replay.run(context).unwrap()
+}
+
+fn of(policy: Policy) -> Config {
+    Config::new().policy(policy)
 }
 
 #[test]
 fn every_replay_has_its_own_figures_and_progress_ends_at_the_last_row() {
     let trace = rolling(3000);
     for policy in [Policy::Packed, Policy::Classic] {
-        let stage = Stage::simulated(&simulator(1 << 30), 0, 0).unwrap();
-        let options = options(|options| {
-            options.repeat = 3;
-            options.policy = policy;
-        });
+        let simulator = simulator(1 << 30);
         let mut seen = Vec::new();
-        let report = trace::replay(&stage, &trace, &options, &mut |rows| seen.push(rows)).unwrap();
+        let replay = Replay::new(&trace).repeat(3).config(of(policy));
+        let replay = replay.on_progress(|rows| seen.push(rows));
+        let report = run(replay, &device(&simulator, 0));
         assert!(report.is_clean(), "{report:?}");
         assert_eq!(report.policy, policy);
         assert_eq!(report.mismatches, None);
-        assert_eq!(report.replays.len(), 3);
-        assert_eq!(report.reserved_peak, report.replays[0].reserved_peak);
+        assert_eq!(report.passes.len(), 3);
+        assert_eq!(report.reserved_peak, report.passes[0].reserved_peak);
         assert!(report.reserved_peak >= trace.requested_peak());
-        assert!(report.reserved_peak_max >= report.reserved_peak);
-        assert!(report.replays[0].driver_calls.total() > 0);
-        assert!(report.replays[0].driver_ns > 0);
+        assert!(report.reserved_peak_max() >= report.reserved_peak);
+        assert!(report.passes[0].calls.total() > 0);
+        assert!(report.passes[0].calls.nanos() > 0);
         assert!(seen.is_sorted());
         assert_eq!(seen.last(), Some(&(3 * trace.rows().len() as u64)));
     }
+}
+
+#[test]
+fn a_report_may_have_the_first_and_the_last_pass_alone() {
+    let trace = rolling(3000);
+    let passes = |keep_all| {
+        let simulator = simulator(1 << 30);
+        let report = Replay::new(&trace)
+            .repeat(5)
+            .keep_all(keep_all)
+            .run(&simulator.context(0).unwrap())
+            .unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        let passes = report.passes.iter();
+        let figures: Vec<_> = passes.map(|p| (p.reserved_peak, p.calls.total())).collect();
+        (figures, report.reserved_peak_max())
+    };
+    let ((all, most), (ends, most_of_ends)) = (passes(true), passes(false));
+    assert_eq!(ends, [all[0], all[4]]);
+    assert_eq!(most_of_ends, most);
+    assert_eq!(all.iter().map(|(peak, _)| *peak).max(), Some(most));
 }
 
 #[test]
@@ -85,13 +111,11 @@ fn verification_over_lagging_streams_finds_nothing_wrong() {
     for lag in [0, 1, 7, 100] {
         for policy in [Policy::Packed, Policy::Classic] {
             let simulator = simulator(1 << 30);
-            let stage = Stage::simulated(&simulator, 0, lag).unwrap();
-            let options = options(|options| {
-                options.repeat = 2;
-                options.policy = policy;
-                options.verify = true;
-            });
-            let report = run(&stage, &trace, &options);
+            let replay = Replay::new(&trace)
+                .repeat(2)
+                .config(of(policy))
+                .verify(true);
+            let report = run(replay, &device(&simulator, lag));
             assert!(report.is_clean(), "lag {lag}: {report:?}");
             assert_eq!(report.mismatches, Some(0));
             assert_eq!(simulator.memory_in_use(0), 0);
@@ -150,33 +174,26 @@ fn words_that_are_not_the_blocks_own_are_counted() {
     functions.cuLaunchKernel = Some(lose_the_first_launch);
     // SAFETY: the simulator's functions, one of them wrapped; the simulator outlives the driver.
     let driver = unsafe { Driver::from_functions(functions) }.unwrap();
-    let stage = Stage::new(&driver.device(0).unwrap()).unwrap();
     let trace = trace("a,0,4096,0\na,1,512,0\nf,0,0,0\nf,1,0,0\n");
-    let report = run(&stage, &trace, &options(|options| options.verify = true));
+    let context = driver.context(0).unwrap();
+    let report = run(Replay::new(&trace).verify(true), &context);
     // Block 0 was never filled; at most one of its words can have had the right value by chance.
     let mismatches = report.mismatches.unwrap();
     assert!((1023..=1024).contains(&mismatches), "{mismatches}");
-    assert!(report.completed() && !report.is_clean());
+    assert!(report.failed.is_none() && !report.is_clean());
     assert_eq!(LAUNCHES.load(Ordering::Relaxed), 4);
 }
 
 #[test]
 fn a_limit_that_is_too_small_ends_the_replay_at_its_row_with_nothing_leaked() {
     let simulator = simulator(1 << 30);
-    let stage = Stage::simulated(&simulator, 0, 0).unwrap();
     let trace = trace("a,0,8388608,0\na,1,8388608,0\nf,0,0,0\na,2,67108864,0\nf,2,0,0\n");
-    let report = run(
-        &stage,
-        &trace,
-        &options(|options| {
-            options.limit = Some(40 * MIB);
-            options.repeat = 3;
-        }),
-    );
-    let failure = report.failure.as_ref().unwrap();
-    assert_eq!((failure.replay, failure.row), (1, 4));
-    assert!(failure.is_out_of_memory());
-    assert!(report.replays.is_empty() && !report.completed());
+    let config = Config::new().limit(Some(40 * MIB));
+    let replay = Replay::new(&trace).repeat(3).config(config);
+    let report = run(replay, &device(&simulator, 0));
+    assert_eq!(report.failed, Some((1, 4)));
+    assert!(report.error.as_ref().unwrap().is_out_of_memory());
+    assert!(report.passes.is_empty());
     assert!(report.reserved_peak >= 16 * MIB && report.reserved_peak <= 40 * MIB);
     assert_eq!(report.leaked_bytes, 0);
     assert_eq!(simulator.memory_in_use(0), 0);
@@ -185,15 +202,13 @@ fn a_limit_that_is_too_small_ends_the_replay_at_its_row_with_nothing_leaked() {
 #[test]
 fn a_device_that_takes_no_work_is_a_failure_of_the_row() {
     let simulator = simulator(1 << 30);
-    let stage = Stage::simulated(&simulator, 0, 0).unwrap();
+    let context = device(&simulator, 0);
     let code = sys::CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
     simulator.fail(FailPlan::call("cuLaunchKernel", code).unwrap().nth(3));
     let trace = trace("a,0,8388608,0\na,1,8388608,0\nf,0,0,0\nf,1,0,0\n");
-    let report = run(&stage, &trace, &options(|options| options.verify = true));
-    let failure = report.failure.as_ref().unwrap();
-    assert_eq!((failure.replay, failure.row), (1, 3));
-    assert!(matches!(&failure.source, Error::Driver(error) if error.code() == code));
-    assert!(!failure.is_out_of_memory());
+    let report = run(Replay::new(&trace).verify(true), &context);
+    assert_eq!(report.failed, Some((1, 3)));
+    assert!(matches!(&report.error, Some(Error::Driver(error)) if error.code() == code));
     assert_eq!(simulator.memory_in_use(0), 0);
 }
 
@@ -202,13 +217,12 @@ fn a_device_that_takes_no_work_is_a_failure_of_the_row() {
 fn r2_a_replay_that_cannot_begin_leaves_nothing() {
     for call in ["cuMemsetD32Async", "cuStreamCreate"] {
         let simulator = simulator(1 << 30);
-        let stage = Stage::simulated(&simulator, 0, 0).unwrap();
+        let context = device(&simulator, 0);
         let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
         let plan = FailPlan::call(call, code).unwrap();
         // The streams of the trace come after that of the word and that of the trial of virtual memory.
         simulator.fail(plan.nth(if call == "cuStreamCreate" { 3 } else { 1 }));
-        let options = options(|options| options.verify = true);
-        let failed = trace::replay(&stage, &rolling(10), &options, &mut |_| {});
+        let failed = Replay::new(&rolling(10)).verify(true).run(&context);
         assert!(failed.is_err(), "{call}");
         assert_eq!(simulator.memory_in_use(0), 0, "{call}");
         assert!(simulator.reports().is_empty());
@@ -217,53 +231,49 @@ fn r2_a_replay_that_cannot_begin_leaves_nothing() {
 
 #[test]
 fn an_empty_trace_replays() {
-    let stage = Stage::simulated(&simulator(1 << 30), 0, 0).unwrap();
-    let report = run(
-        &stage,
-        &trace(""),
-        &options(|options| options.verify = true),
-    );
+    let simulator = simulator(1 << 30);
+    let trace = trace("");
+    let report = run(Replay::new(&trace).verify(true), &device(&simulator, 0));
     assert!(report.is_clean(), "{report:?}");
     assert_eq!(report.reserved_peak, 0);
-    assert_eq!(report.replays[0].ns_per_row, 0.0);
+    assert_eq!(report.passes[0].nanos_per_row, 0.0);
 }
 
 #[test]
 fn capacity_is_the_smallest_limit_that_counts() {
-    let stage = Stage::simulated(&simulator(4 << 30), 0, 0).unwrap();
+    let simulator = simulator(4 << 30);
+    let context = device(&simulator, 0);
     let trace = rolling(200);
     let mut tried = Vec::new();
-    let search = trace::capacity(&stage, &trace, &Options::default(), &mut |_, limit| {
-        tried.push(limit);
-    })
-    .unwrap();
+    let replay = Replay::new(&trace).on_progress(|limit| tried.push(limit));
+    let search = replay.capacity(&context).unwrap();
     assert!(search.fault.is_none());
     assert_eq!(search.probes, tried.len());
-    let limit = search.capacity.unwrap().limit;
-    assert!(limit >= trace.requested_peak() && limit.is_multiple_of(trace::LIMIT_STEP));
+    let limit = search.limit.unwrap();
+    assert!(limit >= trace.requested_peak() && limit.is_multiple_of(Capacity::STEP));
     let completes = |limit: u64| {
-        let options = options(|options| {
-            options.limit = Some(limit);
-            options.repeat = trace::REPLAYS;
-        });
-        run(&stage, &trace, &options).completed()
+        let config = Config::new().limit(Some(limit));
+        let replay = Replay::new(&trace).repeat(Capacity::REPLAYS).config(config);
+        run(replay, &context).failed.is_none()
     };
     let counts = |limit: u64| {
         completes(limit)
-            && trace::MARGINS
+            && Capacity::MARGINS
                 .iter()
                 .all(|margin| completes(limit + limit / 1000 * margin))
     };
     assert!(counts(limit));
-    let less = limit - trace::LIMIT_STEP;
+    let less = limit - Capacity::STEP;
     assert!(less < trace.requested_peak() || !counts(less));
 }
 
 #[test]
 fn capacity_gives_up_on_a_device_that_is_too_small() {
-    let stage = Stage::simulated(&simulator(8 * MIB), 0, 0).unwrap();
+    let simulator = simulator(8 * MIB);
     let trace = trace("a,0,67108864,0\nf,0,0,0\n");
-    let search = trace::capacity(&stage, &trace, &Options::default(), &mut |_, _| {}).unwrap();
-    assert!(search.capacity.is_none() && search.fault.is_none());
+    let search = Replay::new(&trace)
+        .capacity(&device(&simulator, 0))
+        .unwrap();
+    assert!(search.limit.is_none() && search.fault.is_none());
     assert_eq!(search.probes, 1);
 }

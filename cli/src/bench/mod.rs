@@ -34,7 +34,7 @@ const HOST: &str = "malloc";
 pub fn run(global: &GlobalOptions, options: &BenchOptions, output: &mut Output) -> Outcome {
     let settings = Settings::read(options.policy, false)?;
     let machine = Machine::choose(global, output)?;
-    let stage = machine.context()?;
+    let stage = machine.context(0)?;
     settings.announce(output);
     if matches!(machine, Machine::Simulated { .. }) {
         output.note(

@@ -16,7 +16,7 @@ const SCALE: Scale = Scale {
 };
 
 fn rig(test: impl FnOnce(&Allocator, &[Stream])) {
-    let ground = Machine::Simulated { memory: 8 << 30 }.context().unwrap();
+    let ground = Machine::Simulated { memory: 8 << 30 }.context(0).unwrap();
     let allocator = Allocator::with_config(ground.context(), Config::new()).unwrap();
     let streams: Vec<_> = (0..32)
         .map(|_| Stream::new(ground.context()).unwrap())

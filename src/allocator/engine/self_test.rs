@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::{DriverError, Module, Stream, StreamKind, WORD_KERNELS};
+use crate::driver::{DriverError, Stream, StreamKind, WORD_KERNELS};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::bench::{Bench, Finished, Unfinished, Work};
@@ -207,7 +207,7 @@ impl Engine {
         // Loading may wait for everything that runs in the context, which this thread may have to
         // end. A device that cannot load them is tested without kernels as well.
         let load = || {
-            let module = Module::from_ptx(entered.context(), WORD_KERNELS)?;
+            let module = entered.load_module(WORD_KERNELS)?;
             Ok::<_, DriverError>((
                 module.function(c"cualloc_fill")?,
                 module.function(c"cualloc_check")?,

@@ -111,7 +111,9 @@ impl<'a> Rows<'a> {
     pub fn requested_peak(&self) -> Result<u64, TraceError> {
         match self.overflow {
             None => Ok(self.peak),
-            Some(row) => Err(TraceError::overflow_at(row)),
+            Some(row) => Err(TraceError::LiveBytesOverflow {
+                line: Trace::line_of(row),
+            }),
         }
     }
 

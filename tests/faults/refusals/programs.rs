@@ -11,7 +11,8 @@ use cualloc::resource::{
     Access, AsyncResource, DirectResource, Guard, LaunchRecorder, Manager, ManagerConfig,
     MemoryResource, OwnedBlock, RecordMode, Runtime, Statistics, Tag,
 };
-use cualloc::trace::{self, Options, Stage, Trace};
+use cualloc::sim::Mode;
+use cualloc::trace::{Replay, Trace};
 use cualloc::{Allocator, DeviceBuffer, PinnedBuffer};
 
 use super::{Outcome, Program, World};
@@ -556,21 +557,17 @@ fn replay(w: &World) -> Outcome {
     let rows = "op,id,bytes,stream\na,0,300000,0\na,1,500,1\nf,0,0,0\na,2,300000,0\nf,1,0,1\na,3,700000,1\n";
     let trace = Trace::read("test", rows.as_bytes())?;
     for lag in [0, 2] {
-        let stage = Stage::simulated(&w.sim, 0, lag)?;
-        let mut options = Options::default();
-        options.verify = true;
-        options.repeat = 2;
-        let report = trace::replay(&stage, &trace, &options, &mut |_| {})?;
-        if let Some(failure) = report.failure {
-            return Err(failure.source.into());
-        }
-        if let Some(error) = report.close {
+        w.sim.set_mode(if lag > 0 {
+            Mode::Lag(lag)
+        } else {
+            Mode::Instant
+        });
+        let report = Replay::new(&trace).repeat(2).verify(true).run(&w.context)?;
+        let right = report.check.is_none() && report.mismatches == Some(0);
+        if let Some(error) = report.error.or(report.close) {
             return Err(error.into());
         }
-        assert!(
-            report.check.is_none() && report.mismatches == Some(0),
-            "{report:?}"
-        );
+        assert!(right, "{:?} {:?}", report.check, report.mismatches);
     }
     Ok(())
 }

@@ -184,7 +184,7 @@ fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
     let (ptr, buffer) = world.sim.as_thread(1, elsewhere);
     let work = DeviceBuffer::<u32>::zeroed(&world.allocator, 100, &own()).unwrap();
     pool.put(buffer, Some(&own())).unwrap();
-    let waits = || world.sim.counters().get("cuStreamWaitEvent");
+    let waits = || world.sim.calls().get("cuStreamWaitEvent");
     let before = waits();
     // The other thread's stream comes after what this one was given.
     let (again, next) = world.sim.as_thread(1, elsewhere);
