@@ -125,9 +125,12 @@ fn a_long_trace_takes_what_its_rows_take_and_no_more() {
         path.to_str().unwrap(),
     ]);
     assert_eq!(made.status.code(), Some(0), "{}", stderr(&made));
+    // Behind the trace it waits for another one, and so is still there when it has written the first line.
     let mut child = cualloc()
         .args(["replay", "--device", "sim", "--json", "-q"])
         .arg(&path)
+        .arg("-")
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
