@@ -152,8 +152,7 @@ pub unsafe extern "C" fn cualloc_record_stream(
 /// and 1 are kept anyway.
 ///
 /// Errors: CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle or a stream of another context than the
-/// allocator's, CUALLOC_UNSUPPORTED for 2, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. A library that has no
-/// use for the word may return CUALLOC_OK where this names an error of the stream.
+/// allocator's, CUALLOC_UNSUPPORTED for 2, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
 ///
 /// Any thread, whatever context is current.
 ///
@@ -168,10 +167,7 @@ pub unsafe extern "C" fn cualloc_adopt_stream(
     call(|| {
         handles::with(allocator, |allocator| {
             // SAFETY: the caller's contract.
-            match unsafe { allocator.mark_raw(stream.cast()) } {
-                Err(cualloc::Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
-                adopted => adopted,
-            }
+            unsafe { allocator.adopt_raw(stream.cast()) }
         })
     })
 }

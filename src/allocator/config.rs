@@ -268,8 +268,8 @@ impl Config {
     }
 }
 
-/// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` (with an optional
-/// suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`,
+/// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
+/// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `views=on|off`,
 /// `capture_checks=on|off`, `captures=watched|never`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
 /// `handle=BYTES`.
 ///
@@ -351,6 +351,32 @@ impl FromStr for Config {
     }
 }
 
+/// Parses a number of bytes above 0, or a share of the device's memory above 0 % and up to 100 %: `4096`, `512M`,
+/// `1.5GiB`, `99%`. The units `K`, `M`, `G`, `T` and `KiB` to `TiB` are powers of 1024, `KB` to `TB` powers of 1000;
+/// letters may be small.
+///
+/// ```
+/// use cualloc::allocator::Limit;
+/// assert_eq!("1.5G".parse(), Ok(Limit::Bytes(3 << 29)));
+/// assert_eq!("99%".parse(), Ok(Limit::Fraction(0.99)));
+/// ```
+impl FromStr for Limit {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let valid = |limit: &Limit| match limit {
+            Limit::Bytes(bytes) => *bytes > 0,
+            Limit::Fraction(share) => *share > 0.0 && *share <= 1.0,
+        };
+        parse_limit(text)
+            .filter(valid)
+            .ok_or_else(|| ConfigError::InvalidValue {
+                key: "limit".into(),
+                value: text.into(),
+            })
+    }
+}
+
 fn parse_switch(value: &str) -> Option<bool> {
     match value {
         "on" => Some(true),
@@ -360,21 +386,48 @@ fn parse_switch(value: &str) -> Option<bool> {
 }
 
 fn parse_limit(value: &str) -> Option<Limit> {
-    if let Some(percent) = value.strip_suffix('%') {
-        return percent
+    match value.strip_suffix('%') {
+        Some(percent) => percent
             .parse::<f64>()
             .ok()
-            .map(|p| Limit::Fraction(p / 100.0));
+            .map(|p| Limit::Fraction(p / 100.0)),
+        None => parse_bytes(value).map(Limit::Bytes),
     }
-    let (digits, shift) = match value.strip_suffix(['K', 'M', 'G', 'T']) {
-        Some(digits) => (
-            digits,
-            10 * (1 + "KMGT".find(&value[digits.len()..])? as u32),
-        ),
-        None => (value, 0),
+}
+
+/// A number of bytes as people write it; what is no whole number of bytes is rounded down.
+fn parse_bytes(text: &str) -> Option<u64> {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let end = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let unit = unit.trim_start().to_ascii_lowercase();
+    let base: u128 = match unit.get(1..).unwrap_or_default() {
+        "" | "ib" => 1024,
+        "b" => 1000,
+        _ => return None,
     };
-    let bytes = digits.parse::<u64>().ok()?.checked_mul(1 << shift)?;
-    Some(Limit::Bytes(bytes))
+    let factor = match unit.chars().next() {
+        None => 1,
+        Some('b') if unit == "b" => 1,
+        Some(letter) => base.pow("kmgt".find(letter)? as u32 + 1),
+    };
+    let (whole, part) = match number.split_once('.') {
+        // A part of a byte is no size, and more digits than a byte of any unit needs are none either.
+        Some((whole, part)) if factor > 1 && digits(part) && part.len() <= 18 => (whole, part),
+        Some(_) => return None,
+        None => (number, ""),
+    };
+    if !digits(whole) {
+        return None;
+    }
+    let whole = u128::from(whole.parse::<u64>().ok()?).checked_mul(factor)?;
+    let part = match part {
+        "" => 0,
+        part => u128::from(part.parse::<u64>().ok()?) * factor / 10u128.pow(part.len() as u32),
+    };
+    u64::try_from(whole + part).ok()
 }
 
 #[cfg(test)]
@@ -457,6 +510,66 @@ mod tests {
                 matches!(parse(bad), Err(ConfigError::Contradiction { .. })),
                 "{bad}: {:?}",
                 parse(bad)
+            );
+        }
+    }
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, bytes) in [
+            ("4096", 4096),
+            ("512B", 512),
+            ("1k", 1 << 10),
+            ("6G", 6 << 30),
+            ("1.5G", 3 << 29),
+            ("12GiB", 12 << 30),
+            ("144 GiB", 144 << 30),
+            ("0.5t", 1 << 39),
+            ("2tib", 2 << 40),
+            ("3mb", 3_000_000),
+            ("80GB", 80_000_000_000),
+            ("0.1K", 102),
+            ("18446744073709551615", u64::MAX),
+        ] {
+            assert_eq!(text.parse(), Ok(Limit::Bytes(bytes)), "{text}");
+            assert_eq!(parse_limit(text), Some(Limit::Bytes(bytes)), "{text}");
+        }
+        assert_eq!("99%".parse(), Ok(Limit::Fraction(0.99)));
+        for text in [
+            "",
+            "0",
+            "0G",
+            "0.0G",
+            "-1",
+            "+1",
+            "1.5",
+            "1.",
+            "1.G",
+            ".5G",
+            "G",
+            "1.2.3G",
+            "1e3",
+            "1GG",
+            "1iB",
+            "1Gi",
+            "1P",
+            "1x",
+            "0x10",
+            "1_000",
+            "16777216T",
+            "18446744073709551616",
+            "0%",
+            "101%",
+            "-1%",
+            "NaN%",
+            "%",
+            "1 G G",
+            "１G",
+        ] {
+            let refused = text.parse::<Limit>();
+            assert!(
+                matches!(refused, Err(ConfigError::InvalidValue { .. })),
+                "{text}: {refused:?}"
             );
         }
     }

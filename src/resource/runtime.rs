@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
-use crate::allocator::{Allocator, Config};
+use crate::allocator::{Allocator, Config, Limit};
 use crate::driver::{Context, Device, Driver, process};
 use crate::locks::held::Locked;
 
@@ -214,15 +214,17 @@ impl fmt::Debug for Runtimes {
 const STREAM_BUDGET: &str = "CUALLOC_STREAM_BUDGET";
 
 /// Bytes that a program may plan for each stream, for instance as the limit of a
-/// [`Budget`](super::Budget): 256 MiB, or what the environment variable `CUALLOC_STREAM_BUDGET` says in
-/// bytes; 0 and what is no number is ignored. Nothing in this crate is sized by it, or held in reserve.
+/// [`Budget`](super::Budget): 256 MiB, or what the environment variable `CUALLOC_STREAM_BUDGET` says as
+/// [`Limit::Bytes`] is written; 0 and what is no size is ignored. Nothing in this crate is sized by it, or held in reserve.
 pub fn planned_stream_budget() -> u64 {
     stream_budget(std::env::var(STREAM_BUDGET).ok().as_deref())
 }
 
 fn stream_budget(setting: Option<&str>) -> u64 {
-    let bytes = setting.and_then(|text| text.trim().parse().ok());
-    bytes.filter(|bytes| *bytes > 0).unwrap_or(256 << 20)
+    match setting.map(|text| text.trim().parse()) {
+        Some(Ok(Limit::Bytes(bytes))) => bytes,
+        _ => 256 << 20,
+    }
 }
 
 #[cfg(test)]
@@ -234,7 +236,8 @@ mod tests {
     fn s5_36_stream_budget_ignores_what_is_no_size() {
         assert_eq!(stream_budget(None), 256 << 20);
         assert_eq!(stream_budget(Some("4096")), 4096);
-        for ignored in ["", "0", "-1", "1.5", "lots", "99999999999999999999"] {
+        assert_eq!(stream_budget(Some("64MiB")), 64 << 20);
+        for ignored in ["", "0", "-1", "1.5", "50%", "lots", "99999999999999999999"] {
             assert_eq!(stream_budget(Some(ignored)), 256 << 20, "{ignored}");
         }
     }
