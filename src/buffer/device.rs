@@ -15,7 +15,7 @@ use crate::resource::{Access, Buffer, MemoryResource, Recordable, Source};
 use super::element::{DeviceCopy, FillValue, Pod, bytes_of};
 use super::flight::CopyInFlight;
 use super::order::Memory;
-use super::owner::{Foreign, Owner};
+use super::owner::{Foreign, Lent, Owner};
 use super::pinned::PinnedBuffer;
 use super::slice::{DeviceSlice, DeviceSliceMut, describe};
 use crate::error::{Error, InvalidArgument, Refused};
@@ -106,6 +106,18 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         wanted::<T>(bytes / size)?;
         let memory = allocate::<T>(from, request, stream)?;
         Ok(DeviceBuffer::new(Some(memory), bytes / size))
+    }
+
+    /// [`uninit`](Self::uninit) from memory that is at hand, or not at all.
+    pub(crate) fn uninit_cached(
+        from: &impl Source,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
+        match wanted::<T>(len)? {
+            0 => Ok(DeviceBuffer::new(None, len)),
+            bytes => Self::uninit_with(from, Request::new(bytes).cached_only(), stream),
+        }
     }
 
     /// Elements whose bytes are all zero. Returns before the memory is written; everything done to
@@ -214,23 +226,11 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(Self::new(Some(memory), len))
     }
 
-    /// A buffer without elements.
-    pub(crate) fn empty() -> Self {
-        Self::new(None, 0)
-    }
-
-    /// A buffer of the first `len` elements of a block that is as large, at home on a stream with its id.
-    #[inline(always)]
-    pub(crate) fn over(block: Block, stream: &Stream, id: u64, len: usize) -> Self {
-        let memory = Memory::new(Owner::Block(block), stream.clone(), id);
-        Self::new(Some(memory), len)
-    }
-
-    /// The home with its id, and the allocator's block.
-    pub(crate) fn block(&self) -> Option<(&Stream, u64, &Block)> {
+    /// The home with its id, and the resource's block.
+    pub(crate) fn lent(&self) -> Option<(&Stream, u64, &Lent)> {
         let memory = self.memory.as_ref()?;
         match memory.owner() {
-            Owner::Block(block) => Some((memory.stream(), memory.stream_id(), block)),
+            Owner::Resource(lent) => Some((memory.stream(), memory.stream_id(), lent)),
             _ => None,
         }
     }
@@ -528,7 +528,7 @@ fn allocate<T: DeviceCopy>(
     stream: &Stream,
 ) -> Result<Memory, Error> {
     let alignment = request.alignment().max(align_of::<T>());
-    Memory::allocate(from, request.align(alignment), stream)
+    Memory::allocate(from, request.align(alignment).of::<T>(), stream)
 }
 
 /// Launch recorders track a buffer by the block under it, and take memory of others for external.

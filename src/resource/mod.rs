@@ -75,7 +75,7 @@ pub use traits::{MemoryResource, Source, UseTracking};
 pub use usage::Usage;
 pub use watchdog::Watchdog;
 
-pub(crate) use caching::{adopt, identity_of, is_retired};
+pub(crate) use caching::{identity_of, is_retired, named};
 pub(crate) use owned::give_back;
 pub(crate) use table::Table;
 pub(crate) use traits::allocator_under;
