@@ -7,10 +7,10 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use cualloc::Tag;
 use cualloc::Request;
+use cualloc::Tag;
 use cualloc::pool::{TypedPool, WorkspacePool};
-use cualloc::resource::{AccessOrdered, Budget, Logging, MemoryResource, NullSink, };
+use cualloc::resource::{AccessOrdered, Budget, Logging, MemoryResource, NullSink};
 
 use common::{KIB, Rig, quick};
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use cualloc::Tag;
 
 use cualloc::driver::Driver;
-use cualloc::resource::{Budget, LogRecord, LogSink, Logging, OwnedBlock, SinkError, };
+use cualloc::resource::{Budget, LogRecord, LogSink, Logging, OwnedBlock, SinkError};
 use cualloc::{Allocator, Config, Error};
 
 const MIB: usize = 1 << 20;

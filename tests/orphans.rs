@@ -12,7 +12,7 @@ use common::*;
 use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{NativeBlock, NativeConfig, NativePool};
-use cualloc::resource::{MemoryResource, OwnedBlock, };
+use cualloc::resource::{MemoryResource, OwnedBlock};
 use cualloc::sim::{FailPlan, Mode, Simulator};
 use cualloc::{Error, Policy};
 

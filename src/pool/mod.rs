@@ -17,8 +17,8 @@
 //! [`TypedPool::on_device`] give one, a [`DevicePool`]. So each can be swapped for another, or for the bare
 //! [`Allocator`](crate::Allocator), and carries every adaptor.
 //!
-//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, [`PressureMonitor`] says
-//! when it gets tight.
+//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, a
+//! [`PressureMonitor`](crate::resource::PressureMonitor) says when it gets tight.
 
 mod buffer;
 mod device;
@@ -31,7 +31,6 @@ mod part;
 mod pinned;
 mod pinned_buffers;
 mod pinned_lease;
-mod pressure;
 mod report;
 mod slabs;
 mod table;
@@ -48,7 +47,6 @@ pub use native_config::NativeConfig;
 pub use pinned::{PinnedPool, PinnedStats};
 pub use pinned_buffers::PinnedConfig;
 pub use pinned_lease::PinnedLease;
-pub use pressure::PressureMonitor;
 pub use report::{Fragmentation, PoolReport};
 pub use table::TypedStats;
 pub use threshold::{ThresholdPool, ThresholdStats};

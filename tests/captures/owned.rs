@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::common::capturing::*;
 use crate::common::*;
-use cualloc::Request;
 use cualloc::Policy;
+use cualloc::Request;
 use cualloc::allocator::Allocator;
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::sys::CUresult;
@@ -57,8 +57,16 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
             let allocator = rig.allocator();
             let (stream, other) = (rig.stream(), rig.stream());
             let resource = Arc::new(AccessOrdered::new(allocator.clone()));
-            let plain = OwnedBlock::allocate(allocator.clone(), &Request::new(bytes).tag("plain"), &stream);
-            let ordered = OwnedBlock::allocate(resource.clone(), &Request::new(bytes).tag("ordered"), &stream);
+            let plain = OwnedBlock::allocate(
+                allocator.clone(),
+                &Request::new(bytes).tag("plain"),
+                &stream,
+            );
+            let ordered = OwnedBlock::allocate(
+                resource.clone(),
+                &Request::new(bytes).tag("ordered"),
+                &stream,
+            );
             let (plain, ordered) = (plain.unwrap(), ordered.unwrap());
             captured(rig, stream.raw(), || {
                 drop(plain);
@@ -97,7 +105,8 @@ fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
         let stream = rig.stream();
         for call in ["cuCtxSynchronize", "cuMemFree_v2"] {
             let direct = CudaMemory::new(&rig.context);
-            let block = OwnedBlock::allocate(&direct, &Request::new(MIB).tag("direct"), &stream).unwrap();
+            let block =
+                OwnedBlock::allocate(&direct, &Request::new(MIB).tag("direct"), &stream).unwrap();
             let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
             sim.fail(FailPlan::call(call, code).unwrap());
             drop(block);

@@ -12,7 +12,7 @@ use common::*;
 use cualloc::Tag;
 use cualloc::driver::sys;
 use cualloc::pool::{NativeConfig, NativePool, ThresholdPool};
-use cualloc::resource::{AccessOrdered, LaunchRecorder, MemoryResource, RecordMode, };
+use cualloc::resource::{AccessOrdered, LaunchRecorder, MemoryResource, RecordMode};
 use cualloc::sim::FailPlan;
 use cualloc::{Config, Policy, Request};
 

@@ -173,7 +173,7 @@ fn s2_8_s2_13_threads_count_exactly_and_name_each_others_buffers() {
 /// S2.2: buffers and blocks of the resource share what came back, small ones too.
 #[test]
 fn s2_2_small_blocks_and_buffers_share_what_came_back() {
-    use cualloc::resource::{MemoryResource, };
+    use cualloc::resource::MemoryResource;
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         let resource = pool.on_device(0).unwrap();

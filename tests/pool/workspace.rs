@@ -283,7 +283,7 @@ fn s0_1_a_lease_of_nothing_has_the_smallest_size() {
 /// S4.14, S4.11: a name of a lease says when that is over, also while the memory is on lease again.
 #[test]
 fn s4_14_s4_11_names_know_when_the_lease_is_over() {
-    use cualloc::resource::{BlockState, MemoryResource, };
+    use cualloc::resource::{BlockState, MemoryResource};
     each(|rig| {
         let (pool, stream) = (pool_of(rig, WorkspacePool::new, 4), rig.stream());
         let block = pool.allocate_block(&Request::new(MIB), &stream).unwrap();

@@ -8,7 +8,7 @@ use super::workload::{Failure, Source};
 use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspacePool};
-use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, RawBlock, };
+use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, RawBlock};
 use cualloc::{Allocator, Block, Request};
 use std::alloc::{Layout, alloc, dealloc};
 use std::mem::MaybeUninit;

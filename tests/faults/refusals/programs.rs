@@ -11,7 +11,7 @@ use cualloc::pool::{
 };
 use cualloc::resource::{
     Access, AccessOrdered, CudaMemory, Guard, LaunchRecorder, Manager, ManagerConfig,
-    MemoryResource, OwnedBlock, RecordMode, Runtime, Statistics, 
+    MemoryResource, OwnedBlock, RecordMode, Runtime, Statistics,
 };
 use cualloc::trace::{self, Options, Stage, Trace};
 use cualloc::{Allocator, DeviceBuffer, PinnedBuffer, Request};

@@ -7,9 +7,7 @@ use cualloc::column::{Column, Consumer, ElementType, Producer, Schema, Table};
 use cualloc::driver::{Stream, sys};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::{NativeConfig, NativePool, TypedPool};
-use cualloc::resource::{
-    AccessOrdered, CudaMemory, LaunchRecorder, MemoryResource, RecordMode, 
-};
+use cualloc::resource::{AccessOrdered, CudaMemory, LaunchRecorder, MemoryResource, RecordMode};
 use cualloc::sim::{FailPlan, Mode};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer, Request};
 

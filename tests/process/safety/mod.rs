@@ -11,7 +11,7 @@ use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::pool::{NativeConfig, NativePool, TypedPool, WorkspacePool};
-use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource, };
+use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
@@ -423,7 +423,8 @@ fn d9_children_of_busy_threads_do_not_hang() {
             pinned.generation(),
         );
         typed.reset_stats();
-        let outstanding = ordered.usage().unwrap().outstanding() + ordered.get_ref().live().len() as u64;
+        let outstanding =
+            ordered.usage().unwrap().outstanding() + ordered.get_ref().live().len() as u64;
         let (_, _) = (held(&manager), guard.usage().unwrap());
         let _ = (
             guard.get_ref().on_pressure(|_, _| ()),

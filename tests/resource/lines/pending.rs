@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::common::*;
+use crate::held;
 
 /// S5.25, S5.26, S5.66: live, retired, quarantined, freed; per stream.
 #[test]
@@ -31,10 +32,7 @@ fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
             resource.deallocate_block(block).unwrap();
         }
         assert_eq!(resource.state(&one), BlockState::Pending);
-        assert_eq!(
-            held(&resource),
-            (0, 7000)
-        );
+        assert_eq!(held(&resource), (0, 7000));
         for (stream, bytes) in sizes {
             assert_eq!(resource.pending_on(stream.id().unwrap()), bytes as u64);
         }
@@ -68,7 +66,10 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
             .allocate_block(&Request::new(24).tag(T), &stream)
             .unwrap();
         let budget = Budget::new(inner, Some(1024));
-        assert_eq!((budget.usage().unwrap().outstanding(), budget.remaining()), (24, Some(1000)));
+        assert_eq!(
+            (budget.usage().unwrap().outstanding(), budget.remaining()),
+            (24, Some(1000))
+        );
         let block = budget
             .allocate_block(&Request::new(1000).tag(T), &stream)
             .unwrap();
@@ -78,7 +79,11 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
                 .is_err()
         );
         budget.deallocate_block(block).unwrap();
-        assert_eq!(budget.usage().unwrap().outstanding(), 1024, "pending counts");
+        assert_eq!(
+            budget.usage().unwrap().outstanding(),
+            1024,
+            "pending counts"
+        );
         let waits = rig.calls("cuEventSynchronize");
         assert!(
             budget
@@ -97,7 +102,11 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
         budget.deallocate_block(block).unwrap();
         budget.deallocate_block(early).unwrap();
         budget.reap().unwrap();
-        assert_eq!(budget.usage().unwrap().outstanding(), 0, "what was there before has left too");
+        assert_eq!(
+            budget.usage().unwrap().outstanding(),
+            0,
+            "what was there before has left too"
+        );
         if !fail(rig, "cuEventRecord") {
             return;
         }
@@ -124,10 +133,14 @@ fn s5_30_budget_follows_what_really_left() {
             .allocate_block(&Request::new(4096).tag(T), &stream)
             .unwrap();
         let failure = direct.deallocate_block(unknown).unwrap_err();
-        assert_eq!(direct.used(), 4096);
+        assert_eq!(direct.usage().unwrap().outstanding(), 4096);
         stranger.deallocate_block(*failure.value).unwrap();
         direct.deallocate_block(block).unwrap();
-        assert_eq!(direct.used(), 0, "synchronous: at once");
+        assert_eq!(
+            direct.usage().unwrap().outstanding(),
+            0,
+            "synchronous: at once"
+        );
         // Two budgets over one resource keep apart what each has let through.
         let shared = Arc::new(asynchronous(rig));
         let one = Budget::new(Arc::clone(&shared), Some(4096));
@@ -140,9 +153,21 @@ fn s5_30_budget_follows_what_really_left() {
             .unwrap();
         one.deallocate_block(first).unwrap();
         two.deallocate_block(second).unwrap();
-        assert_eq!((one.used(), two.used()), (1000, 2000));
+        assert_eq!(
+            (
+                one.usage().unwrap().outstanding(),
+                two.usage().unwrap().outstanding()
+            ),
+            (1000, 2000)
+        );
         one.reap().unwrap();
-        assert_eq!((one.used(), two.used()), (0, 0));
+        assert_eq!(
+            (
+                one.usage().unwrap().outstanding(),
+                two.usage().unwrap().outstanding()
+            ),
+            (0, 0)
+        );
     });
 }
 
@@ -236,10 +261,16 @@ fn s5_57_budget_agrees_with_the_resource_below() {
                 });
             }
         });
-        assert_eq!(budget.usage().unwrap().outstanding(), budget.get_ref().usage().unwrap().outstanding());
+        assert_eq!(
+            budget.usage().unwrap().outstanding(),
+            budget.get_ref().usage().unwrap().outstanding()
+        );
         budget.reap().unwrap();
         assert_eq!(
-            (budget.usage().unwrap().outstanding(), budget.get_ref().usage().unwrap().outstanding()),
+            (
+                budget.usage().unwrap().outstanding(),
+                budget.get_ref().usage().unwrap().outstanding()
+            ),
             (0, 0)
         );
     });
