@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::allocator::{Allocator, Block, Request};
 use crate::block::BlockId;
 use crate::driver::{Device, KernelParam, Stream, sys};
-use crate::resource::{Access, Buffer, MemoryResource, Recordable, Source};
+use crate::resource::{Access, LaunchBuffer, MemoryResource, Source};
 
 use super::element::{DeviceCopy, FillValue, Pod, bytes_of};
 use super::flight::CopyInFlight;
@@ -531,14 +531,14 @@ fn allocate<T: DeviceCopy>(
     Memory::allocate(from, request.align(alignment).of::<T>(), stream)
 }
 
-/// Launch recorders track a buffer by the block under it, and take memory of others for external.
-impl<T: DeviceCopy> Recordable for DeviceBuffer<T> {
-    fn buffer(&self) -> Buffer {
-        match (self.id(), &self.memory) {
-            (Some(block), _) => Buffer::Block(block),
-            (None, Some(_)) => Buffer::External,
-            (None, None) => Buffer::Empty,
-        }
+/// Launches track a buffer by the block under it, and take memory of others for external.
+impl<T: DeviceCopy> LaunchBuffer for DeviceBuffer<T> {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.id()
+    }
+
+    fn is_external(&self) -> bool {
+        self.memory.is_some() && self.id().is_none()
     }
 }
 

@@ -16,8 +16,8 @@
 //! swapped for another, or for the bare [`Allocator`](crate::Allocator), carries every adaptor, and gives its
 //! figures by `usage` and its memory back by `trim`.
 //!
-//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, [`PressureMonitor`] says
-//! when it gets tight.
+//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, a
+//! [`PressureMonitor`](crate::resource::PressureMonitor) says when it gets tight.
 
 mod histogram;
 mod keyed;
@@ -27,7 +27,6 @@ mod native_config;
 mod pinned;
 mod pinned_buffers;
 mod pinned_lease;
-mod pressure;
 mod report;
 mod slabs;
 mod surplus;
@@ -43,7 +42,6 @@ pub use native_config::NativeConfig;
 pub use pinned::{PinnedPool, PinnedStats};
 pub use pinned_buffers::PinnedConfig;
 pub use pinned_lease::PinnedLease;
-pub use pressure::PressureMonitor;
 pub use report::{Fragmentation, PoolReport};
 pub use threshold::ThresholdPool;
 pub use typed::TypedPool;

@@ -7,6 +7,7 @@ use cualloc::resource::*;
 use cualloc::{Config, Error, Request};
 
 use crate::common::*;
+use crate::held;
 use crate::parts::run;
 
 fn config(rig: &Rig) -> Config {
@@ -73,11 +74,9 @@ fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource 
     let budget = Budget::new(AccessOrdered::new(pool), Some(GIB as u64));
     let watched = Statistics::new(Logging::new(budget, RingSink::new(16)));
     let below: Arc<dyn MemoryResource> = Arc::new(watched);
-    let guarded = Guard::builder().build(below).unwrap();
-    let mut config = ProbeConfig::default();
-    config.poison_freed = Some(0xDD);
-    config.overlap = true;
-    Tracking::new(Probe::new(guarded, config))
+    let guarded = Relief::new(Budget::new(below, None));
+    let poisoned = Sanitizer::new(guarded).poison_freed(Some(0xDD));
+    Tracking::new(poisoned.check_overlap(true))
 }
 
 #[test]
@@ -131,10 +130,7 @@ fn s1_44_pools_refuse_blocks_of_others() {
                 let refused = other.deallocate_block(block).unwrap_err();
                 assert!(matches!(refused.error, Error::UseAfterFree { .. }));
                 block = *refused.value;
-                assert_eq!(
-                    (other.state(&id), other.outstanding()),
-                    (BlockState::Free, live)
-                );
+                assert_eq!((other.state(&id), held(&other)), (BlockState::Free, live));
                 assert!(other.record_use(&id, &stream).is_err());
             }
             assert_eq!(mine.state(&id), BlockState::Live);
