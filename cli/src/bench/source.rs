@@ -8,7 +8,7 @@ use super::workload::{Failure, Source};
 use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspacePool};
-use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, RawBlock};
+use cualloc::resource::{Budget, Logging, MemoryResource, RawBlock};
 use cualloc::{Allocator, Block, Request};
 use std::alloc::{Layout, alloc, dealloc};
 use std::mem::MaybeUninit;
@@ -115,13 +115,13 @@ impl Source for Malloc {
 
 /// The pooled stack with a budget and a log that nobody reads.
 pub struct Stack<'a> {
-    resource: Logging<Budget<Allocator>, NullSink>,
+    resource: Logging<Budget<Allocator>, ()>,
     streams: &'a [Stream],
 }
 
 impl<'a> Stack<'a> {
     pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Stack<'a> {
-        let resource = Logging::new(Budget::new(allocator.clone(), Some(1 << 40)), NullSink);
+        let resource = Logging::new(Budget::new(allocator.clone(), Some(1 << 40)), ());
         Stack { resource, streams }
     }
 }
