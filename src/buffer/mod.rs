@@ -1,4 +1,4 @@
-//! Typed buffers over the allocator's blocks.
+//! Typed buffers over memory of any resource.
 //!
 //! [`DeviceBuffer`] owns device memory, [`DeviceSlice`] and [`DeviceSliceMut`] borrow parts of it,
 //! [`PinnedBuffer`] owns page-locked host memory. Elements are plain data: [`DeviceCopy`].
@@ -63,6 +63,7 @@ mod element;
 mod flight;
 mod late;
 mod order;
+mod owner;
 mod pinned;
 mod slice;
 mod staging;
@@ -73,5 +74,5 @@ pub use flight::CopyInFlight;
 pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
-pub(crate) use order::{Memory, end_of};
+pub(crate) use order::end_of;
 pub(crate) use staging::{CHUNK, Staging, keep};

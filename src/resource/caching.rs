@@ -6,7 +6,7 @@ use crate::driver::{Context, Stream};
 use crate::error::{Error, Refused};
 
 use super::block::RawBlock;
-use super::traits::{MemoryResource, UseTracking};
+use super::traits::{MemoryResource, UseTracking, allocator_under};
 use super::usage::Usage;
 
 /// The life of a record of an allocator, as a generation.
@@ -50,18 +50,20 @@ pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockId {
     )
 }
 
-/// A block of the allocator as one of a resource, which answers a request.
-pub(crate) fn adopt(block: Block, stream: u64, request: &Request) -> RawBlock {
-    let id = identity_of(&block, stream);
-    // SAFETY: the block's memory, and the block is given up below.
-    let named = unsafe { RawBlock::new(id, block.size() as usize, request) };
-    block.into_raw();
-    named
+/// Whether the stream of an allocator's block was retired, or is about to be, so that the allocator takes its last
+/// marker for the end of all its work. Not asked of who keeps an order of his own over the allocator.
+#[inline]
+pub(crate) fn is_retired(resource: &dyn MemoryResource, block: &RawBlock) -> bool {
+    block.keepers() == 0
+        && allocator_under(resource).is_some_and(|allocator| {
+            let life = life(allocator, &block.id());
+            life.is_some_and(|life| allocator.engine().stream_retired(&life))
+        })
 }
 
 /// A block that was just handed out, by name.
 #[inline(always)]
-fn named(engine: &Engine, grant: &Grant, request: &Request, stream: u64) -> RawBlock {
+pub(crate) fn named(engine: &Engine, grant: &Grant, request: &Request, stream: u64) -> RawBlock {
     let life = generation(engine.id_of(&grant.place), grant.place.generation);
     let id = BlockId::new(
         (engine.id, life),
@@ -132,6 +134,11 @@ unsafe impl MemoryResource for Allocator {
             return Ok(());
         }
         deallocate_watched(self, block)
+    }
+
+    #[inline]
+    fn as_allocator(&self) -> Option<&Allocator> {
+        Some(self)
     }
 
     #[inline]

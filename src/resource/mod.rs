@@ -74,9 +74,11 @@ pub use sanitizer::Sanitizer;
 pub use statistics::Statistics;
 pub use stream_pool::StreamPool;
 pub use tracking::{LiveBlock, Tracking};
-pub use traits::{MemoryResource, UseTracking};
+pub use traits::{MemoryResource, Source, UseTracking};
 pub use usage::Usage;
 pub use watchdog::Watchdog;
 
-pub(crate) use caching::{adopt, identity_of};
+pub(crate) use caching::{identity_of, is_retired, named};
+pub(crate) use owned::give_back;
 pub(crate) use table::Table;
+pub(crate) use traits::allocator_under;

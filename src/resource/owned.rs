@@ -141,7 +141,7 @@ pub(super) fn log_rarely(error: &dyn std::error::Error, what: &str) {
 /// Deallocates a block that nobody can name from here on. Allocators, the driver's pools, and what keeps an order
 /// over them, take it and give it back later where they cannot now; of others a refusal may be over at once, so it
 /// is tried once more.
-pub(super) fn give_back(
+pub(crate) fn give_back(
     resource: &(impl MemoryResource + ?Sized),
     mut block: RawBlock,
     what: &str,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::allocator::{Request, Trimmed};
+use crate::allocator::{Allocator, Request, Trimmed};
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Context, Stream};
 use crate::error::{Error, Refused, StreamMisuse};
@@ -247,6 +247,39 @@ pub unsafe trait MemoryResource: Send + Sync {
             }
         }
     }
+
+    /// The allocator that the resource is, with nothing in between: owners of memory go to it directly then.
+    #[doc(hidden)]
+    #[inline]
+    fn as_allocator(&self) -> Option<&Allocator> {
+        None
+    }
+
+    /// The resource, for owners of its blocks to keep.
+    #[doc(hidden)]
+    fn shared(&self) -> Arc<dyn MemoryResource>
+    where
+        Self: Sized + Clone + 'static,
+    {
+        Arc::new(self.clone())
+    }
+}
+
+/// What typed owners take memory from: any resource of which a handle can be kept. An
+/// [`Allocator`](crate::Allocator), a pool, an [`Arc`] of a stack.
+pub trait Source: MemoryResource + Clone + 'static {}
+
+impl<R: MemoryResource + Clone + 'static> Source for R {}
+
+/// The allocator that a resource's blocks come from, if they come from one.
+pub(crate) fn allocator_under(resource: &dyn MemoryResource) -> Option<&Allocator> {
+    let mut at = resource;
+    loop {
+        if let Some(allocator) = at.as_allocator() {
+            return Some(allocator);
+        }
+        at = at.upstream()?;
+    }
 }
 
 /// Whether the driver refused to mark the end of work that was given already: its stream counts until the
@@ -263,7 +296,7 @@ fn not_tracked(asked: &'static str, stream: &Stream) -> Error {
 }
 
 macro_rules! pointer {
-    ($([$($generics:tt)*] $pointer:ty),* $(,)?) => {$(
+    ($([$($generics:tt)*] $pointer:ty { $($shared:tt)* })*) => {$(
         // SAFETY: passes everything on.
         unsafe impl $($generics)* MemoryResource for $pointer {
             #[inline]
@@ -281,14 +314,30 @@ macro_rules! pointer {
             fn upstream(&self) -> Option<&dyn MemoryResource> {
                 Some(&**self)
             }
+            #[inline]
+            fn as_allocator(&self) -> Option<&Allocator> {
+                (**self).as_allocator()
+            }
+            $($shared)*
         }
     )*};
 }
 pointer! {
-    [<R: MemoryResource>] &R,
-    [<R: MemoryResource>] Arc<R>,
-    [<R: MemoryResource>] Box<R>,
-    [] &dyn MemoryResource,
-    [] Arc<dyn MemoryResource>,
-    [] Box<dyn MemoryResource>,
+    [<R: MemoryResource>] &R {}
+    [<R: MemoryResource>] Arc<R> {
+        fn shared(&self) -> Arc<dyn MemoryResource>
+        where
+            Self: Sized + Clone + 'static,
+        {
+            Arc::<R>::clone(self)
+        }
+    }
+    [<R: MemoryResource>] Box<R> {}
+    [] &dyn MemoryResource {}
+    [] Arc<dyn MemoryResource> {
+        fn shared(&self) -> Arc<dyn MemoryResource> {
+            Arc::clone(self)
+        }
+    }
+    [] Box<dyn MemoryResource> {}
 }

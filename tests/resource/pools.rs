@@ -14,15 +14,12 @@ fn config(rig: &Rig) -> Config {
     Config::new().policy(rig.policy)
 }
 
-fn typed(rig: &Rig) -> DevicePool {
-    TypedPool::new(&rig.driver, config(rig))
-        .on_device(0)
-        .unwrap()
+fn typed(rig: &Rig) -> TypedPool {
+    TypedPool::new(&rig.allocator())
 }
 
-fn threshold(rig: &Rig) -> DevicePool {
-    let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
-    pool.open().unwrap()
+fn threshold(rig: &Rig) -> ThresholdPool {
+    ThresholdPool::on_driver(&rig.driver, 0, config(rig))
 }
 
 fn native(rig: &Rig) -> NativePool {
@@ -36,7 +33,11 @@ fn s2_14_typed_pool_passes_the_suite() {
 
 #[test]
 fn typed_pool_over_an_allocator_of_others() {
-    run(|rig| TypedPool::over([&rig.allocator()]).on_device(0).unwrap());
+    run(|rig| {
+        let allocator = rig.allocator();
+        allocator.set_limit(Some(2 * GIB as u64));
+        TypedPool::new(&allocator)
+    });
 }
 
 #[test]
@@ -49,7 +50,7 @@ fn s3_5_threshold_of_nothing() {
     run(|rig| {
         let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
         pool.set_release_threshold(Some(0)).unwrap();
-        pool.open().unwrap()
+        pool
     });
 }
 
@@ -143,34 +144,27 @@ fn s1_44_pools_refuse_blocks_of_others() {
 #[test]
 fn s2_2_the_last_returned_comes_first_as_a_resource() {
     each(|rig| {
-        let pool = TypedPool::new(&rig.driver, config(rig));
-        let resource = pool.on_device(0).unwrap();
+        let pool = typed(rig);
         let stream = rig.stream();
         let blocks: Vec<_> = (0..4)
-            .map(|_| {
-                resource
-                    .allocate_block(&Request::new(MIB), &stream)
-                    .unwrap()
-            })
+            .map(|_| pool.allocate_block(&Request::new(MIB), &stream).unwrap())
             .collect();
         let at: Vec<_> = blocks.iter().map(RawBlock::ptr).collect();
         let [a, b, c, d] = <[_; 4]>::try_from(blocks).unwrap();
         for block in [b, d] {
-            resource.deallocate_block(block).unwrap();
+            pool.deallocate_block(block).unwrap();
         }
-        let next = resource
-            .allocate_block(&Request::new(MIB), &stream)
-            .unwrap();
+        let next = pool.allocate_block(&Request::new(MIB), &stream).unwrap();
         assert_eq!(next.ptr(), at[3]);
-        let then = pool.uninit::<u8>(MIB, &stream).unwrap();
+        let then = DeviceBuffer::<u8>::uninit(&pool, MIB, &stream).unwrap();
         assert_eq!(
             then.as_device_ptr(),
             at[1],
             "buffers and blocks share what came back"
         );
-        assert_eq!(pool.stats().returns, 2);
+        assert_eq!(pool.usage().unwrap().blocks.total_freed, 2);
         for block in [a, c, next] {
-            resource.deallocate_block(block).unwrap();
+            pool.deallocate_block(block).unwrap();
         }
     });
 }
@@ -181,9 +175,9 @@ fn s3_5_threshold_holds_for_blocks() {
     only(cualloc::Policy::Packed, |rig| {
         let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
         pool.set_release_threshold(Some(4 * MIB as u64)).unwrap();
-        let (resource, stream) = (pool.open().unwrap(), rig.stream());
-        let block = resource.allocate_block(&Request::new(64 * MIB), &stream);
-        resource.deallocate_block(block.unwrap()).unwrap();
-        assert!(pool.stats().cached <= 4 * MIB as u64);
+        let stream = rig.stream();
+        let block = pool.allocate_block(&Request::new(64 * MIB), &stream);
+        pool.deallocate_block(block.unwrap()).unwrap();
+        assert!(pool.usage().unwrap().cached_bytes() <= 4 * MIB as u64);
     });
 }
