@@ -334,7 +334,7 @@ fn s4_streams_of_another_driver_are_refused() {
 #[test]
 fn d9_children_of_busy_threads_do_not_hang() {
     use cualloc::pool::{PinnedConfig, PinnedPool, PoolReport};
-    use cualloc::resource::{Budget, Guard, Manager, ManagerConfig, Runtime, Tracking};
+    use cualloc::resource::{Budget, DeviceRuntime, Manager, Relief, StreamPool, Tracking};
     use std::sync::atomic::{AtomicBool, Ordering};
 
     unsafe extern "C" {
@@ -364,14 +364,10 @@ fn d9_children_of_busy_threads_do_not_hang() {
         a.clone(),
         Some(1 << 29),
     ))));
-    let guard = Guard::<Allocator>::builder()
-        .budget(Some(1 << 29))
-        .build(Arc::clone(&ordered))
-        .unwrap();
-    let manager = Manager::new(
-        ManagerConfig::new(0, Some(1 << 29)).runtime(&Runtime::new(Arc::clone(&ordered))),
-    )
-    .unwrap();
+    let guard = Relief::new(Budget::new(Arc::clone(&ordered), Some(1 << 29)));
+    let runtime = DeviceRuntime::new(Arc::clone(&ordered), StreamPool::new(&context));
+    let manager = Manager::new(0, Some(1 << 29));
+    let manager = manager.with_runtime(&runtime).unwrap();
     let stream = rig.stream();
     let stop = AtomicBool::new(false);
     let work = |mut k: usize, stream: &Stream| {
@@ -385,7 +381,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             let block = ordered.allocate_block(&Request::new(1000), stream).unwrap();
             drop(ordered.get_ref().live());
             ordered.deallocate_block(block).unwrap();
-            drop(manager.allocate::<u8>(100, stream).unwrap());
+            drop(DeviceBuffer::<u8>::uninit(&manager, 100, stream).unwrap());
             let block = guard.allocate_block(&Request::new(1000), stream).unwrap();
             guard.deallocate_block(block).unwrap();
         }
@@ -401,7 +397,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             && DeviceBuffer::<u32>::uninit(&typed, 10, &stream).is_err()
             && pinned.acquire(100).is_err()
             && Context::primary(context.device()).is_err()
-            && manager.allocate::<u8>(100, &stream).is_err()
+            && DeviceBuffer::<u8>::uninit(&manager, 100, &stream).is_err()
             && guard.allocate_block(&Request::new(100), &stream).is_err()
             && block.is_err();
         a.set_limit(Some(1));
@@ -431,7 +427,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
         typed.reset_accumulated_stats();
         let outstanding =
             ordered.usage().unwrap().outstanding() + ordered.get_ref().live().len() as u64;
-        let (_, _) = (held(&manager), guard.usage().unwrap());
+        let (_, _) = (manager.usage().unwrap(), guard.usage().unwrap());
         let _ = (
             guard.get_ref().on_pressure(|_, _| ()),
             guard.remove_relief_hook("none"),
