@@ -28,7 +28,8 @@
 //! [`as_device_ptr`](DeviceBuffer::as_device_ptr) and the driver's calls, which are `unsafe`.
 //!
 //! Kernels are foreign code: launch them on the home stream, or between
-//! [`order_before`](DeviceBuffer::order_before) and [`order_after`](DeviceBuffer::order_after).
+//! [`prepare_use`](DeviceBuffer::prepare_use) and
+//! [`finish_use`](DeviceBuffer::finish_use).
 //!
 //! Streams that are being captured into a graph are refused: the graph could run after the buffer is
 //! gone.

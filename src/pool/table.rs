@@ -151,6 +151,7 @@ impl Table {
             None => take(None)?,
         };
         shard.counts.hits += 1;
+        shard.counts.entered += 1;
         let at = shard.enter(live.at(address));
         Some((taken, Slot::new(number, at)))
     }
@@ -189,8 +190,9 @@ impl Table {
     /// Enters a live block.
     pub fn enter(&self, live: Live) -> Slot {
         let number = shard_of(&live.key);
-        let at = self.shards[number].lock().enter(live);
-        Slot::new(number, at)
+        let mut shard = self.shards[number].lock();
+        shard.counts.entered += 1;
+        Slot::new(number, shard.enter(live))
     }
 
     /// A block goes: takes its entry out, and remembers where it was. `None` if the entry is not its own.
@@ -210,13 +212,11 @@ impl Table {
 
     /// After a [`leave`](Self::leave) the block could not be freed.
     pub fn stay(&self, live: Live) -> Slot {
-        let mut shard = self.shards[shard_of(&live.key)].lock();
+        let number = shard_of(&live.key);
+        let mut shard = self.shards[number].lock();
         shard.forget(&live.key, live.address);
-        let counts = &mut shard.counts;
-        counts.returns = counts.returns.saturating_sub(1);
-        counts.entered = counts.entered.saturating_sub(1);
-        drop(shard);
-        self.enter(live)
+        shard.counts.returns = shard.counts.returns.saturating_sub(1);
+        Slot::new(number, shard.enter(live))
     }
 
     /// A live block is to be remembered as returned on another stream than its own.
@@ -267,7 +267,6 @@ impl Table {
 impl Shard {
     #[inline]
     fn enter(&mut self, live: Live) -> u32 {
-        self.counts.entered += 1;
         if let Some(at) = self.vacant.pop() {
             self.live[at as usize] = live;
             return at;

@@ -6,7 +6,7 @@
 //! |---|---|---|---|
 //! | [`Allocator`](crate::Allocator) | from its cache | into its cache, no driver call on one stream | `record_use`: reuse waits |
 //! | [`AccessOrdered`] over another | that one's, with a ready point | its stream waits for all uses | reads and writes are put in order |
-//! | [`DevicePool`] | from its allocator | into its cache | as there |
+//! | [`TypedPool`], [`ThresholdPool`] | from their allocator | into its cache | as there |
 //! | [`WorkspacePool`] | a slab of its size class | kept for the stream | `record_use`: reuse waits |
 //! | [`NativePool`] | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
 //! | [`CudaMemory`] | `cuMemAlloc` | waits for the device, `cuMemFree` | none needed |
@@ -17,7 +17,8 @@
 //! slices out of it under a budget of its own; a [`Launch`] says what a launch reads and
 //! writes.
 //!
-//! [`DevicePool`]: crate::pool::DevicePool
+//! [`ThresholdPool`]: crate::pool::ThresholdPool
+//! [`TypedPool`]: crate::pool::TypedPool
 //! [`WorkspacePool`]: crate::pool::WorkspacePool
 //! [`NativePool`]: crate::pool::NativePool
 //!
