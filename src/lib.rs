@@ -11,6 +11,7 @@
 compile_error!("cualloc supports 64-bit targets only: the driver's API differs on others");
 
 pub mod allocator;
+mod block;
 pub mod buffer;
 pub mod column;
 pub mod driver;
@@ -24,7 +25,8 @@ pub mod sim;
 mod sync;
 pub mod trace;
 
-pub use allocator::{Allocator, Block, Config, Policy, Stats};
+pub use allocator::{Allocator, Block, Config, Policy, Request, Stats};
+pub use block::{BlockId, Tag};
 pub use buffer::{
     CopyInFlight, DeviceBuffer, DeviceCopy, DeviceSlice, DeviceSliceMut, FillValue, PinnedBuffer,
     Pod,

@@ -9,9 +9,10 @@ use std::sync::{Mutex, PoisonError};
 
 use common::capturing::*;
 use common::*;
+use cualloc::Request;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{NativeBlock, NativeConfig, NativePool};
-use cualloc::resource::{MemoryResource, OwnedBlock, Tag};
+use cualloc::resource::{MemoryResource, OwnedBlock};
 use cualloc::sim::{FailPlan, Mode, Simulator};
 use cualloc::{Error, Policy};
 
@@ -252,7 +253,8 @@ fn d8_a_native_block_that_is_freed_later_keeps_its_uses() {
 fn d8_a_native_block_of_the_resource_is_freed_later() {
     with_pool(|rig, _, pool| {
         let stream = rig.stream();
-        let block = OwnedBlock::allocate(pool.clone(), MIB, &stream, Tag::new("test")).unwrap();
+        let block =
+            OwnedBlock::allocate(pool.clone(), &Request::new(MIB).tag("test"), &stream).unwrap();
         captured(rig, stream.raw(), || {
             drop(block);
             assert_eq!(pool.live(), 1);

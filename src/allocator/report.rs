@@ -1,5 +1,6 @@
 //! Figures and reports as values.
 
+pub use crate::block::BlockState;
 use crate::driver::sys;
 use crate::error::StreamBytes;
 
@@ -167,21 +168,6 @@ pub struct PhysicalSegment {
     pub offset: u64,
     /// Bytes of the whole handle or segment: exporting or registering shows all of them.
     pub handle_bytes: u64,
-}
-
-/// What a block in a snapshot is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BlockState {
-    /// Live.
-    Allocated,
-    /// Freed, while streams other than its own may still use it.
-    PendingFree,
-    /// Free, at least on its own stream.
-    Free,
-    /// In use at another address: part of a live block that lies in a view.
-    Aliased,
-    /// Being mapped or given back.
-    Busy,
 }
 
 /// One block, live or free.

@@ -1,21 +1,29 @@
 //! A typed buffer that owns its memory.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::RangeBounds;
+use std::sync::Arc;
 
-use crate::allocator::{Allocator, Block};
-use crate::driver::{Device, Stream, sys};
+use crate::allocator::{Allocator, Block, Request};
+use crate::block::BlockId;
+use crate::driver::{Device, KernelParam, Stream, sys};
+use crate::resource::{Access, LaunchBuffer, MemoryResource, Source};
 
-use super::element::{DeviceCopy, FillValue, bytes_of};
+use super::element::{DeviceCopy, FillValue, Pod, bytes_of};
 use super::flight::CopyInFlight;
 use super::order::Memory;
+use super::owner::{Foreign, Lent, Owner};
 use super::pinned::PinnedBuffer;
 use super::slice::{DeviceSlice, DeviceSliceMut, describe};
 use crate::error::{Error, InvalidArgument, Refused};
 
 /// Device memory for `len` elements, with one owner: what `Vec` with a fixed length is on the host.
+///
+/// The memory is that of an [`Allocator`], a pool, a stack of adaptors, or of others
+/// ([`from_raw_parts`](Self::from_raw_parts)); whoever it came from takes it back.
 ///
 /// Memory that nobody has written yet is a `DeviceBuffer<MaybeUninit<T>>`, which
 /// [`uninit`](Self::uninit) makes and [`assume_init`](Self::assume_init) ends. A buffer of no elements
@@ -54,6 +62,8 @@ use crate::error::{Error, InvalidArgument, Refused};
 pub struct DeviceBuffer<T: DeviceCopy> {
     /// None if there are no bytes.
     memory: Option<Memory>,
+    /// Where the memory begins, for kernels that take the buffer; 0 without memory.
+    ptr: sys::CUdeviceptr,
     len: usize,
     elements: PhantomData<T>,
 }
@@ -62,15 +72,52 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// Memory for `len` elements that is not initialised, for use on `stream`, the buffer's home.
     ///
     /// # Errors
-    /// [`InvalidArgument::TooLarge`] before any driver call, and those of
-    /// [`Allocator::allocate_with`].
+    /// [`InvalidArgument::TooLarge`] before any driver call, and those of [`Allocator::allocate_with`] or
+    /// [`MemoryResource::allocate_block`].
     pub fn uninit(
-        alloc: &Allocator,
+        from: &impl Source,
         len: usize,
         stream: &Stream,
     ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
-        let memory = allocate::<T>(alloc, len, stream)?;
+        let memory = match wanted::<T>(len)? {
+            0 => None,
+            bytes => Some(allocate::<T>(from, Request::new(bytes), stream)?),
+        };
         Ok(DeviceBuffer::new(memory, len))
+    }
+
+    /// [`uninit`](Self::uninit) with the wishes of a request, whose bytes are those of the elements. Where the
+    /// request asks for less, the memory is aligned for the type all the same.
+    ///
+    /// # Errors
+    /// [`InvalidArgument::Size`] if so many bytes are no number of elements above 0, and as
+    /// [`uninit`](Self::uninit).
+    pub fn uninit_with(
+        from: &impl Source,
+        request: Request,
+        stream: &Stream,
+    ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
+        let bytes = request.bytes();
+        let size = size_of::<T>();
+        if size == 0 || bytes == 0 || !bytes.is_multiple_of(size) {
+            let bytes = bytes as u64;
+            return Err(Error::Invalid(InvalidArgument::Size { bytes }));
+        }
+        wanted::<T>(bytes / size)?;
+        let memory = allocate::<T>(from, request, stream)?;
+        Ok(DeviceBuffer::new(Some(memory), bytes / size))
+    }
+
+    /// [`uninit`](Self::uninit) from memory that is at hand, or not at all.
+    pub(crate) fn uninit_cached(
+        from: &impl Source,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
+        match wanted::<T>(len)? {
+            0 => Ok(DeviceBuffer::new(None, len)),
+            bytes => Self::uninit_with(from, Request::new(bytes).cached_only(), stream),
+        }
     }
 
     /// Elements whose bytes are all zero. Returns before the memory is written; everything done to
@@ -78,9 +125,9 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As [`uninit`](Self::uninit), and driver errors.
-    pub fn zeroed(alloc: &Allocator, len: usize, stream: &Stream) -> Result<Self, Error> {
+    pub fn zeroed(from: &impl Source, len: usize, stream: &Stream) -> Result<Self, Error> {
         // SAFETY: zeroed in the order of the stream before anything else can be done to it.
-        let mut buffer = unsafe { Self::uninit(alloc, len, stream)?.assume_init() };
+        let mut buffer = unsafe { Self::uninit(from, len, stream)?.assume_init() };
         buffer.as_mut_slice().set_zero(stream)?;
         Ok(buffer)
     }
@@ -90,12 +137,12 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As [`zeroed`](Self::zeroed).
-    pub fn filled(alloc: &Allocator, len: usize, value: T, stream: &Stream) -> Result<Self, Error>
+    pub fn filled(from: &impl Source, len: usize, value: T, stream: &Stream) -> Result<Self, Error>
     where
         T: FillValue,
     {
         // SAFETY: filled in the order of the stream before anything else can be done to it.
-        let mut buffer = unsafe { Self::uninit(alloc, len, stream)?.assume_init() };
+        let mut buffer = unsafe { Self::uninit(from, len, stream)?.assume_init() };
         buffer.as_mut_slice().fill(value, stream)?;
         Ok(buffer)
     }
@@ -104,9 +151,9 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// # Errors
     /// As [`zeroed`](Self::zeroed).
-    pub fn from_slice(alloc: &Allocator, values: &[T], stream: &Stream) -> Result<Self, Error> {
+    pub fn from_slice(from: &impl Source, values: &[T], stream: &Stream) -> Result<Self, Error> {
         // SAFETY: all of it is written before anything else can be done to it.
-        let mut buffer = unsafe { Self::uninit(alloc, values.len(), stream)?.assume_init() };
+        let mut buffer = unsafe { Self::uninit(from, values.len(), stream)?.assume_init() };
         buffer.copy_from_slice(values)?;
         Ok(buffer)
     }
@@ -137,76 +184,98 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
                 })
             }
             Some(_) if !block.ptr().is_multiple_of(align_of::<T>() as u64) => {
-                Error::Invalid(InvalidArgument::Misaligned {
-                    ptr: block.ptr(),
-                    alignment: align_of::<T>(),
-                })
+                misaligned::<T>(block.ptr())
             }
             Some(_) => {
-                let memory = Memory::from_block(block, stream)?;
-                return Ok(Self::new(Some(memory), len));
+                return match stream.id() {
+                    Ok(id) => {
+                        let memory = Memory::new(Owner::Block(block), stream.clone(), id);
+                        Ok(Self::new(Some(memory), len))
+                    }
+                    Err(error) => Err(Refused::new(block, error)),
+                };
             }
         };
         Err(Refused::new(block, error))
     }
 
-    /// A buffer without elements.
-    pub(crate) fn empty() -> Self {
-        Self::new(None, 0)
+    /// A buffer over memory of others, which `owner` keeps: dropping that releases it.
+    ///
+    /// # Errors
+    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::Misaligned`]; driver errors. The owner is dropped then.
+    ///
+    /// # Safety
+    /// `len` elements at `ptr` are device memory of the stream's device, live until the owner is dropped, and
+    /// nobody else's until then. The work that initialises them was given to `stream`, or it waits for that
+    /// work; and what the owner does in its drop comes after everything that the stream was given before.
+    pub unsafe fn from_raw_parts(
+        ptr: sys::CUdeviceptr,
+        len: usize,
+        stream: &Stream,
+        owner: impl Send + Sync + 'static,
+    ) -> Result<Self, Error> {
+        if wanted::<T>(len)? == 0 {
+            return Ok(Self::new(None, len));
+        }
+        if !ptr.is_multiple_of(align_of::<T>() as u64) {
+            return Err(misaligned::<T>(ptr));
+        }
+        let owner = Box::new(owner);
+        let foreign = Owner::Foreign(Box::new(Foreign { ptr, owner }));
+        let memory = Memory::new(foreign, stream.clone(), stream.id()?);
+        Ok(Self::new(Some(memory), len))
     }
 
-    /// A buffer of the first `len` elements of memory that is as large.
-    #[inline(always)]
-    pub(crate) fn over(memory: Memory, len: usize) -> Self {
-        Self::new(Some(memory), len)
-    }
-
-    /// The home and its id; on another thread the handle of a per-thread default stream has another one.
-    pub(crate) fn home(&self) -> Option<(Stream, u64)> {
-        self.memory.as_ref().map(Memory::home)
+    /// The home with its id, and the resource's block.
+    pub(crate) fn lent(&self) -> Option<(&Stream, u64, &Lent)> {
+        let memory = self.memory.as_ref()?;
+        match memory.owner() {
+            Owner::Resource(lent) => Some((memory.stream(), memory.stream_id(), lent)),
+            _ => None,
+        }
     }
 
     #[inline(always)]
     fn new(memory: Option<Memory>, len: usize) -> Self {
         DeviceBuffer {
+            ptr: memory.as_ref().map_or(0, Memory::ptr),
             memory,
             len,
             elements: PhantomData,
         }
     }
 
-    /// Gives up the block; `None` if the buffer has no memory. Everything done to the buffer was given
-    /// to the block's stream, or that stream waits for it.
+    /// Gives up the allocator's block. Everything done to the buffer was given to the block's stream, or that
+    /// stream waits for it.
     ///
     /// # Errors
-    /// Where a stream that was given work could not be ordered, what keeps that from being made up for:
-    /// [`Error::Capturing`], [`Error::Stream`], driver errors; and those of
-    /// [`Block::record_stream`]; with the buffer.
-    pub fn into_block(self) -> Result<Option<Block>, Refused<DeviceBuffer<T>>> {
+    /// [`Error::NotSupported`] if the memory is not an allocator's own, or there is none. Where a stream that
+    /// was given work could not be ordered, what keeps that from being made up for: [`Error::Capturing`],
+    /// [`Error::Stream`], driver errors; and those of [`Block::record_stream`]. With the buffer.
+    pub fn into_block(self) -> Result<Block, Refused<DeviceBuffer<T>>> {
         let len = self.len;
         match self.memory.map(Memory::into_block) {
-            None => Ok(None),
-            Some(Ok(block)) => Ok(Some(block)),
-            Some(Err((memory, error))) => Err(Refused::new(Self::new(Some(memory), len), error)),
+            Some(Ok(block)) => Ok(block),
+            Some(Err(failed)) => Err(failed.map(|memory| Self::new(Some(memory), len))),
+            None => {
+                let what = "a block of a buffer without memory";
+                let none = Self::new(None, len);
+                Err(Refused::new(none, Error::NotSupported { what }))
+            }
         }
     }
 
     /// Frees the buffer; unlike a drop it reports failures, and gives the buffer back with them.
     ///
     /// # Errors
-    /// As [`into_block`](Self::into_block) and [`Block::free`].
+    /// What keeps a stream that was given work from being ordered, as [`into_block`](Self::into_block);
+    /// [`Block::free`] or [`MemoryResource::deallocate_block`].
     pub fn free(self) -> Result<(), Refused<DeviceBuffer<T>>> {
         let len = self.len;
-        let home = self.memory.as_ref().map(Memory::home);
-        let (Some(block), Some((stream, id))) = (self.into_block()?, home) else {
-            return Ok(());
-        };
-        block.free().map_err(|failed| {
-            Refused::new(
-                Self::new(Some(Memory::new(*failed.value, stream, id)), len),
-                failed.error,
-            )
-        })
+        match self.memory.map(Memory::free) {
+            None | Some(Ok(())) => Ok(()),
+            Some(Err(failed)) => Err(failed.map(|memory| Self::new(Some(memory), len))),
+        }
     }
 
     // ---- observation -----------------------------------------------------------------------
@@ -230,10 +299,10 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     ///
     /// Using it is for `unsafe` code, which answers for the memory's life and for order: work on the
     /// buffer's own stream, given to it while the buffer lives, is in order. Work on another stream
-    /// needs [`order_before`](Self::order_before) ahead of it and
-    /// [`order_after`](Self::order_after) behind it.
+    /// needs [`prepare_use`](Self::prepare_use) ahead of it and
+    /// [`finish_use`](Self::finish_use) behind it.
     pub fn as_device_ptr(&self) -> sys::CUdeviceptr {
-        self.memory.as_ref().map_or(0, Memory::ptr)
+        self.ptr
     }
 
     /// The buffer's home: the stream that it was allocated on. `None` if it has no memory.
@@ -246,21 +315,33 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.memory.as_ref().map(|memory| memory.context().device())
     }
 
-    /// The block under the buffer. `None` if it has no memory.
-    pub fn block(&self) -> Option<&Block> {
-        self.memory.as_ref().map(Memory::block)
+    /// The block under the buffer, by name. `None` if it has no memory, or memory of others.
+    pub fn id(&self) -> Option<BlockId> {
+        let memory = self.memory.as_ref()?;
+        memory.owner().identity(memory.stream_id())
+    }
+
+    /// The resource that the memory goes back to. `None` if there is no memory, or that is of others.
+    pub fn home(&self) -> Option<Arc<dyn MemoryResource>> {
+        match self.memory.as_ref()?.owner() {
+            Owner::Block(block) => Some(Arc::new(Allocator::of(block))),
+            Owner::Resource(lent) => Some(Arc::clone(&lent.resource)),
+            Owner::Foreign(_) => None,
+        }
     }
 
     // ---- order -----------------------------------------------------------------------------
 
     /// Lets everything that `stream` is given from now on come after everything done to the buffer so
-    /// far. Does not wait.
+    /// far. Does not wait. Where the resource puts accesses in order
+    /// ([`UseTracking::Access`](crate::resource::UseTracking::Access)), also after those that launches on other streams
+    /// were recorded with, as the access needs it.
     ///
     /// # Errors
     /// [`Error::Stream`], [`Error::Capturing`], and driver errors.
-    pub fn order_before(&self, stream: &Stream) -> Result<(), Error> {
+    pub fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         match &self.memory {
-            Some(memory) => memory.order_before(stream),
+            Some(memory) => memory.prepare_use(stream, access),
             None => Ok(()),
         }
     }
@@ -269,14 +350,48 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// `stream` was given so far. Does not wait, unless an event cannot be had.
     ///
     /// # Errors
-    /// As [`order_before`](Self::order_before). Later operations make up for it then, or are refused until
+    /// As [`prepare_use`](Self::prepare_use). Later operations make up for it then, or are refused until
     /// they can, and the memory is not reused before `stream` is done with it. A stream that is being captured
     /// is the exception: whoever captures work answers for the memory's life until the graph is gone.
-    pub fn order_after(&self, stream: &Stream) -> Result<(), Error> {
+    pub fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         match &self.memory {
-            Some(memory) => memory.order_after(stream),
+            Some(memory) => memory.finish_use(stream, access),
             None => Ok(()),
         }
+    }
+
+    /// Says that another stream uses the buffer: the memory is reused only when everything which that stream
+    /// was given until the free has completed, or behind it. For work that `unsafe` code launches; the buffer's
+    /// own operations see to themselves.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`]; driver errors.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
+        match &self.memory {
+            Some(memory) => memory.record(stream, false),
+            None => Ok(()),
+        }
+    }
+
+    /// Says that another stream used the buffer and will not again: reuse waits only for what that
+    /// stream was given so far.
+    ///
+    /// # Errors
+    /// As [`record_stream`](Self::record_stream).
+    pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
+        match &self.memory {
+            Some(memory) => memory.record(stream, true),
+            None => Ok(()),
+        }
+    }
+
+    /// The same memory as bytes; it is freed once, with the result.
+    pub fn into_bytes(self) -> DeviceBuffer<u8>
+    where
+        T: Pod,
+    {
+        let bytes = self.byte_len();
+        DeviceBuffer::new(self.memory, bytes)
     }
 
     // ---- parts and operations --------------------------------------------------------------
@@ -392,18 +507,45 @@ impl<T: DeviceCopy> DeviceBuffer<MaybeUninit<T>> {
     }
 }
 
-fn allocate<T: DeviceCopy>(
-    alloc: &Allocator,
-    len: usize,
-    stream: &Stream,
-) -> Result<Option<Memory>, Error> {
-    let too_large = Error::Invalid(InvalidArgument::TooLarge {
+/// The bytes of so many elements.
+fn wanted<T: DeviceCopy>(len: usize) -> Result<usize, Error> {
+    bytes_of::<T>(len).ok_or(Error::Invalid(InvalidArgument::TooLarge {
         len,
         element_bytes: size_of::<T>(),
-    });
-    match bytes_of::<T>(len).ok_or(too_large)? {
-        0 => Ok(None),
-        bytes => Memory::allocate(alloc, bytes, align_of::<T>(), stream).map(Some),
+    }))
+}
+
+fn misaligned<T>(ptr: sys::CUdeviceptr) -> Error {
+    Error::Invalid(InvalidArgument::Misaligned {
+        ptr,
+        alignment: align_of::<T>(),
+    })
+}
+
+fn allocate<T: DeviceCopy>(
+    from: &impl Source,
+    request: Request,
+    stream: &Stream,
+) -> Result<Memory, Error> {
+    let alignment = request.alignment().max(align_of::<T>());
+    Memory::allocate(from, request.align(alignment).of::<T>(), stream)
+}
+
+/// A launch tracks a buffer by the block under it, and takes memory of others for external.
+impl<T: DeviceCopy> LaunchBuffer for DeviceBuffer<T> {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.id()
+    }
+
+    fn is_external(&self) -> bool {
+        self.memory.is_some() && self.id().is_none()
+    }
+}
+
+// SAFETY: the address of its first element is what the driver reads.
+unsafe impl<T: DeviceCopy> KernelParam for DeviceBuffer<T> {
+    fn as_param(&self) -> *const c_void {
+        (&raw const self.ptr).cast()
     }
 }
 

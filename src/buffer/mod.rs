@@ -1,4 +1,4 @@
-//! Typed buffers over the allocator's blocks.
+//! Typed buffers over memory of any resource.
 //!
 //! [`DeviceBuffer`] owns device memory, [`DeviceSlice`] and [`DeviceSliceMut`] borrow parts of it,
 //! [`PinnedBuffer`] owns page-locked host memory. Elements are plain data: [`DeviceCopy`].
@@ -28,7 +28,8 @@
 //! [`as_device_ptr`](DeviceBuffer::as_device_ptr) and the driver's calls, which are `unsafe`.
 //!
 //! Kernels are foreign code: launch them on the home stream, or between
-//! [`order_before`](DeviceBuffer::order_before) and [`order_after`](DeviceBuffer::order_after).
+//! [`prepare_use`](DeviceBuffer::prepare_use) and
+//! [`finish_use`](DeviceBuffer::finish_use).
 //!
 //! Streams that are being captured into a graph are refused: the graph could run after the buffer is
 //! gone.
@@ -63,6 +64,7 @@ mod element;
 mod flight;
 mod late;
 mod order;
+mod owner;
 mod pinned;
 mod slice;
 mod staging;
@@ -73,5 +75,5 @@ pub use flight::CopyInFlight;
 pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
-pub(crate) use order::{Memory, end_of};
+pub(crate) use order::end_of;
 pub(crate) use staging::{CHUNK, Staging, keep};

@@ -8,17 +8,19 @@
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Block, Request, User};
+use crate::allocator::{Block, Request};
 use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
+use crate::resource::{Access, Source};
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
 use super::late::{self, Late};
+use super::owner::{Lent, Owner};
 use crate::error::{Error, Refused, StreamMisuse};
 
-/// A block and its home stream.
+/// Device memory with whoever takes it back, and its home stream.
 pub(crate) struct Memory {
-    block: ManuallyDrop<Block>,
+    owner: ManuallyDrop<Owner>,
     stream: ManuallyDrop<Stream>,
     /// For the per-thread default stream this is the one of the thread that allocated.
     stream_id: u64,
@@ -27,53 +29,52 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
+    /// Asks a resource for memory. An allocator's block goes back to it without a detour.
+    #[inline]
     pub(super) fn allocate(
-        alloc: &Allocator,
-        bytes: usize,
-        alignment: usize,
+        from: &impl Source,
+        request: Request,
         stream: &Stream,
     ) -> Result<Memory, Error> {
         let stream_id = stream.id()?;
-        let block = alloc.allocate_with(Request::new(bytes).align(alignment), stream)?;
-        Ok(Memory::new(block, stream.clone(), stream_id))
-    }
-
-    pub(super) fn from_block(block: Block, stream: &Stream) -> Result<Memory, Refused<Block>> {
-        match stream.id() {
-            Ok(id) => Ok(Memory::new(block, stream.clone(), id)),
-            Err(error) => Err(Refused::new(block, error)),
-        }
+        let owner = match from.as_allocator() {
+            Some(allocator) => Owner::Block(allocator.allocate_with(request, stream)?),
+            None => Owner::Resource(Box::new(Lent {
+                block: from.allocate_block(&request, stream)?,
+                resource: from.shared(),
+            })),
+        };
+        Ok(Memory::new(owner, stream.clone(), stream_id))
     }
 
     #[inline(always)]
-    pub(crate) fn new(block: Block, stream: Stream, stream_id: u64) -> Memory {
+    pub(crate) fn new(owner: Owner, stream: Stream, stream_id: u64) -> Memory {
         Memory {
-            block: ManuallyDrop::new(block),
+            owner: ManuallyDrop::new(owner),
             stream: ManuallyDrop::new(stream),
             stream_id,
             astray: AtomicBool::new(false),
         }
     }
 
-    pub(super) fn block(&self) -> &Block {
-        &self.block
+    pub(super) fn owner(&self) -> &Owner {
+        &self.owner
     }
 
     pub(super) fn ptr(&self) -> sys::CUdeviceptr {
-        self.block.ptr()
+        self.owner.ptr()
     }
 
     pub(super) fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// The home stream and its id.
-    pub(super) fn home(&self) -> (Stream, u64) {
-        (Stream::clone(&self.stream), self.stream_id)
+    pub(super) fn stream_id(&self) -> u64 {
+        self.stream_id
     }
 
     pub(super) fn context(&self) -> &Context {
-        &self.block.engine().context
+        self.stream.context()
     }
 
     /// Whether the calling thread can name the home stream.
@@ -99,9 +100,14 @@ impl Memory {
 
     /// Whether `stream` may be ordered with the home stream at all.
     fn admit(&self, stream: &Stream, id: u64) -> Result<(), Error> {
-        let engine = self.block.engine();
-        engine.usable()?;
-        engine.same_driver(stream)?;
+        if process::is_forked_child() {
+            return Err(Error::ForkedChild);
+        }
+        self.owner.usable()?;
+        let home = self.context().driver();
+        if !home.same_library(stream.context().driver()) {
+            return Err(Error::Stream(StreamMisuse::ForeignDriver));
+        }
         self.at_home()?;
         capture::refuse_capture(stream)?;
         if id != self.stream_id {
@@ -126,7 +132,7 @@ impl Memory {
             self.make_up_for(&late)?;
             late::made_up(&self.astray, &late);
         }
-        Ok(())
+        self.finish(Access::ReadWrite)
     }
 
     fn make_up_for(&self, late: &Late) -> Result<(), Error> {
@@ -140,10 +146,33 @@ impl Memory {
         Ok(self.let_home_wait(stream)?)
     }
 
+    /// Lets the home come after the accesses that its resource has put in order.
+    #[inline]
+    fn prepare(&self, access: Access) -> Result<(), Error> {
+        match self.owner.ordered() {
+            Some(Lent { resource, block }) => {
+                resource.prepare_use(&block.id(), &self.stream, access)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Tells a resource that puts accesses in order of one that the home waits for.
+    #[inline]
+    fn finish(&self, access: Access) -> Result<(), Error> {
+        match self.owner.ordered() {
+            Some(Lent { resource, block }) => {
+                resource.finish_use(&block.id(), &self.stream, access)
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Lets later work of `stream` come after everything done to the memory so far.
-    pub(super) fn order_before(&self, stream: &Stream) -> Result<(), Error> {
+    pub(super) fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
         self.admit(stream, id)?;
+        self.prepare(access)?;
         if id != self.stream_id {
             order::order(&self.stream, stream, self.events())?;
         }
@@ -151,10 +180,10 @@ impl Memory {
     }
 
     /// Lets everything done to the memory from now on come after the work of `stream` so far.
-    pub(super) fn order_after(&self, stream: &Stream) -> Result<(), Error> {
+    pub(super) fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
         match self.admit(stream, id) {
-            Ok(()) => Ok(self.join(stream, id)?),
+            Ok(()) => self.join(stream, id, access),
             // What is captured has not run, and when it does is not for this stream to say.
             Err(Error::Capturing { stream: named }) if named == stream.raw() as usize => {
                 Err(Error::Capturing { stream: named })
@@ -169,12 +198,30 @@ impl Memory {
 
     /// Lets the home wait for the work of `stream`. If that cannot be had, whatever comes next has to
     /// see to it first.
-    fn join(&self, stream: &Stream, id: u64) -> Result<(), DriverError> {
+    fn join(&self, stream: &Stream, id: u64, access: Access) -> Result<(), Error> {
+        if id != self.stream_id {
+            self.let_home_wait(stream)
+                .inspect_err(|_| self.note_late(stream, id))?;
+        }
+        self.finish(access)
+    }
+
+    /// Says that `stream` uses the memory until it is freed, or with `now` that it did and will not again.
+    pub(super) fn record(&self, stream: &Stream, now: bool) -> Result<(), Error> {
+        if self.owner.record(stream, now)? {
+            return Ok(());
+        }
+        let id = stream.id()?;
+        self.owner.admit_use(stream)?;
         if id == self.stream_id {
             return Ok(());
         }
-        self.let_home_wait(stream)
-            .inspect_err(|_| self.note_late(stream, id))
+        if now {
+            return self.join(stream, id, Access::ReadWrite);
+        }
+        // The home waits for it before the memory goes.
+        self.note_late(stream, id);
+        Ok(())
     }
 
     /// Lets the home wait for the work of `stream`, or else the host.
@@ -195,39 +242,62 @@ impl Memory {
 
     /// Where events for its order come from.
     pub(super) fn events(&self) -> &EventPools {
-        &self.block.engine().events
+        self.owner.events()
     }
 
     fn key(&self) -> late::Key {
-        (self.block.engine().id, self.block.ptr())
+        self.owner.key()
     }
 
-    /// Tells the allocator what it must know before the block is freed.
+    /// Tells whoever takes the memory back what it must know before.
     fn tell_uses(&self) -> Result<(), Error> {
         self.catch_up()?;
         // A retired stream was promised to get no more work, but operations on the buffer may have
         // given it some. To the allocator it is a new stream then.
-        if self.block.stream_retired() {
+        if self.owner.is_retired() {
             self.at_home()?;
-            self.block.record_stream(&self.stream)?;
+            self.owner.record(&self.stream, false)?;
         }
         Ok(())
     }
 
-    /// The block, ready to be freed.
-    pub(super) fn into_block(self) -> Result<Block, (Memory, Error)> {
+    /// The owner, ready to take the memory back, and the home with its id.
+    pub(super) fn into_parts(self) -> Result<(Owner, Stream, u64), Refused<Memory>> {
         if process::is_forked_child() {
-            return Err((self, Error::ForkedChild));
+            return Err(Refused::new(self, Error::ForkedChild));
         }
         if let Err(error) = self.tell_uses() {
-            return Err((self, error));
+            return Err(Refused::new(self, error));
         }
         let mut this = ManuallyDrop::new(self);
         // SAFETY: `this` is not dropped, and the fields are not used again.
         unsafe {
-            ManuallyDrop::drop(&mut this.stream);
-            Ok(ManuallyDrop::take(&mut this.block))
+            let stream = ManuallyDrop::take(&mut this.stream);
+            Ok((ManuallyDrop::take(&mut this.owner), stream, this.stream_id))
         }
+    }
+
+    /// The allocator's block.
+    pub(super) fn into_block(self) -> Result<Block, Refused<Memory>> {
+        if !matches!(*self.owner, Owner::Block(_)) {
+            let what = "a block out of memory that is not an allocator's own";
+            return Err(Refused::new(self, Error::NotSupported { what }));
+        }
+        match self.into_parts()? {
+            (Owner::Block(block), ..) => Ok(block),
+            (owner, stream, id) => {
+                let memory = Memory::new(owner, stream, id);
+                Err(Refused::new(memory, Error::Abandoned))
+            }
+        }
+    }
+
+    /// Gives the memory back.
+    pub(super) fn free(self) -> Result<(), Refused<Memory>> {
+        let (owner, stream, id) = self.into_parts()?;
+        owner
+            .free()
+            .map_err(|failed| failed.map(|owner| Memory::new(owner, stream, id)))
     }
 }
 
@@ -242,19 +312,14 @@ impl Drop for Memory {
             true => late::take_all_of(self.key()),
             false => Vec::new(),
         };
-        // SAFETY: this is the drop, so the block is used no more.
-        let block = unsafe { ManuallyDrop::take(&mut self.block) };
+        // SAFETY: this is the drop, so the owner is used no more.
+        let owner = unsafe { ManuallyDrop::take(&mut self.owner) };
         if told.is_err() {
-            // A refusal may be over at once; if not, a later call of the allocator tries again.
-            let mut users: Vec<User> = late.iter().map(|late| User::of(&late.stream)).collect();
-            if block.stream_retired() {
-                users.push(User::of(&self.stream));
-            }
-            block.drop_after(users);
+            owner.end_after(&self.stream, &late);
         } else {
-            drop(block);
+            owner.end();
         }
-        // SAFETY: as above; a block goes before its stream.
+        // SAFETY: as above; memory goes before its stream.
         unsafe { ManuallyDrop::drop(&mut self.stream) };
     }
 }
@@ -285,7 +350,9 @@ pub(super) fn submit(
     let before = |error: DriverError| Failed::Before(error.into());
     let id = stream.id().map_err(before)?;
     for memory in used {
-        memory.admit(stream, id).map_err(Failed::Before)?;
+        let ready = memory.admit(stream, id);
+        let ready = ready.and_then(|()| memory.prepare(Access::ReadWrite));
+        ready.map_err(Failed::Before)?;
     }
     for memory in used.iter().filter(|memory| memory.stream_id != id) {
         order::order(&memory.stream, stream, memory.events()).map_err(before)?;
@@ -293,12 +360,12 @@ pub(super) fn submit(
     let entered = stream.context().enter().map_err(before)?;
     // A failure may be that of earlier work, reported late, so it does not say that nothing was
     // submitted.
-    let mut result = operation(&entered);
+    let mut result = operation(&entered).map_err(Error::from);
     drop(entered);
     for memory in used {
-        result = result.and(memory.join(stream, id));
+        result = result.and(memory.join(stream, id, Access::ReadWrite));
     }
-    result.map_err(|error| Failed::Submitted(error.into()))?;
+    result.map_err(Failed::Submitted)?;
     // Another thread may have begun a capture since it was asked: then nothing was done yet.
     capture::refuse_capture(stream).map_err(Failed::Submitted)
 }

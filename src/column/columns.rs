@@ -4,9 +4,11 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::allocator::Request;
 use crate::allocator::{Allocator, Block};
+use crate::block::{BlockId, Tag};
 use crate::driver::{Device, KernelParam, Stream, sys};
-use crate::resource::{BlockIdentity, Buffer, MemoryResource, OwnedBlock, Recordable, Tag};
+use crate::resource::{LaunchBuffer, MemoryResource, OwnedBlock};
 
 use super::described::Described;
 use super::dlpack::DlpackTensor;
@@ -89,7 +91,7 @@ impl Column {
     /// [`uninit`](Self::uninit) with memory of any resource, to which it goes back.
     ///
     /// The block is the resource's: a launch recorder over that resource knows the column, and where
-    /// accesses are put in order ([`Tracking::Access`](crate::resource::Tracking::Access)) the column's
+    /// accesses are put in order ([`UseTracking::Access`](crate::resource::UseTracking::Access)) the column's
     /// own copies and exports take part in it.
     ///
     /// # Errors
@@ -102,16 +104,16 @@ impl Column {
     /// # use cualloc::{Allocator, Config};
     /// use std::sync::Arc;
     /// use cualloc::column::Column;
-    /// use cualloc::resource::{AsyncResource, LaunchRecorder, MemoryResource, RecordMode};
+    /// use cualloc::resource::{AccessOrdered, Launch, MemoryResource};
     ///
     /// # let sim = Simulator::new(SimConfig::default())?;
     /// # let driver = sim.driver()?;
     /// # let context = driver.context(0)?;
     /// # let alloc = Allocator::with_config(&context, Config::new())?;
     /// # let (stream, other) = (Stream::new(&context)?, Stream::new(&context)?);
-    /// let resource: Arc<dyn MemoryResource> = Arc::new(AsyncResource::new(alloc));
+    /// let resource: Arc<dyn MemoryResource> = Arc::new(AccessOrdered::new(alloc));
     /// let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &stream)?;
-    /// let mut launch = LaunchRecorder::new(&resource, &other, RecordMode::Strict);
+    /// let mut launch = Launch::strict(&resource, &other);
     /// launch.read_write(&column)?;
     /// launch.preflight()?; // the other stream waits for the copy
     /// // ... launch on the other stream ...
@@ -131,8 +133,8 @@ impl Column {
             0 => Memory::empty(stream),
             _ => {
                 let tag = Tag::new("column");
-                let block = resource.allocate_block(bytes, stream, tag)?;
-                let identity = block.identity();
+                let block = resource.allocate_block(&Request::new(bytes).tag(tag), stream)?;
+                let identity = block.id();
                 let block = OwnedBlock::from_parts(resource, block);
                 Memory::resource(block, identity, bytes, stream)
             }
@@ -249,17 +251,14 @@ impl Column {
             Err(error) => return Err(refused(block, error)),
         };
         let usable = block.size();
-        if bytes as u64 > usable {
+        if bytes > usable {
             let needed = bytes;
             return Err(refused(
                 block,
-                Error::Invalid(InvalidArgument::TooSmall {
-                    needed,
-                    usable: usable as usize,
-                }),
+                Error::Invalid(InvalidArgument::TooSmall { needed, usable }),
             ));
         }
-        let Some(identity) = block.identity() else {
+        let Some(identity) = block.id() else {
             return Err(refused(block, Error::Abandoned));
         };
         let memory = Memory::resource(block, identity, bytes, stream);
@@ -342,16 +341,13 @@ impl Column {
 
     /// The block under the column, the allocator's or the resource's: also where our own memory came back
     /// through an export. `None` for memory of somebody else, and where there is none.
-    pub fn block(&self) -> Option<BlockIdentity> {
-        match self.memory.buffer() {
-            Buffer::Block(identity) => Some(identity),
-            _ => None,
-        }
+    pub fn block(&self) -> Option<BlockId> {
+        self.memory.id()
     }
 
     /// Whether the memory is somebody else's, whose uses no allocator of this crate tracks.
     pub fn is_external(&self) -> bool {
-        self.memory.buffer() == Buffer::External
+        self.memory.is_external()
     }
 
     /// Whether the producer forbids writing.
@@ -503,9 +499,13 @@ impl fmt::Debug for Column {
     }
 }
 
-/// Launch recorders track a column by the block under it, and take imported memory for external.
-impl Recordable for Column {
-    fn buffer(&self) -> Buffer {
-        self.memory.buffer()
+/// A [`Launch`](crate::resource::Launch) tracks a column by the block under it, and takes imported memory for external.
+impl LaunchBuffer for Column {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.memory.id()
+    }
+
+    fn is_external(&self) -> bool {
+        self.memory.is_external()
     }
 }

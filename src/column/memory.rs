@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use crate::allocator::{Block, User};
+use crate::block::BlockId;
 use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
 use crate::error::{Error, ImportFault, StreamMisuse};
 use crate::locks::held::locked;
-use crate::resource::{
-    Access, BlockIdentity, Buffer, MemoryResource, OwnedBlock, Tracking, identity_of,
-};
+use crate::resource::{Access, MemoryResource, OwnedBlock, UseTracking, identity_of};
 use crate::sync::capture;
 use crate::sync::event::EventPools;
 use crate::sync::order::wait_until_idle;
@@ -51,6 +50,12 @@ impl Foreign {
     }
 }
 
+/// Whether freeing a block of an untracked resource waits for more, or less, than all of a context.
+fn is_elsewhere(block: &SharedBlock, context: &Context) -> bool {
+    let home = block.resource().context();
+    home.is_none_or(|home| home.id() != context.id())
+}
+
 /// A block of any resource.
 pub(super) type SharedBlock = OwnedBlock<Arc<dyn MemoryResource>>;
 
@@ -59,8 +64,8 @@ pub(super) type SharedBlock = OwnedBlock<Arc<dyn MemoryResource>>;
 enum Owner {
     /// No bytes, no memory.
     Nobody,
-    Block(Block, BlockIdentity),
-    Resource(SharedBlock, BlockIdentity),
+    Block(Block, BlockId),
+    Resource(SharedBlock, BlockId),
     /// Our own memory come back through an export: the export, then the memory it keeps.
     Returned(Foreign, Arc<Memory>),
     Foreign {
@@ -136,12 +141,12 @@ impl Memory {
     /// The first `bytes` of a resource's block.
     pub(super) fn resource(
         block: SharedBlock,
-        identity: BlockIdentity,
+        identity: BlockId,
         bytes: usize,
         stream: &Stream,
     ) -> Arc<Memory> {
         let owner = Owner::Resource(block, identity);
-        Memory::new(owner, stream, identity.ptr, bytes)
+        Memory::new(owner, stream, identity.ptr(), bytes)
     }
 
     /// Where events for the order of the memory come from.
@@ -188,10 +193,10 @@ impl Memory {
     }
 
     /// The block under the memory, if its resource puts accesses in order.
-    fn ordered(&self) -> Option<(&SharedBlock, &BlockIdentity)> {
+    fn ordered(&self) -> Option<(&SharedBlock, &BlockId)> {
         match self.owner.as_ref()? {
             Owner::Resource(block, identity) => {
-                let ordered = block.resource().tracking() == Tracking::Access;
+                let ordered = block.resource().use_tracking() == UseTracking::Access;
                 ordered.then_some((block, identity))
             }
             Owner::Returned(_, memory) => memory.ordered(),
@@ -274,15 +279,20 @@ impl Memory {
         (&raw const self.ptr).cast()
     }
 
-    /// What the memory is to a launch recorder.
-    pub(super) fn buffer(&self) -> Buffer {
+    /// The block under the memory, if it is ours.
+    pub(super) fn id(&self) -> Option<BlockId> {
         match &self.owner {
-            Some(Owner::Block(_, identity) | Owner::Resource(_, identity)) => {
-                Buffer::Block(*identity)
-            }
-            Some(Owner::Returned(_, memory)) => memory.buffer(),
-            Some(Owner::Foreign { .. }) => Buffer::External,
-            Some(Owner::Nobody) | None => Buffer::Empty,
+            Some(Owner::Block(_, id) | Owner::Resource(_, id)) => Some(*id),
+            Some(Owner::Returned(_, memory)) => memory.id(),
+            Some(Owner::Foreign { .. } | Owner::Nobody) | None => None,
+        }
+    }
+
+    /// Whether somebody else owns the memory.
+    pub(super) fn is_external(&self) -> bool {
+        match &self.owner {
+            Some(Owner::Returned(_, memory)) => memory.is_external(),
+            owner => matches!(owner, Some(Owner::Foreign { .. })),
         }
     }
 
@@ -300,8 +310,10 @@ impl Memory {
         match &self.owner {
             Some(Owner::Block(block, _)) => Ok(block.record_stream(stream)?),
             // Where no uses are tracked, freeing waits for all of the resource's context.
-            Some(Owner::Resource(block, _)) if block.resource().tracking() == Tracking::None => {
-                if block.resource().context().id() != stream.context().id() {
+            Some(Owner::Resource(block, _))
+                if block.resource().use_tracking() == UseTracking::None =>
+            {
+                if is_elsewhere(block, stream.context()) {
                     self.lend_untracked(stream.context());
                 }
                 Ok(())
@@ -429,13 +441,13 @@ impl Memory {
                 false => Ok(wait_until_idle(self.stream.context())?),
             },
             // A resource that orders accesses, or waits for all of them, sees to it by itself.
-            Owner::Resource(block, _) if block.resource().tracking() == Tracking::Reuse => {
+            Owner::Resource(block, _) if block.resource().use_tracking() == UseTracking::Reuse => {
                 Ok(block.record_stream(&self.stream)?)
             }
             // Where nothing is tracked it waits for the work of its own context alone.
             Owner::Resource(block, _)
-                if block.resource().tracking() == Tracking::None
-                    && block.resource().context().id() != self.stream.context().id() =>
+                if block.resource().use_tracking() == UseTracking::None
+                    && is_elsewhere(block, self.stream.context()) =>
             {
                 Ok(wait_until_idle(self.stream.context())?)
             }

@@ -183,7 +183,7 @@ pub enum StreamMisuse {
         value: i64,
     },
     /// A block was to go back past the resource that keeps the order of its uses
-    /// ([`AsyncResource`](crate::resource::AsyncResource)), which alone knows when they are over.
+    /// ([`AccessOrdered`](crate::resource::AccessOrdered)), which alone knows when they are over.
     #[error("the block goes back through the resource that keeps the order of its uses")]
     KeptAbove,
     /// The launch recorder was asked for a step out of its order.

@@ -389,6 +389,11 @@ impl<T> Refused<T> {
             error: error.into(),
         }
     }
+
+    /// The same reason with what the value is a part of.
+    pub(crate) fn map<U>(self, whole: impl FnOnce(T) -> U) -> Refused<U> {
+        Refused::new(whole(*self.value), self.error)
+    }
 }
 
 // By hand: a derived one would ask for `T: Debug`.

@@ -2,13 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::allocator::{Allocator, Trimmed};
+use crate::allocator::{Allocator, Request, Trimmed};
+use crate::block::{BlockId, BlockState};
 use crate::driver::{Context, Stream};
 use crate::error::{Error, InvalidArgument, Refused};
-use crate::resource::{
-    BlockIdentity, BlockKey, BlockState, MemoryResource, Outstanding, PoolUsage, ResourceBlock,
-    Tag, Tracking,
-};
+use crate::resource::{MemoryResource, RawBlock, Usage, UseTracking};
 
 use super::native::NativePool;
 use super::native_block::NativeBlock;
@@ -18,7 +16,8 @@ use super::workspace::{Lease, WorkspacePool};
 const ALIGNMENT: usize = 256;
 
 /// A request for nothing is an error, also of those pools that have an answer to it.
-fn check(bytes: usize, alignment: usize) -> Result<(), Error> {
+fn check(request: &Request) -> Result<(), Error> {
+    let (bytes, alignment) = (request.bytes(), request.alignment());
     if bytes == 0 {
         return Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }));
     }
@@ -33,87 +32,77 @@ fn check(bytes: usize, alignment: usize) -> Result<(), Error> {
 /// What a pool says of its own blocks, and how their uses are recorded. `$known` finds a live one.
 macro_rules! known_uses {
     ($known:ident) => {
-        fn state(&self, block: &BlockIdentity) -> BlockState {
-            match $known(self, block) {
+        fn state(&self, id: &BlockId) -> BlockState {
+            match $known(self, id) {
                 Ok(_) => BlockState::Live,
-                Err(_) => BlockState::Freed,
+                Err(_) => BlockState::Free,
             }
         }
 
-        fn tracking(&self) -> Tracking {
-            Tracking::Reuse
+        fn use_tracking(&self) -> UseTracking {
+            UseTracking::Reuse
         }
 
-        fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
-            $known(self, block)?.record_use(stream)
+        fn record_use(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
+            $known(self, id)?.record_use(stream)
         }
 
-        fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
-            $known(self, block)?.record_stream(stream)
+        fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
+            $known(self, id)?.record_stream(stream)
         }
     };
 }
 
-fn lease(pool: &WorkspacePool, block: &BlockIdentity) -> Result<Arc<Lease>, Error> {
-    let known = pool.keyed().get(block.key.generation);
-    let known = known.filter(|_| block.key.source == pool.keyed().source());
-    known.ok_or_else(|| block.gone())
+fn lease(pool: &WorkspacePool, id: &BlockId) -> Result<Arc<Lease>, Error> {
+    let known = pool.keyed().get(id.generation());
+    let known = known.filter(|_| id.source() == pool.keyed().source());
+    known.ok_or_else(|| id.gone())
 }
 
 /// Each block is a [`Lease`]; idle slabs count as used.
 // SAFETY: each block stands for a lease, which waits for its uses.
 unsafe impl MemoryResource for WorkspacePool {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        check(bytes, alignment)?;
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        check(request)?;
         let id = stream.id()?;
-        let lease = self.lease(stream, bytes)?;
+        let lease = self.lease(stream, request.bytes())?;
         let (ptr, size) = (lease.ptr(), lease.size());
-        let key = BlockKey {
-            source: self.keyed().source(),
-            id: 0,
-            generation: self.keyed().insert(lease),
-        };
-        let identity = BlockIdentity {
-            key,
-            ptr,
-            bytes,
-            stream: id,
-            device: self.device(),
-        };
+        let life = (self.keyed().source(), self.keyed().insert(lease));
+        let id = BlockId::new(
+            life,
+            (ptr, request.bytes()),
+            id,
+            MemoryResource::ordinal(self),
+        );
         // SAFETY: the table has the lease, and gives it to whoever brings the block back.
-        Ok(unsafe { ResourceBlock::new(identity, size, alignment, tag) })
+        Ok(unsafe { RawBlock::new(id, size as usize, request) })
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         if let Err(kept) = block.returned() {
             return Err(Refused::new(block, kept));
         }
-        let identity = block.identity();
-        let ours = identity.key.source == self.keyed().source();
-        match ours.then(|| self.keyed().take(identity.key.generation)) {
+        let id = block.id();
+        let ours = id.source() == self.keyed().source();
+        match ours.then(|| self.keyed().take(id.generation())) {
             Some(Some(lease)) => {
                 drop(lease);
                 Ok(())
             }
-            _ => Err(Refused::new(block, identity.gone())),
+            _ => Err(Refused::new(block, id.gone())),
         }
     }
 
-    fn context(&self) -> &Context {
-        Allocator::context(self.allocator())
+    fn ordinal(&self) -> usize {
+        MemoryResource::ordinal(self.allocator())
     }
 
-    fn outstanding(&self) -> Outstanding {
-        Outstanding {
-            live: self.stats().requested_bytes,
-            pending: 0,
-        }
+    fn context(&self) -> Option<&Context> {
+        MemoryResource::context(self.allocator())
+    }
+
+    fn id(&self) -> u64 {
+        self.keyed().source()
     }
 
     /// Idle slabs first, then the allocator's unused memory.
@@ -124,61 +113,54 @@ unsafe impl MemoryResource for WorkspacePool {
         Allocator::trim(self.allocator(), keep)
     }
 
-    fn usage(&self) -> Result<PoolUsage, Error> {
-        self.allocator().usage()
+    /// As the allocator says, but for the bytes of live leases.
+    fn usage(&self) -> Result<Usage, Error> {
+        let mut usage = self.allocator().usage()?;
+        usage.requested.current = self.stats().requested_bytes;
+        usage.requested.peak = usage.requested.peak.max(usage.requested.current);
+        Ok(usage)
     }
 
-    fn reset_peaks(&self) -> Result<(), Error> {
-        MemoryResource::reset_peaks(self.allocator())
+    fn reset_peak_stats(&self) {
+        self.allocator().reset_peak_stats();
     }
 
     known_uses!(lease);
 }
 
-fn native(pool: &NativePool, block: &BlockIdentity) -> Result<Arc<NativeBlock>, Error> {
-    let known = pool.keyed().get(block.key.generation);
-    let known = known.filter(|_| block.key.source == pool.keyed().source());
-    known.ok_or_else(|| block.gone())
+fn native(pool: &NativePool, id: &BlockId) -> Result<Arc<NativeBlock>, Error> {
+    let known = pool.keyed().get(id.generation());
+    let known = known.filter(|_| id.source() == pool.keyed().source());
+    known.ok_or_else(|| id.gone())
 }
 
 /// A live block keeps the pool, also when its last handle is dropped.
 // SAFETY: each block stands for one of the pool, which waits for its uses.
 unsafe impl MemoryResource for NativePool {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        check(bytes, alignment)?;
-        let block = NativePool::allocate(self, bytes, stream)?;
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        check(request)?;
+        let block = NativePool::allocate(self, request.bytes(), stream)?;
         let (ptr, stream) = (block.ptr(), block.stream_id());
-        let key = BlockKey {
-            source: self.keyed().source(),
-            id: 0,
-            generation: self.keyed().insert(block),
-        };
-        let identity = BlockIdentity {
-            key,
-            ptr,
-            bytes,
+        let life = (self.keyed().source(), self.keyed().insert(block));
+        let id = BlockId::new(
+            life,
+            (ptr, request.bytes()),
             stream,
-            device: self.ordinal(),
-        };
+            MemoryResource::ordinal(self),
+        );
         // SAFETY: the table has the block, and gives it to whoever brings its name back.
-        Ok(unsafe { ResourceBlock::new(identity, bytes as u64, alignment, tag) })
+        Ok(unsafe { RawBlock::new(id, request.bytes(), request) })
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         if let Err(kept) = block.returned() {
             return Err(Refused::new(block, kept));
         }
-        let identity = block.identity();
-        let number = identity.key.generation;
-        let ours = identity.key.source == self.keyed().source();
+        let id = block.id();
+        let number = id.generation();
+        let ours = id.source() == self.keyed().source();
         let Some(Some(native)) = ours.then(|| self.keyed().take(number)) else {
-            return Err(Refused::new(block, identity.gone()));
+            return Err(Refused::new(block, id.gone()));
         };
         if block.is_abandoned() {
             // Kept until it can go, as any dropped one.
@@ -191,15 +173,16 @@ unsafe impl MemoryResource for NativePool {
         })
     }
 
-    fn context(&self) -> &Context {
-        NativePool::context(self)
+    fn ordinal(&self) -> usize {
+        NativePool::ordinal(self)
     }
 
-    fn outstanding(&self) -> Outstanding {
-        Outstanding {
-            live: self.requested(),
-            pending: 0,
-        }
+    fn context(&self) -> Option<&Context> {
+        Some(NativePool::context(self))
+    }
+
+    fn id(&self) -> u64 {
+        self.keyed().source()
     }
 
     fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
@@ -209,12 +192,14 @@ unsafe impl MemoryResource for NativePool {
         })
     }
 
-    fn usage(&self) -> Result<PoolUsage, Error> {
+    fn usage(&self) -> Result<Usage, Error> {
         NativePool::usage(self)
     }
 
-    fn reset_peaks(&self) -> Result<(), Error> {
-        NativePool::reset_peaks(self)
+    fn reset_peak_stats(&self) {
+        if let Err(error) = NativePool::reset_peaks(self) {
+            log::warn!("the peaks of a memory pool stay: {error}");
+        }
     }
 
     known_uses!(native);

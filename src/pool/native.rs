@@ -4,12 +4,12 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::allocator::size;
+use crate::allocator::{Counter, size};
 use crate::driver::{
     Context, Device, Driver, DriverError, Feature, MemoryPool, PoolProperties, Stream, sys,
 };
 use crate::error::{Error, InvalidArgument, OutOfMemory};
-use crate::resource::{Gauge, PoolUsage, Table};
+use crate::resource::{Table, Usage};
 use crate::sync::capture;
 use crate::sync::event::EventPools;
 
@@ -365,7 +365,7 @@ impl NativePool {
     ///
     /// # Errors
     /// Driver errors, [`Error::Closed`].
-    pub fn usage(&self) -> Result<PoolUsage, Error> {
+    pub fn usage(&self) -> Result<Usage, Error> {
         let _use = self.0.enter()?;
         self.measure()
     }
@@ -426,7 +426,7 @@ impl NativePool {
             limit: self.0.max_bytes,
             reserved: usage.reserved.current,
             allocated: usage.used.current,
-            cached: usage.unused(),
+            cached: usage.cached_bytes(),
             driver_free: info.map(|i| i.free),
             driver_total: info.map(|i| i.total),
             driver: Some(refused),
@@ -435,16 +435,24 @@ impl NativePool {
         Error::OutOfMemory(Box::new(picture))
     }
 
-    fn measure(&self) -> Result<PoolUsage, Error> {
-        let gauge = |current, peak| {
-            Ok::<_, Error>(Gauge {
+    fn measure(&self) -> Result<Usage, Error> {
+        let counter = |current, peak| {
+            Ok::<_, Error>(Counter {
                 current: self.0.get(current)?,
                 peak: self.0.get(peak)?,
+                ..Counter::default()
             })
         };
-        Ok(PoolUsage {
-            reserved: gauge(RESERVED_CURRENT, RESERVED_HIGH)?,
-            used: gauge(USED_CURRENT, USED_HIGH)?,
+        let requested = self.requested();
+        Ok(Usage {
+            requested: Counter {
+                current: requested,
+                peak: requested,
+                ..Counter::default()
+            },
+            reserved: counter(RESERVED_CURRENT, RESERVED_HIGH)?,
+            used: counter(USED_CURRENT, USED_HIGH)?,
+            ..Usage::default()
         })
     }
 }

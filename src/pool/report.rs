@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::allocator::{Allocator, BlockState, SegmentInfo};
-use crate::resource::{Gauge, PoolUsage};
+use crate::resource::Usage;
 
 use super::histogram::SizeHistogram;
 
@@ -50,9 +50,7 @@ impl Fragmentation {
 #[non_exhaustive]
 pub struct PoolReport {
     /// What is held and handed out.
-    pub usage: PoolUsage,
-    /// Live bytes as they were asked for.
-    pub requested: Gauge,
+    pub usage: Usage,
     /// Allocations since the start.
     pub allocations: u64,
     /// Frees since the start.
@@ -72,18 +70,14 @@ impl PoolReport {
         let blocks = |segment: &SegmentInfo| segment.blocks.clone();
         for block in segments.iter().flat_map(blocks) {
             match block.state {
-                BlockState::Allocated => sizes.record(block.requested),
-                BlockState::Free | BlockState::PendingFree => free.push(block.size),
+                BlockState::Live => sizes.record(block.requested),
+                BlockState::Free | BlockState::Pending => free.push(block.size),
                 // Lent memory is counted as the block in the view.
-                BlockState::Busy | BlockState::Aliased => {}
+                _ => {}
             }
         }
         PoolReport {
-            usage: PoolUsage {
-                reserved: stats.all.reserved.into(),
-                used: stats.all.allocated.into(),
-            },
-            requested: stats.all.requested.into(),
+            usage: Usage::of(&stats),
             allocations: stats.all.allocations.total_allocated,
             frees: stats.all.allocations.total_freed,
             sizes,

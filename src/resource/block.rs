@@ -1,53 +1,16 @@
 //! Blocks of a resource: plain values with an identity.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use crate::driver::sys;
-
-use super::key::BlockKey;
-use super::meter::{Charge, Meter};
+use crate::allocator::Request;
+use crate::block::{BlockId, Tag};
+use crate::driver::{Stream, sys};
 use crate::error::{Error, StreamMisuse};
 
-/// A short static label of an allocation, for logs and statistics. "untagged" by default.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Tag(&'static str);
-
-impl Tag {
-    /// A label.
-    pub const fn new(label: &'static str) -> Tag {
-        Tag(label)
-    }
-
-    /// The label's text.
-    pub const fn as_str(self) -> &'static str {
-        self.0
-    }
-}
-
-impl Default for Tag {
-    fn default() -> Tag {
-        Tag("untagged")
-    }
-}
-
-impl From<&'static str> for Tag {
-    fn from(label: &'static str) -> Tag {
-        Tag(label)
-    }
-}
-
-impl fmt::Debug for Tag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(self.0, f)
-    }
-}
-
-impl fmt::Display for Tag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.0)
-    }
-}
+use super::meter::{Charge, Meter};
+use super::table::next_source;
 
 /// What work does with a block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -76,72 +39,15 @@ impl Access {
     }
 }
 
-/// The identity of a block: a copy that is checked at each use, and refused when the block it was
-/// taken from is gone.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct BlockIdentity {
-    /// Who it is.
-    pub key: BlockKey,
-    /// Its first byte.
-    pub ptr: sys::CUdeviceptr,
-    /// Its size in bytes, as it was asked for.
-    pub bytes: usize,
-    /// The driver's id of the stream that it was allocated on.
-    pub stream: u64,
-    /// The ordinal of its device.
-    pub device: usize,
-}
-
-impl BlockIdentity {
-    /// What is said of a block that its resource does not know.
-    pub(crate) fn gone(&self) -> Error {
-        Error::UseAfterFree {
-            ptr: self.ptr,
-            generation: self.key.generation,
-        }
-    }
-
-    /// The address of a byte range, if it lies inside the block.
-    ///
-    /// # Errors
-    /// [`Error::OutOfBounds`].
-    pub fn range(&self, offset: usize, bytes: usize) -> Result<sys::CUdeviceptr, Error> {
-        match offset.checked_add(bytes) {
-            Some(end) if end <= self.bytes => Ok(self.ptr + offset as u64),
-            _ => Err(Error::OutOfBounds {
-                generation: Some(self.key.generation),
-                start: offset,
-                end: offset.saturating_add(bytes),
-                len: self.bytes,
-            }),
-        }
-    }
-}
-
-/// Where a block is in its life, as [`MemoryResource::state`](super::MemoryResource::state) sees it.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub enum BlockState {
-    /// Allocated.
-    Live,
-    /// Deallocated; its bytes count as pending until a reap has seen its stream get there.
-    Retired,
-    /// Deallocated; a reap failed to find out whether its stream got there, and will try again.
-    Quarantined,
-    /// Gone, or never known.
-    Freed,
-}
-
 /// Memory as a [`MemoryResource`](super::MemoryResource) hands it out: a value that names it. It
 /// does not free itself, so that the one who holds it decides through which stack it goes back;
-/// [`OwnedBlock`](super::OwnedBlock) does. It cannot be copied: its [`identity`](Self::identity)
-/// can.
+/// [`OwnedBlock`](super::OwnedBlock) does. It cannot be copied: its [`id`](Self::id) can.
 ///
 /// `Send` and `Sync`. Losing it leaks the memory and what budgets charged for it.
 #[must_use = "a lost block is leaked memory"]
-pub struct ResourceBlock {
-    identity: BlockIdentity,
-    size: u64,
+pub struct RawBlock {
+    id: BlockId,
+    size: usize,
     tag: Tag,
     /// The alignment is two to the power of this.
     alignment: u32,
@@ -149,6 +55,8 @@ pub struct ResourceBlock {
     keepers: u32,
     /// Nobody else can name it any more: who cannot take it back now does so later.
     abandoned: bool,
+    /// Where whoever made the block has entered it.
+    note: u64,
     first: Option<Charge>,
     /// Further ones, which few blocks have.
     #[expect(
@@ -158,58 +66,76 @@ pub struct ResourceBlock {
     more: Option<Box<Vec<Charge>>>,
 }
 
-impl ResourceBlock {
-    /// Names memory. For those who write a source of memory.
+impl RawBlock {
+    /// Names memory that answers a request, under an identity that never was. For those who write a source of
+    /// memory.
+    ///
+    /// # Errors
+    /// Those of [`Stream::id`]: the memory is still the caller's alone.
     ///
     /// # Safety
     /// Whoever holds the result owns the memory, and safe code may give it back. So the memory is handed out by
-    /// this and by nothing else: what is told of it is true, its alignment is a power of two, `size` bytes may
-    /// be used of it, the key is new, nobody else uses the memory or gives it back before the result was taken
-    /// by [`deallocate_block`](super::MemoryResource::deallocate_block). No identity of a block that lives may
-    /// be used for it, which anybody can have.
+    /// this and by nothing else: it is in the order of the stream, at a multiple of the alignment that was asked
+    /// for, `size` bytes may be used of it, at least those that were asked for, and nobody else uses the memory
+    /// or gives it back before the result was taken by
+    /// [`deallocate_block`](super::MemoryResource::deallocate_block).
     ///
     /// ```compile_fail,E0133
-    /// # use cualloc::resource::{BlockIdentity, ResourceBlock, Tag};
-    /// fn forge(identity: BlockIdentity) -> ResourceBlock {
-    ///     ResourceBlock::new(identity, 512, 1, Tag::default())
+    /// # use cualloc::{Error, Request, driver::Stream, resource::RawBlock};
+    /// fn forge(ptr: u64, on: &Stream) -> Result<RawBlock, Error> {
+    ///     RawBlock::from_raw_parts(ptr, 512, &Request::new(512), on)
     /// }
     /// ```
-    #[inline]
-    pub unsafe fn new(
-        identity: BlockIdentity,
-        size: u64,
-        alignment: usize,
-        tag: Tag,
-    ) -> ResourceBlock {
-        ResourceBlock {
-            identity,
+    pub unsafe fn from_raw_parts(
+        ptr: sys::CUdeviceptr,
+        size: usize,
+        request: &Request,
+        on: &Stream,
+    ) -> Result<RawBlock, Error> {
+        static SOURCE: OnceLock<u64> = OnceLock::new();
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        let life = (
+            *SOURCE.get_or_init(next_source),
+            LAST.fetch_add(1, Ordering::Relaxed) + 1,
+        );
+        let ordinal = on.context().device().ordinal();
+        let id = BlockId::new(life, (ptr, request.bytes()), on.id()?, ordinal);
+        // SAFETY: the caller's contract; the identity is new.
+        Ok(unsafe { RawBlock::new(id, size, request) })
+    }
+
+    /// Memory under an identity that its source keeps.
+    ///
+    /// # Safety
+    /// As [`from_raw_parts`](Self::from_raw_parts); the identity is of no other block that lives.
+    #[inline(always)]
+    pub(crate) unsafe fn new(id: BlockId, size: usize, request: &Request) -> RawBlock {
+        RawBlock {
+            id,
             size,
-            alignment: alignment.trailing_zeros(),
-            tag,
+            alignment: request.alignment().trailing_zeros(),
+            tag: request.tag,
             keepers: 0,
             abandoned: false,
+            note: 0,
             first: None,
             more: None,
         }
     }
 
     /// Who it is.
-    pub fn identity(&self) -> BlockIdentity {
-        self.identity
+    #[inline]
+    pub fn id(&self) -> BlockId {
+        self.id
     }
 
     /// Its first byte.
     pub fn ptr(&self) -> sys::CUdeviceptr {
-        self.identity.ptr
+        self.id.ptr()
     }
 
-    /// Its size in bytes, as it was asked for.
-    pub fn bytes(&self) -> usize {
-        self.identity.bytes
-    }
-
-    /// Usable bytes: [`bytes`](Self::bytes), rounded up.
-    pub fn size(&self) -> u64 {
+    /// Usable bytes: those that were asked for, rounded up.
+    pub fn size(&self) -> usize {
         self.size
     }
 
@@ -223,21 +149,6 @@ impl ResourceBlock {
         self.tag
     }
 
-    /// The ordinal of its device.
-    pub fn device(&self) -> usize {
-        self.identity.device
-    }
-
-    /// The driver's id of the stream that it was allocated on.
-    pub fn stream_id(&self) -> u64 {
-        self.identity.stream
-    }
-
-    /// The generation of its record.
-    pub fn generation(&self) -> u64 {
-        self.identity.key.generation
-    }
-
     /// How many resources keep the order of its uses.
     #[inline]
     pub(crate) fn keepers(&self) -> u32 {
@@ -248,6 +159,15 @@ impl ResourceBlock {
     /// only from there.
     pub(crate) fn set_keepers(&mut self, keepers: u32) {
         self.keepers = keepers;
+    }
+
+    /// What its maker noted.
+    pub(crate) fn note(&self) -> u64 {
+        self.note
+    }
+
+    pub(crate) fn set_note(&mut self, note: u64) {
+        self.note = note;
     }
 
     /// Nobody will try again to give it back.
@@ -314,14 +234,11 @@ impl ResourceBlock {
     }
 }
 
-impl fmt::Debug for ResourceBlock {
+impl fmt::Debug for RawBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ResourceBlock")
-            .field("ptr", &format_args!("{:#x}", self.ptr()))
-            .field("bytes", &self.bytes())
+        f.debug_struct("RawBlock")
+            .field("id", &self.id)
             .field("tag", &self.tag)
-            .field("stream", &self.stream_id())
-            .field("generation", &self.generation())
             .finish_non_exhaustive()
     }
 }

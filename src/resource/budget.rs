@@ -2,33 +2,36 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::driver::{Context, Stream, process};
+use crate::allocator::{Counter, Request};
+use crate::driver::{Stream, process};
 
-use super::block::{ResourceBlock, Tag};
+use super::block::RawBlock;
 use super::meter::{Charge, Meter, Pressure};
 use super::traits::MemoryResource;
+use super::usage::Usage;
+use crate::block::BlockState;
 use crate::error::{Error, Refused};
 
 /// Bounds the bytes outstanding below it: live and pending together never pass the limit, at any
 /// instant and from any number of threads. Tells how scarce they are, and whoever wants to hear of it.
 ///
-/// What is outstanding below when it is made counts. A request above the limit fails at once; one
+/// What is outstanding below when it is made counts, as far as the resource there can say. A request above the limit fails at once; one
 /// that does not fit now gets one reap and one more try. Bytes are released when they have really
 /// left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
 ///
 /// ```
 /// use cualloc::Error;
 /// use cualloc::resource::{Budget, MemoryResource, Pressure};
-/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let budget = Budget::new(allocator, Some(1024));
-/// let block = budget.allocate_block(1024, &stream, "all".into())?;
+/// let block = budget.allocate_block(&Request::new(1024).tag("all"), &stream)?;
 /// assert_eq!(budget.pressure(), Pressure::Critical);
-/// let refused = budget.allocate_block(1, &stream, "more".into());
+/// let refused = budget.allocate_block(&Request::new(1).tag("more"), &stream);
 /// assert!(matches!(refused, Err(Error::OverBudget { requested: 1, .. })));
 /// budget.deallocate_block(block)?;
 /// assert_eq!(budget.remaining(), Some(1024));
@@ -47,7 +50,7 @@ impl<R: MemoryResource> Budget<R> {
     /// A budget of `limit` bytes: none bounds nothing, 0 allows nothing.
     pub fn new(inner: R, limit: Option<u64>) -> Budget<R> {
         let meter = Meter::new("budget", limit);
-        let before = inner.outstanding().total();
+        let before = inner.usage().map_or(0, |usage| usage.outstanding());
         let base = (before > 0).then(|| meter.charge_existing(before));
         Budget {
             inner,
@@ -66,11 +69,6 @@ impl<R: MemoryResource> Budget<R> {
         self.meter.set_limit(bytes);
     }
 
-    /// Bytes that count against the limit, live and pending.
-    pub fn used(&self) -> u64 {
-        self.meter.used()
-    }
-
     /// Bytes that could be allocated now; none without a limit.
     pub fn remaining(&self) -> Option<u64> {
         self.meter.remaining()
@@ -82,23 +80,6 @@ impl<R: MemoryResource> Budget<R> {
     /// [`Error::OverBudget`].
     pub fn check(&self, bytes: u64) -> Result<(), Error> {
         self.meter.check(bytes)
-    }
-
-    /// The most bytes that counted at once since the start or the last reset; never below
-    /// [`used`](Self::used).
-    pub fn peak(&self) -> u64 {
-        self.meter.peak()
-    }
-
-    /// Sets the peak to what counts now.
-    pub fn reset_peak(&self) {
-        self.meter.reset_peak();
-    }
-
-    /// Allocations that came through here and have not left.
-    pub fn allocations(&self) -> u64 {
-        let base = process::lock(&self.base).is_some();
-        self.meter.count() - u64::from(base)
     }
 
     /// How scarce the budget is now.
@@ -122,8 +103,13 @@ impl<R: MemoryResource> Budget<R> {
     }
 
     /// The resource below.
-    pub fn inner(&self) -> &R {
+    pub fn get_ref(&self) -> &R {
         &self.inner
+    }
+
+    /// Gives up the budget; what was charged for live blocks is forgotten with them.
+    pub fn into_inner(self) -> R {
+        self.inner
     }
 
     #[cold]
@@ -139,7 +125,10 @@ impl<R: MemoryResource> Budget<R> {
 
     /// Bytes of the start that have left by other ways than through here.
     fn shrink_base(&self) {
-        let outstanding = self.inner.outstanding().total();
+        let Ok(below) = self.inner.usage() else {
+            return;
+        };
+        let outstanding = below.outstanding();
         let gone = {
             let mut base = process::lock(&self.base);
             base.as_mut().and_then(|base| {
@@ -154,37 +143,51 @@ impl<R: MemoryResource> Budget<R> {
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     #[inline]
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        let wanted = bytes as u64;
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        let wanted = request.bytes() as u64;
         let charge = match self.meter.charge(wanted) {
             Ok(charge) => charge,
             Err(error) if self.meter.is_too_small(wanted) => return Err(error),
             Err(_) => self.charge_after_reap(wanted)?,
         };
         // An error drops the charge.
-        let mut block = self
-            .inner
-            .allocate_block_aligned(bytes, alignment, stream, tag)?;
+        let mut block = self.inner.allocate_block(request, stream)?;
         block.attach(charge);
         Ok(block)
     }
 
     #[inline]
-    fn deallocate_block(&self, mut block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
         let known = block.charges().any(|charge| charge.is_of(&self.meter));
         if !known
-            && self.inner.state(&block.identity()) == super::BlockState::Live
-            && let Some(charge) = self.take_base(block.bytes() as u64)
+            && self.inner.state(&block.id()) == BlockState::Live
+            && let Some(charge) = self.take_base(block.id().bytes() as u64)
         {
             block.attach(charge);
         }
         self.inner.deallocate_block(block)
+    }
+
+    /// As the resource below says, but for what the budget counts: bytes asked for that have not left, of which
+    /// those that are pending below are not live, and allocations that came through here and have not left. The
+    /// peak of the bytes is of live and pending ones together.
+    fn usage(&self) -> Result<Usage, Error> {
+        let mut usage = self.inner.usage()?;
+        let base = u64::from(process::lock(&self.base).is_some());
+        usage.requested = self.meter.counter();
+        usage.pending = usage.pending.min(usage.requested.current);
+        usage.requested.current -= usage.pending;
+        usage.blocks = Counter {
+            current: self.meter.count() - base,
+            ..Counter::default()
+        };
+        usage.limit = self.limit();
+        Ok(usage)
+    }
+
+    fn reset_peak_stats(&self) {
+        self.meter.reset_peak();
+        self.inner.reset_peak_stats();
     }
 
     fn reap(&self) -> Result<u64, Error> {
@@ -198,8 +201,8 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         self.remaining().into_iter().chain(below).min()
     }
 
-    fn context(&self) -> &Context {
-        self.inner.context()
+    fn ordinal(&self) -> usize {
+        self.inner.ordinal()
     }
 
     #[inline]

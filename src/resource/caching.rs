@@ -1,111 +1,93 @@
 //! The caching resource: the allocator itself.
 
-use crate::allocator::{Allocator, Block, Engine, Grant, Lifetime, Request, Trimmed, size};
+use crate::allocator::{Allocator, Block, Engine, Grant, Lifetime, Request, Trimmed};
+use crate::block::{BlockId, BlockState};
 use crate::driver::{Context, Stream};
 use crate::error::{Error, Refused};
 
-use super::block::{BlockIdentity, BlockState, ResourceBlock, Tag};
-use super::key::BlockKey;
-use super::traits::{MemoryResource, Outstanding, Tracking};
-use super::usage::PoolUsage;
+use super::block::RawBlock;
+use super::traits::{MemoryResource, UseTracking, allocator_under};
+use super::usage::Usage;
+
+/// The life of a record of an allocator, as a generation.
+#[inline(always)]
+fn generation(id: u32, generation: u32) -> u64 {
+    u64::from(generation) << 32 | u64::from(id)
+}
 
 /// The life of a block that came from here.
 #[inline]
-fn life(allocator: &Allocator, block: &BlockIdentity) -> Option<Lifetime> {
-    let key = block.key;
-    match u32::try_from(key.generation) {
-        Ok(generation) if key.source == allocator.engine().id => Some(Lifetime {
-            id: key.id,
-            generation,
-            ptr: block.ptr,
-        }),
-        _ => None,
-    }
+fn life(allocator: &Allocator, id: &BlockId) -> Option<Lifetime> {
+    let (generation, record) = ((id.generation() >> 32) as u32, id.generation() as u32);
+    (id.source() == allocator.engine().id).then_some(Lifetime {
+        id: record,
+        generation,
+        ptr: id.ptr(),
+    })
 }
 
-fn parts(allocator: &Allocator, block: &BlockIdentity) -> Result<Lifetime, Error> {
-    life(allocator, block).ok_or_else(|| block.gone())
+fn parts(allocator: &Allocator, id: &BlockId) -> Result<Lifetime, Error> {
+    life(allocator, id).ok_or_else(|| id.gone())
 }
 
-fn live(allocator: &Allocator, block: &BlockIdentity) -> Result<(), Error> {
-    if allocator.engine().is_live(&parts(allocator, block)?) {
+fn live(allocator: &Allocator, id: &BlockId) -> Result<(), Error> {
+    if allocator.engine().is_live(&parts(allocator, id)?) {
         Ok(())
     } else {
-        Err(block.gone())
+        Err(id.gone())
     }
 }
 
 /// Who a block of an allocator is, as a block of a resource.
-pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockIdentity {
+pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockId {
     let engine = block.engine();
-    let (id, generation) = block.generation();
-    BlockIdentity {
-        key: BlockKey {
-            source: engine.id,
-            id,
-            generation: u64::from(generation),
-        },
-        ptr: block.ptr(),
-        bytes: block.requested(),
+    let (id, times) = block.generation();
+    BlockId::new(
+        (engine.id, generation(id, times)),
+        (block.ptr(), block.requested()),
         stream,
-        device: engine.device.ordinal(),
-    }
+        engine.device.ordinal(),
+    )
 }
 
-/// A block of the allocator as one of a resource.
-pub(crate) fn adopt(block: Block, stream: u64, alignment: usize, tag: Tag) -> ResourceBlock {
-    let identity = identity_of(&block, stream);
-    // SAFETY: the block's memory, and the block is given up below.
-    let named = unsafe { ResourceBlock::new(identity, block.size(), alignment, tag) };
-    block.into_raw();
-    named
+/// Whether the stream of an allocator's block was retired, or is about to be, so that the allocator takes its last
+/// marker for the end of all its work. Not asked of who keeps an order of his own over the allocator.
+#[inline]
+pub(crate) fn is_retired(resource: &dyn MemoryResource, block: &RawBlock) -> bool {
+    block.keepers() == 0
+        && allocator_under(resource).is_some_and(|allocator| {
+            let life = life(allocator, &block.id());
+            life.is_some_and(|life| allocator.engine().stream_retired(&life))
+        })
 }
 
 /// A block that was just handed out, by name.
 #[inline(always)]
-fn named(
-    engine: &Engine,
-    grant: &Grant,
-    (bytes, alignment): (usize, usize),
-    stream: u64,
-    tag: Tag,
-) -> ResourceBlock {
-    let identity = BlockIdentity {
-        key: BlockKey {
-            source: engine.id,
-            id: engine.id_of(&grant.place),
-            generation: u64::from(grant.place.generation),
-        },
-        ptr: grant.ptr(),
-        bytes,
+pub(crate) fn named(engine: &Engine, grant: &Grant, request: &Request, stream: u64) -> RawBlock {
+    let life = generation(engine.id_of(&grant.place), grant.place.generation);
+    let id = BlockId::new(
+        (engine.id, life),
+        (grant.ptr(), request.bytes()),
         stream,
-        device: engine.device.ordinal(),
-    };
+        engine.device.ordinal(),
+    );
     // SAFETY: it was handed out to nobody else.
-    unsafe { ResourceBlock::new(identity, grant.bytes(), alignment, tag) }
+    unsafe { RawBlock::new(id, grant.bytes() as usize, request) }
 }
 
 #[inline(never)]
-fn allocate_named(
-    engine: &Engine,
-    (bytes, alignment): (usize, usize),
-    stream: &Stream,
-    tag: Tag,
-) -> Result<ResourceBlock, Error> {
+fn allocate_named(engine: &Engine, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
     let asks = engine.named(stream)?;
     // Before there is a block that could leak: a thread's default stream is asked each time.
     let id = stream.id()?;
-    let grant = engine.allocate(&asks, &Request::new(bytes).align(alignment))?;
-    Ok(named(engine, &grant, (bytes, alignment), id, tag))
+    let grant = engine.allocate(&asks, request)?;
+    Ok(named(engine, &grant, request, id))
 }
 
 #[inline(never)]
-fn deallocate_watched(
-    allocator: &Allocator,
-    block: ResourceBlock,
-) -> Result<(), Refused<ResourceBlock>> {
-    let identity = block.identity();
-    let life = block.returned().and_then(|()| parts(allocator, &identity));
+fn deallocate_watched(allocator: &Allocator, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+    let id = block.id();
+    let life = block.returned().and_then(|()| parts(allocator, &id));
     if block.is_abandoned()
         && let Ok(life) = &life
         && allocator.engine().is_live(life)
@@ -114,7 +96,7 @@ fn deallocate_watched(
         return Ok(());
     }
     let freed = life.and_then(|life| match allocator.engine().free_block(&life) {
-        Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(identity.gone()),
+        Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(id.gone()),
         other => other,
     });
     freed.map_err(|error| Refused::new(block, error))
@@ -126,33 +108,27 @@ fn deallocate_watched(
 ///
 /// Uses are tracked for reuse: [`record_use`](MemoryResource::record_use) on any stream;
 /// preparing and finishing a use on the block's own stream, where there is nothing to do, and on no
-/// other. Put an [`AsyncResource`](super::AsyncResource) on top to have the order of streams kept.
+/// other. Put an [`AccessOrdered`](super::AccessOrdered) on top to have the order of streams kept.
 // SAFETY: a block has one owner by the metadata of its allocator, which keeps memory from other streams until
 // every recorded use is complete, and finds blocks by a key that is theirs alone.
 unsafe impl MemoryResource for Allocator {
     #[inline]
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let engine = self.engine();
-        if alignment.is_power_of_two()
-            && alignment as u64 <= size::GRANULE
+        if request.is_plain()
+            && request.alignment().is_power_of_two()
             && let Some(key) = stream.known_id()
-            && let Ok(grant) = engine.hit(key, bytes)
+            && let Ok(grant) = engine.hit(key, request.bytes())
         {
-            return Ok(named(engine, &grant, (bytes, alignment), key, tag));
+            return Ok(named(engine, &grant, request, key));
         }
-        allocate_named(engine, (bytes, alignment), stream, tag)
+        allocate_named(engine, request, stream)
     }
 
     #[inline]
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         if block.keepers() == 0
-            && let Some(life) = life(self, &block.identity())
+            && let Some(life) = life(self, &block.id())
             && self.engine().free_at_once(&life)
         {
             return Ok(());
@@ -160,55 +136,56 @@ unsafe impl MemoryResource for Allocator {
         deallocate_watched(self, block)
     }
 
-    fn context(&self) -> &Context {
-        Allocator::context(self)
+    #[inline]
+    fn as_allocator(&self) -> Option<&Allocator> {
+        Some(self)
     }
 
     #[inline]
-    fn device(&self) -> usize {
+    fn ordinal(&self) -> usize {
         self.engine().device.ordinal()
     }
 
-    fn outstanding(&self) -> Outstanding {
-        Outstanding {
-            live: self.stats().all.requested.current,
-            pending: 0,
-        }
+    fn context(&self) -> Option<&Context> {
+        Some(Allocator::context(self))
+    }
+
+    fn id(&self) -> u64 {
+        Allocator::id(self)
     }
 
     fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         Allocator::trim(self, keep)
     }
 
-    fn usage(&self) -> Result<PoolUsage, Error> {
-        Ok(PoolUsage::of(self))
+    fn usage(&self) -> Result<Usage, Error> {
+        Ok(Usage::of(&self.stats()))
     }
 
-    fn reset_peaks(&self) -> Result<(), Error> {
+    fn reset_peak_stats(&self) {
         Allocator::reset_peaks(self);
-        Ok(())
     }
 
-    fn state(&self, block: &BlockIdentity) -> BlockState {
-        match live(self, block) {
+    fn state(&self, id: &BlockId) -> BlockState {
+        match live(self, id) {
             Ok(()) => BlockState::Live,
-            Err(_) => BlockState::Freed,
+            Err(_) => BlockState::Free,
         }
     }
 
-    fn tracking(&self) -> Tracking {
-        Tracking::Reuse
+    fn use_tracking(&self) -> UseTracking {
+        UseTracking::Reuse
     }
 
-    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
-        live(self, block)?;
+    fn record_use(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
+        live(self, id)?;
         let engine = self.engine();
-        engine.record(block.ptr, &engine.named(stream)?, true)
+        engine.record(id.ptr(), &engine.named(stream)?, true)
     }
 
-    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
-        live(self, block)?;
+    fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
+        live(self, id)?;
         let engine = self.engine();
-        engine.record(block.ptr, &engine.named(stream)?, false)
+        engine.record(id.ptr(), &engine.named(stream)?, false)
     }
 }

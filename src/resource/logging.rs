@@ -1,17 +1,20 @@
 //! The logging adaptor and its sinks.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use std::{fmt, io};
 
-use crate::driver::{Context, Stream, process};
+use crate::allocator::Request;
+use crate::driver::{Stream, process};
 use crate::locks::held::Locked;
 
-use super::block::{ResourceBlock, Tag};
-use super::clock::{Clock, SystemClock};
+use super::block::RawBlock;
+use super::clock::Clock;
 use super::traits::MemoryResource;
+use crate::block::Tag;
 use crate::error::{Error, Refused};
 
 /// Bytes of a message that are kept.
@@ -58,6 +61,31 @@ pub struct LogRecord {
 }
 
 impl LogRecord {
+    /// The columns of [`to_csv`](Self::to_csv): those of RMM's logs, and further ones behind them.
+    pub const CSV_HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream,Device,Tag,Error";
+
+    /// The record as a line of comma-separated values, without its end.
+    pub fn to_csv(&self) -> String {
+        let action = match (self.action, self.error) {
+            (LogAction::Allocate, None) => "allocate",
+            (LogAction::Allocate, Some(_)) => "allocate failure",
+            (LogAction::Deallocate, None) => "free",
+            (LogAction::Deallocate, Some(_)) => "free failure",
+            (LogAction::Reap, _) => "reap",
+        };
+        format!(
+            "{},{:.6},{action},{:#x},{},{},{},{},{}",
+            self.thread,
+            self.time.as_secs_f64(),
+            self.ptr,
+            self.bytes,
+            self.stream,
+            self.device,
+            quoted(self.tag.as_str()),
+            self.error.unwrap_or_default(),
+        )
+    }
+
     /// The error's text, at most 256 bytes of it.
     pub fn message(&self) -> &str {
         &self.message
@@ -87,6 +115,15 @@ impl fmt::Debug for LogRecord {
     }
 }
 
+/// A field of comma-separated values, in quotation marks where it needs them.
+fn quoted(field: &str) -> Cow<'_, str> {
+    if field.contains([',', '"', '\n', '\r']) {
+        Cow::Owned(format!("\"{}\"", field.replace('"', "\"\"")))
+    } else {
+        Cow::Borrowed(field)
+    }
+}
+
 /// The text of an error, cut at a character's border.
 fn message(mut text: String) -> String {
     let mut end = text.len().min(MESSAGE);
@@ -97,14 +134,11 @@ fn message(mut text: String) -> String {
     text
 }
 
-/// A sink could not take a record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the sink did not take the record")]
-pub struct SinkError;
-
-/// Where records go. Called by many threads, without a lock of the adaptor's.
+/// Where records go. Called by many threads, without a lock of the adaptor's. A closure is one, and so is `()`,
+/// which takes nothing and costs nothing: no record is made, no memory allocated.
 pub trait LogSink: Send + Sync {
     /// Whether records are wanted at all: if not, none is made.
+    #[doc(hidden)]
     fn is_enabled(&self) -> bool {
         true
     }
@@ -112,8 +146,8 @@ pub trait LogSink: Send + Sync {
     /// Takes a record.
     ///
     /// # Errors
-    /// [`SinkError`]: the adaptor counts it as dropped, and its caller does not notice.
-    fn write(&self, record: &LogRecord) -> Result<(), SinkError>;
+    /// Any: the adaptor counts the record as dropped, and its caller does not notice.
+    fn log(&self, record: &LogRecord) -> io::Result<()>;
 }
 
 impl<S: LogSink + ?Sized> LogSink for Arc<S> {
@@ -121,22 +155,24 @@ impl<S: LogSink + ?Sized> LogSink for Arc<S> {
         (**self).is_enabled()
     }
 
-    fn write(&self, record: &LogRecord) -> Result<(), SinkError> {
-        (**self).write(record)
+    fn log(&self, record: &LogRecord) -> io::Result<()> {
+        (**self).log(record)
     }
 }
 
-/// Takes nothing, and costs nothing: no record is made, no memory allocated.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct NullSink;
+impl<F: Fn(&LogRecord) -> io::Result<()> + Send + Sync> LogSink for F {
+    fn log(&self, record: &LogRecord) -> io::Result<()> {
+        self(record)
+    }
+}
 
-impl LogSink for NullSink {
+impl LogSink for () {
     #[inline]
     fn is_enabled(&self) -> bool {
         false
     }
 
-    fn write(&self, _record: &LogRecord) -> Result<(), SinkError> {
+    fn log(&self, _record: &LogRecord) -> io::Result<()> {
         Ok(())
     }
 }
@@ -145,7 +181,7 @@ impl LogSink for NullSink {
 ///
 /// ```
 /// use cualloc::resource::{Logging, MemoryResource, RingSink};
-/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
@@ -154,7 +190,7 @@ impl LogSink for NullSink {
 /// use std::sync::Arc;
 /// let ring = Arc::new(RingSink::default());
 /// let logged = Logging::new(allocator, ring.clone());
-/// let block = logged.allocate_block(1000, &stream, "x".into())?;
+/// let block = logged.allocate_block(&Request::new(1000).tag("x"), &stream)?;
 /// logged.deallocate_block(block)?;
 /// assert_eq!(ring.len(), 2);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -214,7 +250,7 @@ impl RingSink {
 }
 
 impl LogSink for RingSink {
-    fn write(&self, record: &LogRecord) -> Result<(), SinkError> {
+    fn log(&self, record: &LogRecord) -> io::Result<()> {
         let mut records = self.records();
         if records.len() == self.capacity {
             records.pop_front();
@@ -243,24 +279,26 @@ fn next_order() -> u64 {
 pub struct Logging<R, S> {
     inner: R,
     sink: S,
-    clock: Arc<dyn Clock>,
+    clock: Clock,
     dropped: AtomicU64,
 }
 
 impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     /// Over another resource.
     pub fn new(inner: R, sink: S) -> Self {
-        Self::with_clock(inner, sink, Arc::new(SystemClock::default()))
-    }
-
-    /// With a clock for the records' times.
-    pub fn with_clock(inner: R, sink: S, clock: Arc<dyn Clock>) -> Self {
         Logging {
             inner,
             sink,
-            clock,
+            clock: Clock::default(),
             dropped: AtomicU64::new(0),
         }
+    }
+
+    /// With a clock for the records' times.
+    #[doc(hidden)]
+    pub fn with_clock(mut self, clock: &Clock) -> Self {
+        self.clock = clock.clone();
+        self
     }
 
     /// Records that the sink did not take.
@@ -274,15 +312,20 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     }
 
     /// The resource below.
-    pub fn inner(&self) -> &R {
+    pub fn get_ref(&self) -> &R {
         &self.inner
+    }
+
+    /// Gives up the adaptor.
+    pub fn into_inner(self) -> R {
+        self.inner
     }
 
     fn record(&self, action: LogAction, error: Option<&Error>) -> LogRecord {
         LogRecord {
             order: next_order(),
             action,
-            device: self.inner.device(),
+            device: self.inner.ordinal(),
             stream: 0,
             ptr: 0,
             bytes: 0,
@@ -296,39 +339,35 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     }
 
     #[inline(never)]
-    fn log_allocation(
-        &self,
-        result: &Result<ResourceBlock, Error>,
-        (bytes, stream, tag): (usize, &Stream, Tag),
-    ) {
+    fn log_allocation(&self, result: &Result<RawBlock, Error>, request: &Request, stream: &Stream) {
         let mut record = self.record(LogAction::Allocate, result.as_ref().err());
-        record.bytes = bytes as u64;
-        record.tag = tag;
+        record.bytes = request.bytes() as u64;
+        record.tag = request.tag;
         record.stream = stream.id().unwrap_or(0);
         if let Ok(block) = result {
             record.ptr = block.ptr();
-            record.generation = block.generation();
+            record.generation = block.id().generation();
         }
         self.write(&record);
     }
 
     #[inline(never)]
-    fn deallocate_logged(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
-        let (identity, tag) = (block.identity(), block.tag());
+    fn deallocate_logged(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let (id, tag) = (block.id(), block.tag());
         let result = self.inner.deallocate_block(block);
         let error = result.as_ref().err().map(|failure| &failure.error);
         let mut record = self.record(LogAction::Deallocate, error);
-        record.bytes = identity.bytes as u64;
+        record.bytes = id.bytes() as u64;
         record.tag = tag;
-        record.stream = identity.stream;
-        record.ptr = identity.ptr;
-        record.generation = identity.key.generation;
+        record.stream = id.stream_id();
+        record.ptr = id.ptr();
+        record.generation = id.generation();
         self.write(&record);
         result
     }
 
     fn write(&self, record: &LogRecord) {
-        if self.sink.write(record).is_err() {
+        if self.sink.log(record).is_err() {
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -337,24 +376,16 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
     #[inline]
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        let result = self
-            .inner
-            .allocate_block_aligned(bytes, alignment, stream, tag);
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        let result = self.inner.allocate_block(request, stream);
         if self.sink.is_enabled() {
-            self.log_allocation(&result, (bytes, stream, tag));
+            self.log_allocation(&result, request, stream);
         }
         result
     }
 
     #[inline]
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         if self.sink.is_enabled() {
             return self.deallocate_logged(block);
         }
@@ -371,8 +402,8 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
         result
     }
 
-    fn context(&self) -> &Context {
-        self.inner.context()
+    fn ordinal(&self) -> usize {
+        self.inner.ordinal()
     }
 
     #[inline]

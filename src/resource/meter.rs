@@ -4,9 +4,11 @@ use std::fmt;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
+use crate::allocator::Counter;
 use crate::driver::process;
 
 use super::foreign::guarded;
+use super::usage::Tally;
 use crate::error::Error;
 
 /// How scarce memory is: by the share of a limit that is free.
@@ -91,8 +93,7 @@ pub(crate) struct Meter {
     /// Whose it is, for errors.
     context: &'static str,
     limit: AtomicU64,
-    used: AtomicU64,
-    peak: AtomicU64,
+    used: Tally,
     level: AtomicU8,
     listeners: RwLock<Arc<Listeners>>,
     next_listener: AtomicU64,
@@ -103,8 +104,7 @@ impl Meter {
         Arc::new(Meter {
             context,
             limit: AtomicU64::new(limit.unwrap_or(UNLIMITED)),
-            used: AtomicU64::new(0),
-            peak: AtomicU64::new(0),
+            used: Tally::default(),
             level: AtomicU8::new(0),
             listeners: RwLock::default(),
             next_listener: AtomicU64::new(1),
@@ -126,7 +126,7 @@ impl Meter {
     }
 
     pub(crate) fn used(&self) -> u64 {
-        self.used.load(Ordering::Acquire)
+        self.used.current()
     }
 
     /// Bytes left under the limit.
@@ -134,19 +134,14 @@ impl Meter {
         self.limit().map(|limit| limit.saturating_sub(self.used()))
     }
 
-    /// At least the count at this moment, so no observer sees a peak below what is used.
-    pub(crate) fn peak(&self) -> u64 {
-        let peak = self.peak.load(Ordering::Acquire);
-        peak.max(self.used())
+    /// What is used now, and the most that was.
+    pub(crate) fn counter(&self) -> Counter {
+        self.used.counter()
     }
 
-    /// Sets the peak to the count. Whoever adds meanwhile raises either the count that is read here
-    /// or the peak after it was set down: no peak is lost.
+    /// Sets the peak to the count; none is lost.
     pub(crate) fn reset_peak(&self) {
-        // In one order with the steps of `charge`, which sees this one or is seen by the next.
-        self.peak.store(0, Ordering::SeqCst);
-        let used = self.used.load(Ordering::SeqCst);
-        self.peak.fetch_max(used, Ordering::AcqRel);
+        self.used.reset_peak();
     }
 
     /// Charges there are: live allocations. They hold the meter, and so does its owner, but nobody
@@ -185,24 +180,14 @@ impl Meter {
     /// Takes `bytes` out of the budget, all or nothing.
     #[inline]
     pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge, Error> {
-        let taken = self
-            .used
-            .fetch_update(Ordering::SeqCst, Ordering::Acquire, |used| {
-                let used = used.checked_add(bytes)?;
-                (used <= self.bound()).then_some(used)
-            });
-        let Ok(before) = taken else {
+        if !self.used.try_add(bytes, |sum| sum <= self.bound()) {
             return Err(self.refusal(bytes));
-        };
-        Ok(self.charged(before, bytes))
+        }
+        Ok(self.charged(bytes))
     }
 
     #[inline]
-    fn charged(self: &Arc<Self>, before: u64, bytes: u64) -> Charge {
-        // Mostly it stands higher, and then nothing need be written.
-        if self.peak.load(Ordering::SeqCst) < before + bytes {
-            self.peak.fetch_max(before + bytes, Ordering::AcqRel);
-        }
+    fn charged(self: &Arc<Self>, bytes: u64) -> Charge {
         self.announce();
         Charge {
             meter: Arc::clone(self),
@@ -212,8 +197,8 @@ impl Meter {
 
     /// Counts bytes that are there anyway, whatever the limit says.
     pub(crate) fn charge_existing(self: &Arc<Self>, bytes: u64) -> Charge {
-        let before = self.used.fetch_add(bytes, Ordering::SeqCst);
-        self.charged(before, bytes)
+        self.used.add(bytes);
+        self.charged(bytes)
     }
 
     /// Tells the listeners of a change of level.
@@ -305,7 +290,7 @@ impl Drop for Charge {
     #[inline]
     fn drop(&mut self) {
         // Exactly what was added, so the count cannot wrap.
-        self.meter.used.fetch_sub(self.bytes, Ordering::AcqRel);
+        self.meter.used.sub(self.bytes);
         self.meter.announce();
     }
 }

@@ -3,17 +3,18 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
-use crate::allocator::{Allocator, Trimmed};
+use crate::allocator::{Allocator, Request, Trimmed};
 use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
 use crate::locks::held::{Locked, locked};
 
-use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
-use super::key::BlockKey;
+use super::block::{Access, RawBlock};
 use super::meter::Charge;
 use super::owned::{give_back, log_rarely};
 use super::stranded::Stranded;
-use super::traits::{MemoryResource, Outstanding, Tracking};
+use super::traits::{MemoryResource, UseTracking};
+use super::usage::{Tally, Usage};
 use super::uses::Uses;
+use crate::block::{BlockId, BlockState};
 use crate::error::{Error, Refused, StreamMisuse};
 use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
@@ -36,29 +37,32 @@ const BATCH: usize = 256;
 /// is pending on it then is known by events and needs the stream no more.
 ///
 /// ```
-/// use cualloc::resource::{Access, AsyncResource, MemoryResource};
-/// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
+/// use cualloc::resource::{Access, AccessOrdered, MemoryResource};
+/// # use cualloc::{driver::{Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
-/// let resource = AsyncResource::new(allocator);
+/// let resource = AccessOrdered::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
-/// let block = resource.allocate_block(4096, &a, "pair".into())?;
-/// let id = block.identity();
+/// let block = resource.allocate_block(&Request::new(4096).tag("pair"), &a)?;
+/// let id = block.id();
 /// resource.prepare_use(&id, &b, Access::Write)?; // b waits for the allocation on a
 /// // ... launch on b ...
 /// resource.finish_use(&id, &b, Access::Write)?;
 /// resource.deallocate_block(block)?; // a waits for b
-/// assert_eq!(resource.outstanding().pending, 4096);
+/// assert_eq!(resource.usage()?.pending, 4096);
 /// assert_eq!(resource.reap()?, 4096);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
-pub struct AsyncResource<R: MemoryResource = Allocator> {
+pub struct AccessOrdered<R: MemoryResource = Allocator> {
     inner: R,
     events: EventPools,
     metadata: Mutex<Metadata>,
+    /// Bytes of live blocks, and their number.
+    live: Tally,
+    count: Tally,
     stranded: Stranded,
 }
 
@@ -66,7 +70,6 @@ pub struct AsyncResource<R: MemoryResource = Allocator> {
 #[derive(Debug, Default)]
 struct Metadata {
     blocks: HashMap<u64, Arc<Entry>>,
-    live: u64,
     pending: HashMap<u64, Queue>,
     next_batch: u64,
     /// Deallocations so far, of all streams.
@@ -76,7 +79,7 @@ struct Metadata {
 /// A live block.
 #[derive(Debug)]
 struct Entry {
-    identity: BlockIdentity,
+    id: BlockId,
     stream: Stream,
     /// Charges that belong to what is below this resource, and leave with the block.
     charges_below: usize,
@@ -113,48 +116,46 @@ struct Batch {
 
 #[derive(Debug)]
 struct Retired {
-    key: BlockKey,
-    bytes: u64,
+    id: BlockId,
     /// End when the bytes leave.
     #[expect(dead_code, reason = "held for its drop")]
     charges: Vec<Charge>,
 }
 
-/// Whether a stream belongs to the driver of a context.
-fn same_driver(context: &Context, stream: &Stream) -> Result<(), Error> {
-    let (driver, other) = (context.driver(), stream.context().driver());
-    if !driver.same_library(other) {
+/// Whether a stream belongs to the driver of a resource, as far as that has one.
+fn same_driver(resource: &impl MemoryResource, stream: &Stream) -> Result<(), Error> {
+    let foreign = |context: &Context| !context.driver().same_library(stream.context().driver());
+    if resource.context().is_some_and(foreign) {
         return Err(StreamMisuse::ForeignDriver.into());
     }
     Ok(())
 }
 
-/// Whether a stream can be used with memory of a context: the same driver and device.
-pub(crate) fn same_place(context: &Context, stream: &Stream) -> Result<(), Error> {
-    same_driver(context, stream)?;
-    let (expected, found) = (context.device(), stream.context().device());
-    if expected.ordinal() != found.ordinal() {
-        return Err(Error::WrongDevice {
-            expected: expected.ordinal(),
-            found: found.ordinal(),
-        });
+/// Whether a stream can be used with memory of a resource: the same driver and device.
+pub(super) fn same_place(resource: &impl MemoryResource, stream: &Stream) -> Result<(), Error> {
+    same_driver(resource, stream)?;
+    let (expected, found) = (resource.ordinal(), stream.context().device().ordinal());
+    if expected != found {
+        return Err(Error::WrongDevice { expected, found });
     }
     Ok(())
 }
 
-impl<R: MemoryResource> AsyncResource<R> {
+impl<R: MemoryResource> AccessOrdered<R> {
     /// Over another resource, whose memory must be in the order of streams.
-    pub fn new(inner: R) -> AsyncResource<R> {
-        AsyncResource {
+    pub fn new(inner: R) -> AccessOrdered<R> {
+        AccessOrdered {
             inner,
             events: EventPools::default(),
             metadata: Mutex::default(),
+            live: Tally::default(),
+            count: Tally::default(),
             stranded: Stranded::default(),
         }
     }
 
     /// The resource below.
-    pub fn inner(&self) -> &R {
+    pub fn get_ref(&self) -> &R {
         &self.inner
     }
 
@@ -168,10 +169,10 @@ impl<R: MemoryResource> AsyncResource<R> {
         process::lock(&self.metadata)
     }
 
-    fn entry(&self, block: &BlockIdentity) -> Result<Arc<Entry>, Error> {
-        match self.metadata().blocks.get(&block.ptr) {
-            Some(entry) if entry.identity.key == block.key => Ok(Arc::clone(entry)),
-            _ => Err(block.gone()),
+    fn entry(&self, id: &BlockId) -> Result<Arc<Entry>, Error> {
+        match self.metadata().blocks.get(&id.ptr()) {
+            Some(entry) if entry.id == *id => Ok(Arc::clone(entry)),
+            _ => Err(id.gone()),
         }
     }
 
@@ -182,7 +183,7 @@ impl<R: MemoryResource> AsyncResource<R> {
         entry: &Entry,
         points: &[super::uses::Point],
     ) -> Result<Option<Pooled>, Error> {
-        let home = entry.identity.stream;
+        let home = entry.id.stream_id();
         if entry.stream.kind() == StreamKind::PerThreadDefault && entry.stream.id()? != home {
             // On this thread the handle means another stream. What other contexts do is waited for
             // by this thread's stream, and that with all others of its context.
@@ -196,23 +197,19 @@ impl<R: MemoryResource> AsyncResource<R> {
         for point in points {
             point.hold_back(&entry.stream, home, &self.events)?;
         }
-        if entry.uses().is_any() && self.inner.tracking() != Tracking::None {
+        if entry.uses().is_any() && self.inner.use_tracking() != UseTracking::None {
             // A stream that was retired below has got work again, if only by the waits.
-            self.inner.record_use(&entry.identity, &entry.stream)?;
+            self.inner.record_use(&entry.id, &entry.stream)?;
         }
         Ok(Some(self.events.record(&entry.stream)?))
     }
 
-    fn retire(
-        &self,
-        entry: &Arc<Entry>,
-        mut block: ResourceBlock,
-    ) -> Result<(), Refused<ResourceBlock>> {
-        let identity = entry.identity;
+    fn retire(&self, entry: &Arc<Entry>, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let id = entry.id;
         let points = {
             let mut uses = entry.uses();
             if uses.closed {
-                return Err(Refused::new(block, identity.gone()));
+                return Err(Refused::new(block, id.gone()));
             }
             uses.closed = true;
             uses.all()
@@ -221,38 +218,32 @@ impl<R: MemoryResource> AsyncResource<R> {
             entry.uses().closed = false;
             Err(Refused::new(block, error))
         };
-        let newest = self.metadata().newest(identity.stream);
+        let newest = self.metadata().newest(id.stream_id());
         let capture = capture::refuse_capture(&entry.stream);
         let marker = match capture.and_then(|()| self.complete_uses(entry, &points)) {
             Ok(marker) => marker,
             Err(error) => return reopen(block, error),
         };
         // Out of the table before the address can be given to somebody else.
-        self.metadata().blocks.remove(&identity.ptr);
+        self.metadata().blocks.remove(&id.ptr());
         let charges = block.split_charges(entry.charges_below);
         let keepers = block.keepers();
         block.set_keepers(entry.keepers_below);
         if let Err(failure) = self.inner.deallocate_block(block) {
-            self.metadata()
-                .blocks
-                .insert(identity.ptr, Arc::clone(entry));
+            self.metadata().blocks.insert(id.ptr(), Arc::clone(entry));
             let mut block = *failure.value;
             block.set_keepers(keepers);
             charges.into_iter().for_each(|charge| block.attach(charge));
             return reopen(block, failure.error);
         }
-        let retired = Retired {
-            key: identity.key,
-            bytes: identity.bytes as u64,
-            charges,
-        };
-        self.push(identity.stream, retired, marker, newest);
+        let retired = Retired { id, charges };
+        self.push(id.stream_id(), retired, marker, newest);
         Ok(())
     }
 
     /// Takes a block back, or keeps one that nobody else can give back.
-    fn take_back(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
-        let entry = match self.entry(&block.identity()) {
+    fn take_back(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let entry = match self.entry(&block.id()) {
             Ok(entry) => entry,
             Err(error) => return Err(Refused::new(block, error)),
         };
@@ -282,7 +273,8 @@ impl<R: MemoryResource> AsyncResource<R> {
     fn push(&self, stream: u64, retired: Retired, marker: Option<Pooled>, newest: u64) {
         let mut guard = self.metadata();
         let metadata = &mut *guard;
-        metadata.live -= retired.bytes;
+        self.live.sub(retired.bytes());
+        self.count.sub(1);
         let Some(marker) = marker else {
             drop(guard);
             drop(retired);
@@ -346,7 +338,7 @@ impl<R: MemoryResource> AsyncResource<R> {
     }
 }
 
-impl<R: MemoryResource> Drop for AsyncResource<R> {
+impl<R: MemoryResource> Drop for AccessOrdered<R> {
     fn drop(&mut self) {
         if !process::is_gone() {
             self.retry();
@@ -354,9 +346,15 @@ impl<R: MemoryResource> Drop for AsyncResource<R> {
     }
 }
 
+impl Retired {
+    fn bytes(&self) -> u64 {
+        self.id.bytes() as u64
+    }
+}
+
 impl Batch {
     fn bytes(&self) -> u64 {
-        self.retired.iter().map(|retired| retired.bytes).sum()
+        self.retired.iter().map(Retired::bytes).sum()
     }
 }
 
@@ -373,21 +371,13 @@ impl Metadata {
 }
 
 // SAFETY: passes blocks on, and frees them behind every use it was told of.
-unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        same_place(self.inner.context(), stream)?;
+unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        same_place(&self.inner, stream)?;
         let id = stream.id()?;
         self.retry();
         capture::refuse_capture(stream)?;
-        let mut block = self
-            .inner
-            .allocate_block_aligned(bytes, alignment, stream, tag)?;
+        let mut block = self.inner.allocate_block(request, stream)?;
         let ptr = block.ptr();
         let ready = match self.events.record(stream) {
             Ok(ready) => ready,
@@ -397,7 +387,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             }
         };
         let entry = Entry {
-            identity: block.identity(),
+            id: block.id(),
             stream: stream.clone(),
             charges_below: block.charges().count(),
             keepers_below: block.keepers(),
@@ -405,29 +395,30 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         };
         let mut metadata = self.metadata();
         if let Some(old) = metadata.blocks.get(&ptr) {
-            let old = (ptr, old.identity.bytes as u64);
+            let old = (ptr, old.id.bytes() as u64);
             drop(metadata);
             // Giving it back below would free the memory of the block that is there.
             log::error!("memory at {ptr:#x} was handed out twice; the second block leaks");
             return Err(Error::Overlap {
-                new: (ptr, bytes as u64),
+                new: (ptr, request.bytes() as u64),
                 old,
             });
         }
-        metadata.live += bytes as u64;
+        self.live.add(request.bytes() as u64);
+        self.count.add(1);
         block.set_keepers(entry.keepers_below.saturating_add(1));
         metadata.blocks.insert(ptr, Arc::new(entry));
         drop(metadata);
         Ok(block)
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         self.retry();
         self.take_back(block)
     }
 
-    fn context(&self) -> &Context {
-        self.inner.context()
+    fn ordinal(&self) -> usize {
+        self.inner.ordinal()
     }
 
     #[inline]
@@ -435,12 +426,19 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         Some(&self.inner)
     }
 
-    fn outstanding(&self) -> Outstanding {
-        let metadata = self.metadata();
-        Outstanding {
-            live: metadata.live,
-            pending: metadata.pending.values().map(Queue::bytes).sum(),
-        }
+    /// As the resource below says, but for live and pending blocks, which are those of this one.
+    fn usage(&self) -> Result<Usage, Error> {
+        let mut usage = self.inner.usage()?;
+        usage.requested = self.live.counter();
+        usage.blocks = self.count.counter();
+        usage.pending = self.metadata().pending.values().map(Queue::bytes).sum();
+        Ok(usage)
+    }
+
+    fn reset_peak_stats(&self) {
+        self.live.reset_peak();
+        self.count.reset_peak();
+        self.inner.reset_peak_stats();
     }
 
     fn reap(&self) -> Result<u64, Error> {
@@ -481,78 +479,68 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         self.inner.trim(keep)
     }
 
-    fn state(&self, block: &BlockIdentity) -> BlockState {
+    fn state(&self, id: &BlockId) -> BlockState {
         let metadata = self.metadata();
-        if let Some(entry) = metadata.blocks.get(&block.ptr)
-            && entry.identity.key == block.key
+        if let Some(entry) = metadata.blocks.get(&id.ptr())
+            && entry.id == *id
         {
             return BlockState::Live;
         }
         let mut batches = metadata.pending.values().flat_map(|queue| &queue.batches);
-        let found = batches.find(|batch| batch.retired.iter().any(|r| r.key == block.key));
+        let found = batches.find(|batch| batch.retired.iter().any(|r| r.id == *id));
         match found {
             Some(batch) if batch.quarantined => BlockState::Quarantined,
-            Some(_) => BlockState::Retired,
-            None => BlockState::Freed,
+            Some(_) => BlockState::Pending,
+            None => BlockState::Free,
         }
     }
 
-    fn tracking(&self) -> Tracking {
-        Tracking::Access
+    fn use_tracking(&self) -> UseTracking {
+        UseTracking::Access
     }
 
-    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
-        self.finish_use(block, stream, Access::Read)
+    fn record_use(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
+        self.finish_use(id, stream, Access::Read)
     }
 
-    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
-        same_driver(self.inner.context(), stream)?;
-        let entry = self.entry(block)?;
-        let id = stream.id()?;
+    fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
+        same_driver(&self.inner, stream)?;
+        let entry = self.entry(id)?;
+        let by = stream.id()?;
         let mut uses = entry.uses();
         if uses.closed {
-            return Err(block.gone());
+            return Err(id.gone());
         }
-        uses.until_freed(stream, id);
+        uses.until_freed(stream, by);
         Ok(())
     }
 
-    fn prepare_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        access: Access,
-    ) -> Result<(), Error> {
-        same_driver(self.inner.context(), stream)?;
-        let entry = self.entry(block)?;
-        let id = stream.id()?;
+    fn prepare_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
+        same_driver(&self.inner, stream)?;
+        let entry = self.entry(id)?;
+        let by = stream.id()?;
         capture::refuse_capture(stream)?;
         let (points, tick) = {
             let uses = entry.uses();
             if uses.closed {
-                return Err(block.gone());
+                return Err(id.gone());
             }
             uses.before(access)
         };
         for point in &points {
-            point.hold_back(stream, id, &self.events)?;
+            point.hold_back(stream, by, &self.events)?;
         }
         if access.writes() {
-            entry.uses().ordered(id, tick);
+            entry.uses().ordered(by, tick);
         }
         Ok(())
     }
 
-    fn finish_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        access: Access,
-    ) -> Result<(), Error> {
-        same_driver(self.inner.context(), stream)?;
-        let entry = self.entry(block)?;
+    fn finish_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
+        same_driver(&self.inner, stream)?;
+        let entry = self.entry(id)?;
         // A stream that cannot be named now is taken for one of its own.
-        let (id, named) = match stream.id() {
+        let (by, named) = match stream.id() {
             Ok(id) => (id, Ok(())),
             Err(error) => (NO_ID, Err(error.into())),
         };
@@ -564,7 +552,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
         let begin = {
             let mut uses = entry.uses();
             if uses.closed {
-                return Err(block.gone());
+                return Err(id.gone());
             }
             uses.begin()
         };
@@ -575,12 +563,8 @@ unsafe impl<R: MemoryResource> MemoryResource for AsyncResource<R> {
             Err(error) => (None, Err(error)),
         };
         let mut uses = entry.uses();
-        uses.done(stream, id, access, begin, event);
+        uses.done(stream, by, access, begin, event);
         // A free that began meanwhile does not know of this use.
-        if uses.closed {
-            Err(block.gone())
-        } else {
-            result
-        }
+        if uses.closed { Err(id.gone()) } else { result }
     }
 }

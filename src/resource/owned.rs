@@ -6,8 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Stream, process, sys};
 
-use super::block::{BlockIdentity, ResourceBlock, Tag};
+use super::block::RawBlock;
 use super::traits::MemoryResource;
+use crate::allocator::Request;
+use crate::block::BlockId;
 use crate::error::{Error, Refused};
 
 /// A block that goes back to its resource when it is dropped.
@@ -15,21 +17,21 @@ use crate::error::{Error, Refused};
 /// `R` is a handle to the resource: a reference, an [`Arc`](std::sync::Arc), or a resource that is cheap to clone.
 pub struct OwnedBlock<R: MemoryResource> {
     resource: R,
-    block: Option<ResourceBlock>,
+    block: Option<RawBlock>,
 }
 
 impl<R: MemoryResource> OwnedBlock<R> {
     /// Allocates.
     ///
     /// # Errors
-    /// As [`MemoryResource::allocate_block_aligned`].
-    pub fn allocate(resource: R, bytes: usize, stream: &Stream, tag: Tag) -> Result<Self, Error> {
-        let block = resource.allocate_block(bytes, stream, tag)?;
+    /// As [`MemoryResource::allocate_block`].
+    pub fn allocate(resource: R, request: &Request, stream: &Stream) -> Result<Self, Error> {
+        let block = resource.allocate_block(request, stream)?;
         Ok(Self::from_parts(resource, block))
     }
 
     /// Owns a block of the resource.
-    pub fn from_parts(resource: R, block: ResourceBlock) -> Self {
+    pub fn from_parts(resource: R, block: RawBlock) -> Self {
         OwnedBlock {
             resource,
             block: Some(block),
@@ -37,28 +39,28 @@ impl<R: MemoryResource> OwnedBlock<R> {
     }
 
     /// Gives up ownership.
-    pub fn into_block(mut self) -> Option<ResourceBlock> {
+    pub fn into_block(mut self) -> Option<RawBlock> {
         self.block.take()
     }
 
     /// The first byte's address.
     pub fn ptr(&self) -> sys::CUdeviceptr {
-        self.block.as_ref().map_or(0, ResourceBlock::ptr)
+        self.block.as_ref().map_or(0, RawBlock::ptr)
     }
 
     /// Usable bytes: [`bytes`](Self::bytes), rounded up.
-    pub fn size(&self) -> u64 {
-        self.block.as_ref().map_or(0, ResourceBlock::size)
+    pub fn size(&self) -> usize {
+        self.block.as_ref().map_or(0, RawBlock::size)
     }
 
     /// Its size in bytes, as it was asked for.
     pub fn bytes(&self) -> usize {
-        self.block.as_ref().map_or(0, ResourceBlock::bytes)
+        self.id().map_or(0, |id| id.bytes())
     }
 
     /// Who it is. `None` never occurs while the block is owned.
-    pub fn identity(&self) -> Option<BlockIdentity> {
-        self.block.as_ref().map(ResourceBlock::identity)
+    pub fn id(&self) -> Option<BlockId> {
+        self.block.as_ref().map(RawBlock::id)
     }
 
     /// Says that another stream uses the memory until it is freed.
@@ -66,7 +68,7 @@ impl<R: MemoryResource> OwnedBlock<R> {
     /// # Errors
     /// As [`MemoryResource::record_stream`].
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
-        match self.identity() {
+        match self.id() {
             Some(block) => self.resource.record_stream(&block, stream),
             None => Ok(()),
         }
@@ -77,14 +79,14 @@ impl<R: MemoryResource> OwnedBlock<R> {
     /// # Errors
     /// As [`MemoryResource::record_use`].
     pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
-        match self.identity() {
+        match self.id() {
             Some(block) => self.resource.record_use(&block, stream),
             None => Ok(()),
         }
     }
 
     /// The block.
-    pub fn block(&self) -> Option<&ResourceBlock> {
+    pub fn block(&self) -> Option<&RawBlock> {
         self.block.as_ref()
     }
 
@@ -97,7 +99,7 @@ impl<R: MemoryResource> OwnedBlock<R> {
     ///
     /// # Errors
     /// As [`MemoryResource::deallocate_block`].
-    pub fn free(mut self) -> Result<(), Refused<ResourceBlock>> {
+    pub fn free(mut self) -> Result<(), Refused<RawBlock>> {
         match self.block.take() {
             Some(block) => self.resource.deallocate_block(block),
             None => Ok(()),
@@ -115,7 +117,7 @@ impl<R: MemoryResource> Drop for OwnedBlock<R> {
 
 impl<R: MemoryResource> fmt::Debug for OwnedBlock<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = self.identity().map(|block| self.resource.state(&block));
+        let state = self.id().map(|block| self.resource.state(&block));
         f.debug_struct("OwnedBlock")
             .field("block", &self.block)
             .field("state", &state)
@@ -139,9 +141,9 @@ pub(super) fn log_rarely(error: &dyn std::error::Error, what: &str) {
 /// Deallocates a block that nobody can name from here on. Allocators, the driver's pools, and what keeps an order
 /// over them, take it and give it back later where they cannot now; of others a refusal may be over at once, so it
 /// is tried once more.
-pub(super) fn give_back(
+pub(crate) fn give_back(
     resource: &(impl MemoryResource + ?Sized),
-    mut block: ResourceBlock,
+    mut block: RawBlock,
     what: &str,
 ) {
     block.abandon();

@@ -5,14 +5,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
-use crate::allocator::{Hooks, ReliefHook};
-use crate::driver::{Context, Stream, process};
+use crate::allocator::{Hooks, ReliefHook, Request};
+use crate::driver::{Stream, process};
 
-use super::block::{ResourceBlock, Tag};
-use super::clock::{Clock, SystemClock, Wakeup};
+use super::block::RawBlock;
+use super::clock::{Clock, Wakeup};
 use super::foreign::guarded;
 use super::owned::give_back;
 use super::traits::MemoryResource;
+use super::usage::Usage;
+use crate::block::Tag;
 use crate::error::{Error, Refused};
 
 /// How often the waiting policy looks.
@@ -45,7 +47,7 @@ type Checkpoint = dyn Fn(&Error) + Send + Sync;
 ///
 /// ```
 /// use cualloc::resource::{Budget, MemoryResource, Relief, ReliefHook};
-/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
 /// # use std::sync::{Arc, Mutex};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
@@ -59,7 +61,7 @@ type Checkpoint = dyn Fn(&Error) + Send + Sync;
 /// relief.add_relief_hook(ReliefHook::new("cache", move |_missing| {
 ///     cache.lock().ok().and_then(|mut cache| cache.take()).map_or(0, |block| block.size())
 /// }));
-/// let block = relief.allocate_block(500, &stream, "work".into())?;
+/// let block = relief.allocate_block(&Request::new(500).tag("work"), &stream)?;
 /// assert_eq!(relief.recoveries(), 1);
 /// # relief.deallocate_block(block)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -70,8 +72,8 @@ pub struct Relief<R: MemoryResource> {
     policy: RwLock<OomPolicy>,
     checkpoint: RwLock<Option<Arc<Checkpoint>>>,
     recoveries: AtomicU64,
-    clock: Arc<dyn Clock>,
-    reserve: Mutex<Option<ResourceBlock>>,
+    clock: Clock,
+    reserve: Mutex<Option<RawBlock>>,
 }
 
 impl<R: MemoryResource> Relief<R> {
@@ -83,7 +85,7 @@ impl<R: MemoryResource> Relief<R> {
             policy: RwLock::default(),
             checkpoint: RwLock::default(),
             recoveries: AtomicU64::new(0),
-            clock: Arc::new(SystemClock::default()),
+            clock: Clock::default(),
             reserve: Mutex::default(),
         }
     }
@@ -95,8 +97,9 @@ impl<R: MemoryResource> Relief<R> {
     }
 
     /// With a clock that [`OomPolicy::Wait`] goes by instead of the system's.
-    pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Relief<R> {
-        self.clock = clock;
+    #[doc(hidden)]
+    pub fn with_clock(mut self, clock: &Clock) -> Relief<R> {
+        self.clock = clock.clone();
         self
     }
 
@@ -104,13 +107,16 @@ impl<R: MemoryResource> Relief<R> {
     /// dropped; 0: none. They count against every budget below.
     ///
     /// # Errors
-    /// As [`MemoryResource::allocate_block`].
+    /// As [`MemoryResource::allocate_block`]; [`Error::NoRuntime`] of a resource without a context of its own.
     pub fn with_reserve(self, bytes: usize) -> Result<Relief<R>, Error> {
         if bytes > 0 {
-            let stream = Stream::legacy(self.inner.context());
+            let context = self.inner.context().ok_or(Error::NoRuntime {
+                device: self.inner.ordinal(),
+            })?;
+            let stream = Stream::legacy(context);
             let block = self
                 .inner
-                .allocate_block(bytes, &stream, Tag::new("reserve"))?;
+                .allocate_block(&Request::new(bytes).tag(Tag::new("reserve")), &stream)?;
             *process::lock(&self.reserve) = Some(block);
         }
         Ok(self)
@@ -119,7 +125,9 @@ impl<R: MemoryResource> Relief<R> {
     /// Bytes held in reserve.
     pub fn reserved(&self) -> u64 {
         let reserve = process::lock(&self.reserve);
-        reserve.as_ref().map_or(0, |block| block.bytes() as u64)
+        reserve
+            .as_ref()
+            .map_or(0, |block| block.id().bytes() as u64)
     }
 
     /// Gives the memory held in reserve back; bytes, 0 if none is held.
@@ -131,7 +139,7 @@ impl<R: MemoryResource> Relief<R> {
         let Some(block) = held else {
             return Ok(0);
         };
-        let bytes = block.bytes() as u64;
+        let bytes = block.id().bytes() as u64;
         match self.inner.deallocate_block(block) {
             Ok(()) => Ok(bytes),
             Err(Refused { value, error }) => {
@@ -170,13 +178,8 @@ impl<R: MemoryResource> Relief<R> {
         self.hooks.remove(name)
     }
 
-    /// Requests that failed at first and went through after hooks or the policy had done their work.
-    pub fn recoveries(&self) -> u64 {
-        self.recoveries.load(Ordering::Relaxed)
-    }
-
     /// The resource below.
-    pub fn inner(&self) -> &R {
+    pub fn get_ref(&self) -> &R {
         &self.inner
     }
 
@@ -185,9 +188,9 @@ impl<R: MemoryResource> Relief<R> {
     fn relieve(
         &self,
         bytes: u64,
-        attempt: impl Fn() -> Result<ResourceBlock, Error>,
+        attempt: impl Fn() -> Result<RawBlock, Error>,
         mut error: Error,
-    ) -> Result<ResourceBlock, Error> {
+    ) -> Result<RawBlock, Error> {
         if !never_fits(&error) {
             match self.run_hooks(bytes, &attempt, error) {
                 Err(last) if last.is_out_of_memory() => error = last,
@@ -213,7 +216,7 @@ impl<R: MemoryResource> Relief<R> {
         self.recovered(attempt())
     }
 
-    fn recovered(&self, done: Result<ResourceBlock, Error>) -> Result<ResourceBlock, Error> {
+    fn recovered(&self, done: Result<RawBlock, Error>) -> Result<RawBlock, Error> {
         if done.is_ok() {
             self.recoveries.fetch_add(1, Ordering::Relaxed);
         }
@@ -224,9 +227,9 @@ impl<R: MemoryResource> Relief<R> {
     fn run_hooks(
         &self,
         bytes: u64,
-        attempt: impl Fn() -> Result<ResourceBlock, Error>,
+        attempt: impl Fn() -> Result<RawBlock, Error>,
         mut error: Error,
-    ) -> Result<ResourceBlock, Error> {
+    ) -> Result<RawBlock, Error> {
         for hook in self.hooks.all() {
             let room = self.inner.headroom();
             if room.is_some_and(|room| !hook.runs_in(room)) {
@@ -250,7 +253,7 @@ impl<R: MemoryResource> Relief<R> {
     fn wait(&self, bytes: u64, timeout: Duration) -> Result<(), Error> {
         let has_room = || self.inner.headroom().is_none_or(|room| bytes <= room);
         let device_short = has_room();
-        let wakeup = Wakeup::new();
+        let wakeup = Arc::<Wakeup>::default();
         let end = self.clock.now().saturating_add(timeout);
         while self.clock.now() < end {
             let next = self.clock.now().saturating_add(POLL).min(end);
@@ -272,30 +275,37 @@ fn never_fits(error: &Error) -> bool {
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Relief<R> {
     #[inline]
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        let attempt = || {
-            self.inner
-                .allocate_block_aligned(bytes, alignment, stream, tag)
-        };
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        let attempt = || self.inner.allocate_block(request, stream);
         match attempt() {
-            Err(error) if error.is_out_of_memory() => self.relieve(bytes as u64, attempt, error),
+            Err(error) if error.is_out_of_memory() => {
+                self.relieve(request.bytes() as u64, attempt, error)
+            }
             done => done,
         }
     }
 
     #[inline]
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         self.inner.deallocate_block(block)
     }
 
-    fn context(&self) -> &Context {
-        self.inner.context()
+    /// As the resource below says, with the recoveries, and the device's memory if the driver tells it.
+    fn usage(&self) -> Result<Usage, Error> {
+        let mut usage = self.inner.usage()?;
+        usage.recoveries += self.recoveries.load(Ordering::Relaxed);
+        let context = self.inner.context();
+        usage.device_memory = context.and_then(|context| context.mem_info().ok());
+        Ok(usage)
+    }
+
+    fn reset_accumulated_stats(&self) {
+        self.recoveries.store(0, Ordering::Relaxed);
+        self.inner.reset_accumulated_stats();
+    }
+
+    fn ordinal(&self) -> usize {
+        self.inner.ordinal()
     }
 
     #[inline]

@@ -2,58 +2,41 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::driver::{Context, Stream};
+use crate::allocator::{Counter, Request};
+use crate::driver::Stream;
 
-use super::block::{ResourceBlock, Tag};
+use super::block::RawBlock;
 use super::traits::MemoryResource;
+use super::usage::{Tally, Usage};
 use crate::error::{Error, Refused};
-
-/// What went through a [`Statistics`] adaptor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct ResourceStats {
-    /// Bytes in blocks that were allocated and not deallocated here.
-    pub bytes: u64,
-    /// The most of them since the start or the last reset.
-    pub peak_bytes: u64,
-    /// Bytes of all blocks ever allocated.
-    pub total_bytes: u64,
-    /// Blocks that were allocated and not deallocated here.
-    pub blocks: u64,
-    /// All blocks ever allocated.
-    pub allocations: u64,
-    /// All blocks ever deallocated.
-    pub deallocations: u64,
-    /// Requests that failed.
-    pub failures: u64,
-}
 
 /// Counts what goes through it. No lock.
 ///
 /// ```
 /// use cualloc::resource::{MemoryResource, Statistics};
-/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let counted = Statistics::new(allocator);
-/// let block = counted.allocate_block(1000, &stream, "x".into())?;
+/// let block = counted.allocate_block(&Request::new(1000).tag("x"), &stream)?;
 /// counted.deallocate_block(block)?;
-/// let stats = counted.stats();
-/// assert_eq!((stats.bytes, stats.peak_bytes, stats.allocations), (0, 1000, 1));
+/// let usage = counted.usage()?;
+/// assert_eq!((usage.requested.current, usage.requested.peak, usage.requests), (0, 1000, 1));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct Statistics<R> {
     inner: R,
-    bytes: AtomicU64,
-    peak: AtomicU64,
-    total: AtomicU64,
-    allocations: AtomicU64,
-    deallocations: AtomicU64,
+    bytes: Tally,
+    blocks: Tally,
+    requests: AtomicU64,
     failures: AtomicU64,
+    /// Bytes and blocks ever allocated, and those ever deallocated.
+    allocated: [AtomicU64; 2],
+    freed: [AtomicU64; 2],
 }
 
 impl<R: MemoryResource> Statistics<R> {
@@ -61,83 +44,91 @@ impl<R: MemoryResource> Statistics<R> {
     pub fn new(inner: R) -> Self {
         Statistics {
             inner,
-            bytes: AtomicU64::new(0),
-            peak: AtomicU64::new(0),
-            total: AtomicU64::new(0),
-            allocations: AtomicU64::new(0),
-            deallocations: AtomicU64::new(0),
+            bytes: Tally::default(),
+            blocks: Tally::default(),
+            requests: AtomicU64::new(0),
             failures: AtomicU64::new(0),
+            allocated: Default::default(),
+            freed: Default::default(),
         }
-    }
-
-    /// The figures. While other threads allocate each is exact for some moment of the call.
-    pub fn stats(&self) -> ResourceStats {
-        let deallocations = self.deallocations.load(Ordering::Acquire);
-        let bytes = self.bytes.load(Ordering::Acquire);
-        let allocations = self.allocations.load(Ordering::Acquire);
-        ResourceStats {
-            bytes,
-            peak_bytes: self.peak.load(Ordering::Acquire).max(bytes),
-            total_bytes: self.total.load(Ordering::Acquire),
-            blocks: allocations.saturating_sub(deallocations),
-            allocations,
-            deallocations,
-            failures: self.failures.load(Ordering::Acquire),
-        }
-    }
-
-    /// Sets the peak to the current value. No peak is lost to allocations at the same time.
-    pub fn reset_peak(&self) {
-        self.peak.store(0, Ordering::Release);
-        let bytes = self.bytes.load(Ordering::Acquire);
-        self.peak.fetch_max(bytes, Ordering::AcqRel);
     }
 
     /// The resource below.
-    pub fn inner(&self) -> &R {
+    pub fn get_ref(&self) -> &R {
         &self.inner
     }
+
+    /// Gives up the figures.
+    pub fn into_inner(self) -> R {
+        self.inner
+    }
+
+    fn counter(&self, tally: &Tally, which: usize) -> Counter {
+        let mut counter = tally.counter();
+        counter.total_allocated = self.allocated[which].load(Ordering::Acquire);
+        counter.total_freed = self.freed[which].load(Ordering::Acquire);
+        counter
+    }
+}
+
+fn add(sums: &[AtomicU64; 2], bytes: u64) {
+    let [of_bytes, of_blocks] = sums;
+    of_bytes.fetch_add(bytes, Ordering::AcqRel);
+    of_blocks.fetch_add(1, Ordering::AcqRel);
 }
 
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Statistics<R> {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        let result = self
-            .inner
-            .allocate_block_aligned(bytes, alignment, stream, tag);
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        self.requests.fetch_add(1, Ordering::AcqRel);
+        let result = self.inner.allocate_block(request, stream);
         if result.is_ok() {
-            let bytes = bytes as u64;
-            let now = self.bytes.fetch_add(bytes, Ordering::AcqRel) + bytes;
-            self.peak.fetch_max(now, Ordering::AcqRel);
-            self.total.fetch_add(bytes, Ordering::AcqRel);
-            self.allocations.fetch_add(1, Ordering::AcqRel);
+            let bytes = request.bytes() as u64;
+            self.bytes.add(bytes);
+            self.blocks.add(1);
+            add(&self.allocated, bytes);
         } else {
             self.failures.fetch_add(1, Ordering::AcqRel);
         }
         result
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
-        let bytes = block.bytes() as u64;
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let bytes = block.id().bytes() as u64;
         self.inner.deallocate_block(block)?;
-        // A block that did not come through here must not make the count wrap.
-        let _ = self
-            .bytes
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
-                Some(now.saturating_sub(bytes))
-            });
-        self.deallocations.fetch_add(1, Ordering::AcqRel);
+        self.bytes.sub_at_most(bytes);
+        self.blocks.sub_at_most(1);
+        add(&self.freed, bytes);
         Ok(())
     }
 
-    fn context(&self) -> &Context {
-        self.inner.context()
+    /// As the resource below says, but for requests, failures, live blocks and their bytes, which are those of
+    /// what went through here. While other threads allocate each is exact for some moment of the call.
+    fn usage(&self) -> Result<Usage, Error> {
+        let mut usage = self.inner.usage()?;
+        usage.requested = self.counter(&self.bytes, 0);
+        usage.blocks = self.counter(&self.blocks, 1);
+        usage.requests = self.requests.load(Ordering::Acquire);
+        usage.failures = self.failures.load(Ordering::Acquire);
+        Ok(usage)
+    }
+
+    fn reset_peak_stats(&self) {
+        self.bytes.reset_peak();
+        self.blocks.reset_peak();
+        self.inner.reset_peak_stats();
+    }
+
+    fn reset_accumulated_stats(&self) {
+        let sums = self.allocated.iter().chain(&self.freed);
+        for sum in sums.chain([&self.requests, &self.failures]) {
+            sum.store(0, Ordering::Release);
+        }
+        self.inner.reset_accumulated_stats();
+    }
+
+    fn ordinal(&self) -> usize {
+        self.inner.ordinal()
     }
 
     #[inline]

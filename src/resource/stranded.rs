@@ -5,23 +5,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::driver::process;
 
-use super::block::ResourceBlock;
+use super::block::RawBlock;
 
 /// A later call tries again with each of them.
 #[derive(Debug, Default)]
 pub(super) struct Stranded {
     any: AtomicBool,
-    blocks: Mutex<Vec<ResourceBlock>>,
+    blocks: Mutex<Vec<RawBlock>>,
 }
 
 impl Stranded {
-    pub(super) fn keep(&self, block: ResourceBlock) {
+    pub(super) fn keep(&self, block: RawBlock) {
         process::lock(&self.blocks).push(block);
         self.any.store(true, Ordering::Release);
     }
 
     /// All of them, which are the caller's to give back or to keep again.
-    pub(super) fn take(&self) -> Vec<ResourceBlock> {
+    pub(super) fn take(&self) -> Vec<RawBlock> {
         if !self.any.swap(false, Ordering::AcqRel) {
             return Vec::new();
         }

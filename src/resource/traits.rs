@@ -2,32 +2,17 @@
 
 use std::sync::Arc;
 
-use crate::allocator::Trimmed;
+use crate::allocator::{Allocator, Request, Trimmed};
+use crate::block::{BlockId, BlockState};
 use crate::driver::{Context, Stream};
-
-use super::block::{Access, BlockIdentity, BlockState, ResourceBlock, Tag};
-use super::usage::{Gauge, PoolUsage};
 use crate::error::{Error, Refused, StreamMisuse};
 
-/// Bytes that have not left a resource, at one instant.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Outstanding {
-    /// In blocks that are allocated, as they were asked for.
-    pub live: u64,
-    /// In blocks that are deallocated while work on their stream may still use them.
-    pub pending: u64,
-}
-
-impl Outstanding {
-    /// Both together.
-    pub fn total(self) -> u64 {
-        self.live + self.pending
-    }
-}
+use super::block::{Access, RawBlock};
+use super::usage::Usage;
 
 /// What a resource knows about the use of its blocks on other streams than their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Tracking {
+pub enum UseTracking {
     /// Nothing: no use is accepted.
     None,
     /// [`record_use`](MemoryResource::record_use) keeps memory from being reused too early; the
@@ -49,7 +34,7 @@ pub enum Tracking {
 /// given to anybody whose work could meet work that was queued before the deallocation.
 ///
 /// ```
-/// use cualloc::resource::MemoryResource;
+/// use cualloc::{Request, resource::MemoryResource};
 /// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
@@ -57,17 +42,17 @@ pub enum Tracking {
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// // The allocator is a resource: the caching one.
-/// let block = MemoryResource::allocate_block(&allocator, 1000, &stream, "weights".into())?;
-/// assert_eq!((block.bytes(), block.tag().as_str()), (1000, "weights"));
+/// let block = MemoryResource::allocate_block(&allocator, &Request::new(1000).tag("weights"), &stream)?;
+/// assert_eq!((block.id().bytes(), block.tag().as_str()), (1000, "weights"));
 /// allocator.deallocate_block(block)?;
 ///
 /// // And so are the pools: a program can swap one for another and compare.
 /// use cualloc::pool::{NativeConfig, NativePool};
 /// use cualloc::Error;
-/// use cualloc::resource::{OwnedBlock, Tag};
+/// use cualloc::resource::OwnedBlock;
 /// # use cualloc::driver::Stream;
 /// fn work(source: &dyn MemoryResource, stream: &Stream) -> Result<u64, Error> {
-///     drop(OwnedBlock::allocate(source, 1 << 20, stream, Tag::default())?);
+///     drop(OwnedBlock::allocate(source, &Request::new(1 << 20), stream)?);
 ///     Ok(source.usage()?.used.peak)
 /// }
 /// let native = NativePool::with_context(&context, NativeConfig::default())?;
@@ -76,66 +61,44 @@ pub enum Tracking {
 /// ```
 ///
 /// # Safety
-/// Safe code rests on what a resource says: columns write to its blocks and give them back. An implementation
-/// hands out memory of `bytes` bytes or more, in the order of the stream it was asked for, to one owner at a
-/// time, under a key that is never used again. What was said to be used by [`record_use`](Self::record_use),
-/// [`record_stream`](Self::record_stream) or [`finish_use`](Self::finish_use) with success, and everything that
-/// the block's own stream was given before [`deallocate_block`](Self::deallocate_block), is over before the
-/// memory goes to anybody whose work does not come behind it; where [`tracking`](Self::tracking) is
-/// [`Tracking::None`] that holds for all work of the [`context`](Self::context). It takes back only blocks that
-/// it handed out. An adaptor passes calls on to its [`upstream`](Self::upstream), from which its blocks come,
-/// with the same stream, and blocks unchanged.
+/// Safe code rests on what a resource says: buffers and columns write to its blocks and give them back. An
+/// implementation hands out memory of the bytes asked for or more, in the order of the stream it was asked for, to
+/// one owner at a time, under an identity that is never used again. What was said to be used by
+/// [`record_use`](Self::record_use), [`record_stream`](Self::record_stream) or [`finish_use`](Self::finish_use)
+/// with success, and everything that the block's own stream was given before
+/// [`deallocate_block`](Self::deallocate_block), is over before the memory goes to anybody whose work does not come
+/// behind it; where [`use_tracking`](Self::use_tracking) is [`UseTracking::None`] that holds for all work of the
+/// [`context`](Self::context), or where there is none of that of the block's stream. It takes back only blocks that it handed out. An adaptor passes calls on to its
+/// [`upstream`](Self::upstream), from which its blocks come, with the same stream, and blocks unchanged.
 ///
-/// A source writes [`outstanding`](Self::outstanding) and [`state`](Self::state), and what is said of uses
-/// where it tracks them; an adaptor names its upstream and writes what it changes.
+/// A source writes [`usage`](Self::usage) and [`state`](Self::state), and what is said of uses where it tracks
+/// them; an adaptor names its upstream and writes what it changes. What it does not write its upstream answers.
 ///
 /// ```compile_fail,E0200
-/// # use cualloc::driver::{Context, Stream};
-/// # use cualloc::resource::*;
+/// # use cualloc::{Request, driver::Stream, resource::*};
 /// struct Mine;
 /// impl MemoryResource for Mine {
-/// #   fn allocate_block_aligned(&self, _: usize, _: usize, _: &Stream, _: Tag) -> Result<ResourceBlock, Error> { todo!() }
-/// #   fn deallocate_block(&self, _: ResourceBlock) -> Result<(), Refused<ResourceBlock>> { todo!() }
-/// #   fn context(&self) -> &Context { todo!() }
+/// #   fn allocate_block(&self, _: &Request, _: &Stream) -> cualloc::Result<RawBlock> { todo!() }
+/// #   fn deallocate_block(&self, _: RawBlock) -> Result<(), cualloc::Refused<RawBlock>> { todo!() }
+/// #   fn ordinal(&self) -> usize { todo!() }
 ///     // ...
 /// }
 /// ```
 pub unsafe trait MemoryResource: Send + Sync {
-    /// Allocates `bytes` (at least 1) for use on a stream, at a multiple of `alignment` bytes (a
-    /// power of two; 1 where any will do).
+    /// Allocates what a request asks for (at least 1 byte) for use on a stream.
     ///
     /// # Errors
     /// Any of [`Error`]; nothing has changed then.
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error>;
-
-    /// [`allocate_block_aligned`](Self::allocate_block_aligned) without a wish for the alignment.
-    ///
-    /// # Errors
-    /// As [`allocate_block_aligned`](Self::allocate_block_aligned).
-    #[inline]
-    fn allocate_block(
-        &self,
-        bytes: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        self.allocate_block_aligned(bytes, 1, stream, tag)
-    }
+    fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error>;
 
     /// Takes a block back.
     ///
     /// # Errors
     /// The block, still allocated, with the reason.
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>>;
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>>;
 
-    /// The context that the memory belongs to.
-    fn context(&self) -> &Context;
+    /// The ordinal of the device.
+    fn ordinal(&self) -> usize;
 
     /// The resource that an adaptor's blocks come from, which answers every call that the adaptor does not
     /// answer itself; none for a source of memory.
@@ -144,20 +107,30 @@ pub unsafe trait MemoryResource: Send + Sync {
         None
     }
 
-    /// The ordinal of the device.
-    fn device(&self) -> usize {
-        self.context().device().ordinal()
+    /// The context that the memory belongs to; none where it is that of each block's stream.
+    fn context(&self) -> Option<&Context> {
+        self.upstream()?.context()
     }
 
-    /// Bytes that have not left. A source that does not say has none.
-    fn outstanding(&self) -> Outstanding {
+    /// Tells a source of memory from every other one of the process, as the [`source`](BlockId::source) of its
+    /// blocks does; 0 of a source that does not say. An adaptor has that of its upstream.
+    fn id(&self) -> u64 {
+        self.upstream().map_or(0, MemoryResource::id)
+    }
+
+    /// What is held from the driver and handed out of it; of everything under the resource, also where
+    /// others share that. A source that does not say has nothing.
+    ///
+    /// # Errors
+    /// Driver errors.
+    fn usage(&self) -> Result<Usage, Error> {
         self.upstream()
-            .map(MemoryResource::outstanding)
-            .unwrap_or_default()
+            .map_or_else(|| Ok(Usage::default()), MemoryResource::usage)
     }
 
     /// Bytes that every budget on the way down still has room for; none if there is no budget. More may
     /// fit once pending bytes were [reaped](Self::reap), and less where the device is short.
+    #[doc(hidden)]
     fn headroom(&self) -> Option<u64> {
         self.upstream()?.headroom()
     }
@@ -181,53 +154,39 @@ pub unsafe trait MemoryResource: Send + Sync {
             .map_or_else(|| Ok(Trimmed::default()), |below| below.trim(keep))
     }
 
-    /// What is held from the driver and handed out of it; of everything under the resource, also where
-    /// others share that. Of a source by default what is outstanding, and no memory of peaks.
-    ///
-    /// # Errors
-    /// Driver errors.
-    fn usage(&self) -> Result<PoolUsage, Error> {
+    /// Sets the peaks of [`usage`](Self::usage) to the current values.
+    fn reset_peak_stats(&self) {
         if let Some(below) = self.upstream() {
-            return below.usage();
+            below.reset_peak_stats();
         }
-        let current = self.outstanding().total();
-        let all = Gauge {
-            current,
-            peak: current,
-        };
-        Ok(PoolUsage {
-            reserved: all,
-            used: all,
-        })
     }
 
-    /// Sets the peaks of [`usage`](Self::usage) to the current values.
-    ///
-    /// # Errors
-    /// Driver errors.
-    fn reset_peaks(&self) -> Result<(), Error> {
-        self.upstream().map_or(Ok(()), MemoryResource::reset_peaks)
+    /// Sets the sums of [`usage`](Self::usage) since the start to 0.
+    fn reset_accumulated_stats(&self) {
+        if let Some(below) = self.upstream() {
+            below.reset_accumulated_stats();
+        }
     }
 
     /// Where a block is in its life. A source that does not say knows no block.
-    fn state(&self, block: &BlockIdentity) -> BlockState {
+    fn state(&self, id: &BlockId) -> BlockState {
         self.upstream()
-            .map_or(BlockState::Freed, |below| below.state(block))
+            .map_or(BlockState::Free, |below| below.state(id))
     }
 
     /// What is known about uses on other streams.
-    fn tracking(&self) -> Tracking {
+    fn use_tracking(&self) -> UseTracking {
         self.upstream()
-            .map_or(Tracking::None, MemoryResource::tracking)
+            .map_or(UseTracking::None, MemoryResource::use_tracking)
     }
 
     /// Says that work already given to `stream` uses the block, and none later does.
     ///
     /// # Errors
     /// [`StreamMisuse::NotTracked`] where uses are not tracked; [`Error::UseAfterFree`].
-    fn record_use(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
+    fn record_use(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
         match self.upstream() {
-            Some(below) => below.record_use(block, stream),
+            Some(below) => below.record_use(id, stream),
             None => Err(not_tracked("a use", stream)),
         }
     }
@@ -238,33 +197,28 @@ pub unsafe trait MemoryResource: Send + Sync {
     ///
     /// # Errors
     /// As [`record_use`](Self::record_use).
-    fn record_stream(&self, block: &BlockIdentity, stream: &Stream) -> Result<(), Error> {
+    fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
         match self.upstream() {
-            Some(below) => below.record_stream(block, stream),
+            Some(below) => below.record_stream(id, stream),
             None => Err(not_tracked("a stream", stream)),
         }
     }
 
     /// Lets work that is given to `stream` from now on access the block: queues the waits for it.
-    /// Of a source that tracks [`Tracking::Reuse`] by default nothing on the block's own stream, and
+    /// Of a source that tracks [`UseTracking::Reuse`] by default nothing on the block's own stream, and
     /// refused on others, whose order is the caller's.
     ///
     /// # Errors
     /// As [`record_use`](Self::record_use).
-    fn prepare_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        access: Access,
-    ) -> Result<(), Error> {
+    fn prepare_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
         if let Some(below) = self.upstream() {
-            return below.prepare_use(block, stream, access);
+            return below.prepare_use(id, stream, access);
         }
-        if self.tracking() != Tracking::None {
-            if self.state(block) != BlockState::Live {
-                return Err(block.gone());
+        if self.use_tracking() != UseTracking::None {
+            if self.state(id) != BlockState::Live {
+                return Err(id.gone());
             }
-            if stream.id()? == block.stream {
+            if stream.id()? == id.stream_id() {
                 return Ok(());
             }
         }
@@ -277,26 +231,54 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// # Errors
     /// As [`record_use`](Self::record_use). After a driver error the block counts as used on
     /// `stream` by everything that the stream has been given when the block is needed next. That takes
-    /// no further question to the driver under [`Tracking::Access`], and on the block's own stream.
-    /// Under [`Tracking::Reuse`] another stream is recorded as [`record_stream`](Self::record_stream)
+    /// no further question to the driver under [`UseTracking::Access`], and on the block's own stream.
+    /// Under [`UseTracking::Reuse`] another stream is recorded as [`record_stream`](Self::record_stream)
     /// does; if that is refused too, the use counts only once it is recorded.
-    fn finish_use(
-        &self,
-        block: &BlockIdentity,
-        stream: &Stream,
-        access: Access,
-    ) -> Result<(), Error> {
+    fn finish_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
         match self.upstream() {
-            Some(below) => below.finish_use(block, stream, access),
+            Some(below) => below.finish_use(id, stream, access),
             None => {
-                let recorded = self.record_use(block, stream);
+                let recorded = self.record_use(id, stream);
                 if must_last(&recorded) {
                     // The first error is the one to tell of.
-                    let _ = self.record_stream(block, stream);
+                    let _ = self.record_stream(id, stream);
                 }
                 recorded
             }
         }
+    }
+
+    /// The allocator that the resource is, with nothing in between: owners of memory go to it directly then.
+    #[doc(hidden)]
+    #[inline]
+    fn as_allocator(&self) -> Option<&Allocator> {
+        None
+    }
+
+    /// The resource, for owners of its blocks to keep.
+    #[doc(hidden)]
+    fn shared(&self) -> Arc<dyn MemoryResource>
+    where
+        Self: Sized + Clone + 'static,
+    {
+        Arc::new(self.clone())
+    }
+}
+
+/// What typed owners take memory from: any resource of which a handle can be kept. An
+/// [`Allocator`](crate::Allocator), a pool, an [`Arc`] of a stack.
+pub trait Source: MemoryResource + Clone + 'static {}
+
+impl<R: MemoryResource + Clone + 'static> Source for R {}
+
+/// The allocator that a resource's blocks come from, if they come from one.
+pub(crate) fn allocator_under(resource: &dyn MemoryResource) -> Option<&Allocator> {
+    let mut at = resource;
+    loop {
+        if let Some(allocator) = at.as_allocator() {
+            return Some(allocator);
+        }
+        at = at.upstream()?;
     }
 }
 
@@ -314,38 +296,48 @@ fn not_tracked(asked: &'static str, stream: &Stream) -> Error {
 }
 
 macro_rules! pointer {
-    ($([$($generics:tt)*] $pointer:ty),* $(,)?) => {$(
+    ($([$($generics:tt)*] $pointer:ty { $($shared:tt)* })*) => {$(
         // SAFETY: passes everything on.
         unsafe impl $($generics)* MemoryResource for $pointer {
             #[inline]
-            fn allocate_block_aligned(
-                &self,
-                bytes: usize,
-                alignment: usize,
-                stream: &Stream,
-                tag: Tag,
-            ) -> Result<ResourceBlock, Error> {
-                (**self).allocate_block_aligned(bytes, alignment, stream, tag)
+            fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
+                (**self).allocate_block(request, on)
             }
             #[inline]
-            fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+            fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
                 (**self).deallocate_block(block)
             }
-            fn context(&self) -> &Context {
-                (**self).context()
+            fn ordinal(&self) -> usize {
+                (**self).ordinal()
             }
             #[inline]
             fn upstream(&self) -> Option<&dyn MemoryResource> {
                 Some(&**self)
             }
+            #[inline]
+            fn as_allocator(&self) -> Option<&Allocator> {
+                (**self).as_allocator()
+            }
+            $($shared)*
         }
     )*};
 }
 pointer! {
-    [<R: MemoryResource>] &R,
-    [<R: MemoryResource>] Arc<R>,
-    [<R: MemoryResource>] Box<R>,
-    [] &dyn MemoryResource,
-    [] Arc<dyn MemoryResource>,
-    [] Box<dyn MemoryResource>,
+    [<R: MemoryResource>] &R {}
+    [<R: MemoryResource>] Arc<R> {
+        fn shared(&self) -> Arc<dyn MemoryResource>
+        where
+            Self: Sized + Clone + 'static,
+        {
+            Arc::<R>::clone(self)
+        }
+    }
+    [<R: MemoryResource>] Box<R> {}
+    [] &dyn MemoryResource {}
+    [] Arc<dyn MemoryResource> {
+        fn shared(&self) -> Arc<dyn MemoryResource> {
+            Arc::clone(self)
+        }
+    }
+    [] Box<dyn MemoryResource> {}
 }

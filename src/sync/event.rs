@@ -26,6 +26,14 @@ impl EventPools {
         }))
     }
 
+    /// Keeps no events: each is destroyed after its use, so that none keeps its context.
+    pub(crate) fn kept_by_nobody() -> EventPools {
+        EventPools(Arc::new(Pools {
+            idle: Mutex::default(),
+            home: Some(u64::MAX),
+        }))
+    }
+
     /// Destroys the events that are not in use.
     pub(crate) fn clear(&self) {
         let idle = std::mem::take(&mut *process::lock(&self.0.idle));

@@ -4,6 +4,7 @@ use super::Rig;
 use cualloc::column::Column;
 use cualloc::driver::Stream;
 use cualloc::driver::sys::CUresult;
+use cualloc::resource::Access;
 use cualloc::sim::{FailPlan, Leaks, Mode, Simulator};
 use cualloc::{Allocator, DeviceBuffer, Error, PinnedBuffer};
 
@@ -296,7 +297,7 @@ fn r2_asynchronous_copies_that_fail_are_waited_for() {
         assert!(sim.pending().is_empty());
         assert_eq!(target, [7; 4096]);
         // Its order is made up for by the next call.
-        buffer.order_before(&home).unwrap();
+        buffer.prepare_use(&home, Access::ReadWrite).unwrap();
         refuse_order(1);
         target.fill(8);
         // SAFETY: as above.

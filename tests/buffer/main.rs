@@ -5,11 +5,13 @@
 mod common;
 mod faults;
 mod order;
+mod resources;
 mod rig;
 
 use cualloc::buffer::{CopyInFlight, DeviceSlice, DeviceSliceMut};
 use cualloc::driver::Stream;
 use cualloc::error::{InvalidArgument, StreamMisuse};
+use cualloc::resource::Access;
 use cualloc::{Allocator, DeviceBuffer, Error, PinnedBuffer};
 use rig::{POLICIES, Rig};
 use std::mem::MaybeUninit;
@@ -107,15 +109,15 @@ fn s1_21_s0_1_no_elements_no_memory_no_call() {
             assert_eq!((buffer.len(), buffer.byte_len()), (0, 0));
             assert!(buffer.is_empty());
             assert_eq!(buffer.as_device_ptr(), 0);
-            assert!(buffer.block().is_none() && buffer.stream().is_none());
+            assert!(buffer.id().is_none() && buffer.home().is_none() && buffer.stream().is_none());
         }
         empty.copy_from_slice(&[]).unwrap();
         empty.copy_to_slice(&mut []).unwrap();
         assert_eq!(empty.to_vec().unwrap(), []);
         empty.copy_from(&other.as_slice(), stream).unwrap();
         empty.fill(1.0, stream).unwrap();
-        empty.order_before(stream).unwrap();
-        empty.order_after(stream).unwrap();
+        empty.prepare_use(stream, Access::ReadWrite).unwrap();
+        empty.finish_use(stream, Access::ReadWrite).unwrap();
         let host = PinnedBuffer::zeroed(&rig.contexts[0], 0).unwrap();
         let copy = empty.upload(host, stream).unwrap();
         assert!(copy.is_complete().unwrap());
@@ -124,7 +126,9 @@ fn s1_21_s0_1_no_elements_no_memory_no_call() {
         assert_eq!(empty.slice(..).unwrap().len(), 0);
         assert_eq!(empty.as_slice().cast::<u8>().unwrap().len(), 0);
         assert!(empty.slice(..1).is_err());
-        assert!(other.into_block().unwrap().is_none());
+        let kept = other.into_block().unwrap_err();
+        assert!(matches!(kept.error, Error::NotSupported { .. }));
+        kept.value.free().unwrap();
         empty.free().unwrap();
         drop((filled, unset, nothing));
         assert_eq!(rig.driver.calls().since(&calls).total(), 0);
@@ -298,7 +302,7 @@ fn uninitialised_memory_and_blocks_go_in_and_out() {
         let set = unsafe { unset.assume_init() };
         assert_eq!(set.to_vec().unwrap(), [4; 10]);
         let ptr = set.as_device_ptr();
-        let block = set.into_block().unwrap().unwrap();
+        let block = set.into_block().unwrap();
         assert_eq!((block.ptr(), block.requested()), (ptr, 40));
         // SAFETY: the block's own stream; bytes of it are numbers.
         let same = unsafe { DeviceBuffer::<u16>::from_block(block, 20, stream) }.unwrap();
@@ -312,7 +316,7 @@ fn uninitialised_memory_and_blocks_go_in_and_out() {
             [4]
         );
 
-        let block = same.into_block().unwrap().unwrap();
+        let block = same.into_block().unwrap();
         let usable = block.size();
         // SAFETY: as above.
         let error = unsafe {

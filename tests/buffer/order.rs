@@ -3,6 +3,7 @@
 use super::Rig;
 use cualloc::driver::{Entered, Stream, sys};
 use cualloc::error::StreamMisuse;
+use cualloc::resource::Access;
 use cualloc::sim::{Mode, Report, Simulator};
 use cualloc::{Allocator, CopyInFlight, DeviceBuffer, Error, PinnedBuffer};
 
@@ -208,22 +209,22 @@ fn foreign_work_without_order_is_a_race() {
             !reports.is_empty()
         };
 
-        buffer.order_before(&other).unwrap();
+        buffer.prepare_use(&other, Access::ReadWrite).unwrap();
         foreign_fill(&entered, buffer.as_device_ptr(), &other);
-        buffer.order_after(&other).unwrap();
+        buffer.finish_use(&other, Access::ReadWrite).unwrap();
         buffer.fill(2, &home).unwrap();
         assert!(!races());
 
         // Without the first, with the zeros; without the second, with what comes later.
         foreign_fill(&entered, buffer.as_device_ptr(), &other);
-        buffer.order_after(&other).unwrap();
+        buffer.finish_use(&other, Access::ReadWrite).unwrap();
         assert!(races());
-        buffer.order_before(&other).unwrap();
+        buffer.prepare_use(&other, Access::ReadWrite).unwrap();
         foreign_fill(&entered, buffer.as_device_ptr(), &other);
         buffer.fill(3, &home).unwrap();
         assert!(races());
         // Without the second, the next owner of the memory meets the work too.
-        buffer.order_before(&other).unwrap();
+        buffer.prepare_use(&other, Access::ReadWrite).unwrap();
         foreign_fill(&entered, buffer.as_device_ptr(), &other);
         let ptr = buffer.as_device_ptr();
         drop(buffer);
@@ -341,8 +342,8 @@ fn streams_that_capture_are_refused() {
             };
             let calls = rig.driver.calls();
             refused(buffer.fill(1, used));
-            refused(buffer.order_before(used));
-            refused(buffer.order_after(used));
+            refused(buffer.prepare_use(used, Access::ReadWrite));
+            refused(buffer.finish_use(used, Access::ReadWrite));
             if std::ptr::eq(captured, &home) {
                 refused(buffer.copy_from_slice(&[0; 64]));
                 refused(buffer.to_vec().map(drop));

@@ -4,6 +4,7 @@
 use cualloc::allocator::Allocator;
 use cualloc::column::{Column, ElementType};
 use cualloc::driver::{Stream, sys};
+use cualloc::resource::Access;
 use cualloc::sim::Mode;
 use cualloc::{DeviceBuffer, Error};
 
@@ -37,7 +38,7 @@ fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
             buffer.fill(5, &other).unwrap_err();
             assert!(!interlude::is_due());
             capturing(buffer.fill(6, next), &other);
-            capturing(buffer.order_before(&home), &other);
+            capturing(buffer.prepare_use(&home, Access::ReadWrite), &other);
             let failed = buffer.free().unwrap_err();
             buffer = *failed.value;
             capturing(Err(failed.error), &other);

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use crate::common::capturing::*;
 use crate::common::*;
 use cualloc::Policy;
+use cualloc::Request;
 use cualloc::allocator::Allocator;
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::sys::CUresult;
-use cualloc::resource::{AsyncResource, DirectResource, MemoryResource, OwnedBlock};
+use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource, OwnedBlock};
 use cualloc::sim::{FailPlan, Mode};
 
 fn live(allocator: &Allocator) -> u64 {
@@ -27,14 +28,14 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
             let stream = rig.stream();
             // Every free asks the stream from here on.
             captured(rig, stream.raw(), || ());
-            let resource = AsyncResource::new(allocator.clone());
+            let resource = AccessOrdered::new(allocator.clone());
             let mut refused = 0;
             for first in 1..10 {
                 let code = CUresult::CUDA_ERROR_INVALID_VALUE;
                 let fail = |name| FailPlan::call(name, code).unwrap();
                 sim.fail(fail("cuEventRecord").times(100));
                 sim.fail(fail("cuStreamIsCapturing").nth(first).times(100));
-                let made = resource.allocate_block(bytes, &stream, "never".into());
+                let made = resource.allocate_block(&Request::new(bytes).tag("never"), &stream);
                 assert!(made.is_err(), "no ready point");
                 refused += live(&allocator);
                 sim.clear_failures();
@@ -55,9 +56,17 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
         for (bytes, at) in [(1000, 0), (3 * MIB, 1), (1000, 2), (3 * MIB, 3)] {
             let allocator = rig.allocator();
             let (stream, other) = (rig.stream(), rig.stream());
-            let resource = Arc::new(AsyncResource::new(allocator.clone()));
-            let plain = OwnedBlock::allocate(allocator.clone(), bytes, &stream, "plain".into());
-            let ordered = OwnedBlock::allocate(resource.clone(), bytes, &stream, "ordered".into());
+            let resource = Arc::new(AccessOrdered::new(allocator.clone()));
+            let plain = OwnedBlock::allocate(
+                allocator.clone(),
+                &Request::new(bytes).tag("plain"),
+                &stream,
+            );
+            let ordered = OwnedBlock::allocate(
+                resource.clone(),
+                &Request::new(bytes).tag("ordered"),
+                &stream,
+            );
             let (plain, ordered) = (plain.unwrap(), ordered.unwrap());
             captured(rig, stream.raw(), || {
                 drop(plain);
@@ -69,14 +78,14 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
                 1 => drop(resource.trim(0).unwrap()),
                 2 => {
                     let block = resource
-                        .allocate_block(bytes, &other, "next".into())
+                        .allocate_block(&Request::new(bytes).tag("next"), &other)
                         .unwrap();
                     resource.deallocate_block(block).unwrap();
                 }
                 _ => {}
             }
-            let pending = resource.outstanding();
-            assert!(at == 3 || pending.live == 0, "{pending:?}");
+            let left = resource.usage().unwrap().requested.current;
+            assert!(at == 3 || left == 0, "{left}");
             drop(resource);
             allocator.trim(0).unwrap();
             assert_eq!(live(&allocator), 0, "{at}");
@@ -95,12 +104,13 @@ fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
         };
         let stream = rig.stream();
         for call in ["cuCtxSynchronize", "cuMemFree_v2"] {
-            let direct = DirectResource::new(&rig.context);
-            let block = OwnedBlock::allocate(&direct, MIB, &stream, "direct".into()).unwrap();
+            let direct = CudaMemory::new(&rig.context);
+            let block =
+                OwnedBlock::allocate(&direct, &Request::new(MIB).tag("direct"), &stream).unwrap();
             let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
             sim.fail(FailPlan::call(call, code).unwrap());
             drop(block);
-            assert_eq!(direct.outstanding().live, 0, "{call}");
+            assert_eq!(direct.usage().unwrap().requested.current, 0, "{call}");
         }
         assert_eq!(sim.memory_in_use(0), 0);
     });

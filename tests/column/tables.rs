@@ -7,10 +7,7 @@ use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::column::*;
 use cualloc::driver::{Context, Stream};
 use cualloc::error::{ImportFault, InvalidArgument};
-use cualloc::resource::{
-    AsyncResource, BlockState, Budget, DirectResource, LaunchRecorder, MemoryResource, Outstanding,
-    RecordMode,
-};
+use cualloc::resource::{AccessOrdered, BlockState, Budget, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::SimConfig;
 use std::sync::Arc;
 
@@ -41,15 +38,16 @@ fn s5_45_s5_9_columns_say_what_they_are() {
         let id = owned.block().unwrap();
         let ptr = owned.ptr();
         let block = owned.into_block().unwrap();
-        assert_eq!(block.generation(), (id.key.id, id.key.generation as u32));
+        let (record, life) = block.generation();
+        assert_eq!(id.generation(), u64::from(life) << 32 | u64::from(record));
         drop(block);
         let next = floats(&allocator, 300, &a);
         assert_eq!(next.ptr(), ptr);
-        assert_ne!(next.block().unwrap().key, id.key);
+        assert_ne!(next.block().unwrap(), id);
         let elsewhere = rig.allocator();
         let there = floats(&elsewhere, 1, &a).block().unwrap();
-        assert_ne!(there.key.source, id.key.source);
-        assert_eq!(id.key.source, allocator.id());
+        assert_ne!(there.source(), id.source());
+        assert_eq!(id.source(), allocator.id());
 
         let Some(other) = other() else { return };
         let plain = Plain::new(&rig.context, 400);
@@ -130,7 +128,7 @@ fn s5_10_empty_columns() {
         let tensor = empty.to_dlpack(&Consumer::Tracked(stream.clone())).unwrap();
         let back = Column::from_dlpack(tensor, &stream, Producer::Ordered).unwrap();
         assert_eq!((back.rows(), back.ptr(), back.block()), (0, 0, None));
-        assert_eq!(back.to_vec::<f32>().unwrap(), []);
+        assert_eq!(back.to_vec::<f32>().unwrap(), [0f32; 0]);
         assert_eq!(rig.driver.calls().total(), calls);
         assert!(!back.is_external());
         drop((back, empty));
@@ -198,12 +196,12 @@ fn s5_47_foreign_memory_is_external() {
             assert_eq!((column.is_external(), column.block()), (true, None));
             // Strict recorders refuse it before anything is queued, permissive ones pass over it.
             let waits = rig.calls("cuStreamWaitEvent");
-            let mut strict = LaunchRecorder::new(&allocator, &b, RecordMode::Strict);
+            let mut strict = Launch::strict(&allocator, &b);
             strict.read(&column).unwrap();
             assert!(strict.preflight().is_err());
             assert_eq!(rig.calls("cuStreamWaitEvent"), waits);
             drop(strict);
-            let mut permissive = LaunchRecorder::new(&allocator, &b, RecordMode::Permissive);
+            let mut permissive = Launch::permissive(&allocator, &b);
             permissive.read(&column).unwrap().write(&column).unwrap();
             permissive.preflight().unwrap();
             permissive.commit().unwrap();
@@ -453,28 +451,28 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
         let stream = rig.stream();
         let stacks = [
             shared(rig, |allocator| allocator),
-            shared(rig, AsyncResource::new),
+            shared(rig, AccessOrdered::new),
             shared(rig, |allocator| {
-                Budget::new(AsyncResource::new(allocator), Some(1 << 20))
+                Budget::new(AccessOrdered::new(allocator), Some(1 << 20))
             }),
-            Arc::new(DirectResource::new(&rig.context)),
+            Arc::new(CudaMemory::new(&rig.context)),
         ];
         for resource in stacks {
             let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &stream);
             let column = column.unwrap();
             let id = column.block().unwrap();
             assert_eq!(
-                (id.ptr, id.bytes, column.is_external()),
+                (id.ptr(), id.bytes(), column.is_external()),
                 (column.ptr(), 24, false)
             );
             assert_eq!(resource.state(&id), BlockState::Live);
-            assert_eq!(resource.outstanding().live, 24);
+            assert_eq!(resource.usage().unwrap().requested.current, 24);
             column.record_stream(&rig.stream()).unwrap();
             assert_eq!(column.to_vec::<i64>().unwrap(), [3, 5, 8]);
             // Neither is it an allocator's.
             let column = column.into_block().expect_err("a resource's");
             let owned = column.into_owned().unwrap();
-            assert_eq!(owned.identity(), Some(id));
+            assert_eq!(owned.id(), Some(id));
             // SAFETY: the block's own stream, and nothing else uses it.
             let refused = unsafe { Column::from_owned(owned, ElementType::I64, 1000, &stream) };
             let refused = refused.unwrap_err();
@@ -490,9 +488,9 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
                 (Some(id), vec![3, 5])
             );
             drop(again);
-            assert_eq!(resource.outstanding().live, 0);
+            assert_eq!(resource.usage().unwrap().requested.current, 0);
             resource.reap().unwrap();
-            assert_eq!(resource.state(&id), BlockState::Freed);
+            assert_eq!(resource.state(&id), BlockState::Free);
             let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::F32, 7, &stream);
             assert_eq!(zeros.unwrap().to_vec::<f32>().unwrap(), [0.0; 7]);
             let empty = Column::uninit_in(Arc::clone(&resource), ElementType::F32, 0, &stream);
@@ -506,13 +504,13 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
 #[test]
 fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
     each(|rig| {
-        let resource = shared(rig, AsyncResource::new);
+        let resource = shared(rig, AccessOrdered::new);
         let [a, b] = rig.streams();
         let mut column = Column::from_slice_in(Arc::clone(&resource), &[1u32; 1024], &a).unwrap();
         for round in 2..5u32 {
             let busy = rig.busy(&a);
             column.copy_from_slice(&[round; 1024]).unwrap();
-            let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut launch = Launch::strict(&resource, &b);
             launch.read_write(&column).unwrap();
             assert_eq!(launch.blocks().count(), 1);
             launch.preflight().unwrap();
@@ -523,7 +521,7 @@ fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
         }
         // An export comes after the launch, the end of the column after the consumer.
         let busy = rig.busy(&b);
-        let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+        let mut launch = Launch::strict(&resource, &b);
         launch.write(&column).unwrap();
         launch.preflight().unwrap();
         rig.stamp(column.ptr(), 4096, 99, &b);
@@ -543,6 +541,6 @@ fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
         assert_eq!(next.to_vec::<u32>().unwrap(), [5; 1024]);
         drop(next);
         resource.reap().unwrap();
-        assert_eq!(resource.outstanding(), Outstanding::default());
+        assert_eq!(resource.usage().unwrap().outstanding(), 0);
     });
 }

@@ -4,24 +4,22 @@ use std::sync::Arc;
 
 use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::Stream;
-use cualloc::pool::{
-    Lease, NativeBlock, NativeConfig, NativePool, PooledBuffer, TypedPool, WorkspacePool,
-};
-use cualloc::resource::{Access, AsyncResource, MemoryResource, ResourceBlock};
-use cualloc::{Allocator, DeviceBuffer};
+use cualloc::pool::{Lease, NativeBlock, NativeConfig, NativePool, TypedPool, WorkspacePool};
+use cualloc::resource::{Access, AccessOrdered, MemoryResource, RawBlock};
+use cualloc::{Allocator, DeviceBuffer, Request};
 
 use super::program::{Act, Step, size};
 use super::rng::Rng;
 use super::world::{Done, Kind, World};
 
-type Ordered = Arc<AsyncResource<Allocator>>;
+type Ordered = Arc<AccessOrdered<Allocator>>;
 
 pub enum Layered {
     Buffer(DeviceBuffer<u32>),
     Column(Column),
-    Pooled(PooledBuffer<u32>),
+    Pooled(DeviceBuffer<u32>),
     Lease(Lease),
-    Resource(ResourceBlock, Ordered),
+    Resource(RawBlock, Ordered),
     /// Lent to somebody who works on its stream.
     Tensor(DlpackTensor),
     /// Not the allocator's: the judge hears nothing of it, and the simulator alone judges its uses.
@@ -124,10 +122,11 @@ impl World {
                 let pool = it
                     .layers
                     .typed
-                    .get_or_insert_with(|| TypedPool::over([allocator]));
+                    .get_or_insert_with(|| TypedPool::new(allocator));
                 // Few lengths, so that they are met again.
                 let words = words.next_power_of_two();
-                let buffer = pool.zeroed::<u32>(words, stream).map_err(|e| say(&e))?;
+                let buffer =
+                    DeviceBuffer::<u32>::zeroed(&*pool, words, stream).map_err(|e| say(&e))?;
                 let place = (buffer.as_device_ptr(), 4 * words as u64);
                 (place.0, place.1, Layered::Pooled(buffer))
             }
@@ -158,13 +157,13 @@ impl World {
                 let ordered = it
                     .layers
                     .ordered
-                    .get_or_insert_with(|| Arc::new(AsyncResource::new(allocator.clone())));
+                    .get_or_insert_with(|| Arc::new(AccessOrdered::new(allocator.clone())));
                 let ordered = Arc::clone(ordered);
                 if rng.percent(20) {
                     let _ = ordered.reap();
                 }
                 let block = ordered
-                    .allocate_block(bytes as usize, stream, "judge".into())
+                    .allocate_block(&Request::new(bytes as usize).tag("judge"), stream)
                     .map_err(|e| say(&e))?;
                 (block.ptr(), bytes, Layered::Resource(block, ordered))
             }
@@ -232,7 +231,7 @@ impl World {
         };
         let recorded = match layered {
             Layered::Resource(block, ordered) => {
-                let id = block.identity();
+                let id = block.id();
                 if ordered.prepare_use(&id, &stream, Access::Write).is_err() {
                     return Ok(());
                 }

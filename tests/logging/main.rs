@@ -9,11 +9,12 @@ use std::cell::RefCell;
 use std::sync::Once;
 
 use common::*;
+use cualloc::Tag;
 use cualloc::driver::sys;
 use cualloc::pool::{NativeConfig, NativePool, ThresholdPool};
-use cualloc::resource::{AsyncResource, LaunchRecorder, MemoryResource, RecordMode, Tag};
+use cualloc::resource::{AccessOrdered, Launch, MemoryResource};
 use cualloc::sim::FailPlan;
-use cualloc::{Config, Policy};
+use cualloc::{Config, Policy, Request};
 
 thread_local! {
     /// What the calling thread has logged.
@@ -74,7 +75,7 @@ fn s3_3_drops_of_pooled_buffers_log_what_failed() {
         let lines: Vec<_> = logged.iter().map(Vec::len).collect();
         assert_eq!(lines, [1, 1, 0, 1, 0], "{logged:?}");
         assert!(logged[0][0].contains("surplus"), "{logged:?}");
-        assert_eq!(pool.stats().allocated, 0);
+        assert_eq!(pool.usage().unwrap().used.current, 0);
         pool.trim(0).unwrap();
     });
 }
@@ -102,14 +103,17 @@ fn s3_8_a_drop_that_destroys_no_pool_is_logged() {
 fn s5_42_an_abandoned_recorder_warns() {
     collect();
     each(|rig| {
-        let (resource, stream) = (AsyncResource::new(rig.allocator()), rig.stream());
+        let (resource, stream) = (AccessOrdered::new(rig.allocator()), rig.stream());
         let tag = Tag::new("test");
-        let blocks = [(); 2].map(|()| resource.allocate_block(64, &stream, tag).unwrap());
-        for (mode, name) in [
-            (RecordMode::Strict, "Strict"),
-            (RecordMode::Permissive, "Permissive"),
+        let blocks = [(); 2].map(|()| {
+            resource
+                .allocate_block(&Request::new(64).tag(tag), &stream)
+                .unwrap()
+        });
+        for (mut recorder, name) in [
+            (Launch::strict(&resource, &stream), "strict"),
+            (Launch::permissive(&resource, &stream), "permissive"),
         ] {
-            let mut recorder = LaunchRecorder::new(&resource, &stream, mode);
             recorder.read(&blocks[0]).unwrap();
             recorder.write(&blocks[1]).unwrap();
             taken();
@@ -125,11 +129,11 @@ fn s5_42_an_abandoned_recorder_warns() {
                 assert!(lines.is_empty(), "{lines:?}");
             }
         }
-        let mut recorder = LaunchRecorder::new(&resource, &stream, RecordMode::Strict);
+        let mut recorder = Launch::strict(&resource, &stream);
         recorder.read(&blocks[0]).unwrap();
         recorder.preflight().unwrap();
         recorder.commit().unwrap();
-        drop(LaunchRecorder::new(&resource, &stream, RecordMode::Strict));
+        drop(Launch::strict(&resource, &stream));
         assert_eq!(taken(), [""; 0], "nothing was forgotten");
         for block in blocks {
             resource.deallocate_block(block).unwrap();

@@ -4,7 +4,7 @@ use cualloc::driver::sys::{CUmemPool_attribute as Attribute, CUresult};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::{NativeConfig, NativePool, TypedPool};
 use cualloc::sim::{FailPlan, Mode, SimConfig};
-use cualloc::{Config, Error, Policy};
+use cualloc::{DeviceBuffer, Error, Policy};
 
 use crate::common::{MIB, Rig, only, only_on};
 use crate::fill;
@@ -407,11 +407,11 @@ fn r39_old_drivers_do_not_reuse_opportunistically() {
 #[test]
 fn pools_run_side_by_side() {
     with_pool(NativeConfig::default(), |rig, pool| {
-        let typed = TypedPool::new(&rig.driver, Config::new());
+        let typed = TypedPool::new(&rig.allocator());
         let stream = rig.stream();
         let native = pool.allocate(MIB, &stream).unwrap();
         let calls = rig.calls("cuMemAllocFromPoolAsync");
-        let ours = typed.uninit::<u8>(MIB, &stream).unwrap();
+        let ours = DeviceBuffer::<u8>::uninit(&typed, MIB, &stream).unwrap();
         assert_eq!(rig.calls("cuMemAllocFromPoolAsync"), calls);
         fill(&rig.context, native.ptr(), MIB, &stream);
         fill(&rig.context, ours.as_device_ptr(), MIB, &stream);

@@ -5,7 +5,7 @@ use cualloc::driver::{Driver, Stream};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::WorkspacePool;
 use cualloc::sim::{FailPlan, SimConfig, Simulator};
-use cualloc::{Allocator, Config, Error};
+use cualloc::{Allocator, Config, Error, Request};
 
 use crate::common::{KIB, MIB, Rig, each, on_cuda};
 use crate::fill;
@@ -283,17 +283,17 @@ fn s0_1_a_lease_of_nothing_has_the_smallest_size() {
 /// S4.14, S4.11: a name of a lease says when that is over, also while the memory is on lease again.
 #[test]
 fn s4_14_s4_11_names_know_when_the_lease_is_over() {
-    use cualloc::resource::{BlockState, MemoryResource, Tag};
+    use cualloc::resource::{BlockState, MemoryResource};
     each(|rig| {
         let (pool, stream) = (pool_of(rig, WorkspacePool::new, 4), rig.stream());
-        let block = pool.allocate_block(MIB, &stream, Tag::default()).unwrap();
-        let (name, address) = (block.identity(), block.ptr());
+        let block = pool.allocate_block(&Request::new(MIB), &stream).unwrap();
+        let (name, address) = (block.id(), block.ptr());
         assert_eq!(pool.state(&name), BlockState::Live);
         pool.deallocate_block(block).unwrap();
-        assert_eq!(pool.state(&name), BlockState::Freed);
+        assert_eq!(pool.state(&name), BlockState::Free);
         let again = pool.lease(&stream, MIB).unwrap();
         assert_eq!(again.ptr(), address);
-        assert_eq!(pool.state(&name), BlockState::Freed);
+        assert_eq!(pool.state(&name), BlockState::Free);
         assert!(matches!(
             pool.record_use(&name, &stream),
             Err(Error::UseAfterFree { .. })

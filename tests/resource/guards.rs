@@ -2,26 +2,25 @@
 
 mod guard {
     use crate::common::*;
-    use cualloc::driver::sys;
+    use cualloc::driver::{Stream, sys};
     use cualloc::error::StreamMisuse;
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Error, Policy, Refused};
+    use cualloc::{Allocator, BlockId, Error, Policy, Refused, Request, Tag};
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::{Arc, Mutex, OnceLock};
     use std::time::Duration;
 
     const T: Tag = Tag::new("test");
 
+    type Guard<R> = Relief<Budget<R>>;
+
     fn packed(test: impl Fn(&Rig)) {
         only(Policy::Packed, test);
     }
 
     fn guard(rig: &Rig, budget: impl Into<Option<u64>>) -> Guard<Allocator> {
-        Guard::builder()
-            .budget(budget.into())
-            .build(rig.allocator())
-            .unwrap()
+        Relief::new(Budget::new(rig.allocator(), budget.into()))
     }
 
     /// S1.24, S1.36: a budget that can change; errors before any driver call; defaults.
@@ -30,23 +29,20 @@ mod guard {
         const RESERVE: u64 = 4 << 20;
         packed(|rig| {
             let stream = rig.stream();
-            let open = Guard::builder().open(&rig.driver).unwrap();
+            let open = guard(rig, None);
             assert_eq!(
-                (open.inner().limit(), open.policy()),
+                (open.get_ref().limit(), open.policy()),
                 (None, OomPolicy::Fail)
             );
-            assert_eq!((open.device(), open.release_reserve().unwrap()), (0, 0));
-            let guard = Guard::builder()
-                .device(0)
-                .budget(Some(RESERVE + 1000))
-                .reserve(RESERVE as usize)
-                .policy(OomPolicy::FreeCaches)
-                .build(rig.allocator())
+            assert_eq!((open.ordinal(), open.release_reserve().unwrap()), (0, 0));
+            let guard = guard(rig, RESERVE + 1000)
+                .with_policy(OomPolicy::FreeCaches)
+                .with_reserve(RESERVE as usize)
                 .unwrap();
             assert_eq!(guard.policy(), OomPolicy::FreeCaches);
             guard.set_policy(OomPolicy::Fail);
             let calls = rig.memory_calls();
-            match guard.allocate_block(1001, &stream, T) {
+            match guard.allocate_block(&Request::new(1001).tag(T), &stream) {
                 Err(Error::OverBudget {
                     requested,
                     limit,
@@ -58,29 +54,35 @@ mod guard {
                 other => panic!("{other:?}"),
             }
             assert_eq!(rig.memory_calls(), calls);
-            let budget = guard.inner();
+            let budget = guard.get_ref();
             budget.set_limit(None);
             assert_eq!((budget.limit(), budget.remaining()), (None, None));
-            let block = guard.allocate_block(1001, &stream, T).unwrap();
+            let block = guard
+                .allocate_block(&Request::new(1001).tag(T), &stream)
+                .unwrap();
             budget.set_limit(Some(500));
-            assert_eq!(guard.stats().used, RESERVE + 1001, "stays");
-            assert_eq!(guard.stats().budget, Some(500));
-            assert!(guard.allocate_block(1, &stream, T).is_err());
+            assert_eq!(
+                guard.usage().unwrap().outstanding(),
+                RESERVE + 1001,
+                "stays"
+            );
+            assert_eq!(guard.usage().unwrap().limit, Some(500));
+            assert!(
+                guard
+                    .allocate_block(&Request::new(1).tag(T), &stream)
+                    .is_err()
+            );
             guard.deallocate_block(block).unwrap();
             assert_eq!(guard.reserved(), RESERVE);
             assert_eq!(guard.release_reserve().unwrap(), RESERVE);
             assert_eq!(guard.release_reserve().unwrap(), 0);
-            guard.inner().set_limit(Some(0));
-            assert!(guard.allocate_block(1, &stream, T).is_err(), "0 is no room");
-            let wrong = Guard::builder().device(7).build(rig.allocator());
-            assert!(matches!(
-                wrong,
-                Err(Error::WrongDevice {
-                    expected: 7,
-                    found: 0
-                })
-            ));
-            assert!(Guard::builder().device(99).open(&rig.driver).is_err());
+            guard.get_ref().set_limit(Some(0));
+            assert!(
+                guard
+                    .allocate_block(&Request::new(1).tag(T), &stream)
+                    .is_err(),
+                "0 is no room"
+            );
         });
     }
 
@@ -89,29 +91,23 @@ mod guard {
 
     // SAFETY: passes everything on.
     unsafe impl MemoryResource for Full {
-        fn allocate_block_aligned(
-            &self,
-            bytes: usize,
-            alignment: usize,
-            stream: &cualloc::driver::Stream,
-            tag: Tag,
-        ) -> Result<ResourceBlock, Error> {
+        fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
             let used = self.0.stats().all.reserved.current;
             if used > self.1 {
                 return Err(Error::OverBudget {
                     owner: "device",
-                    requested: bytes as u64,
+                    requested: request.bytes() as u64,
                     limit: self.1,
                     used,
                 });
             }
-            self.0.allocate_block_aligned(bytes, alignment, stream, tag)
+            MemoryResource::allocate_block(&self.0, request, stream)
         }
-        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+        fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
             self.0.deallocate_block(block)
         }
-        fn context(&self) -> &cualloc::driver::Context {
-            self.0.context()
+        fn ordinal(&self) -> usize {
+            self.0.ordinal()
         }
         fn upstream(&self) -> Option<&dyn MemoryResource> {
             Some(&self.0)
@@ -126,18 +122,24 @@ mod guard {
             drop(allocator.allocate(8 * MIB, &stream).unwrap());
             let cached = allocator.stats().all.reserved.current;
             assert!(cached >= 8 * MIB as u64);
-            let guard = Guard::builder()
-                .policy(OomPolicy::FreeCaches)
-                .build(Full(allocator.clone(), 7 * MIB as u64))
+            let full = Full(allocator.clone(), 7 * MIB as u64);
+            let guard = Relief::new(full).with_policy(OomPolicy::FreeCaches);
+            let block = guard
+                .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
                 .unwrap();
-            let block = guard.allocate_block(4 * MIB, &stream, T).unwrap();
-            assert_eq!(guard.stats().oom_recoveries, 1);
+            assert_eq!(guard.usage().unwrap().recoveries, 1);
             let reserved = allocator.stats().all.reserved.current;
             assert!(reserved < cached, "caches were kept");
-            let more = guard.allocate_block(4 * MIB, &stream, T).unwrap();
-            assert!(guard.allocate_block(4 * MIB, &stream, T).is_err());
+            let more = guard
+                .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
+                .unwrap();
+            assert!(
+                guard
+                    .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
+                    .is_err()
+            );
             assert_eq!(
-                guard.stats().oom_recoveries,
+                guard.usage().unwrap().recoveries,
                 1,
                 "a retry that failed is none"
             );
@@ -153,12 +155,9 @@ mod guard {
             let (stream, allocator) = (rig.stream(), rig.allocator());
             drop(allocator.allocate(8 * MIB, &stream).unwrap());
             let reserved = allocator.stats().all.reserved.current;
-            let clock = ManualClock::default();
-            let guard = Guard::builder()
-                .budget(Some(100))
-                .clock(clock.clone())
-                .build(allocator.clone())
-                .unwrap();
+            let clock = Clock::manual();
+            let budget = Budget::new(allocator.clone(), Some(100));
+            let guard = Relief::new(budget).with_clock(&clock);
             let asked = Arc::new(AtomicU64::new(0));
             let count = Arc::clone(&asked);
             guard.add_relief_hook(ReliefHook::new("cache", move |_| {
@@ -171,7 +170,7 @@ mod guard {
                 OomPolicy::Wait(Duration::from_secs(1)),
             ] {
                 guard.set_policy(policy);
-                let refused = guard.allocate_block(101, &stream, T);
+                let refused = guard.allocate_block(&Request::new(101).tag(T), &stream);
                 assert!(
                     matches!(
                         refused,
@@ -188,7 +187,7 @@ mod guard {
             }
             assert_eq!(asked.load(Ordering::SeqCst), 0, "a hook was asked");
             assert_eq!(clock.waits(), 0);
-            assert_eq!(guard.stats().oom_recoveries, 0);
+            assert_eq!(guard.usage().unwrap().recoveries, 0);
         });
     }
 
@@ -198,30 +197,31 @@ mod guard {
         }
     }
 
-    impl Shared for AsyncResource {}
+    impl Shared for AccessOrdered {}
 
     /// S1.25: waiting looks every 100 ms of the clock it was given, and gives up in time.
     #[test]
     fn s1_25_wait_policy_goes_by_its_clock() {
         packed(|rig| {
             let stream = rig.stream();
-            let clock = ManualClock::default();
-            let guard = Guard::builder()
-                .budget(Some(1000))
-                .policy(OomPolicy::Wait(Duration::from_millis(250)))
-                .clock(clock.clone())
-                .build(rig.allocator())
+            let clock = Clock::manual();
+            let guard = guard(rig, 1000)
+                .with_policy(OomPolicy::Wait(Duration::from_millis(250)))
+                .with_clock(&clock);
+            let block = guard
+                .allocate_block(&Request::new(1000).tag(T), &stream)
                 .unwrap();
-            let block = guard.allocate_block(1000, &stream, T).unwrap();
             std::thread::scope(|scope| {
-                let waiting = scope.spawn(|| guard.allocate_block(600, &stream, T));
+                let waiting =
+                    scope.spawn(|| guard.allocate_block(&Request::new(600).tag(T), &stream));
                 clock.await_waiter(0);
                 guard.deallocate_block(block).unwrap();
                 clock.advance(Duration::from_millis(100));
                 let block = waiting.join().unwrap().unwrap();
-                assert_eq!(guard.stats().oom_recoveries, 1);
+                assert_eq!(guard.usage().unwrap().recoveries, 1);
                 let seen = clock.waits();
-                let waiting = scope.spawn(|| guard.allocate_block(600, &stream, T));
+                let waiting =
+                    scope.spawn(|| guard.allocate_block(&Request::new(600).tag(T), &stream));
                 for number in 0..3 {
                     clock.await_waiter(seen + number);
                     clock.advance(Duration::from_millis(100));
@@ -230,7 +230,7 @@ mod guard {
                 assert_eq!(clock.waits(), seen + 3, "100, 200 and 250 ms");
                 guard.deallocate_block(block).unwrap();
             });
-            assert_eq!(guard.stats().oom_recoveries, 1);
+            assert_eq!(guard.usage().unwrap().recoveries, 1);
         });
     }
 
@@ -252,7 +252,11 @@ mod guard {
                 (OomPolicy::Checkpoint, 1),
             ] {
                 guard.set_policy(policy);
-                assert!(guard.allocate_block(101, &stream, T).is_err());
+                assert!(
+                    guard
+                        .allocate_block(&Request::new(101).tag(T), &stream)
+                        .is_err()
+                );
                 assert_eq!(runs.load(Ordering::SeqCst), expected, "{policy:?}");
             }
         });
@@ -282,8 +286,14 @@ mod guard {
             add("modest", 0, 0, 400);
             assert!(!add("first", -1, 0, 0));
             assert!(add("first", -1, 0, 0), "names are unique");
-            let held = guard.allocate_block(600, &stream, T).unwrap();
-            assert!(guard.allocate_block(500, &stream, T).is_err());
+            let held = guard
+                .allocate_block(&Request::new(600).tag(T), &stream)
+                .unwrap();
+            assert!(
+                guard
+                    .allocate_block(&Request::new(500).tag(T), &stream)
+                    .is_err()
+            );
             let seen: Vec<_> = order.lock().unwrap().drain(..).collect();
             let names: Vec<_> = seen.iter().map(|(name, _)| *name).collect();
             assert_eq!(
@@ -300,13 +310,15 @@ mod guard {
                 600
             });
             guard.add_relief_hook(hook.priority(-5));
-            let block = guard.allocate_block(500, &stream, T).unwrap();
+            let block = guard
+                .allocate_block(&Request::new(500).tag(T), &stream)
+                .unwrap();
             assert!(order.lock().unwrap().is_empty());
             // S1.52: what a hook freed is counted once, by the free.
-            assert_eq!(guard.stats().used, 500);
-            assert_eq!(guard.stats().oom_recoveries, 1, "a hook saved it");
+            assert_eq!(guard.usage().unwrap().outstanding(), 500);
+            assert_eq!(guard.usage().unwrap().recoveries, 1, "a hook saved it");
             guard.deallocate_block(block).unwrap();
-            assert_eq!(guard.stats().used, 0);
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
         });
     }
 
@@ -323,12 +335,18 @@ mod guard {
             }));
             guard.set_policy(OomPolicy::Checkpoint);
             guard.set_checkpoint(move |_| two.lock().unwrap().push("policy"));
-            let fits = guard.allocate_block(100, &stream, T).unwrap();
+            let fits = guard
+                .allocate_block(&Request::new(100).tag(T), &stream)
+                .unwrap();
             assert!(
                 order.lock().unwrap().is_empty(),
                 "nobody is asked for what fits"
             );
-            assert!(guard.allocate_block(1, &stream, T).is_err());
+            assert!(
+                guard
+                    .allocate_block(&Request::new(1).tag(T), &stream)
+                    .is_err()
+            );
             assert_eq!(*order.lock().unwrap(), ["hook", "policy"]);
             guard.deallocate_block(fits).unwrap();
             assert!(guard.remove_relief_hook("hook"));
@@ -376,35 +394,41 @@ mod guard {
     fn s1_32_s1_53_listeners_hear_of_every_entry_point() {
         packed(|rig| {
             let stream = rig.stream();
-            let inner = AsyncResource::new(rig.allocator()).shared();
-            let guard = Arc::new(Guard::builder().budget(Some(1000)).build(inner).unwrap());
+            let inner = AccessOrdered::new(rig.allocator()).shared();
+            let guard = Arc::new(Relief::new(Budget::new(inner, Some(1000))));
             let heard = Arc::new(Mutex::new(Vec::new()));
             let log = Arc::clone(&heard);
             let number = guard
-                .inner()
+                .get_ref()
                 .on_pressure(move |old, new| log.lock().unwrap().push((old, new)));
             let told = || std::mem::take(&mut *heard.lock().unwrap());
             use Pressure::*;
-            let block = guard.allocate_block(1000, &stream, T).unwrap();
+            let block = guard
+                .allocate_block(&Request::new(1000).tag(T), &stream)
+                .unwrap();
             assert_eq!(told(), [(None, Critical)], "allocate");
             guard.deallocate_block(block).unwrap();
             assert_eq!(told(), [], "still pending");
             guard.reap().unwrap();
             assert_eq!(told(), [(Critical, None)], "reap");
-            let owned = OwnedBlock::allocate(Arc::clone(&guard), 850, &stream, T).unwrap();
+            let owned =
+                OwnedBlock::allocate(Arc::clone(&guard), &Request::new(850).tag(T), &stream)
+                    .unwrap();
             assert_eq!(told(), [(None, Low)], "owned");
-            guard.inner().set_limit(Some(900));
+            guard.get_ref().set_limit(Some(900));
             assert_eq!(told(), [(Low, Medium)], "a new budget");
             drop(owned);
             // Another request reaps for it.
             guard.set_policy(OomPolicy::FreeCaches);
-            let block = guard.allocate_block_aligned(100, 256, &stream, T);
+            let block = guard.allocate_block(&Request::new(100).align(256).tag(T), &stream);
             assert_eq!(told(), [(Medium, None)], "reaped by a request");
             guard.deallocate_block(block.unwrap()).unwrap();
             guard.reap().unwrap();
-            assert!(guard.inner().remove_listener(number));
-            assert!(!guard.inner().remove_listener(number));
-            let block = guard.allocate_block(900, &stream, T).unwrap();
+            assert!(guard.get_ref().remove_listener(number));
+            assert!(!guard.get_ref().remove_listener(number));
+            let block = guard
+                .allocate_block(&Request::new(900).tag(T), &stream)
+                .unwrap();
             assert_eq!(told(), []);
             guard.deallocate_block(block).unwrap();
             guard.reap().unwrap();
@@ -419,7 +443,7 @@ mod guard {
             let before = allocator.stats().all.allocated.current;
             let held = Relief::new(allocator.clone());
             let held = held.with_reserve(32 * MIB).unwrap();
-            assert_eq!((held.reserved(), held.device()), (32 * MIB as u64, 0));
+            assert_eq!((held.reserved(), held.ordinal()), (32 * MIB as u64, 0));
             assert!(allocator.stats().all.allocated.current >= before + 32 * MIB as u64);
             if let Some(driver) = rig.driver_held() {
                 assert!(driver >= 32 * MIB as u64);
@@ -433,7 +457,7 @@ mod guard {
             assert_eq!(allocator.stats().all.allocated.current, before);
             let relief = Relief::new(allocator.clone());
             assert!(relief.with_reserve(1 << 50).is_err());
-            let build = Guard::builder().reserve(1 << 50).build(allocator.clone());
+            let build = Relief::new(allocator.clone()).with_reserve(1 << 50);
             assert!(build.is_err());
             drop((held, build));
             rig.close(&allocator);
@@ -452,12 +476,20 @@ mod guard {
                         scope.spawn(|| {
                             let stream = rig_free_stream(&guard);
                             for size in 1..400 {
-                                let block = guard.allocate_block(size * 100, &stream, T).unwrap();
+                                let block = guard
+                                    .allocate_block(&Request::new(size * 100).tag(T), &stream)
+                                    .unwrap();
                                 // Whoever resets has a turn while the block is there.
                                 for _ in 0..3 {
-                                    let stats = guard.stats();
-                                    assert!(stats.peak >= stats.used, "{stats:?}");
-                                    assert!(stats.peak >= block.bytes() as u64, "{stats:?}");
+                                    let stats = guard.usage().unwrap();
+                                    assert!(
+                                        stats.requested.peak >= stats.outstanding(),
+                                        "{stats:?}"
+                                    );
+                                    assert!(
+                                        stats.requested.peak >= block.id().bytes() as u64,
+                                        "{stats:?}"
+                                    );
                                     std::thread::yield_now();
                                 }
                                 guard.deallocate_block(block).unwrap();
@@ -467,44 +499,53 @@ mod guard {
                     .collect();
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        guard.inner().reset_peak();
+                        guard.get_ref().reset_peak_stats();
                     }
                 });
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        let stats = guard.stats();
-                        assert!(stats.peak >= stats.used, "{stats:?}");
+                        let stats = guard.usage().unwrap();
+                        assert!(stats.requested.peak >= stats.outstanding(), "{stats:?}");
                     }
                 });
                 let ended: Vec<_> = workers.into_iter().map(|w| w.join()).collect();
                 stop.store(true, Ordering::Relaxed);
                 ended.into_iter().for_each(|end| end.unwrap());
             });
-            guard.inner().reset_peak();
-            let stats = guard.stats();
-            assert_eq!((stats.used, stats.peak, stats.live_allocations), (0, 0, 0));
-            assert!(stats.device_total >= stats.device_free && stats.device_total > Some(0));
+            guard.get_ref().reset_peak_stats();
+            let stats = guard.usage().unwrap();
+            assert_eq!(
+                (
+                    stats.outstanding(),
+                    stats.requested.peak,
+                    stats.blocks.current
+                ),
+                (0, 0, 0)
+            );
+            let device = stats.device_memory.unwrap();
+            assert!(device.total >= device.free && device.total > 0);
             if let Some(sim) = rig.sim() {
                 let refusal = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
                 sim.fail(FailPlan::call("cuMemGetInfo_v2", refusal).unwrap());
-                let stats = guard.stats();
-                let device = (stats.device_free, stats.device_total);
-                assert_eq!(device, (None, None), "not known is not nothing");
+                let device = guard.usage().unwrap().device_memory;
+                assert_eq!(device, None, "not known is not nothing");
             }
             let stream = rig.stream();
-            let block = guard.allocate_block(100, &stream, T).unwrap();
-            assert_eq!(guard.stats().live_allocations, 1);
+            let block = guard
+                .allocate_block(&Request::new(100).tag(T), &stream)
+                .unwrap();
+            assert_eq!(guard.usage().unwrap().blocks.current, 1);
             guard.deallocate_block(block).unwrap();
-            assert_eq!(guard.stats().peak, 100);
+            assert_eq!(guard.usage().unwrap().requested.peak, 100);
         });
     }
 
-    fn rig_free_stream(guard: &Guard<Allocator>) -> cualloc::driver::Stream {
-        guard.inner().inner().create_stream().unwrap()
+    fn rig_free_stream(guard: &Guard<Allocator>) -> Stream {
+        guard.get_ref().get_ref().create_stream().unwrap()
     }
 
     /// Lets time pass until something is so; a watchdog that never looks fails the test.
-    fn advance_until(clock: &ManualClock, done: impl Fn() -> bool) {
+    fn advance_until(clock: &Clock, done: impl Fn() -> bool) {
         let begun = std::time::Instant::now();
         while !done() {
             assert!(begun.elapsed() < Duration::from_secs(60), "it never is");
@@ -516,12 +557,11 @@ mod guard {
     /// S1.35, S1.54: pauses by its clock and threshold, without a device; a stop lets all go.
     #[test]
     fn s1_35_s1_54_watchdog_pauses_and_stops() {
-        let clock = ManualClock::default();
+        let clock = Clock::manual();
         let free = Arc::new(AtomicU64::new(50));
         let second = Duration::from_secs(1);
-        let by_clock = || Arc::new(clock.clone());
         let probe = Arc::clone(&free);
-        let watchdog = Watchdog::start_with_clock(by_clock(), 100, second, move || {
+        let watchdog = Watchdog::start_with_clock(&clock, 100, second, move || {
             Some(probe.load(Ordering::SeqCst))
         });
         let watchdog = watchdog.unwrap();
@@ -559,7 +599,7 @@ mod guard {
             done.recv_timeout(limit).expect("a waiter is let go");
         }
         watchdog.stop();
-        let blind = Watchdog::start_with_clock(by_clock(), 100, second, || None).unwrap();
+        let blind = Watchdog::start_with_clock(&clock, 100, second, || None).unwrap();
         assert!(blind.wait_for_first_check(Duration::from_secs(1)));
         assert!(!blind.is_paused());
         blind.wait_if_paused();
@@ -584,22 +624,24 @@ mod guard {
                 for call in ["cuMemAlloc_v2", "cuMemCreate"] {
                     sim.fail(FailPlan::call(call, code).unwrap().times(1000));
                 }
-                let error = guard.allocate_block(64 * MIB, &stream, T).unwrap_err();
+                let error = guard
+                    .allocate_block(&Request::new(64 * MIB).tag(T), &stream)
+                    .unwrap_err();
                 assert_eq!(error.is_out_of_memory(), expected == 1);
                 assert_eq!(runs.load(Ordering::SeqCst), expected);
                 sim.clear_failures();
             }
-            assert_eq!(guard.stats().used, 0);
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
             // And no text does.
-            let loud = Guard::builder()
-                .build(Arc::new(Loud(rig.allocator())))
-                .unwrap();
+            let loud = Relief::new(Arc::new(Loud(rig.allocator())));
             loud.set_policy(OomPolicy::Checkpoint);
             let counted = Arc::clone(&runs);
             loud.set_checkpoint(move |_| {
                 counted.fetch_add(1, Ordering::SeqCst);
             });
-            let error = loud.allocate_block(64, &stream, T).unwrap_err();
+            let error = loud
+                .allocate_block(&Request::new(64).tag(T), &stream)
+                .unwrap_err();
             assert!(error.to_string().contains("out of memory"), "{error}");
             assert!(!error.is_out_of_memory());
             assert_eq!(runs.load(Ordering::SeqCst), 1);
@@ -611,28 +653,19 @@ mod guard {
 
     // SAFETY: hands out nothing.
     unsafe impl MemoryResource for Loud {
-        fn allocate_block_aligned(
-            &self,
-            _bytes: usize,
-            _alignment: usize,
-            _stream: &cualloc::driver::Stream,
-            _tag: Tag,
-        ) -> Result<ResourceBlock, Error> {
+        fn allocate_block(&self, _: &Request, _: &Stream) -> Result<RawBlock, Error> {
             Err(Error::from(StreamMisuse::LaunchOrder {
                 asked: "out of memory",
                 because: "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
             }))
         }
-        fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+        fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
             self.0.deallocate_block(block)
         }
-        fn context(&self) -> &cualloc::driver::Context {
-            self.0.context()
+        fn ordinal(&self) -> usize {
+            self.0.ordinal()
         }
-        fn outstanding(&self) -> Outstanding {
-            self.0.outstanding()
-        }
-        fn state(&self, block: &BlockIdentity) -> BlockState {
+        fn state(&self, block: &BlockId) -> BlockState {
             self.0.state(block)
         }
     }
@@ -643,11 +676,13 @@ mod guard {
         packed(|rig| {
             let stream = rig.stream();
             let guard = Arc::new(guard(rig, 10_000));
-            let kept: Arc<std::sync::Mutex<Vec<ResourceBlock>>> = Arc::default();
+            let kept: Arc<std::sync::Mutex<Vec<RawBlock>>> = Arc::default();
             for _ in 0..3 {
-                kept.lock()
-                    .unwrap()
-                    .push(guard.allocate_block(3000, &stream, T).unwrap());
+                kept.lock().unwrap().push(
+                    guard
+                        .allocate_block(&Request::new(3000).tag(T), &stream)
+                        .unwrap(),
+                );
             }
             let (weak, list) = (Arc::downgrade(&guard), Arc::clone(&kept));
             guard.add_relief_hook(ReliefHook::new("frees two", move |_| {
@@ -658,18 +693,29 @@ mod guard {
                 }
                 6000
             }));
-            let block = guard.allocate_block(5000, &stream, T).unwrap();
-            assert_eq!(guard.stats().used, 8000);
-            assert_eq!(guard.inner().inner().outstanding().live, 8000);
+            let block = guard
+                .allocate_block(&Request::new(5000).tag(T), &stream)
+                .unwrap();
+            assert_eq!(guard.usage().unwrap().outstanding(), 8000);
+            assert_eq!(
+                guard.get_ref().get_ref().usage().unwrap().requested.current,
+                8000
+            );
             guard.remove_relief_hook("frees two");
-            assert!(guard.allocate_block(2001, &stream, T).is_err());
-            let rest = guard.allocate_block(2000, &stream, T).unwrap();
+            assert!(
+                guard
+                    .allocate_block(&Request::new(2001).tag(T), &stream)
+                    .is_err()
+            );
+            let rest = guard
+                .allocate_block(&Request::new(2000).tag(T), &stream)
+                .unwrap();
             guard.deallocate_block(rest).unwrap();
             guard.deallocate_block(block).unwrap();
             for block in kept.lock().unwrap().drain(..) {
                 guard.deallocate_block(block).unwrap();
             }
-            assert_eq!(guard.stats().used, 0);
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
         });
     }
 
@@ -685,30 +731,42 @@ mod guard {
             let busy = stream.clone();
             guard.add_relief_hook(ReliefHook::new("busy", move |_| {
                 let guard = one.get().unwrap();
-                let block = guard.allocate_block(10, &busy, T).unwrap();
+                let block = guard
+                    .allocate_block(&Request::new(10).tag(T), &busy)
+                    .unwrap();
                 guard.deallocate_block(block).unwrap();
                 guard.add_relief_hook(ReliefHook::new("added", |_| 0));
                 guard.remove_relief_hook("added");
                 guard.remove_relief_hook("busy");
-                guard.inner().set_limit(Some(1000));
+                guard.get_ref().set_limit(Some(1000));
                 0
             }));
             guard.add_relief_hook(ReliefHook::new("panics", |_| panic!("in a hook")).priority(-1));
             let also = stream.clone();
-            guard.inner().on_pressure(move |_, new| {
+            guard.get_ref().on_pressure(move |_, new| {
                 let guard = two.get().unwrap();
                 if new == Pressure::None {
-                    let block = guard.allocate_block(1, &also, T).unwrap();
+                    let block = guard
+                        .allocate_block(&Request::new(1).tag(T), &also)
+                        .unwrap();
                     guard.deallocate_block(block).unwrap();
                 }
             });
-            guard.inner().on_pressure(|_, _| panic!("in a listener"));
-            let held = guard.allocate_block(900, &stream, T).unwrap();
-            assert!(guard.allocate_block(200, &stream, T).is_err());
+            guard.get_ref().on_pressure(|_, _| panic!("in a listener"));
+            let held = guard
+                .allocate_block(&Request::new(900).tag(T), &stream)
+                .unwrap();
+            assert!(
+                guard
+                    .allocate_block(&Request::new(200).tag(T), &stream)
+                    .is_err()
+            );
             assert!(!guard.remove_relief_hook("busy"), "it ran");
             guard.deallocate_block(held).unwrap();
-            assert_eq!(guard.stats().used, 0);
-            let block = guard.allocate_block(1000, &stream, T).unwrap();
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
+            let block = guard
+                .allocate_block(&Request::new(1000).tag(T), &stream)
+                .unwrap();
             guard.deallocate_block(block).unwrap();
             guard.remove_relief_hook("panics");
         });
@@ -724,10 +782,12 @@ mod guard {
                     scope.spawn(|| {
                         let stream = rig_free_stream(&guard);
                         for _ in 0..300 {
-                            if let Ok(block) = guard.allocate_block(3000, &stream, T) {
-                                let below = guard.inner().inner().stats().all.requested.current;
+                            if let Ok(block) =
+                                guard.allocate_block(&Request::new(3000).tag(T), &stream)
+                            {
+                                let below = guard.get_ref().get_ref().stats().all.requested.current;
                                 assert!(below <= 10_000, "{below}");
-                                assert!(guard.stats().used <= 10_000);
+                                assert!(guard.usage().unwrap().outstanding() <= 10_000);
                                 guard.deallocate_block(block).unwrap();
                             }
                         }
@@ -735,10 +795,10 @@ mod guard {
                 }
             });
             assert_eq!(
-                guard.stats().used,
-                guard.inner().inner().stats().all.requested.current
+                guard.usage().unwrap().outstanding(),
+                guard.get_ref().get_ref().stats().all.requested.current
             );
-            assert_eq!(guard.stats().used, 0);
+            assert_eq!(guard.usage().unwrap().outstanding(), 0);
         });
     }
 }

@@ -2,26 +2,42 @@
 
 mod manager {
     use crate::common::*;
+    use crate::held;
     use cualloc::column::{Column, ElementType, Schema, Table};
     use cualloc::driver::{KernelParam, Module, Stream, sys};
     use cualloc::error::{InvalidArgument, StreamMisuse};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Error, Policy};
+    use cualloc::{Allocator, DeviceBuffer, DeviceCopy, Error, Policy, Request, Tag};
+    use std::mem::MaybeUninit;
     use std::sync::Arc;
 
     const T: Tag = Tag::new("test");
-    type Order = AsyncResource<Allocator>;
+    type Order = AccessOrdered<Allocator>;
 
     fn packed(test: impl Fn(&Rig)) {
         only(Policy::Packed, test);
     }
 
-    fn managed(rig: &Rig, budget: u64) -> (Manager, Runtime, Stream) {
-        let runtime = Runtime::new(AsyncResource::new(rig.allocator()));
-        let manager = Manager::new(ManagerConfig::new(0, Some(budget)).runtime(&runtime)).unwrap();
+    fn runtime(rig: &Rig, stack: impl MemoryResource + 'static) -> DeviceRuntime {
+        DeviceRuntime::new(stack, StreamPool::new(&rig.context))
+    }
+
+    fn managed(rig: &Rig, budget: u64) -> (Manager, DeviceRuntime, Stream) {
+        let runtime = runtime(rig, AccessOrdered::new(rig.allocator()));
+        let manager = Manager::new(0, Some(budget))
+            .with_runtime(&runtime)
+            .unwrap();
         let (_, stream) = runtime.streams().acquire().unwrap();
         (manager, runtime, stream)
+    }
+
+    fn allocate<T: DeviceCopy>(
+        manager: &Manager,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
+        DeviceBuffer::uninit(manager, len, stream)
     }
 
     fn refusal(call: &str) -> FailPlan {
@@ -33,33 +49,43 @@ mod manager {
     #[test]
     fn s5_1_manager_without_a_runtime_gives_typed_slices_only() {
         packed(|rig| {
-            let manager = Manager::new(ManagerConfig::new(0, Some(1024))).unwrap();
+            let manager = Manager::new(0, Some(1024));
             let (before, stream) = (rig.memory_calls(), rig.stream());
-            let slice = manager.allocate::<f32>(200, &stream).unwrap();
-            assert_eq!((manager.allocated(), slice.bytes()), (800, 800));
+            let slice = allocate::<f32>(&manager, 200, &stream).unwrap();
+            assert_eq!(
+                (manager.usage().unwrap().requested.current, slice.byte_len()),
+                (800, 800)
+            );
             assert!(rig.memory_calls() > before);
-            rig.stamp(slice.ptr(), 800, 1, &stream);
+            rig.stamp(slice.as_device_ptr(), 800, 1, &stream);
             let calls = rig.memory_calls();
-            let refused = manager.allocate::<u8>(225, &stream);
+            let refused = allocate::<u8>(&manager, 225, &stream);
             assert!(matches!(
                 refused,
                 Err(Error::OverBudget { requested: 225, .. })
             ));
-            let raw = manager.resource();
+            let raw = manager.allocate_block(&Request::new(1), &stream);
             assert!(matches!(raw, Err(Error::NoRuntime { device: 0 })));
-            assert_eq!((manager.allocated(), rig.memory_calls()), (800, calls));
-            // A column of it is charged as the slice was.
-            let owned = slice.into_owned().unwrap();
-            // SAFETY: the stream is the slice's.
-            let column = unsafe { Column::from_owned(owned, ElementType::F32, 200, &stream) };
-            assert_eq!(manager.allocated(), 800);
-            drop(column.unwrap());
-            assert_eq!((manager.allocated(), manager.peak()), (0, 800));
-            let elsewhere = Manager::new(ManagerConfig::new(1, None)).unwrap();
-            let wrong = elsewhere.allocate::<u8>(1, &stream);
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.current,
+                    rig.memory_calls()
+                ),
+                (800, calls)
+            );
+            drop(slice);
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.current,
+                    manager.usage().unwrap().requested.peak
+                ),
+                (0, 800)
+            );
+            let elsewhere = Manager::new(1, None);
+            let wrong = allocate::<u8>(&elsewhere, 1, &stream);
             assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
-            let other = Runtime::on(&rig.context).unwrap();
-            let wrong = Manager::new(ManagerConfig::new(1, Some(1)).runtime(&other));
+            let other = DeviceRuntime::on(&rig.context).unwrap();
+            let wrong = Manager::new(1, Some(1)).with_runtime(&other);
             assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
         });
     }
@@ -69,22 +95,22 @@ mod manager {
     fn s5_45_s5_48_columns_count_against_the_budget() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1024);
-            let source = || Arc::new(manager.resource().unwrap());
+            let source = || Arc::new(manager.clone());
             let column = |element| Column::uninit_in(source(), element, 64, &stream);
             let schema = Schema::new([("key", ElementType::U32), ("value", ElementType::F64)]);
             let columns: Result<_, _> = schema.fields().iter().map(|f| column(f.element)).collect();
             let rows = Column::zeroed_in(source(), ElementType::U64, 1, &stream).unwrap();
             let table = Table::new(schema, columns.unwrap(), 64, rows).unwrap();
-            assert_eq!(manager.allocated(), 64 * 12 + 8);
+            assert_eq!(manager.usage().unwrap().requested.current, 64 * 12 + 8);
             assert_eq!(
                 (table.byte_len(), table.schema().row_bytes()),
                 (64 * 12, 12)
             );
             assert!(!table.is_empty());
             assert!(column(ElementType::U64).is_err(), "512 bytes more");
-            assert_eq!(manager.resource().unwrap().headroom(), Some(1024 - 776));
+            assert_eq!(manager.clone().headroom(), Some(1024 - 776));
             drop(table);
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
             runtime.resource().reap().unwrap();
         });
     }
@@ -96,8 +122,8 @@ mod manager {
     fn s5_45_slices_and_columns_are_kernel_parameters() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
-            let slice = manager.allocate::<u32>(64, &stream).unwrap();
-            let source = Arc::new(manager.resource().unwrap());
+            let slice = allocate::<u32>(&manager, 64, &stream).unwrap();
+            let source = Arc::new(manager.clone());
             let column = Column::zeroed_in(source, ElementType::U32, 64, &stream).unwrap();
             let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
             let module = Module::from_ptx(&rig.context, text).unwrap();
@@ -111,7 +137,7 @@ mod manager {
             stream.synchronize().unwrap();
             let first = rig
                 .sim()
-                .map(|sim| sim.read_memory(slice.ptr(), 8).unwrap());
+                .map(|sim| sim.read_memory(slice.as_device_ptr(), 8).unwrap());
             assert!(first.is_none_or(|bytes| bytes == [7, 0, 0, 0, 8, 0, 0, 0]));
             let expected: Vec<u32> = (9..9 + 64).collect();
             assert_eq!(column.to_vec::<u32>().unwrap(), expected);
@@ -125,13 +151,17 @@ mod manager {
     fn s5_2_s5_3_budget_is_exact_and_rolled_back() {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 1024);
-            let slice = manager.allocate::<u16>(333, &stream).unwrap();
+            let slice = allocate::<u16>(&manager, 333, &stream).unwrap();
             assert_eq!(
-                (manager.allocated(), slice.bytes(), slice.len()),
+                (
+                    manager.usage().unwrap().requested.current,
+                    slice.byte_len(),
+                    slice.len()
+                ),
                 (666, 666, 333)
             );
             drop(slice);
-            match manager.allocate::<u8>(2048, &stream) {
+            match allocate::<u8>(&manager, 2048, &stream) {
                 Err(Error::OverBudget {
                     owner,
                     requested,
@@ -142,7 +172,7 @@ mod manager {
                 }
                 other => panic!("{other:?}"),
             }
-            let overflow = manager.allocate::<u64>(usize::MAX / 4, &stream);
+            let overflow = allocate::<u64>(&manager, usize::MAX / 4, &stream);
             assert!(matches!(
                 overflow,
                 Err(Error::Invalid(InvalidArgument::TooLarge {
@@ -150,11 +180,17 @@ mod manager {
                     ..
                 }))
             ));
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
-            assert!(manager.allocate::<u8>(1024, &stream).is_err());
-            assert_eq!((manager.allocated(), manager.outstanding().live), (0, 0));
+            assert!(allocate::<u8>(&manager, 1024, &stream).is_err());
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.current,
+                    manager.usage().unwrap().requested.current
+                ),
+                (0, 0)
+            );
         });
     }
 
@@ -162,36 +198,34 @@ mod manager {
     #[test]
     fn s5_4_s5_67_live_and_pending_are_apart() {
         packed(|rig| {
-            let budget = Arc::new(Budget::new(AsyncResource::new(rig.allocator()), Some(3000)));
-            let runtime = Runtime::new(Arc::clone(&budget));
-            let manager =
-                Manager::new(ManagerConfig::new(0, Some(2000)).runtime(&runtime)).unwrap();
+            let budget = Arc::new(Budget::new(AccessOrdered::new(rig.allocator()), Some(3000)));
+            let runtime = runtime(rig, Arc::clone(&budget));
+            let manager = Manager::new(0, Some(2000)).with_runtime(&runtime).unwrap();
             let (_, stream) = runtime.streams().acquire().unwrap();
-            let slice = manager
-                .allocate_tagged::<u8>(2000, &stream, "raw".into())
-                .unwrap();
-            assert_eq!(slice.block().unwrap().ptr, slice.ptr());
+            let slice =
+                DeviceBuffer::<u8>::uninit_with(&manager, Request::new(2000).tag("raw"), &stream)
+                    .unwrap();
+            assert_eq!(slice.id().unwrap().ptr(), slice.as_device_ptr());
             drop(slice);
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
+            assert_eq!(held(runtime.resource()), (0, 2000));
             assert_eq!(
-                manager.outstanding(),
-                Outstanding {
-                    live: 0,
-                    pending: 2000
-                }
+                budget.usage().unwrap().outstanding(),
+                2000,
+                "bounds live and pending"
             );
-            assert_eq!(budget.used(), 2000, "bounds live and pending");
-            let slice = manager.allocate::<u8>(1500, &stream).unwrap();
-            assert_eq!(
-                manager.outstanding(),
-                Outstanding {
-                    live: 1500,
-                    pending: 0
-                }
-            );
+            let slice = allocate::<u8>(&manager, 1500, &stream).unwrap();
+            assert_eq!(held(&manager), (1500, 0));
+            assert_eq!(held(runtime.resource()), (1500, 0), "reaped for it");
             drop(slice);
             runtime.resource().reap().unwrap();
-            assert_eq!((budget.used(), manager.outstanding().total()), (0, 0));
+            assert_eq!(
+                (
+                    budget.usage().unwrap().outstanding(),
+                    manager.usage().unwrap().outstanding()
+                ),
+                (0, 0)
+            );
         });
     }
 
@@ -199,11 +233,10 @@ mod manager {
     #[test]
     fn s5_5_both_budgets_refuse_alike() {
         packed(|rig| {
-            let runtime = Runtime::new(Budget::new(rig.allocator(), Some(500)));
-            let manager =
-                Manager::new(ManagerConfig::new(0, Some(1000)).runtime(&runtime)).unwrap();
+            let runtime = runtime(rig, Budget::new(rig.allocator(), Some(500)));
+            let manager = Manager::new(0, Some(1000)).with_runtime(&runtime).unwrap();
             let stream = rig.stream();
-            match manager.allocate::<u8>(501, &stream) {
+            match allocate::<u8>(&manager, 501, &stream) {
                 Err(Error::OverBudget {
                     owner,
                     requested,
@@ -215,7 +248,7 @@ mod manager {
                 }
                 other => panic!("{other:?}"),
             }
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
         });
     }
 
@@ -225,11 +258,20 @@ mod manager {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 1000);
             assert_eq!(
-                (manager.budget(), manager.remaining()),
+                (
+                    manager.usage().unwrap().limit,
+                    manager.usage().unwrap().remaining()
+                ),
                 (Some(1000), Some(1000))
             );
-            let slice = manager.allocate::<u8>(800, &stream).unwrap();
-            assert_eq!((manager.peak(), manager.remaining()), (800, Some(200)));
+            let slice = allocate::<u8>(&manager, 800, &stream).unwrap();
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.peak,
+                    manager.usage().unwrap().remaining()
+                ),
+                (800, Some(200))
+            );
             manager.check(200).unwrap();
             let tight = manager.check(201);
             assert!(matches!(
@@ -237,15 +279,25 @@ mod manager {
                 Err(Error::OverBudget { requested: 201, .. })
             ));
             drop(slice);
-            assert_eq!((manager.peak(), manager.allocated()), (800, 0));
-            manager.reset_peak();
-            assert_eq!(manager.peak(), 0);
-            assert_eq!(manager.requests(), 1);
-            manager.reset_requests();
+            assert_eq!(
+                (
+                    manager.usage().unwrap().requested.peak,
+                    manager.usage().unwrap().requested.current
+                ),
+                (800, 0)
+            );
+            manager.reset_peak_stats();
+            assert_eq!(manager.usage().unwrap().requested.peak, 0);
+            assert_eq!(manager.usage().unwrap().requests, 1);
+            manager.reset_accumulated_stats();
             let _ = manager.check(1);
-            assert_eq!(manager.requests(), 0, "nothing was allocated");
-            assert!(manager.allocate::<u8>(2000, &stream).is_err());
-            assert_eq!(manager.requests(), 1);
+            assert_eq!(
+                manager.usage().unwrap().requests,
+                0,
+                "nothing was allocated"
+            );
+            assert!(allocate::<u8>(&manager, 2000, &stream).is_err());
+            assert_eq!(manager.usage().unwrap().requests, 1);
         });
     }
 
@@ -254,22 +306,19 @@ mod manager {
     fn s5_8_s5_54_bytes_of_a_slice_are_freed_once() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
-            let slice = manager.allocate::<f64>(100, &stream).unwrap();
-            let (ptr, block) = (slice.ptr(), slice.block());
+            let slice = DeviceBuffer::<f64>::zeroed(&manager, 100, &stream).unwrap();
+            let (ptr, block) = (slice.as_device_ptr(), slice.id());
             let bytes = slice.into_bytes();
-            assert_eq!((bytes.ptr(), bytes.len(), bytes.block()), (ptr, 800, block));
-            assert_eq!(bytes.manager().id(), manager.id());
-            assert_eq!(manager.allocated(), 800);
-            drop(bytes);
-            assert_eq!(manager.allocated(), 0);
-            let outstanding = runtime.resource().outstanding();
             assert_eq!(
-                outstanding,
-                Outstanding {
-                    live: 0,
-                    pending: 800
-                }
+                (bytes.as_device_ptr(), bytes.len(), bytes.id()),
+                (ptr, 800, block)
             );
+            assert_eq!(bytes.home().unwrap().id(), manager.id());
+            assert_eq!(manager.usage().unwrap().requested.current, 800);
+            drop(bytes);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
+            let outstanding = held(runtime.resource());
+            assert_eq!(outstanding, (0, 800));
             let resource = Arc::downgrade(runtime.resource());
             drop((manager, runtime));
             assert!(resource.upgrade().is_none(), "nothing keeps the runtime");
@@ -282,28 +331,34 @@ mod manager {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 100);
             let calls = rig.driver.calls().total();
-            let none = manager.allocate::<u32>(0, &stream).unwrap();
-            let unit = manager.allocate::<()>(7, &stream).unwrap();
-            assert!(none.is_empty() && none.block().is_none());
-            assert_eq!((unit.len(), unit.bytes()), (7, 0));
+            let none = allocate::<u32>(&manager, 0, &stream).unwrap();
+            let unit = allocate::<[u8; 0]>(&manager, 7, &stream).unwrap();
+            assert!(none.is_empty() && none.id().is_none());
+            assert_eq!((unit.len(), unit.byte_len()), (7, 0));
             assert_eq!(rig.driver.calls().total(), calls);
-            assert_eq!(manager.allocated(), 0);
-            assert!(matches!(none.buffer(), Buffer::Empty));
-            let slice = manager.allocate::<u8>(100, &stream).unwrap();
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
+            assert!(none.launch_id().is_none() && !none.is_external());
+            let slice = allocate::<u8>(&manager, 100, &stream).unwrap();
             // SAFETY: the slice lives longer.
-            let foreign = unsafe { manager.external::<u8>(slice.ptr(), 100) };
-            assert!(foreign.block().is_none());
-            assert!(matches!(foreign.buffer(), Buffer::External));
+            let foreign = unsafe {
+                DeviceBuffer::<u8>::from_raw_parts(slice.as_device_ptr(), 100, &stream, ()).unwrap()
+            };
+            assert!(foreign.id().is_none());
+            assert!(foreign.launch_id().is_none() && foreign.is_external());
             drop(foreign);
-            assert_eq!(manager.allocated(), 100);
-            assert_eq!(slice.manager().id(), manager.id());
+            assert_eq!(manager.usage().unwrap().requested.current, 100);
+            assert_eq!(slice.home().unwrap().id(), manager.id());
             assert!(manager.id() >= 1);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
             let slice = *slice.free().unwrap_err().value;
-            assert_eq!(manager.allocated(), 100, "still there");
+            assert_eq!(
+                manager.usage().unwrap().requested.current,
+                100,
+                "still there"
+            );
             slice.free().unwrap();
-            assert_eq!(manager.allocated(), 0);
+            assert_eq!(manager.usage().unwrap().requested.current, 0);
         });
     }
 
@@ -312,38 +367,44 @@ mod manager {
     fn s5_55_no_call_desynchronises_the_figures() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 10_000);
-            let slice = manager.allocate::<u8>(1000, &stream).unwrap();
-            let id = slice.block().unwrap();
-            manager.reset_peak();
-            manager.reset_requests();
+            let slice = allocate::<u8>(&manager, 1000, &stream).unwrap();
+            let id = slice.id().unwrap();
+            manager.reset_peak_stats();
+            manager.reset_accumulated_stats();
             runtime.resource().record_use(&id, &stream).unwrap();
             runtime.resource().reap().unwrap();
             runtime.resource().trim(0).unwrap();
-            assert_eq!(manager.allocated(), 1000);
+            assert_eq!(manager.usage().unwrap().requested.current, 1000);
             drop(slice);
             assert_eq!(
-                (manager.allocated(), manager.remaining()),
+                (
+                    manager.usage().unwrap().requested.current,
+                    manager.usage().unwrap().remaining()
+                ),
                 (0, Some(10_000))
             );
-            manager
-                .allocate::<u8>(10_000, &stream)
+            allocate::<u8>(&manager, 10_000, &stream)
                 .unwrap()
                 .free()
                 .unwrap();
             runtime.resource().reap().unwrap();
-            assert_eq!(manager.outstanding(), Outstanding::default());
+            assert_eq!(held(&manager), (0, 0));
         });
     }
 
-    fn pair(rig: &Rig) -> (Order, Stream, Stream, ResourceBlock, ResourceBlock) {
-        let resource = AsyncResource::new(rig.allocator());
+    fn pair(rig: &Rig) -> (Order, Stream, Stream, RawBlock, RawBlock) {
+        let resource = AccessOrdered::new(rig.allocator());
         let [a, b] = rig.streams();
-        let one = resource.allocate_block(4096, &a, T).unwrap();
-        let two = resource.allocate_block(4096, &a, T).unwrap();
+        let one = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
+        let two = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
         (resource, a, b, one, two)
     }
 
-    fn finish(resource: &Order, blocks: [ResourceBlock; 2]) {
+    fn finish(resource: &Order, blocks: [RawBlock; 2]) {
         for block in blocks {
             resource.deallocate_block(block).unwrap();
         }
@@ -355,8 +416,8 @@ mod manager {
     fn s5_37_s5_39_s5_41_recorder_orders_a_launch() {
         packed(|rig| {
             let (resource, a, b, one, two) = pair(rig);
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
-            recorder.read(&one).unwrap().write(&one.identity()).unwrap();
+            let mut recorder = Launch::strict(&resource, &b);
+            recorder.read(&one).unwrap().write(&one.id()).unwrap();
             recorder.read_write(&two).unwrap().read(&two).unwrap();
             let recorded: Vec<_> = recorder.blocks().collect();
             assert_eq!(recorded.len(), 2);
@@ -378,9 +439,7 @@ mod manager {
             rig.stamp(one.ptr(), 4096, 1, &b);
             recorder.commit().unwrap();
             assert_eq!(rig.calls(records) - marks, 2);
-            resource
-                .prepare_use(&one.identity(), &a, Access::Write)
-                .unwrap();
+            resource.prepare_use(&one.id(), &a, Access::Write).unwrap();
             rig.stamp(one.ptr(), 4096, 2, &a);
             hold.release();
             assert_eq!(rig.mismatches(one.ptr(), 4096, 2, &a), 0);
@@ -393,29 +452,32 @@ mod manager {
     fn s5_38_strict_refuses_what_permissive_passes_over() {
         packed(|rig| {
             let (resource, _a, b, one, two) = pair(rig);
-            for (buffer, kind) in [(Buffer::Untracked, false), (Buffer::External, true)] {
+            // SAFETY: named only, and the block lives longer.
+            let foreign =
+                unsafe { DeviceBuffer::<u8>::from_raw_parts(two.ptr(), 4096, &b, ()).unwrap() };
+            {
                 let waits = rig.calls("cuStreamWaitEvent");
-                let mut strict = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
-                strict.read(&one).unwrap().write(&buffer).unwrap();
+                let mut strict = Launch::strict(&resource, &b);
+                strict.read(&one).unwrap().write(&foreign).unwrap();
                 match strict.preflight() {
                     Err(Error::Rejected {
                         index,
                         external: found,
                     }) => {
-                        assert_eq!((index, found), (1, kind));
+                        assert_eq!((index, found), (1, true));
                     }
                     other => panic!("{other:?}"),
                 }
                 assert_eq!(rig.calls("cuStreamWaitEvent"), waits, "nothing was queued");
-                let mut lenient = LaunchRecorder::new(&resource, &b, RecordMode::Permissive);
-                lenient.read(&one).unwrap().write(&buffer).unwrap();
+                let mut lenient = Launch::permissive(&resource, &b);
+                lenient.read(&one).unwrap().write(&foreign).unwrap();
                 lenient.preflight().unwrap();
                 lenient.commit().unwrap();
             }
             // A resource that does not track.
-            let direct = DirectResource::new(&rig.context);
-            let block = direct.allocate_block(64, &b, T).unwrap();
-            let mut strict = LaunchRecorder::new(&direct, &b, RecordMode::Strict);
+            let direct = CudaMemory::new(&rig.context);
+            let block = direct.allocate_block(&Request::new(64).tag(T), &b).unwrap();
+            let mut strict = Launch::strict(&direct, &b);
             strict.read(&block).unwrap();
             assert!(matches!(
                 strict.preflight(),
@@ -424,7 +486,7 @@ mod manager {
                     external: false
                 })
             ));
-            let mut lenient = LaunchRecorder::new(&direct, &b, RecordMode::Permissive);
+            let mut lenient = Launch::permissive(&direct, &b);
             lenient.read(&block).unwrap();
             lenient.preflight().unwrap();
             lenient.commit().unwrap();
@@ -444,12 +506,12 @@ mod manager {
                     Err(Error::Stream(StreamMisuse::LaunchOrder { .. }))
                 ));
             };
-            let empty = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let empty = Launch::strict(&resource, &b);
             empty.commit().unwrap();
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.read(&one).unwrap();
             misuse(recorder.commit());
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.read(&one).unwrap();
             recorder.preflight().unwrap();
             misuse(recorder.read(&two).map(|_| ()));
@@ -467,11 +529,9 @@ mod manager {
             let (resource, a, b, one, two) = pair(rig);
             for block in [&one, &two] {
                 rig.stamp(block.ptr(), 4096, 1, &a);
-                resource
-                    .finish_use(&block.identity(), &a, Access::Write)
-                    .unwrap();
+                resource.finish_use(&block.id(), &a, Access::Write).unwrap();
             }
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.write(&one).unwrap().write(&two).unwrap();
             sim.fail(refusal("cuStreamWaitEvent").nth(2));
             let records = rig.calls("cuEventRecord");
@@ -487,9 +547,9 @@ mod manager {
             rig.stamp(two.ptr(), 4096, 2, &b);
             recorder.commit().unwrap();
             // Stale blocks are found before any wait.
-            let stale = one.identity();
+            let stale = one.id();
             finish(&resource, [one, two]);
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Permissive);
+            let mut recorder = Launch::permissive(&resource, &b);
             recorder.read(&stale).unwrap();
             assert!(matches!(
                 recorder.preflight(),
@@ -504,11 +564,11 @@ mod manager {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
             let other = rig.stream();
-            let slice = manager.allocate::<u32>(1024, &stream).unwrap();
+            let slice = allocate::<u32>(&manager, 1024, &stream).unwrap();
             let waits = rig.calls("cuStreamWaitEvent");
             slice.prepare_use(&other, Access::Write).unwrap();
             assert_eq!(rig.calls("cuStreamWaitEvent") - waits, 1);
-            rig.stamp(slice.ptr(), 4096, 5, &other);
+            rig.stamp(slice.as_device_ptr(), 4096, 5, &other);
             slice.finish_use(&other, Access::Write).unwrap();
             drop(slice);
             assert_eq!(
@@ -516,7 +576,7 @@ mod manager {
                 2,
                 "its stream follows"
             );
-            let empty = manager.allocate::<u32>(0, &stream).unwrap();
+            let empty = allocate::<u32>(&manager, 0, &stream).unwrap();
             empty.prepare_use(&other, Access::Read).unwrap();
             runtime.resource().reap().unwrap();
         });
@@ -530,7 +590,7 @@ mod manager {
             // Each of them alone must hold the next user back, whichever is asked for first.
             for second in [false, true] {
                 let (resource, a, b, one, two) = pair(rig);
-                let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+                let mut recorder = Launch::strict(&resource, &b);
                 recorder.write(&one).unwrap().write(&two).unwrap();
                 recorder.preflight().unwrap();
                 let hold = rig.busy(&b);
@@ -539,13 +599,13 @@ mod manager {
                 sim.fail(refusal("cuEventRecord"));
                 assert!(recorder.commit().is_err());
                 let block = if second { &two } else { &one };
-                let id = block.identity();
+                let id = block.id();
                 resource.prepare_use(&id, &a, Access::Write).unwrap();
-                rig.stamp(id.ptr, 4096, 2, &a);
+                rig.stamp(id.ptr(), 4096, 2, &a);
                 assert!(!a.is_complete().unwrap());
                 hold.release();
                 // The race detector of the simulator has the last word.
-                assert_eq!(rig.mismatches(id.ptr, 4096, 2, &a), 0);
+                assert_eq!(rig.mismatches(id.ptr(), 4096, 2, &a), 0);
                 finish(&resource, [one, two]);
             }
         });

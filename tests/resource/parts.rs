@@ -6,9 +6,10 @@ use std::sync::Arc;
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, SimConfig};
-use cualloc::{Error, Policy};
+use cualloc::{Error, Policy, Request};
 
 use crate::common::*;
+use crate::held;
 
 /// Everything of this file, over what `make` makes: the stack itself, and behind one pointer.
 pub fn run<R: MemoryResource + 'static>(make: impl Fn(&Rig) -> R) {
@@ -41,52 +42,46 @@ pub fn run<R: MemoryResource + 'static>(make: impl Fn(&Rig) -> R) {
 /// Two live blocks never overlap, each is large enough, and all bytes are accounted for.
 fn basic(rig: &Rig, resource: &dyn MemoryResource) {
     let stream = rig.stream();
-    assert_eq!(resource.outstanding(), Outstanding::default());
+    assert_eq!(held(&resource), (0, 0));
     let memory_calls = || rig.memory_calls() + rig.calls("cuMemAllocFromPoolAsync");
     let calls = memory_calls();
-    assert!(resource.allocate_block(0, &stream, Tag::default()).is_err());
+    assert!(resource.allocate_block(&Request::new(0), &stream).is_err());
     assert!(
         resource
-            .allocate_block(usize::MAX, &stream, Tag::default())
+            .allocate_block(&Request::new(usize::MAX), &stream)
             .is_err()
     );
     assert_eq!(memory_calls(), calls, "no driver call for what cannot be");
     let first = resource
-        .allocate_block(1000, &stream, "first".into())
+        .allocate_block(&Request::new(1000).tag("first"), &stream)
         .unwrap();
-    assert_eq!((first.bytes(), first.tag().as_str()), (1000, "first"));
+    assert_eq!((first.id().bytes(), first.tag().as_str()), (1000, "first"));
     assert!(first.size() >= 1000);
-    assert_eq!(first.stream_id(), stream.id().unwrap());
-    assert_eq!(first.device(), resource.device());
-    assert_eq!(resource.state(&first.identity()), BlockState::Live);
+    assert_eq!(first.id().stream_id(), stream.id().unwrap());
+    assert_eq!(first.id().ordinal(), resource.ordinal());
+    assert_eq!(resource.state(&first.id()), BlockState::Live);
     let second = resource
-        .allocate_block_aligned(5000, 256, &stream, Tag::default())
+        .allocate_block(&Request::new(5000).align(256), &stream)
         .unwrap();
     assert_eq!(second.ptr() % 256, 0);
     assert_eq!(second.tag().as_str(), "untagged");
-    assert_ne!(first.identity().key, second.identity().key);
+    assert_ne!(first.id(), second.id());
     assert!(first.ptr() + 1000 <= second.ptr() || second.ptr() + 5000 <= first.ptr());
-    assert_eq!(
-        resource.outstanding(),
-        Outstanding {
-            live: 6000,
-            pending: 0
-        }
-    );
+    assert_eq!(held(&resource), (6000, 0));
     rig.stamp(first.ptr(), 1000, 1, &stream);
     rig.stamp(second.ptr(), 5000, 2, &stream);
     assert_eq!(rig.mismatches(first.ptr(), 1000, 1, &stream), 0);
-    let (old, pair) = (first.identity(), second.identity());
+    let (old, pair) = (first.id(), second.id());
     resource.deallocate_block(first).unwrap();
     assert_ne!(resource.state(&old), BlockState::Live);
-    assert_eq!(resource.outstanding().live, 5000);
-    assert_eq!(rig.mismatches(pair.ptr, 5000, 2, &stream), 0);
+    assert_eq!(resource.usage().unwrap().requested.current, 5000);
+    assert_eq!(rig.mismatches(pair.ptr(), 5000, 2, &stream), 0);
     resource.deallocate_block(second).unwrap();
     resource.reap().unwrap();
-    assert_eq!(resource.outstanding(), Outstanding::default());
-    assert_eq!(resource.state(&old), BlockState::Freed);
+    assert_eq!(held(&resource), (0, 0));
+    assert_eq!(resource.state(&old), BlockState::Free);
     // A stale identity is refused by whoever looks at it, and has no effect.
-    if resource.tracking() != Tracking::None {
+    if resource.use_tracking() != UseTracking::None {
         let used = resource.record_use(&old, &stream);
         assert!(matches!(used, Err(Error::UseAfterFree { .. })), "{used:?}");
     } else {
@@ -100,7 +95,7 @@ fn figures(rig: &Rig, resource: &dyn MemoryResource) {
     let stream = rig.stream();
     let before = resource.usage().unwrap();
     let block = resource
-        .allocate_block(3 * MIB, &stream, Tag::default())
+        .allocate_block(&Request::new(3 * MIB), &stream)
         .unwrap();
     let with = resource.usage().unwrap();
     assert!(
@@ -119,7 +114,7 @@ fn figures(rig: &Rig, resource: &dyn MemoryResource) {
         (0, 0),
         "{after:?}"
     );
-    resource.reset_peaks().unwrap();
+    resource.reset_peak_stats();
     let after = resource.usage().unwrap();
     assert_eq!((after.used.peak, after.reserved.peak), (0, 0), "{after:?}");
 }
@@ -128,29 +123,32 @@ fn figures(rig: &Rig, resource: &dyn MemoryResource) {
 fn mixes(rig: &Rig, resource: &dyn MemoryResource) {
     let stream = rig.stream();
     let mut random = Random(7);
-    let mut live: Vec<(ResourceBlock, u32)> = Vec::new();
+    let mut live: Vec<(RawBlock, u32)> = Vec::new();
     let mut bytes = 0;
     for step in 0..400u32 {
         if live.len() < 30 && random.below(100) < 60 {
             let bits = 2 + random.below(17);
             let size = 4 * (1 + random.below(1 << bits)) as usize;
             let block = resource
-                .allocate_block(size, &stream, Tag::default())
+                .allocate_block(&Request::new(size), &stream)
                 .unwrap();
             rig.stamp(block.ptr(), size, step, &stream);
             bytes += size as u64;
             live.push((block, step));
         } else if !live.is_empty() {
             let (block, word) = live.swap_remove(random.below(live.len() as u64) as usize);
-            assert_eq!(rig.mismatches(block.ptr(), block.bytes(), word, &stream), 0);
-            bytes -= block.bytes() as u64;
+            assert_eq!(
+                rig.mismatches(block.ptr(), block.id().bytes(), word, &stream),
+                0
+            );
+            bytes -= block.id().bytes() as u64;
             resource.deallocate_block(block).unwrap();
         }
-        assert_eq!(resource.outstanding().live, bytes);
+        assert_eq!(resource.usage().unwrap().requested.current, bytes);
         let mut ranges = BTreeMap::new();
         for (block, _) in &live {
             assert_eq!(
-                ranges.insert(block.ptr(), block.ptr() + block.bytes() as u64),
+                ranges.insert(block.ptr(), block.ptr() + block.id().bytes() as u64),
                 None
             );
         }
@@ -166,13 +164,13 @@ fn mixes(rig: &Rig, resource: &dyn MemoryResource) {
         resource.deallocate_block(block).unwrap();
     }
     resource.reap().unwrap();
-    assert_eq!(resource.outstanding(), Outstanding::default());
+    assert_eq!(held(&resource), (0, 0));
 }
 
 /// Threads on streams of their own, blocks freed by other threads.
 fn threads(rig: &Rig, resource: &dyn MemoryResource) {
     let streams: Vec<_> = (0..4).map(|_| rig.stream()).collect();
-    let (sender, receiver) = std::sync::mpsc::channel::<ResourceBlock>();
+    let (sender, receiver) = std::sync::mpsc::channel::<RawBlock>();
     std::thread::scope(|scope| {
         for (number, stream) in streams.iter().enumerate() {
             let sender = sender.clone();
@@ -181,12 +179,12 @@ fn threads(rig: &Rig, resource: &dyn MemoryResource) {
                 for step in 0..100 {
                     let size = 1 + random.below(100_000) as usize;
                     let block = resource
-                        .allocate_block(size, stream, Tag::default())
+                        .allocate_block(&Request::new(size), stream)
                         .unwrap();
                     match step % 3 {
                         0 => sender.send(block).unwrap(),
                         1 => {
-                            let seen = resource.state(&block.identity());
+                            let seen = resource.state(&block.id());
                             assert_eq!(seen, BlockState::Live);
                             resource.deallocate_block(block).unwrap();
                         }
@@ -209,7 +207,7 @@ fn threads(rig: &Rig, resource: &dyn MemoryResource) {
         });
     });
     resource.reap().unwrap();
-    assert_eq!(resource.outstanding(), Outstanding::default());
+    assert_eq!(held(&resource), (0, 0));
 }
 
 /// Memory runs out as an error with data, nothing is lost, and it goes on afterwards.
@@ -218,7 +216,7 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     let most = 64 * MIB;
     let mut live = Vec::new();
     let error = loop {
-        match resource.allocate_block(most, &stream, Tag::default()) {
+        match resource.allocate_block(&Request::new(most), &stream) {
             Ok(block) => live.push(block),
             Err(error) => break error,
         }
@@ -227,13 +225,13 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     assert!(error.is_out_of_memory(), "{error:?}");
     assert!(!live.is_empty());
     let whole = live.len() as u64 * most as u64;
-    assert_eq!(resource.outstanding().live, whole);
+    assert_eq!(resource.usage().unwrap().requested.current, whole);
     let kept = live.len();
     resource.deallocate_block(live.pop().unwrap()).unwrap();
     resource.reap().unwrap();
     live.push(
         resource
-            .allocate_block(most, &stream, Tag::default())
+            .allocate_block(&Request::new(most), &stream)
             .unwrap(),
     );
     assert_eq!(live.len(), kept);
@@ -242,18 +240,18 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     }
     resource.reap().unwrap();
     resource.trim(0).unwrap();
-    assert_eq!(resource.outstanding(), Outstanding::default());
+    assert_eq!(held(&resource), (0, 0));
     // The driver's refusal, whatever its text, is classified by its code.
     let Some(sim) = rig.sim() else { return };
     let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
     for name in ["cuMemAlloc_v2", "cuMemCreate", "cuMemAllocFromPoolAsync"] {
         sim.fail(FailPlan::call(name, code).unwrap().times(1000));
     }
-    let refused = resource.allocate_block(200 * MIB, &stream, Tag::default());
+    let refused = resource.allocate_block(&Request::new(200 * MIB), &stream);
     assert!(refused.unwrap_err().is_out_of_memory());
     sim.clear_failures();
     let block = resource
-        .allocate_block(MIB, &stream, Tag::default())
+        .allocate_block(&Request::new(MIB), &stream)
         .unwrap();
     resource.deallocate_block(block).unwrap();
     resource.reap().unwrap();
@@ -264,17 +262,15 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
 fn streams(rig: &Rig, resource: &dyn MemoryResource) {
     let [a, b] = rig.streams();
     for foreign in [false, true] {
-        if foreign && resource.tracking() == Tracking::None {
+        if foreign && resource.use_tracking() == UseTracking::None {
             continue;
         }
-        let block = resource
-            .allocate_block(4 * MIB, &a, Tag::default())
-            .unwrap();
-        let (ptr, id) = (block.ptr(), block.identity());
+        let block = resource.allocate_block(&Request::new(4 * MIB), &a).unwrap();
+        let (ptr, id) = (block.ptr(), block.id());
         rig.stamp(ptr, 4 * MIB, 1, &a);
         let user = if foreign { &b } else { &a };
         if foreign {
-            if resource.tracking() == Tracking::Access {
+            if resource.use_tracking() == UseTracking::Access {
                 resource.finish_use(&id, &a, Access::Write).unwrap();
                 resource.prepare_use(&id, &b, Access::ReadWrite).unwrap();
             } else {
@@ -284,8 +280,8 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
         let busy = rig.busy(user);
         rig.stamp(ptr, 4 * MIB, 2, user);
         if foreign {
-            match resource.tracking() {
-                Tracking::Access => {
+            match resource.use_tracking() {
+                UseTracking::Access => {
                     resource.finish_use(&id, &b, Access::ReadWrite).unwrap();
                 }
                 _ => resource.record_use(&id, &b).unwrap(),
@@ -294,7 +290,7 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
         resource.deallocate_block(block).unwrap();
         let other = if foreign { &a } else { &b };
         let next = resource
-            .allocate_block(4 * MIB, other, Tag::default())
+            .allocate_block(&Request::new(4 * MIB), other)
             .unwrap();
         rig.stamp(next.ptr(), 4 * MIB, 3, other);
         busy.release();
@@ -308,15 +304,11 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
 fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
     let [a, b] = rig.streams();
     for first_freed in [true, false] {
-        let block = resource
-            .allocate_block(3 * MIB, &a, Tag::default())
-            .unwrap();
+        let block = resource.allocate_block(&Request::new(3 * MIB), &a).unwrap();
         let busy = rig.busy(&a);
         rig.stamp(block.ptr(), 3 * MIB, 1, &a);
         resource.deallocate_block(block).unwrap();
-        let other = resource
-            .allocate_block(3 * MIB, &b, Tag::default())
-            .unwrap();
+        let other = resource.allocate_block(&Request::new(3 * MIB), &b).unwrap();
         // Were it the same memory without a wait, the simulator would report a race.
         rig.stamp(other.ptr(), 3 * MIB, 2, &b);
         if first_freed {
@@ -337,22 +329,22 @@ fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
         let foreign = Stream::new(&context).unwrap();
         assert!(
             resource
-                .allocate_block(100, &foreign, Tag::default())
+                .allocate_block(&Request::new(100), &foreign)
                 .is_err()
         );
-        assert_eq!(resource.outstanding().live, 0);
+        assert_eq!(resource.usage().unwrap().requested.current, 0);
     }
 }
 
 /// A stream that was recorded comes before reuse, whether by one use or until the block is freed.
 fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
-    if resource.tracking() == Tracking::None {
+    if resource.use_tracking() == UseTracking::None {
         return;
     }
     let [a, b] = rig.streams();
     for until_freed in [true, false] {
-        let block = resource.allocate_block(MIB, &a, Tag::default()).unwrap();
-        let id = block.identity();
+        let block = resource.allocate_block(&Request::new(MIB), &a).unwrap();
+        let id = block.id();
         rig.stamp(block.ptr(), MIB, 1, &a);
         a.synchronize().unwrap();
         let busy = rig.busy(&b);
@@ -367,7 +359,7 @@ fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
         resource.deallocate_block(block).unwrap();
         let gone = resource.record_stream(&id, &b);
         assert!(matches!(gone, Err(Error::UseAfterFree { .. })), "{gone:?}");
-        let again = resource.allocate_block(MIB, &a, Tag::default()).unwrap();
+        let again = resource.allocate_block(&Request::new(MIB), &a).unwrap();
         rig.stamp(again.ptr(), MIB, 3, &a);
         busy.release();
         assert_eq!(rig.mismatches(again.ptr(), MIB, 3, &a), 0);

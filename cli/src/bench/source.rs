@@ -5,10 +5,11 @@
 #![allow(dead_code)]
 
 use super::workload::{Failure, Source};
+use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspacePool};
-use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, ResourceBlock, Tag};
-use cualloc::{Allocator, Block};
+use cualloc::pool::{Lease, TypedPool, WorkspacePool};
+use cualloc::resource::{Budget, Logging, MemoryResource, RawBlock};
+use cualloc::{Allocator, Block, DeviceBuffer, Request};
 use std::alloc::{Layout, alloc, dealloc};
 use std::mem::MaybeUninit;
 
@@ -114,33 +115,35 @@ impl Source for Malloc {
 
 /// The pooled stack with a budget and a log that nobody reads.
 pub struct Stack<'a> {
-    resource: Logging<Budget<Allocator>, NullSink>,
+    resource: Logging<Budget<Allocator>, ()>,
     streams: &'a [Stream],
 }
 
 impl<'a> Stack<'a> {
     pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Stack<'a> {
-        let resource = Logging::new(Budget::new(allocator.clone(), Some(1 << 40)), NullSink);
+        let resource = Logging::new(Budget::new(allocator.clone(), Some(1 << 40)), ());
         Stack { resource, streams }
     }
 }
 
 impl Source for Stack<'_> {
     type Stream = Stream;
-    type Block = ResourceBlock;
+    type Block = RawBlock;
 
     fn stream(&self, index: usize) -> Stream {
         self.streams[index].clone()
     }
 
     #[inline]
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<ResourceBlock, Failure> {
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<RawBlock, Failure> {
         const TAG: Tag = Tag::new("benchmark");
-        Ok(self.resource.allocate_block(bytes, stream, TAG)?)
+        Ok(self
+            .resource
+            .allocate_block(&Request::new(bytes).tag(TAG), stream)?)
     }
 
     #[inline]
-    fn free(&self, block: ResourceBlock) -> Result<(), Failure> {
+    fn free(&self, block: RawBlock) -> Result<(), Failure> {
         Ok(self.resource.deallocate_block(block)?)
     }
 }
@@ -186,14 +189,14 @@ pub struct Typed<'a> {
 
 impl<'a> Typed<'a> {
     pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Typed<'a> {
-        let pool = TypedPool::over([allocator]);
+        let pool = TypedPool::new(allocator);
         Typed { pool, streams }
     }
 }
 
 impl Source for Typed<'_> {
     type Stream = Stream;
-    type Block = PooledBuffer<MaybeUninit<f32>>;
+    type Block = DeviceBuffer<MaybeUninit<f32>>;
 
     fn stream(&self, index: usize) -> Stream {
         self.streams[index].clone()
@@ -201,7 +204,11 @@ impl Source for Typed<'_> {
 
     #[inline]
     fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
-        Ok(self.pool.uninit(bytes / size_of::<f32>(), stream)?)
+        Ok(DeviceBuffer::<f32>::uninit(
+            &self.pool,
+            bytes / size_of::<f32>(),
+            stream,
+        )?)
     }
 
     #[inline]

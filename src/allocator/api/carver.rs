@@ -332,9 +332,9 @@ impl Carver {
             size: hot.bytes(),
             requested: cold.requested,
             state: match live {
-                true => BlockState::Allocated,
+                true => BlockState::Live,
                 false if pending.is_empty() => BlockState::Free,
-                false => BlockState::PendingFree,
+                false => BlockState::Pending,
             },
             stream: Some(name(cold.owner)),
             pending,

@@ -156,6 +156,17 @@ impl Engine {
         true
     }
 
+    /// Whether the stream of a live block was retired, or is about to be, by the block's identity.
+    pub(crate) fn stream_retired(&self, block: &Lifetime) -> bool {
+        let heap = self.lock();
+        let stream = match self.small_at(block.ptr) {
+            Some((cache, _)) if block.id & SMALL_ID != 0 => cache.lock().slot,
+            _ if block.id & SMALL_ID != 0 => return false,
+            _ => heap.extents.records[block.id].stream,
+        };
+        !heap.streams[stream].named
+    }
+
     /// Frees a block by its identity.
     pub(crate) fn free_block(&self, block: &Lifetime) -> Result<(), Error> {
         let ptr = block.ptr;

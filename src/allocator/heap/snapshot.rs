@@ -32,8 +32,8 @@ impl Heap {
             size: hot.bytes(),
             requested: cold.requested,
             state: match hot.state {
-                Extent::Used => BlockState::Allocated,
-                Extent::Free if shared => BlockState::PendingFree,
+                Extent::Used => BlockState::Live,
+                Extent::Free if shared => BlockState::Pending,
                 Extent::Free => BlockState::Free,
                 Extent::Aliased => BlockState::Aliased,
                 _ => BlockState::Busy,
@@ -172,8 +172,8 @@ impl Heap {
             size,
             requested: run.live.map_or(0, |live| live.requested.into()),
             state: match run.kind {
-                Kind::Used => BlockState::Allocated,
-                Kind::Pending => BlockState::PendingFree,
+                Kind::Used => BlockState::Live,
+                Kind::Pending => BlockState::Pending,
                 Kind::Free | Kind::Quick | Kind::Spent => BlockState::Free,
             },
             stream: Some(number(stream)),

@@ -2,18 +2,20 @@
 
 use std::sync::Arc;
 
+use cualloc::Tag;
+
 use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::{Context, Stream};
 use cualloc::pool::{
     NativeConfig, NativePool, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{
-    Access, AsyncResource, DirectResource, Guard, LaunchRecorder, Manager, ManagerConfig,
-    MemoryResource, OwnedBlock, RecordMode, Runtime, Statistics, Tag,
+    Access, AccessOrdered, Budget, CudaMemory, DeviceRuntime, Launch, Manager, MemoryResource,
+    OwnedBlock, Relief, Statistics, StreamPool,
 };
 use cualloc::sim::Mode;
 use cualloc::trace::{Replay, Trace};
-use cualloc::{Allocator, DeviceBuffer, PinnedBuffer};
+use cualloc::{DeviceBuffer, PinnedBuffer, Request};
 
 use super::{Outcome, Program, World};
 
@@ -114,9 +116,9 @@ fn buffers(w: &World) -> Outcome {
     copy.is_complete()?;
     assert_eq!(copy.wait()?[..], [7; 500]);
     drop(one.upload(PinnedBuffer::from_slice(&w.context, &values)?, &b)?);
-    one.order_before(&b)?;
+    one.prepare_use(&b, Access::ReadWrite)?;
     work(&w.context, one.as_device_ptr(), 2000, &b)?;
-    one.order_after(&b)?;
+    one.finish_use(&b, Access::ReadWrite)?;
     assert_eq!(one.to_vec()?, [0x5a5a_5a5a; 500]);
     one.free()?;
     for stream in [w.alloc.create_stream()?, Stream::per_thread(&w.context)] {
@@ -148,10 +150,10 @@ fn columns(w: &World) -> Outcome {
 }
 
 fn resource_columns(w: &World) -> Outcome {
-    let resource: Arc<dyn MemoryResource> = Arc::new(AsyncResource::new(w.alloc.clone()));
+    let resource: Arc<dyn MemoryResource> = Arc::new(AccessOrdered::new(w.alloc.clone()));
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &a)?;
-    let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+    let mut launch = Launch::strict(&resource, &b);
     launch.read_write(&column)?;
     launch.preflight()?;
     launch.commit()?;
@@ -398,31 +400,30 @@ fn workspaces(w: &World) -> Outcome {
 }
 
 fn typed(w: &World) -> Outcome {
-    let pool = TypedPool::over([&w.alloc]);
+    let pool = TypedPool::new(&w.alloc);
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let mut lent = pool.zeroed::<u32>(5000, &a)?;
+    let mut lent = DeviceBuffer::<u32>::zeroed(&pool, 5000, &a)?;
     lent.as_mut_slice().fill(3, &b)?;
     assert_eq!(lent.to_vec()?, [3; 5000]);
     drop(lent);
-    let one = pool.zeroed::<u32>(5000, &a)?;
+    let one = DeviceBuffer::<u32>::zeroed(&pool, 5000, &a)?;
     work(&w.context, one.as_device_ptr(), 20_000, &a)?;
     drop(one);
-    let big = pool.uninit::<u8>(30 << 20, &b)?;
+    let big = DeviceBuffer::<u8>::uninit(&pool, 30 << 20, &b)?;
     drop(big);
-    let resource = pool.on_device(0)?;
-    let block = OwnedBlock::allocate(resource, 6000, &a, T)?;
+    let block = OwnedBlock::allocate(&pool, &Request::new(6000).tag(T), &a)?;
     block.record_stream(&b)?;
     follow(w, &a, &b)?;
     work(&w.context, block.ptr(), 6000, &b)?;
     drop(block);
-    pool.empty_all()?;
+    pool.trim(0)?;
     Ok(())
 }
 
 fn threshold(w: &World) -> Outcome {
     let pool = ThresholdPool::over(&w.alloc);
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let mut one = pool.zeroed::<u8>(9 << 20, &a)?;
+    let mut one = DeviceBuffer::<u8>::zeroed(&pool, 9 << 20, &a)?;
     one.as_mut_slice().fill(4, &b)?;
     drop(one);
     pool.set_release_threshold(Some(0))?;
@@ -433,35 +434,35 @@ fn threshold(w: &World) -> Outcome {
 }
 
 fn use_across(w: &World, resource: &impl MemoryResource, a: &Stream, b: &Stream) -> Outcome {
-    let before = resource.outstanding().total();
-    let first = OwnedBlock::allocate(resource, 4096, a, T)?;
-    let id = first.identity().ok_or("no block")?;
-    work(&w.context, id.ptr, 4096, a)?;
+    let before = resource.usage()?.outstanding();
+    let first = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), a)?;
+    let id = first.id().ok_or("no block")?;
+    work(&w.context, id.ptr(), 4096, a)?;
     follow(w, a, b)?;
     resource.prepare_use(&id, b, Access::Write)?;
-    work(&w.context, id.ptr, 4096, b)?;
+    work(&w.context, id.ptr(), 4096, b)?;
     resource.finish_use(&id, b, Access::Write)?;
     first.record_stream(b)?;
-    work(&w.context, id.ptr, 4096, b)?;
+    work(&w.context, id.ptr(), 4096, b)?;
     match first.free() {
         Ok(()) => {}
         Err(failed) => {
-            work(&w.context, id.ptr, 4096, b)?;
+            work(&w.context, id.ptr(), 4096, b)?;
             let error = failed.error;
             resource.deallocate_block(*failed.value)?;
-            let next = OwnedBlock::allocate(resource, 4096, a, T)?;
+            let next = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), a)?;
             work(&w.context, next.ptr(), 4096, a)?;
             next.free()?;
             return Err(error.into());
         }
     }
-    let second = OwnedBlock::allocate(resource, 4096, b, T)?;
+    let second = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), b)?;
     work(&w.context, second.ptr(), 4096, b)?;
     drop(second);
     resource.reap()?;
     resource.trim(0)?;
     resource.usage()?;
-    nothing_left(resource.outstanding().total() - before)
+    nothing_left(resource.usage()?.outstanding() - before)
 }
 
 /// What a program says that finds something left.
@@ -476,29 +477,29 @@ fn nothing_left(left: u64) -> Outcome {
 }
 
 fn direct(w: &World) -> Outcome {
-    let direct = DirectResource::new(&w.context);
+    let direct = CudaMemory::new(&w.context);
     let stream = w.alloc.create_stream()?;
-    let block = direct.allocate_block(1 << 20, &stream, T)?;
+    let block = direct.allocate_block(&Request::new(1 << 20).tag(T), &stream)?;
     let used = work(&w.context, block.ptr(), 1 << 20, &stream);
     if let Err(failed) = direct.deallocate_block(block) {
         direct.deallocate_block(*failed.value)?;
         return Err(failed.error.into());
     }
-    assert_eq!(direct.outstanding().total(), 0);
-    let owned = OwnedBlock::allocate(&direct, 4096, &stream, T)?;
+    assert_eq!(direct.usage().unwrap().outstanding(), 0);
+    let owned = OwnedBlock::allocate(&direct, &Request::new(4096).tag(T), &stream)?;
     drop(owned);
     used
 }
 
 fn asynchronous(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    use_across(w, &AsyncResource::new(w.alloc.clone()), &a, &b)
+    use_across(w, &AccessOrdered::new(w.alloc.clone()), &a, &b)
 }
 
 fn native_resource(w: &World) -> Outcome {
     let pool = NativePool::with_context(&w.context, NativeConfig::default())?;
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    use_across(w, &AsyncResource::new(pool.clone()), &a, &b)?;
+    use_across(w, &AccessOrdered::new(pool.clone()), &a, &b)?;
     let block = pool.allocate(1000, &a)?;
     block.free()?;
     Ok(())
@@ -506,30 +507,27 @@ fn native_resource(w: &World) -> Outcome {
 
 fn adaptors(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let inner = Arc::new(AsyncResource::new(Statistics::new(w.alloc.clone())));
-    let guard = Guard::<Allocator>::builder()
-        .budget(Some(1 << 30))
-        .reserve(4 << 20)
-        .build(inner)?;
+    let inner = Arc::new(AccessOrdered::new(Statistics::new(w.alloc.clone())));
+    let guard = Relief::new(Budget::new(inner, Some(1 << 30))).with_reserve(4 << 20)?;
     use_across(w, &guard, &a, &b)?;
     guard.release_reserve()?;
     Ok(())
 }
 
 fn manager(w: &World) -> Outcome {
-    let resource = AsyncResource::new(w.alloc.clone());
-    let runtime = Runtime::new(resource);
-    let manager = Manager::new(ManagerConfig::new(0, Some(1 << 30)).runtime(&runtime))?;
+    let resource = AccessOrdered::new(w.alloc.clone());
+    let runtime = DeviceRuntime::new(resource, StreamPool::new(&w.context));
+    let manager = Manager::new(0, Some(1 << 30)).with_runtime(&runtime)?;
     let (_, stream) = runtime.streams().acquire()?;
-    let slice = manager.allocate::<u32>(5000, &stream)?;
+    let slice = DeviceBuffer::<u32>::uninit(&manager, 5000, &stream)?;
     slice.prepare_use(&stream, Access::Write)?;
-    work(&w.context, slice.ptr(), 20_000, &stream)?;
+    work(&w.context, slice.as_device_ptr(), 20_000, &stream)?;
     slice.finish_use(&stream, Access::Write)?;
     slice.free()?;
-    let slice = manager.allocate::<u32>(5000, &stream)?;
+    let slice = DeviceBuffer::<u32>::uninit(&manager, 5000, &stream)?;
     drop(slice);
     runtime.resource().reap()?;
-    nothing_left(manager.outstanding().total())
+    nothing_left(runtime.resource().usage()?.outstanding())
 }
 
 fn streams(w: &World) -> Outcome {

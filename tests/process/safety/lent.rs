@@ -7,11 +7,9 @@ use cualloc::column::{Column, Consumer, ElementType, Producer, Schema, Table};
 use cualloc::driver::{Stream, sys};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::{NativeConfig, NativePool, TypedPool};
-use cualloc::resource::{
-    AsyncResource, DirectResource, LaunchRecorder, MemoryResource, RecordMode, Tag,
-};
+use cualloc::resource::{AccessOrdered, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::{FailPlan, Mode};
-use cualloc::{DeviceBuffer, Error, PinnedBuffer};
+use cualloc::{DeviceBuffer, Error, PinnedBuffer, Request};
 
 /// D10: an export has no more rows than its column, whatever a table's columns were exchanged for.
 #[test]
@@ -49,10 +47,10 @@ fn d2_memory_without_tracking_outlives_work_of_its_streams_context() {
     let world = World::new(Mode::Manual, false);
     let second = world.beside();
     let stream = Stream::new(&second).unwrap();
-    let direct = Arc::new(DirectResource::new(&world.context));
+    let direct = Arc::new(CudaMemory::new(&world.context));
     for resource in [
         direct.clone() as Arc<dyn MemoryResource>,
-        Arc::new(AsyncResource::new(direct)),
+        Arc::new(AccessOrdered::new(direct)),
     ] {
         let make = || Column::zeroed_in(resource.clone(), ElementType::U32, 1 << 18, &stream);
         drop(make().unwrap());
@@ -69,7 +67,7 @@ fn d10_the_last_release_waits_for_the_consumers_contexts() {
     let world = World::new(Mode::Manual, false);
     let second = world.beside();
     let (home, theirs) = (world.stream(), Stream::new(&second).unwrap());
-    let direct: Arc<dyn MemoryResource> = Arc::new(DirectResource::new(&world.context));
+    let direct: Arc<dyn MemoryResource> = Arc::new(CudaMemory::new(&world.context));
     let (bytes, kind) = (1 << 20, ElementType::U32);
     for (column, consumer) in [
         (
@@ -159,11 +157,9 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
     let stream = world.stream();
     let mut all: Vec<Arc<dyn MemoryResource>> = vec![Arc::new(world.allocator.clone())];
     for below in 0..300 {
-        all.push(Arc::new(AsyncResource::new(all[below].clone())));
+        all.push(Arc::new(AccessOrdered::new(all[below].clone())));
     }
-    let block = all[300]
-        .allocate_block(64, &stream, Tag::default())
-        .unwrap();
+    let block = all[300].allocate_block(&Request::new(64), &stream).unwrap();
     let failed = all[299]
         .deallocate_block(block)
         .expect_err("past the keeper");
@@ -175,10 +171,10 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
 #[test]
 fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
     let world = World::new(Mode::Manual, false);
-    let pool = TypedPool::over([&world.allocator]);
+    let pool = TypedPool::new(&world.allocator);
     let own = || Stream::per_thread(&world.context);
     let elsewhere = || {
-        let made = pool.uninit::<u32>(1 << 18, &own()).unwrap();
+        let made = DeviceBuffer::<u32>::uninit(&pool, 1 << 18, &own()).unwrap();
         (made.as_device_ptr(), made)
     };
     let (ptr, buffer) = world.sim.as_thread(1, elsewhere);
@@ -198,13 +194,13 @@ fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
 fn d2_a_commit_on_another_thread_waits_for_the_launch() {
     let world = World::new(Mode::Manual, false);
     let home = world.stream();
-    let resource = AsyncResource::new(world.allocator.clone());
+    let resource = AccessOrdered::new(world.allocator.clone());
     let block = resource
-        .allocate_block(1 << 20, &home, Tag::default())
+        .allocate_block(&Request::new(1 << 20), &home)
         .unwrap();
     let launch = || {
         let own = Stream::per_thread(&world.context);
-        let mut recorder = LaunchRecorder::new(&resource, &own, RecordMode::Strict);
+        let mut recorder = Launch::strict(&resource, &own);
         recorder.write(&block).unwrap().preflight().unwrap();
         let entered = world.context.enter().unwrap();
         // SAFETY: the memory is the block's, and recorded by the commit.

@@ -11,7 +11,7 @@ use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::pool::{NativeConfig, NativePool, TypedPool, WorkspacePool};
-use cualloc::resource::{AsyncResource, DirectResource, MemoryResource, Tag};
+use cualloc::resource::{Access, AccessOrdered, CudaMemory, MemoryResource};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
@@ -63,8 +63,8 @@ impl World {
 fn d2_no_block_goes_back_past_who_knows_its_uses() {
     let world = World::new(Mode::Lag(1000), false);
     let (home, other) = (world.stream(), world.stream());
-    let ordered = AsyncResource::new(world.allocator.clone());
-    let twice = Arc::new(AsyncResource::new(Arc::new(ordered)));
+    let ordered = AccessOrdered::new(world.allocator.clone());
+    let twice = Arc::new(AccessOrdered::new(Arc::new(ordered)));
     let resource: Arc<dyn MemoryResource> = twice.clone();
     let column = Column::zeroed_in(resource, ElementType::U32, 1 << 18, &home).unwrap();
     let lent = column
@@ -76,7 +76,7 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     let kept = |error: &Error| matches!(error, Error::Stream(StreamMisuse::KeptAbove));
     for below in [
         &world.allocator as &dyn MemoryResource,
-        twice.inner().as_ref(),
+        twice.get_ref().as_ref(),
     ] {
         let failed = below.deallocate_block(block).expect_err("past the keeper");
         assert!(kept(&failed.error), "{}", failed.error);
@@ -84,8 +84,8 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     }
     twice.deallocate_block(block).unwrap();
     // What another resource of the kind handed out is not known.
-    let stranger = AsyncResource::new(world.allocator.clone());
-    let block = stranger.allocate_block(64, &home, Tag::default()).unwrap();
+    let stranger = AccessOrdered::new(world.allocator.clone());
+    let block = stranger.allocate_block(&Request::new(64), &home).unwrap();
     let failed = twice.deallocate_block(block).expect_err("a stranger's");
     stranger.deallocate_block(*failed.value).unwrap();
     // The same of sources that hand out names.
@@ -93,10 +93,10 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
         Arc::new(NativePool::with_context(&world.context, NativeConfig::default()).unwrap())
             as Arc<dyn MemoryResource>,
         Arc::new(WorkspacePool::new(&world.allocator)),
-        Arc::new(DirectResource::new(&world.context)),
+        Arc::new(CudaMemory::new(&world.context)),
     ] {
-        let above = AsyncResource::new(Arc::clone(&source));
-        let Ok(block) = above.allocate_block(4096, &home, Tag::default()) else {
+        let above = AccessOrdered::new(Arc::clone(&source));
+        let Ok(block) = above.allocate_block(&Request::new(4096), &home) else {
             continue;
         };
         let failed = source.deallocate_block(block).expect_err("past the keeper");
@@ -110,10 +110,10 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
 #[test]
 fn d2_small_blocks_do_not_go_past_it_either() {
     let world = World::new(Mode::Instant, false);
-    let (stream, resource) = (world.stream(), AsyncResource::new(world.allocator.clone()));
+    let (stream, resource) = (world.stream(), AccessOrdered::new(world.allocator.clone()));
     drop(world.allocator.allocate(100, &stream).unwrap());
     let block = resource
-        .allocate_block(100, &stream, Tag::default())
+        .allocate_block(&Request::new(100), &stream)
         .unwrap();
     let failed = world
         .allocator
@@ -121,7 +121,7 @@ fn d2_small_blocks_do_not_go_past_it_either() {
         .expect_err("past the keeper");
     resource.deallocate_block(*failed.value).unwrap();
     let block =
-        MemoryResource::allocate_block(&world.allocator, 100, &stream, Tag::default()).unwrap();
+        MemoryResource::allocate_block(&world.allocator, &Request::new(100), &stream).unwrap();
     world.allocator.deallocate_block(block).unwrap();
 }
 
@@ -254,8 +254,12 @@ fn s4_streams_of_another_driver_are_refused() {
     ));
     let mut buffer = DeviceBuffer::<u32>::zeroed(a, 100, &home).unwrap();
     assert!(buffered(buffer.fill(1, &foreign).unwrap_err()));
-    assert!(buffered(buffer.order_before(&foreign).unwrap_err()));
-    assert!(buffered(buffer.order_after(&foreign).unwrap_err()));
+    assert!(buffered(
+        buffer.prepare_use(&foreign, Access::ReadWrite).unwrap_err()
+    ));
+    assert!(buffered(
+        buffer.finish_use(&foreign, Access::ReadWrite).unwrap_err()
+    ));
     let host = PinnedBuffer::<u32>::zeroed(&ours.context, 100).unwrap();
     assert!(buffered(
         buffer
@@ -284,14 +288,16 @@ fn s4_streams_of_another_driver_are_refused() {
     assert!(pooled(native.allocate(100, &foreign).unwrap_err()));
     let workspaces = WorkspacePool::new(a);
     assert!(pooled(workspaces.lease(&foreign, 100).unwrap_err()));
-    let typed = TypedPool::over([a]);
-    drop(typed.uninit::<u32>(100, &home).unwrap());
-    assert!(pooled(typed.uninit::<u32>(100, &foreign).unwrap_err()));
+    let typed = TypedPool::new(a);
+    drop(DeviceBuffer::<u32>::uninit(&typed, 100, &home).unwrap());
+    assert!(pooled(
+        DeviceBuffer::<u32>::uninit(&typed, 100, &foreign).unwrap_err()
+    ));
 
     let misused = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
-    let ordered = AsyncResource::new(a.clone());
-    let block = ordered.allocate_block(100, &home, Tag::default()).unwrap();
-    let (id, read) = (block.identity(), cualloc::resource::Access::Read);
+    let ordered = AccessOrdered::new(a.clone());
+    let block = ordered.allocate_block(&Request::new(100), &home).unwrap();
+    let (id, read) = (block.id(), cualloc::resource::Access::Read);
     assert!(misused(ordered.record_stream(&id, &foreign).unwrap_err()));
     assert!(misused(ordered.record_use(&id, &foreign).unwrap_err()));
     assert!(misused(
@@ -328,7 +334,7 @@ fn s4_streams_of_another_driver_are_refused() {
 #[test]
 fn d9_children_of_busy_threads_do_not_hang() {
     use cualloc::pool::{PinnedConfig, PinnedPool, PoolReport};
-    use cualloc::resource::{Budget, Guard, Manager, ManagerConfig, Runtime, Tracked};
+    use cualloc::resource::{Budget, DeviceRuntime, Manager, Relief, StreamPool, Tracking};
     use std::sync::atomic::{AtomicBool, Ordering};
 
     unsafe extern "C" {
@@ -345,7 +351,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
     let context = rig.context.clone();
     let a = Allocator::with_config(&context, Config::new()).unwrap();
     let workspaces = WorkspacePool::new(&a);
-    let typed = TypedPool::over([&a]);
+    let typed = TypedPool::new(&a);
     let pinned = PinnedPool::new(
         &context,
         PinnedConfig {
@@ -354,18 +360,14 @@ fn d9_children_of_busy_threads_do_not_hang() {
         },
     )
     .unwrap();
-    let ordered = Arc::new(AsyncResource::new(Tracked::new(Budget::new(
+    let ordered = Arc::new(AccessOrdered::new(Tracking::new(Budget::new(
         a.clone(),
         Some(1 << 29),
     ))));
-    let guard = Guard::<Allocator>::builder()
-        .budget(Some(1 << 29))
-        .build(Arc::clone(&ordered))
-        .unwrap();
-    let manager = Manager::new(
-        ManagerConfig::new(0, Some(1 << 29)).runtime(&Runtime::new(Arc::clone(&ordered))),
-    )
-    .unwrap();
+    let guard = Relief::new(Budget::new(Arc::clone(&ordered), Some(1 << 29)));
+    let runtime = DeviceRuntime::new(Arc::clone(&ordered), StreamPool::new(&context));
+    let manager = Manager::new(0, Some(1 << 29));
+    let manager = manager.with_runtime(&runtime).unwrap();
     let stream = rig.stream();
     let stop = AtomicBool::new(false);
     let work = |mut k: usize, stream: &Stream| {
@@ -374,31 +376,29 @@ fn d9_children_of_busy_threads_do_not_hang() {
             drop(a.allocate(100_000 + 4096 * (k % 200), stream).unwrap());
             drop(a.snapshot());
             drop(workspaces.lease(stream, 1000 * (k % 9 + 1)).unwrap());
-            drop(typed.uninit::<u32>(k % 1000 + 1, stream).unwrap());
+            drop(DeviceBuffer::<u32>::uninit(&typed, k % 1000 + 1, stream).unwrap());
             drop(pinned.acquire(100).unwrap());
-            let block = ordered
-                .allocate_block(1000, stream, Tag::default())
-                .unwrap();
-            drop(ordered.inner().live());
+            let block = ordered.allocate_block(&Request::new(1000), stream).unwrap();
+            drop(ordered.get_ref().live());
             ordered.deallocate_block(block).unwrap();
-            drop(manager.allocate::<u8>(100, stream).unwrap());
-            let block = guard.allocate_block(1000, stream, Tag::default()).unwrap();
+            drop(DeviceBuffer::<u8>::uninit(&manager, 100, stream).unwrap());
+            let block = guard.allocate_block(&Request::new(1000), stream).unwrap();
             guard.deallocate_block(block).unwrap();
         }
     };
     // All that a child may call: (whether calls that can fail did, whether the others know nothing).
     let ask = || {
-        let block = ordered.allocate_block(100, &stream, Tag::default());
+        let block = ordered.allocate_block(&Request::new(100), &stream);
         let refused = a.trim(0).is_err()
             && a.allocate(100, &stream).is_err()
             && a.allocate(1 << 20, &stream).is_err()
             && a.test_views().is_err()
             && workspaces.lease(&stream, 100).is_err()
-            && typed.uninit::<u32>(10, &stream).is_err()
+            && DeviceBuffer::<u32>::uninit(&typed, 10, &stream).is_err()
             && pinned.acquire(100).is_err()
             && Context::primary(context.device()).is_err()
-            && manager.allocate::<u8>(100, &stream).is_err()
-            && guard.allocate_block(100, &stream, Tag::default()).is_err()
+            && DeviceBuffer::<u8>::uninit(&manager, 100, &stream).is_err()
+            && guard.allocate_block(&Request::new(100), &stream).is_err()
             && block.is_err();
         a.set_limit(Some(1));
         a.reset_peaks();
@@ -420,15 +420,16 @@ fn d9_children_of_busy_threads_do_not_hang() {
         pinned.trim(0);
         let _ = (
             workspaces.stats(),
-            typed.stats(),
+            typed.usage(),
             pinned.stats(),
             pinned.generation(),
         );
-        typed.reset_stats();
-        let outstanding = ordered.outstanding().total() + ordered.inner().live().len() as u64;
-        let (_, _) = (manager.outstanding(), guard.stats());
+        typed.reset_accumulated_stats();
+        let outstanding =
+            ordered.usage().unwrap().outstanding() + ordered.get_ref().live().len() as u64;
+        let (_, _) = (manager.usage().unwrap(), guard.usage().unwrap());
         let _ = (
-            guard.inner().on_pressure(|_, _| ()),
+            guard.get_ref().on_pressure(|_, _| ()),
             guard.remove_relief_hook("none"),
         );
         refused && unknown && outstanding == 0 && !text.is_empty()

@@ -1,9 +1,9 @@
 //! Logging, probes and tracking.
 
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
 use cualloc::resource::*;
 use cualloc::sim::{SimConfig, Simulator};
-use cualloc::{Allocator, Error, Refused};
+use cualloc::{Allocator, Error, Refused, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -16,13 +16,18 @@ fn s5_31_s5_32_records_say_everything() {
     packed(|rig| {
         let stream = rig.stream();
         let ring = Arc::new(RingSink::default());
-        let clock = ManualClock::default();
+        let clock = Clock::manual();
         clock.advance(std::time::Duration::from_secs(5));
         let budget = Budget::new(rig.allocator(), Some(1000));
-        let log = Logging::with_clock(budget, ring.clone(), Arc::new(clock));
-        let block = log.allocate_block(1000, &stream, "named".into()).unwrap();
-        let (ptr, generation) = (block.ptr(), block.generation());
-        assert!(log.allocate_block(1, &stream, T).is_err());
+        let log = Logging::new(budget, ring.clone()).with_clock(&clock);
+        let block = log
+            .allocate_block(&Request::new(1000).tag("named"), &stream)
+            .unwrap();
+        let (ptr, generation) = (block.ptr(), block.id().generation());
+        assert!(
+            log.allocate_block(&Request::new(1).tag(T), &stream)
+                .is_err()
+        );
         log.reap().unwrap();
         let log = &log;
         std::thread::scope(|scope| {
@@ -46,23 +51,30 @@ fn s5_31_s5_32_records_say_everything() {
         assert!(!records[1].message().is_empty());
         assert_eq!(records[2].action, LogAction::Reap);
         assert_eq!(records[3].action, LogAction::Deallocate);
+        let columns = LogRecord::CSV_HEADER.split(',').count();
+        assert!(
+            records
+                .iter()
+                .all(|r| r.to_csv().split(',').count() == columns)
+        );
+        let line = records[1].to_csv();
+        assert!(
+            line.contains("allocate failure") && line.ends_with(",test,out of budget"),
+            "{line}"
+        );
         assert_ne!(records[3].thread, first.thread);
         ring.clear();
         assert!(ring.is_empty());
         // A sink that fails costs its caller nothing.
-        let broken = Logging::new(rig.allocator(), Broken);
-        let block = broken.allocate_block(8, &stream, T).unwrap();
+        let broken = Logging::new(rig.allocator(), |_: &LogRecord| {
+            Err(std::io::Error::other("full"))
+        });
+        let block = broken
+            .allocate_block(&Request::new(8).tag(T), &stream)
+            .unwrap();
         broken.deallocate_block(block).unwrap();
         assert_eq!(broken.dropped(), 2);
     });
-}
-
-struct Broken;
-
-impl LogSink for Broken {
-    fn write(&self, _: &LogRecord) -> Result<(), SinkError> {
-        Err(SinkError)
-    }
 }
 
 /// S5.68, S5.69: nothing is allocated for nobody, and the ring is bounded.
@@ -71,11 +83,13 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
     packed(|rig| {
         let stream = rig.stream();
         let plain = rig.allocator();
-        let logged = Logging::new(plain.clone(), NullSink);
+        let logged = Logging::new(plain.clone(), ());
         let count = |resource: &dyn MemoryResource| {
             let before = ALLOCATIONS.with(Cell::get);
             for _ in 0..100 {
-                let block = resource.allocate_block(512, &stream, T).unwrap();
+                let block = resource
+                    .allocate_block(&Request::new(512).tag(T), &stream)
+                    .unwrap();
                 resource.deallocate_block(block).unwrap();
             }
             ALLOCATIONS.with(Cell::get) - before
@@ -95,27 +109,16 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
 fn s5_11_s5_70_poison_comes_after_recorded_uses() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let mut config = ProbeConfig::from_settings(|name| {
-            (name == "CUALLOC_POISON_FREE").then(|| "1".to_owned())
-        });
-        assert_eq!(
-            (config.poison_allocated, config.poison_freed),
-            (None, Some(0xDD))
-        );
-        assert_eq!(
-            ProbeConfig::from_settings(|_| Some("0".into())),
-            ProbeConfig::default()
-        );
-        assert_eq!(ProbeConfig::from_settings(|_| None), ProbeConfig::default());
-        config.poison_allocated = Some(0xCD);
         let stacks: [Box<dyn MemoryResource>; 2] = [
-            Box::new(Probe::new(asynchronous(rig), config)),
-            Box::new(Probe::new(rig.allocator(), config)),
+            Box::new(poisoned(asynchronous(rig)).poison_allocated(Some(0xCD))),
+            Box::new(poisoned(rig.allocator()).poison_allocated(Some(0xCD))),
         ];
         for resource in stacks {
             let [a, b] = rig.streams();
-            let block = resource.allocate_block(4096, &a, T).unwrap();
-            let (ptr, id) = (block.ptr(), block.identity());
+            let block = resource
+                .allocate_block(&Request::new(4096).tag(T), &a)
+                .unwrap();
+            let (ptr, id) = (block.ptr(), block.id());
             a.synchronize().unwrap();
             assert_eq!(sim.read_memory(ptr, 4096), Some(vec![0xCD; 4096]));
             let hold = rig.hold(&b);
@@ -176,15 +179,19 @@ fn probe_child() {
     if std::env::var_os("CUALLOC_PROBE_CHILD").is_none() {
         return;
     }
-    let probes = ProbeConfig::from_env();
-    println!("probes: {probes:?}");
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
     let context = driver.context(0).unwrap();
-    let runtime = Runtime::on(&context).unwrap();
+    let allocator = Allocator::with_config(&context, cualloc::Config::new()).unwrap();
+    let asked = || format!("{:?}", Sanitizer::from_env(allocator.clone()));
+    let checks = asked();
+    println!("{checks}");
+    let runtime = DeviceRuntime::on(&context).unwrap();
     let (_, stream) = runtime.streams().acquire().unwrap();
     let resource = runtime.resource();
-    let block = resource.allocate_block(64, &stream, T).unwrap();
+    let block = resource
+        .allocate_block(&Request::new(64).tag(T), &stream)
+        .unwrap();
     stream.synchronize().unwrap();
     let memory = sim.read_memory(block.ptr(), 1).unwrap();
     println!("new memory: {}", memory[0]);
@@ -194,7 +201,7 @@ fn probe_child() {
         // SAFETY: no other thread of this process reads the environment.
         unsafe { std::env::set_var(name, "1") };
     }
-    assert_eq!(ProbeConfig::from_env(), probes, "read once");
+    assert_eq!(asked(), checks, "read once");
 }
 
 /// S5.71: an overlap is an error value; it panics only if asked to.
@@ -202,22 +209,24 @@ fn probe_child() {
 fn s5_71_overlap_is_an_error_with_both_ranges() {
     packed(|rig| {
         let stream = rig.stream();
-        let mut config = ProbeConfig::default();
-        config.overlap = true;
-        let probe = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
-        let block = probe.allocate_block(600, &stream, T).unwrap();
-        match probe.allocate_block(600, &stream, T) {
+        let twice = || Sanitizer::new(Twice(rig.allocator(), Mutex::default())).check_overlap(true);
+        let probe = twice();
+        let block = probe
+            .allocate_block(&Request::new(600).tag(T), &stream)
+            .unwrap();
+        match probe.allocate_block(&Request::new(600).tag(T), &stream) {
             Err(Error::Overlap { new, old }) => {
                 assert_eq!((new.0, old), (block.ptr(), (block.ptr(), 1024)));
             }
             other => panic!("{other:?}"),
         }
         probe.deallocate_block(block).unwrap();
-        config.panic = true;
-        let loud = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
-        let block = loud.allocate_block(600, &stream, T).unwrap();
+        let loud = twice().panic(true);
+        let block = loud
+            .allocate_block(&Request::new(600).tag(T), &stream)
+            .unwrap();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let _ = loud.allocate_block(600, &stream, T);
+            let _ = loud.allocate_block(&Request::new(600).tag(T), &stream);
         }));
         assert!(panicked.is_err());
         loud.deallocate_block(block).unwrap();
@@ -230,7 +239,7 @@ fn r69_tracking_erases_before_the_free() {
     packed(|rig| {
         let stream = rig.stream();
         let seen = Arc::new(AtomicU64::new(u64::MAX));
-        let tracked: Arc<std::sync::OnceLock<Arc<Tracked<Spy>>>> = Arc::default();
+        let tracked: Arc<std::sync::OnceLock<Arc<Tracking<Spy>>>> = Arc::default();
         let (look, count) = (Arc::clone(&tracked), Arc::clone(&seen));
         let spy = Spy(
             rig.allocator(),
@@ -239,9 +248,11 @@ fn r69_tracking_erases_before_the_free() {
                 count.store(live as u64, Ordering::SeqCst);
             }),
         );
-        let adaptor = Arc::new(Tracked::new(spy));
+        let adaptor = Arc::new(Tracking::new(spy));
         let _ = tracked.set(Arc::clone(&adaptor));
-        let block = adaptor.allocate_block(64, &stream, T).unwrap();
+        let block = adaptor
+            .allocate_block(&Request::new(64).tag(T), &stream)
+            .unwrap();
         adaptor.deallocate_block(block).unwrap();
         assert_eq!(
             seen.load(Ordering::SeqCst),
@@ -256,26 +267,20 @@ struct Spy(Allocator, Box<dyn Fn() + Send + Sync>);
 
 // SAFETY: passes everything on.
 unsafe impl MemoryResource for Spy {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        MemoryResource::allocate_block_aligned(&self.0, bytes, alignment, stream, tag)
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        MemoryResource::allocate_block(&self.0, request, stream)
     }
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         (self.1)();
         self.0.deallocate_block(block)
     }
-    fn context(&self) -> &Context {
-        self.0.context()
+    fn ordinal(&self) -> usize {
+        self.0.ordinal()
     }
-    fn outstanding(&self) -> Outstanding {
-        self.0.outstanding()
+    fn usage(&self) -> Result<Usage, Error> {
+        self.0.usage()
     }
-    fn state(&self, block: &BlockIdentity) -> BlockState {
+    fn state(&self, block: &BlockId) -> BlockState {
         self.0.state(block)
     }
 }

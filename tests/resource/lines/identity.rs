@@ -1,5 +1,6 @@
 //! Who a block is, and what is said about it.
 
+use cualloc::Request;
 use cualloc::driver::Stream;
 use cualloc::error::StreamMisuse;
 use cualloc::resource::*;
@@ -11,29 +12,36 @@ use super::*;
 fn s5_13_s5_14_identity_survives_reuse_of_the_address() {
     packed(|rig| {
         let (allocator, other, stream) = (rig.allocator(), rig.allocator(), rig.stream());
-        let first = MemoryResource::allocate_block(&allocator, 512, &stream, T).unwrap();
-        let old = first.identity();
-        assert!(old.key.source >= 1 && old.key.generation >= 1);
-        assert_eq!((old.ptr, old.bytes, old.device), (first.ptr(), 512, 0));
+        let first =
+            MemoryResource::allocate_block(&allocator, &Request::new(512).tag(T), &stream).unwrap();
+        let old = first.id();
+        assert!(old.source() >= 1 && old.generation() >= 1);
         assert_eq!(
-            (first.alignment(), first.stream_id()),
+            (old.ptr(), old.bytes(), old.ordinal()),
+            (first.ptr(), 512, 0)
+        );
+        assert_eq!(
+            (first.alignment(), first.id().stream_id()),
             (1, stream.id().unwrap())
         );
         allocator.deallocate_block(first).unwrap();
-        let second = MemoryResource::allocate_block(&allocator, 512, &stream, T).unwrap();
-        assert_eq!(second.ptr(), old.ptr, "the same memory");
-        assert_ne!(second.identity().key, old.key);
-        assert_eq!(allocator.state(&old), BlockState::Freed);
+        let second =
+            MemoryResource::allocate_block(&allocator, &Request::new(512).tag(T), &stream).unwrap();
+        assert_eq!(second.ptr(), old.ptr(), "the same memory");
+        assert_ne!(second.id(), old);
+        assert_eq!(allocator.state(&old), BlockState::Free);
         let used = MemoryResource::record_use(&allocator, &old, &stream);
         assert!(matches!(used, Err(Error::UseAfterFree { .. })));
         // Another allocator's block is refused and comes back.
         let failure = other.deallocate_block(second).unwrap_err();
         assert!(matches!(failure.error, Error::UseAfterFree { .. }));
-        assert_eq!(other.outstanding().live, 0);
+        assert_eq!(other.usage().unwrap().requested.current, 0);
         allocator.deallocate_block(*failure.value).unwrap();
-        let direct = DirectResource::new(&rig.context);
-        let block = direct.allocate_block(8, &stream, T).unwrap();
-        assert_ne!(block.identity().key.source, old.key.source);
+        let direct = CudaMemory::new(&rig.context);
+        let block = direct
+            .allocate_block(&Request::new(8).tag(T), &stream)
+            .unwrap();
+        assert_ne!(block.id().source(), old.source());
         direct.deallocate_block(block).unwrap();
     });
 }
@@ -43,15 +51,17 @@ fn s5_13_s5_14_identity_survives_reuse_of_the_address() {
 fn s5_13_identity_survives_the_return_of_a_page() {
     packed(|rig| {
         let (allocator, stream) = (rig.allocator(), rig.stream());
-        let first = MemoryResource::allocate_block(&allocator, 512, &stream, T).unwrap();
-        let old = first.identity();
+        let first =
+            MemoryResource::allocate_block(&allocator, &Request::new(512).tag(T), &stream).unwrap();
+        let old = first.id();
         allocator.deallocate_block(first).unwrap();
         // Releases nothing, and leaves no page to a stream.
         allocator.trim(u64::MAX).unwrap();
-        let second = MemoryResource::allocate_block(&allocator, 512, &stream, T).unwrap();
-        assert_eq!(second.ptr(), old.ptr, "the same memory");
-        assert_ne!(second.identity().key, old.key);
-        assert_eq!(allocator.state(&old), BlockState::Freed);
+        let second =
+            MemoryResource::allocate_block(&allocator, &Request::new(512).tag(T), &stream).unwrap();
+        assert_eq!(second.ptr(), old.ptr(), "the same memory");
+        assert_ne!(second.id(), old);
+        assert_eq!(allocator.state(&old), BlockState::Free);
         allocator.deallocate_block(second).unwrap();
     });
 }
@@ -65,8 +75,10 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
         assert_eq!(Access::Read.merge(Access::Read), Access::Read);
         let budget = Budget::new(rig.allocator(), Some(100));
         let stream = rig.stream();
-        let block = budget.allocate_block(60, &stream, T).unwrap();
-        match budget.allocate_block(41, &stream, T) {
+        let block = budget
+            .allocate_block(&Request::new(60).tag(T), &stream)
+            .unwrap();
+        match budget.allocate_block(&Request::new(41).tag(T), &stream) {
             Err(Error::OverBudget {
                 requested,
                 limit,
@@ -77,8 +89,8 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
             }
             other => panic!("{other:?}"),
         }
-        let id = block.identity();
-        assert_eq!(id.range(20, 40).unwrap(), id.ptr + 20);
+        let id = block.id();
+        assert_eq!(id.range(20, 40).unwrap(), id.ptr() + 20);
         let outside = id.range(20, 41);
         match outside {
             Err(Error::OutOfBounds {
@@ -87,7 +99,7 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
                 end,
                 len,
             }) => {
-                assert_eq!(generation, Some(id.key.generation));
+                assert_eq!(generation, Some(id.generation()));
                 assert_eq!((start, end, len), (20, 61, 60));
             }
             other => panic!("{other:?}"),
@@ -96,7 +108,7 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
         budget.deallocate_block(block).unwrap();
         // Stream 0 is the default stream.
         let pool = StreamPool::new(&rig.context);
-        let default = pool.resolve(0).unwrap();
+        let default = pool.get(0).unwrap();
         let legacy = Stream::legacy(&rig.context);
         assert_eq!(default.id().unwrap(), legacy.id().unwrap());
     });
@@ -107,15 +119,16 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
 fn s5_13_s5_15_debug_text_of_a_block() {
     packed(|rig| {
         let (resource, stream) = (asynchronous(rig), rig.stream());
-        let owned = OwnedBlock::allocate(&resource, 512, &stream, "label".into()).unwrap();
-        let id = owned.identity().unwrap();
+        let owned =
+            OwnedBlock::allocate(&resource, &Request::new(512).tag("label"), &stream).unwrap();
+        let id = owned.id().unwrap();
         let text = format!("{owned:?}");
         for part in [
-            format!("ptr: {:#x}", id.ptr),
+            format!("ptr: {:#x}", id.ptr()),
             "bytes: 512".into(),
             "tag: \"label\"".into(),
-            format!("stream: {}", id.stream),
-            format!("generation: {}", id.key.generation),
+            format!("stream: {}", id.stream_id()),
+            format!("generation: {}", id.generation()),
             "state: Some(Live)".into(),
         ] {
             assert!(text.contains(&part), "{part} in {text}");
@@ -130,10 +143,10 @@ fn s5_13_s5_15_debug_text_of_a_block() {
 fn s5_18_use_tracking_is_refused_by_default() {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let direct = DirectResource::new(&rig.context);
-        let block = direct.allocate_block(64, &a, T).unwrap();
-        let id = block.identity();
-        assert_eq!(direct.tracking(), Tracking::None);
+        let direct = CudaMemory::new(&rig.context);
+        let block = direct.allocate_block(&Request::new(64).tag(T), &a).unwrap();
+        let id = block.id();
+        assert_eq!(direct.use_tracking(), UseTracking::None);
         for refused in [
             direct.record_use(&id, &b),
             direct.prepare_use(&id, &b, Access::Read),
@@ -155,12 +168,10 @@ fn s5_18_use_tracking_is_refused_by_default() {
         direct.deallocate_block(block).unwrap();
         // The caching resource does not put streams in order, and says so.
         let caching = rig.allocator();
-        let block = MemoryResource::allocate_block(&caching, 64, &a, T).unwrap();
-        let refused = caching.prepare_use(&block.identity(), &b, Access::Read);
+        let block = MemoryResource::allocate_block(&caching, &Request::new(64).tag(T), &a).unwrap();
+        let refused = caching.prepare_use(&block.id(), &b, Access::Read);
         assert!(matches!(refused, Err(Error::Stream(_))));
-        caching
-            .prepare_use(&block.identity(), &a, Access::Write)
-            .unwrap();
+        caching.prepare_use(&block.id(), &a, Access::Write).unwrap();
         caching.deallocate_block(block).unwrap();
     });
 }
@@ -171,11 +182,15 @@ fn s5_27_stale_identity_has_no_effect() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
-        let old = resource.allocate_block(512, &a, T).unwrap();
-        let id = old.identity();
+        let old = resource
+            .allocate_block(&Request::new(512).tag(T), &a)
+            .unwrap();
+        let id = old.id();
         resource.deallocate_block(old).unwrap();
-        let new = resource.allocate_block(512, &a, T).unwrap();
-        assert_eq!(new.ptr(), id.ptr, "the address is in use again");
+        let new = resource
+            .allocate_block(&Request::new(512).tag(T), &a)
+            .unwrap();
+        assert_eq!(new.ptr(), id.ptr(), "the address is in use again");
         let calls = rig.driver.calls().total();
         for refused in [
             resource.record_use(&id, &b),

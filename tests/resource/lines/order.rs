@@ -1,11 +1,13 @@
 //! Reads, writes and frees of several streams, and the events behind them.
 
+use cualloc::Request;
 use cualloc::driver::{Context, Stream};
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, Mode, Report};
 
 use super::*;
 use crate::common::*;
+use crate::held;
 
 /// S5.21: the first use on another stream waits for the allocation, and for no later work.
 #[test]
@@ -17,8 +19,10 @@ fn s5_21_allocation_is_the_first_write() {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
         let hold = rig.hold(&a);
-        let block = resource.allocate_block(4096, &a, T).unwrap();
-        let id = block.identity();
+        let block = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
+        let id = block.id();
         resource.prepare_use(&id, &b, Access::Read).unwrap();
         rig.stamp(block.ptr(), 4096, 1, &b);
         assert!(!b.is_complete().unwrap(), "b follows the allocation on a");
@@ -41,8 +45,10 @@ fn s5_22_s5_23_waits_follow_the_accesses() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b, c] = rig.streams();
-        let block = resource.allocate_block(4096, &a, T).unwrap();
-        let id = block.identity();
+        let block = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
+        let id = block.id();
         let waits = || rig.calls("cuStreamWaitEvent");
         let prepare = |stream: &Stream, access| {
             let before = waits();
@@ -78,8 +84,10 @@ fn s5_23_unprepared_write_keeps_other_uses() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b, c] = rig.streams();
-        let block = resource.allocate_block(4096, &a, T).unwrap();
-        let id = block.identity();
+        let block = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
+        let id = block.id();
         resource.finish_use(&id, &b, Access::Read).unwrap();
         resource.finish_use(&id, &c, Access::Write).unwrap();
         let before = rig.calls("cuStreamWaitEvent");
@@ -94,10 +102,13 @@ fn s5_23_unprepared_write_keeps_other_uses() {
 fn s5_24_s5_60_failed_deallocation_returns_the_block() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let resource = Statistics::new(Tracked::new(Budget::new(asynchronous(rig), Some(1 << 30))));
+        let resource =
+            Statistics::new(Tracking::new(Budget::new(asynchronous(rig), Some(1 << 30))));
         let [a, b] = rig.streams();
-        let mut block = resource.allocate_block(4096, &a, T).unwrap();
-        let id = block.identity();
+        let mut block = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
+        let id = block.id();
         resource.prepare_use(&id, &b, Access::Write).unwrap();
         resource.finish_use(&id, &b, Access::Write).unwrap();
         for call in ["cuStreamWaitEvent", "cuEventRecord"] {
@@ -105,30 +116,24 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
             let failure = resource.deallocate_block(block).unwrap_err();
             assert!(failure.error.driver_error().is_some());
             block = *failure.value;
-            assert_eq!(block.identity(), id);
+            assert_eq!(block.id(), id);
             assert_eq!(resource.state(&id), BlockState::Live);
+            assert_eq!(held(&resource), (4096, 0));
             assert_eq!(
-                resource.outstanding(),
-                Outstanding {
-                    live: 4096,
-                    pending: 0
-                }
+                resource.get_ref().get_ref().usage().unwrap().outstanding(),
+                4096
             );
-            assert_eq!(resource.inner().inner().used(), 4096);
-            assert_eq!(resource.inner().live().len(), 1);
-            assert_eq!(resource.stats().bytes, 4096);
+            assert_eq!(resource.get_ref().live().len(), 1);
+            assert_eq!(resource.usage().unwrap().requested.current, 4096);
             resource.record_use(&id, &b).unwrap();
         }
         resource.deallocate_block(block).unwrap();
-        assert_eq!(
-            resource.outstanding(),
-            Outstanding {
-                live: 0,
-                pending: 4096
-            }
-        );
+        assert_eq!(held(&resource), (0, 4096));
         resource.reap().unwrap();
-        assert_eq!(resource.inner().inner().used(), 0);
+        assert_eq!(
+            resource.get_ref().get_ref().usage().unwrap().outstanding(),
+            0
+        );
     });
 }
 
@@ -143,17 +148,21 @@ fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
         // That of the thread is asked for its id each time.
         let of_thread = Stream::per_thread(&rig.context);
         for (call, b) in [("cuStreamIsCapturing", &own), ("cuStreamGetId", &of_thread)] {
-            let block = resource.allocate_block(4096, &a, T).unwrap();
-            let id = block.identity();
+            let block = resource
+                .allocate_block(&Request::new(4096).tag(T), &a)
+                .unwrap();
+            let id = block.id();
             resource.prepare_use(&id, b, Access::Write).unwrap();
-            rig.stamp(id.ptr, 4096, 1, b);
+            rig.stamp(id.ptr(), 4096, 1, b);
             fail(rig, call);
             let error = resource.finish_use(&id, b, Access::Write).unwrap_err();
             assert_eq!(error.driver_error().map(|e| e.code()), Some(refusal()));
             resource.deallocate_block(block).unwrap();
-            let next = resource.allocate_block(4096, &a, T).unwrap();
-            assert_eq!(next.ptr(), id.ptr);
-            rig.stamp(id.ptr, 4096, 2, &a);
+            let next = resource
+                .allocate_block(&Request::new(4096).tag(T), &a)
+                .unwrap();
+            assert_eq!(next.ptr(), id.ptr());
+            rig.stamp(id.ptr(), 4096, 2, &a);
             sim.complete_all();
             assert_eq!(sim.reports(), []);
             resource.deallocate_block(next).unwrap();
@@ -171,8 +180,10 @@ fn s5_53_s5_58_steady_state_creates_no_event() {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
         let cycle = || {
-            let block = resource.allocate_block(4096, &a, T).unwrap();
-            let id = block.identity();
+            let block = resource
+                .allocate_block(&Request::new(4096).tag(T), &a)
+                .unwrap();
+            let id = block.id();
             resource.prepare_use(&id, &b, Access::Write).unwrap();
             resource.finish_use(&id, &b, Access::Write).unwrap();
             resource.deallocate_block(block).unwrap();
@@ -203,8 +214,10 @@ fn s5_59_reads_of_a_stream_collapse() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b, c] = rig.streams();
-        let block = resource.allocate_block(4096, &a, T).unwrap();
-        let id = block.identity();
+        let block = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
+        let id = block.id();
         let rounds = if cfg!(debug_assertions) {
             20_000
         } else {
@@ -233,27 +246,29 @@ fn s5_72_destroyed_stream_is_known_by_its_marker() {
         let resource = asynchronous(rig);
         let raw = RawStream::new(rig);
         let stream = raw.borrowed();
-        let block = resource.allocate_block(4096, &stream, T).unwrap();
+        let block = resource
+            .allocate_block(&Request::new(4096).tag(T), &stream)
+            .unwrap();
         sim.set_mode(Mode::Manual);
         rig.stamp(block.ptr(), 4096, 1, &stream);
-        let id = block.identity();
+        let id = block.id();
         resource.deallocate_block(block).unwrap();
-        resource.inner().retire(&stream).unwrap();
+        resource.get_ref().retire(&stream).unwrap();
         raw.destroy();
-        assert_eq!(resource.outstanding().pending, 4096, "not assumed done");
-        assert_eq!(resource.state(&id), BlockState::Retired);
+        assert_eq!(resource.usage().unwrap().pending, 4096, "not assumed done");
+        assert_eq!(resource.state(&id), BlockState::Pending);
         // Nobody may wait: the bytes stay. Whoever gives them up without a wait is wrong.
         sim.deny_host_waits(true);
         assert!(resource.reap().is_err(), "it was not waited for");
         sim.deny_host_waits(false);
-        assert_eq!(resource.outstanding().pending, 4096, "assumed done");
+        assert_eq!(resource.usage().unwrap().pending, 4096, "assumed done");
         assert_eq!(resource.state(&id), BlockState::Quarantined);
         let call = "cuEventSynchronize";
         assert_eq!(sim.take_reports(), [Report::DeniedWait { call }]);
         // Now it can be waited for, and the bytes leave: they are not lost either.
         assert_eq!(resource.reap().unwrap(), 4096);
-        assert_eq!(resource.outstanding().pending, 0);
-        assert_eq!(resource.state(&id), BlockState::Freed);
+        assert_eq!(resource.usage().unwrap().pending, 0);
+        assert_eq!(resource.state(&id), BlockState::Free);
         sim.set_mode(Mode::Instant);
         assert_eq!(sim.reports(), []);
     });
@@ -270,8 +285,10 @@ fn r33_events_are_pooled_per_context() {
         let resource = asynchronous(rig);
         let (a, other) = (rig.stream(), Stream::new(&second).unwrap());
         for _ in 0..50 {
-            let block = resource.allocate_block(4096, &a, T).unwrap();
-            let id = block.identity();
+            let block = resource
+                .allocate_block(&Request::new(4096).tag(T), &a)
+                .unwrap();
+            let id = block.id();
             for stream in [&other, &a, &other] {
                 resource.prepare_use(&id, stream, Access::Write).unwrap();
                 resource.finish_use(&id, stream, Access::Write).unwrap();

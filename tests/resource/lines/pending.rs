@@ -1,5 +1,6 @@
 //! Bytes that have not left, and budgets over them.
 
+use cualloc::Request;
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, Mode};
 use std::ffi::c_void;
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::common::*;
+use crate::held;
 
 /// S5.25, S5.26, S5.66: live, retired, quarantined, freed; per stream.
 #[test]
@@ -20,20 +22,17 @@ fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
         let [a, b, c] = rig.streams();
         assert_eq!(resource.reap().unwrap(), 0, "nothing pending");
         let sizes = [(&a, 1000), (&b, 2000), (&c, 4000)];
-        let blocks =
-            sizes.map(|(stream, bytes)| resource.allocate_block(bytes, stream, T).unwrap());
-        let [one, two, three] = [0, 1, 2].map(|at: usize| blocks[at].identity());
+        let blocks = sizes.map(|(stream, bytes)| {
+            resource
+                .allocate_block(&Request::new(bytes).tag(T), stream)
+                .unwrap()
+        });
+        let [one, two, three] = [0, 1, 2].map(|at: usize| blocks[at].id());
         for block in blocks {
             resource.deallocate_block(block).unwrap();
         }
-        assert_eq!(resource.state(&one), BlockState::Retired);
-        assert_eq!(
-            resource.outstanding(),
-            Outstanding {
-                live: 0,
-                pending: 7000
-            }
-        );
+        assert_eq!(resource.state(&one), BlockState::Pending);
+        assert_eq!(held(&resource), (0, 7000));
         for (stream, bytes) in sizes {
             assert_eq!(resource.pending_on(stream.id().unwrap()), bytes as u64);
         }
@@ -44,16 +43,16 @@ fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
                 .nth(2),
         );
         assert!(resource.reap().is_err());
-        assert_eq!(resource.state(&one), BlockState::Freed);
+        assert_eq!(resource.state(&one), BlockState::Free);
         assert_eq!(resource.state(&two), BlockState::Quarantined);
-        assert_eq!(resource.state(&three), BlockState::Retired);
-        assert_eq!(resource.outstanding().pending, 6000);
+        assert_eq!(resource.state(&three), BlockState::Pending);
+        assert_eq!(resource.usage().unwrap().pending, 6000);
         assert_eq!(resource.pending_on(c.id().unwrap()), 4000, "the rest");
         assert_eq!(resource.reap().unwrap(), 6000);
         for id in [two, three] {
-            assert_eq!(resource.state(&id), BlockState::Freed);
+            assert_eq!(resource.state(&id), BlockState::Free);
         }
-        assert_eq!(resource.outstanding(), Outstanding::default());
+        assert_eq!(held(&resource), (0, 0));
     });
 }
 
@@ -63,31 +62,60 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
     packed(|rig| {
         let stream = rig.stream();
         let inner = asynchronous(rig);
-        let early = inner.allocate_block(24, &stream, T).unwrap();
+        let early = inner
+            .allocate_block(&Request::new(24).tag(T), &stream)
+            .unwrap();
         let budget = Budget::new(inner, Some(1024));
-        assert_eq!((budget.used(), budget.remaining()), (24, Some(1000)));
-        let block = budget.allocate_block(1000, &stream, T).unwrap();
-        assert!(budget.allocate_block(1, &stream, T).is_err());
+        assert_eq!(
+            (budget.usage().unwrap().outstanding(), budget.remaining()),
+            (24, Some(1000))
+        );
+        let block = budget
+            .allocate_block(&Request::new(1000).tag(T), &stream)
+            .unwrap();
+        assert!(
+            budget
+                .allocate_block(&Request::new(1).tag(T), &stream)
+                .is_err()
+        );
         budget.deallocate_block(block).unwrap();
-        assert_eq!(budget.used(), 1024, "pending counts");
+        assert_eq!(
+            budget.usage().unwrap().outstanding(),
+            1024,
+            "pending counts"
+        );
         let waits = rig.calls("cuEventSynchronize");
-        assert!(budget.allocate_block(1025, &stream, T).is_err());
+        assert!(
+            budget
+                .allocate_block(&Request::new(1025).tag(T), &stream)
+                .is_err()
+        );
         assert_eq!(
             rig.calls("cuEventSynchronize"),
             waits,
             "no reap for the impossible"
         );
-        let block = budget.allocate_block(1000, &stream, T).unwrap();
+        let block = budget
+            .allocate_block(&Request::new(1000).tag(T), &stream)
+            .unwrap();
         assert_eq!(rig.calls("cuEventSynchronize"), waits + 1, "one reap");
         budget.deallocate_block(block).unwrap();
         budget.deallocate_block(early).unwrap();
         budget.reap().unwrap();
-        assert_eq!(budget.used(), 0, "what was there before has left too");
+        assert_eq!(
+            budget.usage().unwrap().outstanding(),
+            0,
+            "what was there before has left too"
+        );
         if !fail(rig, "cuEventRecord") {
             return;
         }
-        assert!(budget.allocate_block(100, &stream, T).is_err());
-        assert_eq!(budget.used(), 0, "rolled back");
+        assert!(
+            budget
+                .allocate_block(&Request::new(100).tag(T), &stream)
+                .is_err()
+        );
+        assert_eq!(budget.usage().unwrap().outstanding(), 0, "rolled back");
     });
 }
 
@@ -96,26 +124,50 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
 fn s5_30_budget_follows_what_really_left() {
     packed(|rig| {
         let stream = rig.stream();
-        let direct = Budget::new(DirectResource::new(&rig.context), Some(4096));
-        let block = direct.allocate_block(4096, &stream, T).unwrap();
-        let stranger = DirectResource::new(&rig.context);
-        let unknown = stranger.allocate_block(4096, &stream, T).unwrap();
+        let direct = Budget::new(CudaMemory::new(&rig.context), Some(4096));
+        let block = direct
+            .allocate_block(&Request::new(4096).tag(T), &stream)
+            .unwrap();
+        let stranger = CudaMemory::new(&rig.context);
+        let unknown = stranger
+            .allocate_block(&Request::new(4096).tag(T), &stream)
+            .unwrap();
         let failure = direct.deallocate_block(unknown).unwrap_err();
-        assert_eq!(direct.used(), 4096);
+        assert_eq!(direct.usage().unwrap().outstanding(), 4096);
         stranger.deallocate_block(*failure.value).unwrap();
         direct.deallocate_block(block).unwrap();
-        assert_eq!(direct.used(), 0, "synchronous: at once");
+        assert_eq!(
+            direct.usage().unwrap().outstanding(),
+            0,
+            "synchronous: at once"
+        );
         // Two budgets over one resource keep apart what each has let through.
         let shared = Arc::new(asynchronous(rig));
         let one = Budget::new(Arc::clone(&shared), Some(4096));
         let two = Budget::new(Arc::clone(&shared), Some(4096));
-        let first = one.allocate_block(1000, &stream, T).unwrap();
-        let second = two.allocate_block(2000, &stream, T).unwrap();
+        let first = one
+            .allocate_block(&Request::new(1000).tag(T), &stream)
+            .unwrap();
+        let second = two
+            .allocate_block(&Request::new(2000).tag(T), &stream)
+            .unwrap();
         one.deallocate_block(first).unwrap();
         two.deallocate_block(second).unwrap();
-        assert_eq!((one.used(), two.used()), (1000, 2000));
+        assert_eq!(
+            (
+                one.usage().unwrap().outstanding(),
+                two.usage().unwrap().outstanding()
+            ),
+            (1000, 2000)
+        );
         one.reap().unwrap();
-        assert_eq!((one.used(), two.used()), (0, 0));
+        assert_eq!(
+            (
+                one.usage().unwrap().outstanding(),
+                two.usage().unwrap().outstanding()
+            ),
+            (0, 0)
+        );
     });
 }
 
@@ -125,7 +177,9 @@ fn s5_56_reap_holds_nobody_up() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
-        let block = resource.allocate_block(4096, &a, T).unwrap();
+        let block = resource
+            .allocate_block(&Request::new(4096).tag(T), &a)
+            .unwrap();
         if let Some(sim) = rig.maybe_sim() {
             sim.set_mode(Mode::Manual);
         }
@@ -143,7 +197,9 @@ fn s5_56_reap_holds_nobody_up() {
             scope.spawn(move || {
                 // A reap that does not wait lets nothing begin: that fails the test, not its runner.
                 begun.recv_timeout(Duration::from_secs(60)).unwrap();
-                let hit = shared.allocate_block(4096, other, T).unwrap();
+                let hit = shared
+                    .allocate_block(&Request::new(4096).tag(T), other)
+                    .unwrap();
                 shared.deallocate_block(hit).unwrap();
                 let _ = end.send(());
             });
@@ -154,7 +210,7 @@ fn s5_56_reap_holds_nobody_up() {
             sim.set_mode(Mode::Instant);
         }
         resource.reap().unwrap();
-        assert_eq!(resource.outstanding(), Outstanding::default());
+        assert_eq!(held(&resource), (0, 0));
     });
 }
 
@@ -184,12 +240,12 @@ fn s5_57_budget_agrees_with_the_resource_below() {
                     let mut live = Vec::new();
                     for step in 0..200usize {
                         let size = 1 + (step * 7919 + number * 104_729) % (300 * KIB);
-                        match budget.allocate_block(size, stream, T) {
+                        match budget.allocate_block(&Request::new(size).tag(T), stream) {
                             Ok(block) => live.push(block),
                             Err(error) => assert!(error.is_out_of_memory(), "{error:?}"),
                         }
-                        assert!(budget.used() <= limit);
-                        assert!(budget.inner().outstanding().total() <= limit);
+                        assert!(budget.usage().unwrap().outstanding() <= limit);
+                        assert!(budget.get_ref().usage().unwrap().outstanding() <= limit);
                         if step % 2 == 0 && !live.is_empty() {
                             budget
                                 .deallocate_block(live.swap_remove(step % live.len()))
@@ -205,10 +261,16 @@ fn s5_57_budget_agrees_with_the_resource_below() {
                 });
             }
         });
-        assert_eq!(budget.used(), budget.inner().outstanding().total());
+        assert_eq!(
+            budget.usage().unwrap().outstanding(),
+            budget.get_ref().usage().unwrap().outstanding()
+        );
         budget.reap().unwrap();
         assert_eq!(
-            (budget.used(), budget.inner().outstanding().total()),
+            (
+                budget.usage().unwrap().outstanding(),
+                budget.get_ref().usage().unwrap().outstanding()
+            ),
             (0, 0)
         );
     });

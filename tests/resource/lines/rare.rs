@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use cualloc::Request;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{NativeConfig, NativePool, WorkspacePool};
 use cualloc::resource::*;
@@ -9,12 +10,6 @@ use cualloc::sim::{Mode, Simulator};
 
 use super::*;
 use crate::common::*;
-
-fn poisoned<R: MemoryResource>(resource: R) -> Probe<R> {
-    let mut config = ProbeConfig::default();
-    config.poison_freed = Some(0xDD);
-    Probe::new(resource, config)
-}
 
 /// Runs something while a stream captures; the capture must end well.
 fn captured<T>(rig: &Rig, stream: &Stream, act: impl FnOnce() -> T) -> T {
@@ -32,8 +27,10 @@ fn a_probe_leaves_captures_alone() {
     packed(|rig| {
         let [home, other] = rig.streams();
         let probe = poisoned(rig.allocator());
-        let block = probe.allocate_block(4096, &home, T).unwrap();
-        probe.record_stream(&block.identity(), &other).unwrap();
+        let block = probe
+            .allocate_block(&Request::new(4096).tag(T), &home)
+            .unwrap();
+        probe.record_stream(&block.id(), &other).unwrap();
         let refused = captured(rig, &home, || probe.deallocate_block(block)).unwrap_err();
         let refused = captured(rig, &other, || probe.deallocate_block(*refused.value)).unwrap_err();
         let block = *refused.value;
@@ -47,8 +44,10 @@ fn a_free_does_not_join_the_capture_of_a_recorded_stream() {
     packed(|rig| {
         let [home, other] = rig.streams();
         let resource = asynchronous(rig);
-        let block = resource.allocate_block(4096, &home, T).unwrap();
-        resource.record_stream(&block.identity(), &other).unwrap();
+        let block = resource
+            .allocate_block(&Request::new(4096).tag(T), &home)
+            .unwrap();
+        resource.record_stream(&block.id(), &other).unwrap();
         let failure = captured(rig, &other, || {
             let refused = resource.deallocate_block(block).unwrap_err();
             assert!(!home.is_capturing().unwrap());
@@ -69,9 +68,11 @@ fn retired<R: MemoryResource>(rig: &Rig, make: impl Fn(&Allocator) -> R, access:
     sim.set_mode(Mode::Manual);
     for foreign in [false, true] {
         let home = if foreign { rig.stream() } else { home.clone() };
-        let block = resource.allocate_block(1 << 20, &home, T).unwrap();
-        let id = block.identity();
-        let stamp = |on| rig.stamp(id.ptr, 1 << 20, 1, on);
+        let block = resource
+            .allocate_block(&Request::new(1 << 20).tag(T), &home)
+            .unwrap();
+        let id = block.id();
+        let stamp = |on| rig.stamp(id.ptr(), 1 << 20, 1, on);
         stamp(&home);
         if access {
             resource.finish_use(&id, &home, Access::Write).unwrap();
@@ -97,8 +98,8 @@ fn retired<R: MemoryResource>(rig: &Rig, make: impl Fn(&Allocator) -> R, access:
 fn frees_on_a_retired_stream_are_waited_for() {
     packed(|rig| {
         retired(rig, |a| poisoned(a.clone()), false);
-        retired(rig, |a| poisoned(AsyncResource::new(a.clone())), true);
-        retired(rig, |a| AsyncResource::new(a.clone()), true);
+        retired(rig, |a| poisoned(AccessOrdered::new(a.clone())), true);
+        retired(rig, |a| AccessOrdered::new(a.clone()), true);
     });
 }
 
@@ -109,8 +110,10 @@ fn a_threads_own_stream_is_waited_for_by_an_event() {
         let resource = asynchronous(rig);
         let home = rig.stream();
         let mine = Stream::per_thread(&rig.context);
-        let block = resource.allocate_block(4096, &home, T).unwrap();
-        resource.record_stream(&block.identity(), &mine).unwrap();
+        let block = resource
+            .allocate_block(&Request::new(4096).tag(T), &home)
+            .unwrap();
+        resource.record_stream(&block.id(), &mine).unwrap();
         let before = rig.calls("cuCtxSynchronize");
         resource.deallocate_block(block).unwrap();
         assert_eq!(rig.calls("cuCtxSynchronize"), before);
@@ -127,7 +130,9 @@ fn a_probe_frees_what_is_of_another_threads_stream() {
         let probe = poisoned(allocator.clone());
         let mine = Stream::per_thread(&rig.context);
         sim.set_mode(Mode::Manual);
-        let block = probe.allocate_block(1 << 20, &mine, T).unwrap();
+        let block = probe
+            .allocate_block(&Request::new(1 << 20).tag(T), &mine)
+            .unwrap();
         {
             let _entered = rig.context.enter().unwrap();
             rig.stamp(block.ptr(), 1 << 20, 1, &mine);
@@ -162,15 +167,16 @@ fn hooks_may_own_what_they_look_after() {
             }
             assert!(allocator.remove_relief_hook("mine"));
         }
-        let guard = Guard::builder().budget(Some(MIB as u64)).build(allocator);
-        let guard = Arc::new(guard.unwrap());
-        let held = OwnedBlock::allocate(Arc::clone(&guard), MIB, &stream, T).unwrap();
+        let guard = Relief::new(Budget::new(allocator, Some(MIB as u64)));
+        let guard = Arc::new(guard);
+        let held =
+            OwnedBlock::allocate(Arc::clone(&guard), &Request::new(MIB).tag(T), &stream).unwrap();
         let number = guard
-            .inner()
+            .get_ref()
             .on_pressure(move |_, _| assert!(held.ptr() > 0));
-        assert!(guard.inner().remove_listener(number));
-        assert!(!guard.inner().remove_listener(number));
-        assert_eq!(guard.stats().used, 0);
+        assert!(guard.get_ref().remove_listener(number));
+        assert!(!guard.get_ref().remove_listener(number));
+        assert_eq!(guard.usage().unwrap().outstanding(), 0);
     });
 }
 
@@ -183,18 +189,22 @@ fn finished_in_vain(
 ) -> bool {
     sim.set_mode(Mode::Manual);
     let [home, other] = rig.streams();
-    let block = resource.allocate_block(MIB, &home, T).unwrap();
-    let id = block.identity();
+    let block = resource
+        .allocate_block(&Request::new(MIB).tag(T), &home)
+        .unwrap();
+    let id = block.id();
     let entered = rig.context.enter().unwrap();
     let allocated = entered.create_event().unwrap();
     allocated.record(&home).unwrap();
     other.wait(&allocated).unwrap();
-    rig.stamp(id.ptr, MIB, 1, &other);
+    rig.stamp(id.ptr(), MIB, 1, &other);
     sim.fail(FailPlan::call(call, refusal()).unwrap().nth(nth));
     let finished = resource.finish_use(&id, &other, Access::Write);
     sim.clear_failures();
     resource.deallocate_block(block).unwrap();
-    let again = resource.allocate_block(MIB, &home, T).unwrap();
+    let again = resource
+        .allocate_block(&Request::new(MIB).tag(T), &home)
+        .unwrap();
     rig.stamp(again.ptr(), MIB, 2, &home);
     sim.complete_all();
     rig.assert_clean();
@@ -236,7 +246,7 @@ fn no_block_leaks_whose_stream_cannot_be_named() {
         let mut refused = 0;
         for nth in 1..=4 {
             sim.fail(FailPlan::call("cuStreamGetId", refusal()).unwrap().nth(nth));
-            let got = MemoryResource::allocate_block(&allocator, 37, &mine, T);
+            let got = MemoryResource::allocate_block(&allocator, &Request::new(37).tag(T), &mine);
             sim.clear_failures();
             match got {
                 Ok(block) => allocator.deallocate_block(block).unwrap(),
@@ -256,8 +266,10 @@ fn a_stream_that_could_not_be_named_is_waited_for_by_an_event() {
         let resource = asynchronous(rig);
         let [home, other] = rig.streams();
         let mine = Stream::per_thread(&rig.context);
-        let block = resource.allocate_block(4096, &home, T).unwrap();
-        let id = block.identity();
+        let block = resource
+            .allocate_block(&Request::new(4096).tag(T), &home)
+            .unwrap();
+        let id = block.id();
         if !fail(rig, "cuStreamGetId") {
             return;
         }

@@ -1,7 +1,8 @@
 //! The direct and the async resource, and what runtimes are made of.
 
 use cualloc::Policy;
-use cualloc::driver::Stream;
+use cualloc::Request;
+use cualloc::driver::{Stream, sys};
 use cualloc::error::{InvalidArgument, StreamMisuse};
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, SimConfig};
@@ -10,22 +11,25 @@ use std::sync::{Arc, Mutex};
 
 use super::*;
 use crate::common::*;
+use crate::held;
 
 /// S5.19, S5.61, S5.62: synchronous, whatever the stream does.
 #[test]
 fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
     packed(|rig| {
         let stream = rig.stream();
-        let direct = DirectResource::new(&rig.context);
+        let direct = CudaMemory::new(&rig.context);
         let calls = rig.calls("cuMemAlloc_v2");
-        let zero = direct.allocate_block(0, &stream, T);
+        let zero = direct.allocate_block(&Request::new(0).tag(T), &stream);
         assert!(matches!(
             zero,
             Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }))
         ));
         assert_eq!(rig.calls("cuMemAlloc_v2"), calls);
-        let block = direct.allocate_block(4096, &stream, T).unwrap();
-        let id = block.identity();
+        let block = direct
+            .allocate_block(&Request::new(4096).tag(T), &stream)
+            .unwrap();
+        let id = block.id();
         let busy = rig.busy(&stream);
         rig.stamp(block.ptr(), 4096, 9, &stream);
         // The driver does not promise that its free waits: this is asked for.
@@ -33,8 +37,8 @@ fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
         direct.deallocate_block(block).unwrap();
         assert_eq!(rig.calls("cuCtxSynchronize"), waits + 1);
         assert!(stream.is_complete().unwrap(), "the work is done");
-        assert_eq!(direct.outstanding(), Outstanding::default());
-        assert_eq!(direct.state(&id), BlockState::Freed);
+        assert_eq!(held(&direct), (0, 0));
+        assert_eq!(direct.state(&id), BlockState::Free);
         busy.release();
     });
 }
@@ -54,7 +58,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let second = rig.driver.context(1).unwrap();
             let elsewhere = Stream::new(&second).unwrap();
             let calls = rig.memory_calls();
-            let wrong = resource.allocate_block(64, &elsewhere, T);
+            let wrong = resource.allocate_block(&Request::new(64).tag(T), &elsewhere);
             assert!(
                 matches!(
                     wrong,
@@ -70,24 +74,26 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let driver = sim.driver().unwrap();
             let context = driver.context(0).unwrap();
             let foreign = Stream::new(&context).unwrap();
-            let refused = resource.allocate_block(64, &foreign, T);
+            let refused = resource.allocate_block(&Request::new(64).tag(T), &foreign);
             assert!(
                 matches!(refused, Err(Error::Stream(StreamMisuse::ForeignDriver))),
                 "{refused:?}"
             );
             assert_eq!(rig.memory_calls(), calls);
             // A source that hands the same memory out twice.
-            let same = AsyncResource::new(Twice(rig.allocator(), Mutex::default()));
+            let same = AccessOrdered::new(Twice(rig.allocator(), Mutex::default()));
             let stream = rig.stream();
-            let block = same.allocate_block(64, &stream, T).unwrap();
-            let collision = same.allocate_block(64, &stream, T);
+            let block = same
+                .allocate_block(&Request::new(64).tag(T), &stream)
+                .unwrap();
+            let collision = same.allocate_block(&Request::new(64).tag(T), &stream);
             assert!(
                 matches!(collision, Err(Error::Overlap { new, old }) if new == old),
                 "{collision:?}"
             );
-            assert_eq!(same.state(&block.identity()), BlockState::Live);
-            assert_eq!(same.outstanding().live, 64);
-            same.prepare_use(&block.identity(), &stream, Access::Read)
+            assert_eq!(same.state(&block.id()), BlockState::Live);
+            assert_eq!(same.usage().unwrap().requested.current, 64);
+            same.prepare_use(&block.id(), &stream, Access::Read)
                 .unwrap();
             same.deallocate_block(block).unwrap();
             assert_eq!(same.reap().unwrap(), 64);
@@ -112,13 +118,8 @@ fn s5_34_stream_pool_is_bounded() {
                 maximum: 16
             })
         ));
-        assert!(pool.resolve(17).is_none());
-        let unknown = pool.get(17);
-        assert!(matches!(
-            unknown,
-            Err(Error::Stream(StreamMisuse::Unknown { stream: 17 }))
-        ));
-        assert!(pool.resolve(16).is_some());
+        assert!(pool.get(17).is_none());
+        assert!(pool.get(16).is_some());
         let one = StreamPool::with_capacity(&rig.context, 1);
         if fail(rig, "cuStreamCreate") {
             assert!(one.acquire().is_err());
@@ -136,29 +137,30 @@ fn s5_35_runtimes_are_built_once() {
         |rig| {
             let builds = Arc::new(AtomicU64::new(0));
             let counted = Arc::clone(&builds);
-            let runtimes = Runtimes::with(&rig.driver, move |context| {
+            let driver = rig.driver.clone();
+            let runtimes = PerDevice::new(move |ordinal| {
                 if counted.fetch_add(1, Ordering::SeqCst) == 0 {
                     return Err(Error::NoRuntime { device: 0 });
                 }
-                Runtime::on(context)
+                DeviceRuntime::on(&driver.context(ordinal)?)
             });
             assert!(runtimes.get(0).is_err());
-            let all: Vec<Runtime> = std::thread::scope(|scope| {
+            let all: Vec<DeviceRuntime> = std::thread::scope(|scope| {
                 let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| runtimes.get(0))).collect();
                 threads
                     .into_iter()
                     .map(|t| t.join().unwrap().unwrap())
                     .collect()
             });
-            assert!(all.iter().all(|runtime| runtime.is_same(&all[0])));
+            assert!(
+                all.iter()
+                    .all(|runtime| Arc::ptr_eq(runtime.resource(), all[0].resource()))
+            );
             assert_eq!(builds.load(Ordering::SeqCst), 2);
             let count = rig.driver.device_count().unwrap();
-            let beyond = runtimes.get(count);
-            assert!(
-                matches!(beyond, Err(Error::InvalidDevice { .. })),
-                "{beyond:?}"
-            );
-            assert_eq!(all[0].device(), 0);
+            let beyond = runtimes.get(count).unwrap_err().code();
+            assert_eq!(beyond, sys::CUresult::CUDA_ERROR_INVALID_DEVICE);
+            assert_eq!(all[0].resource().ordinal(), 0);
         },
     );
 }
@@ -170,7 +172,9 @@ fn lost_context_is_an_error() {
         let Some(sim) = rig.sim() else { return };
         let resource = asynchronous(rig);
         let stream = rig.stream();
-        let block = resource.allocate_block(64, &stream, T).unwrap();
+        let block = resource
+            .allocate_block(&Request::new(64).tag(T), &stream)
+            .unwrap();
         sim.fail(FailPlan::call("cuEventRecord", code()).unwrap());
         let failure = resource.deallocate_block(block).unwrap_err();
         assert!(failure.error.driver_error().is_some_and(|e| e.is_fatal()));

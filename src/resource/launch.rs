@@ -2,60 +2,37 @@
 
 use crate::driver::{Stream, StreamKind, process};
 
-use super::block::{Access, BlockIdentity, BlockState};
-use super::traits::{MemoryResource, Tracking};
+use super::block::Access;
+use super::traits::{MemoryResource, UseTracking};
+use crate::block::{BlockId, BlockState};
 use crate::error::{Error, StreamMisuse};
 
-/// How a launch recorder takes buffers that nobody tracks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum RecordMode {
-    /// They are refused, with a reason, before anything is queued.
-    Strict,
-    /// They are passed over.
-    Permissive,
-}
+/// Something that a launch can use: a block, a slice, a column. Identities are kept, not borrows.
+pub trait LaunchBuffer {
+    /// The block under it; none where there are no bytes, and of memory that somebody else owns.
+    fn launch_id(&self) -> Option<BlockId>;
 
-/// What a buffer is to a recorder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Buffer {
-    /// A block of a resource.
-    Block(BlockIdentity),
-    /// No bytes: there is nothing to track.
-    Empty,
-    /// Memory of ours that belongs to no resource.
-    Untracked,
-    /// Memory that somebody else owns.
-    External,
-}
-
-/// Something that a launch can use: a block, a slice, a column.
-pub trait Recordable {
-    /// What it is; identities are kept, not borrows.
-    fn buffer(&self) -> Buffer;
-}
-
-impl Recordable for Buffer {
-    fn buffer(&self) -> Buffer {
-        *self
+    /// Whether somebody else owns the memory.
+    fn is_external(&self) -> bool {
+        false
     }
 }
 
-impl Recordable for BlockIdentity {
-    fn buffer(&self) -> Buffer {
-        Buffer::Block(*self)
+impl LaunchBuffer for BlockId {
+    fn launch_id(&self) -> Option<BlockId> {
+        Some(*self)
     }
 }
 
-impl Recordable for super::ResourceBlock {
-    fn buffer(&self) -> Buffer {
-        Buffer::Block(self.identity())
+impl LaunchBuffer for super::RawBlock {
+    fn launch_id(&self) -> Option<BlockId> {
+        Some(self.id())
     }
 }
 
-impl<R: MemoryResource> Recordable for super::OwnedBlock<R> {
-    fn buffer(&self) -> Buffer {
-        self.identity().map_or(Buffer::Untracked, Buffer::Block)
+impl<R: MemoryResource> LaunchBuffer for super::OwnedBlock<R> {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.id()
     }
 }
 
@@ -70,59 +47,70 @@ enum Phase {
 /// [`preflight`](Self::preflight), launch, [`commit`](Self::commit).
 ///
 /// ```
-/// use cualloc::resource::{AsyncResource, LaunchRecorder, MemoryResource, RecordMode};
+/// use cualloc::{Request, resource::{AccessOrdered, Launch, MemoryResource}};
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
-/// let resource = AsyncResource::new(allocator);
+/// let resource = AccessOrdered::new(allocator);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let (input, output) =
-///     (resource.allocate_block(64, &a, "in".into())?, resource.allocate_block(64, &a, "out".into())?);
-/// let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
-/// recorder.read(&input)?.write(&output)?;
-/// recorder.preflight()?;
+///     (resource.allocate_block(&Request::new(64).tag("in"), &a)?, resource.allocate_block(&Request::new(64).tag("out"), &a)?);
+/// let mut launch = Launch::strict(&resource, &b);
+/// launch.read(&input)?.write(&output)?;
+/// launch.preflight()?;
 /// // ... launch on b ...
-/// recorder.commit()?;
+/// launch.commit()?;
 /// resource.deallocate_block(input)?;
 /// resource.deallocate_block(output)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 #[must_use = "a launch that is not committed is not tracked"]
-pub struct LaunchRecorder<R: MemoryResource> {
+pub struct Launch<R: MemoryResource> {
     resource: R,
     stream: Stream,
     /// The stream's id at the preflight.
     named: u64,
-    mode: RecordMode,
+    /// Whether buffers that nobody tracks are refused.
+    strict: bool,
     phase: Phase,
     blocks: Vec<Entry>,
-    /// Buffers that are not blocks, by their place in the order of recording; whether somebody else owns them.
-    others: Vec<(usize, bool)>,
+    /// The first buffer of somebody else's, by its place in the order of recording.
+    external: Option<usize>,
     recorded: usize,
 }
 
 #[derive(Debug)]
 struct Entry {
-    block: BlockIdentity,
+    block: BlockId,
     access: Access,
     /// Its place in the order of recording.
     index: usize,
 }
 
-impl<R: MemoryResource> LaunchRecorder<R> {
-    /// For one launch on a stream, with blocks of a resource (or a handle to it).
-    pub fn new(resource: R, stream: &Stream, mode: RecordMode) -> Self {
-        LaunchRecorder {
+impl<R: MemoryResource> Launch<R> {
+    /// One launch on a stream, with blocks of a resource (or a handle to it). Buffers that nobody tracks are refused,
+    /// with a reason, before anything is queued.
+    pub fn strict(resource: R, on: &Stream) -> Self {
+        Launch::new(resource, on, true)
+    }
+
+    /// As [`strict`](Self::strict), but buffers that nobody tracks are passed over.
+    pub fn permissive(resource: R, on: &Stream) -> Self {
+        Launch::new(resource, on, false)
+    }
+
+    fn new(resource: R, stream: &Stream, strict: bool) -> Self {
+        Launch {
             resource,
             stream: stream.clone(),
             named: 0,
-            mode,
+            strict,
             phase: Phase::Recording,
             blocks: Vec::new(),
-            others: Vec::new(),
+            external: None,
             recorded: 0,
         }
     }
@@ -131,7 +119,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     ///
     /// # Errors
     /// [`StreamMisuse::LaunchOrder`] after the preflight.
-    pub fn read(&mut self, buffer: &impl Recordable) -> Result<&mut Self, Error> {
+    pub fn read(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
         self.record(buffer, Access::Read)
     }
 
@@ -139,7 +127,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, Error> {
+    pub fn write(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
         self.record(buffer, Access::Write)
     }
 
@@ -147,15 +135,11 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn read_write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, Error> {
+    pub fn read_write(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
         self.record(buffer, Access::ReadWrite)
     }
 
-    /// The launch uses a buffer.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub fn record(&mut self, buffer: &impl Recordable, access: Access) -> Result<&mut Self, Error> {
+    fn record(&mut self, buffer: &impl LaunchBuffer, access: Access) -> Result<&mut Self, Error> {
         if self.phase != Phase::Recording {
             return Err(StreamMisuse::LaunchOrder {
                 asked: "recording a buffer",
@@ -165,30 +149,24 @@ impl<R: MemoryResource> LaunchRecorder<R> {
         }
         let index = self.recorded;
         self.recorded += 1;
-        match buffer.buffer() {
-            Buffer::Empty => {}
-            Buffer::External => self.others.push((index, true)),
-            Buffer::Untracked => self.others.push((index, false)),
-            Buffer::Block(identity) => {
-                let same = |other: &BlockIdentity| {
-                    (other.key, other.ptr, other.device)
-                        == (identity.key, identity.ptr, identity.device)
-                };
-                match self.blocks.iter_mut().find(|entry| same(&entry.block)) {
-                    Some(known) => known.access = known.access.merge(access),
-                    None => self.blocks.push(Entry {
-                        block: identity,
-                        access,
-                        index,
-                    }),
-                }
+        if let Some(block) = buffer.launch_id() {
+            let known = self.blocks.iter_mut().find(|entry| entry.block == block);
+            match known {
+                Some(known) => known.access = known.access.merge(access),
+                None => self.blocks.push(Entry {
+                    block,
+                    access,
+                    index,
+                }),
             }
+        } else if buffer.is_external() && self.strict {
+            self.external.get_or_insert(index);
         }
         Ok(self)
     }
 
     /// The blocks recorded so far, each once, with what is done to it.
-    pub fn blocks(&self) -> impl Iterator<Item = (BlockIdentity, Access)> + '_ {
+    pub fn blocks(&self) -> impl Iterator<Item = (BlockId, Access)> + '_ {
         self.blocks.iter().map(|entry| (entry.block, entry.access))
     }
 
@@ -206,28 +184,27 @@ impl<R: MemoryResource> LaunchRecorder<R> {
             }
             .into());
         }
-        let (stream, device) = (self.stream.id()?, self.resource.device());
-        let tracking = self.resource.tracking();
+        let (stream, device) = (self.stream.id()?, self.resource.ordinal());
+        let tracking = self.resource.use_tracking();
         // Where only reuse is tracked, a stream is in order with itself and no other.
-        let in_order = |block: &BlockIdentity| match tracking {
-            Tracking::Access => true,
-            Tracking::Reuse => block.stream == stream,
-            Tracking::None => false,
+        let in_order = |block: &BlockId| match tracking {
+            UseTracking::Access => true,
+            UseTracking::Reuse => block.stream_id() == stream,
+            UseTracking::None => false,
         };
-        if self.mode == RecordMode::Strict {
+        if self.strict {
             let untracked = self.blocks.iter().filter(|entry| !in_order(&entry.block));
             let untracked = untracked.map(|entry| (entry.index, false));
-            let others = self.others.iter().copied();
-            if let Some((index, external)) = others.chain(untracked).min_by_key(|(index, _)| *index)
-            {
+            let external = self.external.map(|index| (index, true));
+            if let Some((index, external)) = external.into_iter().chain(untracked).min() {
                 return Err(Error::Rejected { index, external });
             }
         }
         for Entry { block, .. } in &self.blocks {
-            if block.device != device {
+            if block.ordinal() != device {
                 return Err(Error::WrongDevice {
                     expected: device,
-                    found: block.device,
+                    found: block.ordinal(),
                 });
             }
             if self.resource.state(block) != BlockState::Live {
@@ -258,7 +235,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
             .into());
         }
         self.phase = Phase::Committed;
-        if self.resource.tracking() == Tracking::None {
+        if self.resource.use_tracking() == UseTracking::None {
             return Ok(());
         }
         if self.stream.kind() == StreamKind::PerThreadDefault && self.stream.id()? != self.named {
@@ -276,7 +253,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     }
 }
 
-impl<R: MemoryResource> Drop for LaunchRecorder<R> {
+impl<R: MemoryResource> Drop for Launch<R> {
     fn drop(&mut self) {
         if cfg!(debug_assertions)
             && !process::is_gone()
@@ -284,10 +261,10 @@ impl<R: MemoryResource> Drop for LaunchRecorder<R> {
             && self.recorded > 0
         {
             log::warn!(
-                "a launch recorder of {} buffers on stream {:?} ({:?}) goes without a commit",
+                "a {} launch of {} buffers on stream {:?} goes without a commit",
+                if self.strict { "strict" } else { "permissive" },
                 self.recorded,
-                self.stream.raw(),
-                self.mode
+                self.stream.raw()
             );
         }
     }

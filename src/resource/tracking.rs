@@ -3,20 +3,21 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-use crate::driver::{Context, Stream, process};
+use crate::allocator::Request;
+use crate::driver::{Stream, process};
 use crate::locks::held::Locked;
 
-use super::block::{BlockIdentity, ResourceBlock, Tag};
-use super::key::BlockKey;
+use super::block::RawBlock;
 use super::traits::MemoryResource;
+use crate::block::{BlockId, Tag};
 use crate::error::{Error, Refused};
 
-/// A block that a [`Tracked`] adaptor knows.
+/// A block that a [`Tracking`] adaptor knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LiveBlock {
     /// Who it is.
-    pub identity: BlockIdentity,
+    pub id: BlockId,
     /// Its label.
     pub tag: Tag,
     /// The name it was given, if it was.
@@ -30,16 +31,16 @@ pub struct LiveBlock {
 /// finds no entry of it; a failed deallocation puts the entry back.
 ///
 /// ```
-/// use cualloc::resource::{MemoryResource, Tracked};
-/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
+/// use cualloc::resource::{MemoryResource, Tracking};
+/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
-/// let tracked = Tracked::new(allocator);
-/// let block = tracked.allocate_block(1000, &stream, "cache".into())?;
-/// tracked.name(&block.identity(), "layer 3")?;
+/// let tracked = Tracking::new(allocator);
+/// let block = tracked.allocate_block(&Request::new(1000).tag("cache"), &stream)?;
+/// tracked.name(&block.id(), "layer 3")?;
 /// assert_eq!(tracked.live()[0].name.as_deref(), Some("layer 3"));
 /// assert_eq!(tracked.bytes_by_tag(), [("cache".into(), 1000)]);
 /// tracked.deallocate_block(block)?;
@@ -47,21 +48,21 @@ pub struct LiveBlock {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
-pub struct Tracked<R> {
+pub struct Tracking<R> {
     inner: R,
-    live: Mutex<HashMap<BlockKey, LiveBlock>>,
+    live: Mutex<HashMap<BlockId, LiveBlock>>,
 }
 
-impl<R: MemoryResource> Tracked<R> {
+impl<R: MemoryResource> Tracking<R> {
     /// Over another resource.
     pub fn new(inner: R) -> Self {
-        Tracked {
+        Tracking {
             inner,
             live: Mutex::default(),
         }
     }
 
-    fn map(&self) -> Locked<'_, HashMap<BlockKey, LiveBlock>> {
+    fn map(&self) -> Locked<'_, HashMap<BlockId, LiveBlock>> {
         process::lock(&self.live)
     }
 
@@ -69,8 +70,8 @@ impl<R: MemoryResource> Tracked<R> {
     ///
     /// # Errors
     /// [`Error::UseAfterFree`].
-    pub fn name(&self, block: &BlockIdentity, name: impl Into<String>) -> Result<(), Error> {
-        match self.map().get_mut(&block.key) {
+    pub fn name(&self, block: &BlockId, name: impl Into<String>) -> Result<(), Error> {
+        match self.map().get_mut(block) {
             Some(live) => {
                 live.name = Some(name.into());
                 Ok(())
@@ -82,7 +83,7 @@ impl<R: MemoryResource> Tracked<R> {
     /// All live blocks, by address.
     pub fn live(&self) -> Vec<LiveBlock> {
         let mut live: Vec<LiveBlock> = self.map().values().cloned().collect();
-        live.sort_by_key(|block| (block.identity.ptr, block.identity.key));
+        live.sort_by_key(|block| (block.id.ptr(), block.id.generation()));
         live
     }
 
@@ -90,7 +91,7 @@ impl<R: MemoryResource> Tracked<R> {
     pub fn bytes_by_tag(&self) -> Vec<(Tag, u64)> {
         let mut sums: HashMap<Tag, u64> = HashMap::new();
         for block in self.map().values() {
-            *sums.entry(block.tag).or_default() += block.identity.bytes as u64;
+            *sums.entry(block.tag).or_default() += block.id.bytes() as u64;
         }
         let mut sums: Vec<_> = sums.into_iter().collect();
         sums.sort_by_key(|(tag, bytes)| (std::cmp::Reverse(*bytes), *tag));
@@ -98,35 +99,32 @@ impl<R: MemoryResource> Tracked<R> {
     }
 
     /// The resource below.
-    pub fn inner(&self) -> &R {
+    pub fn get_ref(&self) -> &R {
         &self.inner
+    }
+
+    /// Gives up the adaptor.
+    pub fn into_inner(self) -> R {
+        self.inner
     }
 }
 
 // SAFETY: passes everything on.
-unsafe impl<R: MemoryResource> MemoryResource for Tracked<R> {
-    fn allocate_block_aligned(
-        &self,
-        bytes: usize,
-        alignment: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<ResourceBlock, Error> {
-        let block = self
-            .inner
-            .allocate_block_aligned(bytes, alignment, stream, tag)?;
-        let identity = block.identity();
+unsafe impl<R: MemoryResource> MemoryResource for Tracking<R> {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        let block = self.inner.allocate_block(request, stream)?;
+        let id = block.id();
         let live = LiveBlock {
-            identity,
-            tag,
+            id,
+            tag: request.tag,
             name: None,
         };
-        self.map().insert(identity.key, live);
+        self.map().insert(id, live);
         Ok(block)
     }
 
-    fn deallocate_block(&self, block: ResourceBlock) -> Result<(), Refused<ResourceBlock>> {
-        let key = block.identity().key;
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let key = block.id();
         let entry = self.map().remove(&key);
         self.inner.deallocate_block(block).inspect_err(|_| {
             if let Some(entry) = entry {
@@ -135,8 +133,8 @@ unsafe impl<R: MemoryResource> MemoryResource for Tracked<R> {
         })
     }
 
-    fn context(&self) -> &Context {
-        self.inner.context()
+    fn ordinal(&self) -> usize {
+        self.inner.ordinal()
     }
 
     #[inline]

@@ -1,4 +1,4 @@
-//! Keys of blocks, and tables of those that are named by their keys: for those who hold a name instead of the
+//! Numbers of sources, and tables of blocks that go by their numbers: for those who hold a name instead of the
 //! block.
 
 use std::collections::HashMap;
@@ -7,19 +7,6 @@ use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
 use crate::locks::held::Locked;
-
-/// Tells a block's life from every other one of the process, also where an address or a record is
-/// used again: the resource that made it, its record there, and the record's generation. Resources
-/// and generations are counted from 1 and never used again.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct BlockKey {
-    /// The allocator, or the other source of memory, that made the block.
-    pub source: u64,
-    /// The block's record there.
-    pub id: u32,
-    /// How often the record was in use, this time included.
-    pub generation: u64,
-}
 
 /// The next number of a source of blocks that is not an allocator: in the half of the range that
 /// allocators' numbers, which count up from 1, do not reach.

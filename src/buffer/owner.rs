@@ -1,0 +1,203 @@
+//! Who takes the memory of a buffer back.
+
+use std::sync::{Arc, LazyLock};
+
+use crate::allocator::{Block, User};
+use crate::block::BlockId;
+use crate::driver::{Stream, StreamKind, sys};
+use crate::error::{Error, Refused};
+use crate::resource::{
+    MemoryResource, RawBlock, UseTracking, allocator_under, give_back, identity_of, is_retired,
+};
+use crate::sync::event::EventPools;
+use crate::sync::{capture, order};
+
+use super::late::{self, Late};
+
+/// See the text of the module.
+pub(crate) enum Owner {
+    /// An allocator, with nothing in between.
+    Block(Block),
+    /// Any other resource.
+    Resource(Box<Lent>),
+    /// Somebody else, whose drop releases the memory.
+    Foreign(Box<Foreign>),
+}
+
+/// A block with the resource that it goes back to.
+pub(crate) struct Lent {
+    pub resource: Arc<dyn MemoryResource>,
+    pub block: RawBlock,
+}
+
+pub(crate) struct Foreign {
+    pub ptr: sys::CUdeviceptr,
+    #[expect(dead_code, reason = "kept for its drop")]
+    pub owner: Box<dyn Send + Sync>,
+}
+
+/// For memory under which there is no allocator: each event is made for one use.
+static EVENTS: LazyLock<EventPools> = LazyLock::new(EventPools::kept_by_nobody);
+
+impl Owner {
+    pub(super) fn ptr(&self) -> sys::CUdeviceptr {
+        match self {
+            Owner::Block(block) => block.ptr(),
+            Owner::Resource(lent) => lent.block.ptr(),
+            Owner::Foreign(foreign) => foreign.ptr,
+        }
+    }
+
+    /// The block's identity; none of memory of others.
+    pub(super) fn identity(&self, stream: u64) -> Option<BlockId> {
+        match self {
+            Owner::Block(block) => Some(identity_of(block, stream)),
+            Owner::Resource(lent) => Some(lent.block.id()),
+            Owner::Foreign(_) => None,
+        }
+    }
+
+    /// What streams that are late for the memory are kept under.
+    pub(super) fn key(&self) -> late::Key {
+        let source = match self {
+            Owner::Block(block) => block.engine().id,
+            Owner::Resource(lent) => lent.block.id().source(),
+            Owner::Foreign(_) => 0,
+        };
+        (source, self.ptr())
+    }
+
+    /// Whether whoever takes the memory back can do so now, as far as the host can tell.
+    pub(super) fn usable(&self) -> Result<(), Error> {
+        match self {
+            Owner::Block(block) => block.engine().usable(),
+            Owner::Resource(lent) => match allocator_under(&*lent.resource) {
+                Some(allocator) => allocator.engine().usable(),
+                None => Ok(()),
+            },
+            Owner::Foreign(_) => Ok(()),
+        }
+    }
+
+    /// Where events for the order of the memory come from.
+    pub(super) fn events(&self) -> &EventPools {
+        match self {
+            Owner::Block(block) => &block.engine().events,
+            Owner::Resource(lent) => match allocator_under(&*lent.resource) {
+                Some(allocator) => &allocator.engine().events,
+                None => &EVENTS,
+            },
+            Owner::Foreign(_) => &EVENTS,
+        }
+    }
+
+    /// The block, if its resource puts accesses in order of which a buffer does not know.
+    pub(super) fn ordered(&self) -> Option<&Lent> {
+        match self {
+            Owner::Resource(lent) if lent.resource.use_tracking() == UseTracking::Access => {
+                Some(lent)
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether the home stream was retired: whoever takes the memory back takes its last marker for the end of
+    /// all its work.
+    #[inline]
+    pub(super) fn is_retired(&self) -> bool {
+        match self {
+            Owner::Block(block) => block.stream_retired(),
+            Owner::Resource(lent) => is_retired(&*lent.resource, &lent.block),
+            Owner::Foreign(_) => false,
+        }
+    }
+
+    /// Says that another stream uses the memory until it is freed, or with `now` that it did. False if the home
+    /// has to wait in its place.
+    pub(super) fn record(&self, stream: &Stream, now: bool) -> Result<bool, Error> {
+        match self {
+            Owner::Block(block) if now => block.record_use(stream)?,
+            Owner::Block(block) => block.record_stream(stream)?,
+            Owner::Resource(lent) => {
+                let id = lent.block.id();
+                match lent.resource.use_tracking() {
+                    UseTracking::None => return Ok(false),
+                    _ if now => lent.resource.record_use(&id, stream)?,
+                    _ => lent.resource.record_stream(&id, stream)?,
+                }
+            }
+            Owner::Foreign(_) => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Gives the memory back, or itself with the reason why not.
+    pub(super) fn free(self) -> Result<(), Refused<Owner>> {
+        match self {
+            Owner::Block(block) => block.free().map_err(|failed| failed.map(Owner::Block)),
+            Owner::Resource(lent) => {
+                let Lent { resource, block } = *lent;
+                let freed = resource.deallocate_block(block);
+                freed.map_err(|failed| {
+                    failed.map(|block| Owner::Resource(Box::new(Lent { resource, block })))
+                })
+            }
+            Owner::Foreign(foreign) => {
+                drop(foreign);
+                Ok(())
+            }
+        }
+    }
+
+    /// Gives memory back that nobody can name from here on.
+    #[inline]
+    pub(super) fn end(self) {
+        match self {
+            Owner::Block(block) => drop(block),
+            Owner::Resource(lent) => {
+                let Lent { resource, block } = *lent;
+                give_back(&*resource, block, "a dropped buffer leaks");
+            }
+            Owner::Foreign(foreign) => drop(foreign),
+        }
+    }
+
+    /// As [`end`](Self::end), when the home does not wait for all of these streams, or is one of them.
+    #[cold]
+    pub(super) fn end_after(self, home: &Stream, late: &[Late]) {
+        let mut users: Vec<&Stream> = late.iter().map(|late| &late.stream).collect();
+        if self.is_retired() {
+            users.push(home);
+        }
+        match self {
+            // A refusal may be over at once; if not, a later call of the allocator tries again.
+            Owner::Block(block) => {
+                let users: Vec<User> = users.into_iter().map(User::of).collect();
+                block.drop_after(users);
+            }
+            other if users.iter().all(|user| other.outlasts(user)) => other.end(),
+            other => {
+                log::error!(
+                    "memory at {:#x} is never freed: its last use cannot be waited for",
+                    other.ptr()
+                );
+                std::mem::forget(other);
+            }
+        }
+    }
+
+    /// Whether the memory does not go before the work of a stream is over: by a record of it, or since it is.
+    fn outlasts(&self, stream: &Stream) -> bool {
+        if stream.kind() == StreamKind::PerThreadDefault {
+            // Here the handle may mean another stream.
+            return order::wait_until_idle(stream.context()).is_ok();
+        }
+        matches!(self.record(stream, false), Ok(true)) || order::wait(stream, self.events()).is_ok()
+    }
+
+    /// Refuses streams that are being captured, whose work the memory would have to outlast.
+    pub(super) fn admit_use(&self, stream: &Stream) -> Result<(), Error> {
+        self.usable()?;
+        capture::refuse_capture(stream)
+    }
+}

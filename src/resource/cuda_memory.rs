@@ -1,0 +1,186 @@
+//! Memory straight from the driver: one driver allocation per block.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::allocator::Request;
+use crate::driver::{Context, Stream, process};
+use crate::locks::held::Locked;
+
+use super::block::RawBlock;
+use super::table::next_source;
+use super::traits::MemoryResource;
+use super::usage::{Tally, Usage};
+use crate::block::{BlockId, BlockState};
+use crate::error::{Error, InvalidArgument, Refused};
+
+/// What `cuMemAlloc` aligns to.
+const ALIGNMENT: usize = 256;
+
+/// Memory straight from the driver, one call per block. Both calls are synchronous and the stream
+/// plays no part: a block may be used on every stream of the context as soon as it is there, and
+/// [`deallocate_block`](MemoryResource::deallocate_block) blocks the calling thread until all work of the
+/// context, and of the context of the block's stream, is complete, so that no use needs to be recorded; its
+/// bytes leave at once.
+///
+/// Work on streams of further contexts is not waited for: uses there must be complete before.
+///
+/// ```
+/// use cualloc::resource::{CudaMemory, MemoryResource};
+/// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}};
+/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+/// # let driver = sim.driver()?;
+/// # let context = driver.context(0)?;
+/// # let stream = Stream::new(&context)?;
+/// let direct = CudaMemory::new(&context);
+/// let block = direct.allocate_block(&Request::new(1 << 20).tag("scratch"), &stream)?;
+/// assert_eq!(direct.usage()?.requested.current, 1 << 20);
+/// direct.deallocate_block(block)?;
+/// assert_eq!(direct.usage()?.outstanding(), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct CudaMemory {
+    context: Context,
+    source: u64,
+    generation: AtomicU64,
+    live: Tally,
+    count: Tally,
+    blocks: Mutex<HashMap<u64, Live>>,
+}
+
+/// What is known of a live block.
+#[derive(Debug, Clone)]
+struct Live {
+    id: BlockId,
+    /// The context of the stream that it was allocated on, if it is another one than the resource's.
+    home: Option<Context>,
+}
+
+impl CudaMemory {
+    /// A resource of a context.
+    pub fn new(context: &Context) -> CudaMemory {
+        CudaMemory {
+            context: context.clone(),
+            source: next_source(),
+            generation: AtomicU64::new(0),
+            live: Tally::default(),
+            count: Tally::default(),
+            blocks: Mutex::default(),
+        }
+    }
+
+    fn blocks(&self) -> Locked<'_, HashMap<u64, Live>> {
+        process::lock(&self.blocks)
+    }
+
+    fn knows(&self, id: &BlockId) -> Result<Live, Error> {
+        match self.blocks().get(&id.ptr()) {
+            Some(live) if live.id == *id => Ok(live.clone()),
+            _ => Err(id.gone()),
+        }
+    }
+
+    fn release(&self, id: &BlockId) -> Result<(), Error> {
+        let live = self.knows(id)?;
+        if let Some(home) = &live.home {
+            home.enter()?.synchronize()?;
+        }
+        let entered = self.context.enter()?;
+        entered.synchronize()?;
+        // Out of the table before the address can be given to somebody else.
+        self.blocks().remove(&id.ptr());
+        // SAFETY: made by `mem_alloc` here and not yet freed, as the table said; the work of the
+        // context and of the stream's is complete, and that of others is the caller's to have waited for.
+        if let Err(error) = unsafe { entered.mem_free(id.ptr()) } {
+            self.blocks().insert(id.ptr(), live);
+            return Err(error.into());
+        }
+        self.live.sub(id.bytes() as u64);
+        self.count.sub(1);
+        Ok(())
+    }
+}
+
+// SAFETY: one driver allocation per block; a free comes after all work of the context, and of the stream's.
+unsafe impl MemoryResource for CudaMemory {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        let (bytes, alignment) = (request.bytes(), request.alignment());
+        if bytes == 0 || Request::round(bytes).is_none() {
+            let bytes = bytes as u64;
+            return Err(Error::Invalid(InvalidArgument::Size { bytes }));
+        }
+        if !alignment.is_power_of_two() || alignment > ALIGNMENT {
+            return Err(Error::Invalid(InvalidArgument::Alignment {
+                bytes: alignment as u64,
+            }));
+        }
+        super::ordered::same_place(self, stream)?;
+        let id = stream.id()?;
+        let ptr = self.context.enter()?.mem_alloc(bytes)?;
+        let life = (
+            self.source,
+            self.generation.fetch_add(1, Ordering::Relaxed) + 1,
+        );
+        let block = BlockId::new(life, (ptr, bytes), id, self.ordinal());
+        let (ours, home) = (self.context.id(), stream.context());
+        let home = (home.id() != ours).then(|| home.clone());
+        self.blocks().insert(ptr, Live { id: block, home });
+        self.live.add(bytes as u64);
+        self.count.add(1);
+        // SAFETY: just made by the driver.
+        Ok(unsafe { RawBlock::new(block, bytes, request) })
+    }
+
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let returned = block.returned();
+        returned
+            .and_then(|()| self.release(&block.id()))
+            .map_err(|error| Refused::new(block, error))
+    }
+
+    fn ordinal(&self) -> usize {
+        self.context.device().ordinal()
+    }
+
+    fn context(&self) -> Option<&Context> {
+        Some(&self.context)
+    }
+
+    fn id(&self) -> u64 {
+        self.source
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        let bytes = self.live.counter();
+        Ok(Usage {
+            requested: bytes,
+            used: bytes,
+            reserved: bytes,
+            blocks: self.count.counter(),
+            ..Usage::default()
+        })
+    }
+
+    fn reset_peak_stats(&self) {
+        self.live.reset_peak();
+        self.count.reset_peak();
+    }
+
+    fn state(&self, id: &BlockId) -> BlockState {
+        match self.knows(id) {
+            Ok(_) => BlockState::Live,
+            Err(_) => BlockState::Free,
+        }
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        let live = self.blocks().len();
+        if live > 0 {
+            log::warn!("a resource of `cuMemAlloc` goes with {live} live blocks, which leak");
+        }
+    }
+}
