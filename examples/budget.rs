@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use cualloc::driver::Driver;
-use cualloc::resource::{Budget, LogRecord, Logging, MemoryResource, OwnedBlock};
-use cualloc::{Allocator, Config, Error, Request};
+use cualloc::resource::{Budget, LogRecord, Logging, MemoryResource};
+use cualloc::{Allocator, Config, DeviceBuffer, Error, Request};
 
 const MIB: usize = 1 << 20;
 
