@@ -33,10 +33,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let budget = Arc::new(Budget::new(allocator.clone(), Some(64 * MIB as u64)));
     let memory = Arc::new(Logging::new(Arc::clone(&budget), to_log));
 
-    let weights = Request::new(48 * MIB).tag("weights");
-    let weights = OwnedBlock::allocate(Arc::clone(&memory), &weights, &stream)?;
-    let scratch = Request::new(32 * MIB).tag("scratch");
-    let refused = OwnedBlock::allocate(Arc::clone(&memory), &scratch, &stream);
+    let request = Request::array::<f32>(12 * MIB)?.tag("weights");
+    let weights = DeviceBuffer::<f32>::uninit_with(&memory, request, &stream)?;
+    let refused = DeviceBuffer::<f32>::zeroed(&memory, 8 * MIB, &stream);
     match refused {
         Err(error @ Error::OverBudget { .. }) => println!("refused: {error}"),
         Err(error) => return Err(error.into()),
