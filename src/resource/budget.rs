@@ -20,9 +20,10 @@ use crate::error::{Error, Refused};
 /// left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::Error;
 /// use cualloc::resource::{Budget, MemoryResource, Pressure};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;

@@ -13,8 +13,9 @@ use crate::error::{Error, Refused};
 /// try again. It may free through the same stack. Other errors are passed on without asking.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{Budget, FailureCallback, MemoryResource};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;

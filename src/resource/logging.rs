@@ -180,8 +180,9 @@ impl LogSink for () {
 /// Keeps the newest records in memory; older ones are dropped and counted.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{Logging, MemoryResource, RingSink};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;

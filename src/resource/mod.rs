@@ -13,9 +13,9 @@
 //!
 //! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
 //! [`Relief`], [`Logging`], [`Statistics`], [`Tracking`], [`FailureCallback`], [`Sanitizer`]. A
-//! [`DeviceRuntime`] is a stack with its streams, one per device where wanted; a [`Manager`] gives typed
-//! slices out of it under a budget of its own; a [`Launch`] says what a launch reads and
-//! writes.
+//! [`DeviceRuntime`] is a stack with its streams, one per device where wanted ([`PerDevice`]); a [`Manager`] bounds
+//! what is live of it; a [`Launch`] says what a launch reads and writes. A guard over memory is spelled
+//! `Relief<Budget<R>>`: hooks, a policy and a reserve over a bound.
 //!
 //! [`ThresholdPool`]: crate::pool::ThresholdPool
 //! [`TypedPool`]: crate::pool::TypedPool

@@ -37,6 +37,7 @@ const BATCH: usize = 256;
 /// is pending on it then is known by events and needs the stream no more.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{Access, AccessOrdered, MemoryResource};
 /// # use cualloc::{driver::{Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;

@@ -46,23 +46,24 @@ type Checkpoint = dyn Fn(&Error) + Send + Sync;
 /// checkpoint callback run without a lock and may use the resource.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{Budget, MemoryResource, Relief, ReliefHook};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # use std::sync::{Arc, Mutex};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
-/// use cualloc::resource::OwnedBlock;
+/// use cualloc::DeviceBuffer;
 /// let relief = Arc::new(Relief::new(Budget::new(allocator, Some(1000))));
-/// let cached = OwnedBlock::allocate(relief.clone(), 800, &stream, "cache".into())?;
+/// let cached = DeviceBuffer::<u8>::zeroed(&relief, 800, &stream)?;
 /// let cache = Mutex::new(Some(cached));
 /// relief.add_relief_hook(ReliefHook::new("cache", move |_missing| {
-///     cache.lock().ok().and_then(|mut cache| cache.take()).map_or(0, |block| block.size())
+///     cache.lock().ok().and_then(|mut cache| cache.take()).map_or(0, |buffer| buffer.byte_len() as u64)
 /// }));
 /// let block = relief.allocate_block(&Request::new(500).tag("work"), &stream)?;
-/// assert_eq!(relief.recoveries(), 1);
+/// assert_eq!(relief.usage()?.recoveries, 1);
 /// # relief.deallocate_block(block)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

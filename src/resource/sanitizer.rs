@@ -60,7 +60,7 @@ impl Checks {
 ///
 /// ```
 /// use cualloc::{Request, resource::{MemoryResource, Sanitizer}};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;

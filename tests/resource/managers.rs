@@ -47,7 +47,7 @@ mod manager {
     /// S5.1: without a runtime typed slices come from the driver within the budget, and raw blocks from
     /// nowhere.
     #[test]
-    fn s5_1_manager_without_a_runtime_gives_typed_slices_only() {
+    fn s5_1_manager_without_a_runtime_gives_typed_buffers_only() {
         packed(|rig| {
             let manager = Manager::new(0, Some(1024));
             let (before, stream) = (rig.memory_calls(), rig.stream());
