@@ -460,7 +460,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         &mut self,
         host: PinnedBuffer<T>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
+    ) -> Result<CopyInFlight<T>, Refused<PinnedBuffer<T>>> {
         self.as_mut_slice().upload(host, stream)
     }
 
@@ -470,9 +470,9 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// As there.
     pub fn download(
         &self,
-        host: PinnedBuffer<T>,
+        host: impl Into<PinnedBuffer<MaybeUninit<T>>>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
+    ) -> Result<CopyInFlight<T>, Refused<PinnedBuffer<MaybeUninit<T>>>> {
         self.as_slice().download(host, stream)
     }
 

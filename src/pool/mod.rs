@@ -5,7 +5,7 @@
 //! | [`TypedPool`] | [`PooledBuffer`] | typed buffers over several devices, last returned first |
 //! | [`ThresholdPool`] | [`PooledBuffer`] | one device, with a release threshold |
 //! | [`WorkspacePool`] | [`Lease`] | scratch memory of kernels, by size class or exact |
-//! | [`PinnedPool`] | [`PinnedLease`] | page-locked host memory with copies in flight |
+//! | [`PinnedPool`] | [`PinnedBuffer`](crate::PinnedBuffer) | page-locked host memory with copies in flight |
 //! | [`NativePool`] | [`NativeBlock`] | the driver's `cuMemPool*` |
 //!
 //! All of them but the last stand on one [`Allocator`](crate::Allocator) for each device, which alone
@@ -29,8 +29,6 @@ mod native_block;
 mod native_config;
 mod part;
 mod pinned;
-mod pinned_buffers;
-mod pinned_lease;
 mod pressure;
 mod report;
 mod slabs;
@@ -45,9 +43,7 @@ pub use histogram::SizeHistogram;
 pub use native::NativePool;
 pub use native_block::NativeBlock;
 pub use native_config::NativeConfig;
-pub use pinned::{PinnedPool, PinnedStats};
-pub use pinned_buffers::PinnedConfig;
-pub use pinned_lease::PinnedLease;
+pub use pinned::{PinnedConfig, PinnedPool, PinnedStats};
 pub use pressure::PressureMonitor;
 pub use report::{Fragmentation, PoolReport};
 pub use table::TypedStats;

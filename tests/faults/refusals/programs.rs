@@ -1,6 +1,7 @@
 //! What is run with faults.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cualloc::Tag;
 
@@ -111,7 +112,7 @@ fn buffers(w: &World) -> Outcome {
     let mut target = [1u32; 500];
     two.copy_to_slice(&mut target)?;
     assert_eq!(target[..], values[..]);
-    let copy = one.download(PinnedBuffer::zeroed(&w.context, 500)?, &b)?;
+    let copy = one.download(PinnedBuffer::uninit(&w.context, 500)?, &b)?;
     copy.is_complete()?;
     assert_eq!(copy.wait()?[..], [7; 500]);
     drop(one.upload(PinnedBuffer::from_slice(&w.context, &values)?, &b)?);
@@ -291,43 +292,34 @@ fn arrow(w: &World, a: &Stream, b: &Stream) -> Outcome {
 }
 
 fn pinned(w: &World) -> Outcome {
-    let config = PinnedConfig {
-        initial: 1,
-        maximum: 4,
-        buffer_bytes: 8192,
-        oversize: true,
-    };
+    let config = PinnedConfig::new().initial(1).maximum(4).buffer_bytes(8192);
     let pool = PinnedPool::new(&w.context, config)?;
     let stream = w.alloc.create_stream()?;
-    let block = w.alloc.allocate(8192, &stream)?;
+    let mut target = DeviceBuffer::<u32>::zeroed(&w.alloc, 5000, &stream)?;
     for round in 0..3u32 {
-        let mut up = pool.acquire(4000)?.typed::<u32>(1000)?;
-        up.write(&[round; 1000])?;
-        // SAFETY: the block has as many bytes, and goes in the order of the stream.
-        unsafe { up.upload(block.ptr(), &stream) }?;
-        up.initialised()?;
-        let mut down = pool.acquire(4000)?.typed::<u32>(1000)?;
-        // SAFETY: as above.
-        unsafe { down.download(block.ptr(), 1000, &stream) }?;
+        let up = pool.acquire(1000)?.write(&[round; 1000])?;
+        let up = target.slice_mut(..1000)?.upload(up, &stream)?;
+        let down = target.slice(..1000)?;
+        let down = down.download(pool.acquire(1000)?, &stream)?;
         let complete = down.is_complete()?;
         drop(up);
         if round == 1 {
-            down.wait()?;
-            assert_eq!(down.initialised()?, [1; 1000], "{complete}");
+            let mut down = down.wait()?;
+            assert_eq!(down[..], [1; 1000], "{complete}");
+            down.record_use(&stream)?;
         }
-        down.record_use(&stream)?;
-        drop(down);
         stream.synchronize()?;
     }
-    let mut large = pool.acquire(20_000)?;
-    large.write(&[1; 8000])?;
-    // SAFETY: as above.
-    unsafe { large.upload(block.ptr(), &stream) }?;
-    drop(large);
+    drop(target.upload(pool.acquire(5000)?.write(&[1; 5000])?, &stream)?);
+    let told = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&told);
+    let copy = target.download(pool.acquire(5000)?, &stream)?;
+    copy.on_complete(move |host| seen.store(host[..] == [1; 5000], Ordering::Relaxed))?;
     stream.synchronize()?;
+    assert!(told.load(Ordering::Relaxed));
     // A look that is refused leaves a buffer to the next one.
-    pool.stats();
-    let stats = pool.stats();
+    pool.usage();
+    let stats = pool.usage();
     nothing_left((stats.in_use + stats.stale) as u64)?;
     pool.trim(0);
     pool.restart();

@@ -350,14 +350,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
     let a = Allocator::with_config(&context, Config::new()).unwrap();
     let workspaces = WorkspacePool::new(&a);
     let typed = TypedPool::over([&a]);
-    let pinned = PinnedPool::new(
-        &context,
-        PinnedConfig {
-            buffer_bytes: 4096,
-            ..PinnedConfig::default()
-        },
-    )
-    .unwrap();
+    let pinned = PinnedPool::new(&context, PinnedConfig::new().buffer_bytes(4096)).unwrap();
     let ordered = Arc::new(AccessOrdered::new(Tracking::new(Budget::new(
         a.clone(),
         Some(1 << 29),
@@ -379,7 +372,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             drop(a.snapshot());
             drop(workspaces.lease(stream, 1000 * (k % 9 + 1)).unwrap());
             drop(typed.uninit::<u32>(k % 1000 + 1, stream).unwrap());
-            drop(pinned.acquire(100).unwrap());
+            drop(pinned.acquire::<u8>(100).unwrap());
             let block = ordered.allocate_block(&Request::new(1000), stream).unwrap();
             drop(ordered.get_ref().live());
             ordered.deallocate_block(block).unwrap();
@@ -397,7 +390,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             && a.test_views().is_err()
             && workspaces.lease(&stream, 100).is_err()
             && typed.uninit::<u32>(10, &stream).is_err()
-            && pinned.acquire(100).is_err()
+            && pinned.acquire::<u8>(100).is_err()
             && Context::primary(context.device()).is_err()
             && manager.allocate::<u8>(100, &stream).is_err()
             && guard.allocate_block(&Request::new(100), &stream).is_err()
@@ -423,7 +416,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
         let _ = (
             workspaces.stats(),
             typed.stats(),
-            pinned.stats(),
+            pinned.usage(),
             pinned.generation(),
         );
         typed.reset_stats();
