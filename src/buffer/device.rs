@@ -10,12 +10,12 @@ use std::sync::Arc;
 use crate::allocator::{Allocator, Block, Request};
 use crate::block::BlockId;
 use crate::driver::{Device, KernelParam, Stream, sys};
-use crate::resource::{Access, Buffer, MemoryResource, Recordable, Source};
+use crate::resource::{Access, Buffer, MemoryResource, RawBlock, Recordable, Source};
 
 use super::element::{DeviceCopy, FillValue, Pod, bytes_of};
 use super::flight::CopyInFlight;
 use super::order::Memory;
-use super::owner::{Foreign, Owner};
+use super::owner::{Foreign, Lent, Owner};
 use super::pinned::PinnedBuffer;
 use super::slice::{DeviceSlice, DeviceSliceMut, describe};
 use crate::error::{Error, InvalidArgument, Refused};
@@ -224,6 +224,20 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     pub(crate) fn over(block: Block, stream: &Stream, id: u64, len: usize) -> Self {
         let memory = Memory::new(Owner::Block(block), stream.clone(), id);
         Self::new(Some(memory), len)
+    }
+
+    /// A buffer of the first `len` elements of a resource's block that is as large, at home on the stream that it
+    /// was allocated on.
+    #[inline]
+    pub(crate) fn lent(
+        resource: Arc<dyn MemoryResource>,
+        block: RawBlock,
+        stream: &Stream,
+        len: usize,
+    ) -> Self {
+        let id = block.id().stream_id();
+        let owner = Owner::Resource(Box::new(Lent { resource, block }));
+        Self::new(Some(Memory::new(owner, stream.clone(), id)), len)
     }
 
     /// The home with its id, and the allocator's block.

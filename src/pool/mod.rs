@@ -4,16 +4,16 @@
 //! |---|---|---|
 //! | [`TypedPool`] | [`PooledBuffer`] | typed buffers over several devices, last returned first |
 //! | [`ThresholdPool`] | [`PooledBuffer`] | one device, with a release threshold |
-//! | [`WorkspacePool`] | [`Lease`] | scratch memory of kernels, by size class or exact |
+//! | [`WorkspacePool`] | [`DeviceBuffer`](crate::DeviceBuffer) of bytes | scratch memory of kernels, by size class or exact |
 //! | [`PinnedPool`] | [`PinnedBuffer`](crate::PinnedBuffer) | page-locked host memory with copies in flight |
-//! | [`NativePool`] | [`NativeBlock`] | the driver's `cuMemPool*` |
+//! | [`DriverPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | the driver's `cuMemPool*` |
 //!
 //! All of them but the last stand on one [`Allocator`](crate::Allocator) for each device, which alone
 //! accounts for device memory: what a pool does not use is there for every other one, and memory
 //! moves between streams by the allocator's rules only.
 //!
 //! What those of device memory have in common is [`MemoryResource`](crate::resource::MemoryResource):
-//! [`WorkspacePool`] and [`NativePool`] are one, and [`ThresholdPool::open`] and
+//! [`WorkspacePool`] and [`DriverPool`] are one, and [`ThresholdPool::open`] and
 //! [`TypedPool::on_device`] give one, a [`DevicePool`]. So each can be swapped for another, or for the bare
 //! [`Allocator`](crate::Allocator), and carries every adaptor.
 //!
@@ -22,11 +22,10 @@
 
 mod buffer;
 mod device;
+mod driver_blocks;
+mod driver_pool;
+mod driver_pool_config;
 mod histogram;
-mod keyed;
-mod native;
-mod native_block;
-mod native_config;
 mod part;
 mod pinned;
 mod pressure;
@@ -39,22 +38,21 @@ mod workspace;
 
 pub use buffer::PooledBuffer;
 pub use device::DevicePool;
+pub use driver_pool::DriverPool;
+pub use driver_pool_config::DriverPoolConfig;
 pub use histogram::SizeHistogram;
-pub use native::NativePool;
-pub use native_block::NativeBlock;
-pub use native_config::NativeConfig;
-pub use pinned::{PinnedConfig, PinnedPool, PinnedStats};
+pub use pinned::{PinnedConfig, PinnedPool};
 pub use pressure::PressureMonitor;
 pub use report::{Fragmentation, PoolReport};
 pub use table::TypedStats;
 pub use threshold::{ThresholdPool, ThresholdStats};
 pub use typed::TypedPool;
-pub use workspace::{Lease, WorkspacePool, WorkspaceStats};
+pub use workspace::WorkspacePool;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Context, Device, Driver, Stream, process};
-use crate::error::{Error, StreamMisuse};
+use crate::error::{Error, InvalidArgument, StreamMisuse};
 use crate::sync::{capture, order};
 
 /// The first of many equal failures is logged, then those whose number is a power of two.
@@ -80,6 +78,18 @@ fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error> {
         return Err(Error::InvalidDevice { ordinal, devices });
     }
     Ok(driver.device(ordinal)?)
+}
+
+/// Blocks of the driver's pools and of workspace pools have addresses that are multiples of this many bytes.
+const ALIGNMENT: usize = 256;
+
+fn check_alignment(alignment: usize) -> Result<(), Error> {
+    if alignment.is_power_of_two() && alignment <= ALIGNMENT {
+        return Ok(());
+    }
+    Err(Error::Invalid(InvalidArgument::Alignment {
+        bytes: alignment as u64,
+    }))
 }
 
 /// Waits for everything that a context was given; refuses while something captures there, which would suffer.

@@ -6,9 +6,11 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, Mutex};
 
+use crate::allocator::Counter;
 use crate::buffer::{DeviceCopy, HostBlock, HostPool, PinnedBuffer, host_bytes};
 use crate::driver::{Context, process};
 use crate::error::{Error, InvalidArgument};
+use crate::resource::Usage;
 use crate::sync::event::EventPools;
 
 use super::RareLog;
@@ -67,26 +69,6 @@ impl Default for PinnedConfig {
     }
 }
 
-/// Figures of a [`PinnedPool`]: of its current generation, but for `stale`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct PinnedStats {
-    /// Blocks in use, oversize ones included.
-    pub in_use: usize,
-    /// Blocks to be had at once.
-    pub free: usize,
-    /// Blocks that were returned while copies were in flight.
-    pub in_flight: usize,
-    /// Blocks there are: the three together.
-    pub total: usize,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Blocks of earlier generations, and such as are to be freed, that copies still use or that are in use.
-    pub stale: usize,
-    /// The generation, counted from 1.
-    pub generation: u64,
-}
-
 /// Page-locked host memory for copies to and from devices: blocks of one size that are made once and
 /// used again and again, the last returned first.
 ///
@@ -135,16 +117,14 @@ struct State {
     free: Vec<HostBlock>,
     /// Blocks that work may still use, to be kept afterwards or freed.
     waiting: Vec<HostBlock>,
-    /// Blocks of this generation: in use, in flight and free.
-    blocks: usize,
-    /// Their bytes.
-    bytes: u64,
-    /// Those in use.
-    in_use: usize,
-    /// Those of the pool's own size, and those that are being made, of which there is a maximum.
+    /// Of this generation: blocks in use, their bytes, and the bytes of all.
+    blocks: Counter,
+    used: Counter,
+    reserved: Counter,
+    hits: u64,
+    misses: u64,
+    /// Blocks of the pool's own size, and such as are being made, of which there is a maximum.
     pooled: usize,
-    /// Blocks of earlier generations, and such as are to be freed.
-    stale: usize,
 }
 
 impl State {
@@ -155,29 +135,19 @@ impl State {
         may.then_some(self.generation)
     }
 
-    /// A block was made, and is in use.
-    fn made(&mut self, block: &HostBlock) {
+    /// A block is in use. One of an earlier generation does not count: there was a restart while it was made.
+    fn lend(&mut self, block: &HostBlock) {
         if block.generation == self.generation {
-            self.blocks += 1;
-            self.bytes += block.bytes() as u64;
-            self.in_use += 1;
-        } else {
-            // Restarted while it was made.
-            self.stale += 1;
-        }
-    }
-
-    /// A block of the pool's own size was not made.
-    fn not_made(&mut self, generation: u64) {
-        if generation == self.generation {
-            self.pooled -= 1;
+            self.blocks.add(1);
+            self.used.add(block.bytes() as u64);
         }
     }
 
     /// Takes back a block that was in use; one that is to be freed now.
     fn returned(&mut self, block: HostBlock, own_size: usize) -> Option<HostBlock> {
         if block.generation == self.generation {
-            self.in_use -= 1;
+            self.blocks.sub(1);
+            self.used.sub(block.bytes() as u64);
         }
         self.settle(block, own_size)
     }
@@ -185,8 +155,8 @@ impl State {
     /// Puts a block that is not in use where it belongs; one that is to be freed now.
     fn settle(&mut self, mut block: HostBlock, own_size: usize) -> Option<HostBlock> {
         let busy = block.is_busy();
-        let pooled = block.bytes() == own_size;
         if block.generation == self.generation {
+            let pooled = block.bytes() == own_size;
             if pooled && !block.is_lost() {
                 let list = if busy {
                     &mut self.waiting
@@ -196,30 +166,15 @@ impl State {
                 list.push(block);
                 return None;
             }
-            self.blocks -= 1;
-            self.bytes -= block.bytes() as u64;
+            self.reserved.sub(block.bytes() as u64);
             self.pooled -= usize::from(pooled);
-            self.stale += 1;
             block.generation = 0;
         }
         if busy {
             self.waiting.push(block);
             return None;
         }
-        self.stale -= 1;
         Some(block)
-    }
-
-    fn stats(&self) -> PinnedStats {
-        PinnedStats {
-            in_use: self.in_use,
-            free: self.free.len(),
-            in_flight: self.blocks - self.in_use - self.free.len(),
-            total: self.blocks,
-            bytes: self.bytes,
-            stale: self.stale,
-            generation: self.generation,
-        }
     }
 }
 
@@ -296,7 +251,8 @@ impl PinnedPool {
                 return Ok(Err(state.generation));
             }
             if let Some(block) = state.free.pop() {
-                state.in_use += 1;
+                state.lend(&block);
+                state.hits += 1;
                 return Ok(Ok(block));
             }
             state
@@ -323,7 +279,6 @@ impl PinnedPool {
             let free = std::mem::take(&mut state.free);
             *state = State {
                 generation: state.generation + 1,
-                stale: state.stale + state.blocks - free.len(),
                 waiting: std::mem::take(&mut state.waiting),
                 ..State::default()
             };
@@ -343,19 +298,35 @@ impl PinnedPool {
         let gone = self.0.change(|state| {
             let kept = usize::try_from(keep / own_size as u64).unwrap_or(usize::MAX);
             let surplus = state.free.len().saturating_sub(kept);
-            state.blocks -= surplus;
             state.pooled -= surplus;
-            state.bytes -= (surplus * own_size) as u64;
+            state.reserved.sub((surplus * own_size) as u64);
             state.free.drain(..surplus).collect::<Vec<_>>()
         });
         // Freed without the lock.
         (gone.len() * own_size) as u64
     }
 
-    /// The figures, all of one instant, after looking which copies are over.
-    pub fn usage(&self) -> PinnedStats {
+    /// The figures of the generation, all of one instant, after looking which copies are over: blocks in use and
+    /// their bytes, the bytes of all as reserved, those of blocks that came back with work in flight as pending,
+    /// and the number of free blocks.
+    pub fn usage(&self) -> Usage {
+        // In a forked child there is nothing.
         let _ = self.0.reap();
-        self.0.change(|state| state.stats())
+        let own_size = self.0.config.buffer_bytes;
+        self.0.change(|state| {
+            let free = (state.free.len() * own_size) as u64;
+            Usage {
+                used: state.used,
+                reserved: state.reserved,
+                blocks: state.blocks,
+                pending: state.reserved.current - state.used.current - free,
+                cached_blocks: state.free.len() as u64,
+                requests: state.hits + state.misses,
+                hits: state.hits,
+                misses: state.misses,
+                ..Usage::default()
+            }
+        })
     }
 
     /// The generation, counted from 1.
@@ -383,12 +354,17 @@ impl Inner {
         self.change(|state| match made {
             Ok(mut block) => {
                 block.generation = generation;
-                state.made(&block);
+                if generation == state.generation {
+                    state.reserved.add(bytes as u64);
+                    state.misses += 1;
+                }
+                state.lend(&block);
                 Ok(block)
             }
             Err(error) => {
-                if bytes == self.config.buffer_bytes {
-                    state.not_made(generation);
+                // There may be another one in its place.
+                if bytes == self.config.buffer_bytes && generation == state.generation {
+                    state.pooled -= 1;
                 }
                 Err(error)
             }

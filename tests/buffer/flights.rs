@@ -98,12 +98,15 @@ fn s4_23_s4_9_a_copy_is_told_of() {
             .unwrap();
         }
         assert!(told.try_recv().is_err());
-        assert_eq!(pool.usage().in_use, 1);
+        assert_eq!(pool.usage().blocks.current, 1);
         let calls = rig.driver.calls();
         sim.complete_all();
         assert_eq!([told.try_recv(), told.try_recv()], [Ok(3), Ok(4)]);
         assert_eq!(rig.driver.calls().since(&calls).total(), 0);
-        assert_eq!((pool.usage().in_use, pool.usage().free), (0, 1));
+        assert_eq!(
+            (pool.usage().blocks.current, pool.usage().cached_blocks),
+            (0, 1)
+        );
         // What was owed is paid with the next drop.
         stream.synchronize().unwrap();
         assert_eq!(sim.leaks().host, held + 1);
@@ -116,10 +119,13 @@ fn s4_23_s4_9_a_copy_is_told_of() {
         sim.fail(FailPlan::call("cuLaunchHostFunc", code).unwrap());
         let refused = copy.on_complete(move |host| sender.send(host[0]).unwrap());
         assert_eq!(refused.unwrap_err().code(), code);
-        assert_eq!((pool.usage().in_use, pool.usage().in_flight), (0, 1));
+        assert_eq!(
+            (pool.usage().blocks.current, pool.usage().pending),
+            (0, 4 << 20)
+        );
         sim.complete_all();
         assert!(told.try_recv().is_err());
-        assert_eq!((pool.usage().in_flight, pool.usage().free), (0, 1));
+        assert_eq!((pool.usage().pending, pool.usage().cached_blocks), (0, 1));
         sim.set_mode(Mode::Instant);
     });
 }

@@ -62,19 +62,15 @@ fn s4_7_pinned_pool_that_starts_empty_passes_the_suite() {
 
 fn idle(pool: &PinnedPool) {
     let stats = pool.usage();
-    assert_eq!(
-        (stats.in_use, stats.in_flight, stats.stale),
-        (0, 0, 0),
-        "{stats:?}"
-    );
-    assert_eq!(stats.total, stats.free);
+    assert_eq!((stats.blocks.current, stats.pending), (0, 0), "{stats:?}");
+    assert_eq!(stats.reserved.current, stats.cached_blocks * BUFFER as u64);
 }
 
 fn basic(pool: &PinnedPool) {
     idle(pool);
     let first = pool.acquire::<u32>(250).unwrap();
     let second = pool.acquire::<u8>(0).unwrap();
-    assert_eq!(pool.usage().in_use, 2);
+    assert_eq!(pool.usage().blocks.current, 2);
     let first = first.write(&[7; 250]).unwrap();
     assert_eq!(first[..], [7; 250]);
     let (a, b) = (first.as_ptr() as usize, second.as_ptr() as usize);
@@ -82,7 +78,7 @@ fn basic(pool: &PinnedPool) {
     drop((first, second));
     idle(pool);
     pool.trim(0);
-    assert_eq!((pool.usage().total, pool.usage().bytes), (0, 0));
+    assert_eq!(pool.usage().reserved.current, 0);
 }
 
 /// Random sizes in random order, each buffer's contents whole until it goes.
@@ -106,7 +102,7 @@ fn mixes(pool: &PinnedPool, setting: &Setting) {
             let (buffer, word) = (live.swap_remove(at), words.swap_remove(at));
             assert!(buffer.iter().all(|byte| *byte == word));
         }
-        assert_eq!(pool.usage().in_use, live.len());
+        assert_eq!(pool.usage().blocks.current, live.len() as u64);
         let mut ranges = BTreeMap::new();
         for buffer in &live {
             let start = buffer.as_ptr() as usize;
@@ -166,7 +162,7 @@ fn exhaustion(rig: &Rig, pool: &PinnedPool, setting: &Setting) {
     let code = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
     sim.fail(FailPlan::call("cuMemHostAlloc", code).unwrap());
     assert_eq!(pool.acquire::<u8>(1).unwrap_err().code(), code);
-    assert_eq!(pool.usage().total, 0);
+    assert_eq!(pool.usage().reserved.current, 0);
     drop(pool.acquire::<u8>(1).unwrap());
     idle(pool);
 }
@@ -180,7 +176,10 @@ fn streams(rig: &Rig, pool: &PinnedPool) {
     let busy = rig.busy(&stream);
     buffer.record_use(&stream).unwrap();
     drop(buffer);
-    assert_eq!((pool.usage().in_use, pool.usage().in_flight), (0, 1));
+    assert_eq!(
+        (pool.usage().blocks.current, pool.usage().pending),
+        (0, BUFFER as u64)
+    );
     let next = pool.acquire::<u8>(100).unwrap();
     assert_ne!(next.as_ptr() as usize, at);
     busy.release();

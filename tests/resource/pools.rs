@@ -24,8 +24,8 @@ fn threshold(rig: &Rig) -> DevicePool {
     pool.open().unwrap()
 }
 
-fn native(rig: &Rig) -> NativePool {
-    NativePool::with_context(&rig.context, NativeConfig::default()).unwrap()
+fn native(rig: &Rig) -> DriverPool {
+    DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap()
 }
 
 #[test]

@@ -7,9 +7,9 @@
 use super::workload::{Failure, Source};
 use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspacePool};
+use cualloc::pool::{PooledBuffer, TypedPool, WorkspacePool};
 use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, RawBlock};
-use cualloc::{Allocator, Block, Request};
+use cualloc::{Allocator, Block, DeviceBuffer, Request};
 use std::alloc::{Layout, alloc, dealloc};
 use std::mem::MaybeUninit;
 
@@ -163,19 +163,19 @@ impl<'a> Workspaces<'a> {
 
 impl Source for Workspaces<'_> {
     type Stream = Stream;
-    type Block = Lease;
+    type Block = DeviceBuffer<MaybeUninit<u8>>;
 
     fn stream(&self, index: usize) -> Stream {
         self.streams[index].clone()
     }
 
     #[inline]
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Lease, Failure> {
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
         Ok(self.pool.lease(stream, bytes)?)
     }
 
     #[inline]
-    fn free(&self, block: Lease) -> Result<(), Failure> {
+    fn free(&self, block: Self::Block) -> Result<(), Failure> {
         drop(block);
         Ok(())
     }

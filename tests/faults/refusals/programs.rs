@@ -8,7 +8,7 @@ use cualloc::Tag;
 use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::{Context, Stream};
 use cualloc::pool::{
-    NativeConfig, NativePool, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
+    DriverPool, DriverPoolConfig, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{
     Access, AccessOrdered, CudaMemory, Guard, LaunchRecorder, Manager, ManagerConfig,
@@ -320,35 +320,33 @@ fn pinned(w: &World) -> Outcome {
     // A look that is refused leaves a buffer to the next one.
     pool.usage();
     let stats = pool.usage();
-    nothing_left((stats.in_use + stats.stale) as u64)?;
+    nothing_left(stats.blocks.current + stats.pending)?;
     pool.trim(0);
     pool.restart();
     Ok(())
 }
 
 fn native(w: &World) -> Outcome {
-    let mut config = NativeConfig::default();
-    config.initial_bytes = 1 << 20;
-    let pool = NativePool::with_context(&w.context, config)?;
+    let pool = DriverPool::new(&w.context, DriverPoolConfig::new().initial(1 << 20))?;
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let block = pool.allocate(4096, &a)?;
-    work(&w.context, block.ptr(), 4096, &a)?;
+    let block = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+    work(&w.context, block.as_device_ptr(), 4096, &a)?;
     block.record_stream(&b)?;
     follow(w, &a, &b)?;
-    work(&w.context, block.ptr(), 4096, &b)?;
+    work(&w.context, block.as_device_ptr(), 4096, &b)?;
     if let Err(failed) = block.free() {
         // The caller has it still, and uses it on the stream that it told of.
-        work(&w.context, failed.value.ptr(), 4096, &b)?;
+        work(&w.context, failed.value.as_device_ptr(), 4096, &b)?;
         failed.value.free()?;
-        let next = pool.allocate(4096, &a)?;
-        work(&w.context, next.ptr(), 4096, &a)?;
+        let next = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+        work(&w.context, next.as_device_ptr(), 4096, &a)?;
         drop(next);
         return Err(failed.error.into());
     }
-    let second = pool.allocate(4096, &a)?;
-    work(&w.context, second.ptr(), 4096, &a)?;
+    let second = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+    work(&w.context, second.as_device_ptr(), 4096, &a)?;
     follow(w, &a, &b)?;
-    work(&w.context, second.ptr(), 4096, &b)?;
+    work(&w.context, second.as_device_ptr(), 4096, &b)?;
     if let Err(error) = second.record_use(&b) {
         // Nobody knows of the use but who made it.
         if b.synchronize().or_else(|_| b.synchronize()).is_err() {
@@ -357,14 +355,14 @@ fn native(w: &World) -> Outcome {
         return Err(error.into());
     }
     drop(second);
-    let third = pool.allocate(4096, &a)?;
-    work(&w.context, third.ptr(), 4096, &a)?;
+    let third = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+    work(&w.context, third.as_device_ptr(), 4096, &a)?;
     third.free()?;
     pool.usage()?;
     a.synchronize()?;
     b.synchronize()?;
     pool.trim(0)?;
-    nothing_left(pool.live())?;
+    nothing_left(pool.usage()?.blocks.current)?;
     pool.destroy()?;
     Ok(())
 }
@@ -374,19 +372,19 @@ fn workspaces(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     for bytes in [1000, 3 << 20, 1000] {
         let lease = pool.lease(&a, bytes)?;
-        work(&w.context, lease.ptr(), bytes, &a)?;
+        work(&w.context, lease.as_device_ptr(), bytes, &a)?;
         lease.record_stream(&b)?;
         follow(w, &a, &b)?;
-        work(&w.context, lease.ptr(), bytes, &b)?;
+        work(&w.context, lease.as_device_ptr(), bytes, &b)?;
         if bytes > 1000 {
             lease.record_use(&b)?;
         }
         drop(lease);
         let next = pool.lease(&a, bytes)?;
-        work(&w.context, next.ptr(), bytes, &a)?;
+        work(&w.context, next.as_device_ptr(), bytes, &a)?;
     }
-    pool.trim(0);
-    assert_eq!(pool.stats().leases, 0);
+    pool.trim(0)?;
+    assert_eq!(pool.usage()?.blocks.current, 0);
     Ok(())
 }
 
@@ -489,10 +487,10 @@ fn asynchronous(w: &World) -> Outcome {
 }
 
 fn native_resource(w: &World) -> Outcome {
-    let pool = NativePool::with_context(&w.context, NativeConfig::default())?;
+    let pool = DriverPool::new(&w.context, DriverPoolConfig::new())?;
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     use_across(w, &AccessOrdered::new(pool.clone()), &a, &b)?;
-    let block = pool.allocate(1000, &a)?;
+    let block = DeviceBuffer::<u8>::uninit(&pool, 1000, &a)?;
     block.free()?;
     Ok(())
 }

@@ -10,7 +10,7 @@ use cualloc::allocator::{Allocator, Config, Policy, Request};
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::error::StreamMisuse;
-use cualloc::pool::{NativeConfig, NativePool, TypedPool, WorkspacePool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, CudaMemory, MemoryResource};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
@@ -90,7 +90,7 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     stranger.deallocate_block(*failed.value).unwrap();
     // The same of sources that hand out names.
     for source in [
-        Arc::new(NativePool::with_context(&world.context, NativeConfig::default()).unwrap())
+        Arc::new(DriverPool::new(&world.context, DriverPoolConfig::new()).unwrap())
             as Arc<dyn MemoryResource>,
         Arc::new(WorkspacePool::new(&world.allocator)),
         Arc::new(CudaMemory::new(&world.context)),
@@ -284,8 +284,9 @@ fn s4_streams_of_another_driver_are_refused() {
     );
 
     let pooled = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
-    let native = NativePool::with_context(&ours.context, NativeConfig::default()).unwrap();
-    assert!(pooled(native.allocate(100, &foreign).unwrap_err()));
+    let native = DriverPool::new(&ours.context, DriverPoolConfig::new()).unwrap();
+    let refused = DeviceBuffer::<u8>::uninit(&native, 100, &foreign);
+    assert!(pooled(refused.unwrap_err()));
     let workspaces = WorkspacePool::new(a);
     assert!(pooled(workspaces.lease(&foreign, 100).unwrap_err()));
     let typed = TypedPool::over([a]);
@@ -414,7 +415,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
         workspaces.trim(0);
         pinned.trim(0);
         let _ = (
-            workspaces.stats(),
+            workspaces.usage(),
             typed.stats(),
             pinned.usage(),
             pinned.generation(),
